@@ -1,0 +1,18 @@
+"Fixtures that every test may ask for."
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope='session')
+def root() -> Path:
+    "The checkout: notebooks, modules, settings."
+    return ROOT
+
+
+@pytest.fixture(scope='session')
+def golden() -> Path:
+    "What the nanoVLM reference and transformers computed on tiny random weights; its README.md says what is what."
+    return ROOT/'tests'/'data'/'golden'
