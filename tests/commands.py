@@ -1,0 +1,27 @@
+"Running the project's commands as a user does: own processes, real torchrun."
+import os
+import subprocess
+import sys
+
+#: a model and a run small enough for a test
+TINY = ('--vit_hidden_dim 32 --vit_n_heads 2 --vit_n_blocks 1 --lm_hidden_dim 32 --lm_inter_dim 64 --lm_n_heads 2 --lm_n_kv_heads 1 --lm_n_blocks 1 '
+        '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
+        '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --log_wandb False --progress_bar False').split()
+
+
+def environment(**more):
+    "One thread a process, wandb offline and quiet."
+    return os.environ | dict(OMP_NUM_THREADS='1', WANDB_MODE='offline', WANDB_SILENT='true', HF_HUB_OFFLINE='1', **more)
+
+
+def run(args, cwd, timeout=240, check=True, **env):
+    "Run a command; its output is in the error when it fails."
+    done = subprocess.run([str(a) for a in args], cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+    if check and done.returncode: raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}')
+    return done
+
+
+def train(args, cwd, ranks=1, **kw):
+    "`nanovlm_train`, or the same module under torchrun when there are several ranks."
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+    return run([sys.executable, *launch, '-m', 'nanovlm_nb.train', *args], cwd, **kw)

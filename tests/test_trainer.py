@@ -1,0 +1,97 @@
+"Updates that do not depend on how a batch is split, and nanoVLM's own six updates."
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from nanovlm_nb.config import TrainConfig, evolve
+from nanovlm_nb.dist import Dist
+from nanovlm_nb.packing import collate_packs, pack
+from nanovlm_nb.trainer import Trainer, gather_update
+from nanovlm_nb.vlm import VisionLanguageModel
+
+HERE = Path(__file__).parent
+
+
+def split(batch_size, accumulation, ranks, tmp_path):
+    "Gradients and parameters after one update, and its figures."
+    out = tmp_path/f'{batch_size}_{accumulation}_{ranks}.safetensors'
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+    run([sys.executable, *launch, HERE/'split_update.py', batch_size, accumulation, out], tmp_path, PYTHONPATH=str(HERE.parent))
+    with safe_open(out, 'pt') as f: figures = f.metadata()
+    return load_file(out), figures
+
+
+def gap(a, b, part):
+    "Largest relative distance between two sets of tensors of the same part."
+    return max(((a[k]-b[k]).norm()/b[k].norm().clamp_min(1e-12)).item() for k in a if k.startswith(part))
+
+
+def test_an_update_does_not_depend_on_the_split(tmp_path):
+    whole, figures = split(4, 1, 1, tmp_path)
+    assert figures['targets'] == '33'
+    for args in [(1, 4, 1), (1, 2, 2), (2, 1, 2)]:
+        other, said = split(*args, tmp_path)
+        assert gap(other, whole, 'grad/') < 1e-6*10, args
+        assert gap(other, whole, 'param/') < 1e-6, args
+        assert said['digest'] == figures['digest'] and said['targets'] == figures['targets']
+        assert float(said['loss']) == pytest.approx(float(figures['loss']), rel=1e-6)
+        assert float(said['norm']) == pytest.approx(float(figures['norm']), rel=1e-6)
+
+
+class Memory:
+    "A log that keeps what it is told."
+    def __init__(self, run_dir): self.run_dir, self.lines = run_dir, []
+
+    def log(self, metrics, step): self.lines.append((step, metrics))
+
+    def info(self, text): pass
+
+    def close(self): pass
+
+
+def test_reproduces_the_references_six_updates(golden, tmp_path):
+    data = golden/'nanovlm'
+    recorded = json.loads((data/'train_steps.json').read_text())['updates']
+    samples = json.loads((data/'samples.json').read_text())['samples']
+    tiles = load_file(data/'samples.safetensors')
+
+    def micro_batch(k):
+        "The k-th sample, alone in its pack."
+        s = samples[k]
+        return collate_packs([pack([dict(id=f's{k}', input_ids=torch.tensor(s['input_ids']), labels=torch.tensor(s['labels']), source='golden',
+                                         images=[tiles[f's{k}_img{j}'] for j in range(len(s['images']))])], 128, pad_id=2)])
+
+    def schedule(step, max_lr, max_steps):
+        "The recorded rates: the projector's, or the backbones'."
+        return recorded[step]['lrs'][0 if max_lr > 1e-3 else 1]
+
+    cfg = TrainConfig(gradient_accumulation_steps=2, loss_average='micro_batches', dtype='float32', max_training_steps=6)
+    model = VisionLanguageModel.from_pretrained(data/'checkpoint').train()
+    batches = [micro_batch(k) for u in recorded for k in u['micro']]
+    log = Memory(tmp_path)
+    trainer = Trainer(model, cfg, batches, batches, log, Dist(), schedule=schedule)
+    for update in islice(trainer.updates(), 6): trainer.train_step(update)
+    for (_, ours), theirs in zip(log.lines, recorded, strict=False):
+        assert ours['batch_loss'] == pytest.approx(sum(theirs['micro_losses'])/2, abs=2e-5)
+        assert ours['grad_norm'] == pytest.approx(theirs['grad_norm'], rel=1e-4)
+        assert ours['lr_MP'] == theirs['lrs'][0] and ours['lr_decoder'] == theirs['lrs'][2]
+    after = load_file(data/'after_train.safetensors')
+    params = dict(model.named_parameters())
+    assert set(params) <= set(after) | {'decoder.token_embedding.weight'}
+    worst = max((params[k]-after[k]).abs().max().item() for k in params if k in after)
+    assert worst < 2e-5, worst
+
+
+def test_one_rank_with_fewer_batches_stops_all(caplog):
+    class Uneven(Dist):
+        def gather(self, obj): return [obj, []]
+    batch = dict(labels=torch.tensor([[1]]), attention_mask=torch.tensor([[1]]), ids=[['a']])
+    assert gather_update([batch], Uneven()) is None
+    assert 'all take 0' in caplog.text
