@@ -1,0 +1,32 @@
+"Learning rates against the recorded ones of the nanoVLM reference."
+import json
+import math
+
+from nanovlm_nb.schedule import get_lr
+
+
+def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
+    curves = json.loads((golden/'lr_schedule.json').read_text())
+    whole, clipped = 0, 0
+    for c in curves:
+        top, n = c['max_lr'], c['max_steps']
+        exact = math.isclose(.03*n, round(.03*n))
+        whole += exact
+        for it, want in enumerate(c['lr']):
+            if want > top*(1+1e-9):
+                assert not exact and it == math.floor(.03*n)  # only the last warm-up step, only if it is a broken one
+                assert get_lr(it, top, n) == top
+                clipped += 1
+            else: assert math.isclose(get_lr(it, top, n), want, rel_tol=1e-12)
+    assert whole and clipped
+
+
+def test_get_lr_never_exceeds_its_maximum():
+    assert all(get_lr(it, 1., n) <= 1. for n in range(1, 400) for it in range(n+2))
+
+
+def test_schedule_imports_no_torch(root):
+    import subprocess
+    import sys
+    code = "import sys, nanovlm_nb.schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code], cwd=root).returncode == 0
