@@ -208,16 +208,19 @@ log = logging.getLogger(__name__)
 def _log_backend(asked, chosen, documents, device):
     log.info('attention on %s, %s: backend %s%s', device, 'documents' if documents else 'full rows', chosen, '' if asked!='auto' else ' (auto)')
 
-def _check(q, k, v, layout):
+def _check(q, k, v):
     if q.shape[1]%k.shape[1]: raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: use a multiple")
     if k.shape!=v.shape: raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)} differ in shape: give one value a key")
-    if layout is None: return
+
+def _check_layout(q, layout):
     have,want = (q.shape[0],q.shape[2]), (len(layout.doc_lens),layout.T)
     if have!=want: raise ValueError(f"queries have (B, T) = {have}, the layout {want}: make the layout of this batch")
 
 # %% ../nbs/10_attention.ipynb #d5529264
 @torch.compiler.disable
 def _with_layout(q, k, v, layout, causal, backend, dropout_p):
+    _check_layout(q, layout)
+    if layout.is_full: return attention(q, k, v, None, causal, backend, dropout_p)
     name = choose_backend(backend, layout, q.device)
     _log_backend(backend, name, True, q.device.type)
     return BACKENDS[name](q, k, v, layout, causal, dropout_p)
@@ -232,8 +235,8 @@ def attention(
     dropout_p:float=0., # share of the attention weights that is dropped
 )->Tensor: # (B, H, T, D) mixed values; 0 at padding
     "Attention inside documents."
-    _check(q, k, v, layout)
-    if layout is not None and not layout.is_full: return _with_layout(q, k, v, layout, causal, backend, dropout_p)
+    _check(q, k, v)
+    if layout is not None: return _with_layout(q, k, v, layout, causal, backend, dropout_p)
     name = choose_backend(backend, None, q.device)
     if not torch.compiler.is_compiling(): _log_backend(backend, name, False, q.device.type)
     return BACKENDS[name](q, k, v, None, causal, dropout_p)
