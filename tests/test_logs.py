@@ -1,0 +1,110 @@
+"Logs with the real wandb (offline), over several processes, and without wandb."
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.multiprocessing as mp
+from wandb_reader import read_wandb
+
+from nanovlm_nb.config import TrainConfig, VLMConfig
+from nanovlm_nb.dist import Dist, destroy_dist, init_dist
+from nanovlm_nb.logs import RunLog, Stats, read_log
+
+
+@pytest.fixture
+def no_login(monkeypatch, tmp_path):
+    "A machine where nobody has logged in to wandb."
+    for name in ('WANDB_MODE', 'WANDB_API_KEY'): monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('NETRC', str(tmp_path/'netrc'))
+    monkeypatch.setenv('WANDB_CONFIG_DIR', str(tmp_path/'settings'))
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+
+
+def short_run(run_dir, **settings):
+    "Five updates, a validation, a late evaluation."
+    configs = dict(VLMConfig=VLMConfig().to_dict(), TrainConfig=TrainConfig().to_dict())
+    with RunLog(run_dir, Dist(), configs, 'a_run', total_steps=5, progress=False, log_wandb=True, **settings) as log:
+        for step in range(1, 6): log.log(dict(batch_loss=1/step, grad_norm=2., batch_digest='3f0a'), step)
+        log.log(dict(val_loss=.5), 5)
+        log.log({'lmms_eval/mmstar': .25, '<lmms-eval-step>': 3}, 5)
+    return configs
+
+
+def test_offline_run_can_be_read_back(tmp_path, no_login):
+    configs = short_run(tmp_path/'run', project='pictures')
+    run = read_wandb(tmp_path/'run')
+    assert (run.project, run.name, run.exit_code) == ('pictures', 'a_run', 0)
+    assert {k: run.config[k] for k in configs} == configs
+    assert run.series('batch_loss') == {s: 1/s for s in range(1, 6)}
+    assert run.series('val_loss') == {5: .5}
+    assert run.series('lmms_eval/mmstar') == {5: .25} and run.series('<lmms-eval-step>') == {5: 3}
+    assert run.x_axes['lmms_eval/*'] == '<lmms-eval-step>'
+    assert not any('batch_digest' in row for row in run.history)
+    assert len(read_log(tmp_path/'run'/'log.jsonl')) == 7
+
+
+def test_long_history_survives_block_boundaries(tmp_path, no_login):
+    "More than one 32 KiB block in the file: the reader puts split records together."
+    with RunLog(tmp_path, Dist(), {}, 'long', progress=False, log_wandb=True, console_every=1000) as log:
+        for step in range(400): log.log({f'metric_{i}': step+i for i in range(8)} | dict(batch_loss=float(step)), step)
+    assert read_wandb(tmp_path).series('batch_loss') == {s: float(s) for s in range(400)}
+
+
+def test_wandb_mode_is_respected(tmp_path, no_login, monkeypatch):
+    monkeypatch.setenv('WANDB_MODE', 'disabled')
+    short_run(tmp_path)
+    assert not list(tmp_path.glob('**/*.wandb'))
+    assert len(read_log(tmp_path/'log.jsonl')) == 7
+
+
+def test_a_failed_run_is_marked(tmp_path, no_login):
+    with pytest.raises(OSError), RunLog(tmp_path, Dist(), {}, 'bad', progress=False, log_wandb=True) as log:
+        log.log(dict(batch_loss=1.), 1)
+        raise OSError('disk full')
+    run = read_wandb(tmp_path)
+    assert run.exit_code == 1 and run.series('batch_loss') == {1: 1.}
+
+
+def test_wandb_that_cannot_start_is_said_once(tmp_path, no_login, monkeypatch, capsys):
+    "The real wandb, sent to a server that is not there with settings that it refuses."
+    monkeypatch.setenv('WANDB_BASE_URL', 'not a url')
+    monkeypatch.setenv('WANDB_MODE', 'online')
+    short_run(tmp_path)
+    assert capsys.readouterr().err.count('wandb failed and is off') == 1
+    assert (tmp_path/'train.log').read_text().count('wandb failed and is off') == 1
+    assert len(read_log(tmp_path/'log.jsonl')) == 7
+
+
+def test_wandb_is_not_imported_when_off(tmp_path, root):
+    code = ("import sys; from nanovlm_nb.logs import RunLog; from nanovlm_nb.dist import Dist\n"
+            f"with RunLog({str(tmp_path)!r}, Dist(), progress=False, log_wandb=False) as log: log.log(dict(batch_loss=1.), 10)\n"
+            "sys.exit('wandb' in sys.modules)")
+    done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path/'train.log').read_text().count('batch_loss 1') == 1
+
+
+def one_rank(rank, world_size, port, run_dir):
+    "Every rank collects, all exchange, one writes."
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    dist, stats = init_dist('cpu', timeout_s=60), Stats()
+    stats.add('data_load_time', *range(rank+1))
+    with RunLog(run_dir, dist, progress=False) as log:
+        report = stats.aggregate(dist)
+        log.log(report | dict(rank=rank), 100)
+    everyone = dist.gather(report)
+    assert all(r == everyone[0] for r in everyone)
+    assert stats.aggregate(dist) == {}
+    destroy_dist()
+
+
+def test_four_ranks_gather_and_one_writes(tmp_path):
+    import socket
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (4, port, tmp_path), nprocs=4)
+    records = read_log(tmp_path/'log.jsonl')
+    assert records == [{'training_stats/avg_data_load_time': 1., 'training_stats/max_data_load_time': 3.,
+                        'training_stats/min_data_load_time': 0., 'rank': 0, 'step': 100}]
