@@ -40,7 +40,7 @@ class UnreadableImage(ValueError):
     "A picture that cannot be decoded; the message says why."
 
 def open_header(
-    src:Image.Image|bytes|str|Path|dict, # picture, encoded bytes, file, or `datasets`' {'bytes', 'path'}
+    src:Image.Image|bytes|str|Path|dict|io.IOBase, # picture, encoded bytes, file name, open file, or `datasets`' {'bytes', 'path'}
 )->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     if isinstance(src, Image.Image): return src
@@ -61,7 +61,7 @@ def _orientation(im):
     return im.getexif().get(ExifTags.Base.Orientation, 1)
 
 def image_size(
-    src:Image.Image|bytes|str|Path|dict, # whatever `open_header` takes
+    src:Image.Image|bytes|str|Path|dict|io.IOBase, # whatever `open_header` takes
 )->tuple[int,int]: # (width, height) in pixels, after the EXIF rotation
     "Size of a picture from its header."
     im = open_header(src)
@@ -79,7 +79,7 @@ def _rgb(im):
     return im.convert('RGB')
 
 def open_image(
-    src:Image.Image|bytes|str|Path|dict, # whatever `open_header` takes
+    src:Image.Image|bytes|str|Path|dict|io.IOBase, # whatever `open_header` takes
 )->Image.Image: # decoded, upright, mode RGB
     "Decode a picture."
     im = open_header(src)
@@ -133,7 +133,7 @@ class ImageProcessor:
         return rows*cols + (rows*cols > 1)
 
     def __call__(self,
-        image:Image.Image|bytes|str|Path|dict, # whatever `open_image` takes
+        image:Image.Image|bytes|str|Path|dict|io.IOBase, # whatever `open_image` takes
     )->tuple[Tensor,tuple[int,int]]: # uint8 tiles (n, 3, S, S), global view first if n > 1; (rows, columns)
         "Tiles and grid of a picture."
         im, s = open_image(image), self.splitted_image_size
