@@ -1,0 +1,45 @@
+# make train   install into .venv, then train the embedded default and let the model answer
+# make test    install into .venv, then the gate: clean, export, no difference, notebook tests, pytest
+# make readme  write README.md from nbs/index.ipynb
+# PYTHON=python3.12 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
+
+fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+STAMP := .venv/.installed
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: train test gate install readme clean
+.NOTPARALLEL:
+
+train: install
+	nanovlm_train $(ARGS)
+
+test: install
+	@$(MAKE) --no-print-directory gate
+
+install: $(STAMP)
+
+$(STAMP): settings.ini setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "missing: Python 3.10, 3.11 or 3.12 (python3 on PATH, or make PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c '$(fits)' 2>/dev/null || { echo "missing: Python 3.10, 3.11 or 3.12, $(PYTHON) is not one of them"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q -c constraints.txt pip setuptools wheel || { echo "missing: a package index that pip can reach (pip config list)"; exit 1; }
+	.venv/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,test]'
+	touch $@
+
+gate:
+	@git rev-parse --is-inside-work-tree >/dev/null 2>&1 || { echo "missing: a git checkout, the gate compares with what is committed"; exit 1; }
+	nbdev_clean
+	nbdev_export
+	git --no-pager diff --exit-code
+	@new=$$(git ls-files --others --exclude-standard nanovlm_nb nbs); test -z "$$new" || { echo "not committed:" $$new; exit 1; }
+	OMP_NUM_THREADS=$$(( ($(CORES)+1)/2 )) nbdev_test --n_workers 2
+	python -m pytest -q
+
+readme:
+	python .ci/readme.py
+
+clean:
+	rm -rf .venv _docs _proc *.egg-info
