@@ -115,6 +115,7 @@ def balanced_greedy_knapsack(
     groups = spread(lengths, image_counts, capacity, max_images, least)
     if len(groups) > least:
         groups = min(groups, fill_up(lengths, image_counts, capacity, max_images), key=len)
+        groups = min(groups, spread(lengths, image_counts, capacity, max_images, len(groups)-1), key=len)
     return sorted(sorted(g) for g in groups)
 
 # %% ../nbs/24_packing.ipynb #17a278c1
