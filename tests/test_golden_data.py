@@ -1,0 +1,144 @@
+"Ids, labels, grids and tiles equal what the nanoVLM reference computed."
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from nanovlm_nb.chat import chat_length, encode_chat, encode_prompt, get_image_string
+from nanovlm_nb.config import VLMConfig
+from nanovlm_nb.dataset import VQADataset, collate_padded
+from nanovlm_nb.images import get_image_processor, image_size, open_image, resize_dims
+from nanovlm_nb.tokens import check_tokenizer, get_tokenizer
+
+
+@pytest.fixture(scope='module')
+def reference(golden):
+    "What the reference wrote down about the samples."
+    return json.loads((golden/'nanovlm'/'samples.json').read_text())
+
+
+@pytest.fixture(scope='module')
+def cfg(golden):
+    "The configuration of the golden checkpoint."
+    return VLMConfig.from_dict(json.loads((golden/'nanovlm'/'checkpoint'/'config.json').read_text()))
+
+
+@pytest.fixture(scope='module')
+def tokenizer(golden, cfg):
+    "The golden tokenizer with the extra tokens of the configuration."
+    return get_tokenizer(str(golden/'nanovlm'/'tokenizer'), cfg.vlm_extra_tokens, cfg.lm_chat_template)
+
+
+@pytest.fixture(scope='module')
+def processor(cfg):
+    "The image processor of the configuration."
+    return get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len)
+
+
+@pytest.fixture(scope='module')
+def samples(golden, reference, cfg, tokenizer, processor):
+    "The golden samples as this library makes them from pictures and turns."
+    rows = [dict(images=[str(golden/'nanovlm'/im['file']) for im in s['images']], texts=s['texts'], source='golden') for s in reference['samples']]
+    return VQADataset(rows, tokenizer, processor, cfg.mp_image_token_length)
+
+
+def test_resize_table(reference):
+    "All 190 sizes."
+    table = reference['resize_table_wh_newhnewW']
+    assert len(table) == 190
+    assert [resize_dims(w, h, 128, 64, True) for w, h, _, _ in table] == [(nh, nw) for _, _, nh, nw in table]
+
+
+def test_special_ids(reference, tokenizer, cfg):
+    "Special tokens have the reference's ids, and those that the configuration computes."
+    special = reference['special']
+    assert (tokenizer.image_token_id, tokenizer.global_image_token_id, tokenizer.r1c1_id, tokenizer.r8c8_id) == (
+        special['image_token_id'], special['global_image_token_id'], special['r1c1_id'], special['r8c8_id'])
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (special['eos'], special['pad'], special['len'])
+    check_tokenizer(tokenizer, cfg)
+
+
+@pytest.mark.parametrize('i', range(4))
+def test_sample(reference, samples, i):
+    "Ids, labels, image string and grids of a sample."
+    want, got = reference['samples'][i], samples[i]
+    grids = [tuple(g) for g in want['grids']]
+    assert got['input_ids'].tolist() == want['input_ids']
+    assert got['labels'].tolist() == want['labels']
+    assert get_image_string(samples.tokenizer, grids, 4) == want['image_string']
+    assert [samples.image_processor.grid(*im['size']) for im in want['images']] == grids
+    assert [len(t) for t in got['images']] == want['n_sub_images']
+    assert samples.plan(i) == (len(want['input_ids']), len(grids), sum(want['n_sub_images']))
+
+
+@pytest.mark.parametrize('i', range(4))
+def test_loss_mask(reference, samples, i):
+    "The mask of the reference marks the targets; labels are the targets moved by one."
+    want, got = reference['samples'][i], samples[i]
+    mask = torch.tensor(want['loss_mask'], dtype=torch.bool)
+    assert ((got['labels'] != -100) == torch.cat([mask[1:], torch.tensor([False])])).all()
+
+
+def test_prompt_is_a_prefix(reference, samples):
+    "The prompt for generation is the sample up to its first target."
+    s = reference['samples'][0]
+    prompt = encode_prompt(samples.tokenizer, s['texts'][0]['user'], s['image_string'])
+    assert prompt.tolist() == s['input_ids'][:s['loss_mask'].index(1)]
+
+
+def test_length(reference, tokenizer):
+    "Lengths without tokenising placeholders."
+    for s in reference['samples']:
+        assert chat_length(tokenizer, s['texts'], s['grids'], 4) == len(s['input_ids'])
+
+
+def test_tiles(golden, samples):
+    "Tiles within half a grey level; those that are not the global view are equal."
+    want = load_file(golden/'nanovlm'/'samples.safetensors')
+    for key, tiles in want.items():
+        i, j = (int(t[-1]) for t in key.split('_'))
+        got = samples[i]['images'][j]
+        assert got.dtype == torch.uint8 and got.shape == tiles.shape
+        gap = (got.float()/255 - tiles).abs()*255
+        assert gap.max() <= .5 + 1e-3
+        assert gap[1:].max() < 1e-3
+
+
+def test_modes(golden, reference):
+    "Header and pixels of each golden picture agree, and everything becomes RGB."
+    for s in reference['samples']:
+        for im in s['images']:
+            f = golden/'nanovlm'/im['file']
+            assert Image.open(f).mode == im['mode'] and list(image_size(f)) == im['size']
+            assert open_image(f).mode == 'RGB' and list(open_image(f).size) == im['size']
+
+
+def test_padded_batch(golden, samples, tokenizer):
+    "The collated batch."
+    want = load_file(golden/'nanovlm'/'batch.safetensors')
+    batch = collate_padded([samples[i] for i in range(4)], tokenizer.pad_token_id, max_length=128)
+    for k in ('input_ids', 'labels', 'attention_mask'): assert torch.equal(batch[k], want[k]), k
+    order = json.loads((golden/'nanovlm'/'batch.json').read_text())
+    assert [len(x) for x in batch['images']] == order['images_per_row']
+
+
+def several(tokenizer, turns):
+    "The reference's own way for several turns: template and tokenizer once more per message, counting tokens."
+    messages = [m for t in turns for m in (dict(role='user', content=t['user']), dict(role='assistant', content=t['assistant']))]
+    def tokens(ms): return tokenizer.apply_chat_template(ms, tokenize=True, return_dict=False)
+    header = len(tokenizer('<|im_start|>assistant\n', add_special_tokens=False)['input_ids'])
+    ids, mask = tokens(messages), []
+    for m in messages:
+        n = len(tokens([m]))
+        mask += [0]*n if m['role'] == 'user' else [0]*header + [1]*(n-header)
+    return ids, [t if k else -100 for t, k in zip(ids[1:] + [0], mask[1:] + [0])]
+
+
+@pytest.mark.parametrize('answer', ['', ' ', '\n', '\n\n\nx', ' leading', 'trailing ', 'a\n\n', 'é世\u200d🙂', '<not special>', '12345'])
+def test_answers_at_the_edges(tokenizer, answer):
+    "White space and odd characters at the borders of an answer."
+    turns = [dict(user='q', assistant=answer), dict(user=answer, assistant='z'), dict(user='q', assistant=answer)]
+    ids, labels = encode_chat(tokenizer, turns)
+    assert (ids.tolist(), labels.tolist()) == several(tokenizer, turns)
