@@ -5,7 +5,7 @@
 # %% ../nbs/03_logs.ipynb #3ded0db5
 from __future__ import annotations
 import json, logging, os, sys, time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from math import isfinite, nan
@@ -201,6 +201,19 @@ class WandbLog:
         if run is not None:
             with self.guard: run.finish(exit_code=int(failed))
 
+# %% ../nbs/03_logs.ipynb #fb76cd54
+def _open_all(
+    makers:list[Callable], # Functions without arguments; what they return has `close`
+)->list:                   # What they returned
+    "Open things in order; if one fails, those already open are closed."
+    with ExitStack() as opened:
+        made = []
+        for make in makers:
+            made.append(make())
+            opened.callback(made[-1].close)
+        opened.pop_all()
+        return made
+
 # %% ../nbs/03_logs.ipynb #792f5cf1
 class RunLog:
     "Where the figures of a run go: a file, the console, a bar, wandb. Silent on all ranks but the master."
@@ -219,13 +232,9 @@ class RunLog:
         self.run_dir, self.sinks = Path(run_dir), []
         if not dist.is_master: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as opened:
-            for make in (lambda: JsonLines(self.run_dir/'log.jsonl'), lambda: TextLog(self.run_dir/'train.log', total_steps, console_every),
-                         *([lambda: WandbLog(self.run_dir, config or {}, run_name, entity, project)] if log_wandb else []),
-                         lambda: Bar(total_steps, None if progress else False)):
-                self.sinks.append(make())
-                opened.callback(self.sinks[-1].close)
-            opened.pop_all()
+        makers = [lambda: JsonLines(self.run_dir/'log.jsonl'), lambda: TextLog(self.run_dir/'train.log', total_steps, console_every)]
+        if log_wandb: makers.append(lambda: WandbLog(self.run_dir, config or {}, run_name, entity, project))
+        self.sinks = _open_all([*makers, lambda: Bar(total_steps, None if progress else False)])
 
     def log(self,
         metrics:dict, # Figures by name

@@ -51,7 +51,14 @@ def _chunk(
 class ChunkedCrossEntropy(torch.autograd.Function):
     "Sum of cross-entropies; gradients are computed chunk by chunk in the forward pass."
     @staticmethod
-    def forward(ctx, rows, weight, labels, chunk_size, want_rows, want_weight):
+    def forward(ctx,
+        rows:Tensor,      # (n, D) hidden states with a target
+        weight:Tensor,    # (V, D) head
+        labels:Tensor,    # (n,) targets
+        chunk_size:int,   # Rows whose logits exist at one time
+        want_rows:bool,   # Compute the gradient of `rows`
+        want_weight:bool, # Compute the gradient of `weight`
+    )->Tensor:            # Sum of the losses, float32
         "Loss over all chunks, gradients kept for `backward`."
         device = rows.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
@@ -73,7 +80,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx,
+        grad:Tensor, # Gradient of the loss, a scalar
+    )->tuple:        # Gradients of `rows` and `weight`, None for the rest
         "Scale what the forward pass computed, in place."
         if ctx.grads is None: raise RuntimeError("the chunked loss can be differentiated once: call it again instead of retain_graph=True")
         d_rows, d_weight = (None if g is None else g.mul_(grad) for g in ctx.grads)

@@ -146,9 +146,9 @@ def pack(
     n = sum(doc_lens)
     if n > length:
         raise ValueError(f"{len(samples)} samples have {n} tokens > length {length}: plan them with balanced_greedy_knapsack(capacity={length})")
-    def joined(key, fill): return torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
-    return dict(input_ids=joined('input_ids', pad_id), labels=joined('labels', IGNORE),
-                attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
+    joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
+              for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
+    return dict(joined, attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
                 images=[tiles for s in samples for tiles in s['images']], ids=[s['id'] for s in samples])
 
 # %% ../nbs/24_packing.ipynb #d3c26ef1
