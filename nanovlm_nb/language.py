@@ -205,6 +205,7 @@ class LanguageModel(nn.Module):
         cfg:VLMConfig, # reads the `lm_*` fields
     ):
         super().__init__()
+        self.cfg = cfg
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
         self.rotary_embd = RotaryEmbedding(cfg)
         self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))

@@ -108,11 +108,11 @@ class ViT(nn.Module):
         cfg:VLMConfig, # reads the `vit_*` fields
     ):
         super().__init__()
+        self.cfg = cfg
         self.patch_embedding = ViTPatchEmbeddings(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
         self.layer_norm = nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
-        self.cls_flag = cfg.vit_cls_flag
         self.apply(init_vision_weights)
 
     def forward(self,
@@ -121,4 +121,4 @@ class ViT(nn.Module):
         "Features of N tiles."
         x = self.dropout(self.patch_embedding(images))
         for block in self.blocks: x = block(x)
-        return self.layer_norm(x[:,0] if self.cls_flag else x)
+        return self.layer_norm(x[:,0] if self.cfg.vit_cls_flag else x)
