@@ -56,7 +56,8 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, 
 
 # %% ../nbs/20_images.ipynb #2d984450
 def _orientation(im):
-    "EXIF orientation 1 to 8, without decoding pixels."
+    "EXIF orientation 1 to 8 that is still to be applied, without decoding pixels."
+    if im.format == 'TIFF': return 1
     if im.format == 'PNG' and not {'exif', 'Raw profile type exif'} & set(im.info): return 1
     return im.getexif().get(ExifTags.Base.Orientation, 1)
 
@@ -84,8 +85,9 @@ def open_image(
     "Decode a picture."
     im = open_header(src)
     try:
+        turn = _orientation(im) != 1
         im.load()
-        return _rgb(ImageOps.exif_transpose(im) if _orientation(im) != 1 else im)
+        return _rgb(ImageOps.exif_transpose(im) if turn else im)
     except BROKEN as e: raise UnreadableImage(f'{type(e).__name__}: {e}') from e
 
 # %% ../nbs/20_images.ipynb #c45c9d3c

@@ -1,0 +1,263 @@
+"Real pictures through parquet and save_to_disk folders, broken ones skipped, ratings filtered."
+import io
+import logging
+import pickle
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+from torch.utils.data import DataLoader
+
+from nanovlm_nb.config import VLMConfig
+from nanovlm_nb.dataset import RATINGS, Dropped, VQADataset, keep_turns, load_config, load_data, local_configs, split_train_val
+from nanovlm_nb.images import UnreadableImage, get_image_processor, image_size, open_image
+from nanovlm_nb.tokens import train_tokenizer
+
+PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quiet():
+    "No progress bars, and no short-cut from earlier runs."
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope='module')
+def photos():
+    "scikit-image's pictures that come with the package: RGB, grey, RGBA, 1 bit; PNG and JPEG."
+    skimage = pytest.importorskip('skimage')
+    folder = Path(skimage.__file__).parent/'data'
+    files = [folder/f for f in PHOTOS if (folder/f).exists()]
+    assert len(files) >= 4
+    return files
+
+
+@pytest.fixture(scope='module')
+def digits():
+    "scikit-learn's 8 x 8 digits, as grey pictures, with their labels."
+    data = pytest.importorskip('sklearn.datasets').load_digits()
+    return [(Image.fromarray((x*16).clip(0, 255).astype(np.uint8)).resize((40, 40)), int(y)) for x, y in zip(data.images[:40], data.target)]
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory, photos, digits):
+    "A folder with four configurations: parquet, save_to_disk, a broken parquet, a broken save_to_disk."
+    root = tmp_path_factory.mktemp('data')
+    rows = [dict(images=[Image.open(f)], texts=[dict(user='What is it?', assistant=f.stem), dict(user='Sure?', assistant='Yes.')],
+                 relevance_ratings=[5, 1], image_correspondence_ratings=[5, None], visual_dependency_ratings=None, formatting_ratings=[4, 4], source='photos')
+            for f in photos]
+    rows.append(rows[0] | dict(images=[Image.open(f) for f in photos[:3]]))
+    (root/'photos').mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(root/'photos'/'train-00000-of-00001.parquet')
+    saved = datasets.Dataset.from_list([dict(images=[im], texts=[dict(user='Which digit?', assistant=str(y))]) for im, y in digits])
+    saved.save_to_disk(root/'digits')
+    (root/'broken').mkdir()
+    (root/'broken'/'0.parquet').write_bytes((root/'photos'/'train-00000-of-00001.parquet').read_bytes()[:5000])
+    shutil.copytree(root/'digits', root/'cut')
+    arrow = next((root/'cut').glob('*.arrow'))
+    arrow.write_bytes(arrow.read_bytes()[:-400])
+    return root
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+    "A small tokenizer with the default extra tokens and template."
+    cfg = VLMConfig()
+    return train_tokenizer(['What is it? Which digit? 0 1 2'], 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
+
+
+@pytest.fixture
+def cache(tmp_path_factory):
+    "Where datasets keeps its copy: outside the data."
+    return str(tmp_path_factory.mktemp('cache'))
+
+
+def test_local_configs(root):
+    "Every folder with data, broken or not."
+    assert local_configs(root) == ['broken', 'cut', 'digits', 'photos']
+
+
+def test_broken_are_named_and_skipped(root, cache, caplog, photos, digits):
+    "`all` loads what can be loaded, in order, and warns about the rest by name."
+    with caplog.at_level(logging.WARNING, 'nanovlm_nb'): data = load_data(root, ['all'], cache_dir=cache)
+    assert len(data) == len(digits) + len(photos) + 1
+    assert data['source'][:2] == ['digits', 'digits'] and data['source'][-1] == 'photos'
+    skipped = [r.getMessage() for r in caplog.records if r.name.startswith('nanovlm_nb')]
+    assert ['broken' in skipped[0], 'cut' in skipped[1], len(skipped)] == [True, True, 2]
+
+
+def test_one_folder(root, cache, photos):
+    "A configuration's folder is a data set of its own; its parent without names means all of it."
+    assert len(load_data(root/'photos', cache_dir=cache)) == len(photos) + 1
+    assert len(load_data(root/'digits')) == 40
+    assert len(load_data(root, cache_dir=cache)) == 40 + len(photos) + 1
+
+
+def test_nothing_loads(root, cache):
+    "An error that says what was asked for."
+    with pytest.raises(ValueError, match=r'No valid datasets were loaded\..*nowhere'): load_data(root, ['broken', 'nowhere'], cache_dir=cache)
+    with pytest.raises(ValueError, match=r'No valid datasets were loaded\.'): load_data(root/'cut')
+
+
+def test_shards(root, tmp_path, cache):
+    "Shards of save_to_disk in natural order, a corrupt one skipped."
+    ds = datasets.load_from_disk(str(root/'digits'))
+    for i in (0, 2, 10): ds.shard(3, (0, 2, 10).index(i)).save_to_disk(tmp_path/f'shard_{i}')
+    shutil.copytree(root/'cut', tmp_path/'shard_3')
+    assert local_configs(tmp_path) == ['shard_0', 'shard_2', 'shard_3', 'shard_10']
+    data = load_data(tmp_path, ['shards'])
+    assert [r[0]['assistant'] for r in data['texts']] == [r[0]['assistant'] for r in ds['texts']]
+
+
+def test_columns_differ(tmp_path, cache):
+    "Raw bytes, text only, and missing ratings go together with pictures."
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    b = io.BytesIO(); Image.new('RGB', (9, 9), 'red').save(b, 'PNG')
+    texts = [[dict(user='q', assistant='a')]]
+    for name, images in (('raw', [[dict(bytes=b.getvalue(), path=None)]]), ('none', [[]]), ('null', [None])):
+        (tmp_path/name).mkdir(); pq.write_table(pa.table(dict(images=images, texts=texts)), tmp_path/name/'0.parquet')
+    (tmp_path/'text').mkdir(); pq.write_table(pa.table(dict(texts=texts, relevance_ratings=[[3]], more=[1])), tmp_path/'text'/'0.parquet')
+    data = load_data(tmp_path, ['all'], cache_dir=cache)
+    assert data['source'][:] == ['none', 'null', 'raw', 'text']
+    assert data['relevance_ratings'][:] == [None, None, None, [3]]
+    assert [len(x or []) for x in data['images']] == [0, 0, 1, 0]
+
+
+def test_splits_stay_apart(tmp_path, digits, cache):
+    "A folder with train and test files gives the split that is asked for."
+    rows = [dict(images=[im], texts=[dict(user='q', assistant=str(y))]) for im, y in digits[:4]]
+    for name, part in (('train', rows[:3]), ('test', rows[3:])): datasets.Dataset.from_list(part).to_parquet(tmp_path/f'{name}-00000-of-00001.parquet')
+    assert [len(load_data(tmp_path, split=s, cache_dir=cache)) for s in ('train', 'test')] == [3, 1]
+
+
+def test_samples_and_plans(root, cache, tokenizer):
+    "Plan and sample agree on every real picture, and the pixels are the file's."
+    data = VQADataset(load_data(root, ['photos', 'digits'], cache_dir=cache), tokenizer, get_image_processor(128, 64, True), 4)
+    for i in range(0, len(data), 3):
+        s = data[i]
+        assert data.plan(i) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
+        assert (s['input_ids'] == tokenizer.image_token_id).sum() == 4*sum(map(len, s['images']))
+    assert data.drops.counts == {}
+    assert data[0]['images'][0].shape[1:] == (3, 64, 64)
+
+
+def test_workers(root, cache, tokenizer):
+    "Two worker processes deliver the samples of this one."
+    data = VQADataset(load_data(root, ['digits'], cache_dir=cache), tokenizer, get_image_processor(32, 32), 4)
+    loader = DataLoader(data, batch_size=None, num_workers=2)
+    for i, s in enumerate(loader):
+        want = data[i]
+        assert s['id'] == want['id'] and torch.equal(s['input_ids'], want['input_ids']) and torch.equal(s['images'][0], want['images'][0])
+
+
+def test_split(root, cache, tokenizer):
+    "Ids of training and validation are disjoint and together complete."
+    data = load_data(root, ['digits'], cache_dir=cache)
+    train, val = split_train_val(data, 7, seed=1)
+    ids = [{VQADataset(d, tokenizer, get_image_processor(32, 32), 4)[i]['id'] for i in range(len(d))} for d in (train, val)]
+    assert (len(ids[0]), len(ids[1]), len(ids[0] | ids[1])) == (33, 7, 40)
+
+
+@pytest.mark.parametrize('name', RATINGS)
+def test_rating_truth_table(name):
+    "A turn is dropped if and only if it is rated and the rating is below the minimum."
+    for value, minimum in product((None, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5)):
+        row = dict(texts=[dict(user='q', assistant='a')], **{f'{name}_ratings': [value]})
+        assert len(keep_turns(row, {name: minimum})) == (0 if value is not None and value < minimum else 1)
+
+
+def test_four_ratings_together():
+    "A turn needs all four; turns of a row are judged one by one."
+    values = (None, 1, 3)
+    combos = list(product(values, repeat=4))
+    row = dict(texts=[dict(user=str(i), assistant='a') for i in range(len(combos))])
+    row |= {f'{n}_ratings': [c[j] for c in combos] for j, n in enumerate(RATINGS)}
+    kept = keep_turns(row, dict.fromkeys(RATINGS, 2))
+    assert [t['user'] for t in kept] == [str(i) for i, c in enumerate(combos) if 1 not in c]
+
+
+def test_ratings_of_a_data_set(root, cache, tokenizer):
+    "Minimums reach the samples: one turn less, or none."
+    data = load_data(root, ['photos'], cache_dir=cache)
+    def answers(**minimums):
+        s = VQADataset(data, tokenizer, get_image_processor(64, 64), 4, **minimums)
+        ids = None if s[0] is None else s[0]['labels']
+        return s.drops.counts if ids is None else tokenizer.decode(ids[ids != -100]).count('<|im_end|>')
+    assert [answers(), answers(relevance_min_rating=2), answers(relevance_min_rating=6)] == [2, 1, {'ratings': 1}]
+    assert [answers(image_correspondence_min_rating=6), answers(visual_dependency_min_rating=5), answers(formatting_min_rating=5)] == [1, 2, {'ratings': 1}]
+
+
+def test_limits_are_counted(root, cache, tokenizer):
+    "At the limit of length a sample is dropped, above the limit of pictures too; each is known by id."
+    data = load_data(root, ['photos'], cache_dir=cache)
+    last = len(data)-1
+    many = VQADataset(data, tokenizer, get_image_processor(64, 64), 4, max_images_per_example=2)
+    assert [many.plan(i) is None for i in (0, last)] == [False, True]
+    assert many.drops.ids('too_many_images') == [f'photos/{last}']
+    n = many.plan(0)[0]
+    for limit, dropped in ((n, True), (n+1, False)):
+        v = VQADataset(data, tokenizer, get_image_processor(64, 64), 4, max_sample_length=limit)
+        assert (v.plan(0) is None, v[0] is None, v.drops.counts) == (dropped, dropped, {'too_long': 1} if dropped else {})
+
+
+def test_drops_travel(tokenizer):
+    "What a worker leaves out arrives with id and reason."
+    v = VQADataset([dict(images=[b'nothing'], texts=[dict(user='q', assistant='a')], source='s', row_id=5)], tokenizer, get_image_processor(64, 64), 4)
+    with pytest.raises(Dropped) as e: v.load(0)
+    d = pickle.loads(pickle.dumps(e.value))
+    assert (d.id, d.reason) == ('s/5', 'unreadable_image') and 'cannot identify' in d.detail
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning:PIL')
+def test_damaged_files(photos):
+    "Whatever is broken in a file, the error is UnreadableImage."
+    rng = np.random.default_rng(0)
+    small = Image.open(photos[0]).convert('RGB').resize((40, 30))
+    for fmt in ('PNG', 'JPEG', 'GIF', 'WEBP', 'TIFF', 'BMP', 'PPM'):
+        b = io.BytesIO(); small.save(b, fmt); whole = b.getvalue()
+        for _ in range(60):
+            x = bytearray(whole)
+            for k in rng.integers(0, min(len(x), 200), 4): x[k] = rng.integers(256)
+            try: open_image(bytes(x[:rng.integers(1, len(x))]))
+            except UnreadableImage: pass
+
+
+def test_text_chunks():
+    "PNG text of 3 MiB, before or behind the pixels; the limit is lifted on use and not by importing."
+    info = PngImagePlugin.PngInfo(); info.add_text('page', 'word '*600_000, zip=True)
+    front = io.BytesIO(); Image.new('RGB', (8, 8), 'red').save(front, 'PNG', pnginfo=info)
+    front = front.getvalue()
+    chunk = front[front.index(b'zTXt')-4:front.index(b'IDAT')-4]
+    back = front.replace(chunk, b'').replace(b'\0\0\0\0IEND', chunk + b'\0\0\0\0IEND')
+    assert front != back
+    for b in (front, back): assert open_image(b).getpixel((0, 0)) == (255, 0, 0)
+    code = 'from PIL import PngImagePlugin as p; n = p.MAX_TEXT_CHUNK; import nanovlm_nb.images; assert p.MAX_TEXT_CHUNK == n == 1 << 20'
+    subprocess.run([sys.executable, '-c', code], check=True)
+
+
+def test_exif_matches_datasets(photos):
+    "A rotated picture is what datasets decodes, and its size is known from the header."
+    im = Image.open(photos[1]).convert('RGB').resize((60, 40))
+    feature = datasets.Image()
+    for orientation, fmt in product(range(1, 9), ('JPEG', 'PNG', 'WEBP', 'TIFF')):
+        exif = Image.Exif(); exif[0x0112] = orientation
+        b = io.BytesIO(); im.save(b, fmt, exif=exif); b = b.getvalue()
+        want = feature.decode_example(dict(bytes=b, path=None))
+        assert image_size(b) == want.size == open_image(b).size
+        assert np.array_equal(np.asarray(open_image(b)), np.asarray(want.convert('RGB')))
+
+
+def test_schema_is_checked(tmp_path):
+    "Another schema is refused with the column's type and what is there."
+    datasets.Dataset.from_dict(dict(texts=['plain'], images=[None])).save_to_disk(tmp_path/'a')
+    with pytest.raises(ValueError, match='must be a list of {user, assistant}'): load_config(tmp_path, 'a')
