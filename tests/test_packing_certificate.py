@@ -1,0 +1,112 @@
+"A sample in a pack has the scores and gradients that it has alone, and its neighbours cannot touch it."
+import random
+
+import pytest
+import torch
+
+from nanovlm_nb.config import VLMConfig
+from nanovlm_nb.packing import collate_packs, pack
+from nanovlm_nb.vlm import VLMNet
+
+LENGTH, N_PACKS, MOST_IMAGES = 256, 200, 4
+
+
+@pytest.fixture(scope='module')
+def net():
+    "A small network with grouped heads and several layers, in float32."
+    cfg = VLMConfig(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=2, vit_patch_size=8, vit_img_size=32, max_img_size=64,
+                    lm_hidden_dim=48, lm_inter_dim=96, lm_n_heads=6, lm_n_kv_heads=2, lm_n_blocks=3, lm_base_vocab_size=200,
+                    lm_max_position_embeddings=512, lm_max_length=LENGTH, mp_pixel_shuffle_factor=2)
+    torch.manual_seed(0)
+    net = VLMNet(cfg).train()
+    with torch.no_grad():
+        for p in net.parameters(): p.mul_(3)  # larger scores: a leak would show more
+    return net
+
+
+def draw_sample(name, n_images, cfg, dice, g):
+    "Random words, pictures of one tile or a grid of four, a third of the positions with a target."
+    images = [torch.randint(0, 256, (dice.choice([1, 1, 4]), 3, 32, 32), dtype=torch.uint8, generator=g) for _ in range(n_images)]
+    slots = sum(len(t) for t in images)*cfg.mp_image_token_length
+    words = torch.randint(0, 200, (dice.randint(3, 40),), generator=g)
+    ids = torch.cat([words[:1], torch.full((slots,), cfg.image_token_id), words[1:]])
+    labels = ids.roll(-1).masked_fill(torch.rand(len(ids), generator=g) > .33, -100)
+    labels[-2], labels[-1] = ids[-1], -100
+    return dict(id=name, input_ids=ids, labels=labels.masked_fill(labels == cfg.image_token_id, -100), images=images)
+
+
+def draw_group(number, cfg, dice, g):
+    "Samples until the pack is full, with 0-4 pictures among them."
+    group, tokens, left = [], 0, dice.randint(0, MOST_IMAGES)
+    while True:
+        s = draw_sample(f'sample {number}.{len(group)}', dice.randint(0, left), cfg, dice, g)
+        tokens += len(s['input_ids'])
+        if tokens > LENGTH: return group
+        group.append(s)
+        left -= len(s['images'])
+
+
+@pytest.fixture(scope='module')
+def groups(net):
+    "200 groups of samples, one a pack."
+    dice, g = random.Random(0), torch.Generator().manual_seed(0)
+    groups = [draw_group(i, net.cfg, dice, g) for i in range(N_PACKS)]
+    assert min(map(len, groups)) > 1 and max(map(len, groups)) > 4
+    assert {sum(len(s['images']) for s in g) for g in groups} == set(range(MOST_IMAGES + 1))
+    return groups
+
+
+def as_batch(samples, length=None):
+    "One pack as keyword arguments of the network."
+    batch = collate_packs([pack(samples, length or sum(len(s['input_ids']) for s in samples), pad_id=0)])
+    return dict(input_ids=batch['input_ids'], images=batch['images'], doc_lens=batch['doc_lens']), batch['labels']
+
+
+def documents(values, samples):
+    "Cut what a pack gave into its documents."
+    return values[0, :sum(len(s['input_ids']) for s in samples)].split([len(s['input_ids']) for s in samples])
+
+
+@torch.no_grad()
+def test_scores_as_alone(net, groups):
+    "200 packs: every sample's scores within 1e-5 of those it has alone, relative to scores of size about one."
+    worst = 0.
+    for samples in groups:
+        packed = documents(net(**as_batch(samples, LENGTH)[0])[0], samples)
+        for sample, got in zip(samples, packed):
+            worst = max(worst, (got - net(**as_batch([sample])[0])[0][0]).abs().max().item())
+    assert worst <= 1e-5
+
+
+@torch.no_grad()
+def test_neighbours_cannot_touch(net, groups):
+    "New words and new pixels in one document change every other document's scores by exactly nothing."
+    for k, samples in enumerate(groups[:60]):
+        before = documents(net(**as_batch(samples, LENGTH)[0])[0], samples)
+        i = k % len(samples)
+        other = dict(samples[i])
+        is_word = other['input_ids'] != net.cfg.image_token_id
+        other['input_ids'] = torch.where(is_word, 199 - other['input_ids'], other['input_ids'])
+        other['images'] = [255 - t for t in other['images']]
+        after = documents(net(**as_batch([*samples[:i], other, *samples[i+1:]], LENGTH)[0])[0], samples)
+        assert not torch.equal(before[i], after[i])
+        assert all(torch.equal(a, b) for j, (a, b) in enumerate(zip(before, after)) if j != i)
+
+
+def gradients(net, batches):
+    "Gradient of the summed losses, one vector for each part of the network."
+    net.zero_grad()
+    for batch, labels in batches: net(**batch, targets=labels, reduction='sum')[1].backward()
+    return {name: torch.cat([p.grad.flatten() for p in part.parameters()]) for name, part in net.named_children()}
+
+
+def test_gradients_as_alone(net, groups):
+    "For 40 packs the gradient of each part is the sum of what its samples give alone."
+    with_images = [g for g in groups if any(s['images'] for s in g)][:40]
+    for samples in with_images:
+        packed = gradients(net, [as_batch(samples, LENGTH)])
+        alone = gradients(net, [as_batch([s]) for s in samples])
+        for part in ('vision_encoder', 'MP', 'decoder'):
+            a, b = packed[part].double(), alone[part].double()
+            assert torch.dot(a, b)/(a.norm()*b.norm()) >= 1 - 1e-6, part
+            assert (a - b).norm() <= 1e-4*b.norm(), part
