@@ -6,6 +6,7 @@
 from __future__ import annotations
 from bisect import bisect_right
 from heapq import heappop, heappush
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -118,23 +119,31 @@ def balanced_greedy_knapsack(
         groups = min(groups, spread(lengths, image_counts, capacity, max_images, len(groups)-1), key=len)
     return sorted(sorted(g) for g in groups)
 
-# %% ../nbs/24_packing.ipynb #17a278c1
+# %% ../nbs/24_packing.ipynb #ec9f89ee
 IGNORE = -100 # label of a position that has no target
 
-def _sample_length(
-    sample:dict, # A sample with `id`, `input_ids`, `labels`
-)->int:          # Its number of tokens
-    "Check one sample and measure it."
-    ids, labels, name = sample['input_ids'], sample['labels'], sample['id']
-    if ids.ndim != 1 or ids.shape != labels.shape or not len(ids):
-        raise ValueError(f"sample {name!r}: input_ids {tuple(ids.shape)} and labels {tuple(labels.shape)} "
-                         "must be 1-D, equally long and not empty")
-    if labels[-1] != IGNORE:
-        raise ValueError(f"sample {name!r}: last label is {labels[-1].item()}, not {IGNORE}: shift the labels within the sample, "
-                         "or its last position would be trained on the document packed after it")
-    return len(ids)
+def _check_shapes(
+    samples:list[dict], # Samples with `id`, `input_ids`, `labels`
+):
+    "Raise `ValueError` for a sample whose ids and labels do not belong together."
+    for s in samples:
+        ids, labels = s['input_ids'].shape, s['labels'].shape
+        if ids != labels or len(ids) != 1 or not ids[0]:
+            raise ValueError(f"sample {s['id']!r}: input_ids {tuple(ids)} and labels {tuple(labels)} must be 1-D, equally long and not empty")
 
-# %% ../nbs/24_packing.ipynb #ec9f89ee
+def _check_ends(
+    samples:list[dict],  # Samples with `id`
+    doc_lens:list[int],  # Tokens of each sample
+    labels:Tensor,       # Their labels, joined
+):
+    "Raise `ValueError` if the last label of a sample is a target."
+    last = labels[torch.tensor(list(accumulate(doc_lens)))-1]
+    if (leaks := last != IGNORE).any():
+        k = int(leaks.nonzero()[0])
+        raise ValueError(f"sample {samples[k]['id']!r}: last label is {int(last[k])}, not {IGNORE}: shift the labels within the sample, "
+                         "or its last position would be trained on the document packed after it")
+
+# %% ../nbs/24_packing.ipynb #17a278c1
 def pack(
     samples:list[dict], # Samples with `id`, `input_ids`, `labels` (1-D), `images` (list of tile stacks)
     length:int,         # T, positions in the pack
@@ -142,13 +151,17 @@ def pack(
 )->dict:                # input_ids, labels, attention_mask (T,); doc_lens, images, ids: lists
     "Lay samples one after the other into a sequence of fixed length."
     if not samples: raise ValueError("`samples` is empty: a pack needs at least one sample")
-    doc_lens = [_sample_length(s) for s in samples]
+    _check_shapes(samples)
+    doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
     if n > length:
         raise ValueError(f"{len(samples)} samples have {n} tokens > length {length}: plan them with balanced_greedy_knapsack(capacity={length})")
     joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
               for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
-    return dict(joined, attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
+    _check_ends(samples, doc_lens, joined['labels'])
+    mask = torch.zeros(length, dtype=torch.long)
+    mask[:n] = 1
+    return dict(joined, attention_mask=mask, doc_lens=doc_lens,
                 images=[tiles for s in samples for tiles in s['images']], ids=[s['id'] for s in samples])
 
 # %% ../nbs/24_packing.ipynb #d3c26ef1
