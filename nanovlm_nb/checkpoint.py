@@ -11,8 +11,6 @@ from pathlib import Path
 
 from torch import nn
 
-from .config import VLMConfig,evolve
-
 # %% ../nbs/31_checkpoint.ipynb #5ff6f1a1
 def write_text_atomic(
     path:Path, # file to write
@@ -69,9 +67,7 @@ def save_checkpoint(
     final,tmp = run_dir/f'step_{step}',run_dir/f'step_{step}.tmp'
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
-    model.save_pretrained(tmp, tokenizer)
-    cfg = VLMConfig.load(tmp)
-    if cfg.lm_tokenizer==str(tmp): evolve(cfg, lm_tokenizer=str(final)).save(tmp)
+    model.save_pretrained(tmp, tokenizer, known_as=final)
     (tmp/'trainer_state.json').write_text(json.dumps(state or {}, indent=1, sort_keys=True)+'\n', encoding='utf-8')
     fsync_tree(tmp)
     old = run_dir/f'step_{step}.old'

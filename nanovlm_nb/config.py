@@ -12,7 +12,7 @@ __all__ = ['CHAT_TEMPLATE', 'check_known', 'as_type', 'Config', 'VisionFields', 
 import difflib
 import json
 import os
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -315,6 +315,7 @@ class DataFields:
     train_dataset_path:str = 'HuggingFaceM4/FineVision_concat_shuffled_2' # hub name, directory, or `shapes`
     train_dataset_name:list[str] = field(default_factory=lambda: ['default']) # configurations to load; `all` for all
     stream_dataset:bool = True # read the data while training, without a download first
+    data_cutoff_idx:int|None = None # use at most so many training samples; None: all
     val_size:int = 50000 # samples set aside for validation
     max_images_per_example:int = 4 # samples with more images are dropped
     max_images_per_knapsack:int = 18 # images of a pack at most
@@ -402,7 +403,7 @@ def preset(
 # %% ../nbs/01_config.ipynb #8605224f
 _SHAPES_VLM = dict(
     vit_hidden_dim=128, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=3, vit_model_type='shapes-vit',
-    lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024, lm_base_vocab_size=512, lm_n_heads=4, lm_n_kv_heads=2,
+    lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024, lm_base_vocab_size=384, lm_n_heads=4, lm_n_kv_heads=2,
     lm_n_blocks=3, lm_max_length=512, lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
     vlm_load_backbone_weights=False, hf_repo_name=None)
 _SHAPES_TRAIN = dict(
@@ -474,7 +475,7 @@ def _adapt(action, kind, doc):
 def make_parser(
     prog:str='nanovlm_train', # name of the command in messages
     name:str='shapes', # preset whose values the help shows
-)->'HfArgumentParser': # a flag for each field of both dataclasses, `--preset` and `--config`
+)->ArgumentParser: # a flag for each field of both dataclasses, `--preset` and `--config`
     "The parser that is generated from the dataclasses."
     from transformers.hf_argparser import HfArgumentParser
     parser = HfArgumentParser(_PARTS, prog=prog, allow_abbrev=False, usage='%(prog)s [--preset NAME] [--config FILE.yaml] [--FIELD VALUE ...]',
