@@ -9,6 +9,8 @@ __all__ = ['SPECIAL_TOKENS', 'train_bpe', 'train_tokenizer', 'get_tokenizer', 'c
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .config import VLMConfig
+
 # %% ../nbs/04_tokens.ipynb #48e75a4b
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>') # ids 0, 1, 2, as in SmolLM2
 
@@ -76,8 +78,8 @@ def get_tokenizer(
 # %% ../nbs/04_tokens.ipynb #c20758a8
 def check_tokenizer(
     tokenizer:PreTrainedTokenizerBase, # as `get_tokenizer` returns it
-    vlm_cfg, # a `VLMConfig`: `lm_vocab_size`, `lm_base_vocab_size` and `vlm_extra_tokens` are read
-)->None:
+    vlm_cfg:VLMConfig, # what the model was built from
+)->None: # nothing, if they agree
     "Raise if a tokenizer writes other ids than a model configuration expects."
     n, base = len(tokenizer), vlm_cfg.lm_base_vocab_size
     if n > vlm_cfg.lm_vocab_size:
