@@ -10,6 +10,15 @@ from nanovlm_nb.vlm import VisionLanguageModel
 END_NEVER = ()
 
 
+@pytest.fixture(scope='module', autouse=True)
+def one_thread():
+    "Tensors this small are slowed down by threads, most of all on a busy machine."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope='module')
 def gold(golden):
     "Directory of the reference's files."

@@ -11,6 +11,15 @@ from nanovlm_nb.vlm import VLMNet
 LENGTH, N_PACKS, MOST_IMAGES = 256, 200, 4
 
 
+@pytest.fixture(scope='module', autouse=True)
+def one_thread():
+    "Tensors this small are slowed down by threads, most of all on a busy machine."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope='module')
 def net():
     "A small network with grouped heads and several layers, in float32."
@@ -76,6 +85,16 @@ def test_scores_as_alone(net, groups):
         for sample, got in zip(samples, packed):
             worst = max(worst, (got - net(**as_batch([sample])[0])[0][0]).abs().max().item())
     assert worst <= 1e-5
+
+
+@torch.no_grad()
+def test_without_boundaries_it_leaks(net, groups):
+    "The same packs read as one document differ by far more than the tolerance, so the certificate can fail."
+    for samples in groups[:20]:
+        args, _ = as_batch(samples, LENGTH)
+        right, leaky = (documents(net(**a)[0], samples) for a in (args, args | dict(doc_lens=None)))
+        assert (right[0] - leaky[0]).abs().max() <= 1e-5
+        assert min((a - b).abs().max() for a, b in zip(right[1:], leaky[1:])) > 1e-2
 
 
 @torch.no_grad()
