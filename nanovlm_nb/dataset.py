@@ -23,7 +23,7 @@ from datasets.exceptions import DatasetsError
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from .chat import chat_length, encode_chat, get_image_string
+from .chat import answer_frame, chat_length, encode_chat, get_image_string
 from .images import ImageProcessor, UnreadableImage, image_size
 
 # %% ../nbs/22_dataset.ipynb #9ba1cd9c
@@ -144,7 +144,8 @@ class VQADataset(torch.utils.data.Dataset):
         self.rows = dataset.with_format('arrow') if isinstance(dataset, datasets.Dataset) else dataset
         self.tokenizer, self.image_processor, self.mp_image_token_length = tokenizer, image_processor, mp_image_token_length
         self.minimums = dict(zip(RATINGS, (relevance_min_rating, image_correspondence_min_rating, visual_dependency_min_rating, formatting_min_rating)))
-        self.max_sample_length, self.max_images_per_example, self.drops = max_sample_length, max_images_per_example, Drops()
+        self.max_sample_length, self.max_images_per_example = max_sample_length, max_images_per_example
+        self.frame, self.drops = answer_frame(tokenizer), Drops()
 
     def __len__(self)->int: # rows
         "Number of rows, dropped ones included."
@@ -171,7 +172,8 @@ class VQADataset(torch.utils.data.Dataset):
     def load(self, i:int)->dict: # 'id', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S), 'source'
         "Sample of row i; raises `Dropped` if it is left out."
         id, row, turns, grids = self._read(i)
-        ids, labels = encode_chat(self.tokenizer, turns, get_image_string(self.tokenizer, grids, self.mp_image_token_length))
+        pictures = get_image_string(self.tokenizer, grids, self.mp_image_token_length)
+        ids, labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame)
         self._check_length(id, len(ids))
         try: tiles = [self.image_processor(im)[0] for im in row['images']]
         except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e

@@ -106,7 +106,8 @@ def global_view(
     tile:int, # side of the view, pixels
 )->Tensor: # (1, 3, tile, tile) uint8
     "The whole picture as one tile."
-    return F.interpolate(x[None].float(), size=(tile, tile), mode='bilinear', antialias=True, align_corners=False).round().to(torch.uint8)
+    def shrink(c): return F.interpolate(c[None,None].float(), size=(tile, tile), mode='bilinear', antialias=True, align_corners=False)
+    return torch.cat([shrink(c) for c in x], dim=1).round().to(torch.uint8)
 
 # %% ../nbs/20_images.ipynb #7745c869
 @dataclass(frozen=True)
