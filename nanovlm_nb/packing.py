@@ -67,15 +67,16 @@ def spread(
 )->list[list[int]]:         # Indices of the items in each bin
     "Largest item first, each into the emptiest bin that has room for it."
     groups = [[] for _ in range(n_bins)]
-    heaps = {0: [(0, b) for b in range(n_bins)]} # images in the bin -> heap of (tokens in the bin, bin)
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -image_counts[i], i)):
-        n, m = lengths[i], image_counts[i]
-        room = [(h[0], c) for c,h in heaps.items() if h and c+m <= max_images and h[0][0]+n <= capacity]
-        (tokens, b), c = min(room, default=((0, len(groups)), 0))
-        if room: heappop(heaps[c])
-        else: groups.append([])
-        groups[b].append(i)
-        heappush(heaps.setdefault(c+m, []), (tokens+n, b))
+    heaps = {0: [(0, 0, b) for b in range(n_bins)]} # images in a bin -> heap of (tokens, images, bin)
+    for n, m, i in sorted(zip(lengths, image_counts, range(0, -len(lengths), -1)), reverse=True):
+        tokens, c, b = min((h[0] for images,h in heaps.items() if images+m <= max_images), default=(capacity, 0, 0))
+        if tokens+n <= capacity: heappop(heaps[c])
+        else:
+            tokens, c, b = 0, 0, len(groups)
+            groups.append([])
+        groups[b].append(-i)
+        if c in heaps and not heaps[c]: del heaps[c]
+        heappush(heaps.setdefault(c+m, []), (tokens+n, c+m, b))
     return [g for g in groups if g]
 
 # %% ../nbs/24_packing.ipynb #d6eff76f
@@ -87,8 +88,8 @@ def fill_up(
 )->list[list[int]]:         # Indices of the items in each bin
     "One bin after the other, each time with the largest item that still fits."
     waiting = {}                                 # images of an item -> ascending list of (tokens, -index)
-    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], -i)):
-        waiting.setdefault(image_counts[i], []).append((lengths[i], -i))
+    for n, i, m in sorted(zip(lengths, range(0, -len(lengths), -1), image_counts)):
+        waiting.setdefault(m, []).append((n, i))
     groups, tokens, images = [[]], capacity, max_images
     for _ in lengths:
         fits = [(q[j-1], m, j-1) for m,q in waiting.items() if m <= images and (j := bisect_right(q, (tokens, 1)))]
