@@ -140,6 +140,31 @@ def test_splits_stay_apart(tmp_path, digits, cache):
     assert [len(load_data(tmp_path, split=s, cache_dir=cache)) for s in ('train', 'test')] == [3, 1]
 
 
+def test_split_folders(tmp_path, digits, cache):
+    "Folders named train and test are splits, not configurations."
+    for name, part in (('train', digits[:3]), ('test', digits[3:4])):
+        (tmp_path/name).mkdir()
+        datasets.Dataset.from_list([dict(images=[im], texts=[dict(user='q', assistant=str(y))]) for im, y in part]).to_parquet(tmp_path/name/'0.parquet')
+    assert [len(load_data(tmp_path, split=s, cache_dir=cache)) for s in ('train', 'test')] == [3, 1]
+
+
+def test_hub_names(monkeypatch, caplog):
+    "A hub name goes to load_dataset with each configuration; one that is unreachable is skipped by name."
+    calls = []
+    def load_dataset(path, name, split, cache_dir):
+        calls.append((path, name, split))
+        if name == 'gone': raise ConnectionError("Couldn't reach the Hub")
+        return datasets.Dataset.from_list([dict(images=[], texts=[dict(user='q', assistant=name)], source=name)])
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    monkeypatch.setattr(datasets, 'get_dataset_config_names', lambda path: ['a', 'gone', 'b'])
+    with caplog.at_level(logging.WARNING, 'nanovlm_nb'): data = load_data('someone/FineVision', ['all'])
+    assert calls == [('someone/FineVision', n, 'train') for n in ('a', 'gone', 'b')]
+    assert data['source'][:] == ['a', 'b']
+    assert [("skipped data set gone" in r.getMessage(), 'ConnectionError' in r.getMessage()) for r in caplog.records] == [(True, True)]
+    load_data('someone/FineVision')
+    assert calls[-1] == ('someone/FineVision', 'default', 'train')
+
+
 def test_samples_and_plans(root, cache, tokenizer):
     "Plan and sample agree on every real picture, and the pixels are the file's."
     data = VQADataset(load_data(root, ['photos', 'digits'], cache_dir=cache), tokenizer, get_image_processor(128, 64, True), 4)
