@@ -73,7 +73,7 @@ def describe(
     total_steps:int|None=None,  # Updates in the whole run
 )->str:                         # One line
     "Step and figures in a line for people."
-    shown = {k: float(v) for k,v in metrics.items() if not isinstance(v, str) and not k.startswith('training_stats/')}
+    shown = {k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str) or k.startswith('training_stats/'))}
     return ' | '.join([f'step {step}'+(f'/{total_steps}' if total_steps else '')]+[f'{k} {v:.4g}' for k,v in shown.items()])
 
 # %% ../nbs/03_logs.ipynb #510f8abc
@@ -137,7 +137,7 @@ class Bar:
     ):
         "Move to the step and show loss and tokens per second."
         names = dict(batch_loss='loss', val_loss='val_loss', tokens_per_second='tokens/s')
-        self.bar.set_postfix({names[k]: f'{float(v):.4g}' for k,v in metrics.items() if k in names}, refresh=False)
+        self.bar.set_postfix({names[k]: f'{float(v):.4g}' for k,v in metrics.items() if k in names and v is not None}, refresh=False)
         self.bar.update(step-self.bar.n)
 
     def close(self,
@@ -191,7 +191,7 @@ class WandbLog:
     ):
         "Send the figures of one step."
         if self.run is None or self.guard.failed: return
-        with self.guard: self.run.log({k: _plain(v) for k,v in metrics.items() if not isinstance(v, str)}, step=step)
+        with self.guard: self.run.log({k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}, step=step)
 
     def close(self,
         failed:bool=False, # Whether the run ended with an error

@@ -26,7 +26,7 @@ def short_run(run_dir, **settings):
     configs = dict(VLMConfig=VLMConfig().to_dict(), TrainConfig=TrainConfig().to_dict())
     with RunLog(run_dir, Dist(), configs, 'a_run', total_steps=5, progress=False, log_wandb=True, **settings) as log:
         for step in range(1, 6): log.log(dict(batch_loss=1/step, grad_norm=2., batch_digest='3f0a'), step)
-        log.log(dict(val_loss=.5), 5)
+        log.log(dict(val_loss=.5, nothing=None, diverged=float('nan')), 5)
         log.log({'lmms_eval/mmstar': .25, '<lmms-eval-step>': 3}, 5)
     return configs
 
@@ -37,7 +37,7 @@ def test_offline_run_can_be_read_back(tmp_path, no_login):
     assert (run.project, run.name, run.exit_code) == ('pictures', 'a_run', 0)
     assert {k: run.config[k] for k in configs} == configs
     assert run.series('batch_loss') == {s: 1/s for s in range(1, 6)}
-    assert run.series('val_loss') == {5: .5}
+    assert run.series('val_loss') == {5: .5} and not run.series('nothing') and 'diverged' in run.history[-1]
     assert run.series('lmms_eval/mmstar') == {5: .25} and run.series('<lmms-eval-step>') == {5: 3}
     assert run.x_axes['lmms_eval/*'] == '<lmms-eval-step>'
     assert not any('batch_digest' in row for row in run.history)
