@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CHAT_TEMPLATE', 'check_known', 'as_type', 'Config', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig',
            'evolve', 'OptimFields', 'DataFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'save_yaml',
-           'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'parse_args', 'check_flags', 'set_env',
+           'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'check_flags', 'parse_args', 'set_env',
            'effective_batch_size', 'get_run_name']
 
 # %% ../nbs/01_config.ipynb #58358344
@@ -346,6 +346,7 @@ class ReportFields:
     eval_in_epochs:bool = True # validate during training
     eval_interval:int = 500 # updates between validations
     max_val_batches:int = 64 # batches of a validation on each rank
+    ask_samples:int = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:int = 0 # updates between checkpoints; 0: with each validation
     stats_log_interval:int = 100 # updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
@@ -362,7 +363,7 @@ class ReportFields:
     def check_report(self)->None:
         "Raise a ValueError where an interval or a limit makes no sense."
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
-        _at_least_0(self, 'save_interval')
+        _at_least_0(self, 'save_interval', 'ask_samples')
 
 # %% ../nbs/01_config.ipynb #d75e1fcc
 @dataclass
@@ -427,7 +428,8 @@ def read_yaml(
     path:str|Path, # a YAML file
 )->tuple[str|None,dict,dict]: # preset or None, fields of the model, fields of the run
     "Read the sections of a file and check that every name in them exists."
-    sections = yaml.safe_load(Path(path).read_text()) or {}
+    try: sections = yaml.safe_load(Path(path).read_text()) or {}
+    except yaml.YAMLError as e: raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
     if not isinstance(sections, dict): raise ValueError(f"{path} holds no sections: start it with `train:` or `vlm:`")
     check_known(list(sections), ['preset','vlm','train'], f'section in {path}')
     vlm,train = (sections.get(s) or {} for s in ('vlm','train'))
@@ -451,7 +453,8 @@ def field_docs(
 )->dict: # field name -> comment
     "What each field means: the comments behind the fields are also the help of the flags."
     from fastcore.docments import docments
-    return {f.name:docments(p).get(f.name) or '' for p in parts for f in fields(p)}
+    found = {n:text for part in parts for n,text in docments(part).items()}
+    return {f.name:found.get(f.name) or '' for part in parts for f in fields(part)}
 
 # %% ../nbs/01_config.ipynb #31d706c4
 _PARTS = (VisionFields, LanguageFields, BridgeFields, OptimFields, DataFields, ReportFields)
@@ -462,10 +465,11 @@ def _or_none(kind):
     parse.__name__ = kind.__name__ # argparse names it in its message
     return parse
 
-def _adapt(action, kind, doc):
-    "Fit an action that HfArgumentParser made to a field of type `kind`."
+def _adapt(action, kind, doc, default):
+    "Fit an action that HfArgumentParser made to a field: `None`, dictionaries as JSON, and a help that can be read."
     if action.option_strings[0].startswith('--no_'): doc = f'the same as --{action.dest} False'
     action.help = doc.replace('%','%%')
+    action.default = default if len(str(default))<100 else SUPPRESS # the template and the tokens would fill the screen
     action.metavar = _kind(kind).__name__.upper()
     action.option_strings = action.option_strings[:1] # help shows one spelling; both are understood
     if NoneType in get_args(kind): action.type = _or_none(action.type)
@@ -481,14 +485,23 @@ def make_parser(
     parser = HfArgumentParser(_PARTS, prog=prog, allow_abbrev=False, usage='%(prog)s [--preset NAME] [--config FILE.yaml] [--FIELD VALUE ...]',
         description=f'Later wins: preset, then file, then flags. The defaults shown are those of the preset {name}.')
     hints = {n:k for part in _PARTS for n,k in get_type_hints(part).items()}
-    docs = field_docs(*_PARTS)
+    docs,defaults = field_docs(*_PARTS),{n:v for cfg in preset(name) for n,v in cfg.to_dict().items()}
     for action in parser._actions:
-        if action.dest in hints: _adapt(action, hints[action.dest], docs[action.dest])
-    too_long = dict(vlm_extra_tokens=SUPPRESS, lm_chat_template=SUPPRESS)
-    for cfg in preset(name): parser.set_defaults(**(cfg.to_dict()|too_long))
+        if (dest:=action.dest) in hints: _adapt(action, hints[dest], docs[dest], defaults[dest])
     parser.add_argument('--preset', choices=list(_PRESETS), help='configuration to start from; None: the one that the file names, else shapes')
     parser.add_argument('--config', metavar='FILE.yaml', help='fields to change, in the sections `vlm` and `train`')
     return parser
+
+# %% ../nbs/01_config.ipynb #945b687c
+def check_flags(
+    rest:list[str], # what the parser did not understand
+    known:list[str], # flags that exist
+)->None: # nothing, if `rest` is empty
+    "Raise a ValueError about the first unknown flag, and name the nearest one."
+    if not rest: return
+    flag = next((r for r in rest if r.startswith('-')), None)
+    _require(flag, f"`{rest[0]}` belongs to no flag: write --FIELD VALUE")
+    check_known([flag.split('=')[0].replace('-','_').replace('__','--',1)], known, 'flag')
 
 # %% ../nbs/01_config.ipynb #974a2952
 def parse_args(
@@ -500,24 +513,13 @@ def parse_args(
     args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(_NAMES, MISSING)))
     given = {n:v for n,v in vars(args).items() if n in _NAMES and v is not MISSING}
     try:
-        check_flags(rest)
+        check_flags(rest, [o for o in parser._option_string_actions if '-' not in o[2:]])
         vlm,train = load_yaml(args.config, args.preset) if args.config else preset(args.preset or 'shapes')
         vlm = evolve(vlm, **{f.name:given[f.name] for f in fields(vlm) if f.name in given})
         train = evolve(train, **{f.name:given[f.name] for f in fields(train) if f.name in given})
         check_configs(vlm, train)
-    except (ValueError, OSError, yaml.YAMLError) as e: parser.error(str(e))
+    except (ValueError, OSError) as e: parser.error(str(e))
     return vlm,train,Namespace(preset=args.preset, config=args.config)
-
-# %% ../nbs/01_config.ipynb #c48264b5
-def check_flags(
-    rest:list[str], # what the parser did not understand
-)->None: # nothing, if `rest` is empty
-    "Raise a ValueError about the first unknown flag, and name the nearest one."
-    if not rest: return
-    flag = next((r for r in rest if r.startswith('-')), None)
-    _require(flag, f"`{rest[0]}` belongs to no flag: write --FIELD VALUE")
-    known = [f'--{n}' for n in ('help','preset','config',*_NAMES)]
-    check_known([flag.split('=')[0].replace('-','_').replace('__','--',1)], known, 'flag')
 
 # %% ../nbs/01_config.ipynb #22971d6d
 def set_env()->None:

@@ -75,7 +75,7 @@ class TrainState:
 
 # %% ../nbs/32_trainer.ipynb #61ba74cd
 class Trainer:
-    "Trains a vision-language model; `train()` runs it, `close()` always follows."
+    "Trains a vision-language model; `train()` runs it. The log belongs to the caller, who closes it."
     def __init__(self,
         model:nn.Module, # a `VisionLanguageModel`
         train_cfg:TrainConfig, # how to train
@@ -273,20 +273,12 @@ def due(self:Trainer,
 # %% ../nbs/32_trainer.ipynb #b8894ffa
 @patch
 def train(self:Trainer)->TrainState: # where the run ended
-    "The whole run."
-    try:
-        self.model.train()
-        if self.cfg.eval_in_epochs: self.validate_and_save()
-        for update in self.updates():
-            self.train_step(update)
-            if self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): self.validate_and_save()
-            elif self.due(self.cfg.save_interval): self.save()
-        if not (self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval)): self.validate_and_save()
-        return self.state
-    finally: self.close()
-
-# %% ../nbs/32_trainer.ipynb #57c48589
-@patch
-def close(self:Trainer):
-    "Close the log; safe to call twice."
-    self.log.close()
+    "The whole run, from the untrained model's validation to the last checkpoint."
+    self.model.train()
+    if self.cfg.eval_in_epochs: self.validate_and_save()
+    for update in self.updates():
+        self.train_step(update)
+        if self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): self.validate_and_save()
+        elif self.due(self.cfg.save_interval): self.save()
+    if not (self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval)): self.validate_and_save()
+    return self.state

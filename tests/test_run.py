@@ -1,0 +1,80 @@
+"Whole runs through the command line: what they leave behind, alone and under torchrun."
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import TINY, run, train
+from PIL import Image
+
+from nanovlm_nb.logs import read_log
+from nanovlm_nb.shapes import shapes_dataset
+
+
+def updates(run_dir):
+    "The log's lines that are updates."
+    return [r for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r]
+
+
+@pytest.fixture(scope='module')
+def one(tmp_path_factory):
+    "A short run of one process; its directory."
+    cwd = tmp_path_factory.mktemp('one')
+    train([*TINY, '--run_name', 'r', '--max_training_steps', 7], cwd)
+    return cwd/'checkpoints'/'r'
+
+
+def test_a_run_leaves_its_directory(one):
+    assert {p.name for p in one.iterdir()} >= {'config.yaml', 'log.jsonl', 'train.log', 'step_0', 'step_3', 'step_6', 'step_7', 'last_checkpoint',
+                                               'best_checkpoint', 'answers.json', 'samples.png', 'curves.png'}
+    assert (one/'last_checkpoint').read_text() == 'step_7\n'
+    assert {p.name for p in (one/'step_7').iterdir()} >= {'config.json', 'model.safetensors', 'trainer_state.json', 'tokenizer.json'}
+    with Image.open(one/'samples.png') as im: assert im.width > 300
+    records = read_log(one/'log.jsonl')
+    assert [r['step'] for r in records if 'batch_loss' in r] == list(range(1, 8))
+    assert {'batch_loss', 'grad_norm', 'lr_MP', 'lr_vision_encoder', 'lr_decoder', 'target_tokens', 'tokens', 'batch_digest',
+            'tokens_per_second'} <= set(updates(one)[0])
+    losses = {r['step']: r['val_loss'] for r in records if 'val_loss' in r}
+    assert list(losses) == [0, 3, 6, 7]
+    best = min(losses, key=losses.get)
+    assert (one/'best_checkpoint').read_text() == f'step_{best}\n'
+    assert json.loads((one/'step_7'/'trainer_state.json').read_text())['best_step'] == best
+    assert [r['step'] for r in records if 'training_stats/avg_tokens_per_second' in r] == [2, 4, 6]
+
+
+def test_config_repeats_the_run_byte_for_byte(one, tmp_path):
+    train(['--config', one/'config.yaml'], tmp_path)
+    again = tmp_path/'checkpoints'/'r'
+    assert (again/'config.yaml').read_bytes() == (one/'config.yaml').read_bytes()
+    first, second = updates(one), updates(again)
+    assert [r['batch_digest'] for r in first] == [r['batch_digest'] for r in second]
+    assert [r['batch_loss'] for r in first] == [r['batch_loss'] for r in second]
+
+
+def test_two_ranks_train_like_one(one, tmp_path):
+    done = train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--gradient_accumulation_steps', 1, '--dtype', 'float32'], tmp_path, ranks=2)
+    train([*TINY, '--run_name', 'alone', '--max_training_steps', 7, '--dtype', 'float32', '--num_workers', 1], tmp_path)
+    two, alone = updates(tmp_path/'checkpoints'/'r'), updates(tmp_path/'checkpoints'/'alone')
+    assert [r['step'] for r in two] == list(range(1, 8)), 'one line an update, from one rank'
+    assert [r['batch_digest'] for r in two] == [r['batch_digest'] for r in alone]
+    for a, b in zip(two, alone, strict=True):
+        assert a['target_tokens'] == b['target_tokens']
+        assert a['batch_loss'] == pytest.approx(b['batch_loss'], rel=2e-4)
+    assert done.stderr.count('held-out questions') + done.stdout.count('held-out questions') == 1
+
+
+def test_generate_answers_from_a_run_directory(one, tmp_path):
+    row = shapes_dataset(4, 'validation', seed=0)[0]
+    row['images'][0].save(tmp_path/'scene.png')
+    args = [sys.executable, '-m', 'nanovlm_nb.ask', one, '--image', 'scene.png', '--prompt', row['texts'][0]['user'], '--max_new_tokens', 5]
+    first, second = run(args, tmp_path).stdout, run(args, tmp_path).stdout
+    assert first == second and first.endswith('\n')
+    missing = run([*args[:4], '--image', 'nowhere.png', '--prompt', 'x'], tmp_path, check=False)
+    assert missing.returncode and 'nowhere.png' in missing.stderr
+
+
+def test_resume_from_a_whole_model(one, tmp_path):
+    train([*TINY, '--run_name', 'again', '--max_training_steps', 1, '--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', one/'step_7'], tmp_path)
+    start = next(r for r in read_log(Path(one)/'step_7'/'again'/'log.jsonl') if 'val_loss' in r)
+    end = [r for r in read_log(one/'log.jsonl') if 'val_loss' in r][-1]
+    assert start['step'] == 0 and start['val_loss'] == pytest.approx(end['val_loss'], rel=1e-6)
