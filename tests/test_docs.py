@@ -1,0 +1,187 @@
+"Documentation: docstrings and docments, saved outputs, sidebar, links, README, and nbdev's own processing for the site."
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from fastcore.docments import docments
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = ROOT/'nbs'
+NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if not any(part[0] in '_.' for part in p.relative_to(NBS).parts))
+MODULES = sorted(p.stem for p in (ROOT/'nanovlm_nb').glob('*.py') if p.stem[0] != '_')
+by_name = pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda p: p.stem)
+
+
+def cells(notebook: Path, kind: str) -> list[dict]:
+    "The code or markdown cells of a notebook, sources joined."
+    found = json.loads(notebook.read_text(encoding='utf-8'))['cells']
+    return [{**c, 'source': ''.join(c['source'])} for c in found if c['cell_type'] == kind]
+
+
+def script(name: str):
+    "A script of .ci/ as a module."
+    spec = importlib.util.spec_from_file_location(name, ROOT/'.ci'/f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- names
+
+def documented(name: str, f) -> list[str]:
+    "What is missing in the documentation of a function."
+    missing = [] if (f.__doc__ or '').strip() else [f'{name}: no docstring']
+    docs = docments(f)
+    signature = inspect.signature(f)
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # fastcore reads no comment of theirs
+    wanted = [n for n, p in signature.parameters.items() if n not in ('self', 'cls', 'ctx') and p.kind not in starred]
+    if signature.return_annotation not in (None, inspect.Signature.empty): wanted.append('return')
+    return missing + [f'{name}: no comment on `{p}`' for p in wanted if not docs.get(p)]
+
+
+def methods(cls) -> dict:
+    "Public functions and properties that a class defines itself."
+    found = {}
+    for name, value in vars(cls).items():
+        f = value.fget if isinstance(value, property) else getattr(value, '__func__', value)
+        f = getattr(f, 'func', f)  # cached_property
+        if not name.startswith('_') and inspect.isfunction(f): found[f'{cls.__name__}.{name}'] = f
+    return found
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_public_names_are_documented(module):
+    mod, missing = import_module(f'nanovlm_nb.{module}'), []
+    for name in mod.__all__:
+        value = getattr(mod, name)
+        if inspect.isclass(value):
+            if not (value.__dict__.get('__doc__') or '').strip(): missing.append(f'{name}: no docstring')
+            own = [f for f in getattr(value, '__dataclass_fields__', {}) if f in value.__dict__.get('__annotations__', {})]
+            docs = docments(value) if own else {}
+            missing += [f'{name}: no comment on `{f}`' for f in own if not docs.get(f)]
+            for m, f in methods(value).items(): missing += documented(m, f)
+            init = value.__dict__.get('__init__')
+            if init and not hasattr(value, '__dataclass_fields__'): missing += [m for m in documented(f'{name}.__init__', init) if 'docstring' not in m]
+        elif inspect.isfunction(value): missing += documented(name, value)
+    assert not missing, '\n'.join(missing)
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_no_star_imports_no_long_functions(module):
+    tree = ast.parse((ROOT/'nanovlm_nb'/f'{module}.py').read_text(encoding='utf-8'))
+    assert not [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == '*']
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    assert not [f.name for f in functions if f.end_lineno - f.lineno >= 45]
+    assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
+
+
+# --- notebooks
+
+@by_name
+def test_first_cell_names_and_summarises(notebook):
+    first = json.loads(notebook.read_text(encoding='utf-8'))['cells'][0]
+    lines = [line for line in ''.join(first['source']).splitlines() if line.strip()]
+    assert first['cell_type'] == 'markdown' and lines[0].startswith('# ') and lines[1].startswith('> ')
+
+
+@by_name
+def test_plots_are_saved(notebook):
+    "The site shows saved outputs, so a cell that shows a figure must have one."
+    shows = [c for c in cells(notebook, 'code') if re.search(r'plt\.show\(|\.show\(\)', c['source']) and not c['source'].startswith('#| hide')]
+    bare = [c['id'] for c in shows if not any('image/png' in o.get('data', {}) for o in c['outputs'])]
+    assert not bare, f'no saved figure in {bare}: run the notebook and save it'
+
+
+@by_name
+def test_outputs_are_clean(notebook):
+    text = json.dumps([c['outputs'] for c in cells(notebook, 'code')])
+    text = re.sub(r'"image/png": "[^"]*"', '', text)
+    for bad in (r'/home/', r'/root/', r'/tmp/', r'/work/', r'site-packages', r'0x[0-9a-f]{6,}', r'\d\d:\d\d:\d\d', r'Warning', r'"output_type": "error"'):
+        assert not re.search(bad, text), f'saved output matches {bad}'
+    assert notebook.stat().st_size < 150*1024
+
+
+@by_name
+def test_links_between_notebooks_exist(notebook):
+    for cell in cells(notebook, 'markdown'):
+        for link in re.findall(r'\]\((?!https?:|#|mailto:)([^)\s#]+)', cell['source']):
+            assert (notebook.parent/link).exists(), f'{link} does not exist'
+
+
+def sidebar_pages() -> list[str]:
+    "Notebooks that the sidebar lists, patterns resolved."
+    def walk(items):
+        for item in [items] if isinstance(items, str) else items:
+            if isinstance(item, str): yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item))] if '*' in item else [item])
+            else: yield from walk(item['contents'])
+    return list(walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']))
+
+
+def test_sidebar_lists_every_notebook_once():
+    pages = sidebar_pages()
+    assert sorted(pages) == sorted(str(p.relative_to(NBS)) for p in NOTEBOOKS)
+    numbered = [p for p in pages if re.match(r'\d\d_', p)]
+    assert numbered == sorted(numbered), 'numbers are the order of reading'
+
+
+def test_index_table_lists_every_module():
+    text = '\n'.join(c['source'] for c in cells(NBS/'index.ipynb', 'markdown'))
+    assert not [p.name for p in NOTEBOOKS if re.match(r'\d\d_', p.name) and f']({p.name})' not in text]
+
+
+# --- the site and the README
+
+def test_readme_is_the_index_notebook():
+    assert (ROOT/'README.md').read_text(encoding='utf-8') == script('readme').readme_text(NBS/'index.ipynb'), 'run `make readme`'
+
+
+def test_readme_links_exist():
+    text = (ROOT/'README.md').read_text(encoding='utf-8')
+    assert not [link for link in re.findall(r'\]\((?!https?:|#)([^)\s#]+)', text) if not (ROOT/link).exists()]
+
+
+def test_site_configuration_follows_settings(tmp_path):
+    "nbs/nbdev.yml is what nbdev writes from settings.ini, and the stub reads it and the root's file."
+    copy = tmp_path/'repo'
+    (copy/'nbs').mkdir(parents=True)
+    shutil.copy(ROOT/'settings.ini', copy)
+    shutil.copy(NBS/'_quarto.yml', copy/'nbs')
+    (copy/'nanovlm_nb').mkdir()
+    subprocess.run([sys.executable, '-c', 'from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()'], cwd=copy, check=True)
+    assert (copy/'nbs'/'nbdev.yml').read_text() == (NBS/'nbdev.yml').read_text()
+    stub = yaml.safe_load((NBS/'_quarto.yml').read_text())
+    assert stub == {'project': {'type': 'website'}, 'metadata-files': ['../_quarto.yml', 'nbdev.yml']}
+    site = yaml.safe_load((ROOT/'_quarto.yml').read_text())
+    assert site['execute'] == {'enabled': False} and 'metadata-files' not in site
+    assert (NBS/site['format']['html']['css']).exists()
+
+
+def test_nbdev_processes_every_notebook(tmp_path):
+    "What the site is rendered from: nbdev runs imports, exports and show_doc cells of each notebook."
+    copy = tmp_path/'repo'
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', '.venv', '_proc', '_docs', 'data', 'checkpoints', 'wandb'))
+    code = 'from nbdev.serve import proc_nbs; print(proc_nbs("nbs", n_workers=1, force=True))'
+    done = subprocess.run([sys.executable, '-c', code], cwd=copy, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 'Traceback' not in done.stderr and 'Error' not in done.stderr, done.stderr[-3000:]
+    processed = {str(p.relative_to(copy/'_proc')) for p in (copy/'_proc').rglob('*.ipynb')}
+    assert {str(p.relative_to(NBS)) for p in NOTEBOOKS} <= processed
+
+
+def test_link_check_finds_what_is_broken(tmp_path):
+    check = script('check_links').broken_links
+    (tmp_path/'sub').mkdir()
+    (tmp_path/'a.html').write_text('<h1 id="top"></h1><a href="sub/b.html#x">b</a><a href="/base/a.html#top"></a><a href="https://x.org/none"></a><a href="#top"></a>')
+    (tmp_path/'sub'/'b.html').write_text('<a name="x" href="../a.html"></a>')
+    assert check(tmp_path, '/base') == []
+    (tmp_path/'sub'/'b.html').write_text('<a href="../c.html"></a><img src="d.png">')
+    assert check(tmp_path, '/base') == ['a.html: no anchor for sub/b.html#x', 'sub/b.html: no file for ../c.html', 'sub/b.html: no file for d.png']
