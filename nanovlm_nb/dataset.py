@@ -64,8 +64,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Drops:
-    "Samples that were left out, by id."
+    "Samples that were left out or cut, by id."
     reasons:dict[str,str] = field(default_factory=dict) # id -> reason
+    cut:dict[str,int] = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
 
     def add(self,
         dropped:Dropped, # what was left out
@@ -80,6 +81,7 @@ class Drops:
     )->None:
         "Take over the counts of another process."
         self.reasons.update(other.reasons)
+        self.cut.update(other.cut)
 
     @property
     def counts(self)->dict[str,int]: # reason -> samples, sorted by reason
@@ -162,13 +164,19 @@ class BaseDataset(torch.utils.data.Dataset):
         "Number of rows, dropped ones included."
         return len(self.rows)
 
+    def _check(self, row):
+        "`check_row` by the rules of this data set; turns that are cut are counted."
+        turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
+        if (n := len(row['texts']) - len(turns)): self.drops.cut[row['id']] = n
+        return turns, grids
+
     def plan(self,
         i:int, # index of a row
     )->tuple[int,int,int]|None: # tokens, pictures, tiles; None: dropped and counted
         "Size of a sample, without decoding pictures."
         row = read_row(self.rows, i)
         try:
-            turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
+            turns, grids = self._check(row)
             n = chat_length(self.tokenizer, turns, grids, self.mp_image_token_length)
             check_length(row['id'], n, self.max_sample_length)
         except Dropped as d: return self.drops.add(d)
@@ -182,7 +190,7 @@ class VQADataset(BaseDataset):
     )->dict: # 'id', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S), 'source'
         "A sample; raises `Dropped` if it is left out."
         row = read_row(self.rows, i)
-        turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
+        turns, grids = self._check(row)
         pictures = get_image_string(self.tokenizer, grids, self.mp_image_token_length)
         ids, labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame)
         check_length(row['id'], len(ids), self.max_sample_length)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 # %% ../nbs/20_images.ipynb #c82704a4
 def resize_dims(
-    w:int, h:int, # picture, pixels
+    w:int, # width of the picture, pixels
+    h:int, # its height, pixels
     max_side:int, # longest side allowed, pixels, a multiple of `tile`
     tile:int,     # side of a square tile, pixels
     resize_to_max:bool=False, # enlarge (or shrink) the long side to `max_side` always
@@ -122,14 +123,16 @@ class ImageProcessor:
         if s < 1 or m < s or m % s: raise ValueError(f'max_img_size {m} must be a multiple of the tile size {s}: try {max(1, round(m/max(s, 1)))*s}')
 
     def grid(self,
-        width:int, height:int, # picture, pixels
+        width:int, # of the picture, pixels
+        height:int, # of the picture, pixels
     )->tuple[int,int]: # (rows, columns) of tiles
         "Tile grid of a picture of this size."
         h, w = resize_dims(width, height, self.max_img_size, self.splitted_image_size, self.resize_to_max_side_len)
         return h//self.splitted_image_size, w//self.splitted_image_size
 
     def n_tiles(self,
-        width:int, height:int, # picture, pixels
+        width:int, # of the picture, pixels
+        height:int, # of the picture, pixels
     )->int: # tiles, with the global view
         "Number of tiles that a picture of this size becomes."
         rows, cols = self.grid(width, height)
