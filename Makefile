@@ -9,7 +9,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 STAMP := .venv/.installed
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: train test gate install readme clean
+.PHONY: train test gate generated install readme clean
 .NOTPARALLEL:
 
 train: install
@@ -29,14 +29,18 @@ $(STAMP): settings.ini setup.py constraints.txt
 	.venv/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,test]'
 	touch $@
 
-gate:
+gate: generated
+	OMP_NUM_THREADS=$$(( ($(CORES)+1)/2 )) nbdev_test --n_workers 2
+	python -m pytest -q
+
+# what is generated must be committed as it is generated; an edit of a module is shown before the export would undo it
+generated:
 	@git rev-parse --is-inside-work-tree >/dev/null 2>&1 || { echo "missing: a git checkout, the gate compares with what is committed"; exit 1; }
+	git --no-pager diff --exit-code nanovlm_nb
 	nbdev_clean
 	nbdev_export
 	git --no-pager diff --exit-code
 	@new=$$(git ls-files --others --exclude-standard nanovlm_nb nbs); test -z "$$new" || { echo "not committed:" $$new; exit 1; }
-	OMP_NUM_THREADS=$$(( ($(CORES)+1)/2 )) nbdev_test --n_workers 2
-	python -m pytest -q
 
 readme:
 	python .ci/readme.py

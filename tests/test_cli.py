@@ -80,7 +80,7 @@ def parser():
 def sample_of(kind) -> tuple[list[str], object]:
     "Arguments for a field of this type, and the value that they mean."
     if kind is bool: return ['True'], True
-    if kind is dict[str, str]: return ['{"a":"<a>"}'], {'a': '<a>'}
+    if kind == dict[str, str]: return ['{"a":"<a>"}'], {'a': '<a>'}
     if kind == list[float]: return ['0.5', '1'], [.5, 1.0]
     if kind == list[str]: return ['x', 'y'], ['x', 'y']
     if NoneType in get_args(kind): return ['None'], None

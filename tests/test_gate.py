@@ -1,0 +1,104 @@
+"The gate notices what was not generated, in a clone that is thrown away."
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+MODULE, NOTEBOOK = Path('nanovlm_nb/config.py'), Path('nbs/01_config.ipynb')
+
+
+def sh(clone: Path, *command: str) -> subprocess.CompletedProcess:
+    "Run a command in the clone, with the tools of this environment."
+    env = {**os.environ, 'PATH': f'{BIN}:{os.environ["PATH"]}', 'GIT_AUTHOR_NAME': 'a', 'GIT_COMMITTER_NAME': 'a', 'GIT_AUTHOR_EMAIL': 'a@b', 'GIT_COMMITTER_EMAIL': 'a@b'}
+    return subprocess.run(command, cwd=clone, env=env, text=True, capture_output=True, timeout=300)
+
+
+def make(clone: Path) -> subprocess.CompletedProcess: return sh(clone, 'make', 'generated')
+
+
+@pytest.fixture(scope='module')
+def settled(tmp_path_factory):
+    "A clone in which everything generated is committed."
+    if sh(ROOT, 'git', 'rev-parse', '--git-dir').returncode: pytest.skip('no git checkout')
+    clone = tmp_path_factory.mktemp('gate')/'clone'
+    assert sh(ROOT, 'git', 'clone', '-q', str(ROOT), str(clone)).returncode == 0
+    make(clone)
+    sh(clone, 'git', 'add', '-A')
+    sh(clone, 'git', 'commit', '-qm', 'settled')
+    return clone
+
+
+@pytest.fixture
+def clone(settled):
+    "The settled clone, put back afterwards."
+    head = sh(settled, 'git', 'rev-parse', 'HEAD').stdout.strip()
+    yield settled
+    sh(settled, 'git', 'reset', '-q', '--hard', head)
+    sh(settled, 'git', 'clean', '-qfd')
+
+
+def test_passes_when_nothing_was_touched(clone):
+    done = make(clone)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize('committed', [False, True])
+def test_planted_edit_of_a_module_fails(clone, committed):
+    file = clone/MODULE
+    file.write_text(file.read_text().replace('return names', 'return names').rstrip('\n') + '\nplanted = 1\n')
+    if committed: sh(clone, 'git', 'commit', '-qam', 'planted')
+    done = make(clone)
+    assert done.returncode != 0 and str(MODULE) in done.stdout and 'planted = 1' in done.stdout
+
+
+def test_notebook_that_was_not_exported_fails(clone):
+    file = clone/NOTEBOOK
+    nb = json.loads(file.read_text())
+    nb['cells'].insert(-1, dict(cell_type='code', id='planted0', metadata={}, execution_count=None, outputs=[], source=['#| export\n', 'planted = 1']))
+    file.write_text(json.dumps(nb, indent=1, ensure_ascii=False) + '\n')
+    sh(clone, 'git', 'commit', '-qam', 'planted')
+    done = make(clone)
+    assert done.returncode != 0 and 'planted = 1' in done.stdout
+
+
+def test_notebook_that_was_not_cleaned_fails(clone):
+    file = clone/NOTEBOOK
+    nb = json.loads(file.read_text())
+    next(c for c in nb['cells'] if c['cell_type'] == 'code')['execution_count'] = 7
+    file.write_text(json.dumps(nb, indent=1, ensure_ascii=False) + '\n')
+    sh(clone, 'git', 'commit', '-qam', 'planted')
+    done = make(clone)
+    assert done.returncode != 0 and '"execution_count": 7' in done.stdout
+
+
+def test_module_that_was_not_committed_fails(clone):
+    (clone/'nanovlm_nb'/'planted.py').write_text('')
+    done = make(clone)
+    assert done.returncode != 0 and 'not committed: nanovlm_nb/planted.py' in done.stdout
+
+
+@pytest.mark.parametrize('python, message', [('no-such-python', 'missing: Python 3.10, 3.11 or 3.12'), ('', 'missing: Python 3.10, 3.11 or 3.12')])
+def test_missing_python_is_said_in_one_line(clone, python, message):
+    done = sh(clone, 'make', 'test', f'PYTHON={python}')
+    assert done.returncode != 0
+    assert [line for line in done.stdout.splitlines() if line][0].startswith(message)
+
+
+def test_missing_venv_is_said_in_one_line(clone, tmp_path):
+    fake = tmp_path/'python3'
+    fake.write_text(f'#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; *) exec {sys.executable} "$@";; esac\n')
+    fake.chmod(0o755)
+    done = sh(clone, 'make', 'train', f'PYTHON={fake}')
+    assert done.returncode != 0 and done.stdout.startswith('missing: the venv module')
+
+
+def test_continuous_integration_runs_the_command_of_the_readme():
+    assert 'make test' in (ROOT/'README.md').read_text()
+    assert (ROOT/'.ci'/'run').read_text().splitlines()[-1] == 'exec make test'
+    assert os.access(ROOT/'.ci'/'run', os.X_OK)
+    assert 'run: .ci/run' in (ROOT/'.github'/'workflows'/'test.yaml').read_text()
