@@ -50,7 +50,7 @@ def test_passes_when_nothing_was_touched(clone):
 @pytest.mark.parametrize('committed', [False, True])
 def test_planted_edit_of_a_module_fails(clone, committed):
     file = clone/MODULE
-    file.write_text(file.read_text().replace('return names', 'return names').rstrip('\n') + '\nplanted = 1\n')
+    file.write_text(file.read_text() + 'planted = 1\n')
     if committed: sh(clone, 'git', 'commit', '-qam', 'planted')
     done = make(clone)
     assert done.returncode != 0 and str(MODULE) in done.stdout and 'planted = 1' in done.stdout
@@ -76,10 +76,12 @@ def test_notebook_that_was_not_cleaned_fails(clone):
     assert done.returncode != 0 and '"execution_count": 7' in done.stdout
 
 
-def test_module_that_was_not_committed_fails(clone):
-    (clone/'nanovlm_nb'/'planted.py').write_text('')
+@pytest.mark.parametrize('name', ['nbs/planted.css', 'nanovlm_nb/planted.txt', 'nanovlm_nb/planted.py'])
+def test_file_that_was_not_committed_fails(clone, name):
+    (clone/name).write_text('')
     done = make(clone)
-    assert done.returncode != 0 and 'not committed: nanovlm_nb/planted.py' in done.stdout
+    assert done.returncode != 0 and Path(name).stem in done.stdout
+    if not name.endswith('.py'): assert f'not committed: {name}' in done.stdout
 
 
 @pytest.mark.parametrize('python, message', [('no-such-python', 'missing: Python 3.10, 3.11 or 3.12'), ('', 'missing: Python 3.10, 3.11 or 3.12')])
