@@ -8,11 +8,9 @@ __all__ = ['BACKENDS', 'log', 'Layout', 'document_mask', 'explicit_attention', '
 
 # %% ../nbs/10_attention.ipynb #f582bed2
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +33,10 @@ def _row_spans(lens, start):
     ends = [start+n for n in accumulate(lens)]
     return list(zip([start]+ends, ends))
 
+def _once(layout, key, make):
+    if key not in layout.made: layout.made[key] = make()
+    return layout.made[key]
+
 def _fill(layout, fill, device):
     out = torch.zeros(len(layout.doc_lens), layout.T, dtype=torch.long)
     for row,spans in zip(out, layout.spans):
@@ -48,7 +50,7 @@ class Layout:
     doc_lens:tuple # per row, a tuple of the lengths of its documents, in order
     T:int # positions of a row, padding included
     starts:tuple # per row, the position where its first document begins
-    made:dict = field(default_factory=dict, init=False, repr=False, compare=False) # results kept by `once`
+    made:dict = field(default_factory=dict, init=False, repr=False, compare=False) # tensors made so far
 
     def __post_init__(self):
         if len(self.starts)!=len(self.doc_lens): raise ValueError(f"{len(self.starts)} starts for {len(self.doc_lens)} rows: give one a row")
@@ -80,25 +82,17 @@ class Layout:
         "Whether the rows need no attention to documents at all."
         return all(lens==(self.T,) for lens in self.doc_lens)
 
-    def once(self,
-        key:tuple, # names the result
-        make:Callable, # makes it, without arguments
-    )->Any: # the result, made at the first call
-        "Make a result at most once for this layout."
-        if key not in self.made: self.made[key] = make()
-        return self.made[key]
-
     def document_ids(self,
         device:str|torch.device='cpu', # where the result lives
     )->Tensor: # (B, T) number of the document in its row, from 1; 0 is padding
         "To which document each position belongs."
-        return self.once(('document', str(device)), lambda: _fill(self, lambda i,n: i+1, device))
+        return _once(self, ('document',str(device)), lambda: _fill(self, lambda i,n: i+1, device))
 
     def position_ids(self,
         device:str|torch.device='cpu', # where the result lives
     )->Tensor: # (B, T) position inside the document, from 0; 0 at padding
         "Positions that begin again in each document."
-        return self.once(('position', str(device)), lambda: _fill(self, lambda i,n: torch.arange(n), device))
+        return _once(self, ('position',str(device)), lambda: _fill(self, lambda i,n: torch.arange(n), device))
 
 # %% ../nbs/10_attention.ipynb #fabce6d2
 def document_mask(
@@ -111,7 +105,7 @@ def document_mask(
         ids = layout.document_ids(device)
         same = ids[:,None,:,None]==ids[:,None,None,:]
         return same.tril() if causal else same
-    return layout.once(('mask', causal, str(device)), make)
+    return _once(layout, ('mask', causal, str(device)), make)
 
 # %% ../nbs/10_attention.ipynb #7fba9653
 def explicit_attention(
@@ -125,10 +119,11 @@ def explicit_attention(
     "Scores, mask, softmax, mix: attention as it is defined."
     dtype,group = torch.promote_types(q.dtype, torch.float32), q.shape[1]//k.shape[1]
     k,v = (x.to(dtype).repeat_interleave(group, 1) for x in (k,v))
-    scores = q.to(dtype) @ k.transpose(-1,-2) / q.shape[-1]**.5
     mask = _full_mask(q, causal) if layout is None else document_mask(layout, causal, q.device)
-    weights = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1), dropout_p)
-    return _zero_padding((weights @ v).to(q.dtype), layout)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = q.to(dtype) @ k.transpose(-1,-2) / q.shape[-1]**.5
+        weights = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1), dropout_p)
+        return _zero_padding((weights @ v).to(q.dtype), layout)
 
 # %% ../nbs/10_attention.ipynb #50b5f6cf
 def _full_mask(q, causal):
@@ -179,7 +174,7 @@ def docs_attention(
     "Fused attention document by document."
     if layout is None: return sdpa_attention(q, k, v, None, causal, dropout_p)
     B,H,T,D = q.shape
-    runs = layout.once(('pieces',), lambda: pieces(layout))
+    runs = _once(layout, ('pieces',), lambda: pieces(layout))
     def cut(x): return x.transpose(1,2).reshape(B*T, -1, D).split([max(c,1)*n for c,n in runs])
     def run(count, n, *qkv):
         if not count: return qkv[0].new_zeros(n, H, D)
@@ -251,5 +246,5 @@ def cached_attention(
     "Attention of one new token a row over cached keys."
     B,H,T,D = q.shape
     if T!=1: raise ValueError(f"{T} new tokens a row: cached_attention takes one, since it knows no order among them")
-    grouped = q.view(B, k.shape[1], H//k.shape[1], D)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=key_mask[:,None,None]).view(B, H, 1, D)
+    grouped = q.reshape(B, k.shape[1], H//k.shape[1], D)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=key_mask[:,None,None]).reshape(B, H, 1, D)

@@ -145,7 +145,7 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         else: out = attention(q, k, v, layout, backend=self.backend, dropout_p=self.dropout*self.training)
         return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
 
-# %% ../nbs/12_language.ipynb #7c5c9a26
+# %% ../nbs/12_language.ipynb #d289f4d2
 class LanguageModelMLP(nn.Module):
     "Gated layer on each position."
     def __init__(self,
@@ -162,6 +162,7 @@ class LanguageModelMLP(nn.Module):
         "Gate, widen, narrow."
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
+# %% ../nbs/12_language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
     def __init__(self,

@@ -119,7 +119,7 @@ def _with_prefix(name, prefix): return name[1:] if name[0]=='/' else prefix+name
 def _family(config, name, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
     family = FAMILIES.get(config.model_type)
-    known = [k for k,f in FAMILIES.items() if f.fields.keys() & {wanted}]
+    known = [k for k,f in FAMILIES.items() if wanted in f.fields]
     if family is None or wanted not in family.fields:
         raise ValueError(f"{name} is a checkpoint of type {config.model_type!r}: types that can be read here are {', '.join(known)}")
     part = getattr(config, family.part, config) if family.part else config
