@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 
 from .config import VLMConfig
