@@ -21,19 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-# %% ../nbs/01_config.ipynb #a2bd2182
-def check_known(
-    names:list[str], # names that were given
-    known:list[str], # names that exist
-    what:str, # what a name stands for, for the message
-)->None: # nothing, if every name exists
-    "Raise a ValueError about the first unknown name, and name the nearest one that exists."
-    for name in names:
-        if name in known: continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-        raise ValueError(f"unknown {what} `{name}`: did you mean `{near[0]}`?" if near else f"unknown {what} `{name}`: there is none")
-
-# %% ../nbs/01_config.ipynb #f41f6e89
+# %% ../nbs/01_config.ipynb #6a107bf6
 def _kind(kind):
     "The type beside None, or the container."
     kind = next((k for k in get_args(kind) if k is not NoneType), kind) if NoneType in get_args(kind) else kind
@@ -47,6 +35,36 @@ def _number(name, value, kind):
     if kind is float: return number
     if not number.is_integer(): raise ValueError(f"{name} is {value!r}: give a whole number")
     return value if type(value) is int else int(number)
+
+def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
+
+def _require(ok, message):
+    if not ok: raise ValueError(message)
+
+def _positive(cfg, *names):
+    for n in names: _require(getattr(cfg, n)>0, f"{n} is {getattr(cfg, n)}: give a number above 0")
+
+def _at_least_0(cfg, *names):
+    for n in names: _require(getattr(cfg, n)>=0, f"{n} is {getattr(cfg, n)}: give 0 or more")
+
+def _divides(cfg, name, by):
+    n,d = getattr(cfg, name),getattr(cfg, by)
+    _require(n%d==0, f"{name} {n} is no multiple of {by} {d}: change one of them")
+
+def _one_of(cfg, name, options):
+    _require(getattr(cfg, name) in options, f"{name} is {getattr(cfg, name)!r}: give one of {', '.join(options)}")
+
+# %% ../nbs/01_config.ipynb #a2bd2182
+def check_known(
+    names:list[str], # names that were given
+    known:list[str], # names that exist
+    what:str, # what a name stands for, for the message
+)->None: # nothing, if every name exists
+    "Raise a ValueError about the first unknown name, and name the nearest one that exists."
+    for name in names:
+        if name in known: continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        raise ValueError(f"unknown {what} `{name}`: did you mean `{near[0]}`?" if near else f"unknown {what} `{name}`: there is none")
 
 # %% ../nbs/01_config.ipynb #9c466963
 def as_type(
@@ -105,22 +123,6 @@ class Config:
     )->'Config': # the configuration
         "Read what `save` or nanoVLM wrote."
         return cls.from_dict(json.loads(_json_file(path).read_text()))
-
-# %% ../nbs/01_config.ipynb #1b69e8fd
-def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
-
-def _require(ok, message):
-    if not ok: raise ValueError(message)
-
-def _positive(cfg, *names):
-    for n in names: _require(getattr(cfg, n)>0, f"{n} is {getattr(cfg, n)}: give a number above 0")
-
-def _at_least_0(cfg, *names):
-    for n in names: _require(getattr(cfg, n)>=0, f"{n} is {getattr(cfg, n)}: give 0 or more")
-
-def _divides(cfg, name, by):
-    n,d = getattr(cfg, name),getattr(cfg, by)
-    _require(n%d==0, f"{name} {n} is no multiple of {by} {d}: change one of them")
 
 # %% ../nbs/01_config.ipynb #73fec314
 CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
@@ -379,10 +381,6 @@ class TrainConfig(ReportFields, DataFields, OptimFields, Config):
         "The two shares that shape the schedule."
         return dict(warmup_ratio=self.warmup_ratio, min_lr_ratio=self.min_lr_ratio)
 
-# %% ../nbs/01_config.ipynb #fdaab323
-def _one_of(cfg, name, options):
-    _require(getattr(cfg, name) in options, f"{name} is {getattr(cfg, name)!r}: give one of {', '.join(options)}")
-
 # %% ../nbs/01_config.ipynb #63fc29fc
 def check_configs(
     vlm_cfg:VLMConfig, # the model
@@ -392,16 +390,7 @@ def check_configs(
     length,pack = train_cfg.max_sample_length,vlm_cfg.lm_max_length
     _require(length<=pack, f"max_sample_length {length} > lm_max_length {pack}: lower the first or raise the second")
 
-# %% ../nbs/01_config.ipynb #e6403d13
-def preset(
-    name:str, # `shapes` or `nanovlm`
-)->tuple[VLMConfig,TrainConfig]: # fresh copies
-    "The configurations of this name."
-    check_known([name], list(_PRESETS), 'preset')
-    vlm,train = _PRESETS[name]
-    return VLMConfig(**vlm),TrainConfig(**train)
-
-# %% ../nbs/01_config.ipynb #8605224f
+# %% ../nbs/01_config.ipynb #740f2258
 _SHAPES_VLM = dict(
     vit_hidden_dim=128, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=3, vit_model_type='shapes-vit',
     lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024, lm_base_vocab_size=384, lm_n_heads=4, lm_n_kv_heads=2,
@@ -412,6 +401,15 @@ _SHAPES_TRAIN = dict(
     train_dataset_path='shapes', stream_dataset=False, val_size=256, max_sample_length=512, num_of_sequences=32, num_workers=0, val_workers=0,
     eval_interval=350, wandb_entity=None, use_lmms_eval=False)
 _PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}))
+
+# %% ../nbs/01_config.ipynb #e6403d13
+def preset(
+    name:str, # `shapes` or `nanovlm`
+)->tuple[VLMConfig,TrainConfig]: # fresh copies
+    "The configurations of this name."
+    check_known([name], list(_PRESETS), 'preset')
+    vlm,train = _PRESETS[name]
+    return VLMConfig(**vlm),TrainConfig(**train)
 
 # %% ../nbs/01_config.ipynb #12e1b890
 def save_yaml(
