@@ -7,6 +7,8 @@ __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageMod
            'LanguageModelBlock', 'init_language_weights', 'LanguageModel']
 
 # %% ../nbs/12_language.ipynb #f1a84b8f
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -187,9 +189,10 @@ class LanguageModelBlock(nn.Module):
 # %% ../nbs/12_language.ipynb #6fa64377
 def init_language_weights(
     module:nn.Module, # a part of the model; others are left alone
+    std:float=.02, # standard deviation of matrices
 )->None: # nothing
     "Fresh weights for one module; `LanguageModel` applies it to all of its own."
-    if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=.02)
+    if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
 
 @torch.compiler.disable
 def _positions(x, layout, position_ids, cache):
@@ -212,7 +215,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))
         self.norm = RMSNorm(cfg)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
-        self.apply(init_language_weights)
+        self.apply(partial(init_language_weights, std=cfg.init_std))
         if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
 
     def forward(self,

@@ -33,12 +33,12 @@ def pixel_shuffle(
 class ModalityProjector(nn.Module):
     "Pixel shuffle, then one matrix to the width of the language model."
     def __init__(self,
-        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_pixel_shuffle_factor`
+        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_pixel_shuffle_factor`, `init_std`
     ):
         super().__init__()
         self.factor = cfg.mp_pixel_shuffle_factor
         self.proj = nn.Linear(cfg.vit_hidden_dim*self.factor**2, cfg.lm_hidden_dim, bias=False)
-        nn.init.normal_(self.proj.weight, std=0.02)
+        nn.init.normal_(self.proj.weight, std=cfg.init_std)
 
     def forward(self,
         x:Tensor, # (N, P, vit_hidden_dim) patch features

@@ -6,6 +6,8 @@
 __all__ = ['ViTPatchEmbeddings', 'ViTMultiHeadAttention', 'ViTMLP', 'ViTBlock', 'init_vision_weights', 'ViT']
 
 # %% ../nbs/11_vision.ipynb #aa5df813
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,10 +96,11 @@ class ViTBlock(nn.Module):
 # %% ../nbs/11_vision.ipynb #c8fd8697
 def init_vision_weights(
     module:nn.Module, # a part of the tower; others are left alone
+    std:float=.02, # standard deviation of matrices
 )->None: # nothing
     "Fresh weights for one module; `ViT` applies it to all of its own."
     if isinstance(module, (nn.Linear, nn.Conv2d)):
-        nn.init.normal_(module.weight, std=.02)
+        nn.init.normal_(module.weight, std=std)
         nn.init.zeros_(module.bias)
     if isinstance(module, ViTPatchEmbeddings):
         nn.init.normal_(module.position_embedding, std=module.position_embedding.shape[-1]**-.5)
@@ -113,7 +116,7 @@ class ViT(nn.Module):
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
         self.layer_norm = nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
-        self.apply(init_vision_weights)
+        self.apply(partial(init_vision_weights, std=cfg.init_std))
 
     def forward(self,
         images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
