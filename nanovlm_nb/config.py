@@ -22,12 +22,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 
 # %% ../nbs/01_config.ipynb #6a107bf6
-def _kind(kind):
-    "The type beside None, or the container."
-    kind = next((k for k in get_args(kind) if k is not NoneType), kind) if NoneType in get_args(kind) else kind
-    return get_origin(kind) or kind
+def _plain(kind):
+    "A type without the None beside it."
+    return next(k for k in get_args(kind) if k is not NoneType) if NoneType in get_args(kind) else kind
 
-def _wrong(name, value, kind): return ValueError(f"{name} is {value!r}: give {kind.__name__ if isinstance(kind, type) and not get_args(kind) else kind}")
+def _wrong(name, value, kind): return ValueError(f"{name} is {value!r}: give {kind if get_origin(kind) else kind.__name__}")
 
 def _number(name, value, kind):
     try: number = float(value)
@@ -73,9 +72,8 @@ def as_type(
     kind:type, # the annotation of the field, e.g. `int`, `float|None`, `list[str]`
 )->Any: # the value as `kind`
     "Convert where the meaning is clear: numbers as text, integers as floats, tuples as lists; else raise a ValueError."
-    if NoneType in get_args(kind):
-        if value is None: return None
-        kind = next(k for k in get_args(kind) if k is not NoneType)
+    if value is None and NoneType in get_args(kind): return None
+    kind = _plain(kind)
     outer,inner = get_origin(kind),get_args(kind)
     if outer is list and isinstance(value, str): value = [value]
     if outer is list and isinstance(value, (list,tuple)): return [as_type(name, v, inner[0]) for v in value]
@@ -115,14 +113,14 @@ class Config:
         path:str|Path, # file to write, or a directory that gets a `config.json`
     )->None: # nothing
         "Write `to_json()` to a file."
-        _json_file(path).write_text(self.to_json())
+        _json_file(path).write_text(self.to_json(), encoding='utf-8')
 
     @classmethod
     def load(cls,
         path:str|Path, # a JSON file, or a directory with a `config.json`
     )->'Config': # the configuration
         "Read what `save` or nanoVLM wrote."
-        return cls.from_dict(json.loads(_json_file(path).read_text()))
+        return cls.from_dict(json.loads(_json_file(path).read_text(encoding='utf-8')))
 
 # %% ../nbs/01_config.ipynb #73fec314
 CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
@@ -336,6 +334,7 @@ class DataFields:
         "Raise a ValueError where no data could come of it."
         _positive(self, 'max_images_per_example', 'max_images_per_knapsack', 'max_sample_length', 'num_of_sequences')
         _at_least_0(self, 'val_size', 'num_workers', 'val_workers')
+        _require(self.data_cutoff_idx is None or self.data_cutoff_idx>0, f"data_cutoff_idx is {self.data_cutoff_idx}: give a number above 0, or None")
         _require(self.train_dataset_name, "train_dataset_name is empty: name a configuration, or `all`")
         _require(self.max_images_per_example<=self.max_images_per_knapsack,
             f"max_images_per_example {self.max_images_per_example} does not fit into a pack of max_images_per_knapsack "
@@ -408,7 +407,7 @@ def preset(
     name:str, # `shapes` or `nanovlm`
 )->tuple[VLMConfig,TrainConfig]: # fresh copies
     "The configurations of this name."
-    check_known([name], list(_PRESETS), 'preset')
+    check_known([str(name)], list(_PRESETS), 'preset')
     vlm,train = _PRESETS[name]
     return VLMConfig(**vlm),TrainConfig(**train)
 
@@ -420,21 +419,22 @@ def save_yaml(
 )->None: # nothing
     "Write all fields of both configurations."
     sections = dict(vlm=vlm_cfg.to_dict(), train=train_cfg.to_dict())
-    Path(path).write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
+    Path(path).write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6), encoding='utf-8')
 
 # %% ../nbs/01_config.ipynb #705f2e54
 def read_yaml(
     path:str|Path, # a YAML file
 )->tuple[str|None,dict,dict]: # preset or None, fields of the model, fields of the run
     "Read the sections of a file and check that every name in them exists."
-    try: sections = yaml.safe_load(Path(path).read_text()) or {}
+    try: sections = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
     except yaml.YAMLError as e: raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
     if not isinstance(sections, dict): raise ValueError(f"{path} holds no sections: start it with `train:` or `vlm:`")
     check_known(list(sections), ['preset','vlm','train'], f'section in {path}')
-    vlm,train = (sections.get(s) or {} for s in ('vlm','train'))
+    name,vlm,train = sections.get('preset'),sections.get('vlm') or {},sections.get('train') or {}
+    if not (isinstance(vlm, dict) and isinstance(train, dict)): raise ValueError(f"{path}: `vlm` and `train` hold lines of the form `field: value`")
     known = [f'{s}.{f.name}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for f in fields(c)]
     check_known([f'vlm.{k}' for k in vlm] + [f'train.{k}' for k in train], known, f'key in {path}')
-    return sections.get('preset'),vlm,train
+    return name,vlm,train
 
 # %% ../nbs/01_config.ipynb #1bbe302d
 def load_yaml(
@@ -469,7 +469,7 @@ def _adapt(action, kind, doc, default):
     if action.option_strings[0].startswith('--no_'): doc = f'the same as --{action.dest} False'
     action.help = doc.replace('%','%%')
     action.default = default if len(str(default))<100 else SUPPRESS # the template and the tokens would fill the screen
-    action.metavar = _kind(kind).__name__.upper()
+    action.metavar = (get_origin(_plain(kind)) or _plain(kind)).__name__.upper()
     action.option_strings = action.option_strings[:1] # help shows one spelling; both are understood
     if NoneType in get_args(kind): action.type = _or_none(action.type)
     if get_origin(kind) is dict: action.type = json.loads
