@@ -8,7 +8,7 @@ __all__ = ['BACKENDS', 'log', 'Layout', 'document_mask', 'explicit_attention', '
 
 # %% ../nbs/10_attention.ipynb #f582bed2
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -34,8 +34,9 @@ def _row_spans(lens, start):
     return list(zip([start]+ends, ends))
 
 def _once(layout, key, make):
-    if key not in layout.made: layout.made[key] = make()
-    return layout.made[key]
+    made = vars(layout).setdefault('_made', {})
+    if key not in made: made[key] = make()
+    return made[key]
 
 def _fill(layout, fill, device):
     out = torch.zeros(len(layout.doc_lens), layout.T, dtype=torch.long)
@@ -50,7 +51,6 @@ class Layout:
     doc_lens:tuple # per row, a tuple of the lengths of its documents, in order
     T:int # positions of a row, padding included
     starts:tuple # per row, the position where its first document begins
-    made:dict = field(default_factory=dict, init=False, repr=False, compare=False) # tensors made so far
 
     def __post_init__(self):
         if len(self.starts)!=len(self.doc_lens): raise ValueError(f"{len(self.starts)} starts for {len(self.doc_lens)} rows: give one a row")
