@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from commands import TINY, run, train
 from PIL import Image
+from wandb_reader import read_wandb
 
+from nanovlm_nb.config import load_yaml
 from nanovlm_nb.logs import read_log
 from nanovlm_nb.shapes import shapes_dataset
 
@@ -78,3 +80,16 @@ def test_resume_from_a_whole_model(one, tmp_path):
     start = next(r for r in read_log(Path(one)/'step_7'/'again'/'log.jsonl') if 'val_loss' in r)
     end = [r for r in read_log(one/'log.jsonl') if 'val_loss' in r][-1]
     assert start['step'] == 0 and start['val_loss'] == pytest.approx(end['val_loss'], rel=1e-6)
+
+
+def test_wandb_offline_has_what_the_log_has(tmp_path):
+    train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody'], tmp_path)
+    run_dir = tmp_path/'checkpoints'/'r'
+    sent, records = read_wandb(run_dir), read_log(run_dir/'log.jsonl')
+    vlm, cfg = load_yaml(run_dir/'config.yaml')
+    assert sent.config['VLMConfig'] == vlm.to_dict() and sent.config['TrainConfig'] == cfg.to_dict()
+    assert (sent.project, sent.entity, sent.name, sent.exit_code) == ('nanoVLM', 'somebody', 'r', 0)
+    assert sent.x_axes['lmms_eval/*'] == '<lmms-eval-step>'
+    for name in ('batch_loss', 'val_loss', 'grad_norm', 'lr_MP', 'training_stats/avg_fw_bw_time', 'epoch_loss', 'answers/all'):
+        here = {r['step']: r[name] for r in records if name in r}
+        assert here and sent.series(name) == pytest.approx(here), name
