@@ -33,7 +33,7 @@ class Asker:
     def from_model(cls,
         model:VisionLanguageModel, # trained, or not
         tokenizer=None, # default: the model's own
-    )->'Asker':
+    )->'Asker': # ready to be called
         "An `Asker` around a model in memory."
         c = model.cfg
         return cls(model.eval(), tokenizer or model.tokenizer, get_image_processor(c.max_img_size, c.vit_img_size, c.resize_to_max_side_len))
@@ -42,7 +42,7 @@ class Asker:
     def from_checkpoint(cls,
         checkpoint:str|Path, # directory with config.json and model.safetensors, or a hub id
         device:torch.device|None=None, # default: the best there is
-    )->'Asker':
+    )->'Asker': # ready to be called
         "An `Asker` around a saved model."
         return cls.from_model(VisionLanguageModel.from_pretrained(checkpoint).to(device or pick_device()))
 
