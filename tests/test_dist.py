@@ -1,6 +1,7 @@
 "What several ranks do together: real processes, started by torchrun, talking over gloo."
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -33,27 +34,29 @@ def reports(tmp_path: Path) -> list[dict]:
     return [json.loads(p.read_text()) for p in sorted(tmp_path.glob('?.json'))]
 
 
-@pytest.fixture
-def run(tmp_path, root):
+def run(tmp_path: Path, root: Path, code: str, ranks: int) -> list[dict]:
     "Run code on ranks that must all end well; gives their reports."
-    def _run(code, ranks=2):
-        done = start(tmp_path, root, code, ranks)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return reports(tmp_path)
-    return _run
+    done = start(tmp_path, root, code, ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return reports(tmp_path)
 
 
-def test_ranks_and_messages(run):
-    facts = run('''
+def test_four_ranks_and_their_messages(tmp_path, root):
+    facts = run(tmp_path, root, '''
 dist = init_dist('cpu', 60)
 assert is_dist() and (get_rank(), get_world_size()) == (dist.rank, dist.world_size)
+for step in range(3): # all take part, one writes
+    losses = dist.gather(step + dist.rank)
+    if dist.is_master:
+        with open(out/'log.txt', 'a') as f: f.write(f'{losses}\\n')
+dist.barrier()
 report(rank=dist.rank, local=dist.local_rank, master=[dist.is_master, is_master()], timeout=dist.timeout_s,
     gathered=dist.gather({'rank':dist.rank, 'name':'x'*dist.rank}), named=dist_gather({'rank':get_rank()}),
     mean=[dist.mean([1,3,5,7][dist.rank]), dist_mean_scalar([1,3,5,7][dist.rank])], sum=dist.sum(1), any=[dist.any(dist.rank==2), dist.any(False)],
     told=dist.broadcast(f'from {dist.rank}'))
 destroy_dist(); destroy_dist()
 assert not is_dist() and get_world_size() == 1
-''', ranks=4)
+''', 4)
     assert [f['rank'] for f in facts] == [f['local'] for f in facts] == [0, 1, 2, 3]
     assert [f['master'] for f in facts] == [[True, True]] + [[False, False]]*3
     for f in facts:
@@ -61,101 +64,81 @@ assert not is_dist() and get_world_size() == 1
         assert f['named'] == [{'rank': r} for r in range(4)]
         assert f['mean'] == [4.0, 4.0] and f['sum'] == 4 and f['any'] == [True, False]
         assert f['told'] == 'from 0' and f['timeout'] == 60
+    assert (tmp_path/'log.txt').read_text().splitlines() == [str([s+r for r in range(4)]) for s in range(3)]
 
 
-def test_mean_of_1_and_3_is_2_over_the_cpu_group(run):
-    facts = run('''
+@pytest.fixture(scope='module')
+def pair(tmp_path_factory, root):
+    "What two ranks report after doing all that ranks do together: starting processes is slow, so they do it once."
+    return run(tmp_path_factory.mktemp('pair'), root, '''
 import torch.distributed as c10d
-dist = init_dist('cpu')
+from torch import nn
+dist = init_dist('cpu', 30)
+
+# a number over the group for messages
 used, gather = [], c10d.all_gather_object
-def spy(out, obj, group=None): used.append(group); return gather(out, obj, group=group)
+def spy(result, obj, group=None): used.append(group); return gather(result, obj, group=group)
 c10d.all_gather_object = spy
 mean = dist.mean([1,3][dist.rank])
-report(mean=mean, cpu_group=[g is dist.cpu_group for g in used], other=dist.cpu_group is not c10d.group.WORLD, kind=c10d.get_backend(dist.cpu_group))
-destroy_dist()
-''')
-    assert facts == [dict(mean=2.0, cpu_group=[True], other=True, kind='gloo')]*2
+c10d.all_gather_object = gather
+own_group = [[g is dist.cpu_group for g in used], dist.cpu_group is not c10d.group.WORLD, c10d.get_backend(dist.cpu_group)]
 
-
-def test_barrier_waits_for_the_slow_rank(run):
-    facts = run('''
-dist = init_dist('cpu')
-dist.barrier()
+# a slow rank
 if dist.rank == 1: time.sleep(1)
 arrived = time.time()
 dist.barrier()
-report(arrived=arrived, left=time.time())
-destroy_dist()
-''')
-    assert min(f['left'] for f in facts) >= max(f['arrived'] for f in facts)
-    assert facts[0]['left'] - facts[0]['arrived'] > .5
+left = time.time()
 
-
-def test_uneven_loaders_end_together(run):
-    facts = run('''
-dist = init_dist('cpu', 30)
+# loaders of 5 and 7 batches, one of them with a hole
 loader = [[i] for i in range([5,7][dist.rank])]
 if dist.rank == 0: loader.insert(2, None)
-report(seen=[b[0] for b in synchronized_dataloader_step(loader, dist)])
-dist.barrier()
-destroy_dist()
-''')
-    assert [f['seen'] for f in facts] == [[0, 1, 2, 3, 4]]*2
+seen = [b[0] for b in synchronized_dataloader_step(loader, dist)]
 
-
-def test_ddp_averages_gradients_and_unwraps(run):
-    facts = run('''
-from torch import nn
-dist = init_dist('cpu')
-set_seed(dist.rank) # unequal on purpose: DDP makes the weights equal
+# gradients: 1 on rank 0, 3 on rank 1; the weights are unequal on purpose, DDP makes them equal
+set_seed(dist.rank)
 base = nn.Linear(3, 1, bias=False)
 model = wrap_model(base, dist)
-x = torch.full((1,3), float(1+2*dist.rank)) # gradient 1 on rank 0, 3 on rank 1
-model(x).sum().backward()
-report(grad=base.weight.grad.tolist(), weight=base.weight.tolist(), inner=unwrap_model(model) is base, keys=list(unwrap_model(model).state_dict()))
-destroy_dist()
-''')
-    assert facts[0] == facts[1]
-    assert facts[0]['grad'] == [[2.0, 2.0, 2.0]] and facts[0]['inner'] and facts[0]['keys'] == ['weight']
+model(torch.full((1,3), float(1+2*dist.rank))).sum().backward()
+ddp = dict(grad=base.weight.grad.tolist(), weight=base.weight.tolist(), inner=unwrap_model(model) is base, keys=list(unwrap_model(model).state_dict()))
 
-
-def test_no_sync_exchanges_once_per_update(run):
-    facts = run('''
-from torch import nn
-import torch.distributed as c10d
-dist = init_dist('cpu')
-base = nn.Linear(3, 1)
-model = wrap_model(base, dist)
-n = []
+# accumulation: how often gradients are exchanged
+exchanges = []
 def count(state, bucket):
-    n.append(1)
-    work = c10d.all_reduce(bucket.buffer()/dist.world_size, async_op=True)
-    return work.get_future().then(lambda f: f.value()[0])
+    exchanges.append(1)
+    return c10d.all_reduce(bucket.buffer()/dist.world_size, async_op=True).get_future().then(lambda f: f.value()[0])
 model.register_comm_hook(None, count)
-updates, accumulation = 3, 4
-for u in range(updates):
+for update in range(3):
     model.zero_grad()
-    for i in range(accumulation):
-        with no_sync(model, active=i < accumulation-1): model(torch.full((1,3), float(dist.rank+i))).sum().backward()
-report(exchanges=len(n), grad=base.weight.grad.tolist())
-destroy_dist()
-''')
-    assert [f['exchanges'] for f in facts] == [3, 3]
-    assert facts[0]['grad'] == facts[1]['grad'] == [[8.0, 8.0, 8.0]]  # (0+1+2+3 + 1+2+3+4) / 2
+    for i in range(4):
+        with no_sync(model, active=i < 3): model(torch.full((1,3), float(dist.rank+i))).sum().backward()
 
-
-def test_all_take_part_and_one_writes(run, tmp_path):
-    run('''
-dist = init_dist('cpu')
-for step in range(3):
-    losses = dist.gather(step + dist.rank)
-    if dist.is_master:
-        with open(out/'log.txt', 'a') as f: f.write(f'{losses}\\n')
+report(mean=mean, own_group=own_group, arrived=arrived, left=left, seen=seen, ddp=ddp, exchanges=len(exchanges), accumulated=base.weight.grad.tolist())
 dist.barrier()
-report()
 destroy_dist()
-''', ranks=4)
-    assert (tmp_path/'log.txt').read_text().splitlines() == [str([s+r for r in range(4)]) for s in range(3)]
+''', 2)
+
+
+def test_mean_of_1_and_3_is_2_over_the_cpu_group(pair):
+    assert [f['mean'] for f in pair] == [2.0, 2.0]
+    assert [f['own_group'] for f in pair] == [[[True], True, 'gloo']]*2
+
+
+def test_barrier_waits_for_the_slow_rank(pair):
+    assert min(f['left'] for f in pair) >= max(f['arrived'] for f in pair)
+
+
+def test_uneven_loaders_end_together(pair):
+    assert [f['seen'] for f in pair] == [[0, 1, 2, 3, 4]]*2
+
+
+def test_ddp_averages_gradients_and_unwraps(pair):
+    assert pair[0]['ddp'] == pair[1]['ddp']
+    assert pair[0]['ddp']['grad'] == [[2.0, 2.0, 2.0]] and pair[0]['ddp']['inner'] and pair[0]['ddp']['keys'] == ['weight']
+
+
+def test_no_sync_exchanges_once_per_update(pair):
+    assert [f['exchanges'] for f in pair] == [3, 3]
+    assert [f['accumulated'] for f in pair] == [[[8.0, 8.0, 8.0]]]*2  # (0+1+2+3 + 1+2+3+4) / 2
 
 
 @pytest.mark.parametrize('call', ['dist.gather(1)', 'dist.barrier()', 'dist.broadcast(1)'])
@@ -163,8 +146,12 @@ def test_a_missing_rank_is_an_error_that_names_the_timeout(tmp_path, root, call)
     "Rank 1 leaves out a call; the others must not wait longer than the timeout."
     begun = time.monotonic()
     done = start(tmp_path, root, f'''
-dist = init_dist('cpu', 3)
-if dist.rank == {0 if 'broadcast' in call else 1}: time.sleep(8)
+from dataclasses import replace
+from datetime import timedelta
+import torch.distributed as c10d
+dist = init_dist('cpu', 60) # long, since processes may start slowly; then a group with little patience
+dist = replace(dist, cpu_group=c10d.new_group(backend='gloo', timeout=timedelta(seconds=2)), timeout_s=2)
+if dist.rank == {0 if 'broadcast' in call else 1}: time.sleep(5)
 else:
     try: {call}
     except RuntimeError as e: report(error=str(e))
@@ -172,7 +159,7 @@ else:
     assert time.monotonic() - begun < 60, done.stderr
     (fact,) = reports(tmp_path)
     name = call.split('.')[1].split('(')[0]
-    assert f'`{name}` failed, its timeout is 3 s' in fact['error'] and 'of 2' in fact['error']
+    assert f'`{name}` failed, its timeout is 2 s' in fact['error'] and 'of 2' in fact['error']
     if name == 'barrier': assert 'Ranks 1 failed' in fact['error']
 
 
@@ -186,7 +173,6 @@ def test_a_rank_that_never_starts_is_named_by_init_dist(tmp_path, root):
 
 def test_two_nodes_of_one_process(tmp_path, root):
     "Two torchrun agents meet as if they were two machines."
-    import socket
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
