@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from commands import TINY, run, train
 from PIL import Image
+from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
 from nanovlm_nb.config import load_yaml
@@ -66,7 +67,7 @@ def test_two_ranks_train_like_one(one, tmp_path):
 
 
 def test_generate_answers_from_a_run_directory(one, tmp_path):
-    row = shapes_dataset(4, 'validation', seed=0)[0]
+    row = next(r for r in shapes_dataset(40, 'validation', seed=0) if r['images'])
     row['images'][0].save(tmp_path/'scene.png')
     args = [sys.executable, '-m', 'nanovlm_nb.ask', one, '--image', 'scene.png', '--prompt', row['texts'][0]['user'], '--max_new_tokens', 5]
     first, second = run(args, tmp_path).stdout, run(args, tmp_path).stdout
@@ -93,3 +94,14 @@ def test_wandb_offline_has_what_the_log_has(tmp_path):
     for name in ('batch_loss', 'val_loss', 'grad_norm', 'lr_MP', 'training_stats/avg_fw_bw_time', 'epoch_loss', 'answers/all'):
         here = {r['step']: r[name] for r in records if name in r}
         assert here and sent.series(name) == pytest.approx(here), name
+
+
+def test_compiled_run_equals_the_eager_one(tmp_path):
+    flags = [*TINY, '--max_training_steps', 2, '--ask_samples', 0, '--dtype', 'float32', '--batch_size', 1, '--max_val_batches', 1]
+    runs = {}
+    for name in ('True', 'False'):
+        train([*flags, '--run_name', name, '--compile', name], tmp_path)
+        runs[name] = tmp_path/'checkpoints'/name
+    for a, b in zip(updates(runs['True']), updates(runs['False']), strict=True): assert a['batch_loss'] == pytest.approx(b['batch_loss'], rel=1e-5)
+    keys = [set(load_file(r/'step_2'/'model.safetensors')) for r in runs.values()]
+    assert keys[0] == keys[1] and not any('_orig_mod' in k for k in keys[0])
