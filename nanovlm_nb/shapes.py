@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['COLOURS', 'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'QUESTIONS', 'CLAIMS', 'question_kinds', 'RATINGS',
            'SPLITS', 'Thing', 'Scene', 'make_scene', 'held_out', 'outline', 'draw_scene', 'Turn', 'plain_turn',
-           'yes_no_turn', 'pair_turn', 'text_turn', 'plan_turns', 'balanced', 'shapes_dataset', 'shapes_tokenizer',
-           'best_blind_guess']
+           'yes_no_turn', 'pair_turn', 'text_turn', 'plan_turns', 'balanced', 'shapes_dataset', 'plot_scenes',
+           'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../nbs/23_shapes.ipynb #25feacb3
 import hashlib
@@ -14,11 +14,12 @@ import io
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from datasets import Dataset, Features, Image as ImageFeature, List, Value
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
@@ -59,14 +60,14 @@ def make_scene(
 )->Scene: # all values equally likely
     "Think of a scene."
     if sort not in SORTS: raise ValueError(f'unknown sort of scene {sort!r}: choose from {", ".join(SORTS)}')
-    colours, shapes = rng.sample(list(COLOURS), 2), rng.sample(SHAPES, 2)
+    (c,c2), (s,s2) = rng.sample(list(COLOURS), 2), rng.sample(SHAPES, 2)
     if sort == 'group':
         places = sorted(rng.sample(range(9), rng.randint(1, 3)))
-        return Scene(sort, tuple(Thing(colours[0], shapes[0], 'small', PLACES[p]) for p in places))
+        return Scene(sort, tuple(Thing(c, s, 'small', PLACES[p]) for p in places))
     if sort == 'pair':
-        places = PLACES[3*rng.randrange(3)], PLACES[3*rng.randrange(3)+2]
-        return Scene(sort, tuple(Thing(c, s, 'small', p) for c,s,p in zip(colours, shapes, places)))
-    return Scene(sort, (Thing(colours[0], shapes[0], rng.choice(list(SIZES)), rng.choice(PLACES)),))
+        left, right = (PLACES[3*rng.randrange(3)+column] for column in (0, 2))
+        return Scene(sort, (Thing(c, s, 'small', left), Thing(c2, s2, 'small', right)))
+    return Scene(sort, (Thing(c, s, rng.choice(list(SIZES)), rng.choice(PLACES)),))
 
 # %% ../nbs/23_shapes.ipynb #0549d776
 def held_out(
@@ -84,9 +85,10 @@ def outline(
     shape:str, # one of SHAPES
 )->list[list[tuple[float,float]]]: # polygons of corners (x, y), y downwards; the second is a hole
     "A shape of about one unit around the origin."
-    arm = .36
-    polygons = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_box(.85, .85)], bar=[_box(1, arm)], triangle=[_ring(3, 1.15, .2)],
-        cross=[[(-arm,-1), (arm,-1), (arm,-arm), (1,-arm), (1,arm), (arm,arm), (arm,1), (-arm,1), (-arm,arm), (-1,arm), (-1,-arm), (-arm,-arm)]])
+    a = .36 # half the width of an arm
+    cross = [(-a,-1), (a,-1), (a,-a), (1,-a), (1,a), (a,a), (a,1), (-a,1), (-a,a), (-1,a), (-1,-a), (-a,-a)]
+    polygons = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_box(.85, .85)], bar=[_box(1, a)],
+        triangle=[_ring(3, 1.15, .2)], cross=[cross])
     if shape not in polygons: raise ValueError(f'unknown shape {shape!r}: choose from {", ".join(SHAPES)}')
     return polygons[shape]
 
@@ -110,7 +112,7 @@ def draw_scene(
             ImageDraw.Draw(image).polygon([(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon], fill=fill)
     return image.reduce(4)
 
-# %% ../nbs/23_shapes.ipynb #098cad09
+# %% ../nbs/23_shapes.ipynb #ec7b48a7
 QUESTIONS = dict(
     colour=('Which colour do you see?', 'What colour is shown?'),
     shape=('Which shape do you see?', 'What shape is shown?'),
@@ -118,49 +120,56 @@ QUESTIONS = dict(
     place=('Where is it?', 'In which part of the picture is it?'),
     count=('How many shapes are there?', 'Count the shapes.'),
     describe=('Describe the picture.', 'What do you see?'))
-CLAIMS = dict(
-    size={'Is it large?':lambda scene: scene.things[0].size == 'large', 'Is it small?':lambda scene: scene.things[0].size == 'small'},
-    place={f'Is it {at}?':lambda scene, word=at.split()[-1]: word in scene.things[0].place for at in ('on the left', 'on the right', 'at the top', 'at the bottom')},
-    count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
-question_kinds = (*QUESTIONS, 'yes_no', 'pair', 'text')
 
 class Turn(NamedTuple):
     "A question, its true answer, and what kind of question it is."
-    kind:str # one of question_kinds
+    kind:str # one of `question_kinds`
     user:str # question
     assistant:str # answer
 
-# %% ../nbs/23_shapes.ipynb #d568f815
+# %% ../nbs/23_shapes.ipynb #5a3dbfa9
 def plain_turn(
     kind:str, # a key of QUESTIONS
-    scene:Scene, # what it is about; all its things are equal but for their place
+    scene:Scene, # what it is about; its things differ in nothing but their place
     rng:random.Random, # chooses the wording
 )->Turn:
     "A question about what is there."
+    if kind not in QUESTIONS: raise ValueError(f'unknown kind of question {kind!r}: choose from {", ".join(QUESTIONS)}')
     thing = scene.things[0]
     answers = thing._asdict() | dict(count=NUMBERS[len(scene.things)], describe=f'a {thing}')
     return Turn(kind, rng.choice(QUESTIONS[kind]), answers[kind])
+
+# %% ../nbs/23_shapes.ipynb #098cad09
+def _at(word): return lambda scene: word in scene.things[0].place
+def _is(size): return lambda scene: scene.things[0].size == size
+
+CLAIMS = dict( # what it is about -> question -> does the scene say yes?
+    size={'Is it small?':_is('small'), 'Is it large?':_is('large')},
+    place={'Is it on the left?':_at('left'), 'Is it on the right?':_at('right'), 'Is it at the top?':_at('top'), 'Is it at the bottom?':_at('bottom')},
+    count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
 
 def yes_no_turn(
     about:str, # a key of CLAIMS
     scene:Scene, # what it is about
     rng:random.Random, # chooses the claim
-)->Turn: # 'yes' is true as often as 'no'
+)->Turn: # 'yes' about as often as 'no'
     "A question about whether something is so."
+    if about not in CLAIMS: raise ValueError(f'no claims about {about!r}: choose from {", ".join(CLAIMS)}')
     true = [q for q,holds in CLAIMS[about].items() if holds(scene)]
     false = [q for q in CLAIMS[about] if q not in true]
     yes = bool(true) and (not false or rng.random() < .5)
     return Turn('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
 
+# %% ../nbs/23_shapes.ipynb #4bbc2162
 def pair_turn(
     side:str, # 'left' or 'right'
     scene:Scene, # two things, the left one first
     rng:random.Random, # chooses what is asked
 )->Turn:
     "A question about one of two things."
-    thing = scene.things[side == 'right']
+    if side not in ('left', 'right'): raise ValueError(f"side is {side!r}: choose 'left' or 'right'")
     kind = rng.choice(('colour', 'shape'))
-    return Turn('pair', f'Which {kind} is on the {side}?', getattr(thing, kind))
+    return Turn('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
 
 def text_turn(
     kind:str, # 'colour', 'shape', 'size' or 'place'
@@ -168,24 +177,36 @@ def text_turn(
     rng:random.Random, # chooses the wording
 )->Turn:
     "A question that its own words answer."
+    if kind not in Thing._fields: raise ValueError(f'a thing has no {kind!r}: choose from {", ".join(Thing._fields)}')
     return Turn('text', f'Imagine a {scene}. {rng.choice(QUESTIONS[kind])}', getattr(scene.things[0], kind))
 
-# %% ../nbs/23_shapes.ipynb #ec7b48a7
+question_kinds = (*QUESTIONS, 'yes_no', 'pair', 'text')
+
+# %% ../nbs/23_shapes.ipynb #d568f815
 def plan_turns(
     sort:str, # a key of SORTS
     rng:random.Random, # source of chance
-)->list[tuple]: # (function, argument) of each turn
-    "Decide what a conversation about such a scene will ask: one to four turns in random order."
-    if sort == 'text': turns = [(text_turn, k) for k in rng.sample(('colour', 'shape', 'size', 'place'), 2)]
-    elif sort == 'pair': turns = [(pair_turn, 'left'), (pair_turn, 'right')]
-    elif sort == 'group': turns = [(plain_turn, 'colour'), (plain_turn, 'shape'), (yes_no_turn if rng.random() < .25 else plain_turn, 'count')]
-    elif rng.random() < .2: turns = [(plain_turn, 'describe')]
-    else:
-        turns = [(plain_turn, k) for k in ('colour', 'shape', 'size', 'place')]
-        if rng.random() < .6: i = rng.choice((2, 3)); turns[i] = (yes_no_turn, turns[i][1])
-    return rng.sample(turns, len(turns))
+)->list[tuple]: # (function, its first argument) of one to four turns
+    "Decide what a conversation about such a scene will ask, in random order."
+    if sort not in SORTS: raise ValueError(f'unknown sort of scene {sort!r}: choose from {", ".join(SORTS)}')
+    if sort == 'text': return [(text_turn, k) for k in rng.sample(Thing._fields, 2)]
+    if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
+    if sort == 'one' and rng.random() < .2: return [(plain_turn, 'describe')]
+    kinds = rng.sample(('colour', 'shape', 'count') if sort == 'group' else Thing._fields, 3 if sort == 'group' else 4)
+    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.25 if sort == 'group' else .6) else None
+    return [(yes_no_turn if k == claim else plain_turn, k) for k in kinds]
 
-# %% ../nbs/23_shapes.ipynb #3e20d4a0
+# %% ../nbs/23_shapes.ipynb #6093798b
+def balanced(
+    candidates:Iterable[tuple[Scene,list[Turn]]], # scenes, each with the answers to the same questions
+    given:Counter, # (question, answer) -> times so far; those of the chosen one are added
+)->tuple[Scene,list[Turn]]: # one of the candidates
+    "Take the candidate whose answers were the rarest so far."
+    best = min(candidates, key=lambda c: sum(given[t.user, t.assistant] for t in c[1]))
+    given.update((t.user, t.assistant) for t in best[1])
+    return best
+
+# %% ../nbs/23_shapes.ipynb #6ac0d7ba
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')
 _FEATURES = Features(dict(images=List(ImageFeature()), texts=List(dict(user=Value('string'), assistant=Value('string'))),
     **{f'{r}_ratings':List(Value('int64')) for r in RATINGS}, source=Value('string'), kinds=List(Value('string')), scene=Value('string')))
@@ -196,67 +217,75 @@ def _png(image):
     return dict(bytes=buffer.getvalue(), path=None)
 
 def _row(scene, turns, rng):
-    "A row of FineVision's columns, and two of our own: the kind of each turn, and the scene."
+    "A row of the data set."
     drawn = scene.sort != 'text'
     ratings = {f'{r}_ratings':[5]*len(turns) for r in RATINGS} | ({} if drawn else dict(visual_dependency_ratings=[1]*len(turns)))
     return dict(images=[_png(draw_scene(scene, rng))] if drawn else [], texts=[dict(user=t.user, assistant=t.assistant) for t in turns],
         source='shapes', kinds=[t.kind for t in turns], scene=str(scene), **ratings)
 
-# %% ../nbs/23_shapes.ipynb #d66a43bd
-def balanced(
-    candidates:Iterable[tuple[Scene,list[Turn]]], # conversations with the same kinds of questions
-    asked:Counter, # (question, answer) -> times used so far; the chosen one is added
-)->tuple[Scene,list[Turn]]: # one of the candidates
-    "Take the candidate whose answers were the rarest so far."
-    best = min(candidates, key=lambda c: sum(asked[t.user, t.assistant] for t in c[1]))
-    asked.update((t.user, t.assistant) for t in best[1])
-    return best
-
-# %% ../nbs/23_shapes.ipynb #4bbc2162
+# %% ../nbs/23_shapes.ipynb #5dbe6626
 SPLITS = ('train', 'validation')
 
-def _conversation(split, asked, rng):
-    "A balanced conversation on this side of the split."
+def _conversation(split, given, rng):
+    "A scene of this split, and a conversation about it."
     sort = rng.choices(list(SORTS), SORTS.values())[0]
     plan, candidates = plan_turns(sort, rng), []
     while len(candidates) < 4:
         scene = make_scene(sort, rng)
         if held_out(scene) == (split == 'validation'): candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
-    return balanced(candidates, asked)
+    return balanced(candidates, given)
 
 def shapes_dataset(
     n:int, # rows, one scene each
     split:str='train', # 'train' or 'validation'
     seed:int=0, # another seed, other scenes
-)->Dataset: # FineVision's columns, with `kinds` (of each turn) and `scene` besides
+)->Dataset: # FineVision's columns, `kinds` (of each turn) and `scene`
     "Draw a data set."
     if split not in SPLITS: raise ValueError(f'split is {split!r}: choose from {", ".join(SPLITS)}')
     if n < 1: raise ValueError(f'{n} rows: ask for one or more')
-    rng, asked = random.Random(f'{split} {seed}'), Counter()
-    return Dataset.from_list([_row(*_conversation(split, asked, rng), rng) for _ in range(n)], features=_FEATURES)
+    rng, given = random.Random(f'{split} {seed}'), Counter()
+    return Dataset.from_list([_row(*_conversation(split, given, rng), rng) for _ in range(n)], features=_FEATURES)
 
-# %% ../nbs/23_shapes.ipynb #5a3dbfa9
+# %% ../nbs/23_shapes.ipynb #1d148ca5
+def plot_scenes(
+    rows:Iterable[dict], # with `images` and `texts`; those without a picture are left out
+    columns:int=4, # pictures side by side
+)->Figure: # pictures with their questions and answers below
+    "Draw pictures with their conversations."
+    rows = [r for r in rows if r['images']]
+    if not rows: raise ValueError('no row has a picture to draw')
+    lines = -(-len(rows)//columns)
+    fig = Figure(figsize=(1.7*columns, 1.7*lines), dpi=60)
+    for ax in (grid := fig.subplots(lines, columns, squeeze=False, gridspec_kw=dict(hspace=.9, wspace=.7))).flat: ax.axis('off')
+    for ax,r in zip(grid.flat, rows):
+        ax.imshow(r['images'][0], interpolation='nearest')
+        lines = [f"{t['user']} {t['assistant'].upper()}" for t in r['texts']]
+        ax.text(.5, -.06, '\n'.join(lines), transform=ax.transAxes, ha='center', va='top', fontsize=5.5)
+    return fig
+
+# %% ../nbs/23_shapes.ipynb #8c0cc82d
 def shapes_tokenizer(
     extra_special_tokens:dict[str,str]|None=None, # attribute name -> token text
     chat_template:str|None=None, # Jinja template that turns messages into one text
     vocab_size:int=448, # tokens before the extra ones
 )->PreTrainedTokenizerBase: # always the same one
     "Train the tokenizer of this data set."
-    rng, asked = random.Random(0), Counter()
-    texts = [f'user\n{t.user} assistant\n{t.assistant}\n' for _ in range(1000) for t in _conversation('train', asked, rng)[1]]
+    rng, given = random.Random(0), Counter()
+    texts = [f'user\n{t.user} assistant\n{t.assistant}\n' for _ in range(1000) for t in _conversation('train', given, rng)[1]]
     tokenizer = train_tokenizer(texts, vocab_size, extra_special_tokens, chat_template)
-    if (got := len(tokenizer)-len(extra_special_tokens or {})) != vocab_size: raise ValueError(f'{vocab_size} tokens asked, but the texts give only {got}: lower vocab_size')
+    got = len(tokenizer)-len(extra_special_tokens or {})
+    if got != vocab_size: raise ValueError(f'vocab_size {vocab_size} is more than the texts give: choose {got} or less')
     return tokenizer
 
-# %% ../nbs/23_shapes.ipynb #263ec6b7
+# %% ../nbs/23_shapes.ipynb #e0341cc6
 def best_blind_guess(
     rows:Iterable[dict], # with `texts` and `kinds`
 )->dict[str,float]: # kind -> share of answers guessed, and 'all'
-    "Exact match of the best guess that reads the question and never looks: the commonest answer to the very same words."
-    answers = defaultdict(Counter)
+    "Exact match of the commonest answer to the very same question."
     turns = [(k, t['user'], t['assistant']) for row in rows for k,t in zip(row['kinds'], row['texts'], strict=True)]
     if not turns: raise ValueError('no questions: pass rows with `texts` and `kinds`')
-    for kind,question,answer in turns: answers[question][answer] += 1
-    right = [(kind, answer == answers[question].most_common(1)[0][0]) for kind,question,answer in turns]
-    shares = {k:[r for kind,r in right if kind == k] for k in sorted({k for k,_ in right})} | dict(all=[r for _,r in right])
-    return {k:sum(v)/len(v) for k,v in shares.items()}
+    answers, right = defaultdict(Counter), defaultdict(list)
+    for _,question,answer in turns: answers[question][answer] += 1
+    for kind,question,answer in turns:
+        for k in (kind, 'all'): right[k].append(answer == answers[question].most_common(1)[0][0])
+    return {k:sum(right[k])/len(right[k]) for k in (*sorted(right.keys()-{'all'}), 'all')}
