@@ -16,6 +16,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from textwrap import fill
 from typing import NamedTuple
 
 from datasets import Dataset, Features, Image as ImageFeature, List, Value
@@ -256,11 +257,11 @@ def plot_scenes(
     if not rows: raise ValueError('no row has a picture to draw')
     lines = -(-len(rows)//columns)
     fig = Figure(figsize=(1.7*columns, 1.7*lines), dpi=60)
-    for ax in (grid := fig.subplots(lines, columns, squeeze=False, gridspec_kw=dict(hspace=.9, wspace=.7))).flat: ax.axis('off')
+    for ax in (grid := fig.subplots(lines, columns, squeeze=False, gridspec_kw=dict(hspace=1., wspace=.8))).flat: ax.axis('off')
     for ax,r in zip(grid.flat, rows):
         ax.imshow(r['images'][0], interpolation='nearest')
-        lines = [f"{t['user']} {t['assistant'].upper()}" for t in r['texts']]
-        ax.text(.5, -.06, '\n'.join(lines), transform=ax.transAxes, ha='center', va='top', fontsize=5.5)
+        turns = [fill(f"{t['user']} {t['assistant'].upper()}", 34) for t in r['texts']]
+        ax.text(.5, -.06, '\n'.join(turns), transform=ax.transAxes, ha='center', va='top', fontsize=5.5)
     return fig
 
 # %% ../nbs/23_shapes.ipynb #8c0cc82d
