@@ -44,7 +44,7 @@ class Thing(NamedTuple):
     def __str__(self): return f'{self.size} {self.colour} {self.shape}, {self.place}'
 
 # %% ../nbs/23_shapes.ipynb #4890d163
-SORTS = dict(one=.72, group=.16, pair=.05, text=.07) # share of each sort of scene
+SORTS = dict(one=.72, group=.18, pair=.03, text=.07) # share of each sort of scene
 
 @dataclass(frozen=True)
 class Scene:
@@ -194,7 +194,7 @@ def plan_turns(
     if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
     if sort == 'one' and rng.random() < .2: return [(plain_turn, 'describe')]
     kinds = rng.sample(('colour', 'shape', 'count') if sort == 'group' else Thing._fields, 3 if sort == 'group' else 4)
-    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.25 if sort == 'group' else .6) else None
+    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.2 if sort == 'group' else .45) else None
     return [(yes_no_turn if k == claim else plain_turn, k) for k in kinds]
 
 # %% ../nbs/23_shapes.ipynb #6093798b
