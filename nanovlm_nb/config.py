@@ -393,13 +393,14 @@ def check_configs(
 # %% ../nbs/01_config.ipynb #740f2258
 _SHAPES_VLM = dict(
     vit_hidden_dim=128, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=3, vit_model_type='shapes-vit',
-    lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024, lm_base_vocab_size=384, lm_n_heads=4, lm_n_kv_heads=2,
+    lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024, lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2,
     lm_n_blocks=3, lm_max_length=512, lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
-    vlm_load_backbone_weights=False, hf_repo_name=None)
+    vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
 _SHAPES_TRAIN = dict(
-    lr_mp=2e-3, lr_vision_backbone=2e-3, lr_language_backbone=2e-3, batch_size=4, gradient_accumulation_steps=1, max_training_steps=700,
-    train_dataset_path='shapes', stream_dataset=False, val_size=256, max_sample_length=512, num_of_sequences=32, num_workers=0, val_workers=0,
-    eval_interval=350, wandb_entity=None, use_lmms_eval=False)
+    lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99], min_lr_ratio=.02, batch_size=2,
+    gradient_accumulation_steps=1, max_training_steps=3500, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
+    val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0, eval_interval=500, ask_samples=400,
+    wandb_entity=None, use_lmms_eval=False)
 _PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}))
 
 # %% ../nbs/01_config.ipynb #e6403d13
