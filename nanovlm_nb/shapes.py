@@ -16,6 +16,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from textwrap import fill
 from typing import NamedTuple
 
@@ -82,6 +83,7 @@ def _ring(n, radius=1., down=0.): return [(radius*math.sin(2*math.pi*i/n), down-
 
 def _box(x, y): return [(-x,-y), (x,-y), (x,y), (-x,y)]
 
+@cache
 def outline(
     shape:str, # one of SHAPES
 )->list[list[tuple[float,float]]]: # polygons of corners (x, y), y downwards; the second is a hole
