@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['synchronized_dataloader_step', 'pick_device', 'FromGather', 'Dist', 'launch_env', 'init_dist', 'destroy_dist',
            'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar', 'wrap_model',
-           'unwrap_model', 'no_sync', 'synchronized_batches', 'set_seed', 'seed_worker']
+           'unwrap_model', 'no_sync', 'synchronized_batches', 'set_threads', 'set_seed', 'seed_worker']
 
 # %% ../nbs/00_dist.ipynb #c63fc988
 import os
@@ -215,6 +215,15 @@ def synchronized_batches(
         yield batch
 
 synchronized_dataloader_step = synchronized_batches # nanoVLM's name
+
+# %% ../nbs/00_dist.ipynb #ddaedc9b
+def set_threads(
+    dist:Dist, # this process; on a GPU nothing is changed
+    num_workers:int, # loader processes that want a core
+)->int: # threads that torch computes with
+    "Leave a core to each loader worker when computing on the CPU."
+    if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, (os.cpu_count() or 1)-num_workers))
+    return torch.get_num_threads()
 
 # %% ../nbs/00_dist.ipynb #dc24bfbb
 def set_seed(

@@ -14,7 +14,7 @@ import datasets
 from torch import nn
 
 from .config import TrainConfig,VLMConfig,get_run_name,save_yaml
-from .dist import Dist,destroy_dist,init_dist,set_seed
+from .dist import Dist,destroy_dist,init_dist,set_seed,set_threads
 from .logs import RunLog,plot_curves,read_log
 from .vlm import VisionLanguageModel
 from .shapes import best_blind_guess
@@ -92,6 +92,7 @@ def run_on(
 )->Path: # directory of the run
     "Train on ranks that have already met."
     set_seed(train_cfg.seed)
+    set_threads(dist, train_cfg.num_workers)
     run_dir = make_run_dir(vlm_cfg, train_cfg, dist)
     tokenizer = load_tokenizer(vlm_cfg)
     loaders = get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer)
