@@ -307,6 +307,7 @@ def plot_curves(
     for ax, label in zip(panels, ('loss', 'learning rate', 'gradient norm')):
         ax.set(xlabel='step', ylabel=label)
         if ax.lines: ax.legend(fontsize=7)
-    if panels[1].lines: panels[1].set_yscale('log')
+    for ax in panels[:2]:
+        if ax.lines: ax.set_yscale('log')
     if path: fig.savefig(path)
     return fig
