@@ -397,8 +397,8 @@ _SHAPES_VLM = dict(
     lm_n_blocks=3, lm_max_length=512, lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
     vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
 _SHAPES_TRAIN = dict(
-    lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99], min_lr_ratio=.02, batch_size=2,
-    gradient_accumulation_steps=1, max_training_steps=3500, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
+    lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99], lr_schedule='wsd', min_lr_ratio=.02, batch_size=2,
+    gradient_accumulation_steps=1, max_training_steps=4000, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
     val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0, eval_interval=500, ask_samples=400,
     wandb_entity=None, use_lmms_eval=False)
 _PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}))
