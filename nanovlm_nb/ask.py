@@ -105,13 +105,13 @@ class Result:
 # %% ../nbs/33_ask.ipynb #b79fdf0a
 def questions_of(
     rows:Iterable[dict], # samples with `images`, `texts`, and `kinds` or `source`
-    blank:bool=False, # replace the pictures by grey ones
+    blank:bool=False, # replace the pictures by black ones
 )->list[Result]: # not yet answered
     "Every turn of every sample as a question."
-    grey = lambda image: Image.new('RGB', image.size, (128,128,128))
+    black = lambda image: Image.new('RGB', image.size)
     out = []
     for row in rows:
-        images = [grey(i) if blank else i for i in row['images'] or []]
+        images = [black(i) if blank else i for i in row['images'] or []]
         kinds = row.get('kinds') or [row.get('source') or 'all']*len(row['texts'])
         out += [Result(k, images, t['user'], t['assistant']) for k,t in zip(kinds, row['texts'], strict=True)]
     return out

@@ -143,12 +143,10 @@ def plain_turn(
     return Turn(kind, rng.choice(QUESTIONS[kind]), answers[kind])
 
 # %% ../nbs/23_shapes.ipynb #098cad09
-def _at(word): return lambda scene: word in scene.things[0].place
 def _is(size): return lambda scene: scene.things[0].size == size
 
 CLAIMS = dict( # what it is about -> question -> does the scene say yes?
     size={'Is it small?':_is('small'), 'Is it large?':_is('large')},
-    place={'Is it on the left?':_at('left'), 'Is it on the right?':_at('right'), 'Is it at the top?':_at('top'), 'Is it at the bottom?':_at('bottom')},
     count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
 
 def yes_no_turn(
@@ -196,7 +194,7 @@ def plan_turns(
     if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
     if sort == 'one' and rng.random() < .2: return [(plain_turn, 'describe')]
     kinds = rng.sample(('colour', 'shape', 'count') if sort == 'group' else Thing._fields, 3 if sort == 'group' else 4)
-    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.2 if sort == 'group' else .45) else None
+    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.2 if sort == 'group' else .3) else None
     return [(yes_no_turn if k == claim else plain_turn, k) for k in kinds]
 
 # %% ../nbs/23_shapes.ipynb #6093798b
