@@ -151,6 +151,10 @@ def accuracy_table(
     return '\n'.join(lines)
 
 # %% ../nbs/33_ask.ipynb #49254a86
+def _printable(text):
+    "What an untrained model says may not be writing at all."
+    return ''.join(c if c.isprintable() else '·' for c in text)
+
 def plot_answers(
     results:list[Result], # answered; those with a picture are drawn
     path:str|Path|None=None, # file to write, for example samples.png
@@ -165,7 +169,8 @@ def plot_answers(
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
     for ax,r in zip(fig.axes, shown):
         ax.imshow(r.images[0])
-        ax.set_title(f'{r.question}\n{r.said}'+('' if r.right else f' ({r.answer})'), fontsize=8, color='green' if r.right else 'red', wrap=True)
+        title = f'{r.question}\n{_printable(r.said)}'+('' if r.right else f' ({r.answer})')
+        ax.set_title(title, fontsize=8, color='green' if r.right else 'red', wrap=True, parse_math=False)
     if path: fig.savefig(path)
     return fig
 

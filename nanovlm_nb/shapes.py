@@ -135,7 +135,7 @@ def plain_turn(
     kind:str, # a key of QUESTIONS
     scene:Scene, # what it is about; its things differ in nothing but their place
     rng:random.Random, # chooses the wording
-)->Turn:
+)->Turn: # kind, question and answer
     "A question about what is there."
     if kind not in QUESTIONS: raise ValueError(f'unknown kind of question {kind!r}: choose from {", ".join(QUESTIONS)}')
     thing = scene.things[0]
@@ -166,7 +166,7 @@ def pair_turn(
     side:str, # 'left' or 'right'
     scene:Scene, # two things, the left one first
     rng:random.Random, # chooses what is asked
-)->Turn:
+)->Turn: # kind, question and answer
     "A question about one of two things."
     if side not in ('left', 'right'): raise ValueError(f"side is {side!r}: choose 'left' or 'right'")
     kind = rng.choice(('colour', 'shape'))
@@ -176,7 +176,7 @@ def text_turn(
     kind:str, # 'colour', 'shape', 'size' or 'place'
     scene:Scene, # one thing
     rng:random.Random, # chooses the wording
-)->Turn:
+)->Turn: # kind, question and answer
     "A question that its own words answer."
     if kind not in Thing._fields: raise ValueError(f'a thing has no {kind!r}: choose from {", ".join(Thing._fields)}')
     return Turn('text', f'Imagine a {scene}. {rng.choice(QUESTIONS[kind])}', getattr(scene.things[0], kind))
@@ -210,19 +210,20 @@ def balanced(
 # %% ../nbs/23_shapes.ipynb #6ac0d7ba
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')
 _FEATURES = Features(dict(images=List(ImageFeature()), texts=List(dict(user=Value('string'), assistant=Value('string'))),
-    **{f'{r}_ratings':List(Value('int64')) for r in RATINGS}, source=Value('string'), kinds=List(Value('string')), scene=Value('string')))
+    **{f'{r}_ratings':List(Value('int64')) for r in RATINGS}, source=Value('string'), kinds=List(Value('string')),
+    scene=Value('string'), row_id=Value('string')))
 
 def _png(image):
     buffer = io.BytesIO()
     image.save(buffer, 'PNG', compress_level=1)
     return dict(bytes=buffer.getvalue(), path=None)
 
-def _row(scene, turns, rng):
+def _row(row_id, scene, turns, rng):
     "A row of the data set."
     drawn = scene.sort != 'text'
     ratings = {f'{r}_ratings':[5]*len(turns) for r in RATINGS} | ({} if drawn else dict(visual_dependency_ratings=[1]*len(turns)))
     return dict(images=[_png(draw_scene(scene, rng))] if drawn else [], texts=[dict(user=t.user, assistant=t.assistant) for t in turns],
-        source='shapes', kinds=[t.kind for t in turns], scene=str(scene), **ratings)
+        source='shapes', kinds=[t.kind for t in turns], scene=str(scene), row_id=row_id, **ratings)
 
 # %% ../nbs/23_shapes.ipynb #5dbe6626
 SPLITS = ('train', 'validation')
@@ -240,12 +241,12 @@ def shapes_dataset(
     n:int, # rows, one scene each
     split:str='train', # 'train' or 'validation'
     seed:int=0, # another seed, other scenes
-)->Dataset: # FineVision's columns, `kinds` (of each turn) and `scene`
+)->Dataset: # FineVision's columns, `kinds` (of each turn), `scene` and `row_id`
     "Draw a data set."
     if split not in SPLITS: raise ValueError(f'split is {split!r}: choose from {", ".join(SPLITS)}')
     if n < 1: raise ValueError(f'{n} rows: ask for one or more')
     rng, given = random.Random(f'{split} {seed}'), Counter()
-    return Dataset.from_list([_row(*_conversation(split, given, rng), rng) for _ in range(n)], features=_FEATURES)
+    return Dataset.from_list([_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)], features=_FEATURES)
 
 # %% ../nbs/23_shapes.ipynb #1d148ca5
 def plot_scenes(
