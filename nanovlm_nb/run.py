@@ -102,6 +102,7 @@ def run_on(
             train_cfg.progress_bar, train_cfg.log_wandb, train_cfg.wandb_entity, train_cfg.wandb_project) as log:
         trainer = Trainer(model, train_cfg, *loaders, log, dist, tokenizer, schedule)
         log.info(f'{run_dir}: {millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
+        if train_cfg.use_lmms_eval: log.info('use_lmms_eval has no effect yet: checkpoints are not evaluated with lmms-eval')
         trainer.train()
         if dist.is_master: report(trainer, train_cfg.ask_samples)
         dist.barrier()
