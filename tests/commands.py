@@ -10,8 +10,8 @@ TINY = ('--vit_hidden_dim 32 --vit_n_heads 2 --vit_n_blocks 1 --lm_hidden_dim 32
 
 
 def environment(**more):
-    "One thread a process, wandb offline and quiet."
-    return os.environ | dict(OMP_NUM_THREADS='1', WANDB_MODE='offline', WANDB_SILENT='true', HF_HUB_OFFLINE='1', **more)
+    "One thread a process; wandb offline, quiet, and not tied to a wandb service of this process."
+    return {k: v for k, v in os.environ.items() if not k.startswith('WANDB')} | dict(OMP_NUM_THREADS='1', WANDB_MODE='offline', WANDB_SILENT='true', HF_HUB_OFFLINE='1', **more)
 
 
 def run(args, cwd, timeout=240, check=True, **env):
