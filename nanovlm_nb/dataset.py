@@ -20,7 +20,6 @@ import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from datasets.exceptions import DatasetsError
-from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from .chat import answer_frame, chat_length, encode_chat, get_image_string

@@ -8,7 +8,6 @@ __all__ = ['pixel_shuffle', 'ModalityProjector']
 # %% ../nbs/13_projector.ipynb #e279a5c1
 import math
 
-import torch
 from torch import Tensor, nn
 
 from .config import VLMConfig

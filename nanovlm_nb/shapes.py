@@ -111,8 +111,8 @@ def draw_scene(
         row, col = divmod(PLACES.index(thing.place), 3)
         radius = scale*rng.uniform(*SIZES[thing.size])
         x, y = (first+step*k+rng.uniform(-1.5, 1.5) for k in (col, row))
-        for polygon,fill in zip(outline(thing.shape), (_tint(COLOURS[thing.colour], rng, 12), ground)):
-            ImageDraw.Draw(image).polygon([(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon], fill=fill)
+        for polygon,paint in zip(outline(thing.shape), (_tint(COLOURS[thing.colour], rng, 12), ground)):
+            ImageDraw.Draw(image).polygon([(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon], fill=paint)
     return image.reduce(4)
 
 # %% ../nbs/23_shapes.ipynb #ec7b48a7

@@ -2,6 +2,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,3 +17,12 @@ def root() -> Path:
 def golden() -> Path:
     "What the nanoVLM reference and transformers computed on tiny random weights; its README.md says what is what."
     return ROOT/'tests'/'data'/'golden'
+
+
+@pytest.fixture(scope='module')
+def one_thread():
+    "Tensors this small are slowed down by threads, most of all on a busy machine."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

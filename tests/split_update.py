@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dist import Dist, destroy_dist, init_dist, set_seed
+from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.packing import collate_packs, pack
 from nanovlm_nb.trainer import Trainer, gather_update
 from nanovlm_nb.vlm import VisionLanguageModel

@@ -8,15 +8,7 @@ from safetensors.torch import load_file
 from nanovlm_nb.vlm import VisionLanguageModel
 
 END_NEVER = ()
-
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    "Tensors this small are slowed down by threads, most of all on a busy machine."
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 @pytest.fixture(scope='module')

@@ -12,15 +12,7 @@ from nanovlm_nb.shapes import shapes_dataset, shapes_tokenizer
 from nanovlm_nb.vlm import VLMNet
 
 LENGTH, N_PACKS, MOST_IMAGES = 400, 200, 4
-
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    "Tensors this small are slowed down by threads, most of all on a busy machine."
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures('one_thread')
 
 
 @pytest.fixture(scope='module')

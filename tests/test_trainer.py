@@ -10,7 +10,7 @@ from commands import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nanovlm_nb.config import TrainConfig, evolve
+from nanovlm_nb.config import TrainConfig
 from nanovlm_nb.dist import Dist
 from nanovlm_nb.packing import collate_packs, pack
 from nanovlm_nb.trainer import Trainer, gather_update
