@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['get_image_string', 'special_pattern', 'neutralise', 'to_messages', 'answer_frame', 'answer_spans', 'encode_chat',
-           'encode_prompt', 'chat_length']
+           'encode_prompt', 'expand_images']
 
 # %% ../nbs/21_chat.ipynb #40166cd8
 import re
@@ -136,16 +136,13 @@ def encode_prompt(
     text = _render(tokenizer, to_messages(tokenizer, texts, image_string, system), prompt=True)
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
 
-# %% ../nbs/21_chat.ipynb #3ae863f4
-def chat_length(
-    tokenizer:PreTrainedTokenizerBase, # with a chat template
-    texts:list[dict], # turns {'user', 'assistant'}
-    grids:list[tuple[int,int]], # (rows, columns) of each picture
+# %% ../nbs/21_chat.ipynb #30ac1093
+def expand_images(
+    ids:Tensor, # (T,) from `encode_chat`, with one placeholder per tile
+    labels:Tensor, # (T,) their labels
+    image_token_id:int, # the placeholder
     mp_image_token_length:int, # placeholders per tile
-    system:str|None=None, # text of a system turn
-)->int: # tokens
-    "Length of `encode_chat`'s ids, cheaper."
-    short = get_image_string(tokenizer, grids, 1)
-    text = _render(tokenizer, to_messages(tokenizer, texts, short, system))
-    tiles = sum(r*c + (r*c > 1) for r,c in grids)
-    return len(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']) + tiles*(mp_image_token_length-1)
+)->tuple[Tensor,Tensor]: # ids and labels, int64, with `mp_image_token_length` placeholders per tile
+    "Repeat every placeholder, as the model wants them."
+    counts = torch.ones_like(ids, dtype=torch.long).masked_fill(ids == image_token_id, mp_image_token_length)
+    return ids.long().repeat_interleave(counts), labels.long().repeat_interleave(counts)
