@@ -203,13 +203,15 @@ class BridgeFields:
     attn_backend:str = 'auto' # attention implementation of the language model
     init_std:float = 0.02 # standard deviation of new weights; 1/sqrt(width) learns faster in a narrow model
     loss_chunk_size:int = 512 # targets whose logits exist at the same time
+    pixel_mean:float = 0. # taken from every pixel (0-1) before it is divided by pixel_std; SigLIP was trained with 0.5
+    pixel_std:float = 1. # every pixel is divided by it; SigLIP was trained with 0.5
     _argument_group_name = 'joining both'
-    own_fields = ('attn_backend','init_std','loss_chunk_size') # unknown to nanoVLM
+    own_fields = ('attn_backend','init_std','loss_chunk_size','pixel_mean','pixel_std') # unknown to nanoVLM
 
     def check_bridge(self)->None:
         "Raise a ValueError where vision and language do not fit together."
         patches = self.vit_img_size//self.vit_patch_size
-        _positive(self, 'mp_pixel_shuffle_factor', 'max_img_size', 'init_std', 'loss_chunk_size')
+        _positive(self, 'mp_pixel_shuffle_factor', 'max_img_size', 'init_std', 'loss_chunk_size', 'pixel_std')
         _divides(self, 'max_img_size', 'vit_img_size')
         _require(patches%self.mp_pixel_shuffle_factor==0,
             f"a tile has {patches} patches a side, no multiple of mp_pixel_shuffle_factor {self.mp_pixel_shuffle_factor}: change one of them")

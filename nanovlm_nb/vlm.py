@@ -45,14 +45,17 @@ def flatten_tiles(
 def to_pixels(
     images, # see `flatten_tiles`; bytes (0-255) or floats (0-1)
     device:torch.device, # where the model is
-)->Tensor|None: # (N, 3, S, S) float, 0-1; None without tiles
-    "One stack of all tiles on the model's device, as floats."
+    mean:float=0., # taken from every pixel (0-1)
+    std:float=1., # what is left is divided by it
+)->Tensor|None: # (N, 3, S, S) float, 0-1 unless `mean` and `std` say otherwise; None without tiles
+    "One stack of all tiles on the model's device, as normalised floats."
     stacks = flatten_tiles(images)
     if not stacks: return None
     kinds = {t.dtype == torch.uint8 for t in stacks}
     if len(kinds) > 1: raise ValueError("images mixes byte tiles (0-255) and float tiles (0-1): give one kind")
     x = torch.cat([t.to(device, non_blocking=True) for t in stacks])
-    return x.float()/255 if kinds.pop() else x
+    if kinds.pop(): x = x.float()/255
+    return x if (mean, std) == (0, 1) else (x-mean)/std
 
 # %% ../nbs/17_vlm.ipynb #fc5d7dcf
 def check_slots(
@@ -110,7 +113,7 @@ class VLMNet(nn.Module):
         x = self.decoder.token_embedding(input_ids)
         is_slot = input_ids == self.cfg.image_token_id
         check_slots(is_slot.sum(1).tolist(), images, self.cfg.mp_image_token_length)
-        tiles = to_pixels(images, x.device)
+        tiles = to_pixels(images, x.device, self.cfg.pixel_mean, self.cfg.pixel_std)
         if tiles is not None: return fill_slots(x, is_slot, self._image_tokens(tiles))
         if not (self.training and torch.is_grad_enabled()): return x
         return x + 0*self._image_tokens(x.new_zeros(1, 3, *[self.cfg.vit_img_size]*2)).sum()
