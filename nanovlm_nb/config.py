@@ -317,13 +317,15 @@ class DataFields:
     "What is trained on, and how it is packed and loaded."
     train_dataset_path:str = 'HuggingFaceM4/FineVision_concat_shuffled_2' # hub name, directory, or `shapes`
     train_dataset_name:list[str] = field(default_factory=lambda: ['default']) # configurations to load; `all` for all
+    train_dataset_weights:list[float]|None = None # share of each configuration in what is drawn, of any sum; None: one after the other, shuffled
     stream_dataset:bool = True # read the data while training, without a download first
     data_cutoff_idx:int|None = None # use at most so many training samples; None: all
     val_size:int = 50000 # samples set aside for validation
     max_images_per_example:int = 4 # samples with more images are dropped
     max_images_per_knapsack:int = 18 # images of a pack at most
+    max_tiles_per_knapsack:int|None = None # tiles of a pack at most, what the vision tower sees; None: no limit
     max_sample_length:int = 4096 # longer samples are dropped, in tokens
-    num_of_sequences:int = 128 # packs that are planned together
+    num_of_sequences:int = 128 # packs of a lane that are planned together
     num_workers:int = 3 # loader processes of a rank for training
     val_workers:int = 1 # loader processes of a rank for validation
     relevance_min_rating:int = 1 # turns with a lower rating are left out; a missing rating passes
@@ -341,6 +343,10 @@ class DataFields:
         _require(self.max_images_per_example<=self.max_images_per_knapsack,
             f"max_images_per_example {self.max_images_per_example} does not fit into a pack of max_images_per_knapsack "
             f"{self.max_images_per_knapsack}: lower the first or raise the second")
+        weights,names = self.train_dataset_weights,self.train_dataset_name
+        _require(self.max_tiles_per_knapsack is None or self.max_tiles_per_knapsack>0, f"max_tiles_per_knapsack is {self.max_tiles_per_knapsack}: give a number above 0, or None")
+        _require(not weights or min(weights)>0, f"train_dataset_weights {weights} must be above 0: leave a configuration out instead")
+        _require(not weights or {'all','shards'}&set(names) or len(weights)==len(names), f"{len(weights or [])} train_dataset_weights for {len(names)} names in train_dataset_name: give one for each")
 
 # %% ../nbs/01_config.ipynb #62f388ec
 @dataclass
@@ -391,6 +397,12 @@ def check_configs(
     "Raise a ValueError where the model and the run contradict each other."
     length,pack = train_cfg.max_sample_length,vlm_cfg.lm_max_length
     _require(length<=pack, f"max_sample_length {length} > lm_max_length {pack}: lower the first or raise the second")
+    picture = vlm_cfg.mp_image_token_length+1
+    _require(picture<length, f"a picture takes {picture} tokens or more, max_sample_length is {length}: every sample with a picture would be dropped, raise max_sample_length")
+    lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
+    for name in ('num_workers','val_workers'):
+        workers = getattr(train_cfg, name)
+        _require(workers<=lanes, f"{name} {workers} > {lanes} packs of a rank in an update (batch_size x gradient_accumulation_steps): lower {name}")
 
 # %% ../nbs/01_config.ipynb #740f2258
 _SHAPES_VLM = dict(
