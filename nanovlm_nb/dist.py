@@ -10,7 +10,7 @@ __all__ = ['synchronized_dataloader_step', 'pick_device', 'FromGather', 'Dist', 
 # %% ../nbs/00_dist.ipynb #c63fc988
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -206,13 +206,14 @@ def no_sync(
 def synchronized_batches(
     loader:Iterable, # batches of this rank
     dist:Dist, # this process
-)->Iterator: # as many batches on each rank as the rank with the fewest has
-    "Yield batches until the first rank has no more."
+    idle:Callable|None=None, # makes a batch without effect; None: no rank goes on when one has ended
+)->Iterator: # as many batches on each rank as the rank with the fewest has; with `idle`, as the one with the most
+    "Yield batches until the first rank has no more, or until the last has none."
     batches = (b for b in loader if b is not None and len(b))
     while True:
         batch = next(batches, None)
-        if dist.any(batch is None): return
-        yield batch
+        if dist.any(batch is None) if idle is None else not dist.any(batch is not None): return
+        yield idle() if batch is None else batch
 
 synchronized_dataloader_step = synchronized_batches # nanoVLM's name
 
