@@ -317,7 +317,7 @@ class DataFields:
     "What is trained on, and how it is packed and loaded."
     train_dataset_path:str = 'HuggingFaceM4/FineVision_concat_shuffled_2' # hub name, directory, or `shapes`
     train_dataset_name:list[str] = field(default_factory=lambda: ['default']) # configurations to load; `all` for all
-    train_dataset_weights:list[float]|None = None # share of each configuration in what is drawn, of any sum; None: one after the other, shuffled
+    train_dataset_weights:list[float] = field(default_factory=list) # share of each configuration in what is drawn, of any sum; empty: all rows alike
     stream_dataset:bool = True # read the data while training, without a download first
     data_cutoff_idx:int|None = None # use at most so many training samples; None: all
     val_size:int = 50000 # samples set aside for validation
@@ -346,7 +346,7 @@ class DataFields:
         weights,names = self.train_dataset_weights,self.train_dataset_name
         _require(self.max_tiles_per_knapsack is None or self.max_tiles_per_knapsack>0, f"max_tiles_per_knapsack is {self.max_tiles_per_knapsack}: give a number above 0, or None")
         _require(not weights or min(weights)>0, f"train_dataset_weights {weights} must be above 0: leave a configuration out instead")
-        _require(not weights or {'all','shards'}&set(names) or len(weights)==len(names), f"{len(weights or [])} train_dataset_weights for {len(names)} names in train_dataset_name: give one for each")
+        _require(not weights or {'all','shards'}&set(names) or len(weights)==len(names), f"{len(weights)} train_dataset_weights for {len(names)} names in train_dataset_name: give one for each")
 
 # %% ../nbs/01_config.ipynb #62f388ec
 @dataclass

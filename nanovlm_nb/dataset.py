@@ -237,7 +237,7 @@ class VQADataset(BaseDataset):
         rng:random.Random|None=None, # chance for augmentations; None: always the same
     )->dict: # 'id', 'source', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S)
         "Decode the pictures of a planned sample; raises `Dropped` if one cannot be read."
-        try: tiles = [self.image_processor(im)[0] for im in pictures]
+        try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         ids, labels = expand_images(torch.from_numpy(plan.ids), torch.from_numpy(plan.labels), self.tokenizer.image_token_id, self.mp_image_token_length)
         return dict(id=plan.id, source=plan.source, input_ids=ids, labels=labels, images=tiles)

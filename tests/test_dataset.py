@@ -16,7 +16,8 @@ from PIL import Image, PngImagePlugin
 from torch.utils.data import DataLoader
 
 from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.dataset import RATINGS, Dropped, VQADataset, keep_turns, load_config, load_data, local_configs, split_train_val
+from nanovlm_nb.dataset import RATINGS, Dropped, VQADataset, keep_turns, load_config, load_data, local_configs
+from nanovlm_nb.loader import map_pair
 from nanovlm_nb.images import UnreadableImage, get_image_processor, image_size, open_image
 from nanovlm_nb.tokens import train_tokenizer
 
@@ -151,7 +152,7 @@ def test_split_folders(tmp_path, digits, cache):
 def test_hub_names(monkeypatch, caplog):
     "A hub name goes to load_dataset with each configuration; one that is unreachable is skipped by name."
     calls = []
-    def load_dataset(path, name, split, cache_dir):
+    def load_dataset(path, name, split, cache_dir, streaming):
         calls.append((path, name, split))
         if name == 'gone': raise ConnectionError("Couldn't reach the Hub")
         return datasets.Dataset.from_list([dict(images=[], texts=[dict(user='q', assistant=name)], source=name)])
@@ -188,8 +189,8 @@ def test_workers(root, cache, tokenizer):
 def test_split(root, cache, tokenizer):
     "Ids of training and validation are disjoint and together complete."
     data = load_data(root, ['digits'], cache_dir=cache)
-    train, val = split_train_val(data, 7, seed=1)
-    ids = [{VQADataset(d, tokenizer, get_image_processor(32, 32), 4)[i]['id'] for i in range(len(d))} for d in (train, val)]
+    samples = VQADataset(data, tokenizer, get_image_processor(32, 32), 4)
+    ids = [{samples.load_row(row)['id'] for _, row in source.rows_of(0, 1, 0)} for source in map_pair(data, 1, 7)]
     assert (len(ids[0]), len(ids[1]), len(ids[0] | ids[1])) == (33, 7, 40)
 
 
