@@ -128,9 +128,10 @@ def lane_shares(
     lanes:int, # how many
 )->list[tuple[int,int,int]]: # (share, first row, step) of what the lane reads
     "The lane's part of the shares."
-    n = len(order)
-    if n >= lanes: return [(s, 0, 1) for s in order[lane::lanes]]
-    return [(order[lane%n], lane//n, -(-(lanes-lane%n)//n))] if n else []
+    whole = len(order)//lanes*lanes
+    mine,rest = [(s, 0, 1) for s in order[lane:whole:lanes]],order[whole:]
+    n = len(rest)
+    return mine+[(rest[lane%n], lane//n, -(-(lanes-lane%n)//n))] if n else mine
 
 # %% ../nbs/25_sources.ipynb #83e7e278
 VAL_SHARES = 64 # validation rows come from so many shares at most
@@ -253,17 +254,16 @@ class Mixture:
         "The rows of a lane, from a position on."
         state = [list(s) for s in at] if at else [[0, 0, None] for _ in self.sources]
         readers = [self._open(k, lane, lanes, epoch, again, pos) for k,(_,again,pos) in enumerate(state)]
-        live = set(range(len(state)))
-        while live:
-            k = min(live, key=lambda k: ((state[k][0]+1)/self.weights[k], k))
+        while True:
+            k = min(range(len(state)), key=lambda k: ((state[k][0]+1)/self.weights[k], k))
+            drawn,again,last = state[k]
             pos,row = next(readers[k], (None, None))
             if row is None:
-                if state[k][2] is None: live.discard(k) # nothing for this lane
-                state[k] = [state[k][0], state[k][1]+1, None]
-                if all(again for _,again,_ in state): return
-                readers[k] = self._open(k, lane, lanes, epoch, state[k][1], None)
+                state[k] = [drawn+(last is None), again+1, None] # a pass with nothing for this lane counts as a row, or we would ask forever
+                if all(passes for _,passes,_ in state): return
+                readers[k] = self._open(k, lane, lanes, epoch, again+1, None)
                 continue
-            state[k] = [state[k][0]+1, state[k][1], pos]
+            state[k] = [drawn+1, again, pos]
             yield [list(s) for s in state],row if isinstance(row, Dropped) else row|dict(part=k)
 
     def hold(self,
