@@ -110,9 +110,10 @@ def make_samples(
     vlm_cfg:VLMConfig, # pictures and tokens
     tokenizer:PreTrainedTokenizerBase, # from `load_tokenizer`
     rows=(), # for access by index; a source brings its own
+    custom_transforms=(), # augmentations, `transform(picture, rng) -> picture`; see `20_images`
 )->VQADataset: # plans and decodes rows
     "What makes samples of rows, as a config says."
-    processor = get_image_processor(vlm_cfg.max_img_size, vlm_cfg.vit_img_size, vlm_cfg.resize_to_max_side_len)
+    processor = get_image_processor(vlm_cfg.max_img_size, vlm_cfg.vit_img_size, vlm_cfg.resize_to_max_side_len, custom_transforms)
     limits = {f'{name}_min_rating':getattr(train_cfg, f'{name}_min_rating') for name in RATINGS}
     limits |= dict(max_sample_length=train_cfg.max_sample_length, max_images_per_example=train_cfg.max_images_per_example)
     return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length, **limits)
@@ -136,12 +137,13 @@ def get_dataloaders(
     vlm_cfg:VLMConfig, # pictures, tokens, length of a pack
     dist:Dist=Dist(), # who we are
     tokenizer:PreTrainedTokenizerBase|None=None, # default: `load_tokenizer(vlm_cfg)`
+    custom_transforms=(), # augmentations of the training pictures
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     check_configs(vlm_cfg, train_cfg)
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer), vlm_cfg, train_cfg, dist, shuffle, workers)
-        for source,shuffle,workers in zip(load_sources(train_cfg, drops), (True,False), (train_cfg.num_workers,train_cfg.val_workers)))
+    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers)
+        for source,transforms,shuffle,workers in zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (train_cfg.num_workers,train_cfg.val_workers)))
     train.samples.drops.merge(drops)
     return train,val
 
