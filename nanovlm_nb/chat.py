@@ -8,7 +8,9 @@ __all__ = ['get_image_string', 'special_pattern', 'neutralise', 'to_messages', '
 
 # %% ../nbs/21_chat.ipynb #40166cd8
 import re
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +22,12 @@ def get_image_string(
     mp_image_token_length:int, # features of a tile, so placeholders per tile
 )->str: # to be put before the first question
     "The placeholders of a sample's pictures."
-    parts = []
+    parts, features = [], tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
         if len(splitted_image_counts) > 1: parts.append(f'<image: {i}>')
         names = ['global_image_token']
         if rows*cols > 1: names += [f'r{r+1}c{c+1}' for r in range(rows) for c in range(cols)]
-        parts += [_tile_token(tokenizer, n, rows, cols) + tokenizer.image_token*mp_image_token_length for n in names]
+        parts += [_tile_token(tokenizer, n, rows, cols) + features for n in names]
     return ''.join(parts)
 
 # %% ../nbs/21_chat.ipynb #d7a4d675
@@ -55,14 +57,14 @@ def neutralise(
 
 # %% ../nbs/21_chat.ipynb #9da96e57
 def to_messages(
-    tokenizer:PreTrainedTokenizerBase, # whose special tokens are neutralised
+    tokenizer:PreTrainedTokenizerBase|re.Pattern, # whose special tokens are neutralised; or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
     image_string:str='', # placeholders from `get_image_string`
     system:str|None=None, # text of a system turn
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages for a chat template."
     if not texts: raise ValueError('a conversation needs at least one turn')
-    special = special_pattern(tokenizer)
+    special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     messages = [] if system is None else [dict(role='system', content=neutralise(system, special))]
     for i,turn in enumerate(texts):
         messages.append(dict(role='user', content=(image_string if i == 0 else '') + neutralise(turn['user'], special)))
@@ -104,6 +106,16 @@ def answer_spans(
         spans.append((cursor-len(body), cursor))
     return spans
 
+# %% ../nbs/21_chat.ipynb #8c893ad1
+def _encode(tokenizer, text):
+    "Ids of a text, and the (start, end) characters of each, straight from a fast tokenizer's backend."
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    enc = backend.encode(text, add_special_tokens=False)
+    return enc.ids, enc.offsets
+
 # %% ../nbs/21_chat.ipynb #b49f3663
 def encode_chat(
     tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
@@ -111,17 +123,19 @@ def encode_chat(
     image_string:str='', # placeholders from `get_image_string`
     system:str|None=None, # text of a system turn
     frame:tuple[str,str]|None=None, # from `answer_frame`, when there are many samples; None asks the template again
+    special:re.Pattern|None=None, # from `special_pattern`, when there are many samples; None asks the tokenizer again
 )->tuple[Tensor,Tensor]: # ids (T,) and labels (T,), int64; labels are shifted by one, -100 where nothing is to be learned
     "Tokenise a conversation once; only answers have labels."
-    messages = to_messages(tokenizer, texts, image_string, system)
+    messages = to_messages(special or tokenizer, texts, image_string, system)
     text = _render(tokenizer, messages)
-    enc = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, chars = torch.tensor(enc['input_ids']), torch.tensor(enc['offset_mapping'])
-    target = torch.zeros(len(ids), dtype=torch.bool)
-    for start,end in answer_spans(text, messages, frame or answer_frame(tokenizer)): target |= (chars[:,0] >= start) & (chars[:,1] <= end)
-    labels = ids.masked_fill(~target, -100).roll(-1)
+    ids, offsets = _encode(tokenizer, text)
+    ids, chars = np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), np.int64, 2*len(ids)).reshape(-1, 2)
+    labels = np.full_like(ids, -100)
+    for start,end in answer_spans(text, messages, frame or answer_frame(tokenizer)):
+        targets = np.flatnonzero((chars[:,0] >= start) & (chars[:,1] <= end))
+        labels[targets-1] = ids[targets]
     labels[-1] = -100
-    return ids, labels
+    return torch.from_numpy(ids), torch.from_numpy(labels)
 
 # %% ../nbs/21_chat.ipynb #314ae670
 def encode_prompt(
@@ -144,5 +158,6 @@ def expand_images(
     mp_image_token_length:int, # placeholders per tile
 )->tuple[Tensor,Tensor]: # ids and labels, int64, with `mp_image_token_length` placeholders per tile
     "Repeat every placeholder, as the model wants them."
-    counts = torch.ones_like(ids, dtype=torch.long).masked_fill(ids == image_token_id, mp_image_token_length)
-    return ids.long().repeat_interleave(counts), labels.long().repeat_interleave(counts)
+    counts = np.where(ids.numpy() == image_token_id, mp_image_token_length, 1)
+    ids, labels = (torch.from_numpy(x.numpy().astype(np.int64).repeat(counts)) for x in (ids, labels))
+    return ids, labels
