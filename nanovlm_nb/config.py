@@ -358,6 +358,10 @@ class ReportFields:
     max_val_batches:int = 64 # batches of a validation on each rank
     ask_samples:int = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:int = 0 # updates between checkpoints; 0: with each validation
+    max_keep_ckpts:int = -1 # newest checkpoints that are kept, beside the best; -1: all
+    resume:bool = False # go on from the newest complete checkpoint of run_name, or from load_from
+    load_from:str|None = None # checkpoint directory: with resume, to go on from; without, to take the weights of
+    force_resume:bool = False # resume although the settings differ in what must not change
     stats_log_interval:int = 100 # updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # show a progress bar
@@ -374,6 +378,8 @@ class ReportFields:
         "Raise a ValueError where an interval or a limit makes no sense."
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
         _at_least_0(self, 'save_interval', 'ask_samples')
+        _require(self.max_keep_ckpts==-1 or self.max_keep_ckpts>0, f"max_keep_ckpts is {self.max_keep_ckpts}: give 1 or more, or -1 for all")
+        _require(not (self.load_from and self.resume_from_vlm_checkpoint), "load_from and resume_from_vlm_checkpoint both name weights: give one")
 
 # %% ../nbs/01_config.ipynb #d75e1fcc
 @dataclass

@@ -47,6 +47,19 @@ class JsonLines:
         self.file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode()+b'\n')
         self.file.flush()
 
+    @property
+    def position(self)->int: # bytes written so far
+        "Where the next line begins."
+        return self.file.seek(0, os.SEEK_END)
+
+    def cut(self,
+        position:int, # from `position`, perhaps of an earlier process
+    )->int: # bytes that were cut off
+        "Forget what was written after a position."
+        extra = max(self.position-position, 0)
+        self.file.truncate(self.position-extra)
+        return extra
+
     def close(self,
         failed:bool=False, # Whether the run ended with an error
     ):
@@ -242,6 +255,17 @@ class RunLog:
     ):
         "Write, show and send the figures of one step."
         for sink in self.sinks: sink.log(metrics, step)
+
+    @property
+    def position(self)->int|None: # bytes of log.jsonl; None on other ranks than the master
+        "Where the record stands."
+        return self.sinks[0].position if self.sinks else None
+
+    def cut(self,
+        position:int|None, # from `position`, when a checkpoint was made
+    )->None: # nothing
+        "Go back to where the record stood: what a killed run did after its last checkpoint is done again."
+        if self.sinks and position is not None: self.sinks[0].cut(position)
 
     def info(self,
         text:str, # Message

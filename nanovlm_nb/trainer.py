@@ -6,10 +6,11 @@
 __all__ = ['Update', 'describe', 'packing_stats', 'digest', 'gather_update', 'TrainState', 'Trainer']
 
 # %% ../nbs/32_trainer.ipynb #2fe0ee13
-import hashlib,logging,time
+import hashlib,json,logging,threading,time
 from collections.abc import Callable,Iterable,Iterator
-from dataclasses import asdict,dataclass
+from dataclasses import asdict,dataclass,fields
 from itertools import islice
+from pathlib import Path
 
 import torch
 from fastcore.basics import patch
@@ -21,7 +22,7 @@ from .schedule import get_schedule
 from .logs import RunLog,Stats
 from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_optimizer,make_scaler,set_lrs
 from .lanes import merge_states
-from .checkpoint import save_checkpoint,write_pointer
+from .checkpoint import load_optimizer,missing_pieces,prune,save_checkpoint,set_rng_state,write_pointer
 
 # %% ../nbs/32_trainer.ipynb #df3e2dae
 @dataclass
@@ -109,6 +110,7 @@ class Trainer:
         self.dtype = amp_dtype(dist.device, train_cfg.dtype)
         self.scaler = make_scaler(dist.device, self.dtype)
         self.state,self.stats,self.epoch_sums = TrainState(),Stats(),dict(loss=0.,targets=0,tokens=0,seconds=0.)
+        self.resumed,self.stop = False,threading.Event()
 
 # %% ../nbs/32_trainer.ipynb #80fc1ca1
 @patch
@@ -214,16 +216,16 @@ def validate(self:Trainer)->float: # loss per target token over all ranks
     if not targets: raise ValueError('no target token in the validation data: raise val_size, or lower the rating limits')
     return total/targets
 
-# %% ../nbs/32_trainer.ipynb #4b2e5d1a
+# %% ../nbs/32_trainer.ipynb #51d4dc86
 @patch
 def save(self:Trainer,
     best:bool=False, # also the best so far?
 ):
-    "Write `step_N` on rank 0 while the others wait."
-    state = self.state_dict()
+    "Write `step_N`, all ranks together, then delete what is too old."
+    path = save_checkpoint(self.base, self.log.run_dir, self.state.step, self.tokenizer, self.state_dict(), self.optimizer, self.dist)
     if self.dist.is_master:
-        path = save_checkpoint(self.base, self.log.run_dir, self.state.step, self.tokenizer, state)
         if best: write_pointer(self.log.run_dir, 'best_checkpoint', path)
+        prune(self.log.run_dir, self.cfg.max_keep_ckpts)
     self.dist.barrier()
 
 # %% ../nbs/32_trainer.ipynb #dc5c81c0
@@ -231,8 +233,25 @@ def save(self:Trainer,
 def state_dict(self:Trainer)->dict: # JSON-able
     "Where the run stands, with the position of its data; without weights and optimizer. Every rank must ask."
     loader = self.train_loader
-    data = dict(data=merge_states(self.dist.gather(loader.state_dict()))) if hasattr(loader, 'state_dict') else {}
-    return asdict(self.state)|data
+    data = merge_states(self.dist.gather(loader.state_dict())) if hasattr(loader, 'state_dict') else None
+    return asdict(self.state)|dict(data=data, epoch_sums=self.epoch_sums, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size)
+
+# %% ../nbs/32_trainer.ipynb #d9875ee7
+@patch
+def load(self:Trainer,
+    checkpoint:Path, # a `step_N` directory
+)->None: # nothing
+    "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing."
+    if (missing := missing_pieces(checkpoint)): raise FileNotFoundError(f'{checkpoint} is not complete, it lacks {", ".join(missing)}: choose another')
+    state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
+    if state['data'] is not None: self.train_loader.load_state_dict(state['data'])
+    self.base.load_state_dict(type(self.base).from_pretrained(checkpoint).state_dict())
+    load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
+    self.scaler.load_state_dict(state['scaler'])
+    self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState)}),state['epoch_sums']
+    if state['world_size']==self.dist.world_size: set_rng_state(json.loads((checkpoint/f'rng_{self.dist.rank}.json').read_text(encoding='utf-8')))
+    self.log.cut(state['log'])
+    self.resumed = True
 
 # %% ../nbs/32_trainer.ipynb #aa03ccb2
 @patch
@@ -264,21 +283,38 @@ def epoch_updates(self:Trainer)->Iterator[Update]: # updates of one epoch
 @patch
 def updates(self:Trainer)->Iterator[Update]: # until `max_training_steps`
     "Updates of one epoch after another."
+    idle_epochs = 0
     while self.state.step<self.cfg.max_training_steps:
         before = self.state.step
-        yield from islice(self.epoch_updates(), self.cfg.max_training_steps-before)
-        if self.state.step==before: raise ValueError('an epoch without a single update: is the training data empty?')
+        for update in self.epoch_updates():
+            yield update
+            if self.state.step>=self.cfg.max_training_steps: return self.log_epoch()
+        idle_epochs = idle_epochs+1 if self.state.step==before else 0 # a resumed run may stand at the very end of one
+        if idle_epochs==2: raise ValueError('an epoch without a single update: is the training data empty?')
         self.end_epoch()
 
 # %% ../nbs/32_trainer.ipynb #67e7f9f7
 @patch
-def end_epoch(self:Trainer):
-    "Log the epoch's loss and speed, and count the next one."
+def log_epoch(self:Trainer):
+    "Log the loss and speed of the epoch so far."
     s = self.epoch_sums
     self.log.log(dict(epoch_loss=s['loss']/max(s['targets'],1), epoch_tokens_per_second=s['tokens']/s['seconds'],
         epoch_duration=s['seconds']), self.state.step)
-    self.epoch_sums = dict.fromkeys(s, 0.)
+
+@patch
+def end_epoch(self:Trainer):
+    "Close an epoch that has given all its data, and count the next one."
+    self.log_epoch()
+    self.epoch_sums = dict.fromkeys(self.epoch_sums, 0.)
     self.state.epoch += 1
+
+# %% ../nbs/32_trainer.ipynb #f1351c05
+@patch
+def interrupted(self:Trainer)->TrainState: # where the run stopped
+    "Keep what there is, and say so."
+    self.save()
+    self.log.info(f'stopped by a signal after update {self.state.step}: the checkpoint is complete, --resume goes on')
+    return self.state
 
 # %% ../nbs/32_trainer.ipynb #bdb929b6
 @patch
@@ -291,12 +327,14 @@ def due(self:Trainer,
 # %% ../nbs/32_trainer.ipynb #b8894ffa
 @patch
 def train(self:Trainer)->TrainState: # where the run ended
-    "The whole run, from the untrained model's validation to the last checkpoint."
+    "The whole run, from the untrained model's validation to the last checkpoint; a signal ends it with a checkpoint."
     self.model.train()
-    if self.cfg.eval_in_epochs: self.validate_and_save()
+    if self.resumed and self.state.step>=self.cfg.max_training_steps: return self.state
+    if self.cfg.eval_in_epochs and not self.resumed: self.validate_and_save()
     for update in self.updates():
         self.train_step(update)
         if self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): self.validate_and_save()
         elif self.due(self.cfg.save_interval): self.save()
+        if self.dist.any(self.stop.is_set()): return self.interrupted()
     if not (self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval)): self.validate_and_save()
     return self.state
