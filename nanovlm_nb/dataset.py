@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'SPLITS', 'COLUMNS', 'SAVED_SHARDS', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops',
-           'to_row', 'read_row', 'check_form', 'check_row', 'check_length', 'Plan', 'BaseDataset', 'VQADataset',
-           'local_configs', 'config_names', 'load_config', 'load_configs', 'load_data', 'collate_padded']
+           'to_row', 'read_row', 'read_pictures', 'check_form', 'check_row', 'check_length', 'Plan', 'BaseDataset',
+           'VQADataset', 'local_configs', 'config_names', 'load_config', 'load_configs', 'load_data', 'collate_padded']
 
 # %% ../nbs/22_dataset.ipynb #d7ed6922
+import io
 import logging
 import random
 import re
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
-from .chat import answer_frame, encode_chat, expand_images, get_image_string
+from .chat import answer_frame, encode_chat, expand_images, get_image_string, special_pattern
 from .images import ImageProcessor, UnreadableImage, image_size
 
 # %% ../nbs/22_dataset.ipynb #9ba1cd9c
@@ -95,15 +96,20 @@ class Drops:
         return [id for id,r in self.reasons.items() if r == reason]
 
 # %% ../nbs/22_dataset.ipynb #f0156041
-def _picture(scalar):
+def _picture(scalar, file):
     "What `open_header` takes, from an arrow scalar of a `datasets` image."
     if not scalar.is_valid: return None
-    return pa.BufferReader(scalar['bytes'].as_buffer()) if scalar['bytes'].is_valid else scalar['path'].as_py()
+    return file(scalar['bytes'].as_buffer()) if scalar['bytes'].is_valid else scalar['path'].as_py()
+
+def _pictures(r, file):
+    "The pictures of a row of arrow, their bytes as open files of that kind."
+    if 'images' not in r.column_names or not (images := r.column('images')[0]).is_valid: return []
+    return [_picture(s, file) for s in images]
 
 def _from_table(r):
     "A row of arrow as a dictionary; its pictures stay where they are."
-    images = r.column('images')[0] if 'images' in r.column_names else []
-    return r.select([c for c in r.column_names if c != 'images']).to_pylist()[0] | dict(images=[_picture(s) for s in images] if len(images) else [])
+    others = r.drop_columns('images') if 'images' in r.column_names else r
+    return others.to_pylist()[0] | dict(images=_pictures(r, pa.BufferReader))
 
 def _as_list(x): return list(x) if isinstance(x, (list, tuple)) else [] if x is None else [x]
 
@@ -121,6 +127,14 @@ def read_row(
 )->dict: # as from `to_row`
     "Row `i` without decoding its pictures."
     return to_row(rows[i], i)
+
+def read_pictures(
+    rows:datasets.Dataset|list[dict], # a data set in arrow format, or plain rows
+    i:int, # index
+)->list: # what `open_header` takes
+    "The pictures of row `i` and nothing else of it, still encoded."
+    r = rows[i]
+    return _pictures(r, io.BytesIO) if isinstance(r, pa.Table) else to_row(r, i)['images']
 
 # %% ../nbs/22_dataset.ipynb #1c108683
 def _is_turn(t): return isinstance(t, dict) and all(k in t and isinstance(t[k], (str, type(None))) for k in ('user', 'assistant'))
@@ -202,7 +216,7 @@ class BaseDataset(torch.utils.data.Dataset):
         self.tokenizer, self.image_processor, self.mp_image_token_length = tokenizer, image_processor, mp_image_token_length
         self.minimums = dict(zip(RATINGS, (relevance_min_rating, image_correspondence_min_rating, visual_dependency_min_rating, formatting_min_rating)))
         self.max_sample_length, self.max_images_per_example = max_sample_length, max_images_per_example
-        self.frame, self.drops = answer_frame(tokenizer), Drops()
+        self.frame, self.special, self.drops = answer_frame(tokenizer), special_pattern(tokenizer), Drops()
 
     def __len__(self)->int: # rows
         "Number of rows, dropped ones included."
@@ -213,7 +227,7 @@ class BaseDataset(torch.utils.data.Dataset):
     )->Plan: # the sample without its pictures
         "Plan a sample; raises `Dropped` if it is left out."
         turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
-        ids, labels = encode_chat(self.tokenizer, turns, get_image_string(self.tokenizer, grids, 1), frame=self.frame)
+        ids, labels = encode_chat(self.tokenizer, turns, get_image_string(self.tokenizer, grids, 1), frame=self.frame, special=self.special)
         made = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), grids, len(ids), len(row['texts'])-len(turns))
         made.tokens += made.tiles*(self.mp_image_token_length-1)
         check_length(made.id, made.tokens, self.max_sample_length)

@@ -15,7 +15,7 @@ from itertools import count
 import datasets
 import pyarrow as pa
 
-from .dataset import Dropped, read_row, to_row
+from .dataset import Dropped, read_pictures, read_row, to_row
 
 # %% ../nbs/25_sources.ipynb #a6e02dd1
 M64 = 2**64-1
@@ -98,7 +98,7 @@ class MapSource:
         held:int, # from `hold`
     )->list: # what `open_header` takes
         "The pictures of a row, still encoded."
-        return read_row(self.rows, held)['images']
+        return read_pictures(self.rows, held)
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
