@@ -234,17 +234,33 @@ def state_dict(self:Trainer)->dict: # JSON-able
     "Where the run stands, with the position of its data; without weights and optimizer. Every rank must ask."
     loader = self.train_loader
     data = merge_states(self.dist.gather(loader.state_dict())) if hasattr(loader, 'state_dict') else None
-    return asdict(self.state)|dict(data=data, epoch_sums=self.epoch_sums, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size)
+    configs = dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg))
+    return asdict(self.state)|dict(data=data, configs=configs, versions=dict(torch=torch.__version__), epoch_sums=self.epoch_sums, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size)
+
+# %% ../nbs/32_trainer.ipynb #69da71e8
+@patch
+def place_data(self:Trainer,
+    data:dict, # `merge_states` of the run that was
+    force:bool=False, # if it does not fit, begin the next epoch
+)->int: # the epoch where the data stand
+    "Put the data where they stood."
+    try: self.train_loader.load_state_dict(data)
+    except ValueError as e:
+        if not force: raise
+        self.log.info(f'the rest of epoch {data["epoch"]} is left out: {e}')
+        self.train_loader.set_epoch(data['epoch']+1)
+    return self.train_loader.epoch
 
 # %% ../nbs/32_trainer.ipynb #d9875ee7
 @patch
 def load(self:Trainer,
     checkpoint:Path, # a `step_N` directory
+    force:bool=False, # if the position of the data does not fit, begin the next epoch
 )->None: # nothing
     "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing."
     if (missing := missing_pieces(checkpoint)): raise FileNotFoundError(f'{checkpoint} is not complete, it lacks {", ".join(missing)}: choose another')
     state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
-    if state['data'] is not None: self.train_loader.load_state_dict(state['data'])
+    if state['data'] is not None: state['epoch'] = self.place_data(state['data'], force)
     self.base.load_state_dict(type(self.base).from_pretrained(checkpoint).state_dict())
     load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
     self.scaler.load_state_dict(state['scaler'])
