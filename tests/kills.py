@@ -1,0 +1,92 @@
+"Kill a run again and again, at random moments and inside saves, and let it go on; run by test_kills.py, or by hand: kills.py KILLS RANKS WORKERS UPDATES."
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from commands import TINY, environment
+
+FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch')
+
+
+def command(name, ranks, workers, updates, *more):
+    "The command line of a small run that saves every second update."
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+    flags = [*TINY, '--run_name', name, '--max_training_steps', updates, '--save_interval', 2, '--eval_interval', 5, '--num_workers', workers, '--ask_samples', 0,
+             '--data_cutoff_idx', 120, '--num_of_sequences', 3, '--max_keep_ckpts', 3, '--batch_size', 2//ranks, '--dtype', 'float32', '--resume', 'True', *more]
+    return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.train', *flags)]
+
+
+def start(cmd, cwd):
+    "A process group of its own, so that all of it can be killed."
+    return subprocess.Popen(cmd, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'), start_new_session=True)
+
+
+def lines(run):
+    "Updates in the log so far."
+    log = run/'log.jsonl'
+    return sum('batch_loss' in line for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_for(process, reached, timeout=300):
+    "Wait until something is so, or the process has ended; True: it is so."
+    end = time.monotonic()+timeout
+    while process.poll() is None and time.monotonic() < end:
+        if reached(): return True
+        time.sleep(.002)
+    if process.poll() is None: raise TimeoutError('the run hangs')
+    return False
+
+
+def kill_once(process, run, rng, updates, how):
+    "Kill a process group at a random moment; says when."
+    before = lines(run)
+    if rng.random() < .4:
+        hit = wait_for(process, lambda: any(run.glob('step_*.tmp')))
+        when = 'inside a save'
+        time.sleep(rng.random()*.2)
+    else:
+        target = rng.randint(before+1, max(before+1, min(before+4, updates-1)))
+        hit = wait_for(process, lambda: lines(run) >= target)
+        when = f'after update {target}'
+        time.sleep(rng.random()*.1)
+    if hit and process.poll() is None: os.killpg(process.pid, how)
+    process.wait(timeout=120)
+    return when if hit else 'it had ended'
+
+
+def record(run):
+    "Figures of every line, and a fingerprint of the last weights."
+    figures = [{k: r[k] for k in FIGURES if k in r} for r in map(json.loads, (run/'log.jsonl').read_text().splitlines())]
+    last = run/(run/'last_checkpoint').read_text().strip()
+    return [f for f in figures if len(f) > 2], hashlib.sha256((last/'model.safetensors').read_bytes()).hexdigest()
+
+
+def undisturbed(cwd, ranks, workers, updates):
+    "The same run without kills."
+    subprocess.run(command('whole', ranks, workers, updates), cwd=cwd, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
+    return record(Path(cwd)/'checkpoints'/'whole')
+
+
+def disturbed(cwd, kills, ranks, workers, updates, seed=0, how=signal.SIGKILL):
+    "The run with kills; returns its record and when it was killed."
+    rng, run, when = random.Random(seed), Path(cwd)/'checkpoints'/'killed', []
+    for _ in range(kills): when.append(kill_once(start(command('killed', ranks, workers, updates), cwd), run, rng, updates, how))
+    subprocess.run(command('killed', ranks, workers, updates), cwd=cwd, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
+    return record(run), when
+
+
+if __name__ == '__main__':
+    kills, ranks, workers, updates = map(int, sys.argv[1:5])
+    with tempfile.TemporaryDirectory() as cwd:
+        whole = undisturbed(cwd, ranks, workers, updates)
+        for how in (signal.SIGKILL, signal.SIGTERM):
+            killed, when = disturbed(cwd, kills, ranks, workers, updates, seed=how, how=how)
+            print(how.name, when, 'identical' if killed == whole else 'DIFFERENT')
+            import shutil; shutil.rmtree(Path(cwd)/'checkpoints'/'killed')

@@ -1,0 +1,17 @@
+"A run that is killed at any moment goes on as if nothing had happened."
+import signal
+
+import pytest
+from kills import disturbed, undisturbed
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory): return undisturbed(tmp_path_factory.mktemp('whole'), 1, 1, 14)
+
+
+@pytest.mark.parametrize('how, kills', [(signal.SIGKILL, 3), (signal.SIGTERM, 1)])
+def test_same_run(whole, tmp_path, how, kills):
+    "Losses, gradients, samples and weights, bit for bit."
+    killed, when = disturbed(tmp_path, kills, 1, 1, 14, seed=3, how=how)
+    assert killed == whole, f'killed {when}\n{(tmp_path/"stderr").read_text()[-3000:]}'
+    assert [f['step'] for f in killed[0] if 'batch_loss' in f] == list(range(1, 15))
