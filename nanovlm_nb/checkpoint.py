@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['MANIFEST', 'logger', 'write_text_atomic', 'write_pointer', 'read_pointer', 'save_optimizer', 'load_optimizer',
            'rng_state', 'set_rng_state', 'fsync', 'fsync_tree', 'missing_pieces', 'publish', 'save_checkpoint',
-           'checkpoints', 'newest_complete', 'prune', 'find_checkpoint']
+           'checkpoints', 'newest_complete', 'prune', 'describe_checkpoint', 'list_checkpoints', 'main',
+           'find_checkpoint']
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
-import base64,json,logging,os,random,shutil,warnings
+import argparse,base64,json,logging,os,random,shutil,sys,time,warnings
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +210,40 @@ def prune(
     old = [p for p in checkpoints(run_dir)[:-keep] if p not in safe]
     for p in old: shutil.rmtree(p)
     return old
+
+# %% ../nbs/31_checkpoint.ipynb #5af540bd
+def describe_checkpoint(
+    path:Path, # a `step_N` directory
+    marks:dict[Path,str], # directory -> 'last', 'best' or both
+    now:float, # seconds since 1970
+)->str: # one line
+    "A line about a checkpoint."
+    sizes,missing = _sizes(path),missing_pieces(path)
+    age = now-path.stat().st_mtime
+    what = f'{age/86400:.1f} days' if age > 86400 else f'{age/3600:.1f} h' if age > 3600 else f'{age/60:.0f} min'
+    return f'{path.name:<12} {what:>9} {sum(sizes.values())/1e6:>9.1f} MB  ' + (f'incomplete, lacks {", ".join(missing)}' if missing else 'complete') + (f'  <- {marks[path]}' if path in marks else '')
+
+def list_checkpoints(
+    run_dir:Path, # directory of the run
+    now:float|None=None, # seconds since 1970; None: now
+)->list[str]: # a line for each checkpoint, the latest step first
+    "What a run has kept."
+    marks = {}
+    for name in ('last', 'best'):
+        if (path := read_pointer(run_dir, f'{name}_checkpoint')) is not None: marks[path] = ' and '.join(filter(None, [marks.get(path), name]))
+    return [describe_checkpoint(p, marks, time.time() if now is None else now) for p in reversed(checkpoints(run_dir))]
+
+def main(
+    argv:list[str]|None=None, # the command line; None: of this process
+)->int: # exit code: 1 if there is no complete checkpoint
+    "List the checkpoints of a run."
+    parser = argparse.ArgumentParser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
+    parser.add_argument('run_dir', type=Path, help='directory of the run')
+    run_dir = parser.parse_args(argv).run_dir
+    if not run_dir.is_dir(): parser.error(f'there is no directory {run_dir}')
+    found = list_checkpoints(run_dir)
+    sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
+    return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
 
 # %% ../nbs/31_checkpoint.ipynb #86b1b53c
 def find_checkpoint(
