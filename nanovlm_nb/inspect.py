@@ -926,7 +926,7 @@ def to_html(
     facts = ''.join(f'<p><b>{escape(k)}</b><span>{escape(v)}</span></p>' for k,v in (figures(report)|settings(report)).items())
     notes = ''.join(f'<p class="box">{escape(n)}</p>' for n in report.notes)
     spread = {f'{k} a sample':v for k,v in report.sizes.items() if v}
-    if report.packs: spread['per cent of a pack used'] = [100*sum(n for _,n in docs)/t for t,docs in report.packs]
+    if report.packs: spread['% of a pack used'] = [100*sum(n for _,n in docs)/t for t,docs in report.packs]
     drops = ''.join(f'<tr><td><code>{escape(r)}</code></td><td>{escape(_ids(ids, 20))}</td><td class="n">{len(ids)}</td></tr>' for r,ids in drops_of(report).items())
     cards = ''.join(map(html_card, sorted(report.cards, key=lambda c: not c.kinds)))
     legend = '<p class="soft"><span class="learned">green</span> is learned, <span class="wrong">red</span> has a label that is another token, <span class="image">pills</span> are placeholders of pictures.</p>'
