@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ERRORS', 'PackRules', 'Window', 'LaneState', 'quantile', 'take_order', 'empty_pack', 'Lane', 'ship', 'unship',
-           'LaneDataset', 'lanes_of', 'PackLoader', 'merge_states', 'check_state']
+           'LaneDataset', 'lanes_of', 'sizes_of', 'PackLoader', 'merge_states', 'check_state']
 
 # %% ../nbs/26_lanes.ipynb #f1277c89
 import random
@@ -43,9 +43,10 @@ class Window:
     def __init__(self,
         end, # position of the source where it begins
         enough:float, # tokens that fill it
+        most_tiles:int|None=None, # of a sample; None: any number
     ):
         "An empty window."
-        self.items,self.drops,self.cut,self.tokens,self.end,self.enough,self.full = [],[],{},0,end,enough,False
+        self.items,self.drops,self.cut,self.tokens,self.end,self.enough,self.most_tiles,self.full = [],[],{},0,end,enough,most_tiles,False
 
     def read(self,
         rows:Iterator, # (position after it, row), from a source's `rows_of`
@@ -68,7 +69,8 @@ class Window:
         plan:Plan, # of a sample
         held, # how to find its pictures
     )->None: # nothing
-        "Take a sample in."
+        "Take a sample in; raises `Dropped` if it fits into no pack."
+        if self.most_tiles and plan.tiles > self.most_tiles: raise Dropped(plan.id, 'too_many_tiles', f'{plan.tiles} tiles, a pack holds {self.most_tiles}')
         self.items.append((plan, held))
         self.tokens += plan.tokens
         self.full = self.tokens >= self.enough
@@ -152,6 +154,12 @@ class Lane:
         made = pack(found, self.rules.length, self.rules.pad_id) if found else empty_pack(self.rules.length, self.rules.pad_id)
         return made|dict(drops=drops)
 
+    def window(self,
+        end, # position of the source where it begins
+    )->Window: # empty
+        "A new window."
+        return Window(end, self.rules.window*self.rules.length, self.rules.max_tiles)
+
     def fill(self,
         window:Window, # perhaps half full
         rows:Iterator, # from the source
@@ -168,9 +176,9 @@ class Lane:
     )->Iterator[dict]: # as `packing.pack` makes them, with `lane`, `state` after it, `drops`, `cut` and `done`
         "The packs of the rest of an epoch, then empty ones without end."
         r,rows = self.rules,self.source.rows_of(self.number, self.lanes, state.epoch, state.at)
-        window = self.fill(Window(state.at, r.window*r.length), rows)
+        window = self.fill(self.window(state.at), rows)
         while window.items:
-            plan,following = self.plan(window, state),Window(window.end, r.window*r.length)
+            plan,following = self.plan(window, state),self.window(window.end)
             after,ahead = LaneState(state.epoch, window.end, state.before+len(plan)),len(window.items)//len(plan)+1
             for j in range(state.emitted, len(plan)):
                 news = (window.drops,window.cut) if j == 0 else ([], {})
@@ -233,6 +241,15 @@ def lanes_of(
 )->list[int]: # lanes of the rank, micro-batch by micro-batch
     "Which lanes a rank takes its packs from."
     return [(m*world_size+rank)*batch_size+b for m in range(accumulation) for b in range(batch_size)]
+
+# %% ../nbs/26_lanes.ipynb #bf3f6e55
+def sizes_of(
+    samples:VQADataset, # of a loader
+)->dict: # JSON-able
+    "What decides which rows stay, and how long they are."
+    s,p = samples,samples.image_processor
+    return dict(minimums=s.minimums, max_sample_length=s.max_sample_length, max_images_per_example=s.max_images_per_example, tile_tokens=s.mp_image_token_length,
+        max_img_size=p.max_img_size, tile=p.splitted_image_size, resize_to_max_side_len=p.resize_to_max_side_len)
 
 # %% ../nbs/26_lanes.ipynb #29c97750
 def _same(x): return x
@@ -301,7 +318,7 @@ class PackLoader:
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "Where the lanes stand, and what that depends on."
         states = {str(lane.number):s.to_list() for lane,s in zip(self.lanes, self.states)}
-        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(), states=states)
+        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(), samples=sizes_of(self.samples), states=states)
 
     def load_state_dict(self,
         state:dict, # of this rank, or of all ranks (`merge_states`)
@@ -326,7 +343,7 @@ def check_state(
     if state['lanes'] != now['lanes']:
         raise ValueError(f"the state has {state['lanes']} lanes, this run has {now['lanes']}: choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, "
                          f"or set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}")
-    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source') for name,was in state[k].items() if was != now[k].get(name)]
+    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source', 'samples') for name,was in state[k].items() if was != now[k].get(name)]
     if changed: raise ValueError(f"the order of the packs has changed: {'; '.join(changed)}. Set them as they were, or set_epoch({state['epoch']+1}) to begin the next epoch")
     missing = now['states'].keys()-state['states'].keys()
     if missing: raise ValueError(f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')

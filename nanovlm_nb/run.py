@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['make_model', 'run_path', 'make_run_dir', 'ask_held_out', 'all_drops', 'report_drops', 'report', 'on_master',
-           'plan_resume', 'stop_on_signals', 'set_status', 'run_on', 'train_to_the_end', 'millions', 'run']
+           'plan_resume', 'stop_on_signals', 'set_status', 'open_log', 'run_on', 'train_to_the_end', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,signal,threading
@@ -166,6 +166,17 @@ def set_status(
     if dist.is_master: write_text_atomic(run_dir/'status', status+'\n')
 
 # %% ../nbs/34_run.ipynb #3115024f
+def open_log(
+    run_dir:Path, # directory of the run
+    vlm_cfg:VLMConfig, # recorded on the dashboard
+    train_cfg:TrainConfig, # recorded too; says what is shown and sent
+    dist:Dist, # this rank
+)->RunLog: # to be closed
+    "The log of a run, as its config says."
+    c = train_cfg
+    return RunLog(run_dir, dist, dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict()), run_dir.name, c.max_training_steps,
+        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project)
+
 def run_on(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
@@ -182,8 +193,7 @@ def run_on(
     loaders = get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer)
     dist.barrier()
     model = make_model(vlm_cfg, train_cfg, checkpoint is not None)
-    with RunLog(run_dir, dist, dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=train_cfg.to_dict()), run_dir.name, train_cfg.max_training_steps,
-            train_cfg.progress_bar, train_cfg.log_wandb, train_cfg.wandb_entity, train_cfg.wandb_project) as log:
+    with open_log(run_dir, vlm_cfg, train_cfg, dist) as log:
         trainer = Trainer(model, train_cfg, *loaders, log, dist, tokenizer, schedule)
         log.info(f'{run_dir}: {millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         if train_cfg.use_lmms_eval: log.info('use_lmms_eval has no effect yet: checkpoints are not evaluated with lmms-eval')
