@@ -207,7 +207,7 @@ def train_to_the_end(
 )->None: # nothing
     "Train, sum up, and write down how it ended."
     run_dir,dist = trainer.log.run_dir,trainer.dist
-    set_status(run_dir, 'running', dist)
+    set_status(run_dir, status := 'running', dist)
     try:
         with stop_on_signals(trainer.stop): trainer.train()
         ended = dist.any(trainer.stop.is_set()) and trainer.state.step<trainer.cfg.max_training_steps
@@ -215,10 +215,8 @@ def train_to_the_end(
             drops = all_drops(trainer)
             if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples)
             dist.barrier()
-    except BaseException:
-        set_status(run_dir, 'failed', dist)
-        raise
-    set_status(run_dir, 'interrupted' if ended else 'done', dist)
+        status = 'interrupted' if ended else 'done'
+    finally: set_status(run_dir, 'failed' if status=='running' else status, dist)
 
 # %% ../nbs/34_run.ipynb #25a48073
 def millions(
