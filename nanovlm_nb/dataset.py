@@ -137,7 +137,12 @@ def read_pictures(
     return _pictures(r, io.BytesIO) if isinstance(r, pa.Table) else to_row(r, i)['images']
 
 # %% ../nbs/22_dataset.ipynb #1c108683
-def _is_turn(t): return isinstance(t, dict) and all(k in t and isinstance(t[k], (str, type(None))) for k in ('user', 'assistant'))
+def _is_text(v):
+    "A string that can be written as UTF-8 (JSON may hold half a surrogate pair), or None."
+    try: return v is None or (isinstance(v, str) and v.encode() is not None)
+    except UnicodeEncodeError: return False
+
+def _is_turn(t): return isinstance(t, dict) and all(k in t and _is_text(t[k]) for k in ('user', 'assistant'))
 
 def check_form(
     row:dict, # from `to_row`
