@@ -5,6 +5,7 @@
 # %% ../nbs/24_packing.ipynb #e3941a46
 from __future__ import annotations
 from bisect import bisect_right
+from collections import deque
 from heapq import heappop, heappush
 from itertools import accumulate
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 # %% auto #0
-__all__ = ['IGNORE', 'utilisation', 'min_bins', 'spread', 'fill_up', 'balanced_greedy_knapsack', 'pack', 'collate_packs']
+__all__ = ['IGNORE', 'utilisation', 'min_bins', 'spread', 'fill_up', 'pour', 'balanced_greedy_knapsack', 'pack', 'collate_packs']
 
 # %% ../nbs/24_packing.ipynb #23d58b4b
 def utilisation(
@@ -24,101 +25,216 @@ def utilisation(
     if not groups: raise ValueError("`groups` is empty: utilisation of no bins is undefined; pack at least one item")
     return sum(lengths[i] for g in groups for i in g)/(len(groups)*capacity)
 
+# %% ../nbs/24_packing.ipynb #43ae4ae0
+def _items(
+    lengths:list[int],          # Tokens of each item
+    image_counts:list[int],     # Images of each item
+    capacity:int,               # Tokens that a bin holds
+    max_images:int|None,        # Images that a bin holds; None: any number
+    tile_counts:list[int]|None, # Tiles of each item; None where `max_tiles` is
+    max_tiles:int|None,         # Tiles that a bin holds; None: any number
+)->tuple[list[tuple],tuple]:    # Items (three costs, index) and the three limits, both with the scarcest first
+    "One tuple an item, the scarcest cost in front."
+    if max_tiles is not None and tile_counts is None: raise ValueError(f"max_tiles {max_tiles} but no tile_counts: give the tiles of each item")
+    given = [(lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)]
+    costs = [([int(n) for n in counts], max(int(most), 1)) for counts, most in given if most is not None]
+    costs.sort(key=lambda cost: -sum(cost[0])/cost[1])
+    costs += [([0]*len(lengths), 1)]*(3-len(costs))
+    columns, limits = zip(*costs)
+    return list(zip(*columns, range(len(lengths)))), limits
+
+# %% ../nbs/24_packing.ipynb #80a7d64f
+def _least(
+    items:list[tuple],   # (three costs, index) of each item
+    limits:tuple,        # Most of each cost in a bin
+)->int:                  # No packing uses fewer bins than this
+    "The bound of `min_bins` for items."
+    bounds = (max(-(-sum(costs)//most), sum([2*n > most for n in costs])) for costs, most in zip(zip(*items), limits))
+    return max(bounds, default=0)
+
 # %% ../nbs/24_packing.ipynb #16a5dbf9
 def min_bins(
-    lengths:list[int],           # Tokens of each item
-    image_counts:list[int],      # Images of each item
-    capacity:int,                # Tokens that a bin holds
-    max_images:int|None=None,    # Images that a bin holds; None: any number
-)->int:                          # No packing uses fewer bins than this
+    lengths:list[int],               # Tokens of each item
+    image_counts:list[int],          # Images of each item
+    capacity:int,                    # Tokens that a bin holds
+    max_images:int|None=None,        # Images that a bin holds; None: any number
+    tile_counts:list[int]|None=None, # Tiles of each item
+    max_tiles:int|None=None,         # Tiles that a bin holds; None: any number
+)->int:                              # No packing uses fewer bins than this
     "A lower bound for the number of bins."
-    by_tokens = -(-sum(lengths)//capacity)
-    by_images = -(-sum(image_counts)//max_images) if max_images else 0
-    by_halves = sum(2*n > capacity for n in lengths)
-    return max(by_tokens, by_images, by_halves)
+    return _least(*_items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles))
 
-# %% ../nbs/24_packing.ipynb #013464fb
-def _check_items(
-    lengths:list[int],      # Tokens of each item
-    image_counts:list[int], # Images of each item
-    capacity:int,           # Tokens that a bin holds
-    max_images:int|None,    # Images that a bin holds; None: any number
+# %% ../nbs/24_packing.ipynb #18b0ef29
+_REMEDIES = dict(images='lower max_images_per_example', tiles='lower max_img_size') # what makes an item smaller
+
+def _check_lengths(
+    lengths:list[int], # Tokens of each item
+    capacity:int,      # Tokens that a bin holds
 ):
-    "Raise `ValueError` for input that no packing can satisfy."
+    "Raise `ValueError` for tokens that no packing can satisfy."
     if capacity < 1: raise ValueError(f"capacity {capacity} < 1: a pack needs at least one position")
-    if max_images is not None and max_images < 0: raise ValueError(f"max_images {max_images} < 0: use None for no limit")
-    if len(lengths) != len(image_counts):
-        raise ValueError(f"{len(lengths)} lengths but {len(image_counts)} image counts: give one of each per item")
-    for i, (n, m) in enumerate(zip(lengths, image_counts)):
-        if n < 1 or m < 0: raise ValueError(f"item {i} has {n} tokens and {m} images: drop empty samples before packing")
-        if n > capacity:
-            raise ValueError(f"item {i} has {n} tokens > capacity {capacity}: raise lm_max_length or lower max_sample_length")
-        if max_images is not None and m > max_images:
-            raise ValueError(f"item {i} has {m} images > max_images {max_images}: "
-                             "raise max_images_per_knapsack or lower max_images_per_example")
+    for i, n in enumerate(lengths):
+        if n < 1: raise ValueError(f"item {i} has {n} tokens: drop empty samples before packing")
+        if n > capacity: raise ValueError(f"item {i} has {n} tokens > capacity {capacity}: raise lm_max_length or lower max_sample_length")
 
-# %% ../nbs/24_packing.ipynb #71344baf
+def _check_counts(
+    what:str,         # 'images' or 'tiles'
+    counts:list[int], # How many of them each item has
+    most:int|None,    # How many of them a bin holds; None: any number
+    n_items:int,      # Number of items
+):
+    "Raise `ValueError` for images or tiles that no packing can satisfy."
+    if most is not None and most < 0: raise ValueError(f"max_{what} {most} < 0: use None for no limit")
+    if len(counts) != n_items: raise ValueError(f"{n_items} lengths but {len(counts)} {what[:-1]} counts: give one of each per item")
+    for i, n in enumerate(counts):
+        if n < 0: raise ValueError(f"item {i} has {n} {what}: count them again, a sample has none or more")
+        if most is not None and n > most:
+            raise ValueError(f"item {i} has {n} {what} > max_{what} {most}: raise max_{what}_per_knapsack or {_REMEDIES[what]}")
+
+# %% ../nbs/24_packing.ipynb #5b5ee066
+def _level(
+    m:int,        # Second cost of a bin or item
+    t:int,        # Third cost
+    limits:tuple, # Most of each cost in a bin
+    steps:int=32, # Levels of a full bin
+)->int:           # 0 to `steps`
+    "How near a bin is to the second or the third limit."
+    return max(m*steps//limits[1], t*steps//limits[2])
+
+# %% ../nbs/24_packing.ipynb #d5f6a450
 def spread(
-    lengths:list[int],      # Tokens of each item, each <= capacity
-    image_counts:list[int], # Images of each item, each <= max_images
-    capacity:int,           # Tokens that a bin holds
-    max_images:int,         # Images that a bin holds
-    n_bins:int,             # Bins to open at the start
-)->list[list[int]]:         # Indices of the items in each bin
+    items:list[tuple], # (three costs, index) of each item, none above `limits`
+    limits:tuple,      # Most of each cost in a bin
+    n_bins:int,        # Bins to open at the start
+)->list[list[tuple]]:  # Items of each bin
     "Largest item first, each into the emptiest bin that has room for it."
+    brim, most_m, most_t = limits
     groups = [[] for _ in range(n_bins)]
-    heaps = {0: [(0, 0, b) for b in range(n_bins)]} # images in a bin -> heap of (tokens, images, bin)
-    for n, m, i in sorted(zip(lengths, image_counts, range(0, -len(lengths), -1)), reverse=True):
-        tokens, c, b = min((h[0] for images,h in heaps.items() if images+m <= max_images), default=(capacity, 0, 0))
-        if tokens+n <= capacity: heappop(heaps[c])
+    heaps = {0: [(0, 0, 0, b) for b in range(n_bins)]} # level -> heap of (three costs of a bin, bin)
+    for item in sorted(items, reverse=True):
+        n, m, t, _ = item
+        fits = [h[0] for h in heaps.values() if h and h[0][1]+m <= most_m and h[0][2]+t <= most_t]
+        load, at_m, at_t, b = min(fits, default=(brim+1, 0, 0, 0))
+        if load+n <= brim: heappop(heaps[_level(at_m, at_t, limits)])
         else:
-            tokens, c, b = 0, 0, len(groups)
+            load, at_m, at_t, b = 0, 0, 0, len(groups)
             groups.append([])
-        groups[b].append(-i)
-        if c in heaps and not heaps[c]: del heaps[c]
-        heappush(heaps.setdefault(c+m, []), (tokens+n, c+m, b))
+        groups[b].append(item)
+        heappush(heaps.setdefault(_level(at_m+m, at_t+t, limits), []), (load+n, at_m+m, at_t+t, b))
     return [g for g in groups if g]
 
-# %% ../nbs/24_packing.ipynb #d6eff76f
+# %% ../nbs/24_packing.ipynb #e8bd3219
 def fill_up(
-    lengths:list[int],      # Tokens of each item, each <= capacity
-    image_counts:list[int], # Images of each item, each <= max_images
-    capacity:int,           # Tokens that a bin holds
-    max_images:int,         # Images that a bin holds
-)->list[list[int]]:         # Indices of the items in each bin
+    items:list[tuple], # (three costs, index) of each item, none above `limits`
+    limits:tuple,      # Most of each cost in a bin
+)->list[list[tuple]]:  # Items of each bin
     "One bin after the other, each time with the largest item that still fits."
-    waiting = {}                                 # images of an item -> ascending list of (tokens, -index)
-    for n, i, m in sorted(zip(lengths, range(0, -len(lengths), -1), image_counts)):
-        waiting.setdefault(m, []).append((n, i))
-    groups, tokens, images = [[]], capacity, max_images
-    for _ in lengths:
-        fits = [(q[j-1], m, j-1) for m,q in waiting.items() if m <= images and (j := bisect_right(q, (tokens, 1)))]
+    waiting = {} # level -> ascending list of items
+    for item in sorted(items): waiting.setdefault(_level(*item[1:3], limits), []).append(item)
+    groups, n, m, t = [], -1, -1, -1
+    for _ in items:
+        above = (n+1,)
+        fits = [(q[j], j, q) for q in waiting.values() if (j := bisect_right(q, above)-1) >= 0 and q[j][1] <= m and q[j][2] <= t]
         if not fits:
             groups.append([])
-            tokens, images = capacity, max_images
-            fits = [(q[-1], m, len(q)-1) for m,q in waiting.items() if q]
-        (n, i), m, j = max(fits)
-        waiting[m].pop(j)
-        groups[-1].append(-i)
-        tokens, images = tokens-n, images-m
-    return [g for g in groups if g]
+            n, m, t = limits
+            fits = [(q[-1], -1, q) for q in waiting.values() if q]
+        item, j, q = max(fits)
+        groups[-1].append(q.pop(j))
+        n, m, t = n-item[0], m-item[1], t-item[2]
+    return groups
 
-# %% ../nbs/24_packing.ipynb #54061880
+# %% ../nbs/24_packing.ipynb #10d979b8
+def _sums(
+    pool:list[tuple], # Items
+    brim:int,         # Sums above this do not count
+)->list[int]:         # Bit s of number k: some of the first k items sum to s
+    "All sums that the first items of a pool can make, for none of them, one, two and so on."
+    sums, within = [1], (2<<brim)-1
+    for item in pool: sums.append((sums[-1] | sums[-1]<<item[0]) & within)
+    return sums
+
+# %% ../nbs/24_packing.ipynb #fcc305a0
+def _choose(
+    pool:list[tuple], # Items
+    sums:list[int],   # What the first items can make, see `_sums`
+    load:int,         # One of those sums
+    limits:tuple,     # Most of each cost in a bin
+)->tuple[list,list]:  # Items that sum to `load`, and the others
+    "Items that fill a bin to `load`, with the other costs in step with the first."
+    _, most_m, most_t = limits
+    whole = share = ahead = 0
+    for n, m, t, _ in pool: whole, share = whole+n, share+m*most_t+t*most_m
+    taken, left = [], []
+    for item, before in zip(reversed(pool), reversed(sums[:-1])):
+        n, m, t, _ = item
+        take = n <= load and before>>load-n & 1
+        if take:
+            tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
+            take = not before>>load & 1 or (tilt < 0) == (ahead >= 0)
+        if take: load, ahead = load-n, ahead+tilt
+        (taken if take else left).append(item)
+    return taken, left
+
+# %% ../nbs/24_packing.ipynb #ac05cf23
+def _refill(
+    group:list[tuple], # Items of a bin
+    more:list[tuple],  # Items that may replace some of them
+    limits:tuple,      # Most of each cost in a bin
+    tries:int,         # Sums to try
+)->tuple[list,list]:   # The bin, not emptier than before, and what is not in it
+    "Fill a bin as full as it can be with its own and other items."
+    brim, most_m, most_t = limits
+    pool, now = group+more, sum([item[0] for item in group])
+    sums = _sums(pool, brim)
+    open_sums = sums[-1]>>now+1 # those above what the bin has
+    for _ in range(tries):
+        if not open_sums: break
+        load = open_sums.bit_length()+now
+        taken, left = _choose(pool, sums, load, limits)
+        if sum([m for _,m,_,_ in taken]) <= most_m and sum([t for _,_,t,_ in taken]) <= most_t: return taken, left
+        open_sums ^= 1<<load-now-1
+    return group, more
+
+# %% ../nbs/24_packing.ipynb #7ec3f2d0
+def pour(
+    groups:list[list[tuple]], # Items of each bin
+    limits:tuple,             # Most of each cost in a bin
+    spare:int,                # Bins to set apart, the emptiest ones
+    reach:int=16,             # Loose items that a bin may choose from
+    tries:int=4,              # Sums to try for a bin
+)->list[list[tuple]]:         # Items of each bin
+    "Take the emptiest bins apart and refill the others from them, so that all gaps end up in a few bins."
+    loads = sorted((sum([item[0] for item in g]), b) for b,g in enumerate(groups))
+    loose, full = deque(item for _,b in loads[:spare] for item in groups[b]), []
+    for load, b in loads[spare:]:
+        group = groups[b]
+        if load < limits[0] and loose:
+            group, left = _refill(group, [loose.popleft() for _ in range(min(reach, len(loose)))], limits, tries)
+            loose.extend(left)
+        full.append(group)
+    return full + spread(loose, limits, _least(loose, limits))
+
+# %% ../nbs/24_packing.ipynb #7a514910
 def balanced_greedy_knapsack(
-    lengths:list[int],           # Tokens of each item
-    image_counts:list[int],      # Images of each item
-    capacity:int,                # Tokens that a bin holds
-    max_images:int|None=None,    # Images that a bin holds; None: any number
-)->list[list[int]]:              # Indices of the items in each bin; every index exactly once
-    "Pack all items into few bins of equal size, evenly, within both limits."
-    _check_items(lengths, image_counts, capacity, max_images)
-    if max_images is None: image_counts, max_images = [0]*len(lengths), 0
-    least = min_bins(lengths, image_counts, capacity, max_images)
-    groups = spread(lengths, image_counts, capacity, max_images, least)
-    if len(groups) > least:
-        groups = min(groups, fill_up(lengths, image_counts, capacity, max_images), key=len)
-        groups = min(groups, spread(lengths, image_counts, capacity, max_images, len(groups)-1), key=len)
-    return sorted(sorted(g) for g in groups)
+    lengths:list[int],               # Tokens of each item
+    image_counts:list[int],          # Images of each item
+    capacity:int,                    # Tokens that a bin holds
+    max_images:int|None=None,        # Images that a bin holds; None: any number
+    tile_counts:list[int]|None=None, # Tiles of each item
+    max_tiles:int|None=None,         # Tiles that a bin holds; None: any number
+)->list[list[int]]:                  # Indices of the items in each bin; every index exactly once
+    "Pack all items into few bins of equal size, evenly, within all limits."
+    _check_lengths(lengths, capacity)
+    _check_counts('images', image_counts, max_images, len(lengths))
+    if tile_counts is not None: _check_counts('tiles', tile_counts, max_tiles, len(lengths))
+    items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
+    least = _least(items, limits)
+    best = spread(items, limits, least)
+    if len(best) > least: best = min(best, fill_up(items, limits), key=len)
+    for apart in (8, 2):
+        if len(best) > least: best = min(best, pour(best, limits, len(best)-least+apart), key=len)
+    return sorted(sorted(item[-1] for item in g) for g in best)
 
 # %% ../nbs/24_packing.ipynb #ec9f89ee
 IGNORE = -100 # label of a position that has no target
