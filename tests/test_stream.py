@@ -2,21 +2,31 @@
 import hashlib
 import io
 import json
+import logging
+import multiprocessing
+import os
 import random
+import shutil
+import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
+from pathlib import Path
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
 from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import Dropped, VQADataset
-from nanovlm_nb.dist import Dist, FromGather
-from nanovlm_nb.lanes import PackLoader, merge_states
-from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.dataset import Plan, VQADataset
+from nanovlm_nb.dist import Dist, FromGather, seed_worker
+from nanovlm_nb.images import get_image_processor
+from nanovlm_nb.lanes import PackLoader, PackRules, merge_states
+from nanovlm_nb.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.sources import MapSource, Mixture, StreamSource
 from nanovlm_nb.trainer import describe, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
@@ -93,12 +103,17 @@ def draw_data(seed):
     return Data(names, weights, seed % 2 == 0, dice.choice((4, 8)), dice.choice((1, 1, 2, 3)), seed)
 
 
-def draw_segments(data, dice):
-    "Two to four pieces of a run: (ranks, batch size, accumulation), workers, updates."
-    splits = [(w, b, data.lanes//w//b) for w in (1, 2, 4) for b in (1, 2, 4, 8) if data.lanes % (w*b) == 0]
+def splits_of(lanes):
+    "(ranks, batch size, accumulation) whose product is `lanes`."
+    return [(w, b, lanes//w//b) for w in (1, 2, 4) for b in (1, 2, 4, 8) if lanes % (w*b) == 0]
+
+
+def draw_segments(data, case):
+    "One to three pieces of a run: (ranks, batch size, accumulation), workers, updates."
+    dice = random.Random(f'{data.seed}/{case}')
     def piece():
-        w, b, a = dice.choice(splits)
-        workers = dice.choice([n for n in (1, 3) if n <= a*b]) if w < 4 and dice.random() < .12 else 0
+        w, b, a = dice.choice(splits_of(data.lanes))
+        workers = dice.choice([n for n in (1, 3) if n <= a*b]) if w < 4 and dice.random() < .15 else 0
         return (w, b, a), workers, dice.randint(1, 3)
     return [piece() for _ in range(dice.randint(1, 3))]
 
@@ -169,8 +184,8 @@ def train_cfg(root, names, **changes):
 
 class Runs:
     "Runs on one data configuration."
-    def __init__(self, data, root, tokenizer):
-        self.cfg = train_cfg(root, data.names, train_dataset_weights=list(data.weights), stream_dataset=data.stream, num_of_sequences=data.window, seed=data.seed)
+    def __init__(self, data, root, tokenizer, val_size=5):
+        self.cfg = train_cfg(root, data.names, train_dataset_weights=list(data.weights), stream_dataset=data.stream, num_of_sequences=data.window, seed=data.seed, val_size=val_size)
         self.data, self.tokenizer, self.plans, self.made = data, tokenizer, {}, {}
         self.train, self.val = load_sources(self.cfg)
 
@@ -236,12 +251,12 @@ def test_every_row_once_or_named(runs, whole):
 
 @pytest.mark.parametrize('case', range(CASES_EACH))
 def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
-    "Stopped after any update, resumed once to three times with other ranks and workers: the same packs, positions' worth, and the same drops."
-    dice = random.Random(f'{runs.data.seed}/{case}')
-    n = dice.randrange(len(whole)) if case else 0       # updates of the uninterrupted run before the first stop
+    "Stopped after any update, resumed once to three times with other ranks and workers: the same packs, positions and drops."
+    ends = sum(not e for *_, e in whole)                # updates of the first epoch
+    n = [0, ends-1, ends, *random.Random(f'{runs.data} {case}').sample(range(len(whole)-3), 2)][case]
     state, drops = whole[n-1][1:3] if n else (None, {})
-    for split, workers, more in draw_segments(runs.data, dice):
-        what = f'{runs.data}, after {n} updates as (ranks, batch, accumulation) {split} with {workers} workers'
+    for split, workers, more in draw_segments(runs.data, case):
+        what = f'after {n} updates as (ranks, batch, accumulation) {split} with {workers} workers'
         with closing(runs.play(split, workers, state)) as run:
             for update, state, found in islice(run, min(more, len(whole)-n)):
                 assert [ids for ids, *_ in update] == [ids for ids, *_ in whole[n][0]], what
@@ -249,4 +264,197 @@ def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
                 assert json.loads(state) == json.loads(whole[n][1]), what
                 assert drops | found == whole[n][2], what
                 n += 1
-            drops = drops | found if more and n else drops
+        drops = whole[n-1][2]
+
+
+def test_the_cases_are_what_they_should_be():
+    "100 cases, and among them everything that could matter."
+    cases = [(data, draw_segments(data, case)) for data in DATA for case in range(CASES_EACH)]
+    assert len(cases) == 100
+    assert {(d.stream, bool(d.weights), d.lanes) for d in DATA} == {(s, w, l) for s in (True, False) for w in (True, False) for l in (4, 8)}
+    assert {(d.stream, len(d.names)) for d in DATA} == {(s, n) for s in (True, False) for n in (1, 2, 3)} and {d.window for d in DATA} == {1, 2, 3}
+    assert {len(segments) for _, segments in cases} == {1, 2, 3}
+    assert {(d.lanes, split) for d, segments in cases for split, *_ in segments} == {(l, split) for l in (4, 8) for split in splits_of(l)}
+    assert {(d.stream, w, workers) for d, segments in cases for (w, *_), workers, _ in segments} >= {(s, w, n) for s in (True, False) for w in (1, 2) for n in (0, 1, 3)}
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
+    "Two ranks, three workers for training and for validation: four disjoint parts, and together every row; the validation part has `val_size` rows."
+    cfg, parts = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3, num_workers=3 if stream else 0, val_workers=3 if stream else 0), {}
+    for rank in (0, 1):
+        for part, loader in zip(('train', 'val'), get_dataloaders(cfg, VLM, Dist(rank=rank, world_size=2), tokenizer)):
+            kept = [i for batch in loader for ids in batch['ids'] for i in ids]
+            assert len(kept) == len(set(kept)) and not set(kept) & loader.samples.drops.reasons.keys()
+            parts[part, rank] = {*kept, *loader.samples.drops.reasons}
+    assert sum(map(len, parts.values())) == len(set.union(*parts.values())) == ROWS['few'] + ROWS['many']
+    assert len(parts['val', 0]) + len(parts['val', 1]) == 14 and all(parts.values())
+
+
+def test_between_two_micro_batches_an_update_is_repeated(runs, whole):
+    "A run that is stopped within an update has the position before it."
+    loader = runs.loader(Dist(), 2, runs.data.lanes//2)
+    before, batches = loader.state_dict(), iter(loader)
+    for _, after, *_ in whole[:2]:
+        for _ in range(loader.n//2):
+            assert loader.state_dict() == before
+            next(batches)
+        assert loader.state_dict() == (before := json.loads(after))
+
+
+def text_rows(name, n): return [dict(images=[], texts=[dict(user=f'{i}?', assistant='yes')], source=name) for i in range(n)]
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_cutoff(stream):
+    "`data_cutoff_idx` ends an epoch after so many rows, wherever one goes on, with weights and without."
+    made = [datasets.Dataset.from_list(text_rows(name, 30)) for name in 'ab']
+    pair = [StreamSource({str(i): ds.to_iterable_dataset(10)}, limit=10) if stream else MapSource(ds, stop=10) for i, ds in enumerate(made)]
+    for source in (pair[1], Mixture(pair, [2, 1])):
+        lanes = [list(source.rows_of(lane, 3, 0)) for lane in range(3)]
+        assert [row['source'] for lane in lanes for _, row in lane].count('b') == 10
+        for lane, whole in enumerate(lanes):
+            for n, (at, _) in enumerate(whole): assert [r['id'] for _, r in source.rows_of(lane, 3, 0, at)] == [r['id'] for _, r in whole[n+1:]]
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_weights_are_met(stream):
+    "Three sources as 5 : 3 : 2: after 10,000 rows over eight lanes each is within 1 % of its due, though one had to begin again many times."
+    made = [datasets.Dataset.from_list(text_rows(name, n)) for name, n in (('photos', 3000), ('charts', 200), ('text', 9000))]
+    mix = Mixture([StreamSource({str(i): ds.to_iterable_dataset(24)}) if stream else MapSource(ds) for i, ds in enumerate(made)], [5, 3, 2])
+    drawn = Counter(row['part'] for lane in range(8) for _, row in islice(mix.rows_of(lane, 8, 0), 1250))
+    assert [abs(drawn[k]/10_000-due) <= .01*due for k, due in enumerate((.5, .3, .2))] == [True]*3
+
+
+def test_shards_with_a_corrupt_one(root, tokenizer, tmp_path, caplog):
+    "Three folders of shards and a broken one, streamed: it is named, the others are read; if all are broken, that is an error."
+    ds = datasets.load_from_disk(str(root/'saved'))
+    for i in range(3): ds.shard(3, i).save_to_disk(tmp_path/'most'/f'shard_{i}')
+    for name in ('most/shard_3', 'none/shard_0'):
+        (tmp_path/name).mkdir(parents=True)
+        (tmp_path/name/'0.parquet').write_bytes(b'PAR1 but not for long')
+    with caplog.at_level(logging.WARNING, 'nanovlm_nb'): loader, _ = get_dataloaders(train_cfg(tmp_path/'most', ['shards'], val_size=0), VLM, tokenizer=tokenizer)
+    assert ['shard_3' in r.getMessage() for r in caplog.records if r.name.startswith('nanovlm_nb')] == [True]
+    seen = [i for batch in loader for ids in batch['ids'] for i in ids]
+    assert len({*seen, *loader.samples.drops.reasons}) == 12 and {i.split('/')[0] for i in seen} == {'shard_0', 'shard_1', 'shard_2'}
+    with pytest.raises(ValueError, match=r'No valid datasets were loaded\.'): get_dataloaders(train_cfg(tmp_path/'none', ['shards']), VLM, tokenizer=tokenizer)
+
+
+def test_what_is_damaged_within_a_stream(root, tokenizer, tmp_path):
+    "A torn page, another schema and a text that is not UTF-8 cost their own rows, under a name, at any number of lanes and after a resume."
+    folder = shutil.copytree(root/'many', tmp_path/'many')
+    torn, texts = bytearray((folder/'train-1.parquet').read_bytes()), pq.ParquetFile(folder/'train-1.parquet').metadata.row_group(1).column(3)
+    torn[texts.data_page_offset:texts.data_page_offset+texts.total_compressed_size//2] = b'\xff'*(texts.total_compressed_size//2)
+    (folder/'train-1.parquet').write_bytes(torn)
+    datasets.Dataset.from_dict(dict(x=[1])).to_parquet(folder/'train-3.parquet')
+    sound = (folder/'train-2.parquet').read_bytes()
+    (folder/'train-2.parquet').write_bytes(sound.replace(b'Sure?', b'Sur\xe9?'))
+    runs = Runs(Data(('many',), (), True, 4, 1, 0), tmp_path, tokenizer, val_size=0)
+    for split in ((1, 4, 1), (4, 1, 1)):
+        whole = [r for r in takewhile(lambda r: json.loads(r[1])['epoch'] == 0, runs.play(split))]
+        drops = whole[-1][2]
+        assert {i for i, reason in drops.items() if reason == 'unreadable_shard'} == {'many/5', 'many/12'}
+        assert [i for i, reason in drops.items() if reason == 'bad_row'] == ['many/10:2']
+        seen = [i for update, *_ in whole for ids, *_ in update for i in ids]
+        assert len(seen) == len(set(seen)) and len({*seen, *drops}) == ROWS['many'] - 3 + 2     # without the three rows of one share, with two names of shares
+        rest = [u for u, *_ in islice(runs.play((2, 2, 1), state=whole[1][1]), len(whole)-2)]
+        assert rest == [u for u, *_ in whole[2:]]
+
+
+def resident():
+    "Megabytes that this process holds in memory."
+    return int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')/1e6
+
+
+@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='memory is read from /proc')
+def test_memory_does_not_grow_with_the_stream(tmp_path, tokenizer):
+    "A stream has no length, and 120 MB of rows pass through windows of a few MB: memory after the first quarter stays where it is."
+    small = png(random.Random(0))
+    (tmp_path/'noise').mkdir()
+    for f in range(4):
+        rows = [dict(images=[dict(bytes=small+os.urandom(300_000), path=None)], texts=[dict(user=f'{i}?', assistant='yes')], source='noise', relevance_ratings=None) for i in range(100)]
+        datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(tmp_path/'noise'/f'{f}.parquet', batch_size=10)
+    loader, _ = get_dataloaders(train_cfg(tmp_path, ['noise'], val_size=0, num_of_sequences=2), VLM, tokenizer=tokenizer)
+    with pytest.raises(TypeError, match='has no len'): len(loader)
+    held = [(resident(), sum(map(len, batch['ids']))) for batch in loader]
+    assert sum(n for _, n in held) == 400
+    quarter = len(held)//4
+    assert max(m for m, _ in held[quarter:]) - max(m for m, _ in held[:quarter]) < 20
+
+
+def test_the_end_of_an_epoch_is_filled_with_padding(tokenizer):
+    "nanoVLM's loaders have drop_last: they leave out what does not fill a batch. Here the last update is filled with packs of padding, and nothing is left out."
+    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), MapSource(text_rows('text', 21)), PackRules(32, tokenizer.pad_token_id, window=1), 4, 2)
+    batches = list(loader)
+    assert len({i for b in batches for ids in b['ids'] for i in ids}) == 21 and len(batches) % 2 == 0
+    assert {tuple(b['input_ids'].shape) for b in batches} == {(4, 32)}
+    empty = [k for b in batches for k, ids in enumerate(b['ids']) if not ids]
+    assert empty and all(b['labels'][k].eq(-100).all() and not b['attention_mask'][k].any() for b in batches for k, ids in enumerate(b['ids']) if not ids)
+
+
+def test_loader_attributes(root, tokenizer):
+    "The workers of both loaders, fresh ones for each epoch; memory is pinned for a GPU only. What nanoVLM's drop_last does is not wanted: see above."
+    cfg = train_cfg(root, ['few'], batch_size=2, gradient_accumulation_steps=2, num_workers=3, val_workers=1)
+    for device in ('cpu', 'cuda'):
+        train, val = (l.loader() for l in get_dataloaders(cfg, VLM, Dist(device=torch.device(device)), tokenizer))
+        for loader, workers in ((train, 3), (val, 1)):
+            assert (loader.num_workers, loader.persistent_workers, loader.drop_last, loader.batch_size) == (workers, False, False, None)
+            assert loader.pin_memory == (device == 'cuda') and loader.worker_init_fn is seed_worker
+            assert loader.prefetch_factor*workers >= 4  # an update, at least, is on its way
+
+
+class Counting(VQADataset):
+    "Counts over all processes how many samples have been decoded."
+    def finish(self, plan, pictures, rng=None):
+        with self.made.get_lock(): self.made.value += 1
+        return super().finish(plan, pictures, rng)
+
+
+def settled(made, most):
+    "The number, when it has stopped growing; `most` is what is expected."
+    end = time.monotonic() + 20
+    while made.value < most and time.monotonic() < end: time.sleep(.01)
+    time.sleep(.3)
+    return made.value
+
+
+@pytest.mark.parametrize('lanes, workers', [(1, 1), (4, 1), (4, 3)])
+def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
+    "While the consumer waits, workers prepare as many packs as the prefetch depth says, not one more; closing the iterator leaves no process."
+    samples = Counting([], tokenizer, get_image_processor(32, 16), 4)
+    samples.made, rows = torch.multiprocessing.get_context('fork').Value('i', 0), [r | dict(texts=[dict(user='q', assistant='a')]) for r in text_rows('text', 400)]
+    one = samples.plan_row(rows[0] | dict(id='0')).tokens
+    loader = PackLoader(samples, MapSource(rows), PackRules(one, tokenizer.pad_token_id, window=4), lanes, num_workers=workers)
+    turns = -(-lanes//workers)
+    ahead, batches = max(2, turns)//turns*lanes, iter(loader)
+    for taken in range(1, 4):
+        next(batches)
+        assert settled(samples.made, taken*lanes+ahead) == taken*lanes+ahead
+    assert len(multiprocessing.active_children()) == workers
+    batches.close()
+    end = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < end: time.sleep(.01)
+    assert not multiprocessing.active_children()
+
+
+class Recorded(VQADataset):
+    "Samples of recorded sizes, without text."
+    def plan_row(self, row): return Plan(row['id'], '', None, None, [(1, 1)]*row['texts'][1], row['texts'][0])
+
+    def finish(self, plan, pictures, rng=None):
+        return dict(id=plan.id, input_ids=torch.ones(plan.tokens, dtype=torch.long), labels=torch.full((plan.tokens,), -100), images=[])
+
+
+@pytest.mark.parametrize('name', ['one_image', 'multi_image', 'tiles_2048'])
+def test_utilisation_of_the_loader(golden, tokenizer, name):
+    """Recorded lengths through the loader as configured by default (windows of 128 packs of 4096): 95 % of all positions hold a token, where the lengths allow it.
+    One sample a row of 4096, as a fixed length would have it, holds far less; the 40 % of padding that nanoVLM's page speaks of is no fixed figure."""
+    recorded = json.loads((golden/'packing_lengths.json').read_text())
+    items = recorded['distributions'][name]
+    rows = [dict(images=[], texts=item, source='') for item in items]
+    loader = PackLoader(Recorded([], tokenizer, get_image_processor(32, 16), 4), MapSource(rows), PackRules(recorded['L'], 0, recorded['max_images'], window=128), 2, 1)
+    filled = [(m.sum().item(), m.numel()) for batch in loader for m in [batch['attention_mask']]]
+    used, positions = map(sum, zip(*filled))
+    assert used == sum(n for n, _ in items)
+    assert used/positions >= (.90 if name == 'tiles_2048' else .95)
+    assert used/(len(items)*recorded['L']) < .3
