@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 from nanovlm_nb import inspect as ins
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.dataset import VQADataset, read_row
+from nanovlm_nb.faults import answers_in, fingerprint
 from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples
 from nanovlm_nb.packing import collate_packs, pack
 
@@ -33,8 +34,8 @@ def png(picture: Image.Image) -> dict:
 
 
 def picture(rng: random.Random) -> Image.Image:
-    "A few rectangles on a ground of any size up to 256."
-    im = Image.new('RGB', (rng.randint(20, 256), rng.randint(20, 256)), tuple(rng.randrange(256) for _ in range(3)))
+    "A few rectangles on a ground of any size up to 160."
+    im = Image.new('RGB', (rng.randint(20, 160), rng.randint(20, 160)), tuple(rng.randrange(256) for _ in range(3)))
     for _ in range(3):
         x, y = rng.randrange(im.width), rng.randrange(im.height)
         ImageDraw.Draw(im).rectangle((x, y, x+30, y+30), fill=tuple(rng.randrange(256) for _ in range(3)))
@@ -51,6 +52,7 @@ def row(i: int) -> dict:
 
 
 ROWS = [row(i) for i in range(220)]
+FEW = ROWS[:60]
 
 
 def save(folder, rows: list[dict], files: int = 2):
@@ -64,6 +66,12 @@ def save(folder, rows: list[dict], files: int = 2):
 def clean(tmp_path_factory):
     "The folder of clean rows."
     return save(tmp_path_factory.mktemp('data')/'clean', ROWS, files=1)
+
+
+@pytest.fixture(scope='module')
+def few(tmp_path_factory):
+    "The folder of a part of them."
+    return save(tmp_path_factory.mktemp('data')/'few', FEW, files=1)
 
 
 def command(cwd, *args):
@@ -96,9 +104,11 @@ def test_200_clean_samples_have_no_fault(clean, tmp_path):
     assert (tmp_path/'inspect.html').stat().st_size < 1_500_000
 
 
-def test_the_preset_has_no_fault(tmp_path):
-    code, text = command(tmp_path, '--html', '')
-    assert (code, faults(text)) == (0, {}) and '200 of training, 200 of validation, 400 inspected, 0 left out' in text
+def test_the_preset_has_no_fault(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ins.main(['--samples', '50', '--compare', '100', '--num_of_sequences', '8', '--html', '']) == 0
+    text = capsys.readouterr().out
+    assert faults(text) == {} and '50 of training, 50 of validation, 100 inspected, 0 left out' in text
     assert not list(tmp_path.iterdir()), 'no page was asked for'
 
 
@@ -109,14 +119,14 @@ def test_clean_samples_when_streamed(clean, tmp_path, capsys):
 
 @pytest.mark.parametrize('stream', ['True', 'False'])
 def test_several_configurations_with_weights(tmp_path, capsys, stream):
-    for name, part in (('a', ROWS[:100]), ('b', ROWS[100:])): save(tmp_path/'d'/name, [r | dict(source=name) for r in part])
+    for name, part in (('a', ROWS[:50]), ('b', ROWS[50:100])): save(tmp_path/'d'/name, [r | dict(source=name) for r in part])
     code, text = here(capsys, '--train_dataset_path', tmp_path/'d', '--train_dataset_name', 'a', 'b', '--train_dataset_weights', '1', '3',
-                      '--stream_dataset', stream, '--val_size', '20', '--samples', '60', '--html', '')
-    assert (code, faults(text)) == (0, {}) and '60 of training, 20 of validation, 80 inspected' in text
+                      '--stream_dataset', stream, '--val_size', '20', '--samples', '30', '--html', '')
+    assert (code, faults(text)) == (0, {}) and '30 of training, 20 of validation, 50 inspected' in text
 
 
 def test_texts_alone(tmp_path, capsys):
-    save(tmp_path/'d', [{k: v for k, v in r.items() if k != 'images'} for r in ROWS])
+    save(tmp_path/'d', [{k: v for k, v in r.items() if k != 'images'} for r in FEW])
     code, text = here(capsys, '--train_dataset_path', tmp_path/'d', '--html', tmp_path/'x.html')
     assert (code, faults(text)) == (0, {}) and 'tiles a sample        0 to 0' in text
 
@@ -152,21 +162,21 @@ def test_what_cannot_be_loaded_at_all(tmp_path, clean, capsys):
 
 def cut_picture(rows):
     "The second half of a picture is missing."
-    k = next(i for i in range(100, 220) if rows[i]['images'])
+    k = next(i for i in range(30, 60) if rows[i]['images'])
     rows[k] = rows[k] | dict(images=[dict(bytes=rows[k]['images'][0]['bytes'][:len(rows[k]['images'][0]['bytes'])//2], path=None)])
     return [k]
 
 
 def duplicate(rows):
     "Every sample twice, so that chance puts some on both sides."
-    rows[:] = [r for r in rows[:110] for _ in range(2)]
-    return range(220)
+    rows[:] = [r for r in rows[:30] for _ in range(2)]
+    return range(60)
 
 
 def overlong(rows):
     "An answer of more tokens than a sample may have."
-    rows[200] = rows[200] | dict(texts=[dict(user='Which?', assistant='word '*3000)])
-    return [200]
+    rows[40] = rows[40] | dict(texts=[dict(user='Which?', assistant='word '*3000)])
+    return [40]
 
 
 def renamed(rows):
@@ -190,7 +200,7 @@ def misspelt(rows):
 def rated_low(rows):
     "No turn is good enough."
     for i, r in enumerate(rows): rows[i] = r | dict(relevance_ratings=[2]*len(r['texts']))
-    return range(220)
+    return range(60)
 
 
 IN_DATA = {'corrupt_picture': (cut_picture, []), 'in_both_splits': (duplicate, []), 'too_long': (overlong, []),
@@ -198,17 +208,18 @@ IN_DATA = {'corrupt_picture': (cut_picture, []), 'in_both_splits': (duplicate, [
 
 
 def planted(tmp_path, plant):
-    "A folder with a fault, and the ids that may be named for it; the split is by chance, so the row is put in training."
-    rows = list(ROWS)
+    "A folder with a fault, and the ids that may be named for it."
+    rows = list(FEW)
     where = plant(rows)
     return save(tmp_path/'d', rows, files=1), [w if isinstance(w, str) else f'made/{w}' for w in where]
 
 
 @pytest.mark.parametrize('kind', IN_DATA)
-def test_faults_in_the_data(kind, tmp_path):
+def test_faults_in_the_data(kind, tmp_path, capsys):
     plant, args = IN_DATA[kind]
     folder, ids = planted(tmp_path, plant)
-    code, text = command(tmp_path, *FLAGS, '--train_dataset_path', folder, *args)
+    args = ['--train_dataset_path', folder, '--html', tmp_path/'inspect.html', *args]
+    code, text = command(tmp_path, *FLAGS, *args) if kind == 'corrupt_picture' else here(capsys, *args)
     found = faults(text)
     assert code == 1 and list(found) == [kind] and set(found[kind]) <= set(ids), text
     page = (tmp_path/'inspect.html').read_text()
@@ -220,13 +231,12 @@ TEMPLATES = {'roles': ("message['role']", "'user'"), 'no end': ("+ '<|im_end|>' 
 
 
 @pytest.mark.parametrize('name', TEMPLATES)
-def test_a_bad_chat_template(name, clean, tmp_path, capsys):
+def test_a_bad_chat_template(name, few, tmp_path, capsys):
     old, new = TEMPLATES[name]
     template = preset('shapes')[0].lm_chat_template
     assert old in template
     (tmp_path/'run.yaml').write_text(yaml.safe_dump(dict(vlm=dict(lm_chat_template=template.replace(old, new)))))
-    args = ['--config', tmp_path/'run.yaml', '--train_dataset_path', clean, '--html', tmp_path/'x.html']
-    code, text = command(tmp_path, *FLAGS, *args) if name == 'roles' else here(capsys, *args)
+    code, text = here(capsys, '--config', tmp_path/'run.yaml', '--train_dataset_path', few, '--html', tmp_path/'x.html')
     found = faults(text)
     assert code == 1 and list(found) == ['chat_template'] and all(re.fullmatch(r'made/\d+', i) for i in found['chat_template']), text
 
@@ -240,7 +250,7 @@ def test_more_wrong_columns(plant, tmp_path, capsys):
 
 
 def test_a_broken_configuration_is_named(tmp_path, capsys):
-    for name in ('good', 'bad'): save(tmp_path/'d'/name, ROWS[:100], files=1)
+    for name in ('good', 'bad'): save(tmp_path/'d'/name, ROWS[:50], files=1)
     file = tmp_path/'d'/'bad'/'train-00000.parquet'
     file.write_bytes(file.read_bytes()[:1000])
     code, text = here(capsys, '--train_dataset_path', tmp_path/'d', '--train_dataset_name', 'good', 'bad', '--samples', '20', '--html', '')
@@ -250,7 +260,7 @@ def test_a_broken_configuration_is_named(tmp_path, capsys):
 
 
 def test_ratings_that_take_more_than_half_are_a_warning(tmp_path, capsys):
-    save(tmp_path/'d', [r | dict(relevance_ratings=[5 if i % 3 == 0 else 2]*len(r['texts'])) for i, r in enumerate(ROWS)])
+    save(tmp_path/'d', [r | dict(relevance_ratings=[5 if i % 3 == 0 else 2]*len(r['texts'])) for i, r in enumerate(FEW)])
     code, text = here(capsys, '--train_dataset_path', tmp_path/'d', '--relevance_min_rating', '3', '--html', '')
     assert code == 0 and faults(text) == {} and 'warning ratings: made/' in text and 'left out: ratings' in text
 
@@ -258,7 +268,7 @@ def test_ratings_that_take_more_than_half_are_a_warning(tmp_path, capsys):
 @pytest.mark.parametrize('plant, kind', [(cut_picture, 'corrupt_picture'), (overlong, 'too_long'), (duplicate, 'in_both_splits')])
 def test_faults_of_streams(plant, kind, tmp_path, capsys):
     folder, _ = planted(tmp_path, plant)
-    code, text = here(capsys, '--train_dataset_path', folder, '--stream_dataset', 'True', '--val_size', '9', '--samples', '220', '--html', '')
+    code, text = here(capsys, '--train_dataset_path', folder, '--stream_dataset', 'True', '--val_size', '9', '--samples', '60', '--html', '')
     found = faults(text)
     assert code == 1 and list(found) == [kind] and all(re.fullmatch(r'default/\d+:\d+', i) for i in found[kind]), text
 
@@ -329,10 +339,10 @@ def configs():
 
 @pytest.fixture(scope='module')
 def made(tokenizer):
-    "Samples of all rows, by id."
+    "Samples of a part of the rows, by id."
     vlm, train = configs()
-    samples = make_samples(train, vlm, tokenizer, ROWS)
-    return {s['id']: s | dict(texts=ROWS[i]['texts'], turns=len(ROWS[i]['texts'])) for i in range(220) for s in [samples.load(i)]}
+    samples = make_samples(train, vlm, tokenizer, FEW)
+    return {s['id']: s | dict(texts=r['texts'], turns=len(r['texts'])) for i, r in enumerate(FEW) for s in [samples.load(i)]}
 
 
 def faulty(monkeypatch, wrong, only):
@@ -346,32 +356,32 @@ def faulty(monkeypatch, wrong, only):
 
 
 @pytest.mark.parametrize('kind', IN_PIPELINE)
-def test_faults_of_the_pipeline(kind, clean, made, monkeypatch, tmp_path, capsys):
-    source = load_sources(evolve(configs()[1], train_dataset_path=str(clean)))[0]
-    ids = [row['id'] for _, (_, row) in zip(range(40), source.rows_of(0, 1, 0))]
+def test_faults_of_the_pipeline(kind, few, made, monkeypatch, tmp_path, capsys):
+    source = load_sources(evolve(configs()[1], train_dataset_path=str(few)))[0]
+    ids = [row['id'] for _, (_, row) in zip(range(20), source.rows_of(0, 1, 0))]
     target = next(i for i in ids if made[i]['images'] and len(made[i]['images'][0]) > 3)
     faulty(monkeypatch, IN_PIPELINE[kind], target)
-    code, text = here(capsys, '--train_dataset_path', clean, '--samples', '40', '--html', tmp_path/'x.html')
+    code, text = here(capsys, '--train_dataset_path', few, '--samples', '20', '--html', tmp_path/'x.html')
     assert code == 1 and faults(text) == {kind: [target]}, text
     assert f'{target}<span class="tag bad">{kind}</span>' in (tmp_path/'x.html').read_text()
 
 
-def test_packs_without_targets(clean, monkeypatch, capsys):
+def test_packs_without_targets(few, monkeypatch, capsys):
     finish = VQADataset.finish
 
     def masked(self, plan, pictures, rng=None):
         s = finish(self, plan, pictures, rng)
         return s if rng is None else s | dict(labels=torch.full_like(s['labels'], -100))
     monkeypatch.setattr(VQADataset, 'finish', masked)
-    code, text = here(capsys, '--train_dataset_path', clean, '--samples', '40', '--html', '')
+    code, text = here(capsys, '--train_dataset_path', few, '--samples', '20', '--html', '')
     found = faults(text)
     assert code == 1 and list(found) == ['no_target_in_pack'] and all(re.fullmatch(r'made/\d+', i) for i in found['no_target_in_pack']), text
 
 
-def test_what_stops_the_pipeline_is_a_fault(clean, monkeypatch, capsys):
+def test_what_stops_the_pipeline_is_a_fault(few, monkeypatch, capsys):
     def fails(self, row): raise ValueError('no token r9c9')
     monkeypatch.setattr(VQADataset, 'plan_row', fails)
-    code, text = here(capsys, '--train_dataset_path', clean, '--samples', '3', '--html', '')
+    code, text = here(capsys, '--train_dataset_path', few, '--samples', '3', '--html', '')
     assert code == 1 and list(faults(text)) == ['stops_the_run'] and 'no token r9c9' in text
 
 
@@ -393,7 +403,7 @@ def test_other_ways_to_plant_them(kind, wrong, made, tokenizer):
 def test_samples_as_lists_and_without_texts(made, tokenizer):
     bare = [dict(input_ids=s['input_ids'].tolist(), labels=s['labels'].tolist(), images=s['images']) for s in made.values()]
     report = ins.inspect_samples(bare, *configs(), tokenizer)
-    assert not report.faults and len(report.sizes['tokens']) == 220
+    assert not report.faults and len(report.sizes['tokens']) == 60
     report = ins.inspect_samples(bare[:5], *configs(), tokenizer, val=bare[3:4])
     assert [f.kind for f in report.faults] == ['in_both_splits']*2 and report.faults[1].id == '3'
 
@@ -415,7 +425,7 @@ def test_answers_that_pose(tokenizer):
     ids = tokenizer(text).input_ids
     report = ins.inspect_samples([dict(id='p', input_ids=ids, labels=[-100]*(len(ids)-1)+[-100], texts=[dict(user='Say', assistant='yes')])], *configs(), tokenizer)
     assert {f.kind for f in report.faults} == {'no_target'}
-    answers = ins.answers_in(ids, report.rules)
+    answers = answers_in(ids, report.rules)
     learned = [ids[t+1] if any(a.start <= t+1 < a.stop for a in answers) else -100 for t in range(len(ids)-1)]+[-100]
     report = ins.inspect_samples([dict(id='p', input_ids=ids, labels=learned, texts=[dict(user='Say', assistant='yes')])], *configs(), tokenizer)
     assert [(f.kind, f.id) for f in report.faults] == [('prompt_learned', 'p')]
@@ -424,8 +434,8 @@ def test_answers_that_pose(tokenizer):
 def test_a_fingerprint_sees_contents_only(tmp_path):
     (tmp_path/'x.png').write_bytes(ROWS[0]['images'][0]['bytes'])
     a = read_row(ROWS, 0)
-    assert ins.fingerprint(a) == ins.fingerprint(a | dict(id='other', images=[tmp_path/'x.png'])) == ins.fingerprint(a | dict(images=[dict(path=str(tmp_path/'x.png'))]))
-    assert len({ins.fingerprint(read_row(ROWS, i)) for i in range(220)}) == 220
+    assert fingerprint(a) == fingerprint(a | dict(id='other', images=[tmp_path/'x.png'])) == fingerprint(a | dict(images=[dict(path=str(tmp_path/'x.png'))]))
+    assert len({fingerprint(read_row(ROWS, i)) for i in range(220)}) == 220
 
 
 # --- the page, and the command line
@@ -491,5 +501,5 @@ def test_ids_of_many_faults_are_in_the_page(tokenizer, made):
     wrong = [s | dict(labels=torch.full_like(s['labels'], -100)) for s in made.values()]
     report = ins.inspect_samples(wrong, *configs(), tokenizer)
     page = ins.to_html(report)
-    assert len(report.errors) == 220 and all(i in page for i in made) and 'and 215 more' in ins.summary(report)
+    assert len(report.errors) == 60 and all(i in page for i in made) and 'and 55 more' in ins.summary(report)
     assert json.dumps([f._asdict() for f in report.faults])
