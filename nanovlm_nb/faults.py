@@ -37,7 +37,7 @@ def _render(tokenizer, messages, prompt=False):
     "Messages as the template writes them; `prompt` adds the beginning of an answer."
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
-# %% ../nbs/40_faults.ipynb #1cde0194
+# %% ../nbs/40_faults.ipynb #8f32c77e
 class Frame(NamedTuple):
     "What a chat template puts around an answer."
     header:str # pieces in front of it
@@ -45,16 +45,20 @@ class Frame(NamedTuple):
     end:int # id of the end of turn
     tail:str # pieces behind the end of turn
 
+# %% ../nbs/40_faults.ipynb #1cde0194
 def _frame(tok):
     "The frame of a tokenizer's template; None: it has none."
     from jinja2 import TemplateError
     from nanovlm_nb.chat import answer_frame
     try: end = answer_frame(tok)[1]
     except (ValueError,TemplateError): return None
-    asked = _render(tok, question := [dict(role='user', content='q')], True)
-    if not (header := asked.removeprefix(_render(tok, question))) or tok.eos_token not in end: return None
-    ids,tail = (tok.encode(t, add_special_tokens=False) for t in (header, end.rsplit(tok.eos_token, 1)[1]))
-    return Frame(''.join(tok.convert_ids_to_tokens(ids)), ids[0], tok.eos_token_id, ''.join(tok.convert_ids_to_tokens(tail)))
+    def ids(text): return tok.encode(text, add_special_tokens=False)
+    def spell(text): return ''.join(tok.convert_ids_to_tokens(ids(text)))
+    chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
+    plain,asked,whole = _render(tok, chat[:1]),_render(tok, chat[:1], True),_render(tok, chat)
+    if plain==asked or tok.eos_token not in end: return None
+    tail = spell(whole).rsplit(tok.eos_token, 1)[1]
+    return Frame(spell(asked).removeprefix(spell(plain)), ids(asked)[len(ids(plain))], tok.eos_token_id, tail)
 
 # %% ../nbs/40_faults.ipynb #5610b9d7
 @dataclass
@@ -63,12 +67,6 @@ class Rules:
     tokenizer:Any # from `load_tokenizer`
     vlm_cfg:VLMConfig # pictures, tokens, template
     train_cfg:TrainConfig # limits and ratings
-
-    def pieces(self,
-        ids:list[int], # tokens
-    )->list[str]: # one for each
-        "Tokens as the vocabulary spells them."
-        return [p or '?' for p in self.tokenizer.convert_ids_to_tokens(ids)]
 
     def text(self,
         ids:list[int], # tokens
@@ -104,8 +102,7 @@ class Rules:
 # %% ../nbs/40_faults.ipynb #397032e8
 IGNORE = -100 # label of a position without a target, as in `packing`
 
-def tokens_of(
-    sample:dict, # `input_ids`, `labels`, perhaps `attention_mask`, one-dimensional
+def tokens_of(sample:dict, # `input_ids`, `labels`, perhaps `attention_mask`, one-dimensional
 )->tuple[list[int],list[int]]: # ids and labels without padding
     "The tokens of a sample as lists."
     ids,labels,mask = (x.tolist() if hasattr(x := sample.get(k), 'tolist') else x for k in ('input_ids','labels','attention_mask'))
@@ -125,20 +122,21 @@ def offset_of(
     best = max(agree, key=agree.get)
     return best,len(at)-agree[best]
 
-# %% ../nbs/40_faults.ipynb #86ab5a8c
+# %% ../nbs/40_faults.ipynb #9f9f0035
 class Answer(NamedTuple):
     "Places of an answer among the tokens."
     start:int # its first token
     end:int|None # its end of turn; None: there is none
     stop:int # behind everything that may be learned
 
+# %% ../nbs/40_faults.ipynb #86ab5a8c
 def answers_in(
     ids:list[int], # tokens of a sample, or of a pack
     rules:Rules, # tokenizer and template
 )->list[Answer]: # in order
     "Find the answers."
     if (frame := rules.frame) is None: return []
-    pieces,found = rules.pieces(ids),[]
+    pieces,found = [p or '?' for p in rules.tokenizer.convert_ids_to_tokens(ids)],[]
     starts = list(accumulate(map(len, pieces), initial=0))
     for header in re.finditer(re.escape(frame.header), ''.join(pieces)):
         start = bisect_left(starts, header.end())
@@ -165,8 +163,8 @@ def pictures_in(
         before = i
     return pictures
 
-def grid_of(
-    picture:list, # from `pictures_in`
+# %% ../nbs/40_faults.ipynb #3e915d3a
+def grid_of(picture:list, # from `pictures_in`
 )->tuple[int,int]: # rows, columns
     "The grid that the tokens of a picture reach."
     return tuple(max((c[k] for c,_ in picture if c), default=0) or 1 for k in (0, 1))
@@ -178,6 +176,7 @@ def _size(picture):
     try: return image_size(picture)
     except UnreadableImage: return None
 
+# %% ../nbs/40_faults.ipynb #efecb18d
 def tiles_of(
     image:Any, # a stack of tiles, or a picture that `open_header` takes
     rules:Rules, # tile sizes
@@ -186,7 +185,7 @@ def tiles_of(
     if (shape := getattr(image, 'shape', None)) is not None: return shape[0] if len(shape)==4 else 1
     return rules.processor.n_tiles(*size) if (size := _size(image)) else 0
 
-# %% ../nbs/40_faults.ipynb #0c825521
+# %% ../nbs/40_faults.ipynb #8ca664b9
 @dataclass
 class Sample:
     "A sample, and what the checks ask about it."
@@ -194,9 +193,16 @@ class Sample:
     rules:Rules # what it is measured against
 
     def __post_init__(self):
-        self.id,self.texts,self.images = self.given['id'],self.given.get('texts') or [],self.given.get('images') or []
-        self.ids,self.labels = tokens_of(self.given) if 'input_ids' in self.given else ([], [])
-        self.tiles = [tiles_of(im, self.rules) for im in self.images] if self.ids else []
+        given,rules,image = self.given,self.rules,self.rules.tokenizer.image_token_id
+        self.id,self.texts,self.images = given['id'],given.get('texts') or [],given.get('images') or []
+        self.ids,self.labels = tokens_of(given) if 'input_ids' in given else ([], [])
+        self.shift,self.misfits = offset_of(self.ids, self.labels)
+        self.learned = {t+self.shift for t,l in enumerate(self.labels) if l!=IGNORE}
+        self.answers = answers_in(self.ids, rules)
+        self.taught = [a for a in self.answers if not self.learned.isdisjoint(range(a.start, a.stop))]
+        self.tiles,self.told = [tiles_of(im, rules) for im in self.images],pictures_in(self.ids, rules)
+        self.placeholders,self.wanted = self.ids.count(image),sum(self.tiles)*rules.vlm_cfg.mp_image_token_length
+        self.torn = any(i==image or i in rules.markers for i in self.ids[-1:]) or (self.ids[:1]==[image] and len(self.ids)>1)
 
     def quote(self,
         places:list[int], # of tokens
@@ -204,45 +210,8 @@ class Sample:
         "Tokens for a message."
         return repr(_shorten(self.rules.text([self.ids[t] for t in places])))
 
-    @cached_property
-    def offset(self)->tuple[int,int]: # as from `offset_of`
-        "How far labels look ahead."
-        return offset_of(self.ids, self.labels)
-
-    @cached_property
-    def learned(self)->set[int]: # places
-        "Tokens that are learned."
-        return {t+self.offset[0] for t,l in enumerate(self.labels) if l!=IGNORE}
-
-    @cached_property
-    def answers(self)->list[Answer]: # in order
-        "Where the answers stand."
-        return answers_in(self.ids, self.rules)
-
-    @cached_property
-    def taught(self)->list[Answer]: # in order
-        "Answers of which something is learned."
-        return [a for a in self.answers if not self.learned.isdisjoint(range(a.start, a.stop))]
-
-    @cached_property
-    def told(self)->list[list]: # as from `pictures_in`
-        "Pictures that the tokens tell of."
-        return pictures_in(self.ids, self.rules)
-
-    @cached_property
-    def placeholders(self)->tuple[int,int]: # those that are there, and those that the tiles need
-        "Placeholders of pictures."
-        return self.ids.count(self.rules.tokenizer.image_token_id),sum(self.tiles)*self.rules.vlm_cfg.mp_image_token_length
-
-    @property
-    def torn(self)->bool: # True: a part of a picture is missing
-        "Whether the text begins or ends within a picture."
-        image = self.rules.tokenizer.image_token_id
-        return bool(self.ids) and (self.ids[-1] in (image, *self.rules.markers) or self.ids[0]==image and len(self.ids)>1)
-
 # %% ../nbs/40_faults.ipynb #0b76c474
-def check_targets(
-    s:Sample, # with labels
+def check_targets(s:Sample, # with labels
 )->Iterator[Fault]: # none, or one
     "All labels are masked."
     if all(l==IGNORE for l in s.labels): yield Fault('no_target', s.id, f'none of its {len(s.labels)} tokens is a target',
@@ -255,25 +224,24 @@ SHIFTS = { # places between a token and its label -> what happened
     -1:'each label is the token before: they were shifted the wrong way',
     1:'the labels are shifted, but some are other tokens than the text goes on with'}
 
-def check_shift(
-    s:Sample, # with labels
+# %% ../nbs/40_faults.ipynb #ee8f199a
+def check_shift(s:Sample, # with labels
 )->Iterator[Fault]: # none, or one
     "Labels are not the next tokens."
-    (k,wrong),why = s.offset,''
-    lost = [a for a in s.taught if a.start not in s.learned]
-    if k!=1 or wrong: why = SHIFTS[k]+f'; {wrong} of {len(s.learned)} fit no place'*bool(wrong)
+    lost,why = [a for a in s.taught if a.start not in s.learned],''
+    if s.shift!=1 or s.misfits: why = SHIFTS[s.shift]+f'; {s.misfits} of {len(s.learned)} fit no place'*bool(s.misfits)
     elif lost: why = f'{len(lost)} of {len(s.answers)} answers are learned without their first token: the mask was not shifted with the labels'
     if why: yield Fault('label_shift', s.id, why, 'make labels[t] = input_ids[t+1] once, with -100 at the last place; mask first, then shift')
 
-# %% ../nbs/40_faults.ipynb #583fa102
+# %% ../nbs/40_faults.ipynb #f28ce661
 def _foreign(s):
     "Answers that are learned, but are none of the texts'."
     from nanovlm_nb.chat import neutralise
     known = {neutralise(t['assistant'], s.rules.tokenizer).strip() for t in s.texts}
     return [a for a in s.taught if known and s.rules.tokenizer.decode(s.ids[a.start:a.end]).strip() not in known]
 
-def check_prompt(
-    s:Sample, # with labels, perhaps texts
+# %% ../nbs/40_faults.ipynb #583fa102
+def check_prompt(s:Sample, # with labels, perhaps texts
 )->Iterator[Fault]: # none, one or two
     "Something else than the answers is learned."
     inside = {t for a in s.answers for t in range(a.start, a.stop)}
@@ -286,8 +254,7 @@ def check_prompt(
         'break special tokens that a text spells out with `neutralise`, and look for swapped roles')
 
 # %% ../nbs/40_faults.ipynb #9a876051
-def check_end(
-    s:Sample, # with labels
+def check_end(s:Sample, # with labels
 )->Iterator[Fault]: # none, or one
     "An answer is learned, its end is not."
     endless = [a for a in s.taught if a.end is not None and a.end not in s.learned]
@@ -298,13 +265,11 @@ def check_end(
         'mask padding by its place (attention_mask), not by its id: a model that never learns the end never stops')
 
 # %% ../nbs/40_faults.ipynb #ad38dbe6
-def check_cut(
-    s:Sample, # with tiles
+def check_cut(s:Sample, # with tiles
 )->Iterator[Fault]: # none, or one
     "A picture, or a part of it, was cut away from the text."
-    n,want = s.placeholders
-    if n<want and (s.torn or len(s.told)<len(s.tiles)):
-        yield Fault('image_cut', s.id, f'{n} of {want} placeholders of its pictures ({len(s.tiles)}) are left: the text was cut',
+    if s.placeholders<s.wanted and (s.torn or len(s.told)<len(s.tiles)):
+        yield Fault('image_cut', s.id, f'{s.placeholders} of {s.wanted} placeholders of its pictures ({len(s.tiles)}) are left: the text was cut',
             'do not cut a sample that is too long: leave it out, or raise max_sample_length and lm_max_length')
 
 # %% ../nbs/40_faults.ipynb #7755bbbc
@@ -315,26 +280,26 @@ def _grid_wrong(picture, n, true):
     if len(picture)!=n: return f'its tokens tell {len(picture)} tiles ({rows} x {cols}), it has {n}'
     if true and true!=(rows, cols): return f'its tokens tell {rows} x {cols} tiles, its size gives {true[0]} x {true[1]}'
 
-def check_grid(
-    s:Sample, # with tiles, perhaps pictures
+# %% ../nbs/40_faults.ipynb #7e56f263
+def check_grid(s:Sample, # with tiles, perhaps pictures
 )->Iterator[Fault]: # one for each picture that is wrong
     "Tiles and the row and column tokens of a picture differ."
     if len(s.told)!=len(s.tiles) or s.torn: return
     true = [s.rules.processor.grid(*size) if (size := _size(p)) else None for p in s.given.get('pictures') or []]
     for k,(picture,n) in enumerate(zip(s.told, s.tiles)):
         wrong = _grid_wrong(picture, n, true[k] if k<len(true) else None)
-        if wrong: yield Fault('tile_grid', s.id, f'picture {k}: {wrong}', 'write the image string from the grid that the image processor returned for this picture')
+        if wrong: yield Fault('tile_grid', s.id, f'picture {k}: {wrong}',
+            'write the image string from the grid that the image processor returned for this picture')
 
 # %% ../nbs/40_faults.ipynb #021147e9
-def check_placeholders(
-    s:Sample, # with tiles
+def check_placeholders(s:Sample, # with tiles
 )->Iterator[Fault]: # none, or one
     "Placeholders and features differ in number."
-    (n,want),each = s.placeholders,s.rules.vlm_cfg.mp_image_token_length
+    each = s.rules.vlm_cfg.mp_image_token_length
     odd = [m for picture in s.told for cell,m in picture if cell and m!=each]
-    if (n==want and not odd) or [*check_cut(s), *check_grid(s)]: return
+    if (s.placeholders==s.wanted and not odd) or [*check_cut(s), *check_grid(s)]: return
     where = f', and a tile with {odd[0]} instead of {each}' if odd else ''
-    yield Fault('placeholders', s.id, f'{n} placeholders for {want} features{where}',
+    yield Fault('placeholders', s.id, f'{s.placeholders} placeholders for {s.wanted} features{where}',
         f'write {each} of {s.rules.tokenizer.image_token} for each tile (mp_image_token_length), and none in the texts')
 
 # %% ../nbs/40_faults.ipynb #eeb914b2
@@ -347,8 +312,8 @@ def _broken(image, side):
     try: open_image(image)
     except UnreadableImage as e: return str(e)
 
-def check_pictures(
-    s:Sample, # with tiles, or with pictures in their place
+# %% ../nbs/40_faults.ipynb #dcf2d49c
+def check_pictures(s:Sample, # with tiles, or with pictures in their place
 )->Iterator[Fault]: # one for each broken picture
     "A picture is corrupt or missing."
     for k,image in enumerate(s.images):
@@ -356,8 +321,7 @@ def check_pictures(
             yield Fault('corrupt_picture', s.id, f'picture {k}: {why}', 'replace the file, or take the sample out of the data set')
 
 # %% ../nbs/40_faults.ipynb #bb06be76
-def check_length(
-    s:Sample, # with tokens
+def check_length(s:Sample, # with tokens
 )->Iterator[Fault]: # none, or one
     "A sample is too long."
     n,most,pack = len(s.ids),s.rules.train_cfg.max_sample_length,s.rules.vlm_cfg.lm_max_length
@@ -373,7 +337,8 @@ def _template_wrong(turns, tok):
     text,question,prompt,at = _render(tok, messages),_render(tok, messages[:1]),_render(tok, messages[:1], True),0
     for m in messages:
         found = text.find(m['content'], at)
-        if found<0: yield f"it changes the text of the {m['role']}: {_shorten(m['content'])!r} is not in what it writes", 'write message.content unchanged, for every message'
+        if found<0: yield f"it changes the text of the {m['role']}: {_shorten(m['content'])!r} is not in what it writes", \
+            'write message.content unchanged, for every message'
         at = found+len(m['content'])
     if prompt==question: yield 'it writes nothing to ask for an answer', 'write the header of an assistant if add_generation_prompt'
     if _render(tok, [messages[0]|dict(role='assistant')])==question:
@@ -382,8 +347,8 @@ def _template_wrong(turns, tok):
         yield f'in training an answer does not begin as in generation, behind {_shorten(prompt[-40:])!r}', 'write the same header in both'
     if tok.eos_token not in text[at:]: yield f'no end of turn {tok.eos_token!r} behind the last answer', f'write {tok.eos_token} behind each message'
 
-def check_template(
-    s:Sample, # perhaps with texts
+# %% ../nbs/40_faults.ipynb #8e7d3a8f
+def check_template(s:Sample, # perhaps with texts
 )->Iterator[Fault]: # none, or one
     "The chat template is unfit for training."
     from jinja2 import TemplateError
@@ -393,8 +358,7 @@ def check_template(
     if wrong: yield Fault('chat_template', s.id, wrong[0], f'lm_chat_template: {wrong[1]}')
 
 # %% ../nbs/40_faults.ipynb #3a444f2a
-def check_roles(
-    s:Sample, # with labels
+def check_roles(s:Sample, # with labels
 )->Iterator[Fault]: # none, or one
     "The tokens are no chat as the template writes it."
     if not s.learned or not (frame := s.rules.frame): return
@@ -403,30 +367,24 @@ def check_roles(
     elif s.answers[-1].end is None: wrong = f'its last answer has no end of turn {s.rules.text([frame.end])!r}'
     if wrong: yield Fault('chat_template', s.id, wrong, 'encode with the template of the configuration (apply_chat_template), and do not cut afterwards')
 
-# %% ../nbs/40_faults.ipynb #0c37d770
+# %% ../nbs/40_faults.ipynb #c383eccb
 FORM = 'give `texts` as a list of {user, assistant}, and ratings as lists of numbers'
 
-def _unknown_columns(row, known):
-    "Columns that the pipeline ignores."
-    missing = [c for c in known if c not in row]
-    for name in (n for n in row if n not in known):
-        typo = difflib.get_close_matches(name, missing, n=1)
-        near = (typo or difflib.get_close_matches(name, known, n=1, cutoff=0))[0]
-        yield Fault('columns', row['id'], f'unknown column `{name}` is ignored: did you mean `{near}`?', f'rename it to `{near}`, or leave it out', warning=not typo)
-
-def check_columns(
-    row:dict, # a row as it is stored, with `id`
+def check_columns(row:dict, # a row as it is stored, with `id`
 )->Iterator[Fault]: # one for each column
     "A column is unknown, missing or of another form."
     from nanovlm_nb.dataset import COLUMNS,Dropped,check_form
-    yield from _unknown_columns(row, [*COLUMNS, 'row_id', 'id', 'kinds', 'scene'])
-    if 'texts' not in row:
-        there = ', '.join(c for c in row if c!='id')
-        yield Fault('columns', row['id'], f'column `texts` is missing; there are {there}', 'give each row `texts`, a list of {user, assistant}')
-        return
+    known = [*COLUMNS, 'row_id', 'id', 'kinds', 'scene']
+    for name in (n for n in row if n not in known):
+        typo = difflib.get_close_matches(name, [c for c in known if c not in row], n=1)
+        near = (typo or difflib.get_close_matches(name, COLUMNS, n=1, cutoff=0))[0]
+        message,remedy = f'unknown column `{name}` is ignored: did you mean `{near}`?',f'rename it to `{near}`, or leave it out'
+        yield Fault('columns', row['id'], message, remedy, warning=not typo)
     try: check_form(row)
     except Dropped as d:
-        if d.reason=='bad_row': yield Fault('columns', row['id'], d.detail, FORM)
+        there = ', '.join(c for c in row if c!='id')
+        if 'texts' not in row: yield Fault('columns', row['id'], f'column `texts` is missing; there are {there}', FORM)
+        elif d.reason=='bad_row': yield Fault('columns', row['id'], d.detail, FORM)
 
 # %% ../nbs/40_faults.ipynb #6f7946d3
 def check_ratings(
@@ -453,8 +411,8 @@ def _bytes(picture):
     if hasattr(picture, 'numpy'): picture = picture.numpy()
     return picture.tobytes() if hasattr(picture, 'tobytes') else picture or b''
 
-def fingerprint(
-    sample:dict, # `texts` or `input_ids`, and `images`
+# %% ../nbs/40_faults.ipynb #db86fef5
+def fingerprint(sample:dict, # `texts` or `input_ids`, and `images`
 )->str: # the same for the same contents
     "A hash of texts and pictures."
     said = [(t['user'], t['assistant']) for t in sample.get('texts') or []]
@@ -477,8 +435,7 @@ def check_overlap(
         yield Fault('in_both_splits', i, where, 'take it out of one of the two, or remove duplicates before the split')
 
 # %% ../nbs/40_faults.ipynb #2faa2aea
-def check_batch(
-    batch:dict, # `labels`, `attention_mask` (B, T) and perhaps `ids`, as `collate_packs` makes them
+def check_batch(batch:dict, # `labels`, `attention_mask` (B, T) and perhaps `ids`, as `collate_packs` makes them
 )->Iterator[Fault]: # one for each pack with samples, but without targets
     "A pack or a whole batch has no target."
     labels,masks = batch['labels'].tolist(),batch.get('attention_mask')
@@ -497,15 +454,15 @@ DROPS = dict( # reason of `Dropped` -> kind of fault and remedy; other reasons a
     bad_line=('columns', 'give each line one object with `conversations` and perhaps `image`'),
     bad_row=('columns', FORM))
 
-def check_drop(
-    dropped:Exception, # a `Dropped` of the pipeline
+# %% ../nbs/40_faults.ipynb #1ff9cf32
+def check_drop(dropped:Exception, # a `Dropped` of the pipeline
 )->Iterator[Fault]: # none, or one
     "A sample was left out because something is wrong with it."
     if dropped.reason not in DROPS: return
     kind,remedy = DROPS[dropped.reason]
     yield Fault(kind, dropped.id, f'it is left out: {dropped.detail or dropped.reason}', remedy)
 
-# %% ../nbs/40_faults.ipynb #5c9d03b2
+# %% ../nbs/40_faults.ipynb #2dc7f641
 class Check(NamedTuple):
     "A way to find a kind of fault."
     kind:str # the faults that it reports
@@ -513,6 +470,7 @@ class Check(NamedTuple):
     find:Callable # that -> faults
     title:str # what holds if there is none
 
+# %% ../nbs/40_faults.ipynb #5c9d03b2
 CHECKS = (
     Check('columns', 'row', check_columns, 'columns are known and of the right form'),
     Check('corrupt_picture', 'sample', check_pictures, 'pictures can be decoded'),
