@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'SPLITS', 'COLUMNS', 'SAVED_SHARDS', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops',
-           'to_row', 'read_row', 'read_pictures', 'check_form', 'check_row', 'check_length', 'Plan', 'BaseDataset',
-           'VQADataset', 'local_configs', 'config_names', 'load_config', 'load_configs', 'load_data', 'collate_padded']
+           'to_row', 'read_row', 'check_form', 'check_row', 'check_length', 'Plan', 'BaseDataset', 'VQADataset',
+           'local_configs', 'config_names', 'load_config', 'load_configs', 'load_data', 'collate_padded']
 
 # %% ../nbs/22_dataset.ipynb #d7ed6922
-import io
 import logging
 import random
 import re
@@ -96,20 +95,25 @@ class Drops:
         return [id for id,r in self.reasons.items() if r == reason]
 
 # %% ../nbs/22_dataset.ipynb #f0156041
-def _picture(scalar, file):
-    "What `open_header` takes, from an arrow scalar of a `datasets` image."
-    if not scalar.is_valid: return None
-    return file(scalar['bytes'].as_buffer()) if scalar['bytes'].is_valid else scalar['path'].as_py()
+def _in_place(array):
+    "The values of a binary array where they lie; a scalar of arrow would be a copy."
+    if array.null_count == len(array): return [None]*len(array)
+    _, ends, data = array.buffers()
+    at = np.frombuffer(ends, np.int64 if pa.types.is_large_binary(array.type) else np.int32)[array.offset:][:len(array)+1].tolist()
+    return [data.slice(start, end-start) if valid else None for valid,start,end in zip(array.is_valid().to_pylist(), at, at[1:])]
 
-def _pictures(r, file):
-    "The pictures of a row of arrow, their bytes as open files of that kind."
+def _pictures(r):
+    "What `open_header` takes, from a row of arrow: bytes as open files, else paths."
     if 'images' not in r.column_names or not (images := r.column('images')[0]).is_valid: return []
-    return [_picture(s, file) for s in images]
+    found = images.values
+    if not isinstance(found, pa.StructArray): return [None]*len(found) # a column without a single picture
+    fields = dict(zip((f.name for f in found.type), found.flatten()))
+    return [path if data is None else pa.BufferReader(data) for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
 
 def _from_table(r):
     "A row of arrow as a dictionary; its pictures stay where they are."
     others = r.drop_columns('images') if 'images' in r.column_names else r
-    return others.to_pylist()[0] | dict(images=_pictures(r, pa.BufferReader))
+    return others.to_pylist()[0] | dict(images=_pictures(r))
 
 def _as_list(x): return list(x) if isinstance(x, (list, tuple)) else [] if x is None else [x]
 
@@ -127,14 +131,6 @@ def read_row(
 )->dict: # as from `to_row`
     "Row `i` without decoding its pictures."
     return to_row(rows[i], i)
-
-def read_pictures(
-    rows:datasets.Dataset|list[dict], # a data set in arrow format, or plain rows
-    i:int, # index
-)->list: # what `open_header` takes
-    "The pictures of row `i` and nothing else of it, still encoded."
-    r = rows[i]
-    return _pictures(r, io.BytesIO) if isinstance(r, pa.Table) else to_row(r, i)['images']
 
 # %% ../nbs/22_dataset.ipynb #1c108683
 def _is_text(v):

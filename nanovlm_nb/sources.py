@@ -16,7 +16,7 @@ import datasets
 import pyarrow as pa
 from datasets.table import CastError
 
-from .dataset import Dropped, read_pictures, to_row
+from .dataset import Dropped, to_row
 
 # %% ../nbs/25_sources.ipynb #a6e02dd1
 M64 = 2**64-1
@@ -97,20 +97,19 @@ class MapSource:
         order = Permutation(len(self), f'{self.seed}/{epoch}') if self.shuffle else range(len(self))
         for n,place in enumerate(range(lane+(at or 0)*lanes, len(self), lanes), start=(at or 0)+1):
             i = self.split[self.start+order[place]]
-            row = as_row(self.rows[i], i, None if self.name is None else f'{self.name}/{i}')
-            yield n,row if isinstance(row, Dropped) else row|dict(ref=i)
+            yield n,as_row(self.rows[i], i, None if self.name is None else f'{self.name}/{i}')
 
     def hold(self,
         row:dict, # from `rows_of`
-    )->int: # what a window keeps
-        "What is needed to find a row's pictures again: its index."
-        return row['ref']
+    )->list: # what a window keeps
+        "The pictures where they are: of a data set on disk, their bytes are read when they are decoded."
+        return row['images']
 
     def pictures(self,
-        held:int, # from `hold`
+        held:list, # from `hold`
     )->list: # what `open_header` takes
         "The pictures of a row, still encoded."
-        return read_pictures(self.rows, held)
+        return held
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
@@ -179,6 +178,13 @@ class Share:
 
 def _damaged(e): return isinstance(e, (pa.ArrowException, CastError)) or (type(e) is OSError and e.errno is None) # arrow's own errors, not the network's
 
+# %% ../nbs/25_sources.ipynb #84882d1a
+def _by_itself(picture):
+    "A copy of a view into a table, which could not go as long as the view is held."
+    if not isinstance(picture, pa.BufferReader): return picture
+    picture.seek(0)
+    return pa.BufferReader(picture.read())
+
 # %% ../nbs/25_sources.ipynb #c2c33c9f
 class StreamSource:
     "Rows of streams, one after the other within a shard."
@@ -230,8 +236,8 @@ class StreamSource:
     def hold(self,
         row:dict, # from `rows_of`
     )->list: # what a window keeps
-        "A stream cannot go back: the encoded pictures themselves."
-        return row['images']
+        "A stream cannot go back: the encoded pictures themselves, without the table that they came in."
+        return [_by_itself(im) for im in row['images']]
 
     def pictures(self,
         held:list, # from `hold`
