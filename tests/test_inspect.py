@@ -21,6 +21,7 @@ from nanovlm_nb.faults import answers_in, fingerprint
 from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples
 from nanovlm_nb.packing import collate_packs, pack
 
+pytestmark = pytest.mark.usefixtures('one_thread')
 SIZES = dict(max_img_size=256, resize_to_max_side_len=False, lm_max_length=1024)
 LIMITS = dict(max_sample_length=1024, val_size=20, num_of_sequences=8, num_workers=0, val_workers=0, stream_dataset=False, train_dataset_name=['default'])
 FLAGS = [f'--{k}={v}' for k, v in (SIZES | LIMITS).items() if k != 'train_dataset_name'] + ['--train_dataset_name', 'default']
@@ -97,8 +98,9 @@ def faults(text: str) -> dict[str, list[str]]:
 
 # --- nothing planted
 
-def test_200_clean_samples_have_no_fault(clean, tmp_path):
-    code, text = command(tmp_path, *FLAGS, '--train_dataset_path', clean)
+def test_200_clean_samples_have_no_fault(clean, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, text = here(capsys, '--train_dataset_path', clean)
     assert (code, faults(text)) == (0, {}) and 'warning' not in text, text
     assert '200 of training, 20 of validation, 220 inspected, 0 left out' in text
     assert (tmp_path/'inspect.html').stat().st_size < 1_500_000
@@ -106,15 +108,15 @@ def test_200_clean_samples_have_no_fault(clean, tmp_path):
 
 def test_the_preset_has_no_fault(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert ins.main(['--samples', '50', '--compare', '100', '--num_of_sequences', '8', '--html', '']) == 0
+    assert ins.main(['--samples', '50', '--compare', '100', '--num_of_sequences', '8', '--data_cutoff_idx', '300', '--val_size', '60', '--html', '']) == 0
     text = capsys.readouterr().out
     assert faults(text) == {} and '50 of training, 50 of validation, 100 inspected, 0 left out' in text
     assert not list(tmp_path.iterdir()), 'no page was asked for'
 
 
-def test_clean_samples_when_streamed(clean, tmp_path, capsys):
-    code, text = here(capsys, '--train_dataset_path', clean, '--stream_dataset', 'True', '--html', '')
-    assert (code, faults(text)) == (0, {}) and '200 of training, 20 of validation' in text
+def test_clean_samples_when_streamed(few, tmp_path, capsys):
+    code, text = here(capsys, '--train_dataset_path', few, '--stream_dataset', 'True', '--html', '')
+    assert (code, faults(text)) == (0, {}) and '40 of training, 20 of validation' in text
 
 
 @pytest.mark.parametrize('stream', ['True', 'False'])
@@ -152,8 +154,8 @@ def test_json_lines(tmp_path, capsys):
     assert code == 1 and faults(text) == {'corrupt_picture': ['train/6'], 'columns': ['train/10']}, text
 
 
-def test_what_cannot_be_loaded_at_all(tmp_path, clean, capsys):
-    for path, more, said in ((tmp_path/'nowhere', [], 'nothing could be loaded'), (clean, ['--val_size', '999'], 'val_size 999 leaves no training rows')):
+def test_what_cannot_be_loaded_at_all(tmp_path, few, capsys):
+    for path, more, said in ((tmp_path/'nowhere', [], 'nothing could be loaded'), (few, ['--val_size', '999'], 'val_size 999 leaves no training rows')):
         code, text = here(capsys, '--train_dataset_path', path, *more, '--html', '')
         assert code == 1 and said in text and len(faults(text)) == 1
 
