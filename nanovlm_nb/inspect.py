@@ -310,7 +310,7 @@ code,.text{font:13px/1.55 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:an
 .fault{border-left:5px solid var(--bad)}.fault.warning{border-color:var(--warn)}.learned,.wrong{border-radius:3px}.wrong{text-decoration:underline wavy}
 .facts{columns:420px;column-gap:30px}.facts p{margin:0;padding:4px 0;border-bottom:1px solid var(--line);break-inside:avoid;display:flex;gap:12px}
 .facts b{flex:0 0 150px;color:var(--soft)}table{border-collapse:collapse;width:100%;font-size:14px}
-td,th{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}.n{text-align:right;white-space:nowrap}
+td,th{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}
 .cards{columns:350px;column-gap:14px}.text{white-space:pre-wrap;margin-top:8px;max-height:520px;overflow:auto}.special{color:var(--soft)}
 .image{background:var(--chip);color:var(--soft);border-radius:9px;padding:0 7px;-webkit-box-decoration-break:clone;box-decoration-break:clone}
 .pictures{display:flex;flex-wrap:wrap;gap:10px;align-items:start}.pictures img{display:block;border-radius:3px}.tiles{display:grid;gap:2px}
@@ -353,15 +353,15 @@ def _fault_box(faults, most=3):
         cls='box fault'+' warning'*warning)
 
 # %% ../nbs/41_inspect.ipynb #4efaefc8
-def _row(*values, cell=Td): return Tr(*(cell(v, cls='n' if str(v).isdigit() else None) for v in values))
+def _row(texts, numbers, cell=Td): return Tr(*map(cell, texts), *(cell(str(n), cls='n') for n in numbers))
 
 def _checks_table(report):
     "All kinds of faults."
     found,wrong = Counter(f.kind for f in report.faults),{f.kind for f in report.errors}
     def row(kind):
         mark = '✗' if kind in wrong else '!' if found[kind] else '✓' if report.asked[kind] else '–'
-        return _row(mark, Code(kind), '; '.join(c.title for c in CHECKS if c.kind==kind), str(report.asked[kind]), str(found[kind]))
-    return Table(_row('', 'fault', 'what holds without it', 'checked', 'found', cell=Th), *map(row, KINDS))
+        return _row((mark, Code(kind), '; '.join(c.title for c in CHECKS if c.kind==kind)), (report.asked[kind], found[kind]))
+    return Table(_row(('', 'fault', 'what holds without it'), ('checked', 'found'), Th), *map(row, KINDS))
 
 # %% ../nbs/41_inspect.ipynb #801b1cc6
 def _pack_bar(pack):
@@ -393,7 +393,7 @@ def _sections(report):
     "(heading, what stands below it), for all that there is."
     spread = {f'{k} a sample':v for k,v in report.sizes.items()}|{'% of a pack used':[100*p.used for p in report.packs]}
     facts = (_figures(report)|_settings(report)).items()
-    drops = [_row(Code(reason), _ids(ids, 20), str(len(ids))) for reason,ids in _drops_of(report).items()]
+    drops = [_row((Code(reason), _ids(ids, 20)), [len(ids)]) for reason,ids in _drops_of(report).items()]
     legend = [Span('green', cls='learned'), ' is learned, ', Span('red', cls='wrong'), ' has a label that is another token, ',
         Span('pills', cls='image'), ' are placeholders of pictures.']
     yield 'Faults', [_fault_box(faults) for faults in _by_kind(report.faults).values()]
@@ -402,7 +402,7 @@ def _sections(report):
     if report.packs: yield 'Packs', [P('A bar is a pack, a part of it a document, the striped rest padding.', cls='soft'),
         Div(*(x for p in report.packs[:16] for x in _pack_bar(p)), cls='box packs')]
     yield 'How sizes are spread', [Div(*bars, cls='spread')] if (bars := [_histogram(k, v) for k,v in spread.items() if v]) else []
-    yield 'Left out', [Div(Table(_row('reason', 'which', 'samples', cell=Th), *drops), cls='box')] if drops else []
+    yield 'Left out', [Div(Table(_row(('reason', 'which'), ['samples'], Th), *drops), cls='box')] if drops else []
     yield 'What was checked', [Div(_checks_table(report), cls='box')]
 
 # %% ../nbs/41_inspect.ipynb #5a7b0153
@@ -437,7 +437,7 @@ def _look_at_stored(report):
             report.ask('row', _stored_row(path, name)|dict(id=f'{name}/0'))
             load_config(path, name, streaming=True)
             ok = True
-        except (*LOAD_ERRORS,StopIteration) as e:
+        except (*LOAD_ERRORS,StopIteration,IndexError) as e:
             if n==len(report.errors): report.faults.append(Fault('columns', name, f'it cannot be loaded: {type(e).__name__}: {e}',
                 'correct the files, or take it out of train_dataset_name'))
     if not ok: report.notes.append('No sample was made: nothing could be loaded.')
