@@ -273,14 +273,16 @@ def sizes_of(
 # %% ../nbs/26_lanes.ipynb #29c97750
 def _same(x): return x
 
-def _take(packs, n, num_workers):
-    "The next `n` packs; an error does not keep the workers, and a worker's death is called that."
-    try: return [next(packs) for _ in range(n)]
-    except BaseException as e:
-        clear_frames(e.__traceback__)
-        cut_off = num_workers and isinstance(e, (EOFError, ConnectionError, FileNotFoundError)) and not str(e).startswith('Caught') # torch's word for what a worker raised
-        if not cut_off: raise
-        raise RuntimeError(f'a DataLoader worker died while it sent a pack ({type(e).__name__}). Was it killed for its memory? Lower num_workers or num_of_sequences') from e
+class _letting_go:
+    "A context in which an error does not keep the workers, and a worker's death is called that."
+    def __init__(self, num_workers): self.num_workers = num_workers
+
+    def __enter__(self): pass
+
+    def __exit__(self, kind, e, tb):
+        clear_frames(tb)
+        if self.num_workers and isinstance(e, (EOFError, ConnectionError, FileNotFoundError)) and not str(e).startswith('Caught'): # torch's word for what a worker raised
+            raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). Was it killed for its memory? Lower num_workers or num_of_sequences') from e
 
 class PackLoader:
     "This rank's micro-batches of an epoch; its position is a small dictionary."
@@ -321,7 +323,7 @@ class PackLoader:
         "One update after the other, until all lanes are done."
         packs = (unship(p) for p in self.loader() if p is not None)
         while True:
-            turn = _take(packs, len(self.lanes), self.num_workers)
+            with _letting_go(self.num_workers): turn = [next(packs) for _ in self.lanes]
             for p in turn: self._count(p)
             if all(p['done'] for p in turn): return
             yield turn
