@@ -1,14 +1,17 @@
 "A sample in a pack has the scores and gradients that it has alone, and its neighbours cannot touch it."
 import random
+from itertools import islice
 
 import pytest
 import torch
 
-from nanovlm_nb.config import preset
-from nanovlm_nb.dataset import VQADataset
+from nanovlm_nb.config import evolve, preset
+from nanovlm_nb.dataset import VQADataset, read_row
 from nanovlm_nb.images import get_image_processor
+from nanovlm_nb.lanes import PackLoader, PackRules
 from nanovlm_nb.packing import collate_packs, pack
 from nanovlm_nb.shapes import shapes_dataset, shapes_tokenizer
+from nanovlm_nb.sources import MapSource
 from nanovlm_nb.vlm import VLMNet
 
 LENGTH, N_PACKS, MOST_IMAGES = 400, 200, 4
@@ -118,3 +121,71 @@ def test_gradients_as_alone(net, groups):
             a, b = packed[part].double(), alone[part].double()
             assert torch.dot(a, b)/(a.norm()*b.norm()) >= 1 - 1e-6, part
             assert (a - b).norm() <= 1e-4*b.norm(), part
+
+
+# The same through the whole pipeline: what a loader makes of rows, some of which turn out to be damaged when they are decoded
+
+@pytest.fixture(scope='module')
+def small_net():
+    "Two blocks of a language model and one of a vision tower, in float32."
+    torch.manual_seed(1)
+    return VLMNet(evolve(preset('shapes')[0], vit_hidden_dim=64, vit_n_blocks=1, lm_hidden_dim=64, lm_inter_dim=128, lm_n_blocks=2)).train()
+
+
+@pytest.fixture(scope='module')
+def piped(small_net):
+    "500 packs, four to a batch, and the samples in them; every seventh picture is cut off behind its header."
+    cfg, rows = small_net.cfg, shapes_dataset(240).with_format('arrow')
+    rows = [row | dict(images=[b.read() for b in row['images']]) for row in (read_row(rows, i) for i in range(len(rows)))]
+    for row in rows[::7]: row['images'] = [b[:len(b)//2] for b in row['images']]
+    tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
+    data = VQADataset(rows, tokenizer, get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len), cfg.mp_image_token_length, max_sample_length=160)
+    loader, batches = PackLoader(data, MapSource(rows), PackRules(384, tokenizer.pad_token_id, max_images=4, window=8), 4), []
+    for epoch in range(20):
+        loader.set_epoch(epoch)
+        batches += islice(loader, 125-len(batches))
+    alone = {s['id']: s for s in (data[i] for i in range(len(rows))) if s}
+    gaps = [ids for batch in batches for ids, drops in zip(batch['ids'], batch['drops']) if any(reason == 'unreadable_image' for _, reason, _ in drops)]
+    assert len(batches) == 125 and sum(len(ids) > 1 for ids in gaps) > 100 and len(alone) > 180
+    return batches, alone
+
+
+def in_documents(values, batch):
+    "Cut what a batch gave into documents: (sample id, its values)."
+    for row, ids, lens in zip(values, batch['ids'], batch['doc_lens']): yield from zip(ids, row[:sum(lens)].split(lens))
+
+
+def inputs(batch): return dict(input_ids=batch['input_ids'], images=batch['images'], doc_lens=batch['doc_lens'])
+
+
+@torch.no_grad()
+def test_500_packs_of_the_loader(small_net, piped):
+    "Ids, labels, pictures and scores of every document are those of its sample alone, drops within the pack or not."
+    batches, alone = piped
+    scores = {i: small_net(**as_batch([s])[0])[0][0] for i, s in alone.items()}
+    worst, documents = 0., 0
+    for batch in batches:
+        for (i, ids), (_, labels), (_, got) in zip(*(in_documents(v, batch) for v in (batch['input_ids'], batch['labels'], small_net(**inputs(batch))[0]))):
+            assert torch.equal(ids, alone[i]['input_ids']) and torch.equal(labels, alone[i]['labels'])
+            worst, documents = max(worst, (got-scores[i]).abs().max().item()), documents+1
+        for ids, images in zip(batch['ids'], batch['images']):
+            assert all(torch.equal(a, b) for a, b in zip(images, (t for i in ids for t in alone[i]['images']), strict=True))
+    assert documents > 1500 and worst <= 1e-5
+
+
+@torch.no_grad()
+def test_500_packs_do_not_mix(small_net, piped):
+    "In every pack one document gets other words and other pixels: the scores of all others change by exactly nothing."
+    dice = random.Random(0)
+    for batch in piped[0]:
+        changed, hit = dict(batch, input_ids=batch['input_ids'].clone(), images=[list(row) for row in batch['images']]), set()
+        for row, (ids, lens) in enumerate(zip(batch['ids'], batch['doc_lens'])):
+            if not ids: continue
+            k = dice.randrange(len(ids))
+            words = changed['input_ids'][row, sum(lens[:k]):sum(lens[:k+1])]
+            words[:] = torch.where(words != small_net.cfg.image_token_id, 300-words.clamp(max=300), words)
+            first = sum(len(piped[1][i]['images']) for i in ids[:k])
+            for j in range(first, first+len(piped[1][ids[k]]['images'])): changed['images'][row][j] = 255-changed['images'][row][j]
+            hit.add(ids[k])
+        before, after = (small_net(**inputs(b))[0] for b in (batch, changed))
+        for (i, a), (_, b) in zip(in_documents(before, batch), in_documents(after, batch)): assert torch.equal(a, b) == (i not in hit)
