@@ -171,6 +171,7 @@ def test_500_packs_of_the_loader(small_net, piped):
         for ids, images in zip(batch['ids'], batch['images']):
             assert all(torch.equal(a, b) for a, b in zip(images, (t for i in ids for t in alone[i]['images']), strict=True))
     assert documents > 1500 and worst <= 1e-5
+    assert (small_net(**inputs(batch) | dict(doc_lens=None))[0]-small_net(**inputs(batch))[0]).abs().max() > 1e-2  # read as one document they do mix
 
 
 @torch.no_grad()
