@@ -8,7 +8,6 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'pick_device', 'Fro
            'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_threads', 'set_seed', 'seed_worker']
 
 # %% ../nbs/00_dist.ipynb #c63fc988
-import multiprocessing
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import get_worker_info
 
 # %% ../nbs/00_dist.ipynb #2e937116
 def pick_device()->torch.device: # `cuda`, `mps` or `cpu`
@@ -244,7 +244,7 @@ def seed_worker(
     worker_id:int, # number of the worker, unused: torch's seed already differs between workers
 )->None: # nothing
     "Seed Python and numpy inside a loader worker, and let it live on for a while after a signal; give it to `DataLoader(worker_init_fn=...)`."
-    if multiprocessing.parent_process() is not None:
+    if get_worker_info() is not None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
     seed = torch.initial_seed() % 2**32
