@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'SPLITS', 'COLUMNS', 'SAVED_SHARDS', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops',
-           'to_row', 'read_row', 'check_form', 'check_row', 'check_length', 'Plan', 'BaseDataset', 'VQADataset',
-           'local_configs', 'config_names', 'load_config', 'load_configs', 'load_data', 'collate_padded']
+           'PictureFile', 'to_row', 'read_row', 'check_form', 'check_row', 'check_length', 'Plan', 'BaseDataset',
+           'VQADataset', 'local_configs', 'config_names', 'load_config', 'load_configs', 'load_data', 'collate_padded']
 
 # %% ../nbs/22_dataset.ipynb #d7ed6922
+import io
 import logging
 import random
 import re
@@ -102,13 +103,41 @@ def _in_place(array):
     at = np.frombuffer(ends, np.int64 if pa.types.is_large_binary(array.type) else np.int32)[array.offset:][:len(array)+1].tolist()
     return [data.slice(start, end-start) if valid else None for valid,start,end in zip(array.is_valid().to_pylist(), at, at[1:])]
 
+class PictureFile(io.RawIOBase):
+    "A file over bytes that are not copied before they are read; unlike arrow's, one that PIL can seek beyond its end."
+    def __init__(self,
+        buffer, # bytes, or anything that gives a memoryview of bytes
+    ):
+        "Stand at the beginning."
+        self.view,self.at = memoryview(buffer),0
+
+    def readable(self): return True
+    def seekable(self): return True
+    def tell(self): return self.at
+
+    def seek(self,
+        offset:int, # bytes, from where `whence` says
+        whence:int=io.SEEK_SET, # as in `io`
+    )->int: # the new position, perhaps beyond the end
+        "Go somewhere."
+        self.at = max(0, (0, self.at, len(self.view))[whence]+offset)
+        return self.at
+
+    def read(self,
+        n:int|None=-1, # bytes; negative or None: all
+    )->bytes: # fewer at the end
+        "Copy the next bytes."
+        data = self.view[self.at:None if n is None or n < 0 else self.at+n].tobytes()
+        self.at += len(data)
+        return data
+
 def _pictures(r):
     "What `open_header` takes, from a row of arrow: bytes as open files, else paths."
     if 'images' not in r.column_names or not (images := r.column('images')[0]).is_valid: return []
     found = images.values
     if not isinstance(found, pa.StructArray): return [None]*len(found) # a column without a single picture
     fields = dict(zip((f.name for f in found.type), found.flatten()))
-    return [path if data is None else pa.BufferReader(data) for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
+    return [path if data is None else PictureFile(data) for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
 
 def _from_table(r):
     "A row of arrow as a dictionary; its pictures stay where they are."

@@ -16,7 +16,7 @@ import datasets
 import pyarrow as pa
 from datasets.table import CastError
 
-from .dataset import Dropped, to_row
+from .dataset import Dropped, PictureFile, to_row
 
 # %% ../nbs/25_sources.ipynb #a6e02dd1
 M64 = 2**64-1
@@ -181,9 +181,9 @@ def _damaged(e): return isinstance(e, (pa.ArrowException, CastError)) or (type(e
 # %% ../nbs/25_sources.ipynb #84882d1a
 def _by_itself(picture):
     "A copy of a view into a table, which could not go as long as the view is held."
-    if not isinstance(picture, pa.BufferReader): return picture
+    if not isinstance(picture, PictureFile): return picture
     picture.seek(0)
-    return pa.BufferReader(picture.read())
+    return PictureFile(picture.read())
 
 # %% ../nbs/25_sources.ipynb #c2c33c9f
 class StreamSource:

@@ -314,6 +314,7 @@ def updates(self:Trainer)->Iterator[Update]: # until `max_training_steps`
 def log_epoch(self:Trainer):
     "Log the loss and speed of the epoch so far."
     s = self.epoch_sums
+    if not s['seconds']: return
     self.log.log(dict(epoch_loss=s['loss']/max(s['targets'],1), epoch_tokens_per_second=s['tokens']/s['seconds'],
         epoch_duration=s['seconds']), self.state.step)
 

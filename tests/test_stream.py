@@ -33,7 +33,6 @@ pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings(
 LENGTH, LONGEST = 128, 112
 FEATURES = datasets.Features(images=datasets.List(datasets.Image()), source=datasets.Value('string'), relevance_ratings=datasets.List(datasets.Value('int64')),
                              texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))))
-NO_SEEK = pytest.mark.xfail(strict=True, reason="arrow's BufferReader has no readline and seeks not beyond its end: PIL fails before it comes to this format")
 ROWS = dict(few=24, many=36, saved=12)                                          # configuration -> rows; `few` has 3 shares, the others 12
 FATES = {3: 'ratings', 5: 'too_long', 7: 'no_turns', 8: 'cut', 9: 'truncated', 11: 'no_header'}  # row number modulo 12 -> what is odd about it
 REASONS = dict(ratings='ratings', too_long='too_long', no_turns='no_turns', truncated='unreadable_image', no_header='unreadable_image')
@@ -404,7 +403,7 @@ def test_tiles_of_a_pack(tokenizer):
 
 
 @pytest.mark.parametrize('stream', [True, False])
-@pytest.mark.parametrize('form', ['PNG', 'JPEG', 'GIF', 'BMP', pytest.param('WEBP', marks=NO_SEEK), pytest.param('TIFF', marks=NO_SEEK)])
+@pytest.mark.parametrize('form', ['PNG', 'JPEG', 'GIF', 'BMP', 'WEBP', 'TIFF'])
 def test_every_kind_of_picture_comes_through(tokenizer, tmp_path, form, stream):
     "A small picture of each format, from parquet."
     b = io.BytesIO(); Image.new('RGB', (16, 16), 'red').save(b, form)
