@@ -53,7 +53,7 @@ class Dropped(Exception):
     "A sample that is left out: its id, the reason in one word, and details."
     def __init__(self,
         id:str, # the sample
-        reason:str, # 'no_turns', 'bad_row', 'ratings', 'too_many_images', 'unreadable_image', 'too_long' or 'unreadable_shard'
+        reason:str, # 'no_turns', 'bad_row', 'ratings', 'too_many_images', 'too_many_tiles', 'unreadable_image', 'too_long' or 'unreadable_shard'
         detail:str='', # what exactly, for the log
     ):
         "Say which sample and why."
@@ -111,9 +111,17 @@ class PictureFile(io.RawIOBase):
         "Stand at the beginning."
         self.view,self.at = memoryview(buffer),0
 
-    def readable(self): return True
-    def seekable(self): return True
-    def tell(self): return self.at
+    def readable(self)->bool: # True
+        "It can be read."
+        return True
+
+    def seekable(self)->bool: # True
+        "It has positions."
+        return True
+
+    def tell(self)->int: # bytes from the beginning
+        "The position."
+        return self.at
 
     def seek(self,
         offset:int, # bytes, from where `whence` says

@@ -73,8 +73,9 @@ def gather_update(
     if not n: return None
     ordered = [rank[m] for m in range(n) for rank in infos if m<len(rank)]
     ids = [i for o in ordered for i in o['ids']]
+    spare = [dict(ordered[0], tokens=0, images=0, tiles=0)]*(n*len(infos)-len(ordered)) # idle micro-batches are padding too
     return Update(mine[:n]+[idle() for _ in range(n-len(mine))], sum(o['targets'] for o in ordered), sum(o['tokens'] for o in ordered), len(ids),
-        packing_stats(ordered), digest(ids))
+        packing_stats(ordered+spare), digest(ids))
 
 # %% ../nbs/32_trainer.ipynb #4f414fd1
 @dataclass
