@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CHAT_TEMPLATE', 'check_known', 'as_type', 'Config', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig',
-           'evolve', 'OptimFields', 'DataFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'save_yaml',
-           'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'check_flags', 'parse_args', 'set_env',
-           'effective_batch_size', 'get_run_name']
+           'evolve', 'OptimFields', 'DataFields', 'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs',
+           'preset', 'save_yaml', 'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'check_flags', 'parse_args',
+           'set_env', 'effective_batch_size', 'get_run_name']
 
 # %% ../nbs/01_config.ipynb #58358344
 import difflib
@@ -173,6 +173,11 @@ class LanguageFields:
     lm_max_length:int = 4096 # tokens of a pack
     lm_use_tokens:bool = False # input is token ids (True) or embeddings (False, as in a VLM)
     lm_tie_weights:bool = True # head and token embedding are one matrix
+    use_moe:bool = False # mixture of experts in place of each block's MLP
+    moe_experts:int = 4 # experts among which the router of a block chooses
+    moe_top_k:int = 2 # experts that a token visits
+    moe_shared_experts:int = 1 # experts that every token visits besides
+    moe_aux_weight:float = 0.1 # weight of the loss that keeps the experts evenly busy
     lm_model_type:str = 'HuggingFaceTB/SmolLM2-360M-Instruct' # backbone whose weights are loaded: hub name or directory
     lm_tokenizer:str = 'HuggingFaceTB/SmolLM2-360M-Instruct' # tokenizer: hub name or directory
     lm_chat_template:str = CHAT_TEMPLATE # Jinja template that turns messages into text
@@ -187,6 +192,9 @@ class LanguageFields:
         head = self.lm_hidden_dim//self.lm_n_heads
         _require(head%2==0, f"lm_hidden_dim/lm_n_heads is {head}, but rotary embedding needs an even width: change one of them")
         _require(0<=self.lm_dropout<1, f"lm_dropout is {self.lm_dropout}: give a share, 0 <= p < 1")
+        _positive(self, 'moe_experts', 'moe_top_k')
+        _at_least_0(self, 'moe_shared_experts', 'moe_aux_weight')
+        _require(self.moe_top_k<=self.moe_experts, f"moe_top_k {self.moe_top_k} > moe_experts {self.moe_experts}: lower the first or raise the second")
 
 # %% ../nbs/01_config.ipynb #868b7011
 @dataclass
@@ -206,7 +214,8 @@ class BridgeFields:
     pixel_mean:float = 0. # taken from every pixel (0-1) before it is divided by pixel_std; SigLIP was trained with 0.5
     pixel_std:float = 1. # every pixel is divided by it; SigLIP was trained with 0.5
     _argument_group_name = 'joining both'
-    own_fields = ('attn_backend','init_std','loss_chunk_size','pixel_mean','pixel_std') # unknown to nanoVLM
+    own_fields = ('attn_backend','init_std','loss_chunk_size','pixel_mean','pixel_std','use_moe','moe_experts','moe_top_k',
+        'moe_shared_experts','moe_aux_weight') # unknown to nanoVLM
 
     def check_bridge(self)->None:
         "Raise a ValueError where vision and language do not fit together."
@@ -284,6 +293,7 @@ class OptimFields:
     lr_vision_backbone:float = 5e-5 # learning rate of the vision tower; 0 freezes it
     lr_language_backbone:float = 5e-5 # learning rate of the language model; 0 freezes it
     lr_backbones:float|None = None # one learning rate for both backbones instead
+    language_last_blocks:int|None = None # train only so many last blocks of the language model, with its rate; None: all of it
     weight_decay:float = 0.01 # AdamW weight decay
     betas:list[float] = field(default_factory=lambda: [0.9,0.999]) # AdamW averages of gradient and squared gradient
     max_grad_norm:float|None = 1.0 # clip the gradient to this norm; None: do not clip
@@ -293,8 +303,11 @@ class OptimFields:
     batch_size:int = 2 # packs of a micro-batch on one rank
     gradient_accumulation_steps:int = 8 # micro-batches of an update
     max_training_steps:int = 40000 # updates of the run
+    max_epochs:int|None = None # end after so many passes over the data, if that is sooner; None: no limit
     loss_average:str = 'tokens' # mean over target tokens of an update, or over micro_batches as nanoVLM does
     dtype:str = 'auto' # auto, bfloat16, float16 or float32
+    max_grad_spike:float|None = None # skip an update whose gradient norm is so many times the usual one; None: only one that is not finite
+    max_bad_updates:int = 10 # stop the run after so many skipped updates in a row
     compile:bool = False # compile the model with torch.compile
     seed:int = 0 # seed of weights, data order and sampling
     _argument_group_name = 'optimizer'
@@ -302,10 +315,15 @@ class OptimFields:
     def check_optim(self)->None:
         "Raise a ValueError where the numbers cannot make an update."
         _at_least_0(self, 'lr_mp', 'lr_vision_backbone', 'lr_language_backbone', 'weight_decay', 'warmup_ratio', 'min_lr_ratio', 'seed')
-        _positive(self, 'batch_size', 'gradient_accumulation_steps', 'max_training_steps')
+        _positive(self, 'batch_size', 'gradient_accumulation_steps', 'max_training_steps', 'max_bad_updates')
         for n in ('lr_backbones','max_grad_norm'):
             v = getattr(self, n)
             _require(v is None or v>=0, f"{n} is {v}: give 0 or more, or None")
+        for n in ('max_epochs','language_last_blocks'):
+            v = getattr(self, n)
+            _require(v is None or v>0, f"{n} is {v}: give 1 or more, or None")
+        spike = self.max_grad_spike
+        _require(spike is None or spike>1, f"max_grad_spike is {spike}: give a factor above 1, or None")
         _require(len(self.betas)==2 and all(0<=b<1 for b in self.betas), f"betas is {self.betas}: give two numbers, 0 <= b < 1")
         _require(self.warmup_ratio<=1 and self.min_lr_ratio<=1, "warmup_ratio and min_lr_ratio are shares: give 1 or less")
         _one_of(self, 'loss_average', ('tokens','micro_batches'))
@@ -348,6 +366,27 @@ class DataFields:
         _require(not weights or min(weights)>0, f"train_dataset_weights {weights} must be above 0: leave a configuration out instead")
         _require(not weights or {'all','shards'}&set(names) or len(weights)==len(names), f"{len(weights)} train_dataset_weights for {len(names)} names in train_dataset_name: give one for each")
 
+# %% ../nbs/01_config.ipynb #21f1bdd2
+@dataclass
+class EngineFields:
+    "How ranks share work and memory."
+    sharding:str = 'ddp' # ddp: each rank keeps all; zero2: optimizer and gradients are shared out; zero3: weights too
+    offload_optimizer:bool = False # keep the optimizer's state in the memory of the CPU and update there
+    offload_params:bool = False # zero3 only: keep weights there too while they are not in use
+    deepspeed_config:str|None = None # a DeepSpeed JSON file, translated into these fields
+    vision_checkpointing:bool = False # recompute the vision tower in the backward pass instead of keeping its activations
+    language_checkpointing:bool = False # the same for the language model
+    cache_features:bool = False # keep the features of a frozen vision tower instead of computing them in each epoch
+    peak_tflops:float|None = None # arithmetic of a device in TFLOP/s, for perf/mfu; None: as its name says, if it is known
+    _argument_group_name = 'engine'
+
+    def check_engine(self)->None:
+        "Raise a ValueError where the pieces do not go together."
+        _one_of(self, 'sharding', ('ddp','zero2','zero3'))
+        _require(not self.offload_params or self.sharding=='zero3', f"offload_params needs sharding zero3, not {self.sharding}: with {self.sharding} "
+            "every rank holds all weights all the time; give --sharding zero3, or offload_optimizer alone")
+        _require(self.peak_tflops is None or self.peak_tflops>0, f"peak_tflops is {self.peak_tflops}: give a number above 0, or None")
+
 # %% ../nbs/01_config.ipynb #62f388ec
 @dataclass
 class ReportFields:
@@ -359,6 +398,9 @@ class ReportFields:
     ask_samples:int = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:int = 0 # updates between checkpoints; 0: with each validation
     max_keep_ckpts:int = -1 # newest checkpoints that are kept, beside the best; -1: all
+    async_save:bool = True # write checkpoints while training goes on
+    save_vision:bool = True # keep the vision tower in checkpoints; False: a frozen one is left out and comes from its backbone
+    notes:str = '' # what this run tries; goes into its record
     resume:bool = False # go on from the newest complete checkpoint of run_name, or from load_from
     load_from:str|None = None # checkpoint directory: with resume, to go on from; without, to take the weights of
     force_resume:bool = False # resume although the settings differ in what must not change
@@ -383,12 +425,13 @@ class ReportFields:
 
 # %% ../nbs/01_config.ipynb #d75e1fcc
 @dataclass
-class TrainConfig(ReportFields, DataFields, OptimFields, Config):
+class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
     "The run: data, optimizer, and what is reported."
     def __post_init__(self):
         self.convert()
         self.check_optim()
         self.check_data()
+        self.check_engine()
         self.check_report()
 
     def schedule_kwargs(self)->dict: # keyword arguments of `get_schedule`
@@ -477,7 +520,7 @@ def field_docs(
     return {f.name:found.get(f.name) or '' for part in parts for f in fields(part)}
 
 # %% ../nbs/01_config.ipynb #31d706c4
-_PARTS = (VisionFields, LanguageFields, BridgeFields, OptimFields, DataFields, ReportFields)
+_PARTS = (VisionFields, LanguageFields, BridgeFields, OptimFields, DataFields, EngineFields, ReportFields)
 _NAMES = tuple(f.name for part in _PARTS for f in fields(part))
 
 def _or_none(kind):
