@@ -235,13 +235,14 @@ class Pretrained:
         save_directory:str|Path, # made if missing
         tokenizer=None, # saved along if it is not from the hub; default: the model's own
         known_as:str|Path|None=None, # where the directory will be moved to, or its hub id; default: where it is
+        state:dict[str,Tensor]|None=None, # weights by name, e.g. a copy made earlier; default: the model's own
     )->None:
         "Write config.json, model.safetensors and a local tokenizer's files, all or nothing."
         tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
         from_hub = tokenizer is None or tokenizer.name_or_path == self.cfg.lm_tokenizer and not Path(self.cfg.lm_tokenizer).is_dir()
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=str(known_as or save_directory))
         with written_at_once(save_directory) as tmp:
-            write_checkpoint(tmp, self.state_dict(), cfg)
+            write_checkpoint(tmp, self.state_dict() if state is None else state, cfg)
             if not from_hub: tokenizer.save_pretrained(tmp)
 
     def push_to_hub(self,
