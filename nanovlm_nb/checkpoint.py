@@ -4,12 +4,16 @@
 
 # %% auto #0
 __all__ = ['MANIFEST', 'logger', 'write_text_atomic', 'write_pointer', 'read_pointer', 'save_optimizer', 'load_optimizer',
-           'rng_state', 'set_rng_state', 'fsync', 'fsync_tree', 'missing_pieces', 'publish', 'save_checkpoint',
-           'checkpoints', 'newest_complete', 'prune', 'describe_checkpoint', 'list_checkpoints', 'main',
-           'find_checkpoint']
+           'rng_state', 'set_rng_state', 'fsync', 'fsync_tree', 'missing_pieces', 'publish', 'snapshot',
+           'write_checkpoint', 'save_checkpoint', 'Saver', 'checkpoints', 'newest_complete', 'prune',
+           'describe_checkpoint', 'list_checkpoints', 'main', 'find_checkpoint']
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
 import argparse,base64,json,logging,os,random,shutil,sys,time,warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +65,9 @@ def save_optimizer(
     dist:Dist, # every rank must call
 )->None: # nothing
     "Write an optimizer's state, every rank its part."
-    _dcp(dcp.save, dict(optimizer=get_optimizer_state_dict(model, optimizer)), folder, dist)
+    _write_optimizer(get_optimizer_state_dict(model, optimizer), folder, dist)
+
+def _write_optimizer(state, folder, dist): _dcp(dcp.save, dict(optimizer=state), folder, dist)
 
 def load_optimizer(
     folder:Path, # from `save_optimizer`
@@ -145,7 +151,70 @@ def publish(
     shutil.rmtree(old, ignore_errors=True)
     return final
 
-# %% ../nbs/31_checkpoint.ipynb #9712fecb
+# %% ../nbs/31_checkpoint.ipynb #575ca2b5
+def _host(x, copy):
+    "The same nesting with tensors in the memory of the CPU."
+    if isinstance(x, torch.Tensor): return x.detach().to('cpu', copy=copy)
+    if isinstance(x, dict): return {k:_host(v, copy) for k,v in x.items()}
+    return [_host(v, copy) for v in x] if isinstance(x, list) else x
+
+def snapshot(
+    model:nn.Module, # unwrapped `VisionLanguageModel`
+    optimizer:torch.optim.Optimizer|None, # None: weights only
+    dist:Dist, # every rank must call
+    copy:bool=False, # so that updates that follow do not change it
+)->dict: # 'weights' (on rank 0), 'optimizer' and 'rng' (None without an optimizer)
+    "What a checkpoint holds of this rank's memory."
+    state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
+    parts = dict(weights=model.state_dict() if dist.is_master else None, optimizer=state, rng=None if optimizer is None else rng_state())
+    return _host(parts, True) if copy else parts
+
+def _together(dist, what, action):
+    "Do something on this rank; if it fails on any, it fails on all."
+    failed = error = None
+    try: result = action()
+    except (OSError, RuntimeError, ValueError) as e: failed,error = e,f'{type(e).__name__}: {e}'
+    errors = dist.gather(error)
+    if failed is not None: raise failed
+    for rank,text in enumerate(errors):
+        if text: raise OSError(f'rank {rank} could not {what}: {text}')
+    return result
+
+# %% ../nbs/31_checkpoint.ipynb #b442f527
+def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
+    "This rank's files of a checkpoint."
+    if parts['optimizer'] is not None:
+        _write_optimizer(parts['optimizer'], tmp/'optimizer', dist)
+        (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
+    if not dist.is_master: return
+    model.save_pretrained(tmp, tokenizer, known_as=final, state=parts['weights'])
+    (tmp/'trainer_state.json').write_text(json.dumps(state or {}, indent=1, sort_keys=True)+'\n', encoding='utf-8')
+
+def write_checkpoint(
+    parts:dict, # from `snapshot`
+    model:nn.Module, # knows how its weights are written
+    run_dir:Path, # directory of the run
+    step:int, # number of updates so far
+    tokenizer=None, # saved along when it cannot be loaded by name
+    state:dict|None=None, # what the trainer knows; becomes `trainer_state.json`
+    dist:Dist=Dist(), # every rank must call
+    then:Callable|None=None, # called with the checkpoint on rank 0 when it is complete
+)->Path: # `run_dir/step_{step}`
+    "Write a checkpoint that is complete or not there, then move `last_checkpoint`."
+    run_dir = Path(run_dir)
+    final,tmp = run_dir/f'step_{step}',run_dir/f'step_{step}.tmp'
+    def begin():
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    def finish():
+        write_pointer(run_dir, 'last_checkpoint', publish(tmp, final))
+        if then: then(final)
+    on_master = lambda action: action() if dist.is_master else None
+    _together(dist, f'make {tmp}', lambda: on_master(begin))
+    _together(dist, f'write its part of {tmp}', lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
+    _together(dist, f'complete {final}', lambda: on_master(finish))
+    return final
+
 def save_checkpoint(
     model:nn.Module, # unwrapped `VisionLanguageModel`
     run_dir:Path, # directory of the run
@@ -155,23 +224,43 @@ def save_checkpoint(
     optimizer:torch.optim.Optimizer|None=None, # None: weights only
     dist:Dist=Dist(), # every rank must call
 )->Path: # `run_dir/step_{step}`
-    "Write a checkpoint that is complete or not there, then move `last_checkpoint`."
-    run_dir = Path(run_dir)
-    final,tmp = run_dir/f'step_{step}',run_dir/f'step_{step}.tmp'
-    if dist.is_master:
-        shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir(parents=True)
-    dist.barrier()
-    if optimizer is not None:
-        save_optimizer(tmp/'optimizer', model, optimizer, dist)
-        (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(rng_state())+'\n', encoding='utf-8')
-    if dist.is_master:
-        model.save_pretrained(tmp, tokenizer, known_as=final)
-        (tmp/'trainer_state.json').write_text(json.dumps(state or {}, indent=1, sort_keys=True)+'\n', encoding='utf-8')
-    dist.barrier()
-    if dist.is_master: write_pointer(run_dir, 'last_checkpoint', publish(tmp, final))
-    dist.barrier()
-    return final
+    "A checkpoint, written now."
+    return write_checkpoint(snapshot(model, optimizer, dist), model, run_dir, step, tokenizer, state, dist)
+
+# %% ../nbs/31_checkpoint.ipynb #02552f4c
+class Saver:
+    "Writes one checkpoint after another, while the training goes on if it may."
+    def __init__(self,
+        dist:Dist, # every rank makes one, and calls the same methods in the same order
+        background:bool=True, # write in a thread
+    ):
+        self.dist,self.pool,self.writing = _own_group(dist) if background else dist,ThreadPoolExecutor(1, 'checkpoint') if background else None,None
+
+    def save(self,
+        model:nn.Module, # unwrapped `VisionLanguageModel`
+        run_dir:Path, # directory of the run
+        step:int, # number of updates so far
+        tokenizer=None, # saved along when it cannot be loaded by name
+        state:dict|None=None, # becomes `trainer_state.json`
+        optimizer:torch.optim.Optimizer|None=None, # None: weights only
+        then:Callable|None=None, # called with the checkpoint on rank 0 when it is complete
+    )->None: # nothing; the checkpoint is there after `wait`
+        "Copy what the next update will change, and have it written."
+        self.wait()
+        parts = snapshot(model, optimizer, self.dist, copy=self.pool is not None)
+        job = lambda: write_checkpoint(parts, model, run_dir, step, tokenizer, state, self.dist, then)
+        if self.pool is None: job()
+        else: self.writing = self.pool.submit(job)
+
+    def wait(self)->None: # nothing
+        "Return when nothing is being written any more; raise what went wrong."
+        writing,self.writing = self.writing,None
+        if writing is not None: writing.result()
+
+def _own_group(dist):
+    "The same ranks, with a group that nobody else talks through."
+    if dist.world_size==1: return dist
+    return replace(dist, cpu_group=torch.distributed.new_group(backend='gloo', timeout=timedelta(seconds=dist.timeout_s)))
 
 # %% ../nbs/31_checkpoint.ipynb #55b5ba5b
 logger = logging.getLogger(__name__)
