@@ -5,8 +5,8 @@
 # %% ../nbs/03_logs.ipynb #3ded0db5
 from __future__ import annotations
 import json, logging, os, sys, time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from math import isfinite, nan
 from pathlib import Path
@@ -17,7 +17,8 @@ from tqdm import tqdm
 from .dist import Dist
 
 # %% auto #0
-__all__ = ['JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'WandbLog', 'RunLog', 'Stats', 'plot_curves']
+__all__ = ['JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'WandbLog', 'RunLog', 'Stats', 'Clock',
+           'plot_curves']
 
 # %% ../nbs/03_logs.ipynb #82442ecc
 def _plain(
@@ -311,6 +312,52 @@ class Stats:
             every = [x for values in gathered for x in values[name]]
             if every: out |= {f'training_stats/avg_{name}': sum(every)/len(every), f'training_stats/max_{name}': max(every),
                               f'training_stats/min_{name}': min(every)}
+        return out
+
+# %% ../nbs/03_logs.ipynb #a2ebe5e1
+class Clock:
+    "Seconds by kind of work, since the clock was made or last read."
+    names = ('data', 'forward_backward', 'communication', 'optimizer', 'validation', 'checkpoint', 'other')
+
+    def __init__(self,
+        now:Callable=time.perf_counter, # Tells the time in seconds
+    ):
+        self.now, self.last, self.doing = now, now(), ['other']
+        self.seconds = dict.fromkeys(self.names, 0.)
+
+    def charge(self)->None:
+        "Book the time since the last change."
+        now = self.now()
+        self.seconds[self.doing[-1]] += now-self.last
+        self.last = now
+
+    @contextmanager
+    def __call__(self,
+        name:str, # One of `Clock.names`
+    )->Iterator[None]:
+        "What happens inside is work of this kind."
+        if name not in self.seconds: raise ValueError(f"work {name!r} is unknown: use one of {', '.join(self.names)}")
+        self.charge()
+        self.doing.append(name)
+        try: yield
+        finally:
+            self.charge()
+            self.doing.pop()
+
+    def move(self,
+        source:str,    # Work that was charged
+        target:str,    # Work that it really was
+        seconds:float, # How much of it, at most what was charged
+    )->None:
+        "Correct the account."
+        part = min(max(seconds, 0.), self.seconds[source])
+        self.seconds[source] -= part
+        self.seconds[target] += part
+
+    def read(self)->dict[str,float]: # Seconds by name
+        "What was booked since the last reading."
+        self.charge()
+        out, self.seconds = self.seconds, dict.fromkeys(self.names, 0.)
         return out
 
 # %% ../nbs/03_logs.ipynb #13b08687
