@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'pick_device', 'FromGather', 'Dist', 'launch_env', 'init_dist',
            'destroy_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar',
-           'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_threads', 'set_seed', 'seed_worker']
+           'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_threads', 'set_seed',
+           'seed_worker']
 
 # %% ../nbs/00_dist.ipynb #c63fc988
+import inspect
 import os
 import random
 import signal
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as c10d
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import get_worker_info
 
@@ -176,15 +179,23 @@ def dist_mean_scalar(
     return float(sum(dist_gather(x)))/get_world_size()
 
 # %% ../nbs/00_dist.ipynb #d34fcce4
+def is_sharded(
+    model:nn.Module, # any model
+)->bool: # True after FSDP's `fully_shard`
+    "Whether every rank holds only its part of the weights."
+    return isinstance(model, FSDPModule)
+
+_BUFFERS = next(n for n in ('forward_sync_buffers','broadcast_buffers') if n in inspect.signature(DistributedDataParallel).parameters)
+
 def wrap_model(
     model:nn.Module, # on its device
     dist:Dist|None=None, # this process; default: as torch.distributed says
-)->nn.Module: # in DDP when there are other ranks, else the model itself
+)->nn.Module: # in DDP when there are other ranks; else, or if it is sharded, the model itself
     "Let gradients be averaged over ranks."
-    if (dist.world_size if dist else get_world_size())==1: return model
+    if is_sharded(model) or (dist.world_size if dist else get_world_size())==1: return model
     device = next(model.parameters()).device
     ids = [device.index] if device.type=='cuda' else None
-    return DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **{_BUFFERS:False})
 
 # %% ../nbs/00_dist.ipynb #8a5bebfa
 def unwrap_model(
@@ -198,10 +209,13 @@ def unwrap_model(
 
 # %% ../nbs/00_dist.ipynb #2f768e99
 def no_sync(
-    model:nn.Module, # plain or in DDP
+    model:nn.Module, # plain, in DDP, or sharded
     active:bool=True, # False for the last micro-batch of an update
 )->AbstractContextManager: # forward and backward of a micro-batch go inside
     "Keep gradients on this rank for now."
+    if is_sharded(model):
+        model.set_requires_gradient_sync(not active)
+        model.set_reshard_after_backward(not (active and model.weights_stay))
     return model.no_sync() if active and isinstance(model, DistributedDataParallel) else nullcontext()
 
 # %% ../nbs/00_dist.ipynb #3c247c7b
