@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageModelGroupedQueryAttention', 'LanguageModelMLP',
-           'LanguageModelBlock', 'init_language_weights', 'LanguageModel']
+           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'init_language_weights', 'LanguageModel']
 
 # %% ../nbs/12_language.ipynb #f1a84b8f
 from functools import partial
@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import Layout, attention, cached_attention
 from .config import VLMConfig
@@ -164,16 +165,65 @@ class LanguageModelMLP(nn.Module):
         "Gate, widen, narrow."
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
+# %% ../nbs/12_language.ipynb #ba8eed60
+def balance_loss(
+    probs:Tensor, # (B, T, E) the router's probabilities, float32
+    chosen:Tensor, # (B, T, k) experts that each token visits
+    real:Tensor|None=None, # (B, T) True at tokens, False at padding; None: no padding
+)->Tensor: # (B,) of each row; 1 if its experts are equally busy, 0 if it has no token
+    "How unevenly the tokens of each row use the experts; only `probs` carries a gradient."
+    n = probs.shape[-1]
+    real = torch.ones_like(probs[...,0]) if real is None else real.to(probs.dtype)
+    tokens = real.sum(1, keepdim=True).clamp(min=1)
+    visits = torch.zeros_like(probs[:,0]).scatter_add(1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1))
+    share,mean = visits/(tokens*chosen.shape[-1]), (probs*real[...,None]).sum(1)/tokens
+    return n*(share*mean).sum(1)
+
+# %% ../nbs/12_language.ipynb #f57f729d
+class LanguageModelMoE(nn.Module):
+    "Experts, of which a router chooses some for each token."
+    def __init__(self,
+        cfg:VLMConfig, # reads `moe_experts`, `moe_top_k`, `moe_shared_experts` and the fields of `LanguageModelMLP`
+    ):
+        super().__init__()
+        self.top_k = cfg.moe_top_k
+        self.router = nn.Linear(cfg.lm_hidden_dim, cfg.moe_experts, bias=False)
+        self.experts = nn.ModuleList(LanguageModelMLP(cfg) for _ in range(cfg.moe_experts))
+        self.shared = nn.ModuleList(LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts))
+
+    def route(self,
+        x:Tensor, # (B, T, D) normed hidden states
+    )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of the chosen experts, each (B, T, k)
+        "Which experts each token visits, and what their answers count."
+        with torch.autocast(x.device.type, enabled=False): probs = self.router(x.to(self.router.weight.dtype)).float().softmax(-1)
+        best,chosen = probs.topk(self.top_k)
+        return probs, best/best.sum(-1, keepdim=True), chosen
+
+    def forward(self,
+        x:Tensor, # (B, T, D) normed hidden states
+        layout:Layout|None=None, # where the documents are, so that padding is not balanced; None: everywhere
+    )->tuple[Tensor,Tensor|None]: # (B, T, D), and `balance_loss` (B,) in training, else None
+        "Ask the experts and mix their answers."
+        probs,weights,chosen = self.route(x)
+        visits = chosen.flatten()
+        order = visits.argsort(stable=True)
+        parts = x.flatten(0,1)[order//self.top_k].split(visits.bincount(minlength=len(self.experts)).tolist())
+        answers = torch.cat([e(p) for e,p in zip(self.experts, parts)])[order.argsort()].view(*chosen.shape, x.shape[-1])
+        out = (answers*weights[...,None].to(answers.dtype)).sum(2)
+        for e in self.shared: out = out+e(x)
+        if not self.training: return out,None
+        return out, balance_loss(probs, chosen, None if layout is None else layout.document_ids(x.device)>0)
+
 # %% ../nbs/12_language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
     def __init__(self,
-        cfg:VLMConfig, # reads the `lm_*` fields
+        cfg:VLMConfig, # reads the `lm_*` fields, `use_moe`
         index:int=0, # number of the block
     ):
         super().__init__()
         self.norm1,self.attn = RMSNorm(cfg), LanguageModelGroupedQueryAttention(cfg, index)
-        self.norm2,self.mlp = RMSNorm(cfg), LanguageModelMLP(cfg)
+        self.norm2,self.mlp = RMSNorm(cfg), LanguageModelMoE(cfg) if cfg.use_moe else LanguageModelMLP(cfg)
 
     def forward(self,
         x:Tensor, # (B, T, D) hidden states
@@ -181,10 +231,12 @@ class LanguageModelBlock(nn.Module):
         sin:Tensor, # (B, 1, T, head width) sines
         layout:Layout|None=None, # where the documents are; None: one a row
         cache:KVCache|None=None, # what was read before
-    )->Tensor: # (B, T, D) hidden states
+    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also what `LanguageModelMoE` gives besides
         "One round of reading and thinking."
         x = x+self.attn(self.norm1(x), cos, sin, layout, cache)
-        return x+self.mlp(self.norm2(x))
+        if isinstance(self.mlp, LanguageModelMLP): return x+self.mlp(self.norm2(x))
+        out,balance = self.mlp(self.norm2(x), layout)
+        return x+out, balance
 
 # %% ../nbs/12_language.ipynb #6fa64377
 def init_language_weights(
@@ -209,7 +261,7 @@ class LanguageModel(nn.Module):
         cfg:VLMConfig, # reads the `lm_*` fields
     ):
         super().__init__()
-        self.cfg = cfg
+        self.cfg,self.recompute = cfg, False
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
         self.rotary_embd = RotaryEmbedding(cfg)
         self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))
@@ -223,9 +275,14 @@ class LanguageModel(nn.Module):
         layout:Layout|None=None, # where the documents are; None: one a row
         position_ids:Tensor|None=None, # (B, T) positions; None: from the cache or the layout
         cache:KVCache|None=None, # what was read before; it is extended
-    )->Tensor: # (B, T, D) hidden states after the last norm; `head` makes scores of them
+        with_balance:bool=False, # return the experts' balance losses too
+    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states after the last norm, `head` makes scores of them; balance losses (B,), summed over blocks, None if there are none
         "Read a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
         cos,sin = self.rotary_embd(_positions(x, layout, position_ids, cache))
-        for block in self.blocks: x = block(x, cos, sin, layout, cache)
-        return self.norm(x)
+        recompute,balances = self.recompute and torch.is_grad_enabled() and cache is None, []
+        for block in self.blocks:
+            x = checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False) if recompute else block(x, cos, sin, layout, cache)
+            if self.cfg.use_moe: x,balance = x; balances.append(balance)
+        balances = [b for b in balances if b is not None]
+        return (self.norm(x), sum(balances) if balances else None) if with_balance else self.norm(x)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import attention
 from .config import VLMConfig
@@ -111,7 +112,7 @@ class ViT(nn.Module):
         cfg:VLMConfig, # reads the `vit_*` fields
     ):
         super().__init__()
-        self.cfg = cfg
+        self.cfg,self.recompute = cfg, False
         self.patch_embedding = ViTPatchEmbeddings(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
@@ -123,5 +124,6 @@ class ViT(nn.Module):
     )->Tensor: # (N, P, D) patch features; (N, D) with a class token
         "Features of N tiles."
         x = self.dropout(self.patch_embedding(images))
-        for block in self.blocks: x = block(x)
+        recompute = self.recompute and torch.is_grad_enabled()
+        for block in self.blocks: x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return self.layer_norm(x[:,0] if self.cfg.vit_cls_flag else x)
