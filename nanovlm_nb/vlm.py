@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .attention import Layout
 from .config import VLMConfig, evolve
+from .dist import is_sharded
 from .generate import generate_ids, sample
 from .language import KVCache, LanguageModel
 from .loss import cross_entropy_at_targets
@@ -115,7 +116,7 @@ class VLMNet(nn.Module):
         check_slots(is_slot.sum(1).tolist(), images, self.cfg.mp_image_token_length)
         tiles = to_pixels(images, x.device, self.cfg.pixel_mean, self.cfg.pixel_std)
         if tiles is not None: return fill_slots(x, is_slot, self._image_tokens(tiles))
-        if not (self.training and torch.is_grad_enabled()): return x
+        if not (self.training and torch.is_grad_enabled() or is_sharded(self)): return x
         return x + 0*self._image_tokens(x.new_zeros(1, 3, *[self.cfg.vit_img_size]*2)).sum()
 
     def _image_tokens(self, tiles): return self.MP(self.vision_encoder(tiles.to(self.MP.proj.weight.dtype)))
