@@ -4,7 +4,7 @@
 
 # %% ../nbs/03_logs.ipynb #3ded0db5
 from __future__ import annotations
-import json, logging, os, sys, time
+import json, logging, os, secrets, sys, time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -17,8 +17,8 @@ from tqdm import tqdm
 from .dist import Dist
 
 # %% auto #0
-__all__ = ['JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'WandbLog', 'RunLog', 'Stats', 'Clock',
-           'plot_curves']
+__all__ = ['JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog', 'RunLog', 'Stats',
+           'Clock', 'plot_curves']
 
 # %% ../nbs/03_logs.ipynb #82442ecc
 def _plain(
@@ -182,6 +182,15 @@ def wandb_mode(
     if mode := os.environ.get('WANDB_MODE'): return mode
     return 'online' if wandb.login(prompt=False, verify=False) else 'offline'
 
+# %% ../nbs/03_logs.ipynb #4eae6fa3
+def wandb_id(
+    run_dir:str|Path, # Directory of the run
+)->str: # Eight hexadecimal digits
+    "The id under which wandb knows a run; made when it is first asked for."
+    path = Path(run_dir)/'wandb_id'
+    if not path.is_file(): path.write_text(secrets.token_hex(4)+'\n')
+    return path.read_text().strip()
+
 # %% ../nbs/03_logs.ipynb #8a730c00
 class WandbLog:
     "Sends figures to wandb for as long as that works."
@@ -195,7 +204,7 @@ class WandbLog:
         self.run, self.guard = None, _NeverFatal()
         with self.guard:
             import wandb
-            self.run = wandb.init(entity=entity, project=project, name=run_name, config=config, dir=str(run_dir),
+            self.run = wandb.init(entity=entity, project=project, name=run_name, config=config, dir=str(run_dir), id=wandb_id(run_dir), resume='allow',
                                   mode=wandb_mode(wandb), settings=wandb.Settings(silent=True, console='off'))
             self.run.define_metric('lmms_eval/*', step_metric='<lmms-eval-step>')
 
