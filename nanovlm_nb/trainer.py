@@ -110,7 +110,7 @@ class GradientExchange:
     def __call__(self,
         group, # the ranks
         bucket, # gradients that are ready
-    )->torch.futures.Future: # their mean over ranks
+    )->torch.futures.Future[Tensor]: # their mean over ranks
         "What DDP does without a hook."
         self.began = time.perf_counter()
         return allreduce_hook(group, bucket)

@@ -50,13 +50,13 @@ def main(batch_size, accumulation, out):
     trainer = Trainer(VisionLanguageModel(vlm, load_backbone=False).train(), train, mine, mine, Silent(), dist)
     grads = {}
     update = gather_update(mine, dist)
-    step = trainer.optimizer_step
+    clip = trainer.clip
 
     def spy():
-        "Keep a copy of the gradients, then step."
+        "Keep a copy of the gradients, then clip."
         grads.update({k: p.grad.clone() for k, p in trainer.base.named_parameters()})
-        return step()
-    trainer.optimizer_step = spy
+        return clip()
+    trainer.clip = spy
     figures = trainer.train_step(update)
     if dist.is_master:
         save_file({f'grad/{k}': v for k, v in grads.items()} | {f'param/{k}': v.detach().clone() for k, v in trainer.base.named_parameters()}, out,
