@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor,nn
+from torch.distributed.tensor import DTensor
 
 from .config import TrainConfig
 
@@ -54,11 +55,12 @@ def param_groups(
 def make_optimizer(
     model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`
     train_cfg:TrainConfig, # learning rates, `betas`, `weight_decay`
+    kind:type=torch.optim.AdamW, # or another class with its arguments, such as `OffloadedAdamW`
 )->torch.optim.AdamW: # one group per component that trains
     "AdamW over the model's components, frozen ones left out."
     groups = param_groups(model, component_lrs(train_cfg), train_cfg.language_last_blocks)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
-    return torch.optim.AdamW(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
+    return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
 
 # %% ../nbs/30_optim.ipynb #fc084759
 def trainable_line(
@@ -100,7 +102,8 @@ def clip_gradients(
     max_norm:float|None, # largest norm allowed; None measures only
 )->Tensor: # norm before clipping, a scalar
     "Scale the gradients down to `max_norm` when their common norm is larger."
-    return nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else max_norm)
+    norm = nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 # %% ../nbs/30_optim.ipynb #60d08a7f
 def amp_dtype(
