@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from .dist import Dist
+from .shard import full_weights,reshard
 
 # %% ../nbs/31_checkpoint.ipynb #5ff6f1a1
 def write_text_atomic(
@@ -65,7 +66,7 @@ def save_optimizer(
     dist:Dist, # every rank must call
 )->None: # nothing
     "Write an optimizer's state, every rank its part."
-    _write_optimizer(get_optimizer_state_dict(model, optimizer), folder, dist)
+    _write_optimizer(get_optimizer_state_dict(reshard(model), optimizer), folder, dist)
 
 def _write_optimizer(state, folder, dist): _dcp(dcp.save, dict(optimizer=state), folder, dist)
 
@@ -75,10 +76,12 @@ def load_optimizer(
     optimizer:torch.optim.Optimizer, # of the same parameters
     dist:Dist, # every rank must call; their number may have changed
 )->None: # nothing
-    "Read an optimizer's state."
-    state = dict(optimizer=get_optimizer_state_dict(model, optimizer))
+    "Read an optimizer's state; learning rates and other options stay those of this run."
+    options = [{k:v for k,v in g.items() if k!='params'} for g in optimizer.param_groups]
+    state = dict(optimizer=get_optimizer_state_dict(reshard(model), optimizer))
     _dcp(dcp.load, state, folder, dist)
     set_optimizer_state_dict(model, optimizer, state['optimizer'])
+    for group,own in zip(optimizer.param_groups, options): group.update(own)
 
 def _dcp(action, state, folder, dist):
     "Save or load with the ranks there are."
@@ -165,8 +168,9 @@ def snapshot(
     copy:bool=False, # so that updates that follow do not change it
 )->dict: # 'weights' (on rank 0), 'optimizer' and 'rng' (None without an optimizer)
     "What a checkpoint holds of this rank's memory."
+    weights = full_weights(model) # all ranks give their pieces
     state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
-    parts = dict(weights=model.state_dict() if dist.is_master else None, optimizer=state, rng=None if optimizer is None else rng_state())
+    parts = dict(weights=weights if dist.is_master else None, optimizer=state, rng=None if optimizer is None else rng_state())
     return _host(parts, True) if copy else parts
 
 def _together(dist, what, action):
