@@ -24,6 +24,7 @@ from .config import TrainConfig
 from .dist import Dist,no_sync,synchronized_batches,wrap_model
 from .schedule import get_schedule
 from .logs import Clock,RunLog,Stats
+from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_optimizer,make_scaler,set_lrs
 from .dataset import Drops
 from .lanes import merge_states
@@ -136,11 +137,11 @@ class Trainer:
         self.cfg,self.dist,self.log,self.tokenizer = train_cfg,dist,log,tokenizer
         self.train_loader,self.val_loader = train_loader,val_loader
         self.schedule = get_schedule(schedule or train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
-        self.base = model.to(dist.device)
-        self.optimizer = make_optimizer(self.base, train_cfg)
+        self.dtype = amp_dtype(dist.device, train_cfg.dtype)
+        self.base = shard_model(model, dist, train_cfg.sharding, self.dtype, train_cfg.offload_params)
+        self.optimizer = make_optimizer(self.base, train_cfg, optimizer_class(train_cfg, dist))
         if train_cfg.compile: compile_blocks(self.base)
         self.model = wrap_model(self.base, dist)
-        self.dtype = amp_dtype(dist.device, train_cfg.dtype)
         self.scaler = make_scaler(dist.device, self.dtype)
         self.exchange,self.guard,self.saver = GradientExchange(self.model),NormGuard(train_cfg.max_grad_spike),Saver(dist, train_cfg.async_save)
         self.state,self.stats,self.epoch_sums = TrainState(),Stats(),dict(loss=0.,targets=0,tokens=0,seconds=0.)
@@ -369,7 +370,7 @@ def load(self:Trainer,
     if (missing := missing_pieces(checkpoint)): raise FileNotFoundError(f'{checkpoint} is not complete, it lacks {", ".join(missing)}: choose another')
     state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
     if state['data'] is not None: state['epoch'] = self.place_data(state['data'], force)
-    self.base.load_state_dict(type(self.base).from_pretrained(checkpoint).state_dict())
+    load_full_weights(self.base, type(self.base).from_pretrained(checkpoint).state_dict())
     load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
     self.scaler.load_state_dict(state['scaler'])
     self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState)}),state['epoch_sums']
