@@ -22,6 +22,7 @@ from .vlm import VisionLanguageModel
 from .shapes import best_blind_guess
 from .dataset import Drops
 from .loader import first_rows,get_dataloaders,load_tokenizer
+from .shard import engine_lines
 from .checkpoint import read_pointer,write_text_atomic
 from .resume import check_resume,find_resume
 from .trainer import Trainer
@@ -222,7 +223,7 @@ def run_on(
         trainer = make_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         if train_cfg.use_lmms_eval: log.info('use_lmms_eval has no effect yet: checkpoints are not evaluated with lmms-eval')
-        for line in lines: log.info(line)
+        for line in engine_lines(train_cfg, dist)+lines: log.info(line)
         if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume)
         if dist.is_master: write_record(run_dir, vlm_cfg, train_cfg)
         train_to_the_end(trainer)
