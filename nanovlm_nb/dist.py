@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['POLL_S', 'synchronized_dataloader_step', 'WORKER_GRACE_S', 'pick_device', 'FromGather', 'Dist', 'launch_env',
-           'launchers', 'init_dist', 'destroy_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master',
+           'init_dist', 'launchers', 'destroy_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master',
            'dist_gather', 'dist_mean_scalar', 'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync',
            'synchronized_batches', 'set_threads', 'set_seed', 'seed_worker']
 
@@ -76,6 +76,7 @@ class Dist(FromGather):
     device:torch.device = torch.device('cpu') # where this process computes
     cpu_group:Any = None # gloo process group for objects; None when alone
     timeout_s:float = 1800. # seconds to wait for the other ranks
+    attempt:int = 0 # how often the ranks of this job have met before: torchrun restarts them when one dies
 
     @property
     def is_master(self)->bool: # True on exactly one rank
@@ -118,16 +119,6 @@ def launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None
     if not 0<=rank<world_size: raise ValueError(f"RANK is {rank} of WORLD_SIZE {world_size}: ranks go from 0 to {world_size-1}")
     return dict(rank=rank, world_size=world_size, local_rank=int(os.environ.get('LOCAL_RANK', rank)))
 
-# %% ../nbs/00_dist.ipynb #e59eee6e
-def launchers()->dict[str,int]: # job -> starts before this one; empty when nobody says
-    "The jobs that this process belongs to, the innermost first."
-    env,found = os.environ,{}
-    if 'TORCHELASTIC_RUN_ID' in env:
-        job = env['TORCHELASTIC_RUN_ID'] if env['TORCHELASTIC_RUN_ID']!='none' else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} {os.getppid()}"
-        found[f'torchrun {job}'] = int(env.get('TORCHELASTIC_RESTART_COUNT', 0))
-    if 'SLURM_JOB_ID' in env: found[f"slurm {env['SLURM_JOB_ID']}"] = int(env.get('SLURM_RESTART_COUNT', 0))
-    return found
-
 # %% ../nbs/00_dist.ipynb #befde26e
 POLL_S = .01 # seconds between two looks of rank 0 at who is there
 
@@ -136,7 +127,7 @@ def _agree(
     rank:int, # of this process
     world_size:int, # processes
     timeout_s:float, # seconds that rank 0 waits for the others
-)->str: # the same unused prefix on all ranks
+)->str: # an unused prefix, the same on all ranks; begins with the number of earlier meetings
     "Choose a corner of the store that only the living ranks know."
     me = uuid4().hex
     if rank:
@@ -144,6 +135,7 @@ def _agree(
         corner = store.get(f'answer/{me}').decode()
         store.set(f'{corner}/{rank}', 'here')
         return corner
+    me = f"{store.add('meetings', 1)-1}/{me}"
     away,end = range(1, world_size),time.monotonic()+timeout_s
     while away:
         if time.monotonic()>end: raise RuntimeError(f'ranks {list(away)} did not come')
@@ -154,10 +146,11 @@ def _agree(
     return me
 
 def _agent_store(rank, world_size, timeout_s):
-    "Where the ranks of this attempt exchange addresses; None lets torch choose, when no agent of torchrun keeps a store."
-    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True': return None
+    "Where the ranks of this attempt exchange addresses, and its number; None lets torch choose, when no agent of torchrun keeps a store."
+    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True': return None,int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
     store = c10d.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, timeout=timedelta(seconds=timeout_s))
-    return c10d.PrefixStore(_agree(store, rank, world_size, timeout_s), store)
+    corner = _agree(store, rank, world_size, timeout_s)
+    return c10d.PrefixStore(corner, store),int(corner.split('/')[0])
 
 # %% ../nbs/00_dist.ipynb #9e84f4ae
 def init_dist(
@@ -172,9 +165,9 @@ def init_dist(
     device = _rank_device(device.type, env['local_rank'])
     wait = timedelta(seconds=timeout_s)
     with _explain('init_dist', env['rank'], env['world_size'], timeout_s):
-        store = _agent_store(env['rank'], env['world_size'], timeout_s)
+        store,attempt = _agent_store(env['rank'], env['world_size'], timeout_s)
         c10d.init_process_group('cpu:gloo,cuda:nccl' if device.type=='cuda' else 'gloo', store=store, rank=env['rank'], world_size=env['world_size'], timeout=wait)
-        return Dist(**env, device=device, cpu_group=c10d.new_group(backend='gloo', timeout=wait), timeout_s=timeout_s)
+        return Dist(**env, device=device, cpu_group=c10d.new_group(backend='gloo', timeout=wait), timeout_s=timeout_s, attempt=attempt)
 
 # %% ../nbs/00_dist.ipynb #8c3fb2fa
 def _rank_device(kind, local_rank):
@@ -184,6 +177,18 @@ def _rank_device(kind, local_rank):
     if local_rank>=n: raise ValueError(f"local rank {local_rank} has no GPU, this machine has {n}: start at most {n} processes on it")
     torch.cuda.set_device(local_rank)
     return torch.device('cuda', local_rank)
+
+# %% ../nbs/00_dist.ipynb #820d89ed
+def launchers(
+    dist:Dist=Dist(), # this process; knows how often its ranks have met
+)->dict[str,int]: # job -> starts before this one; empty when nobody says
+    "The jobs that this process belongs to, the innermost first."
+    env,found = os.environ,{}
+    if 'TORCHELASTIC_RUN_ID' in env:
+        job = env['TORCHELASTIC_RUN_ID'] if env['TORCHELASTIC_RUN_ID']!='none' else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} {os.getppid()}"
+        found[f'torchrun {job}'] = dist.attempt
+    if 'SLURM_JOB_ID' in env: found[f"slurm {env['SLURM_JOB_ID']}"] = int(env.get('SLURM_RESTART_COUNT', 0))
+    return found
 
 # %% ../nbs/00_dist.ipynb #c8940a80
 def destroy_dist()->None:
