@@ -445,7 +445,7 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
         vision,language = self.lr_backbone_pair
         for name,on,why in (('cache_features',self.cache_features,'its features change with every update'), ('save_vision False',not self.save_vision,'it would be lost')):
             _require(not on or vision==0, f"{name} needs a frozen vision tower, but it trains with rate {vision} and {why}: set lr_vision_backbone (or lr_backbones) to 0")
-        _require(not self.cache_features or self.sharding!='zero3', "cache_features and sharding zero3: ranks that share out a tower must all use it at the same time, set sharding to zero2 or ddp")
+        _require(not self.cache_features or self.sharding=='ddp', f"cache_features and sharding {self.sharding}: ranks that share out a tower must all use it at the same time, set sharding to ddp or cache_features to False")
         _require(self.language_last_blocks is None or language>0, f"language_last_blocks is {self.language_last_blocks}, but the language model's learning rate is 0: raise it, or set language_last_blocks to None")
 
     def schedule_kwargs(self)->dict: # keyword arguments of `get_schedule`
