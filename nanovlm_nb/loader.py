@@ -141,6 +141,7 @@ def get_dataloaders(
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     check_configs(vlm_cfg, train_cfg)
+    if custom_transforms and train_cfg.cache_features: raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out')
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
     train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers)
         for source,transforms,shuffle,workers in zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (train_cfg.num_workers,train_cfg.val_workers)))
