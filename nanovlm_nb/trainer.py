@@ -26,7 +26,7 @@ from .dist import Dist,no_sync,synchronized_batches,wrap_model
 from .schedule import get_schedule
 from .logs import Clock,RunLog,Stats
 from .shard import load_full_weights,optimizer_class,shard_model
-from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_optimizer,make_scaler,set_lrs
+from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_optimizer,make_scaler,set_lrs,training_parts
 from .dataset import Drops
 from .lanes import merge_states
 from .checkpoint import Saver,load_optimizer,missing_pieces,prune,set_rng_state,write_pointer
@@ -141,6 +141,7 @@ class Trainer:
         self.dtype = amp_dtype(dist.device, train_cfg.dtype)
         self.base = shard_model(model, dist, train_cfg.sharding, self.dtype, train_cfg.offload_params)
         self.optimizer = make_optimizer(self.base, train_cfg, optimizer_class(train_cfg, dist))
+        self.base.vision_encoder.recompute,self.base.decoder.recompute = train_cfg.vision_checkpointing,train_cfg.language_checkpointing
         if train_cfg.compile: compile_blocks(self.base)
         self.model = wrap_model(self.base, dist)
         self.scaler = make_scaler(dist.device, self.dtype)
@@ -164,7 +165,8 @@ def to_device(self:Trainer,
 )->tuple[Tensor,list,Tensor]: # ids, images and labels on the device
     "Move what the model reads; pixels travel as bytes."
     move = lambda x: x.to(self.dist.device, non_blocking=True) if isinstance(x,Tensor) else [move(o) for o in x]
-    return move(batch['input_ids']),move(batch['images']),move(batch['labels'])
+    images = batch['images'] if self.base.features else move(batch['images']) # a cache of features looks at pixels on the CPU
+    return move(batch['input_ids']),images,move(batch['labels'])
 
 # %% ../nbs/32_trainer.ipynb #fab50b19
 @patch
@@ -372,7 +374,8 @@ def load(self:Trainer,
     state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
     if state['data'] is not None: state['epoch'] = self.place_data(state['data'], force)
     load_full_weights(self.base, type(self.base).from_pretrained(checkpoint).state_dict())
-    load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
+    if force and training_parts(state['configs']['train'])!=training_parts(asdict(self.cfg)): self.log.info('other parts train than before: the optimizer begins anew')
+    else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
     self.scaler.load_state_dict(state['scaler'])
     self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState)}),state['epoch_sums']
     self.guard.norms.extend(state['norms'])
