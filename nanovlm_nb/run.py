@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['make_model', 'run_path', 'make_run_dir', 'ask_held_out', 'report_drops', 'time_split', 'results', 'report',
-           'on_master', 'plan_resume', 'stop_on_signals', 'set_status', 'open_log', 'make_trainer', 'run_on',
-           'train_to_the_end', 'millions', 'run']
+           'on_master', 'plan_resume', 'stop_on_signals', 'set_status', 'open_log', 'make_trainer', 'use_frozen_tower',
+           'run_on', 'train_to_the_end', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,signal,threading
@@ -15,16 +15,19 @@ from pathlib import Path
 
 from torch import nn
 
-from .config import TrainConfig,VLMConfig,get_run_name,save_yaml
+from .config import TrainConfig,VLMConfig,get_run_name,projector_advice,save_yaml
 from .dist import Dist,destroy_dist,init_dist,set_seed,set_threads
 from .logs import RunLog,plot_curves,read_log
+from .weights import pth_path
 from .vlm import VisionLanguageModel
+from .features import keep_features
 from .shapes import best_blind_guess
 from .dataset import Drops
 from .loader import first_rows,get_dataloaders,load_tokenizer
 from .shard import engine_lines
+from .optim import trainable_line
 from .checkpoint import read_pointer,write_text_atomic
-from .resume import check_resume,find_resume
+from .resume import check_resume,find_resume,is_pth
 from .trainer import Trainer
 from .record import write_record
 from .ask import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
@@ -36,9 +39,14 @@ def make_model(
     resuming:bool=False, # a checkpoint's weights will follow: backbones need not be read
 )->VisionLanguageModel: # in training mode, on the CPU
     "A saved model, or a new one."
-    weights = vlm_cfg.vlm_checkpoint_path if train_cfg.resume_from_vlm_checkpoint else None if train_cfg.resume else train_cfg.load_from
-    if weights: return VisionLanguageModel.from_pretrained(weights).train()
-    return VisionLanguageModel(vlm_cfg, load_backbone=vlm_cfg.vlm_load_backbone_weights and not resuming).train()
+    c,backbones = train_cfg,vlm_cfg.vlm_load_backbone_weights and not resuming
+    file = c.load_from if is_pth(c.load_from) and not resuming else None
+    weights = vlm_cfg.vlm_checkpoint_path if c.resume_from_vlm_checkpoint else None if c.resume or file else c.load_from
+    if file: model = VisionLanguageModel.from_pth(pth_path(file, vlm_cfg), vlm_cfg, backbones)
+    elif weights and not is_pth(weights): model = VisionLanguageModel.from_pretrained(weights)
+    else: model = VisionLanguageModel(vlm_cfg, load_backbone=backbones)
+    if not (c.save_vision or resuming): model.leave_vision_out()
+    return model.train()
 
 # %% ../nbs/34_run.ipynb #a17c0a65
 def run_path(
@@ -49,7 +57,7 @@ def run_path(
     "Where a run keeps its files; one that resumes from a given checkpoint stays beside it."
     c = train_cfg
     if c.resume and not c.run_name:
-        if not c.load_from: raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
+        if not c.load_from or is_pth(c.load_from): raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
         return Path(c.load_from).resolve().parent
     return Path(vlm_cfg.vlm_checkpoint_path)/(c.run_name or dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size)))
 
@@ -207,6 +215,21 @@ def make_trainer(
     dist.barrier()
     return Trainer(make_model(vlm_cfg, train_cfg, resuming), train_cfg, *loaders, log, dist, tokenizer, schedule)
 
+# %% ../nbs/34_run.ipynb #2c339ad8
+def use_frozen_tower(
+    trainer:Trainer, # ready to train
+    checkpoint:Path|None=None, # what it was loaded from
+)->None: # nothing
+    "Switch on what `cache_features` and `save_vision` ask for."
+    model,c = trainer.base,trainer.cfg
+    if checkpoint is not None and not c.save_vision: # `make_model` has done it for a new run
+        saved = VisionLanguageModel.from_pretrained(checkpoint)
+        saved.leave_vision_out()
+        model.vision_note = saved.vision_note
+    if not c.cache_features: return
+    cache = keep_features(model, trainer.log.run_dir/'features', trainer.dtype)
+    trainer.log.info(f'features: {cache.bytes_per_tile/1e6:.3f} MB on disk for each different tile, in {cache.folder}')
+
 # %% ../nbs/34_run.ipynb #e7d56b85
 def run_on(
     vlm_cfg:VLMConfig, # the model
@@ -223,10 +246,12 @@ def run_on(
         trainer = make_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         if train_cfg.use_lmms_eval: log.info('use_lmms_eval has no effect yet: checkpoints are not evaluated with lmms-eval')
-        for line in engine_lines(train_cfg, dist)+lines: log.info(line)
+        for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *engine_lines(train_cfg, dist), *lines]: log.info(line)
         if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume)
+        use_frozen_tower(trainer, checkpoint)
         if dist.is_master: write_record(run_dir, vlm_cfg, train_cfg)
         train_to_the_end(trainer)
+        if (f := trainer.base.features): log.info(f'features: {f.made} tiles seen, {f.found} read, on rank {dist.rank}')
     return run_dir
 
 def train_to_the_end(
