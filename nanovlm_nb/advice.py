@@ -116,14 +116,14 @@ def stability_advice(
 class Remedy(NamedTuple):
     "Settings to change against a full memory."
     changes:dict # field -> new value
-    price:str # what it costs
+    price:str # what comes with it
 
 def _smaller_batches(cfg):
     b,a = cfg.batch_size,cfg.gradient_accumulation_steps
     while b>1:
         p = next(p for p in range(2, b+1) if b%p==0)
         b,a = b//p,a*p
-        yield Remedy(dict(batch_size=b, gradient_accumulation_steps=a), 'nothing: the update stays the same')
+        yield Remedy(dict(batch_size=b, gradient_accumulation_steps=a), 'the update stays the same')
 
 def _smaller_pictures(cfg):
     while cfg.max_img_size>cfg.vit_img_size:
@@ -147,7 +147,7 @@ def memory_remedies(
     found += _smaller_pictures(v)
     if t.max_tiles_per_knapsack is None: found.append(Remedy(dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
     if world_size>1: found += [Remedy(dict(sharding=s), 'more traffic between ranks') for s in ('zero2','zero3')[('ddp','zero2','zero3').index(t.sharding):]]
-    if not t.offload_optimizer: found.append(Remedy(dict(offload_optimizer=True), 'updates at the speed of the CPU'))
+    if not t.offload_optimizer: found.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
     return found
 
 # %% ../nbs/05_advice.ipynb #effcae7d
@@ -155,7 +155,7 @@ def remedy_line(
     remedy:Remedy, # from `memory_remedies`
 )->str: # settings and price
     "A remedy in words."
-    return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' (costs {remedy.price})'
+    return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
 def advice(
     shares:dict[str,float], # of the time, see `over_budget`
