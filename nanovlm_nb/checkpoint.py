@@ -6,7 +6,7 @@
 __all__ = ['MANIFEST', 'logger', 'write_text_atomic', 'write_pointer', 'read_pointer', 'save_optimizer', 'load_optimizer',
            'rng_state', 'set_rng_state', 'fsync', 'fsync_tree', 'missing_pieces', 'publish', 'snapshot',
            'write_checkpoint', 'save_checkpoint', 'Saver', 'checkpoints', 'newest_complete', 'prune',
-           'describe_checkpoint', 'list_checkpoints', 'main', 'find_checkpoint']
+           'describe_checkpoint', 'list_checkpoints', 'find_checkpoint', 'export_pth', 'main']
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
 import argparse,base64,json,logging,os,random,shutil,sys,time,warnings
@@ -326,18 +326,6 @@ def list_checkpoints(
         if (path := read_pointer(run_dir, f'{name}_checkpoint')) is not None: marks[path] = ' and '.join(filter(None, [marks.get(path), name]))
     return [describe_checkpoint(p, marks, time.time() if now is None else now) for p in reversed(checkpoints(run_dir))]
 
-def main(
-    argv:list[str]|None=None, # the command line; None: of this process
-)->int: # exit code: 1 if there is no complete checkpoint
-    "List the checkpoints of a run."
-    parser = argparse.ArgumentParser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
-    parser.add_argument('run_dir', type=Path, help='directory of the run')
-    run_dir = parser.parse_args(argv).run_dir
-    if not run_dir.is_dir(): parser.error(f'there is no directory {run_dir}')
-    found = list_checkpoints(run_dir)
-    sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
-    return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
-
 # %% ../nbs/31_checkpoint.ipynb #86b1b53c
 def find_checkpoint(
     name:str|Path, # a checkpoint, a run directory, or a hub id
@@ -348,3 +336,32 @@ def find_checkpoint(
     found = next((c for p in ('best_checkpoint','last_checkpoint') if (path/p).is_file() and (c := read_pointer(path,p))), None)
     if found is None: raise FileNotFoundError(f'{name} holds no checkpoint: expected config.json, or last_checkpoint of a run')
     return str(found)
+
+# %% ../nbs/31_checkpoint.ipynb #d66dd1ed
+def export_pth(
+    name:str|Path, # what `find_checkpoint` understands
+    folder:str|Path, # directory, made if needed
+    vision:bool=True, # False: leave the vision tower out
+)->Path: # e.g. `pretrain_vlm_512.pth`
+    "A checkpoint in MiniMind's format."
+    from nanovlm_nb.vlm import VisionLanguageModel # to list checkpoints takes no model
+    from nanovlm_nb.weights import save_pth
+    model = VisionLanguageModel.from_pretrained(find_checkpoint(name))
+    return save_pth(folder, model.state_dict(), model.cfg, vision)
+
+# %% ../nbs/31_checkpoint.ipynb #931b0115
+def main(
+    argv:list[str]|None=None, # the command line; None: of this process
+)->int: # exit code: 1 if there is no complete checkpoint
+    "List the checkpoints of a run."
+    parser = argparse.ArgumentParser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
+    parser.add_argument('run_dir', type=Path, help='directory of the run')
+    parser.add_argument('--pth', type=Path, metavar='DIR', help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
+    parser.add_argument('--without_vision', action='store_true', help='leave the vision tower out of that file')
+    args = parser.parse_args(argv)
+    run_dir = args.run_dir
+    if not run_dir.is_dir(): parser.error(f'there is no directory {run_dir}')
+    if args.pth: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision)}\n')
+    found = list_checkpoints(run_dir)
+    sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
+    return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
