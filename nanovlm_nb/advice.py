@@ -9,23 +9,32 @@ from typing import NamedTuple
 from .config import TrainConfig, VLMConfig, evolve
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES', 'SAVE_EARLY', 'SAVE_LATER',
-           'over_budget', 'capped_workers', 'more_workers', 'data_advice', 'communication_advice', 'other_advice',
-           'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line', 'advice', 'save_notes',
-           'range_notes', 'lint']
+__all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES', 'SAVE_EARLY', 'SAVE_LATER',
+           'grouped', 'over_budget', 'capped_workers', 'more_workers', 'data_advice', 'communication_advice',
+           'other_advice', 'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line', 'advice',
+           'save_notes', 'range_notes', 'lint']
 
 # %% ../nbs/05_advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
 LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
+PARTS = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other') # finer parts of the time -> what they belong to
+
+def grouped(
+    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`, or the finer ones of `PARTS`; what was not measured is left out
+)->dict[str,float]: # only the four
+    "Shares of the time as the targets name them."
+    known = ('compute',*MOST)
+    unknown = set(shares)-set(known)-set(PARTS)
+    if unknown: raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *PARTS))}")
+    if shares and not .99<sum(shares.values())<1.01: raise ValueError(f"the shares add up to {sum(shares.values()):.2f}: give shares of the whole time, which make 1")
+    sums = {k:sum(v for name,v in shares.items() if PARTS.get(name, name)==k) for k in known}
+    return {k:v for k,v in sums.items() if k in {PARTS.get(name, name) for name in shares}}
 
 def over_budget(
-    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`; what was not measured is left out
-)->dict[str,float]: # those that miss their target, in the order given
+    shares:dict[str,float], # of the time, see `grouped`
+)->dict[str,float]: # those that miss their target
     "Which shares of the time are not as they should be."
-    unknown = set(shares)-set(MOST)-{'compute'}
-    if unknown: raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of data, compute, communication, other")
-    if shares and not .99<sum(shares.values())<1.01: raise ValueError(f"the shares add up to {sum(shares.values()):.2f}: give shares of the whole time, which make 1")
-    return {k:v for k,v in shares.items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
+    return {k:v for k,v in grouped(shares).items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
 
 # %% ../nbs/05_advice.ipynb #bdd538a8
 WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
@@ -79,10 +88,13 @@ def communication_advice(
 
 def other_advice(
     train_cfg:TrainConfig, # optimizer, log and checkpoints
+    shares:dict[str,float]={}, # of the time; `validation` and `checkpoint` have lines of their own
 )->list[str]: # what to change, the first first
     "For a run that spends its time beside forward and backward."
-    c = train_cfg
-    lines = ['offload_optimizer False: the update is then made on the accelerator'] if c.offload_optimizer else []
+    c,part = train_cfg,lambda name: shares.get(name, 0)>MOST['other']/2
+    lines = [f'eval_interval {c.eval_interval} -> {2*c.eval_interval}, or fewer max_val_batches than {c.max_val_batches}'] if part('validation') else []
+    if part('checkpoint') and c.save_interval: lines.append(f'save_interval {c.save_interval} -> {2*c.save_interval}')
+    lines += ['offload_optimizer False: the update is then made on the accelerator'] if c.offload_optimizer else []
     if not c.async_save: lines.append('async_save True: checkpoints are written while training goes on')
     if c.stats_log_interval<100: lines.append(f'stats_log_interval {c.stats_log_interval} -> 100')
     if c.gradient_accumulation_steps<16: lines.append(f'gradient_accumulation_steps {c.gradient_accumulation_steps} -> 16: fewer optimizer steps for the same packs')
@@ -158,7 +170,7 @@ def remedy_line(
     return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
 def advice(
-    shares:dict[str,float], # of the time, see `over_budget`
+    shares:dict[str,float], # of the time, see `grouped`
     train_cfg:TrainConfig, # the run
     vlm_cfg:VLMConfig|None=None, # the model; None: nanoVLM's
     oom:bool=False, # memory ran out
@@ -167,13 +179,13 @@ def advice(
     ranks:int=1, # ranks on this machine
 )->list[str]: # a line for each thing that is not in order, with what to change
     "What to do about a run."
-    v,c,missed = vlm_cfg or VLMConfig(),train_cfg,over_budget(shares)
-    recipes = dict(data=lambda: data_advice(v, c, cpus, ranks), communication=lambda: communication_advice(c), other=lambda: other_advice(c))
+    v,c,sums,missed = vlm_cfg or VLMConfig(),train_cfg,grouped(shares),over_budget(shares)
+    recipes = dict(data=lambda: data_advice(v, c, cpus, ranks), communication=lambda: communication_advice(c), other=lambda: other_advice(c, shares))
     lines = ['out of memory: '+'; '.join(map(remedy_line, memory_remedies(v, c, ranks)))] if oom else []
     if unstable: lines.append('unstable: '+'; '.join(stability_advice(c)))
     for kind in (k for k in missed if k!='compute'):
-        lines.append(f"{kind} takes {_percent(shares[kind])} of the time, at most {_percent(MOST[kind])} is fine: {'; '.join(recipes[kind]()) or 'no setting is left to change'}")
-    if 'compute' in missed: lines.append(f"forward and backward have {_percent(shares['compute'])} of the time, {_percent(LEAST_COMPUTE)} or more is fine: see the other shares")
+        lines.append(f"{kind} takes {_percent(sums[kind])} of the time, at most {_percent(MOST[kind])} is fine: {'; '.join(recipes[kind]()) or 'no setting is left to change'}")
+    if 'compute' in missed: lines.append(f"forward and backward have {_percent(sums['compute'])} of the time, {_percent(LEAST_COMPUTE)} or more is fine: see the other shares")
     if shares and not missed and (faster := compute_advice(c)): lines.append(f"the time is well spent; to go faster: {'; '.join(faster)}")
     return lines
 
