@@ -12,14 +12,25 @@ from pathlib import Path
 
 from commands import TINY, environment
 
+SCENES = 136  # in four parquet files; the first 16 are for validation
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch')
+
+
+def write_data(cwd):
+    "The embedded scenes as parquet files, to be streamed."
+    from nanovlm_nb.shapes import shapes_dataset
+    rows, folder = shapes_dataset(SCENES, 'train', 0), Path(cwd)/'data'
+    if folder.exists(): return
+    folder.mkdir()
+    for k in range(4): rows.shard(4, k).to_parquet(folder/f'train-{k:05d}.parquet')
 
 
 def command(name, ranks, workers, updates, *more):
     "The command line of a small run that saves every second update."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
     flags = [*TINY, '--run_name', name, '--max_training_steps', updates, '--save_interval', 2, '--eval_interval', 5, '--num_workers', workers, '--ask_samples', 0,
-             '--data_cutoff_idx', 120, '--num_of_sequences', 3, '--max_keep_ckpts', 3, '--batch_size', 2//ranks, '--dtype', 'float32', '--resume', 'True', *more]
+             '--data_cutoff_idx', 120, '--num_of_sequences', 3, '--max_keep_ckpts', 3, '--batch_size', 2//ranks, '--dtype', 'float32', '--resume', 'True', '--stream_dataset', 'True',
+             '--train_dataset_path', 'data', *more]
     return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.train', *flags)]
 
 
@@ -70,6 +81,7 @@ def record(run):
 
 def undisturbed(cwd, ranks, workers, updates):
     "The same run without kills."
+    write_data(cwd)
     subprocess.run(command('whole', ranks, workers, updates), cwd=cwd, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
     return record(Path(cwd)/'checkpoints'/'whole')
 
@@ -77,6 +89,7 @@ def undisturbed(cwd, ranks, workers, updates):
 def disturbed(cwd, kills, ranks, workers, updates, seed=0, how=signal.SIGKILL):
     "The run with kills; returns its record and when it was killed."
     rng, run, when = random.Random(seed), Path(cwd)/'checkpoints'/'killed', []
+    write_data(cwd)
     for _ in range(kills): when.append(kill_once(start(command('killed', ranks, workers, updates), cwd), run, rng, updates, how))
     subprocess.run(command('killed', ranks, workers, updates), cwd=cwd, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
     return record(run), when
