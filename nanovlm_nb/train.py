@@ -6,6 +6,7 @@
 __all__ = ['main']
 
 # %% ../nbs/35_train.ipynb #2cf8fdd5
+import sys
 from importlib import import_module
 
 from .config import parse_args,set_env
@@ -13,12 +14,13 @@ from .config import parse_args,set_env
 # %% ../nbs/35_train.ipynb #893ff1d1
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
-):
+)->int: # exit code: 0, or `run.INTERRUPTED`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
     vlm_cfg,train_cfg,_ = parse_args(argv)
     set_env()
-    import_module('nanovlm_nb.run').run(vlm_cfg, train_cfg)
+    run = import_module('nanovlm_nb.run')
+    return run.exit_code(run.run(vlm_cfg, train_cfg))
 
 # %% ../nbs/35_train.ipynb #95e5c272
 #| eval: false
-if __name__=='__main__': main()
+if __name__=='__main__': sys.exit(main())
