@@ -248,13 +248,14 @@ def attention(
 
 # %% ../nbs/10_attention.ipynb #20ed4b75
 def cached_attention(
-    q:Tensor, # (B, H, 1, D) the new query of each row
-    k:Tensor, # (B, Hkv, S, D) keys so far, that of the new token included
+    q:Tensor, # (B, H, T, D) the new queries of each row
+    k:Tensor, # (B, Hkv, S, D) keys so far, those of the new tokens last
     v:Tensor, # (B, Hkv, S, D) values so far
     key_mask:Tensor, # (B, S) True where the column holds a token of the row
-)->Tensor: # (B, H, 1, D) mixed values
-    "Attention of one new token a row over cached keys."
-    B,H,T,D = q.shape
-    if T!=1: raise ValueError(f"{T} new tokens a row: cached_attention takes one, since it knows no order among them")
-    grouped = q.reshape(B, k.shape[1], H//k.shape[1], D)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=key_mask[:,None,None]).reshape(B, H, 1, D)
+)->Tensor: # (B, H, T, D) mixed values
+    "Attention of a row's new tokens over cached keys."
+    (B,H,T,D),(Hkv,S) = q.shape, k.shape[1:3]
+    if T>S: raise ValueError(f"{T} queries, but {S} keys: those of the new tokens belong to the keys")
+    mask = key_mask[:,None,None]
+    if T>1: mask = (mask & torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S-T)).repeat(1, 1, H//Hkv, 1)
+    return F.scaled_dot_product_attention(q.reshape(B, Hkv, -1, D), k, v, attn_mask=mask).reshape(B, H, T, D)
