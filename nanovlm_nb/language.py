@@ -81,7 +81,7 @@ class KVCache:
         self.key_mask,self.positions = None, None
 
     def advance(self,
-        x:Tensor, # (B, T, D) what is read now: the prompt at first, one token a row afterwards
+        x:Tensor, # (B, T, D) what is read now: the prompt at first, the same number of tokens for all rows afterwards
         layout:Layout|None=None, # where the prompts are; None: they fill their rows
     )->Tensor: # (B, T) positions of what is read now
         "Make room for the next columns; once for all blocks."
@@ -89,11 +89,10 @@ class KVCache:
         if self.length+T>self.max_length:
             raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.max_length}: give it a larger max_length")
         if self.length==0: return self._start(B, T, x.device, layout)
-        if T!=1: raise ValueError(f"{T} new tokens a row after the prompt: a cache takes one at a time")
-        self.key_mask[:,self.length] = True
-        self.length += 1
-        self.positions += 1
-        return self.positions[:,None]-1
+        self.key_mask[:,self.length:self.length+T] = True
+        self.length += T
+        self.positions += T
+        return self.positions[:,None] + torch.arange(-T, 0, device=x.device)
 
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
@@ -116,6 +115,16 @@ class KVCache:
         now,upto = slice(self.length-k.shape[2], self.length), slice(self.length)
         self.k[block][:,:,now],self.v[block][:,:,now] = k, v
         return self.k[block][:,:,upto], self.v[block][:,:,upto], self.key_mask[:,upto]
+
+    def go_back(self,
+        length:int, # columns to keep
+        max_length:int, # columns from now on
+    )->None: # nothing
+        "Forget the columns after the first `length`, and make room for others."
+        if not 0<length<=self.length: raise ValueError(f"cannot go back to {length} columns: the cache has read {self.length}")
+        self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
+        self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()} for kept in (self.k,self.v))
+        self.positions,self.length,self.max_length = self.key_mask.sum(1), length, max_length
 
 # %% ../nbs/12_language.ipynb #de1e0472
 class LanguageModelGroupedQueryAttention(nn.Module):
