@@ -11,7 +11,7 @@ __all__ = ['MODEL_CARD', 'VISION_NOTE', 'flatten_tiles', 'to_pixels', 'check_slo
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .attention import Layout
 from .config import VLMConfig, evolve
 from .dist import is_sharded
-from .generate import generate_ids, sample
+from .generate import Picker, stream_ids
 from .language import KVCache, LanguageModel
 from .loss import cross_entropy_at_targets
 from .projector import ModalityProjector
@@ -212,6 +212,15 @@ class Reader:
         "Scores after one more token."
         return self.read(self.decoder.token_embedding(ids[:, None]))
 
+    def go_back(self,
+        length:int, # vectors to keep, padding included
+        room:int, # how many may follow
+    )->None: # nothing
+        "Forget what was read after the first `length` vectors."
+        if self.cache is not None: return self.cache.go_back(length, length + room)
+        if not 0 < length <= self.seen.shape[1]: raise ValueError(f"cannot go back to {length} vectors: {self.seen.shape[1]} were read")
+        self.seen, self.mask = self.seen[:, :length], self.mask[:, :length]
+
 # %% ../nbs/17_vlm.ipynb #8e810794
 @contextmanager
 def written_at_once(
@@ -366,6 +375,24 @@ class VisionLanguageModel(Pretrained, VLMNet):
         self._tokenizer = value
 
     @torch.no_grad()
+    def stream(self,
+        input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what follows the text that it has read
+        images=None, # see `flatten_tiles`
+        attention_mask:Tensor|None=None, # (B, T) 0 at padding
+        max_new_tokens:int=5, # upper limit
+        use_cache:bool=True, # see `Reader`
+        eos_token_id:int|Sequence[int]|None=None, # end token or tokens; None asks the tokenizer, () never ends early
+        ended:Callable|None=None, # see `stream_ids`
+        reader:Reader|None=None, # one that has read the beginning of the conversation, with room for the rest
+        **sampling, # see `Picker`
+    )->Iterator[Tensor]: # (B,) ids, see `stream_ids`
+        "Answer prompts token by token; call `eval()` before if the model has dropout."
+        if eos_token_id is None: eos_token_id = self.tokenizer.eos_token_id
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        reader = reader or Reader(self.decoder, mask, max_new_tokens, use_cache)
+        scores = reader.read(self.embed(input_ids, images))
+        yield from stream_ids(reader.step, scores, max_new_tokens, Picker(prompt=input_ids, mask=mask, **sampling), eos_token_id, ended=ended)
+
     def generate(self,
         input_ids:Tensor, # (B, T) prompts, padded on the left
         images=None, # see `flatten_tiles`
@@ -377,11 +404,11 @@ class VisionLanguageModel(Pretrained, VLMNet):
         greedy:bool=False, # take the best token and draw nothing
         use_cache:bool=True, # see `Reader`
         eos_token_id:int|Sequence[int]|None=None, # end token or tokens; None asks the tokenizer, () never ends early
-        generator:torch.Generator|None=None, # source of randomness, on the model's device
-    )->Tensor: # (B, new) ids, see `generate_ids`
-        "Answer prompts; call `eval()` before if the model has dropout."
-        if eos_token_id is None: eos_token_id = self.tokenizer.eos_token_id
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        reader = Reader(self.decoder, mask, max_new_tokens, use_cache)
-        pick = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, generator=generator)
-        return generate_ids(reader.step, reader.read(self.embed(input_ids, images)), max_new_tokens, pick, eos_token_id)
+        generator:torch.Generator|Sequence[torch.Generator]|None=None, # source of randomness on the model's device, or one for each row
+        repetition_penalty:float=1., # see `penalise_repeats`; prompts count
+        ended:Callable|None=None, # see `stream_ids`
+    )->Tensor: # (B, new) ids; each row holds its end token, then filler
+        "All of `stream`'s tokens at once."
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, generator=generator, repetition_penalty=repetition_penalty)
+        new = list(self.stream(input_ids, images, attention_mask, max_new_tokens, use_cache, eos_token_id, ended, **sampling))
+        return torch.stack(new, 1) if new else input_ids.new_empty(len(input_ids), 0)
