@@ -481,7 +481,8 @@ _SHAPES_TRAIN = dict(
 _MINIMIND_VLM = dict(
     vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512, lm_inter_dim=1408, lm_re_base=1_000_000,
     lm_max_position_embeddings=32768, lm_base_vocab_size=6400, lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640,
-    lm_model_type='minimind', lm_tokenizer='model', mp_pixel_shuffle_factor=1, max_img_size=224, vlm_extra_tokens={'image_token':'<|image|>'},
+    lm_model_type='minimind', lm_tokenizer='model', mp_pixel_shuffle_factor=1, max_img_size=224,
+    vlm_extra_tokens={'image_token':'<|image|>', 'global_image_token':'<|global_image|>'},
     hf_repo_name=None, pixel_mean=.5, pixel_std=.5)
 _MINIMIND_TRAIN = dict(
     lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16, gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
