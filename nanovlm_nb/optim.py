@@ -53,12 +53,13 @@ def param_groups(
 
 # %% ../nbs/30_optim.ipynb #75ac61c8
 def make_optimizer(
-    model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`
+    model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`, and those that its `new_parts` name
     train_cfg:TrainConfig, # learning rates, `betas`, `weight_decay`
     kind:type=torch.optim.AdamW, # or another class with its arguments, such as `OffloadedAdamW`
 )->torch.optim.AdamW: # one group per component that trains
-    "AdamW over the model's components, frozen ones left out."
-    groups = param_groups(model, component_lrs(train_cfg), train_cfg.language_last_blocks)
+    "AdamW over the model's components, frozen ones left out; `new_parts` that a model has besides train like the projector, which begins from nothing too."
+    lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
+    groups = param_groups(model, lrs, train_cfg.language_last_blocks)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
     return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
 
