@@ -258,10 +258,11 @@ def write_checkpoint(
 
 def read_checkpoint(
     name:str|Path, # directory or hub name
+    kind:type=VLMConfig, # class of the configuration
 )->tuple[VLMConfig,dict]: # configuration and state dict
     "Read what `write_checkpoint` or nanoVLM wrote."
     folder = resolve_checkpoint(name)
-    cfg,files = VLMConfig.load(folder/'config.json'), tensor_files(folder)
+    cfg,files = kind.load(folder/'config.json'), tensor_files(folder)
     state = read_tensors(files, files)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
