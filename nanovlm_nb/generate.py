@@ -106,9 +106,9 @@ def stream_ids(
     done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for i in range(max_new_tokens):
         ids = torch.where(done, fill, pick(logits))
-        yield ids
         done = done | torch.isin(ids, ends)
         if ended is not None: done = done | ended(ids).to(done.device)
+        yield ids
         if (len(ends) or ended is not None) and done.all(): return
         if i+1 < max_new_tokens: logits = step(ids)
 
