@@ -275,6 +275,7 @@ def load_noted_tower(
 # %% ../nbs/17_vlm.ipynb #49311d04
 class Pretrained:
     "Loading, saving and publishing, for a model with `cfg`, `tokenizer_source` and `tokenizer`."
+    config_class = VLMConfig # what config.json holds
     vision_note = None # what `VISION_NOTE` will say, if checkpoints leave out the vision tower
 
     def leave_vision_out(self)->None: # nothing
@@ -293,7 +294,7 @@ class Pretrained:
     )->'VisionLanguageModel': # on the CPU, in eval mode
         "Load what `save_pretrained` or nanoVLM wrote."
         folder = resolve_checkpoint(path)
-        cfg, state = read_checkpoint(folder)
+        cfg, state = read_checkpoint(folder, cls.config_class)
         model = cls(cfg, load_backbone=False)
         if (folder/VISION_NOTE).is_file():
             load_noted_tower(model, json.loads((folder/VISION_NOTE).read_text(encoding='utf-8')))
