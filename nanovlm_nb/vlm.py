@@ -392,7 +392,7 @@ class VisionLanguageModel(Pretrained, VLMNet):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         reader = reader or Reader(self.decoder, mask, max_new_tokens, use_cache)
         scores = reader.read(self.embed(input_ids, images))
-        yield from stream_ids(reader.step, scores, max_new_tokens, Picker(prompt=input_ids, mask=mask, **sampling), eos_token_id, ended=ended)
+        yield from stream_ids(reader.step, scores, max_new_tokens, Picker(**dict(prompt=input_ids, mask=mask) | sampling), eos_token_id, ended=ended)
 
     def generate(self,
         input_ids:Tensor, # (B, T) prompts, padded on the left
