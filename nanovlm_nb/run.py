@@ -260,7 +260,7 @@ def use_frozen_tower(
     "Switch on what `cache_features` and `save_vision` ask for."
     model,c = trainer.base,trainer.cfg
     if checkpoint is not None and not c.save_vision: # `make_model` has done it for a new run
-        saved = VisionLanguageModel.from_pretrained(checkpoint)
+        saved = type(model).from_pretrained(checkpoint)
         saved.leave_vision_out()
         model.vision_note = saved.vision_note
     if not c.cache_features: return
@@ -274,6 +274,7 @@ def run_on(
     dist:Dist, # this rank
     schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)` in place of the config's
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
+    make:Callable=make_trainer, # puts the parts together; takes what `make_trainer` takes
 )->Path: # directory of the run
     "Train on ranks that have already met."
     train_cfg,translated = apply_deepspeed(vlm_cfg, train_cfg, dist)
@@ -283,7 +284,7 @@ def run_on(
     make_run_dir(vlm_cfg, train_cfg, dist, run_dir)
     if dist.is_master: note_start(run_dir, checkpoint, jobs)
     with keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log:
-        trainer = make_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
+        trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         if train_cfg.use_lmms_eval: log.info('use_lmms_eval has no effect yet: checkpoints are not evaluated with lmms-eval')
         for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *translated, *engine_lines(train_cfg, dist), *lines]: log.info(line)
