@@ -187,8 +187,8 @@ def activation_bytes(
     towers = ((patches, v.vit_hidden_dim, [vision_bytes(v, a)]*seeing, c.vision_checkpointing),
         (positions, v.lm_hidden_dim, [language_bytes(v, a, True)]*learning+[language_bytes(v, a, False)]*passing, c.language_checkpointing))
     kept = sum(units*(4*width*len(blocks)+max(blocks, default=0) if again else sum(blocks)) for units,width,blocks,again in towers)
-    projector = patches*v.vit_hidden_dim*a*('MP' in trains)
-    return kept + projector + positions*v.lm_hidden_dim*12
+    ends = patches*((3*v.vit_patch_size**2*a + 4*v.vit_hidden_dim)*(seeing>0) + v.vit_hidden_dim*a*('MP' in trains)) # pixels, last norm, projector
+    return kept + ends + positions*v.lm_hidden_dim*(4+8*whole)
 
 def logit_bytes(
     vlm_cfg:VLMConfig, # vocabulary and chunk
