@@ -414,12 +414,19 @@ class ReportFields:
     lmms_eval_tasks:str = 'mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa' # tasks, separated by commas
     lmms_eval_limit:float|None = None # samples of a task; None: all
     lmms_eval_batch_size:int = 64 # questions answered at a time
+    eval_backend:str = 'auto' # who evaluates checkpoints: slurm, subprocess (beside the training), in_process (the training waits); auto: slurm where it is, else subprocess
+    eval_include_path:str|None = None # directory with tasks of your own
+    eval_script:str = 'slurm/eval.slurm' # what sbatch is given
+    eval_wait:float = 600. # seconds that a run waits at its end for evaluations still under way
     _argument_group_name = 'reports'
 
     def check_report(self)->None:
         "Raise a ValueError where an interval or a limit makes no sense."
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
-        _at_least_0(self, 'save_interval', 'ask_samples')
+        _at_least_0(self, 'save_interval', 'ask_samples', 'eval_wait')
+        _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
+        limit = self.lmms_eval_limit
+        _require(limit is None or limit>0, f"lmms_eval_limit is {limit}: give a number of samples, a share below 1, or None for all")
         _require(self.max_keep_ckpts==-1 or self.max_keep_ckpts>0, f"max_keep_ckpts is {self.max_keep_ckpts}: give 1 or more, or -1 for all")
         _require(not (self.load_from and self.resume_from_vlm_checkpoint), "load_from and resume_from_vlm_checkpoint both name weights: give one")
 
@@ -434,6 +441,7 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
         self.check_engine()
         self.check_report()
         self.check_frozen()
+        self.check_evals()
 
     @property
     def lr_backbone_pair(self)->tuple[float,float]: # of the vision tower, of the language model
@@ -447,6 +455,11 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
             _require(not on or vision==0, f"{name} needs a frozen vision tower, but it trains with rate {vision} and {why}: set lr_vision_backbone (or lr_backbones) to 0")
         _require(not self.cache_features or self.sharding=='ddp', f"cache_features and sharding {self.sharding}: ranks that share out a tower must all use it at the same time, set sharding to ddp or cache_features to False")
         _require(self.language_last_blocks is None or language>0, f"language_last_blocks is {self.language_last_blocks}, but the language model's learning rate is 0: raise it, or set language_last_blocks to None")
+
+    def check_evals(self)->None:
+        "Raise a ValueError where checkpoints cannot be evaluated as asked."
+        _require(self.eval_backend!='in_process' or self.sharding=='ddp', f"eval_backend in_process and sharding {self.sharding}: ranks that share out a model "
+            "must all use it at the same time; give eval_backend subprocess")
 
     def schedule_kwargs(self)->dict: # keyword arguments of `get_schedule`
         "The two shares that shape the schedule."
