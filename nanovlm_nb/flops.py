@@ -110,7 +110,8 @@ def language_flops(
     learning = (last_blocks or L) if 'decoder' in trains else 0
     passed = L if whole or {'MP','vision_encoder'} & set(trains) else learning
     w,again = block_weights(cfg), passed*checkpointing
-    return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-cfg.lm_hidden_dim*cfg.lm_inter_dim)),
+    last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim # with experts, the mixture of their answers needs these
+    return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)),
         attention=Flops(4*D*L, 8*D*passed, again*4*D), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
 def unit_flops(
@@ -119,12 +120,14 @@ def unit_flops(
     last_blocks:int|None=None, # see `language_flops`
     vision_checkpointing:bool=False, # recompute the vision tower
     language_checkpointing:bool=False, # recompute the language model
+    cache_features:bool=False, # what a frozen vision tower made of a tile is read and not computed
 )->dict[str,Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
     "What one unit of each count costs; computed once for a run."
     trains = set(trains)
     _check_trains(trains, last_blocks, cfg)
     vision = 'vision_encoder' in trains
-    return dict(vision=vision_flops(cfg, vision, vision_checkpointing), projector=projector_flops(cfg, 'MP' in trains, vision),
+    seen = Flops() if cache_features and not vision else vision_flops(cfg, vision, vision_checkpointing)
+    return dict(vision=seen, projector=projector_flops(cfg, 'MP' in trains, vision),
         **language_flops(cfg, trains, last_blocks, language_checkpointing))
 
 # %% ../nbs/18_flops.ipynb #2d969064
@@ -135,7 +138,7 @@ def step_flops(
     targets:int, # positions with a target
     positions:int|None=None, # rows times length, padding included; None: there is no padding
     trains:Iterable[str]=COMPONENTS, # components that learn
-    **how, # `last_blocks`, `vision_checkpointing`, `language_checkpointing`, see `unit_flops`
+    **how, # `last_blocks`, `vision_checkpointing`, `language_checkpointing`, `cache_features`, see `unit_flops`
 )->dict[str,Flops]: # part -> arithmetic; `padding` and `blank_tile` are waste
     "Arithmetic of forward and backward of one batch."
     units,lens = unit_flops(vlm_cfg, trains, **how),[n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
@@ -143,8 +146,8 @@ def step_flops(
     positions = tokens if positions is None else positions
     if positions<tokens: raise ValueError(f"{positions} positions for documents of {tokens} tokens: positions counts padding too")
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
-    return {part:units[part].times(counts[c]) for part,c in DRIVERS.items()} | dict(
-        padding=units['blocks'].times(positions-tokens), blank_tile=units['vision'].plus(units['projector']).times(int(tiles==0)))
+    blank = units['vision'].times('vision_encoder' in trains).plus(units['projector'].times(not {'vision_encoder','MP'}.isdisjoint(trains)))
+    return {part:units[part].times(counts[c]) for part,c in DRIVERS.items()} | dict(padding=units['blocks'].times(positions-tokens), blank_tile=blank.times(tiles==0))
 
 # %% ../nbs/18_flops.ipynb #7faf9cd0
 WASTE = ('padding','blank_tile')

@@ -300,7 +300,7 @@ def update_flops(
 )->dict[str,float]: # FLOPs of one GPU: `useful`, and `all` that it executes
     "Arithmetic of an update."
     c,n = train_cfg,train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    how = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None, vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing)
+    how = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None, vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing, cache_features=c.cache_features)
     lens = [pack.tokens/pack.documents]*max(round(pack.documents), 1)
     parts = step_flops(vlm_cfg, pack.tiles*n, lens*n, pack.targets*n, n*max(vlm_cfg.lm_max_length, sum(lens)), trains, **how)
     return dict(useful=useful_flops(parts), all=all_flops(parts))

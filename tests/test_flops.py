@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from nanovlm_nb.config import evolve, preset
@@ -27,6 +26,7 @@ CASES = dict(
     text_heavy=({}, 1, LONG, 250, ALL),
     text_only=({}, 0, MIXED, 90, ALL),
     text_only_frozen_vision=({}, 0, MIXED, 90, LM),
+    text_only_projector=({}, 0, MIXED, 90, MP | LM),
     full_rows=({}, 4, LONG, 128, ALL),
     short_documents=({}, 2, SHORT, 40, ALL),
     mostly_padding=({}, 1, [[20], [4]], 10, ALL),
@@ -44,6 +44,9 @@ CASES = dict(
     fine_patches=(dict(vit_patch_size=4, mp_pixel_shuffle_factor=4), 3, MIXED, 60, ALL),
     large_vocabulary=(dict(lm_base_vocab_size=3000), 3, MIXED, 60, ALL),
     chunked_loss=(dict(loss_chunk_size=16), 3, MIXED, 60, ALL),
+    experts=(dict(use_moe=True), 3, MIXED, 60, ALL),
+    one_expert_of_eight=(dict(use_moe=True, moe_experts=8, moe_top_k=1, moe_shared_experts=0), 3, MIXED, 60, ALL),
+    experts_frozen=(dict(use_moe=True, moe_shared_experts=2), 3, MIXED, 60, MP),
     chunked_loss_frozen=(dict(loss_chunk_size=16), 3, MIXED, 60, MP))
 
 
@@ -93,21 +96,17 @@ def test_only_the_last_blocks_learn():
     assert all_flops(step_flops(SMALL, 3, MIXED, 60, 256, LM | MP, last_blocks=1)) == pytest.approx(total, rel=.01)
 
 
-def recomputing(blocks):
-    "Let blocks keep their input alone and compute the rest again."
-    for b in blocks: b.forward = lambda *a, _f=b.forward, **k: checkpoint(_f, *a, use_reentrant=False, **k)
-
-
+@pytest.mark.parametrize('moe', [False, True])
 @pytest.mark.parametrize('vision,language', [(True, False), (False, True), (True, True)])
-def test_checkpointing_is_recomputation(vision, language):
-    net = build(SMALL, ALL)
-    if vision: recomputing(net.vision_encoder.blocks)
-    if language: recomputing(net.decoder.blocks)
-    total = sum(measured(net, *batch(SMALL, 3, MIXED, 60), MIXED))
-    parts = step_flops(SMALL, 3, MIXED, 60, 256, vision_checkpointing=vision, language_checkpointing=language)
+def test_checkpointing_is_recomputation(vision, language, moe):
+    cfg = evolve(SMALL, use_moe=moe, lm_inter_dim=256)
+    net = build(cfg, ALL)
+    net.vision_encoder.recompute, net.decoder.recompute = vision, language
+    total = sum(measured(net, *batch(cfg, 3, MIXED, 60), MIXED))
+    parts = step_flops(cfg, 3, MIXED, 60, 256, vision_checkpointing=vision, language_checkpointing=language)
     assert all_flops(parts) == pytest.approx(total, rel=.01)
     assert bool(parts['vision'].recompute) == vision and bool(parts['blocks'].recompute) == language
-    assert useful_flops(parts) == useful_flops(step_flops(SMALL, 3, MIXED, 60, 256)), 'recomputation is not useful'
+    assert useful_flops(parts) == useful_flops(step_flops(cfg, 3, MIXED, 60, 256)), 'recomputation is not useful'
 
 
 def test_the_fused_kernel_computes_scores_again():
@@ -129,6 +128,8 @@ def test_frozen_components_cost_less():
     assert total['all'] > total['no_vision'] > total['lm'] > total['mp']
     parts = step_flops(SMALL, 6, MIXED, 60, trains=LM)
     assert parts['vision'].backward == parts['projector'].backward == 0
+    cached = step_flops(SMALL, 6, MIXED, 60, trains=MP, cache_features=True)
+    assert cached['vision'] == Flops() and all_flops(cached)+parts['vision'].forward == total['mp']
 
 
 def test_padding_and_blank_tiles_are_waste():
@@ -138,13 +139,6 @@ def test_padding_and_blank_tiles_are_waste():
     blank = step_flops(SMALL, 0, MIXED, 60)
     assert sum(blank['blank_tile']) > 0 == sum(blank['vision'])
     with pytest.raises(ValueError, match='100 positions for documents of 190 tokens'): step_flops(SMALL, 3, MIXED, 60, 100)
-
-
-def test_experts():
-    cfg = evolve(SMALL, use_moe=True, moe_experts=4, moe_top_k=2, moe_shared_experts=1)
-    one = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
-    more = unit_flops(cfg)['blocks'].forward-unit_flops(SMALL)['blocks'].forward
-    assert more == 2*cfg.lm_n_blocks*(2*one+4*cfg.lm_hidden_dim)
 
 
 def test_counts_add_up():
