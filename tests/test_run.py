@@ -55,11 +55,13 @@ def test_config_repeats_the_run_byte_for_byte(one, tmp_path):
 
 
 def test_two_ranks_train_like_one(one, tmp_path):
-    done = train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--gradient_accumulation_steps', 1, '--dtype', 'float32'], tmp_path, ranks=2)
-    train([*TINY, '--run_name', 'alone', '--max_training_steps', 7, '--dtype', 'float32', '--num_workers', 1], tmp_path)
+    "Also over the ends of epochs, where one rank has data left and the other has none."
+    done = train([*TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32'], tmp_path, ranks=2)
+    train([*TINY, '--run_name', 'alone', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--dtype', 'float32', '--num_workers', 1], tmp_path)
     two, alone = updates(tmp_path/'checkpoints'/'r'), updates(tmp_path/'checkpoints'/'alone')
-    assert [r['step'] for r in two] == list(range(1, 8)), 'one line an update, from one rank'
+    assert [r['step'] for r in two] == list(range(1, 10)), 'one line an update, from one rank'
     assert [r['batch_digest'] for r in two] == [r['batch_digest'] for r in alone]
+    assert two[-1]['epoch'] >= 2
     for a, b in zip(two, alone, strict=True):
         assert a['target_tokens'] == b['target_tokens']
         assert a['batch_loss'] == pytest.approx(b['batch_loss'], rel=2e-4)
