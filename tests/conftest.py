@@ -7,6 +7,20 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser):
+    parser.addoption('--slow', action='store_true', help='also run tests that take minutes')
+
+
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'slow: takes minutes; runs with --slow')
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption('--slow'): return
+    for item in items:
+        if 'slow' in item.keywords: item.add_marker(pytest.mark.skip(reason=f'takes minutes: pytest --slow {item.path.relative_to(ROOT)}'))
+
+
 @pytest.fixture(scope='session')
 def root() -> Path:
     "The checkout: notebooks, modules, settings."
