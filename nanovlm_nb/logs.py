@@ -17,8 +17,8 @@ from tqdm import tqdm
 from .dist import Dist
 
 # %% auto #0
-__all__ = ['JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog', 'RunLog', 'Stats',
-           'Clock', 'plot_curves']
+__all__ = ['EVAL_AXIS', 'JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog', 'RunLog',
+           'Stats', 'Clock', 'plot_curves']
 
 # %% ../nbs/03_logs.ipynb #82442ecc
 def _plain(
@@ -180,7 +180,9 @@ def wandb_mode(
 )->str:    # 'online', 'offline', 'disabled' or what WANDB_MODE says
     "How wandb runs here, without asking anyone."
     if mode := os.environ.get('WANDB_MODE'): return mode
-    return 'online' if wandb.login(prompt=False, verify=False) else 'offline'
+    try: known = wandb.login(prompt=False, verify=False)
+    except TypeError: known = wandb.api.api_key # wandb before 0.31 cannot be told not to ask
+    return 'online' if known else 'offline'
 
 # %% ../nbs/03_logs.ipynb #4eae6fa3
 def wandb_id(
@@ -192,6 +194,8 @@ def wandb_id(
     return path.read_text().strip()
 
 # %% ../nbs/03_logs.ipynb #8a730c00
+EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
+
 class WandbLog:
     "Sends figures to wandb for as long as that works."
     def __init__(self,
@@ -206,7 +210,7 @@ class WandbLog:
             import wandb
             self.run = wandb.init(entity=entity, project=project, name=run_name, config=config, dir=str(run_dir), id=wandb_id(run_dir), resume='allow',
                                   mode=wandb_mode(wandb), settings=wandb.Settings(silent=True, console='off'))
-            self.run.define_metric('lmms_eval/*', step_metric='<lmms-eval-step>')
+            self.run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
 
     def log(self,
         metrics:dict, # Figures by name; text stays in the local log
@@ -214,7 +218,8 @@ class WandbLog:
     ):
         "Send the figures of one step."
         if self.run is None or self.guard.failed: return
-        with self.guard: self.run.log({k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}, step=step)
+        figures = {k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
+        with self.guard: self.run.log(figures, **({} if EVAL_AXIS in metrics else dict(step=step)))
 
     def close(self,
         failed:bool=False, # Whether the run ended with an error
