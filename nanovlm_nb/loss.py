@@ -37,15 +37,15 @@ def _chunk(
     weight:Tensor,      # (V, D) head
     labels:Tensor,      # (n,) targets
     grads:bool,         # Also return the gradient of the logits
-)->tuple[Tensor,Tensor|None]: # Sum of the losses, (n, V) gradient of the logits
-    "Loss of one chunk and softmax minus one-hot."
+)->tuple[Tensor,Tensor|None]: # (n,) losses, (n, V) gradient of the logits
+    "Losses of one chunk and softmax minus one-hot."
     logits = (rows @ weight.T).float()
     logits -= logits.amax(1, keepdim=True)
     picked = logits.gather(1, labels[:, None])
     total = logits.exp_().sum(1, keepdim=True)
-    loss = (total.log()-picked).sum()
-    if not grads: return loss, None
-    return loss, logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1)).to(rows.dtype)
+    each = (total.log()-picked).squeeze(1)
+    if not grads: return each, None
+    return each, logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1)).to(rows.dtype)
 
 # %% ../nbs/14_loss.ipynb #b99395c8
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -58,12 +58,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         chunk_size:int,   # Rows whose logits exist at one time
         want_rows:bool,   # Compute the gradient of `rows`
         want_weight:bool, # Compute the gradient of `weight`
-    )->Tensor:            # Sum of the losses, float32
+    )->tuple[Tensor,Tensor]: # Sum of the losses, (n,) the losses without graph, float32
         "Loss over all chunks, gradients kept for `backward`."
         device = rows.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
         if dtype == torch.float16: dtype = torch.float32
-        loss = torch.zeros((), device=rows.device)
+        each = torch.empty(len(rows), device=rows.device)
         d_rows = torch.empty_like(rows) if want_rows else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         with torch.autocast(device, enabled=False):
@@ -71,17 +71,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             for at in range(0, len(rows), chunk_size):
                 part = slice(at, at+chunk_size)
                 h = rows[part].to(dtype)
-                part_loss, d_logits = _chunk(h, w, labels[part], want_rows or want_weight)
-                loss += part_loss
+                each[part], d_logits = _chunk(h, w, labels[part], want_rows or want_weight)
                 if want_rows: d_rows[part] = d_logits @ w
                 if want_weight: d_weight += d_logits.T @ h
         ctx.grads = d_rows, d_weight.to(weight.dtype) if want_weight else None
-        return loss
+        ctx.mark_non_differentiable(each)
+        return each.sum(), each
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx,
         grad:Tensor, # Gradient of the loss, a scalar
+        _:Tensor,    # Of the single losses, which have none
     )->tuple:        # Gradients of `rows` and `weight`, None for the rest
         "Scale what the forward pass computed, in place."
         if ctx.grads is None: raise RuntimeError("the chunked loss can be differentiated once: call it again instead of retain_graph=True")
@@ -97,14 +98,16 @@ def cross_entropy_at_targets(
     chunk_size:int=2048,    # Most positions whose logits exist at one time
     reduction:str='sum',    # 'sum' or 'mean' over the targets
     ignore_index:int=-100,  # Marks a position without a target
-)->tuple[Tensor,int]:       # Loss (scalar, float32), number of targets
+)->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets in their order (n,) without graph
     "Cross-entropy of a language-model head, computed only at positions that have a target."
     if reduction not in ('sum', 'mean'): raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
     if chunk_size < 1: raise ValueError(f"chunk_size {chunk_size} < 1: use the number of positions whose logits fit in memory")
     rows, labels = labelled_positions(hidden, targets, len(weight), ignore_index)
     n = len(rows)
-    if n <= chunk_size: loss = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='sum')
+    if n <= chunk_size:
+        each = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='none')
+        loss = each.sum()
     else:
         grads = torch.is_grad_enabled()
-        loss = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, grads and rows.requires_grad, grads and weight.requires_grad)
-    return (loss/max(n, 1) if reduction == 'mean' else loss), n
+        loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, grads and rows.requires_grad, grads and weight.requires_grad)
+    return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()

@@ -115,6 +115,7 @@ class VLMNet(nn.Module):
         if cfg.vit_cls_flag: raise ValueError("vit_cls_flag gives one vector a tile and no patches to project: set it to False")
         self.cfg = cfg
         self.vision_encoder, self.MP, self.decoder = ViT(cfg), ModalityProjector(cfg), LanguageModel(cfg)
+        self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
         self.features = None # a `FeatureCache`
 
     def train(self,
@@ -176,10 +177,10 @@ class VLMNet(nn.Module):
         h, balance = self.hidden(input_ids, images, attention_mask, doc_lens, with_balance=True)
         logits = self.decoder.head(h) if targets is None or return_logits else None
         if targets is None: return logits, None
-        loss, n = cross_entropy_at_targets(h, self.decoder.head.weight, targets, self.cfg.loss_chunk_size, reduction=reduction)
+        loss, self.target_losses = cross_entropy_at_targets(h, self.decoder.head.weight, targets, self.cfg.loss_chunk_size, reduction=reduction)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*(targets != -100).sum(1)).sum()
-        return logits, loss + (unbalanced/max(n, 1) if reduction == 'mean' else unbalanced)
+        return logits, loss + (unbalanced/max(len(self.target_losses), 1) if reduction == 'mean' else unbalanced)
 
 # %% ../nbs/17_vlm.ipynb #29388c48
 class Reader:
