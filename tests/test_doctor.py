@@ -70,7 +70,7 @@ def test_write_permission(tmp_path):
 
 def test_a_checkpoint_is_as_large_as_said(tmp_path):
     "The file sizes of a real checkpoint, against the estimate."
-    run([sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'r', '--ask_samples', '0', '--eval_in_epochs', 'False', '--lm_base_vocab_size', '8000', '--lm_hidden_dim', '128'], tmp_path)
+    run([sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'r', '--ask_samples', '0', '--eval_in_epochs', 'False', '--lm_inter_dim', '2048', '--lm_hidden_dim', '256'], tmp_path)
     from nanovlm_nb.config import load_yaml
     vlm, cfg = load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml')
     found = sum(p.stat().st_size for p in (tmp_path/'checkpoints'/'r'/'step_6').rglob('*') if p.suffix in ('.safetensors', '.distcp'))
