@@ -1,0 +1,136 @@
+"Small trainings in every kind of sharding, as many ranks as the launch says; run by test_sharding.py, alone or under torchrun: sharded.py FOLDER."
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from commands import TINY
+from safetensors.torch import save_file
+from split_update import make_packs
+from torch.profiler import ProfilerActivity, profile
+
+from nanovlm_nb.checkpoint import load_optimizer
+from nanovlm_nb.config import evolve, parse_args, preset
+from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
+from nanovlm_nb.packing import collate_packs
+from nanovlm_nb.run import run_on
+from nanovlm_nb.shard import full_weights, load_full_weights, local_bytes
+from nanovlm_nb.trainer import Trainer, gather_update
+from nanovlm_nb.vlm import VisionLanguageModel
+
+UPDATES = 10
+WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
+SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
+EXCHANGES = dict(reduce_scatter='c10d::_reduce_scatter_base_', all_gather='c10d::_allgather_base_', all_reduce='c10d::allreduce_')
+RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
+FROZEN = dict(lr_vision_backbone=0)
+DEEPSPEED = dict(train_batch_size=4, zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')), bf16=dict(enabled=False))
+
+#: name -> (settings of the model, settings of the run)
+CASES = {
+    1: dict(whole=({}, {}), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
+    2: dict(ddp=({}, {}), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
+            zero3_offload=({}, dict(sharding='zero3', offload_params=True, offload_optimizer=True)), zero3_recompute=({}, dict(sharding='zero3', **RECOMPUTE)),
+            zero2_frozen=({}, dict(sharding='zero2', **FROZEN)), zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
+            ddp_bf16=({}, dict(dtype='bfloat16')), zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')), zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
+    4: dict(zero2_of_4=({}, dict(sharding='zero2'))),
+}
+
+
+class Quiet:
+    "A log that goes nowhere, for a run that has a directory."
+    position = 0
+
+    def __init__(self, run_dir): self.run_dir = run_dir
+
+    def log(self, metrics, step): pass
+
+    def info(self, line): pass
+
+
+def make_trainer(dist, run_dir, model, run):
+    "A trainer on four packs, which are one update; one of them, alone in its micro-batch, has no picture."
+    vlm, train = preset('shapes')
+    set_seed(0)
+    cfg = evolve(vlm, **SMALL | model)
+    train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
+    mine = [collate_packs([p]) for p in make_packs(cfg)[dist.rank::dist.world_size]]
+    return Trainer(VisionLanguageModel(cfg, load_backbone=False).train(), train, mine, mine, Quiet(run_dir), dist)
+
+
+def updates(trainer, n):
+    "Loss and norm of some updates on the same packs."
+    made = [trainer.train_step(gather_update(trainer.train_loader, trainer.dist)) for _ in range(n)]
+    return [[m['batch_loss'], m['grad_norm']] for m in made]
+
+
+def count(trainer, n):
+    "The same, and how often ranks exchanged what in each."
+    with profile(activities=[ProfilerActivity.CPU]) as p: figures = updates(trainer, n)
+    calls = {e.key: e.count for e in p.key_averages()}
+    return figures, {name: calls.get(op, 0)/n for name, op in EXCHANGES.items()}
+
+
+def keep(out, name, trainer):
+    "Write the weights of a training."
+    weights = full_weights(trainer.base)
+    if trainer.dist.is_master: save_file({k: v.clone() for k, v in weights.items()}, out/f'{name}.safetensors')
+
+
+def case(dist, out, name, model, run):
+    "Ten updates, with a checkpoint after five; what is worth knowing about them."
+    trainer = make_trainer(dist, out/name, model, run)
+    before = trainer.validate()
+    figures, exchanges = count(trainer, 1)
+    figures += updates(trainer, 4)
+    trainer.save()
+    figures += updates(trainer, UPDATES-5)
+    trainer.saver.wait()
+    keep(out, name, trainer)
+    state = [v for s in trainer.optimizer.state.values() for v in s.values() if v.ndim]
+    return dict(val=[before, trainer.validate()], figures=figures, exchanges=exchanges, state_bytes=dist.gather(local_bytes(state)),
+                parameters=sum(p.numel() for p in trainer.base.parameters()), optimizer=type(trainer.optimizer).__name__, scales=dist.gather(trainer.scaler.get_scale()))
+
+
+def continued(dist, out, name, source, run):
+    "Five updates from another case's checkpoint."
+    trainer = make_trainer(dist, out/name, {}, run)
+    checkpoint = out/source/'step_5'
+    load_full_weights(trainer.base, VisionLanguageModel.from_pretrained(checkpoint).state_dict())
+    load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, dist)
+    trainer.state.step = 5
+    figures = updates(trainer, UPDATES-5)
+    keep(out, name, trainer)
+    return dict(figures=figures)
+
+
+def stage(dist, out, name, steps, workers, **run):
+    "The next updates of a run on real samples."
+    vlm, train, _ = parse_args([*TINY, '--run_name', name])
+    train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False, dtype='float32', resume=True, max_training_steps=steps,
+                    num_workers=workers, batch_size=2 if dist.world_size == 1 else 1, gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **run)
+    run_on(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, dist, lambda step, max_lr, max_steps: max_lr*.95**step)
+
+
+def main(out):
+    dist = init_dist(device=torch.device('cpu'))
+    torch.set_num_threads(1)
+    n, facts = dist.world_size, {}
+    for name, (model, run) in CASES[n].items(): facts[name] = case(dist, out, name, model, run)
+    if n == 2: facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp', dict(sharding='zero2')), zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2', {}),
+                             offload_to_zero2=continued(dist, out, 'offload_to_zero2', 'offload', dict(sharding='zero2')))
+    if n == 4: facts |= dict(zero2_to_4=continued(dist, out, 'zero2_to_4', 'zero2', dict(sharding='zero3')))
+    if n == 1: stage(dist, out, 'undisturbed', 12, 0)
+    file = out/'deepspeed.json'
+    if dist.is_master: file.write_text(json.dumps(DEEPSPEED))
+    steps = {1: 4, 2: 8, 4: 12}[n]
+    dist.barrier()
+    stage(dist, out, 'ddp', steps, WORKERS[n])
+    stage(dist, out, 'zero2', steps, WORKERS[n], deepspeed_config=str(file))
+    if dist.is_master: (out/f'facts_{n}.json').write_text(json.dumps(facts))
+    dist.barrier()
+    destroy_dist()
+
+
+if __name__ == '__main__': main(Path(sys.argv[1]))

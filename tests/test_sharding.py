@@ -1,0 +1,143 @@
+"Shared out or whole, on one rank, two or four: the same training. Real processes, started by torchrun, talking over gloo."
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from safetensors.torch import load_file, save_file
+from sharded import UPDATES, make_trainer, updates
+
+from nanovlm_nb.checkpoint import load_optimizer
+from nanovlm_nb.dist import Dist
+from nanovlm_nb.shard import load_full_weights
+from nanovlm_nb.vlm import VisionLanguageModel
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope='module')
+def out(tmp_path_factory):
+    "What one process, then two, then four have left behind."
+    out = tmp_path_factory.mktemp('sharded')
+    for ranks in (1, 2, 4):
+        launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+        done = run([sys.executable, *launch, HERE/'sharded.py', out], out, timeout=600, PYTHONPATH=f'{HERE.parent}:{HERE}')
+        assert 'FutureWarning' not in done.stderr
+    return out
+
+
+@pytest.fixture(scope='module')
+def facts(out): return {k: v for n in (1, 2, 4) for k, v in json.loads((out/f'facts_{n}.json').read_text()).items()}
+
+
+def weights(file):
+    """Weights of a training, without the biases of the keys: softmax does not see what all keys have in common, so the
+    gradient of these is rounding and nothing else, and AdamW divides it by its own size."""
+    found = load_file(file)
+    for name in [n for n in found if n.endswith('qkv_proj.bias')]:
+        query, _, value = found[name].chunk(3)
+        found[name] = torch.cat([query, value])
+    return found
+
+
+def apart(a, b):
+    "Largest difference between two sets of weights."
+    assert a.keys() == b.keys()
+    return max((a[k]-b[k]).abs().max().item() for k in a)
+
+
+SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'zero3_recompute', 'zero2_of_4', 'ddp_to_zero2', 'zero2_to_ddp', 'offload_to_zero2', 'zero2_to_4'],
+            frozen=['zero2_frozen'], moe=['zero2_moe'])
+
+
+@pytest.mark.parametrize('name, reference', [(n, ref) for ref, names in SAME.items() for n in names])
+def test_same_training(out, facts, name, reference):
+    "Losses, norms and weights of ten updates, or of the five after a checkpoint of another kind; a micro-batch of one rank has no picture."
+    a, b = torch.tensor(facts[name]['figures']), torch.tensor(facts[reference]['figures'])
+    assert len(a) == (5 if '_to_' in name else UPDATES)
+    torch.testing.assert_close(a, b[-len(a):], atol=2e-6, rtol=1e-6)
+    assert apart(weights(out/f'{name}.safetensors'), weights(out/f'{reference}.safetensors')) < 1e-6
+    if 'val' in facts[name]: assert facts[name]['val'] == pytest.approx(facts[reference]['val'], abs=1e-6)
+
+
+@pytest.mark.parametrize('a, b', [('whole', 'offload'), ('zero2', 'zero2_offload'), ('zero2', 'zero3'), ('zero3', 'zero3_offload'), ('zero3', 'zero3_recompute')])
+def test_to_the_last_bit(out, facts, a, b):
+    "Where a number is kept, and whether it is kept or made again, does not change it."
+    assert facts[a]['figures'] == facts[b]['figures']
+    a, b = (load_file(out/f'{n}.safetensors') for n in (a, b))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_mixed_precision(out, facts):
+    "In bfloat16 blocks are gathered in bfloat16; in float16 the ranks agree on the scale of the loss."
+    a, b = (torch.tensor(facts[n]['figures'])[:, 0] for n in ('ddp_bf16', 'zero2_bf16'))
+    torch.testing.assert_close(a, b, atol=2e-2, rtol=0)
+    assert 0 < apart(weights(out/'ddp_bf16.safetensors'), weights(out/'zero2_bf16.safetensors')) < 2e-3  # ten steps of 3e-4
+    scales = facts['zero3_fp16']['scales']
+    assert scales[0] == scales[1] > 1 and facts['zero3_fp16']['val'][1] < facts['zero3_fp16']['val'][0]
+
+
+def test_one_exchange_of_gradients_per_update(facts):
+    "Two micro-batches, six units: two blocks in each tower, projector, rest. The validation before has gathered weights, the rest's for zero3."
+    calls = {n: facts[n]['exchanges'] for n in ('ddp', 'zero2', 'zero3', 'zero2_of_4')}
+    assert calls['ddp'] == dict(reduce_scatter=0, all_gather=0, all_reduce=1)  # one bucket
+    assert calls['zero2'] == dict(reduce_scatter=6, all_gather=0, all_reduce=1)  # of the norm
+    assert calls['zero3'] == dict(reduce_scatter=6, all_gather=2*11-1, all_reduce=1)
+    assert calls['zero2_of_4'] == calls['zero2']
+
+
+@pytest.mark.parametrize('name, ranks', [('ddp', 1), ('zero2', 2), ('zero3', 2), ('zero2_offload', 2), ('zero3_offload', 2), ('zero2_of_4', 4)])
+def test_share_of_the_optimizer(facts, name, ranks):
+    "Two moments in float32, shared out."
+    f = facts[name]
+    for mine in f['state_bytes']: assert mine == pytest.approx(8*f['parameters']/ranks, rel=.01)
+    assert f['optimizer'] == ('OffloadedAdamW' if name == 'zero2_offload' else 'AdamW')  # with offload_params it is on the CPU anyway
+
+
+@pytest.mark.parametrize('name, ranks', [('whole', 1), ('zero2', 2), ('zero3', 2), ('zero2_of_4', 4)])
+def test_files_of_a_checkpoint(out, facts, name, ranks):
+    "One model, and of the optimizer a file for each rank that holds its share."
+    folder = out/name/'step_5'
+    assert [p.name for p in folder.glob('*.safetensors')] == ['model.safetensors']
+    sizes = {p.name: p.stat().st_size for p in (folder/'optimizer').glob('*.distcp')}
+    assert sorted(sizes) == [f'__{r}_0.distcp' for r in range(ranks)]
+    assert max(sizes.values()) < 1.3*8*facts[name]['parameters']/ranks+2e5  # names and places of the pieces
+
+
+def test_a_sharded_checkpoint_in_one_process(out, tmp_path):
+    "Two ranks wrote it; here are none."
+    a, b = (VisionLanguageModel.from_pretrained(out/n/'step_5') for n in ('zero2', 'whole'))
+    ids = torch.arange(40)[None]
+    with torch.no_grad(): torch.testing.assert_close(a(ids)[0], b(ids)[0], atol=1e-5, rtol=0)
+    trainer = make_trainer(Dist(), tmp_path, {}, {})
+    load_full_weights(trainer.base, a.state_dict())
+    load_optimizer(out/'zero2'/'step_5'/'optimizer', trainer.base, trainer.optimizer, Dist())
+    trainer.state.step = 5
+    updates(trainer, UPDATES-5)
+    save_file({k: v.clone() for k, v in trainer.base.state_dict().items()}, tmp_path/'last.safetensors')
+    assert apart(weights(tmp_path/'last.safetensors'), weights(out/'whole.safetensors')) < 1e-6
+
+
+def record(out, name):
+    "Losses, digests and epochs of a run on real samples, and its last weights."
+    lines = [r for r in map(json.loads, (out/'runs'/name/'log.jsonl').read_text().splitlines()) if 'batch_loss' in r]
+    return [r['batch_loss'] for r in lines], [(r['step'], r['epoch'], r['samples'], r['batch_digest']) for r in lines], weights(out/'runs'/name/'step_12'/'model.safetensors')
+
+
+@pytest.mark.parametrize('name', ['ddp', 'zero2'])
+def test_resumed_on_more_ranks(out, name):
+    "Four updates each on one rank, two and four, with no, two and one loader workers; zero2 as a DeepSpeed file says it."
+    (losses, samples, last), (was, were, then) = record(out, name), record(out, 'undisturbed')
+    assert samples == were  # the same samples in the same order, in three epochs and a part of the fourth
+    assert were[-1][:2] == (12, 3)
+    assert losses == pytest.approx(was, abs=1e-6)
+    assert apart(last, then) < 1e-5
+
+
+def test_deepspeed_file_in_the_log(out):
+    "What it changed, and what is left out or needs no setting."
+    log = (out/'runs'/'zero2'/'train.log').read_text()
+    for text in ('sharding ddp -> zero2 (zero_optimization.stage)', 'offload_optimizer False -> True', 'always so, nothing to set: zero_optimization.overlap_comm',
+                 'sharding zero2: one process has nobody to share with', 'sharding zero2: each of 4 ranks keeps 1/4', 'memory of the CPU'): assert text in log
