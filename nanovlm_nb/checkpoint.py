@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANIFEST', 'logger', 'write_text_atomic', 'write_pointer', 'read_pointer', 'save_optimizer', 'load_optimizer',
            'rng_state', 'set_rng_state', 'fsync', 'fsync_tree', 'missing_pieces', 'publish', 'snapshot',
-           'write_checkpoint', 'save_checkpoint', 'Saver', 'checkpoints', 'newest_complete', 'prune',
+           'write_checkpoint', 'save_checkpoint', 'Saver', 'checkpoints', 'newest_complete', 'prune', 'prune_older',
            'describe_checkpoint', 'list_checkpoints', 'find_checkpoint', 'export_pth', 'main']
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from .dist import Dist
+from .evals import pinned
 from .shard import full_weights,reshard
 
 # %% ../nbs/31_checkpoint.ipynb #5ff6f1a1
@@ -290,7 +291,7 @@ def newest_complete(
         if not (missing := missing_pieces(path)): return path
         logger.warning('%s is not complete, it lacks %s: passed over', path, ', '.join(missing))
 
-# %% ../nbs/31_checkpoint.ipynb #75771f48
+# %% ../nbs/31_checkpoint.ipynb #70fd2865
 def prune(
     run_dir:Path, # directory of the run
     keep:int, # newest checkpoints that stay; -1: all
@@ -298,9 +299,26 @@ def prune(
     "Delete old checkpoints."
     if keep == 0 or keep < -1: raise ValueError(f'keep is {keep}: give 1 or more, or -1 for all')
     if keep == -1: return []
-    best = read_pointer(run_dir, 'best_checkpoint')
-    safe = {newest_complete(run_dir), best}
-    old = [p for p in checkpoints(run_dir)[:-keep] if p not in safe]
+    return _delete(run_dir, checkpoints(run_dir)[:-keep])
+
+def prune_older(
+    run_dir:Path, # directory of the run
+    days:float=7., # age at which a checkpoint goes
+    now:float|None=None, # seconds since 1970; None: now
+)->list[Path]: # what was deleted
+    "Delete checkpoints that were written long ago."
+    if days < 0: raise ValueError(f'days is {days}: give 0 or more')
+    then = (time.time() if now is None else now)-86400*days
+    return _delete(run_dir, [p for p in checkpoints(run_dir) if _written(p) < then])
+
+def _written(path):
+    "When a checkpoint was completed, or last changed if it never was."
+    return (path/MANIFEST if (path/MANIFEST).is_file() else path).stat().st_mtime
+
+def _delete(run_dir, old):
+    "Delete some checkpoints, unless they are still needed."
+    safe = {newest_complete(run_dir), read_pointer(run_dir, 'best_checkpoint')}
+    old = [p for p in old if p not in safe and not pinned(p)]
     for p in old: shutil.rmtree(p)
     return old
 
@@ -312,7 +330,7 @@ def describe_checkpoint(
 )->str: # one line
     "A line about a checkpoint."
     sizes,missing = _sizes(path),missing_pieces(path)
-    age = now-path.stat().st_mtime
+    age = now-_written(path)
     what = f'{age/86400:.1f} days' if age > 86400 else f'{age/3600:.1f} h' if age > 3600 else f'{age/60:.0f} min'
     return f'{path.name:<12} {what:>9} {sum(sizes.values())/1e6:>9.1f} MB  ' + (f'incomplete, lacks {", ".join(missing)}' if missing else 'complete') + (f'  <- {marks[path]}' if path in marks else '')
 
@@ -358,9 +376,11 @@ def main(
     parser.add_argument('run_dir', type=Path, help='directory of the run')
     parser.add_argument('--pth', type=Path, metavar='DIR', help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
     parser.add_argument('--without_vision', action='store_true', help='leave the vision tower out of that file')
+    parser.add_argument('--delete_older_than', type=float, metavar='DAYS', help='first delete older checkpoints, except the best, the newest complete one, and those being evaluated')
     args = parser.parse_args(argv)
     run_dir = args.run_dir
     if not run_dir.is_dir(): parser.error(f'there is no directory {run_dir}')
+    if args.delete_older_than is not None: sys.stdout.write(''.join(f'deleted {p.name}\n' for p in prune_older(run_dir, args.delete_older_than)))
     if args.pth: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision)}\n')
     found = list_checkpoints(run_dir)
     sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
