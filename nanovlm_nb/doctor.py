@@ -153,10 +153,11 @@ def try_backend(
 # %% ../nbs/43_doctor.ipynb #274cf9ef
 def checkpoint_bytes(
     vlm_cfg:VLMConfig, # the model
-    train_cfg:TrainConfig, # what learns
+    train_cfg:TrainConfig, # what learns, `save_vision`
 )->int: # of one checkpoint
-    "Weights and moments."
-    return sum(4*s.total+8*s.trained for s in sizes(vlm_cfg, train_cfg).values())
+    "Weights and moments; a frozen tower only if it is kept."
+    kept = lambda name,size: size.total*(train_cfg.save_vision or size.trained>0 or name!='vision_encoder')
+    return sum(4*kept(name, s)+8*s.trained for name,s in sizes(vlm_cfg, train_cfg).items())
 
 def checkpoints_kept(
     train_cfg:TrainConfig, # how often it saves, and what it keeps

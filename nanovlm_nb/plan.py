@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 
 from .config import TrainConfig,VLMConfig,effective_batch_size,evolve,parse_args
-from .advice import Remedy,lint,memory_remedies,remedy_line
+from .advice import Remedy,lint,memory_remedies
 from .flops import GPUS,all_flops,find_gpu,step_flops,useful_flops
 from .vlm import VLMNet
 from .optim import component_lrs,param_groups
-from .shard import SHARDINGS,bytes_per_parameter
+from .shard import bytes_per_parameter
 from .resume import splits
 
 # %% ../nbs/42_plan.ipynb #a24d4f2d
@@ -413,7 +413,7 @@ def _work_text(plan):
 def _batch_text(plan):
     b = plan['batch']
     triples = ', '.join(f'{x} x {g} x {a}' for x,a,g in b['splits'])
-    return [f"Batch (batch_size x GPUs x accumulation)", f"  {b['batch_size']} x {b['gpus']} x {b['accumulation']} = {plan['work']['packs']} packs an update; the same update: {triples}"]
+    return ["Batch (batch_size x GPUs x accumulation)", f"  {b['batch_size']} x {b['gpus']} x {b['accumulation']} = {plan['work']['packs']} packs an update; the same update: {triples}"]
 
 def _epochs_text(plan):
     if 'epochs' not in plan: return []

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from nanovlm_nb.attention import Layout
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.flops import (COMPONENTS, GPUS, Flops, all_flops, count_flops, find_gpu, mfu, pairs, peak_flops, step_flops, unit_flops, useful_flops)
 from nanovlm_nb.vlm import VLMNet
@@ -165,3 +166,18 @@ def test_peaks():
 def test_flops_need_no_torch():
     code = 'import nanovlm_nb.flops, sys; sys.exit("torch" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0
+
+
+def test_the_default_model_at_its_full_size():
+    "On the meta device nothing is computed, but torch counts all the same."
+    cfg = evolve(preset('nanovlm')[0], attn_backend='docs')
+    docs, tiles, targets = [[1000, 900, 700, 600, 400, 300]], 16, 800
+    with torch.device('meta'):
+        net = VLMNet(cfg)
+        x, pixels = torch.empty(1, 4096, cfg.lm_hidden_dim, requires_grad=True), torch.empty(tiles, 3, 512, 512)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        h = net.decoder(x, layout=Layout.from_doc_lens(docs, 4096))
+        (net.decoder.head(h[0, :targets]).sum()+net.MP(net.vision_encoder(pixels)).sum()).backward()
+    parts = step_flops(cfg, tiles, docs, targets, 4096)
+    assert all_flops(parts) == pytest.approx(counter.get_total_flops(), rel=.001)
+    assert useful_flops(parts) == count_flops(unit_flops(cfg), tiles, sum(docs[0]), pairs(docs), targets)
