@@ -149,7 +149,7 @@ class VLMNet(nn.Module):
         x = self.decoder.token_embedding(input_ids)
         is_slot = input_ids == self.cfg.image_token_id
         check_slots(is_slot.sum(1).tolist(), images, self.cfg.mp_image_token_length)
-        if flatten_tiles(images): return fill_slots(x, is_slot, self.MP((self.features or self.see)(images)))
+        if flatten_tiles(images): return fill_slots(x, is_slot, self.MP(self.features(images).to(self.MP.proj.weight) if self.features else self.see(images)))
         nothing = self._nothing(x)
         return x if nothing is None else x+nothing
 
