@@ -131,9 +131,9 @@ class VLMNet(nn.Module):
         images, # see `flatten_tiles`; at least one tile
     )->Tensor: # (N, P, vit_hidden_dim)
         "Features of tiles; without a graph if the tower is frozen."
-        proj = self.MP.proj.weight
+        w = self.decoder.token_embedding.weight # whole and on the device even if the model is sharded and put away on the CPU
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains(self.vision_encoder)):
-            return self.vision_encoder(to_pixels(images, proj.device, self.cfg.pixel_mean, self.cfg.pixel_std).to(proj.dtype))
+            return self.vision_encoder(to_pixels(images, w.device, self.cfg.pixel_mean, self.cfg.pixel_std).to(w.dtype))
 
     def _nothing(self, x):
         "0, computed through all parts that trains or whose ranks must go in step; None if there are none."
