@@ -394,7 +394,7 @@ def _memory_text(plan):
     rows = [(words.get(part, part), *(f'{row[part]:.1f}' for row in table.values())) for part in first]
     full = f"with packs of {plan['pack_length']} tokens and {plan['most_tiles']} tiles, the fullest there can be"
     saved = ', '.join(f"{name} saves {1-row['total_kept']/first['total_kept']:.0%}" for name,row in table.items() if row is not first)
-    return [*_rows([(f"GiB on each of {plan['gpus']}" if plan['gpus']>1 else 'GiB', *table), *rows]), f"  {saved}, recomputation {1-first['total_recomputed']/first['total_kept']:.0%}", f'  {full}', f"  as configured ({plan['setting']}): {plan['needed']['total']:.1f} GiB"]
+    return [*_rows([(f"GiB on each of {plan['gpus']} GPUs" if plan['gpus']>1 else 'GiB', *table), *rows]), f"  {saved}, recomputation {1-first['total_recomputed']/first['total_kept']:.0%}", f'  {full}', f"  as configured ({plan['setting']}): {plan['needed']['total']:.1f} GiB"]
 
 def _device_text(name, d):
     head = f"{d['seconds']:.2f} s",f"{d['hours']:.1f} h",f"{d['memory']:g} GiB",'fits' if d['fits'] else 'too small'
