@@ -29,7 +29,7 @@ def bytes_per_parameter(
     world_size:int=1, # ranks
     copy:int=2, # bytes of a gathered weight: 2 in bfloat16, 4 in float32
     accumulating:bool=False, # several micro-batches per update
-)->dict[str,float]: # `weights`, `gradients` and `moments` in bytes on each rank, between the updates of zero3 and at the peak of the others
+)->dict[str,float]: # `weights`, `gradients` and `moments`: bytes on each rank at the peak; zero3 gathers a block at a time besides
     "Memory of a parameter that trains."
     if sharding not in SHARDINGS: raise ValueError(f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
     if world_size<1: raise ValueError(f"world_size is {world_size}: give the number of ranks")
