@@ -395,6 +395,7 @@ class ReportFields:
     eval_in_epochs:bool = True # validate during training
     eval_interval:int = 500 # updates between validations
     max_val_batches:int = 64 # batches of a validation on each rank
+    look_interval:int = 0 # updates between panels that compare right, shuffled and blank pictures; 0: never
     ask_samples:int = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:int = 0 # updates between checkpoints; 0: with each validation
     max_keep_ckpts:int = -1 # newest checkpoints that are kept, beside the best; -1: all
@@ -423,7 +424,7 @@ class ReportFields:
     def check_report(self)->None:
         "Raise a ValueError where an interval or a limit makes no sense."
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
-        _at_least_0(self, 'save_interval', 'ask_samples', 'eval_wait')
+        _at_least_0(self, 'save_interval', 'look_interval', 'ask_samples', 'eval_wait')
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
         limit = self.lmms_eval_limit
         _require(limit is None or limit>0, f"lmms_eval_limit is {limit}: give a number of samples, a share below 1, or None for all")
