@@ -69,7 +69,7 @@ class FeatureCache:
 
     def __call__(self,
         images, # see `flatten_tiles`; at least one tile
-    )->Tensor: # (N, P, D) of `dtype`, on the device of what `see` gives
+    )->Tensor: # (N, P, D) of `dtype`, on the CPU
         "Features of tiles, computed where they are not known."
         tiles = [t for stack in flatten_tiles(images) for t in stack]
         keys = [tile_key(t) for t in tiles]
