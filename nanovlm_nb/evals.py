@@ -279,12 +279,13 @@ class Evaluations:
         self.jobs[job.step] = job
 
     def missing(self,
-        job:Job, # any
-    )->list[str]: # empty: it has done all
-        "Tasks of which a job's result file says nothing."
-        try: done = json.loads(self.out(job.step).read_text(encoding='utf-8'))['tasks']
+        step:int, # of a checkpoint
+        tasks:str, # that it was to be evaluated on
+    )->list[str]: # empty: all is done
+        "Tasks of which a result file says nothing."
+        try: done = json.loads(self.out(step).read_text(encoding='utf-8'))['tasks']
         except (ValueError, KeyError, TypeError, OSError): done = []
-        return [t for t in task_names(job.tasks) if t not in done]
+        return [t for t in task_names(tasks) if t not in done]
 
 # %% ../nbs/30_evals.ipynb #0047e784
 def _lines_of(log): return log.read_text(encoding='utf-8', errors='replace').strip().splitlines() if log.is_file() else []
@@ -312,7 +313,7 @@ def _begin(self:Evaluations, job):
 def _advance(self:Evaluations, job, thorough):
     "What is new about an open job, as lines for the log."
     if job.state=='waiting' or self._alive(job, thorough): return
-    process,missing = self.processes.pop(job.step, None),self.missing(job)
+    process,missing = self.processes.pop(job.step, None),self.missing(job.step, job.tasks)
     code = process.wait() if process else None # None: a child of an earlier trainer
     if not missing: yield self._end(job, 'done', f'evaluation of step {job.step} is done')
     elif self.backend=='slurm' and code==0: yield self._queued(job)
@@ -344,7 +345,7 @@ def _queued(self:Evaluations, job):
 def _alive(self:Evaluations, job, thorough):
     "Is a job at work? Slurm is asked only if there is time."
     if job.state=='running': return is_running(self.log(job.step))
-    if not self.missing(job): return False
+    if not self.missing(job.step, job.tasks): return False
     if not thorough or job.number is None or not shutil.which('squeue'): return True
     asked = subprocess.run(['squeue','-h','-j',job.number], capture_output=True, text=True, timeout=60)
     return bool(asked.stdout.strip()) or bool(asked.returncode and 'Invalid job id' not in asked.stderr)

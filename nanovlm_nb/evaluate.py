@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['logger', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match',
-           'flat_figures', 'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'result_values', 'evaluate_into',
-           'results_table', 'make_parser', 'step_of', 'main']
+           'flat_figures', 'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'evaluate_into', 'results_table',
+           'make_parser', 'step_of', 'main']
 
 # %% ../nbs/45_evaluate.ipynb #aca7a662
-import argparse,json,logging,math,shutil,sys
+import argparse,json,logging,math,sys
 from argparse import Namespace
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from itertools import islice
@@ -23,7 +22,7 @@ from pyarrow.parquet import read_metadata
 from PIL import Image
 
 from .dist import Dist
-from .evals import MISSING,has_lmms_eval,task_file,task_names,write_json
+from .evals import MISSING,has_lmms_eval,result_values,task_file,task_names,write_json
 from .shapes import shapes_dataset
 from .checkpoint import find_checkpoint,rng_state,set_rng_state
 from .ask import Asker,answer_all,questions_of
@@ -170,16 +169,6 @@ def _add(found, task, asker, args, dist):
     if new: found['tasks'].append(task); found['results'] |= new[0]; found['samples'] |= new[1]
 
 # %% ../nbs/45_evaluate.ipynb #0dc413e0
-def result_values(
-    head:dict, # `global_step`, `checkpoint`, `limit`
-    found:dict, # from `cli_evaluate`
-    before:dict|None=None, # what is in the file; used if its head is the same
-)->dict: # what the file is to hold
-    "Merge new results into those of a file."
-    keep = before if before and {k:before.get(k) for k in head}==head else dict(tasks=[], results={}, samples={})
-    both = {k:keep[k]|found[k] for k in ('results','samples')}
-    return head|dict(tasks=[*keep['tasks'],*(t for t in found['tasks'] if t not in keep['tasks'])])|{k:dict(sorted(v.items())) for k,v in both.items()}
-
 def evaluate_into(
     args:Namespace, # see `cli_evaluate`
     head:dict, # see `result_values`
