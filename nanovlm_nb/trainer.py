@@ -406,7 +406,7 @@ def state_dict(self:Trainer)->dict: # JSON-able
     data = merge_states(self.dist.gather(loader.state_dict())) if hasattr(loader, 'state_dict') else None
     configs = dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg))
     drops = {split:asdict(d) for split,d in self.drops().items()}
-    return asdict(self.state)|dict(data=data, configs=configs, versions=dict(torch=torch.__version__), epoch_sums=self.epoch_sums, norms=list(self.guard.norms),
+    return asdict(self.state)|dict(data=data, configs=configs, versions=dict(torch=torch.__version__), epoch_sums=dict(self.epoch_sums), norms=list(self.guard.norms),
         drops=drops, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size,
         evals=[] if self.evals is None else self.evals.results.logged)
 
