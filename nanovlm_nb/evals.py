@@ -161,10 +161,10 @@ class Job:
         return ['sbatch', script, *map(str, words), *([self.include_path] if self.include_path else [])]
 
 # %% ../nbs/30_evals.ipynb #25911849
-_LAUNCHER = re.compile('(MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE|NAME)|ROLE_(RANK|WORLD_SIZE)|TORCHELASTIC_.*|TORCH_NCCL_.*)')
+_LAUNCHER = re.compile(r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|TORCHELASTIC_.*|TORCH_NCCL_.*|SLURM_(?!CONF$).*')
 
 def clean_env()->dict[str,str]: # for a process that is no rank
-    "The environment without torchrun's variables."
+    "The environment without what torchrun and Slurm say to this job's processes."
     return dict(OMP_NUM_THREADS='1')|{k:v for k,v in os.environ.items() if not _LAUNCHER.fullmatch(k)}
 
 def start_process(
