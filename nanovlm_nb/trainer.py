@@ -518,7 +518,9 @@ def wait_for_evals(self:Trainer)->None: # nothing
         late = evals is not None and (time.monotonic()>end or self.stop.is_set())
         if not self.dist.any(evals is not None and bool(evals.open) and not late): break
         time.sleep(PAUSE_S)
-    if evals and evals.open: self.log.info(f'evaluations of steps {steps()} are not waited for: their results will be in {evals.folder}, --resume collects them')
+    if not evals: return
+    if evals.open: self.log.info(f'evaluations of steps {steps()} are not waited for: their results will be in {evals.folder}, --resume collects them')
+    prune(self.log.run_dir, self.cfg.max_keep_ckpts) # what was kept for an evaluation
 
 # %% ../nbs/32_trainer.ipynb #440529db
 @patch
