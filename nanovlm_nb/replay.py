@@ -88,10 +88,11 @@ class Verdict:
     targets:int # target tokens
     loss:float # per target token
     norm:float # of its gradient
-    suspect:bool=False # not finite, or far from the other samples of the update
+    pull:float # on the update's gradient: `norm` times its share of the target tokens
+    suspect:bool=False # not finite, or a pull far from that of the other samples
 
 # %% ../nbs/36_replay.ipynb #29c61229
-FAR = 5 # times the median norm of an update's samples
+FAR = 10 # times the median pull of an update's samples
 
 def gradient_norm(trainer): # of what is in the gradients, which are cleared
     norm = clip_gradients([p for g in trainer.optimizer.param_groups for p in g['params']], None).item()
@@ -101,17 +102,18 @@ def gradient_norm(trainer): # of what is in the gradients, which are cleared
 def judge_samples(
     trainer:Trainer, # from `trainer_before`
     update:Update, # likewise
-)->list[Verdict]: # the largest gradient first, those that are not finite before all
+)->list[Verdict]: # the strongest pull first, those that are not finite before all
     "Put each sample of an update through the model alone."
     c,found = trainer.base.cfg,[]
     for batch in update.micro_batches:
         for one in samples_of(batch, c.image_token_id, c.mp_image_token_length):
             n = describe(one)['targets']
             loss = trainer.forward_backward(one, replace(update, targets=n, micro_batches=[one]), True).item()
-            found.append(Verdict(one['ids'][0][0], n, loss, gradient_norm(trainer)))
-    usual = median([v.norm for v in found if math.isfinite(v.norm)] or [math.inf])
-    for v in found: v.suspect = not math.isfinite(v.norm) or v.norm>FAR*usual
-    return sorted(found, key=lambda v: -v.norm if math.isfinite(v.norm) else -math.inf)
+            norm = gradient_norm(trainer)
+            found.append(Verdict(one['ids'][0][0], n, loss, norm, norm*n/max(update.targets, 1)))
+    usual = median([v.pull for v in found if math.isfinite(v.pull)] or [math.inf])
+    for v in found: v.suspect = not math.isfinite(v.pull) or v.pull>FAR*usual
+    return sorted(found, key=lambda v: -v.pull if math.isfinite(v.pull) else -math.inf)
 
 def whole_update(
     trainer:Trainer, # from `trainer_before`
@@ -132,11 +134,11 @@ def tell(
 )->list[str]: # lines
     "What was found."
     same = 'not in the log' if was is None else 'the same samples as in the log' if was['batch_digest']==update.digest else 'NOT the samples of the log: were the data changed?'
-    lines = [f'{update.samples} samples, {update.targets} target tokens, {same}', f'loss {loss:.4f}, gradient norm {norm:.4f}', f'{"":2}{"sample":<32}{"targets":>8}{"loss":>10}{"gradient":>12}']
+    lines = [f'{update.samples} samples, {update.targets} target tokens, {same}', f'loss {loss:.4f}, gradient norm {norm:.4f}', f'{"":2}{"sample":<32}{"targets":>8}{"loss":>10}{"gradient":>12}{"pull":>10}']
     shown = [v for i,v in enumerate(verdicts) if v.suspect or i<worst]
-    lines += [f'{"! " if v.suspect else "  "}{v.id:<32}{v.targets:>8}{v.loss:>10.4f}{v.norm:>12.4f}' for v in shown]
+    lines += [f'{"! " if v.suspect else "  "}{v.id:<32}{v.targets:>8}{v.loss:>10.4f}{v.norm:>12.4f}{v.pull:>10.4f}' for v in shown]
     bad = [v.id for v in verdicts if v.suspect]
-    return lines+[f'suspect: {", ".join(bad)}' if bad else f'no sample stands out (not finite, or {FAR} times the median gradient)']
+    return lines+[f'suspect: {", ".join(bad)}' if bad else f'no sample stands out (not finite, or {FAR} times the median pull)']
 
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
