@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 'SECTIONS', 'find_column',
            'find_label', 'digits_splits', 'shapes_splits', 'load_splits', 'split_pair', 'Part', 'ClassRows', 'names_of',
-           'ClassData', 'load_classes', 'ClassConfig', 'as_classifier', 'at_answer', 'ClassSamples', 'answer_ids',
-           'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
-           'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
-           'ModelSection', 'TrainingSection', 'MonitorSection', 'Settings', 'workers_of', 'configs_of',
+           'ClassData', 'load_classes', 'ClassConfig', 'as_classifier', 'at_answer', 'ClassSamples', 'wiggle',
+           'answer_ids', 'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1',
+           'metrics_of', 'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions',
+           'lay_out', 'ModelSection', 'TrainingSection', 'MonitorSection', 'Settings', 'workers_of', 'configs_of',
            'make_class_trainer', 'classify_on', 'classify', 'with_resume', 'main', 'sort_files']
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
-import io,json,os,random,sys,threading
+import io,json,math,os,random,sys,threading
 from argparse import ArgumentParser
 from bisect import bisect_right
 from collections.abc import Callable,Iterable
@@ -86,16 +86,19 @@ def _labelled(rows, names): # rows: (picture, number of its class)
 
 TEST_DIGITS = 500 # the last ones
 
-def digits_splits()->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures of 8 x 8 pixels
+def digits_splits(
+    side:int=64, # pixels; there are 8 x 8 in each picture
+)->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
     try: from sklearn.datasets import load_digits
     except ImportError as e: raise ImportError('the data set `digits` comes with scikit-learn: pip install scikit-learn') from e
     bunch = load_digits()
-    rows = [(Image.fromarray((x*(255/16)).round().astype(np.uint8)), y) for x,y in zip(bunch.images, bunch.target.tolist())]
+    enlarged = lambda x: Image.fromarray((x*(255/16)).round().astype(np.uint8)).resize((side,side), Image.Resampling.BICUBIC)
+    rows = [(enlarged(x), y) for x,y in zip(bunch.images, bunch.target.tolist())]
     return {split:_labelled(part, [str(i) for i in range(10)]) for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
 
 def shapes_splits(
-    sizes:tuple[int,int]=(2000,400), # pictures for training, for testing
+    sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
 )->dict[str,datasets.Dataset]: # 'train' and 'test', 64 x 64 pixels, the class is the shape
     "One coloured shape a picture, each shape equally often."
     splits = {}
@@ -111,7 +114,7 @@ def shapes_splits(
 BUILT_IN = dict(digits=digits_splits, shapes=shapes_splits)
 
 def load_splits(
-    path:str|Path, # 'digits', 'shapes', a folder, or a name on the hub
+    path:str|Path, # 'digits', 'shapes' (a folder of such a name is ./digits), a folder, or a name on the hub
 )->dict[str,datasets.Dataset]: # by the name of the split
     "Load all splits of a data set."
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
@@ -299,6 +302,17 @@ class ClassSamples(VQADataset):
         largest = Image.new('RGB', (self.cfg.max_img_size,)*2)
         labels = [0] if self.cfg.class_head else range(len(self.cfg.class_names))
         return max(self.plan_row(dict(id='longest', images=[largest], label=i)).tokens for i in labels)
+
+# %% ../nbs/46_classify.ipynb #fc88ed73
+def wiggle(
+    image:Image.Image, # any mode
+    rng:random.Random, # source of chance
+)->Image.Image: # of the same size; black where nothing was
+    "Turn a picture by up to 10 degrees, move it by up to 8 %, scale it by up to 10 %."
+    (w,h),angle,scale = image.size,math.radians(rng.uniform(-10, 10)),rng.uniform(.9, 1.1)
+    x,y = w/2+w*rng.uniform(-.08, .08),h/2+h*rng.uniform(-.08, .08)
+    c,s = math.cos(angle)/scale,math.sin(angle)/scale
+    return image.transform((w,h), Image.Transform.AFFINE, (c, s, w/2-c*x-s*y, -s, c, h/2+s*x-c*y), Image.Resampling.BILINEAR)
 
 # %% ../nbs/46_classify.ipynb #751d7bd6
 def answer_ids(
@@ -635,6 +649,7 @@ class TrainingSection(Config):
     batch_size:int = 8 # pictures of a micro-batch on one rank
     gradient_accumulation_steps:int = 4 # micro-batches of an update
     warmup_steps:int = 100 # updates in which the learning rate rises
+    augment:bool = False # turn, shift and scale training pictures a little, see `wiggle`
     gradient_checkpointing:bool = False # recompute activations to save memory
     dataloader_num_workers:int = 16 # processes that decode pictures; at most the CPU's cores and an update's packs
     save_total_limit:int = 3 # newest checkpoints that are kept, beside the best; -1: all
@@ -764,8 +779,9 @@ def make_class_trainer(
     set_seed(train_cfg.seed)
     tokenizer = load_tokenizer(cfg)
     if dist.is_master: settings.save(log.run_dir/'classify.yaml')
-    loaders = [pack_loader(MapSource(rows, train_cfg.seed, shuffle=shuffle), ClassSamples(cfg, tokenizer), cfg, train_cfg, dist, shuffle, workers)
-        for rows,shuffle,workers in ((data.train, True, train_cfg.num_workers), (data.val, False, train_cfg.val_workers))]
+    changes = (wiggle,)*settings.training.augment
+    loaders = [pack_loader(MapSource(rows, train_cfg.seed, shuffle=shuffle), ClassSamples(cfg, tokenizer, transforms), cfg, train_cfg, dist, shuffle, workers)
+        for rows,transforms,shuffle,workers in ((data.train, changes, True, train_cfg.num_workers), (data.val, (), False, train_cfg.val_workers))]
     sizes = ', '.join(f'{p.name} {len(p.labels)} {p.split}' for rows in (data.train,data.val) for p in rows.parts)
     log.info(f'{len(data.names)} classes; {sizes}; {train_cfg.num_workers} workers for training (asked for {settings.training.dataloader_num_workers})')
     dist.barrier()

@@ -183,7 +183,7 @@ def is_running(
     "Is the program that writes there alive?"
     if not Path(log).is_file(): return False
     with Path(log).open('ab') as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        try: fcntl.flock(f, fcntl.LOCK_SH|fcntl.LOCK_NB) # two may look at a time
         except BlockingIOError: return True
     return False
 

@@ -9,7 +9,7 @@ from commands import TINY, run, train
 from nanovlm_nb.guard import read_bad_updates
 from nanovlm_nb.shapes import shapes_dataset
 
-ROWS, UPDATES = 2000, 240
+ROWS, UPDATES = 2000, 300
 RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]
 FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False', '--data_cutoff_idx', ROWS-16, '--batch_size', 1, '--gradient_accumulation_steps', 1,
          '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype', 'float32', '--run_name', 'r', '--max_training_steps', UPDATES]
