@@ -1,0 +1,236 @@
+"Evaluation of checkpoints: beside a run that is killed and started again, through Slurm, in the trainer itself, and through lmms-eval."
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from commands import TINY, environment, run, train
+from kills import wait_for
+from nanovlm_nb.ask import Asker, answer_all, questions_of
+from nanovlm_nb.evals import has_lmms_eval
+from nanovlm_nb.evaluate import read_rows, write_tasks
+from nanovlm_nb.logs import read_log
+
+STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
+FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True', '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',
+         '--eval_interval', '2', '--stats_log_interval', '1', '--max_val_batches', '1', '--data_cutoff_idx', '120', '--num_of_sequences', '3']
+NAMES = {'x': .01, 'yy': .02, 'zzz': .03}
+
+
+def start(cwd, *flags):
+    "A run whose evaluator is the stand-in."
+    return subprocess.Popen([sys.executable, STAND_IN, 'train', *FLAGS, *map(str, flags)], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
+                            stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
+
+
+def figures(cwd, name='a'):
+    "(step, figure, value) of every evaluation in the log, in order."
+    log = cwd/'checkpoints'/name/'log.jsonl'
+    rows = [r for r in read_log(log) if '<lmms-eval-step>' in r] if log.exists() else []
+    return [(int(r['<lmms-eval-step>']), k, v) for r in rows for k, v in r.items() if k.startswith('lmms_eval/')]
+
+
+def expected(steps): return sorted((s, f'lmms_eval/{n}_acc', s+d) for s in steps for n, d in NAMES.items())
+
+
+def ended(process, cwd, timeout=240):
+    "The exit code; what it said is in the error when it hangs."
+    try: return process.wait(timeout)
+    except subprocess.TimeoutExpired: raise AssertionError((cwd/'stderr').read_text()[-5000:]) from None
+
+
+def said(cwd, name='a'): return (cwd/'checkpoints'/name/'train.log').read_text()
+
+
+def jobs(cwd): return {p.parent.name: json.loads(p.read_text()) for p in sorted((cwd/'eval_results'/'a'/'jobs').glob('step_*/job.json')) if p.parent.name[5:].isdigit()}
+
+
+def alive(pid):
+    "Is a process there, and not only its exit code?"
+    try: return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
+    except FileNotFoundError: return False
+
+
+def kill_evaluator(cwd):
+    "Kill the evaluator that is at work now; was there one?"
+    for job in jobs(cwd).values():
+        if job['state'] == 'running' and alive(int(job['number'])):
+            os.killpg(int(job['number']), signal.SIGKILL)
+            return True
+    return False
+
+
+# --- beside the training
+
+def test_each_result_is_logged_once_whoever_is_killed(tmp_path):
+    "Five evaluators and two trainers are killed; every figure of every step is in the log once, and no pin is left."
+    (tmp_path/'go').touch()
+    rng, kills, flags = random.Random(0), 0, ('--max_training_steps', 20, '--save_interval', 1, '--resume', 'True', '--max_keep_ckpts', 2)
+    for die_after in (2, 5):  # results in the log
+        trainer = start(tmp_path, *flags)
+        while kills < die_after and wait_for(trainer, lambda: kill_evaluator(tmp_path)):
+            kills += 1
+            time.sleep(rng.random()*.3)
+        wait_for(trainer, lambda: len(figures(tmp_path)) >= die_after)
+        time.sleep(rng.random()*.2)
+        assert trainer.poll() is None, said(tmp_path)
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+    assert ended(start(tmp_path, *flags), tmp_path) == 0
+    assert kills == 5
+    assert sorted(figures(tmp_path)) == expected((4, 8, 12, 16, 20)), said(tmp_path)
+    assert {j['state'] for j in jobs(tmp_path).values()} == {'done'} and sum(j['starts'] for j in jobs(tmp_path).values()) >= 5+5
+    assert not list((tmp_path/'checkpoints'/'a').glob('step_*/evaluating'))
+    assert len(list((tmp_path/'checkpoints'/'a').glob('step_*'))) <= 3  # two and the best
+
+
+def test_training_does_not_wait_and_the_checkpoint_stays(tmp_path):
+    "An evaluator that never gets anywhere: all updates are made, and its checkpoint is kept although it is old."
+    run_dir = tmp_path/'checkpoints'/'a'
+    trainer = start(tmp_path, '--max_training_steps', 12, '--max_keep_ckpts', 1)
+    assert wait_for(trainer, lambda: (run_dir/'train.log').exists() and 'the run waits for evaluations of steps 4, 8, 12' in said(tmp_path)), (tmp_path/'stderr').read_text()
+    assert max(r['step'] for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r) == 12
+    kept = {p.name for p in run_dir.glob('step_*')}
+    assert {'step_4', 'step_8', 'step_12'} <= kept and not {'step_2', 'step_6'} & kept - {(run_dir/'best_checkpoint').read_text().strip()}
+    assert not figures(tmp_path)
+    (tmp_path/'go').touch()
+    assert ended(trainer, tmp_path) == 0
+    assert sorted(figures(tmp_path)) == expected((4, 8, 12))
+    assert {p.name for p in run_dir.glob('step_*')} <= {'step_12', (run_dir/'best_checkpoint').read_text().strip()}
+
+
+def test_a_run_does_not_wait_for_ever_and_a_resumed_one_collects(tmp_path):
+    flags = ('--max_training_steps', 4, '--eval_wait', 1)
+    assert ended(start(tmp_path, *flags), tmp_path) == 0
+    assert 'evaluations of steps 4 are not waited for' in said(tmp_path) and (tmp_path/'checkpoints'/'a'/'status').read_text() == 'done\n'
+    (tmp_path/'go').touch()
+    time.sleep(.1)  # the evaluator has outlived the trainer
+    assert ended(start(tmp_path, '--max_training_steps', 4, '--resume', 'True'), tmp_path) == 0
+    assert sorted(figures(tmp_path)) == expected((4,)) and jobs(tmp_path)['step_4']['starts'] == 1
+
+
+def test_other_weights_have_other_results(tmp_path):
+    "A new run in an old directory: results of the old one are put aside."
+    (tmp_path/'go').touch()
+    for seed in (0, 1):
+        assert ended(start(tmp_path, '--max_training_steps', 4, '--seed', seed), tmp_path) == 0
+    assert figures(tmp_path) == expected((4,))*2 and 'belong to an earlier start: put aside' in said(tmp_path)
+    assert (tmp_path/'eval_results'/'a'/'step_4.json.old').exists()
+
+
+def test_broken_files_are_read_when_they_are_whole(tmp_path):
+    "Half a file is mentioned once, and logged once it is repaired; other names are no results."
+    script = '''
+import json, sys
+from pathlib import Path
+import nanovlm_nb.run as run
+from nanovlm_nb.config import parse_args
+folder, text = Path('eval_results/a'), json.dumps(dict(global_step=1, results=dict(mme=3.5)))
+def schedule(step, max_lr, max_steps):
+    if step == 2: [(folder/n).parent.mkdir(parents=True, exist_ok=True) or (folder/n).write_text(t) for n, t in (('step_1.json', text[:25]), ('xstep_2.json', text), ('step_3.json.bak', text))]
+    if step == 5: (folder/'step_1.json').write_text(text)
+    return max_lr
+vlm, train, _ = parse_args(sys.argv[1:])
+run.run(vlm, train, schedule)
+'''
+    run([sys.executable, '-c', script, *FLAGS, '--eval_interval', '50', '--max_training_steps', '8', '--lmms_eval_tasks', 'none.parquet'], tmp_path)
+    rows = [r for r in read_log(tmp_path/'checkpoints'/'a'/'log.jsonl') if '<lmms-eval-step>' in r]
+    assert [(r['<lmms-eval-step>'], r['lmms_eval/mme'], r['step'] >= 5) for r in rows] == [(1, 3.5, True)]
+    assert said(tmp_path).count('step_1.json cannot be read (JSONDecodeError') == 1
+
+
+# --- Slurm
+
+SBATCH = '''#!{python}
+import json, os, sys, time
+with open('sbatch.jsonl', 'a') as f: f.write(json.dumps(dict(argv=sys.argv[1:], rank=os.environ.get('RANK'), job=os.environ.get('SLURM_JOB_ID')))+'\\n')
+while not os.path.exists('go'): time.sleep(.02)
+print('Submitted batch job 4711')
+'''
+
+
+def test_sbatch_gets_a_list_of_arguments(tmp_path):
+    "Words for sbatch as they are, no shell, and the training goes on while sbatch thinks."
+    bin = tmp_path/'bin'
+    bin.mkdir()
+    (bin/'sbatch').write_text(SBATCH.format(python=sys.executable))
+    (bin/'sbatch').chmod(0o755)
+    (tmp_path/'slurm').mkdir()
+    (tmp_path/'slurm'/'eval.slurm').write_text('#!/bin/sh\n')
+    tasks, out = 'mme, a task; touch pwned,$(touch pwned)', tmp_path/'eval_results'/'a'/'step_4.json'
+    flags = [*FLAGS, '--eval_backend', 'auto', '--lmms_eval_tasks', tasks, '--lmms_eval_limit', '8', '--max_training_steps', '6', '--eval_wait', '60']
+    trainer = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.train', *flags], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=open(tmp_path/'stderr', 'ab'),
+                               env=environment(PATH=f'{bin}:{os.environ["PATH"]}', RANK='0', WORLD_SIZE='1', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29411', SLURM_JOB_ID='12'))
+    wait_for(trainer, lambda: 'the run waits for' in said(tmp_path) if (tmp_path/'checkpoints'/'a'/'train.log').exists() else False)
+    (tmp_path/'go').touch()
+    wait_for(trainer, lambda: 'in the queue of Slurm, job 4711' in said(tmp_path))
+    out.write_text(json.dumps(dict(tasks=['mme', 'a task; touch pwned', '$(touch pwned)'], results=dict(mme_score=7))))
+    assert ended(trainer, tmp_path) == 0
+    call, = map(json.loads, (tmp_path/'sbatch.jsonl').read_text().splitlines())
+    checkpoint = tmp_path/'checkpoints'/'a'/'step_4'
+    assert call == dict(argv=['slurm/eval.slurm', str(checkpoint), '4', 'a', 'mme,a task; touch pwned,$(touch pwned)', '8.0', '64'], rank=None, job=None)
+    assert not list(tmp_path.rglob('pwned*'))
+    assert figures(tmp_path) == [(4, 'lmms_eval/mme_score', 7.)]
+
+
+def test_script_of_the_slurm_job(root, tmp_path):
+    "slurm/eval.slurm hands on its words."
+    python = tmp_path/'python'
+    python.write_text(f'#!{sys.executable}\nimport sys; print(sys.argv[1:])\n')
+    python.chmod(0o755)
+    call = lambda *words, **kw: run([root/'slurm'/'eval.slurm', *words], tmp_path, PYTHON=str(python), **kw)
+    words = ['/d/checkpoints/a/step_4', '4', 'a', 'x; y,z', '8.0', '64']
+    base = ['-m', 'nanovlm_nb.evaluate', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--out', '/d/eval_results/a/step_4.json']
+    assert call(*words).stdout.strip() == str([*base, '--limit', '8.0'])
+    assert call(*words[:4], 'None', '64', '/t t').stdout.strip() == str([*base, '--include_path', '/t t'])
+    wrong = call(*words[:3], check=False)
+    assert wrong.returncode == 2 and 'got 3 arguments' in wrong.stderr
+
+
+# --- the evaluator itself
+
+@pytest.fixture(scope='module')
+def tasks(tmp_path_factory): return write_tasks(tmp_path_factory.mktemp('tasks'), n_scenes=6, n_digits=12)
+
+
+EVAL = ['--lmms_eval_limit', '10', '--lmms_eval_batch_size', '4', '--max_training_steps', '4']
+
+
+def test_beside_and_inside_write_the_same_file(tasks, tmp_path):
+    "A process beside the training and the trainer itself, on the same questions; the training is not disturbed by either."
+    lists, results, losses = f'{tasks}/shapes.parquet,{tasks}/digits.parquet', {}, {}
+    for backend in ('subprocess', 'in_process'):
+        cwd = tmp_path/backend
+        cwd.mkdir()
+        train([*FLAGS, *EVAL, '--eval_backend', backend, '--lmms_eval_tasks', lists], cwd)
+        results[backend] = (cwd/'eval_results'/'a'/'step_4.json').read_text().replace(str(cwd), '')
+        losses[backend] = [(r['batch_loss'], r['batch_digest']) for r in read_log(cwd/'checkpoints'/'a'/'log.jsonl') if 'batch_loss' in r]
+        assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match'}
+    assert results['subprocess'] == results['in_process'] and losses['subprocess'] == losses['in_process']
+    assert json.loads(results['in_process'])['samples'] == {'digits': 10, 'shapes': 10}
+
+
+def test_two_ranks_share_the_questions(tasks, tmp_path):
+    train([*FLAGS, *EVAL, '--batch_size', '1', '--eval_backend', 'in_process', '--lmms_eval_tasks', f'{tasks}/digits.parquet'], tmp_path, ranks=2)
+    assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')]
+    assert json.loads((tmp_path/'eval_results'/'a'/'step_4.json').read_text())['samples'] == {'digits': 10}
+
+
+@pytest.mark.skipif(has_lmms_eval(), reason='lmms-eval is here')
+def test_without_lmms_eval_the_run_says_so(tasks, tmp_path):
+    "Benchmarks are named with the remedy; a task of our own is evaluated by its name."
+    train([*FLAGS, *EVAL, '--lmms_eval_tasks', 'mme,digits,mmstar', '--eval_include_path', tasks], tmp_path)
+    assert "lmms-eval is not installed: mme, mmstar cannot be evaluated here. pip install 'nanovlm_nb[eval]'" in said(tmp_path)
+    assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')]
+
+
+def test_plugin_and_tasks_are_part_of_the_package():
+    assert {e.value for e in entry_points(group='lmms_eval.models') if e.name == 'nanovlm_nb'} == {'nanovlm_nb.lmms:manifest'}
+    assert {'shapes.yaml', 'digits.yaml', 'digits_choice.yaml', '_exact_match.yaml'} <= {p.name for p in files('nanovlm_nb').joinpath('tasks').iterdir()}
