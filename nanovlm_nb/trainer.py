@@ -33,6 +33,7 @@ from .dataset import Drops
 from .lanes import merge_states
 from .evals import Evaluations
 from .checkpoint import Saver,load_optimizer,missing_pieces,prune,set_rng_state,write_pointer
+from .look import look_panel
 from .guard import NormGuard,forget_bad_updates,write_bad_update
 
 # %% ../nbs/32_trainer.ipynb #df3e2dae
@@ -375,6 +376,28 @@ def validate(self:Trainer)->float: # loss per target token over all ranks
     if not targets: raise ValueError('no target token in the validation data: raise val_size, or lower the rating limits')
     return total/targets
 
+# %% ../nbs/32_trainer.ipynb #a4560f15
+@patch
+@torch.no_grad()
+def look(self:Trainer)->dict[str,float]: # from `look_panel`, as logged; every rank must call
+    "Does the model use the pictures?"
+    def read(batch):
+        ids,images,_ = self.to_device(batch)
+        with autocast(self.dist.device, self.dtype): return self.base(ids, images, doc_lens=batch['doc_lens'])[0].cpu()
+    self.model.eval()
+    if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
+    batches = synchronized_batches(self.val_loader, self.dist, getattr(self.val_loader, 'idle', None))
+    panel = look_panel(read, islice(batches, self.cfg.max_val_batches), self.base.cfg, self.dist)
+    self.model.train()
+    self.log.log(panel, self.state.step)
+    return panel
+
+@patch
+def look_if_due(self:Trainer):
+    "A panel every `look_interval` updates, the first before training."
+    if not self.due(self.cfg.look_interval): return
+    with self.clock('validation'): self.look()
+
 # %% ../nbs/32_trainer.ipynb #1a8a28ca
 @patch
 def save(self:Trainer,
@@ -602,6 +625,7 @@ def train_from_here(self:Trainer)->TrainState: # where the run ended
         if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
         if self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): self.validate_and_save()
         elif self.due(self.cfg.save_interval): self.save()
+        self.look_if_due()
         if self.evaluate_here and self.evaluation_due(): self.evaluate_live()
         if self.due(self.cfg.stats_log_interval) or self.due(self.cfg.eval_interval): self.collect()
         if self.dist.any(self.stop.is_set()): return self.interrupted()
@@ -617,5 +641,6 @@ def train(self:Trainer)->TrainState: # where the run ended
     if self.resumed and self.finished: return self.state
     try:
         if self.cfg.eval_in_epochs and not self.resumed: self.validate_and_save()
+        if not self.resumed: self.look_if_due()
         return self.train_from_here()
     finally: self.saver.wait()
