@@ -11,7 +11,6 @@ import hashlib,json,logging,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
 from dataclasses import asdict,dataclass,field,fields
-from functools import partial
 from itertools import count,islice
 from math import isfinite
 from pathlib import Path
@@ -183,7 +182,9 @@ class Trainer:
         self.evaluate_here,self.eval_tasks = None,'' # every rank, if the training evaluates its own model: `cli_evaluate` and its tasks
 
     @staticmethod
-    def nothing(): return dict(loss=0., targets=0, samples=0, updates=0, norm=0., flops=0)
+    def nothing()->dict: # sums by name
+        "What was collected since the last report: nothing yet."
+        return dict(loss=0., targets=0, samples=0, updates=0, norm=0., flops=0)
 
     @property
     def finished(self)->bool: # by `max_training_steps` or `max_epochs`
