@@ -130,6 +130,10 @@ def _image_tokens():
     grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i in range(1,9) for j in range(1,9)}
     return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
 
+def _smolvlm_tokens():
+    fixed = {'fake_image_token':'<fake_token_around_image>', 'end_of_utterance_token':'<end_of_utterance>'}
+    return _image_tokens() | {'image_token':'<image>', 'global_image_token':'<global-img>'} | fixed
+
 # %% ../nbs/01_config.ipynb #6c89f395
 @dataclass
 class VisionFields:
@@ -143,6 +147,10 @@ class VisionFields:
     vit_n_blocks:int = 12 # transformer blocks
     vit_ln_eps:float = 1e-6 # epsilon of the layer norms
     vit_cls_flag:bool = False # put a class token before the patches
+    vit_keep_patches:bool = False # with a class token: give the patches, and leave the class token out after the last block
+    vit_pre_norm:bool = False # a layer norm before the first block, as in CLIP
+    vit_post_norm:bool = True # a layer norm after the last block; patches of CLIP go without
+    vit_activation:str = 'gelu_pytorch_tanh' # inside the MLP: gelu_pytorch_tanh, gelu or quick_gelu
     vit_model_type:str = 'google/siglip2-base-patch16-512' # backbone whose weights are loaded: hub name or directory
     _argument_group_name = 'vision tower'
 
@@ -151,6 +159,8 @@ class VisionFields:
         _positive(self, 'vit_hidden_dim', 'vit_patch_size', 'vit_img_size', 'vit_n_heads', 'vit_n_blocks', 'vit_ln_eps')
         _divides(self, 'vit_hidden_dim', 'vit_n_heads')
         _divides(self, 'vit_img_size', 'vit_patch_size')
+        _one_of(self, 'vit_activation', ('gelu_pytorch_tanh','gelu','quick_gelu'))
+        _require(self.vit_cls_flag or not self.vit_keep_patches, "vit_keep_patches leaves out a class token, but vit_cls_flag is False: set one of them")
         _require(0<=self.vit_dropout<1, f"vit_dropout is {self.vit_dropout}: give a share, 0 <= p < 1")
 
 # %% ../nbs/01_config.ipynb #e8ee6a2c
@@ -167,6 +177,9 @@ class LanguageFields:
     lm_vocab_size:int|None = None # rows of the embedding; default lm_base_vocab_size + extra_token_amount
     lm_n_heads:int = 15 # query heads
     lm_n_kv_heads:int = 5 # key and value heads, each shared by a group of query heads
+    lm_head_dim:int|None = None # width of a head; None: lm_hidden_dim/lm_n_heads
+    lm_qkv_bias:bool = False # queries, keys and values have biases, as in Qwen2
+    lm_qk_norm:bool = False # an RMS norm on each query and key, as in Qwen3
     lm_dropout:float = 0. # share of activations dropped in training
     lm_n_blocks:int = 32 # transformer blocks
     lm_attn_scaling:float = 1. # factor on the rotary cosines and sines
@@ -183,14 +196,19 @@ class LanguageFields:
     lm_chat_template:str = CHAT_TEMPLATE # Jinja template that turns messages into text
     _argument_group_name = 'language model'
 
+    @property
+    def head_width(self)->int: # numbers of a query, a key, a value
+        "Width of a head."
+        return self.lm_hidden_dim//self.lm_n_heads if self.lm_head_dim is None else self.lm_head_dim
+
     def check_language(self)->None:
         "Raise a ValueError where the numbers cannot make a language model."
         _positive(self, 'lm_hidden_dim', 'lm_inter_dim', 'lm_rms_eps', 'lm_re_base', 'lm_max_position_embeddings',
             'lm_base_vocab_size', 'lm_n_heads', 'lm_n_kv_heads', 'lm_n_blocks', 'lm_max_length')
-        _divides(self, 'lm_hidden_dim', 'lm_n_heads')
+        if self.lm_head_dim is None: _divides(self, 'lm_hidden_dim', 'lm_n_heads')
         _divides(self, 'lm_n_heads', 'lm_n_kv_heads')
-        head = self.lm_hidden_dim//self.lm_n_heads
-        _require(head%2==0, f"lm_hidden_dim/lm_n_heads is {head}, but rotary embedding needs an even width: change one of them")
+        head, name = self.head_width, 'lm_hidden_dim/lm_n_heads' if self.lm_head_dim is None else 'lm_head_dim'
+        _require(head>0 and head%2==0, f"{name} is {head}, but rotary embedding needs an even width: change one of them")
         _require(0<=self.lm_dropout<1, f"lm_dropout is {self.lm_dropout}: give a share, 0 <= p < 1")
         _positive(self, 'moe_experts', 'moe_top_k')
         _at_least_0(self, 'moe_shared_experts', 'moe_aux_weight')
@@ -213,9 +231,11 @@ class BridgeFields:
     loss_chunk_size:int = 512 # targets whose logits exist at the same time
     pixel_mean:float = 0. # taken from every pixel (0-1) before it is divided by pixel_std; SigLIP was trained with 0.5
     pixel_std:float = 1. # every pixel is divided by it; SigLIP was trained with 0.5
+    image_convention:str = 'nanovlm' # how pictures are cut and announced in the text: nanovlm or smolvlm, each with its own vlm_extra_tokens
     _argument_group_name = 'joining both'
     own_fields = ('attn_backend','init_std','loss_chunk_size','pixel_mean','pixel_std','use_moe','moe_experts','moe_top_k',
-        'moe_shared_experts','moe_aux_weight') # unknown to nanoVLM
+        'moe_shared_experts','moe_aux_weight','vit_keep_patches','vit_pre_norm','vit_post_norm','vit_activation','lm_head_dim','lm_qkv_bias',
+        'lm_qk_norm','image_convention') # unknown to nanoVLM
 
     def check_bridge(self)->None:
         "Raise a ValueError where vision and language do not fit together."
@@ -224,6 +244,9 @@ class BridgeFields:
         _divides(self, 'max_img_size', 'vit_img_size')
         _require(patches%self.mp_pixel_shuffle_factor==0,
             f"a tile has {patches} patches a side, no multiple of mp_pixel_shuffle_factor {self.mp_pixel_shuffle_factor}: change one of them")
+        _one_of(self, 'image_convention', ('nanovlm','smolvlm'))
+        _require(self.image_convention=='nanovlm' or {'fake_image_token','global_image_token'} <= self.vlm_extra_tokens.keys(),
+            "image_convention smolvlm needs `fake_image_token` and `global_image_token` in vlm_extra_tokens: add them, or leave vlm_extra_tokens out")
         _require('image_token' in self.vlm_extra_tokens, "vlm_extra_tokens has no `image_token`: add one, e.g. '<|image|>'")
         n = self.max_img_size//self.vit_img_size
         _require(n==1 or f'r{n}c{n}' in self.vlm_extra_tokens,
@@ -235,6 +258,7 @@ class VLMConfig(BridgeFields, LanguageFields, VisionFields, Config):
     "The model: everything that is needed to build it and to load its weights."
     def __post_init__(self):
         self.convert()
+        if self.image_convention=='smolvlm' and self.vlm_extra_tokens==_image_tokens(): self.vlm_extra_tokens = _smolvlm_tokens()
         self.check_vision()
         self.check_language()
         self.check_bridge()
