@@ -1,0 +1,196 @@
+"Classification as a user runs it: own processes, several ranks, kills, and scikit-learn as the judge."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from safetensors.torch import load_file
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
+
+from commands import environment, run
+from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, digits_splits, load_classes, metrics_of, read_predictions, shapes_splits
+
+UPDATES, EVERY = 12, 3
+MODEL = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
+FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch', 'best_overall_accuracy', 'best_model_step')
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A folder with two small data sets: real digits as parquet files with `image` and `label`, shapes in this library's own schema."
+    cwd = tmp_path_factory.mktemp('classify')
+    digits, shapes = digits_splits(), shapes_splits((60, 30))
+    (cwd/'numerals').mkdir()
+    for split, n in (('train', 140), ('test', 45)): digits[split].select(range(n)).to_parquet(cwd/'numerals'/f'{split}.parquet')
+    names = shapes['train'].features['label'].names
+    turned = {k: ds.map(lambda r: dict(images=[r['image']], texts=[dict(user='?', assistant=names[r['label']])]), remove_columns=ds.column_names) for k, ds in shapes.items()}
+    datasets.DatasetDict(turned).save_to_disk(cwd/'figures')
+    return cwd
+
+
+def settings(cwd, name, **training):
+    "Write the file of a small run."
+    more = dict(datasets=['numerals', 'figures'], run_name=name, epochs=20, max_training_steps=UPDATES, learning_rate=3e-3, warmup_steps=2, batch_size=4, gradient_accumulation_steps=2,
+                dataloader_num_workers=0, dtype='float32', progress_bar=False, save_total_limit=-1) | training
+    monitor = dict(eval_log_freq=EVERY, log_freq=2, perf_log_freq=2, gpu_log_freq=2, use_wandb=False)
+    (cwd/f'{name}.yaml').write_text(yaml.safe_dump(dict(model=MODEL, training=more, monitor=monitor)))
+    return cwd/f'{name}.yaml'
+
+
+def command(file, *more, ranks=1):
+    "The command line of a run."
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+    return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.classify', '--config', file, *more)]
+
+
+def log(cwd, name):
+    return [json.loads(line) for line in (cwd/'outputs'/name/'log.jsonl').read_text().splitlines()]
+
+
+def figures(records):
+    "What must not depend on kills."
+    return [{k: v for k, v in r.items() if k in FIGURES or k.startswith('eval/')} for r in records]
+
+
+@pytest.fixture(scope='module')
+def whole(place):
+    "An undisturbed run."
+    run(command(settings(place, 'whole')), place)
+    return place/'outputs'/'whole'
+
+
+# --- what a run leaves behind
+
+def test_metrics_are_scikit_learns(place, whole):
+    judged, names, step = read_predictions(whole)
+    best = next(r for r in log(place, 'whole') if r['step'] == step and 'eval/overall_accuracy' in r)
+    by_set = {n: [j for j in judged if n == j.dataset] for n in ('numerals', 'figures')} | dict(overall=judged)
+    for name, rows in by_set.items():
+        assert best[f'eval/{name}_accuracy'] == accuracy_score([j.label for j in rows], [j.predicted for j in rows])
+    truth, said = [j.label for j in judged], [j.predicted for j in judged]
+    assert best['eval/overall_macro_f1'] == pytest.approx(f1_score(truth, said, average='macro'), abs=1e-12)
+    assert (confusion(judged, len(names)) == confusion_matrix(truth, said, labels=range(len(names)))).all()
+    sizes = {n: len(r) for n, r in by_set.items()}
+    assert sizes == dict(numerals=45, figures=30, overall=75) and len({j.id for j in judged}) == 75
+    assert best['eval/overall_accuracy'] == pytest.approx((45*best['eval/numerals_accuracy']+30*best['eval/figures_accuracy'])/75, abs=1e-12)
+    assert best | metrics_of(judged, len(names)) == best
+
+
+def test_the_best_is_the_first_of_the_highest(place, whole):
+    evaluations = [r for r in log(place, 'whole') if 'eval/overall_accuracy' in r]
+    assert [r['step'] for r in evaluations] == list(range(0, UPDATES+1, EVERY))
+    for i, r in enumerate(evaluations):
+        highest = max(e['eval/overall_accuracy'] for e in evaluations[:i+1])
+        first = next(e['step'] for e in evaluations if e['eval/overall_accuracy'] == highest)
+        assert (r['best_overall_accuracy'], r['best_model_step']) == (highest, first)
+    assert (whole/'best_checkpoint').read_text().strip() == f"step_{evaluations[-1]['best_model_step']}"
+
+
+def test_reports_come_when_they_are_due(place, whole):
+    wanted = ('training/loss', 'training/lr', 'training/grad_norm', 'training/epoch', 'perf/step_time', 'perf/samples_per_second', 'perf/gpu_memory_gb')
+    for key in wanted: assert [r['step'] for r in log(place, 'whole') if key in r][:UPDATES//2] == list(range(2, UPDATES+1, 2)), key
+
+
+def test_layout(whole):
+    assert {p.name for p in (whole/'checkpoints').iterdir()} == {f'checkpoint-{n}' for n in range(0, UPDATES+1, EVERY)}
+    assert 'step 10/12' in (whole/'logs'/'train.log').read_text()
+    assert (whole/'logs'/'log.jsonl').read_text() == (whole/'log.jsonl').read_text()
+    assert (whole/'checkpoints'/'checkpoint-3'/'model.safetensors').is_file()
+    assert (whole/'confusion.png').read_bytes()[:4] == b'\x89PNG'
+
+
+def test_checkpoint_holds_classes_and_head(whole):
+    cfg = ClassConfig.load(whole/'step_12')
+    assert cfg.class_names == [*'0123456789', 'bar', 'circle', 'cross', 'ring', 'square', 'triangle'] and cfg.class_prompt == 'What is this?'
+    weights = load_file(whole/'step_12'/'model.safetensors')
+    assert weights['score.weight'].shape == (16, 32) and not [k for k in weights if k.startswith('decoder.head')]
+
+
+def test_predicting_from_the_command_line(place, whole):
+    judged, names, step = read_predictions(whole)
+    rows = load_classes([str(place/'numerals'), str(place/'figures')]).val
+    files = [place/f'{i}.png' for i in (0, 50)]
+    for f, i in zip(files, (0, 50)): f.write_bytes(rows[i]['images'][0]['bytes'])
+    done = run([sys.executable, '-m', 'nanovlm_nb.classify', '--predict', whole, *files], place)
+    assert [line.split('\t')[:2] for line in done.stdout.splitlines()] == [[str(f), names[judged[i].predicted]] for f, i in zip(files, (0, 50))]
+
+
+# --- ranks
+
+def test_two_ranks_are_one_rank(place, whole):
+    run(command(settings(place, 'ranks', batch_size=2), ranks=2), place)
+    one, two = log(place, 'whole'), log(place, 'ranks')
+    assert [r['batch_digest'] for r in one if 'batch_digest' in r] == [r['batch_digest'] for r in two if 'batch_digest' in r]
+    for a, b in zip(figures(one), figures(two), strict=True):
+        for key in a.keys() & {'batch_loss', 'grad_norm', 'eval/overall_loss', 'val_loss'}: assert a[key] == pytest.approx(b[key], rel=2e-3), (key, a['step'])
+    (mine, *_), (theirs, *_) = read_predictions(whole), read_predictions(place/'outputs'/'ranks')
+    assert [j.id for j in mine] == [j.id for j in theirs], 'each picture once, in the order of the rows'
+
+
+# --- kills and resumes
+
+def test_kill_and_resume(place, whole):
+    file, folder = settings(place, 'killed'), place/'outputs'/'killed'
+    process = subprocess.Popen(command(file), cwd=place, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    end = time.monotonic()+300
+    while not (folder/'step_6').exists() and process.poll() is None and time.monotonic() < end: time.sleep(.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder/'step_12').exists(), 'it was too fast to be killed'
+    run(command(file, '--resume_from', 'latest'), place)
+    assert figures(log(place, 'killed')) == figures(log(place, 'whole'))
+    assert (folder/'step_12'/'model.safetensors').read_bytes() == (whole/'step_12'/'model.safetensors').read_bytes()
+    assert read_predictions(folder) == read_predictions(whole)
+
+
+def test_resume_from_a_named_checkpoint(place, whole):
+    state = json.loads((whole/'step_6'/'trainer_state.json').read_text())
+    evaluations = [r for r in log(place, 'whole') if 'best_model_step' in r and r['step'] <= 6]
+    assert {k: evaluations[-1][k] for k in ('best_overall_accuracy', 'best_model_step')} == {k: state[k] for k in ('best_overall_accuracy', 'best_model_step')}
+    before = figures(log(place, 'whole'))
+    run(command(place/'whole.yaml', '--resume_from', 'checkpoint-6'), place)
+    assert 'Resumed from the checkpoint' in (whole/'train.log').read_text()
+    assert figures(log(place, 'whole')) == before
+
+
+def test_other_classes_are_refused(place, whole):
+    done = run(command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6'), place, check=False)
+    assert done.returncode == 2 and 'cannot resume' in done.stderr and 'class_names' in done.stderr
+
+
+# --- the other way, and mistakes
+
+def test_names_as_answers(place, whole):
+    sections = yaml.safe_load((place/'whole.yaml').read_text())
+    sections['model']['method'], sections['training'] = 'answers', sections['training'] | dict(run_name='words', max_training_steps=4)
+    (place/'words.yaml').write_text(yaml.safe_dump(sections))
+    run(command(place/'words.yaml', ranks=2), place)
+    folder = place/'outputs'/'words'
+    judged, names, step = read_predictions(folder)
+    model = VLMClassifier.from_pretrained(folder/f'step_{step}')
+    rows = load_classes([str(place/'numerals'), str(place/'figures')]).val
+    labels, probs = model.predict([rows[i]['images'][0] for i in range(0, 75, 5)])
+    assert labels == [names[j.predicted] for j in judged[::5]]
+    assert [-p[j.label].log().item() for p, j in zip(probs, judged[::5])] == pytest.approx([j.loss for j in judged[::5]], rel=1e-3)
+
+
+def test_yaml_round_trip(whole):
+    s = Settings.load(whole/'classify.yaml')
+    assert s.training.run_name == 'whole' and s.vlm == MODEL
+    s.save(whole.parent/'copy.yaml')
+    assert Settings.load(whole.parent/'copy.yaml') == s
+
+
+@pytest.mark.parametrize('text, said', [
+    ('training:\n  learning_rat: 1e-5', 'did you mean `training.learning_rate`'), ('monitr: {}', 'did you mean `monitor`'), ('model:\n  num_labels: 101', 'have 10 classes'),
+    ('model:\n  name: no/such/model', 'neither a preset nor a checkpoint'), ('training:\n  datasets: [nowhere]', 'nowhere')])
+def test_mistakes_name_the_remedy(tmp_path, text, said):
+    (tmp_path/'bad.yaml').write_text(text)
+    done = run(command(tmp_path/'bad.yaml'), tmp_path, check=False)
+    assert done.returncode == 2 and said in done.stderr, done.stderr[-800:]
