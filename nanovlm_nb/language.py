@@ -22,9 +22,10 @@ class RMSNorm(nn.Module):
     "Divide by the root mean square, then scale."
     def __init__(self,
         cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_rms_eps`
+        width:int|None=None, # of the last axis; default: `lm_hidden_dim`
     ):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(cfg.lm_hidden_dim))
+        self.weight = nn.Parameter(torch.ones(width or cfg.lm_hidden_dim))
         self.eps = cfg.lm_rms_eps
 
     def forward(self,
@@ -38,10 +39,10 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     "Cosines and sines of the angles at given positions."
     def __init__(self,
-        cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_n_heads`, `lm_re_base`, `lm_attn_scaling`
+        cfg:VLMConfig, # reads `head_width`, `lm_re_base`, `lm_attn_scaling`
     ):
         super().__init__()
-        width = cfg.lm_hidden_dim//cfg.lm_n_heads
+        width = cfg.head_width
         self.register_buffer('inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
         self.scaling = cfg.lm_attn_scaling
 
@@ -130,16 +131,16 @@ class KVCache:
 class LanguageModelGroupedQueryAttention(nn.Module):
     "Causal self-attention inside documents, with shared keys."
     def __init__(self,
-        cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_n_heads`, `lm_n_kv_heads`, `lm_dropout`, `attn_backend`
+        cfg:VLMConfig, # reads `lm_hidden_dim`, `head_width`, `lm_n_heads`, `lm_n_kv_heads`, `lm_qkv_bias`, `lm_qk_norm`, `lm_dropout`, `attn_backend`
         index:int=0, # number of the block, its place in a cache
     ):
         super().__init__()
         self.index,self.dropout,self.backend,dim = index, cfg.lm_dropout, cfg.attn_backend, cfg.lm_hidden_dim
-        self.head_dim = dim//cfg.lm_n_heads
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, cfg.lm_n_kv_heads*self.head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, cfg.lm_n_kv_heads*self.head_dim, bias=False)
-        self.out_proj = nn.Linear(dim, dim, bias=False)
+        self.head_dim = cfg.head_width
+        widths = [n*self.head_dim for n in (cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_n_kv_heads)]
+        self.q_proj,self.k_proj,self.v_proj = (nn.Linear(dim, w, bias=cfg.lm_qkv_bias) for w in widths)
+        self.out_proj = nn.Linear(widths[0], dim, bias=False)
+        self.q_norm,self.k_norm = (RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity() for _ in range(2))
         self.resid_dropout = nn.Dropout(cfg.lm_dropout)
 
     def forward(self,
@@ -151,7 +152,7 @@ class LanguageModelGroupedQueryAttention(nn.Module):
     )->Tensor: # (B, T, D) what each position gathered
         "Mix the positions of each document."
         q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q,k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        q,k = apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin)
         if cache is not None: past = cache.append(self.index, k, v)
         if cache is not None and cache.length>x.shape[1]: out = cached_attention(q, *past)
         else: out = attention(q, k, v, layout, backend=self.backend, dropout_p=self.dropout*self.training)
@@ -254,6 +255,7 @@ def init_language_weights(
 )->None: # nothing
     "Fresh weights for one module; `LanguageModel` applies it to all of its own."
     if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
+    if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
 
 @torch.compiler.disable
 def _positions(x, layout, position_ids, cache):
