@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHORT', 'BACKENDS', 'log', 'Layout', 'document_mask', 'explicit_attention', 'sdpa_attention', 'pieces',
-           'docs_attention', 'choose_backend', 'attention', 'cached_attention']
+           'docs_attention', 'flash_attention', 'problem_of', 'choose_backend', 'attention', 'cached_attention']
 
 # %% ../nbs/10_attention.ipynb #f582bed2
 import logging
@@ -192,18 +192,53 @@ def docs_attention(
     out = [run(c, n, *qkv) for (c,n),*qkv in zip(runs, cut(q), cut(k), cut(v))]
     return torch.cat(out).view(B, T, H, D).transpose(1,2)
 
-# %% ../nbs/10_attention.ipynb #00c9b950
-BACKENDS = dict(explicit=explicit_attention, sdpa=sdpa_attention, docs=docs_attention)
+# %% ../nbs/10_attention.ipynb #0e74765a
+def flash_attention(
+    q:Tensor, # (B, H, T, D) queries
+    k:Tensor, # (B, Hkv, T, D) keys
+    v:Tensor, # (B, Hkv, T, D) values
+    layout:Layout|None, # where the documents are; None: one a row
+    causal:bool, # keys after the query are forbidden
+    dropout_p:float, # share of the attention weights that is dropped
+)->Tensor: # (B, H, T, D) mixed values
+    "flash-attn's kernel, without padding."
+    from flash_attn import flash_attn_varlen_func
+    B,H,T,D = q.shape
+    layout = layout or Layout.from_doc_lens([[T]]*B, T)
+    lens,real = [n for row in layout.doc_lens for n in row],layout.document_ids(q.device).flatten()>0
+    ends = torch.tensor([0,*accumulate(lens)], dtype=torch.int32, device=q.device)
+    flat = [x.transpose(1,2).flatten(0,1)[real] for x in (q,k,v)]
+    mixed = flash_attn_varlen_func(*flat, ends, ends, max(lens), max(lens), dropout_p=dropout_p, causal=causal)
+    out = mixed.new_zeros(B*T, H, D).index_put((real.nonzero()[:,0],), mixed)
+    return out.view(B, T, H, D).transpose(1,2)
+
+# %% ../nbs/10_attention.ipynb #40a263cf
+BACKENDS = dict(explicit=explicit_attention, sdpa=sdpa_attention, docs=docs_attention, flash=flash_attention)
+
+@lru_cache(maxsize=None)
+def problem_of(
+    name:str, # a backend
+    kind:str, # of the device, e.g. `cuda`
+    dtype:torch.dtype, # of queries, keys and values
+)->str|None: # None: there is none
+    "Why a backend cannot be used here: it is tried on a few zeros."
+    x = torch.zeros(1, 1, 4, 64, device=kind, dtype=dtype)
+    try: BACKENDS[name](x, x, x, Layout.from_doc_lens([[4]], 4), True, 0.)
+    except (ImportError, OSError, RuntimeError, AttributeError) as e: return f'{type(e).__name__}: {e}'
 
 def choose_backend(
     backend:str, # a name in `BACKENDS`, or auto
     layout:Layout|None, # where the documents are; None: one a row
     device:torch.device, # where attention is computed
+    dtype:torch.dtype=torch.float32, # of queries, keys and values
 )->str: # a name in `BACKENDS`
-    "The backend to use."
+    "The backend to use; `flash` gives way to what `auto` takes, and that to `explicit`, where it cannot be used."
     if backend!='auto' and backend not in BACKENDS: raise ValueError(f"unknown attention backend {backend!r}: choose auto, {', '.join(BACKENDS)}")
-    if backend!='auto': return backend
-    return 'docs' if layout is not None and device.type=='cpu' else 'sdpa'
+    usual = 'docs' if layout is not None and device.type=='cpu' else 'sdpa'
+    if backend!='flash': return usual if backend=='auto' else backend
+    found = next((name for name in ('flash',usual) if problem_of(name, device.type, dtype) is None), 'explicit')
+    if found!='flash': _log_fallback(found, device.type, dtype)
+    return found
 
 # %% ../nbs/10_attention.ipynb #2dc46da8
 log = logging.getLogger(__name__)
@@ -211,6 +246,13 @@ log = logging.getLogger(__name__)
 @lru_cache(maxsize=None)
 def _log_backend(asked, chosen, documents, device):
     log.info('attention on %s, %s: backend %s%s', device, 'documents' if documents else 'full rows', chosen, '' if asked!='auto' else ' (auto)')
+
+@lru_cache(maxsize=None)
+def _log_fallback(found, device, dtype):
+    for name in ('flash','docs','sdpa'):
+        if name==found: break
+        if (problem := problem_of(name, device, dtype)): log.warning('attention on %s: backend %s cannot be used, %s', device, name, problem)
+    log.warning('attention on %s: backend %s instead of flash', device, found)
 
 def _check(q, k, v):
     if q.shape[1]%k.shape[1]: raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: use a multiple")
@@ -226,7 +268,7 @@ def _with_layout(q, k, v, layout, causal, backend, dropout_p):
     _check_layout(q, layout)
     if layout.is_full: return attention(q, k, v, None, causal, backend, dropout_p)
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
-    name = choose_backend(backend, layout, q.device)
+    name = choose_backend(backend, layout, q.device, q.dtype)
     _log_backend(backend, name, True, q.device.type)
     return BACKENDS[name](q, k, v, layout, causal, dropout_p)
 
@@ -242,7 +284,7 @@ def attention(
     "Attention inside documents."
     _check(q, k, v)
     if layout is not None: return _with_layout(q, k, v, layout, causal, backend, dropout_p)
-    name = choose_backend(backend, None, q.device)
+    name = choose_backend(backend, None, q.device, q.dtype)
     if not torch.compiler.is_compiling(): _log_backend(backend, name, False, q.device.type)
     return BACKENDS[name](q, k, v, None, causal, dropout_p)
 
