@@ -120,11 +120,13 @@ def through_lmms_eval(
 )->tuple[dict[str,float],dict[str,int]]|None: # figures; samples of each task; None on other ranks than 0
     "Evaluate a task with lmms-eval, which draws no chance that the training would miss."
     from lmms_eval.evaluator import simple_evaluate
+    from tenacity import RetryError
     manager,chance = _task_manager(args.include_path),rng_state()
     if task not in manager.all_tasks: raise ValueError(f'lmms-eval has no task {task!r}: `python -m lmms_eval --tasks list` shows all, --include_path adds more')
     try: found = simple_evaluate(model=NanoVLM(asker=asker, batch_size=args.batch_size), tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args, process_docs_parallel=1,
         distributed_executor_backend='accelerate' if dist.world_size==1 else 'torchrun')
+    except RetryError as e: raise RuntimeError(f'lmms-eval has tried {task} {e.last_attempt.attempt_number} times') from e.last_attempt.exception()
     finally: set_rng_state(chance)
     return found and (flat_figures(found['results']), {t:n['effective'] for t,n in found['n-samples'].items()})
 
@@ -164,7 +166,7 @@ def _add(found, task, asker, args, dist):
     try: new = evaluate_task(asker, task, args, dist)
     except _FAILURES as e:
         logger.exception('task %s failed', task)
-        found['failed'][task] = f'{type(e).__name__}: {e}'
+        found['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
         return
     if new: found['tasks'].append(task); found['results'] |= new[0]; found['samples'] |= new[1]
 

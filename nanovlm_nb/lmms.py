@@ -79,8 +79,10 @@ def batches(
     for group in groups.values(): yield from (group[i:i+size] for i in range(0, len(group), size))
 
 # %% ../nbs/44_lmms.ipynb #49d63ee1
-try: from lmms_eval.api.model import lmms
-except ImportError: lmms = object # the class can be tried without it
+try:
+    from lmms_eval.api.model import lmms
+    from lmms_eval.api.instance import GenerationResult as wrapped
+except ImportError: lmms,wrapped = object,lambda pair: pair # the class can be tried without it
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +133,10 @@ class NanoVLM(lmms):
 
     def loglikelihood(self,
         requests:list, # with `args`: question, answer, finder of pictures, number, task, split
-    )->list[tuple[float,bool]]: # loss, smaller is likelier: lmms-eval chooses the smallest; whether the answer is greedy
+    )->list[tuple[float,bool]]: # loss, the smaller the likelier; whether the answer is greedy; each pair `wrapped`
         "Rate answers."
         turns = [([] if len(r.args)==2 else self.pictures(*r.args[2:6]), r.args[0], self.answer(r)) for r in requests]
-        return [o for part in batches(turns, self.batch_size) for o in answer_losses(self.asker, [turns[i] for i in part])]
+        return [wrapped(o) for part in batches(turns, self.batch_size) for o in answer_losses(self.asker, [turns[i] for i in part])]
 
     def answer(self,
         request, # from `loglikelihood`
