@@ -339,7 +339,7 @@ class Clock:
         self.now, self.last, self.doing = now, now(), ['other']
         self.seconds = dict.fromkeys(self.names, 0.)
 
-    def charge(self)->None:
+    def charge(self)->None: # Nothing
         "Book the time since the last change."
         now = self.now()
         self.seconds[self.doing[-1]] += now-self.last
@@ -362,7 +362,7 @@ class Clock:
         source:str,    # Work that was charged
         target:str,    # Work that it really was
         seconds:float, # How much of it, at most what was charged
-    )->None:
+    )->None: # Nothing
         "Correct the account."
         part = min(max(seconds, 0.), self.seconds[source])
         self.seconds[source] -= part

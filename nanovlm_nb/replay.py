@@ -94,7 +94,10 @@ class Verdict:
 # %% ../nbs/36_replay.ipynb #29c61229
 FAR = 10 # times the median pull of an update's samples
 
-def gradient_norm(trainer): # of what is in the gradients, which are cleared
+def gradient_norm(
+    trainer:Trainer, # after a backward pass
+)->float: # of all that trains
+    "Norm of what is in the gradients, which are cleared."
     norm = clip_gradients([p for g in trainer.optimizer.param_groups for p in g['params']], None).item()
     trainer.optimizer.zero_grad(set_to_none=True)
     return norm
