@@ -85,6 +85,19 @@ def test_resume_from_a_whole_model(one, tmp_path):
     assert start['step'] == 0 and start['val_loss'] == pytest.approx(end['val_loss'], rel=1e-6)
 
 
+def test_backbones_bring_their_sizes_also_on_resume(tmp_path):
+    "The flags say a width of 32, the backbones 48 and tiles of 32 pixels; data, model and a resumed run take the latter."
+    from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+    SiglipVisionModel(SiglipVisionConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)).save_pretrained(tmp_path/'vit')
+    LlamaForCausalLM(LlamaConfig(vocab_size=448, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)).save_pretrained(tmp_path/'lm')
+    flags = [*TINY, '--run_name', 'r', '--vlm_load_backbone_weights', 'True', '--vit_model_type', tmp_path/'vit', '--lm_model_type', tmp_path/'lm', '--ask_samples', 0]
+    train(flags, tmp_path)
+    train([*flags, '--resume', 'True', '--max_training_steps', 8], tmp_path)
+    vlm, _ = load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml')
+    assert (vlm.vit_hidden_dim, vlm.vit_img_size, vlm.lm_hidden_dim, vlm.mp_image_token_length) == (48, 32, 48, 4)
+    assert [r['step'] for r in updates(tmp_path/'checkpoints'/'r')] == list(range(1, 9))
+
+
 def test_wandb_offline_has_what_the_log_has(tmp_path):
     train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody'], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
