@@ -5,15 +5,19 @@
 # %% auto #0
 __all__ = ['JOB', 'FINE', 'CAREFUL', 'REFUSED', 'MODEL_FINE', 'MODEL_CAREFUL', 'TRAIN_CAREFUL', 'TRAIN_REFUSED',
            'given_checkpoint', 'is_pth', 'find_resume', 'note_start', 'is_again', 'earlier_run', 'Difference',
-           'differences', 'splits', 'split_difference', 'check_resume']
+           'differences', 'splits', 'split_difference', 'progress', 'check_resume', 'rates', 'resume_checklist', 'main']
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
-from dataclasses import asdict,dataclass,fields
+import json,sys
+from argparse import ArgumentParser
+from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 
-from .config import TrainConfig,VLMConfig
+from .config import TrainConfig,VLMConfig,evolve,parse_args
+from .schedule import get_schedule
+from .logs import read_log
 from .optim import training_parts
-from .checkpoint import missing_pieces,newest_complete,read_pointer,write_pointer,write_text_atomic
+from .checkpoint import checkpoints,missing_pieces,newest_complete,read_pointer,write_pointer,write_text_atomic
 
 # %% ../nbs/33_resume.ipynb #49297080
 def given_checkpoint(
@@ -159,6 +163,17 @@ def split_difference(
            f'With force_resume the rest of the epoch is left out, the next begins with {b*a*w} lanes')
     return Difference('packs per update', was, f'{b} x {a} x {w} = {b*a*w}', REFUSED, why)
 
+# %% ../nbs/33_resume.ipynb #123512c2
+def progress(
+    state:dict, # `trainer_state.json`: `step`, `samples`, `data`
+    packs:int, # of an update from now on
+)->str: # a sentence
+    "Where a run stands in updates and in samples, and what that is with other updates."
+    step,samples,was = state['step'],state['samples'],state['data']['lanes']
+    most = state['configs']['train']['max_training_steps']
+    return (f'So far {step} of {most} updates ({100*step/most:.1f} %) and {samples} samples; with {packs} packs in an update as many samples take {step*was/packs:.0f} updates, '
+        f'and update {step} stands for {samples*packs/was:.0f} samples ({100*step*packs/was/most:.1f} % of those planned)')
+
 # %% ../nbs/33_resume.ipynb #02f93b30
 def check_resume(
     state:dict, # `trainer_state.json` of the checkpoint
@@ -170,6 +185,60 @@ def check_resume(
     c,found = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
     split = split_difference(state['data']['lanes'], (c.batch_size, c.gradient_accumulation_steps, world_size)) if state['data'] else None
     found = [split]*(split is not None)+found
+    if split is not None and state.get('samples'): found[0] = replace(split, why=f"{split.why}. {progress(state, c.batch_size*c.gradient_accumulation_steps*world_size)}")
     refused = [str(d) for d in found if d.level == REFUSED]
     if refused and not c.force_resume: raise ValueError('cannot resume: '+'; '.join(refused)+'. Set these as they were, begin a new run from the weights (load_from without resume), or give force_resume')
     return [str(d) for d in found]
+
+# %% ../nbs/33_resume.ipynb #f72b3cc5
+def rates(
+    run_dir:Path, # directory of the run
+    step:int, # of the checkpoint
+    train_cfg:TrainConfig, # of the run to come
+)->tuple[float|None,float]: # the projector's rate in the last update before it (None: not in the log) and in the next
+    "Does the learning rate go on where it was?"
+    log = run_dir/'log.jsonl'
+    last = [r['lr_MP'] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and 'lr_MP' in r]
+    schedule = get_schedule(train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
+    return (last[-1] if last else None),schedule(step, train_cfg.lr_mp, train_cfg.max_training_steps)
+
+def _work_line(run_dir, step):
+    log = run_dir/'log.jsonl'
+    done = max((r['step'] for r in (read_log(log) if log.is_file() else [])), default=step)
+    return f'log.jsonl stands at update {done}'+(f': {done-step} updates after the checkpoint are made again' if done>step else '')
+
+def resume_checklist(
+    run_dir:Path, # directory of the run
+    vlm_cfg:VLMConfig, # of the run to come
+    train_cfg:TrainConfig, # likewise
+    world_size:int=1, # its ranks
+)->list[tuple[bool,str]]: # (in order?, line)
+    "What resuming will do."
+    found = [(False, f'{p.name} is not complete, it lacks {", ".join(m)}') for p in checkpoints(run_dir) if (m := missing_pieces(p))]
+    path,line = find_resume(run_dir, evolve(train_cfg, resume=True))
+    if path is None: return [*found, (False, line)]
+    state = json.loads((path/'trainer_state.json').read_text(encoding='utf-8'))
+    found += [(True, line.replace('Auto resumed from', 'would go on from')), (True, _work_line(run_dir, state['step']))]
+    try: found += [(True, l) for l in check_resume(state, vlm_cfg, train_cfg, world_size)] or [(True, 'no setting has changed')]
+    except ValueError as e: found.append((False, str(e)))
+    before,after = rates(run_dir, state['step'], train_cfg)
+    if before is not None: found.append((.5<(after/before if before else 1)<2, f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next'))
+    return found
+
+def main(
+    argv:list[str]|None=None, # arguments; default: those of the command line
+)->int: # 1 if something is not in order, else 0
+    "Console script `nanovlm_check_resume`: what `--resume True` will do, before it does it."
+    p = ArgumentParser(prog='nanovlm_check_resume', description='What `nanovlm_train --resume True` will do with a run; settings are those of its config.yaml, changed by flags of nanovlm_train.', allow_abbrev=False)
+    p.add_argument('run_dir', type=Path, help='directory of the run')
+    p.add_argument('--ranks', type=int, default=1, help='ranks of the run to come')
+    a,rest = p.parse_known_args(argv)
+    if not (a.run_dir/'config.yaml').is_file(): p.error(f'{a.run_dir} holds no config.yaml: give the directory of a run')
+    vlm_cfg,train_cfg,_ = parse_args(['--config', str(a.run_dir/'config.yaml'), *rest], 'nanovlm_check_resume')
+    found = resume_checklist(a.run_dir, vlm_cfg, train_cfg, a.ranks)
+    sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in found))
+    return int(not all(ok for ok,_ in found))
+
+# %% ../nbs/33_resume.ipynb #89b80a04
+#| eval: false
+if __name__=='__main__': sys.exit(main())
