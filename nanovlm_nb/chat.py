@@ -20,8 +20,10 @@ def get_image_string(
     tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
     splitted_image_counts:list[tuple[int,int]], # (rows, columns) of each picture
     mp_image_token_length:int, # features of a tile, so placeholders per tile
+    convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->str: # to be put before the first question
     "The placeholders of a sample's pictures."
+    if convention == 'smolvlm': return ''.join(_smolvlm_picture(tokenizer, rows, cols, mp_image_token_length) for rows,cols in splitted_image_counts)
     parts, features = [], tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
         if len(splitted_image_counts) > 1: parts.append(f'<image: {i}>')
@@ -37,6 +39,13 @@ def _tile_token(tokenizer, name, rows, cols):
         raise ValueError(f'no token {name} for a picture of {rows} x {cols} tiles: lower max_img_size (the default tokens reach 8 tiles a side), '
                          'or add the token to vlm_extra_tokens')
     return token
+
+def _smolvlm_picture(tokenizer, rows, cols, n):
+    "Placeholders of one picture in SmolVLM's convention."
+    fake, features = _tile_token(tokenizer, 'fake_image_token', rows, cols), tokenizer.image_token*n
+    tile = lambda name: fake + _tile_token(tokenizer, name, rows, cols) + features
+    lines = [''.join(tile(f'r{r+1}c{c+1}') for c in range(cols))+'\n' for r in range(rows)] + ['\n'] if rows*cols > 1 else []
+    return ''.join(lines) + tile('global_image_token') + fake
 
 # %% ../nbs/21_chat.ipynb #2d8f5934
 def special_pattern(

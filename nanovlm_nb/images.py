@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_PNG_TEXT', 'MAX_PIXELS', 'BROKEN', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size', 'open_image',
-           'split_tiles', 'global_view', 'ImageProcessor', 'get_image_processor']
+           'split_tiles', 'global_view', 'smolvlm_sizes', 'smolvlm_tiles', 'ImageProcessor', 'get_image_processor']
 
 # %% ../nbs/20_images.ipynb #ef90be04
 import io
@@ -178,6 +178,36 @@ def global_view(
         return F.interpolate(rows, size=(tile, tile), mode='bilinear', antialias=True, align_corners=False)/weights
     return torch.cat([shrink(plane) for plane in x], dim=1).round_().to(torch.uint8)
 
+# %% ../nbs/20_images.ipynb #f8d1b34c
+def smolvlm_sizes(
+    w:int, # width of the picture, pixels
+    h:int, # its height, pixels
+    max_side:int, # of the long side, pixels, a multiple of `tile`
+    tile:int, # side of a square tile, pixels
+)->tuple[tuple[int,int],tuple[int,int]]: # (width, height) after the first and after the second resize
+    "Sizes that a picture passes through on its way to SmolVLM's tiles."
+    if min(w, h) < 1: raise ValueError(f'a picture of {w} x {h} pixels has nothing to show')
+    if max_side > 4096: raise ValueError(f'max_img_size {max_side} is more than the 4096 pixels at which SmolVLM stops: lower it')
+    short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
+    short = max(1, short + short%2)
+    w, h = first = (max_side, short) if w >= h else (short, max_side)
+    ratio, whole = w/h, lambda x: -(-x//tile)*tile
+    if w >= h: return first, (whole(w), whole(int(whole(w)/ratio)))
+    return first, (whole(int(whole(h)*ratio)), whole(h))
+
+def smolvlm_tiles(
+    im:Image.Image, # RGB
+    max_side:int, # see `smolvlm_sizes`
+    tile:int, # side of a square tile, pixels
+    reducing_gap:float|None=None, # for the first resize, see `ImageProcessor`
+)->Tensor: # uint8 (n, 3, tile, tile), the global view last if n > 1
+    "Tiles as SmolVLM's image processor cuts them."
+    first, second = smolvlm_sizes(*im.size, max_side, tile)
+    lanczos = Image.Resampling.LANCZOS
+    im = im.resize(first, lanczos, reducing_gap=reducing_gap).resize(second, lanczos)
+    tiles = split_tiles(_planes(im), tile)
+    return torch.cat([tiles, _planes(im.resize((tile, tile), lanczos))[None]]) if len(tiles) > 1 else tiles
+
 # %% ../nbs/20_images.ipynb #03eb7a86
 def _name(f): return getattr(f, '__name__', None) or type(f).__name__
 
@@ -194,11 +224,14 @@ class ImageProcessor:
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` changes the decoded RGB picture; defined in a module, so that loader workers can have it
     reducing_gap:float|None=None # 1 or more: shrink in two steps, as Pillow's `thumbnail` does; faster for large pictures, pixels differ a little
+    convention:str='nanovlm' # or smolvlm, see `smolvlm_tiles`
 
     def __post_init__(self):
         m, s, gap = self.max_img_size, self.splitted_image_size, self.reducing_gap
         if s < 1 or m < s or m % s: raise ValueError(f'max_img_size {m} must be a multiple of the tile size {s}: try {max(1, round(m/max(s, 1)))*s}')
         if gap is not None and gap < 1: raise ValueError(f'reducing_gap is {gap}: give 1 or more, or None')
+        if self.convention not in ('nanovlm', 'smolvlm'): raise ValueError(f'convention is {self.convention!r}: give nanovlm or smolvlm')
+        if self.convention == 'smolvlm' and not self.resize_to_max_side_len: raise ValueError('SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
         if callable(self.custom_transforms): raise TypeError(f'custom_transforms is {_name(self.custom_transforms)}: give a tuple of transforms')
         for t in self.custom_transforms:
             if not callable(t): raise TypeError(f'custom_transforms holds {t!r}, which cannot be called: give transform(image, rng) -> image')
@@ -209,7 +242,9 @@ class ImageProcessor:
         height:int, # of the picture, pixels
     )->tuple[int,int]: # (rows, columns) of tiles
         "Tile grid of a picture of this size."
-        h, w = resize_dims(width, height, self.max_img_size, self.splitted_image_size, self.resize_to_max_side_len)
+        limits = self.max_img_size, self.splitted_image_size
+        if self.convention == 'smolvlm': w, h = smolvlm_sizes(width, height, *limits)[1]
+        else: h, w = resize_dims(width, height, *limits, self.resize_to_max_side_len)
         return h//self.splitted_image_size, w//self.splitted_image_size
 
     def n_tiles(self,
@@ -239,7 +274,7 @@ class ImageProcessor:
     def __call__(self,
         image:Image.Image|bytes|str|Path|dict|io.IOBase, # whatever `open_image` takes
         rng:random.Random|None=None, # chance for the custom transforms; None: `random.Random(0)`, always the same
-    )->tuple[Tensor,tuple[int,int]]: # uint8 tiles (n, 3, S, S), global view first if n > 1; (rows, columns)
+    )->tuple[Tensor,tuple[int,int]]: # uint8 tiles (n, 3, S, S), global view first if n > 1, with smolvlm last; (rows, columns)
         "Tiles and grid of a picture."
         file, s = open_header(image), self.splitted_image_size
         rows, cols = self.grid(*image_size(file))
@@ -247,6 +282,7 @@ class ImageProcessor:
         if self.reducing_gap and not self.custom_transforms and file is not image: self._draft(file, size)
         im = open_image(file)
         if self.custom_transforms: im = self._augment(im.copy() if im is image else im, rng or random.Random(0))
+        if self.convention == 'smolvlm': return smolvlm_tiles(im, self.max_img_size, s, self.reducing_gap), (rows, cols)
         x = _planes(im.resize(size, Image.Resampling.BICUBIC, reducing_gap=self.reducing_gap))
         tiles = split_tiles(x, s)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
@@ -258,6 +294,7 @@ def get_image_processor(
     resize_to_max_side_len:bool=False, # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=(), # augmentations, see `ImageProcessor`
     reducing_gap:float|None=None, # speed for large pictures, see `ImageProcessor`
+    convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->ImageProcessor: # callable on pictures
     "The image processor, by nanoVLM's name."
-    return ImageProcessor(max_img_size, splitted_image_size, resize_to_max_side_len, custom_transforms, reducing_gap)
+    return ImageProcessor(max_img_size, splitted_image_size, resize_to_max_side_len, custom_transforms, reducing_gap, convention)
