@@ -265,7 +265,7 @@ class BaseDataset(torch.utils.data.Dataset):
     )->Plan: # the sample without its pictures
         "Plan a sample; raises `Dropped` if it is left out."
         turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
-        ids, labels = encode_chat(self.tokenizer, turns, get_image_string(self.tokenizer, grids, 1), frame=self.frame, special=self.special)
+        ids, labels = encode_chat(self.tokenizer, turns, get_image_string(self.tokenizer, grids, 1, self.image_processor.convention), frame=self.frame, special=self.special)
         made = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), grids, len(ids), len(row['texts'])-len(turns))
         made.tokens += made.tiles*(self.mp_image_token_length-1)
         check_length(made.id, made.tokens, self.max_sample_length)
