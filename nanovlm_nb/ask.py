@@ -51,7 +51,7 @@ class Asker:
     )->'Asker': # ready to be called
         "An `Asker` around a model in memory."
         c = model.cfg
-        return cls(model.eval(), tokenizer or model.tokenizer, get_image_processor(c.max_img_size, c.vit_img_size, c.resize_to_max_side_len))
+        return cls(model.eval(), tokenizer or model.tokenizer, get_image_processor(c.max_img_size, c.vit_img_size, c.resize_to_max_side_len, convention=c.image_convention))
 
     @classmethod
     def from_checkpoint(cls,
@@ -73,7 +73,7 @@ class Asker:
         tiles,grids = [],[]
         for image in images:
             t,g = self.image_processor(image); tiles.append(t); grids.append(g)
-        return tiles,get_image_string(self.tokenizer, grids, self.model.cfg.mp_image_token_length) if grids else ''
+        return tiles,get_image_string(self.tokenizer, grids, self.model.cfg.mp_image_token_length, self.image_processor.convention) if grids else ''
 
     def prompt(self,
         images:Iterable[Image.Image], # pictures that the question is about, may be empty
@@ -302,7 +302,7 @@ def load_asker(
 )->Asker: # ready to be called
     "The model that a user means, or a line about what is wrong with it."
     try: return Asker.from_checkpoint(find_checkpoint(checkpoint))
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e: refuse(prog, [f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}'])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e: refuse(prog, [f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}'])
 
 # %% ../nbs/33_ask.ipynb #761a09fd
 def _parser():
