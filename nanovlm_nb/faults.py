@@ -85,7 +85,7 @@ class Rules:
     def processor(self)->Any: # callable on pictures
         "The image processor of the configuration."
         from nanovlm_nb.images import get_image_processor
-        return get_image_processor(self.vlm_cfg.max_img_size, self.vlm_cfg.vit_img_size, self.vlm_cfg.resize_to_max_side_len)
+        return get_image_processor(self.vlm_cfg.max_img_size, self.vlm_cfg.vit_img_size, self.vlm_cfg.resize_to_max_side_len, convention=self.vlm_cfg.image_convention)
 
     @cached_property
     def markers(self)->dict[int,tuple[int,int]]: # token id -> (row, column) from 1; (0, 0) is the whole picture
