@@ -1,0 +1,247 @@
+"Generation against other truths: transformers' processors and its generate, reading without a cache, rows alone; text that is streamed; files that people pass."
+import json
+import random
+import sys
+
+import pytest
+import torch
+from commands import run
+from nanovlm_nb.ask import Asker, Chat
+from nanovlm_nb.config import evolve, preset
+from nanovlm_nb.generate import Picker, TextStream, penalise_repeats, sample, top_k_top_p_filtering
+from nanovlm_nb.loader import load_tokenizer
+from nanovlm_nb.shapes import shapes_dataset
+from nanovlm_nb.tokens import train_tokenizer
+from nanovlm_nb.vlm import VisionLanguageModel
+from PIL import Image
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+QUESTIONS = ['What colour?', 'Which shape do you see, if I may ask?', 'And what else can be said about it?']
+
+
+def gen(seed): return torch.Generator().manual_seed(seed)
+
+
+# --- scores, against transformers
+
+@pytest.mark.parametrize('vocabulary', [7, 300])
+@pytest.mark.parametrize('top_k, top_p', [(0, .9), (5, 1.), (5, .5), (50, .9), (1, 1e-6), (0, .999)])
+def test_filters_are_those_of_transformers(vocabulary, top_k, top_p):
+    scores = 3*torch.randn(200, vocabulary, generator=gen(0))
+    want = scores/.7
+    if top_k: want = TopKLogitsWarper(top_k)(None, want)
+    if top_p < 1: want = TopPLogitsWarper(top_p)(None, want)
+    assert TemperatureLogitsWarper(.7)(None, scores).equal(scores/.7)
+    got = top_k_top_p_filtering(scores/.7, top_k, top_p)
+    assert got.isfinite().equal(want.isfinite()) and got.equal(want)
+
+
+@pytest.mark.parametrize('penalty', [.5, 1., 1.2, 10.])
+def test_repetition_penalty_is_that_of_transformers(penalty):
+    scores, ids = 5*torch.randn(100, 60, generator=gen(1)), torch.randint(60, (100, 25), generator=gen(2))
+    seen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
+    assert penalise_repeats(scores, seen, penalty).equal(RepetitionPenaltyLogitsProcessor(penalty)(ids, scores))
+
+
+def test_whole_answers_are_those_of_transformers():
+    "Our loop and picker around transformers' Llama say what its own generate says, with a penalty that decides."
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, initializer_range=.4)).eval()
+    ids = torch.randint(3, 60, (3, 8), generator=gen(3))
+    said = {}
+    for penalty in (1., 1.3):
+        want = llama.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, repetition_penalty=penalty, eos_token_id=None, pad_token_id=0)
+        pick, mine = Picker(penalty, ids, greedy=True), ids
+        with torch.no_grad():
+            for _ in range(12): mine = torch.cat([mine, pick(llama(mine).logits[:, -1])[:, None]], 1)
+        assert mine.equal(want)
+        said[penalty] = want
+    assert not said[1.].equal(said[1.3])
+
+
+def test_sampled_shares_are_the_probabilities():
+    scores, n = torch.tensor([[2., 1., 0., -1.]]), 20_000
+    drawn = sample(scores.expand(n, -1), temperature=1.5, top_k=3, generator=gen(4)).bincount(minlength=4)/n
+    want = top_k_top_p_filtering(scores/1.5, 3)[0].softmax(-1)
+    assert (drawn-want).abs().max() < .015 and drawn[3] == 0
+
+
+# --- a model: cache, batch, conversation
+
+@pytest.fixture(scope='module')
+def asker():
+    "Untrained, but with scores that differ; pictures of up to 2 x 2 tiles."
+    cfg = evolve(preset('shapes')[0], vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2,
+        max_img_size=128, resize_to_max_side_len=False, init_std=.3)
+    torch.manual_seed(1)
+    return Asker.from_model(VisionLanguageModel(cfg, load_backbone=False), load_tokenizer(cfg))
+
+
+def noise(width, height, seed): return Image.frombytes('RGB', (width, height), random.Random(seed).randbytes(3*width*height))
+
+
+@pytest.fixture(scope='module')
+def mixed():
+    "No picture, one, several of different grids; a conversation."
+    turns = [dict(user='What is this?', assistant='a ring'), dict(user='Where is it?')]
+    return [([], QUESTIONS[0]), ([noise(64, 64, 0)], QUESTIONS[1]), ([noise(128, 60, 1), noise(64, 128, 2)], QUESTIONS[2]), ([noise(128, 128, 3)], turns)]
+
+
+HOW = dict(greedy={}, penalty=dict(repetition_penalty=1.4), sampled=dict(temperature=1.2, top_k=20, top_p=.95), sampled_penalty=dict(temperature=.8, repetition_penalty=1.3))
+
+
+@pytest.mark.parametrize('how', HOW)
+def test_batch_equals_alone(asker, mixed, how):
+    "Left-padded, with pictures or without: each row says what it says alone."
+    kw = HOW[how]
+    seeds = lambda *which: dict(generator=[gen(i) for i in which]) if 'temperature' in kw else {}
+    batch = asker(mixed, 10, **kw, **seeds(*range(4)))
+    assert batch == [asker([q], 10, **kw, **seeds(i))[0] for i, q in enumerate(mixed)]
+    assert len(set(batch)) > 1
+
+
+@pytest.mark.parametrize('how', HOW)
+def test_cache_equals_no_cache(asker, mixed, how):
+    kw = asker.sampling(HOW[how])
+    prompts, tiles = zip(*(asker.prompt(*q) for q in mixed))
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0]*(longest-len(p)) + p for p in prompts])
+    mask = torch.tensor([[0]*(longest-len(p)) + [1]*len(p) for p in prompts])
+    ask = lambda **more: torch.stack(list(asker.model.stream(ids, list(tiles), mask, 12, eos_token_id=(), **kw, **more, **({} if 'greedy' in kw else dict(generator=gen(0))))), 1)
+    assert ask(use_cache=True).equal(ask(use_cache=False))
+
+
+def test_conversations_equal_a_fresh_reading(asker):
+    "Whatever is asked, stopped or repeated: the cache says what the whole conversation says when it is read at once."
+    rng, pictures = random.Random(0), [noise(128, 64, 5), noise(64, 64, 6)]
+    chat, turns, reread = Chat(asker, pictures), [], []
+    for i in range(8):
+        question = f'{rng.choice(QUESTIONS)} {i}'
+        if rng.random() < .4:  # somebody stops listening
+            cut = chat.stream('Never mind.', 9)
+            for _ in range(rng.randint(1, 4)): next(cut, None)
+            cut.close()
+        said = chat(question, 7)
+        turns.append(dict(user=question))
+        assert said == asker([(pictures, turns)], 7)[0], i
+        turns[-1]['assistant'] = said
+        ids = asker.prompt(pictures, turns[:-1] + [dict(user=question)])[0]
+        reread.append(len(ids) - chat.shared(ids))
+    assert chat.turns == turns
+    assert max(reread) == 1, 'all but the last token was known'
+
+
+def test_stops_are_of_their_row(asker, mixed):
+    plain = asker(mixed[:3], 10)
+    token = asker.tokenizer(plain[1], add_special_tokens=False)['input_ids'][3]
+    stopped = asker(mixed[:3], 10, stop=[token])
+    for a, b in zip(plain, stopped): assert a.startswith(b)
+    assert len(stopped[1]) < len(plain[1])
+    text = plain[2][3:5]
+    by_text = asker(mixed[:3], 10, stop=[text])
+    assert by_text[2] == plain[2][:plain[2].index(text)].strip() and text not in ''.join(by_text)
+
+
+def test_streamed_pieces_are_the_answers(asker, mixed):
+    steps = list(asker.stream(mixed, 10))
+    assert len(steps) == 10+1 and [''.join(p).strip() for p in zip(*steps)] == asker(mixed, 10)
+
+
+# --- text in pieces
+
+ALPHABET = 'abc .,\n' + 'äßé' + '猫犬' + '🙂👩‍🚀' + 'ﷺ' + '\ufffd'
+
+
+@pytest.mark.parametrize('seed', range(30))
+def test_text_streams_never_break_a_letter(seed):
+    "Random texts and random tokens: the pieces are the text, each ends with a whole letter, and a stop string never shows."
+    rng = random.Random(seed)
+    tokenizer = train_tokenizer(['abc abc ab äß.']*9, 270, {})
+    text = ''.join(rng.choice(ALPHABET) for _ in range(rng.randint(0, 40)))
+    ids = tokenizer(text, add_special_tokens=False)['input_ids']
+    if seed % 2: ids += rng.choices(range(3, len(tokenizer)), k=10)  # bytes that are no text
+    whole = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    stream = TextStream(tokenizer)
+    pieces = [stream.add(i) for i in ids]
+    assert all(not p.endswith('\ufffd') for p in pieces)
+    assert ''.join(pieces) + stream.finish() == whole == stream.text
+    for stop in (whole[3:5], whole[-3:], 'never there'):
+        if not stop: continue
+        stream = TextStream(tokenizer, [stop, 'also never'])
+        shown = ''
+        for i in ids:
+            shown += stream.add(i)
+            assert stop not in shown and whole.startswith(shown)
+        assert shown + stream.finish() == whole.split(stop)[0]
+
+
+# --- the command
+
+@pytest.fixture(scope='module')
+def saved(asker, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('model')
+    asker.model.save_pretrained(folder/'model', asker.tokenizer)
+    next(r for r in shapes_dataset(20, 'validation', seed=0) if r['images'])['images'][0].save(folder/'scene.png')
+    return folder
+
+
+def generate(folder, *flags, typed=None, check=True, model='model'):
+    code = 'import sys, io; from nanovlm_nb.ask import main; '
+    if typed is not None: code += f'sys.stdin = io.StringIO({typed!r}); '
+    return run([sys.executable, '-c', code + 'main()', model, '--max_new_tokens', 6, *flags], folder, check=check)
+
+
+def test_many_questions_as_json(saved):
+    done = generate(saved, '--image', 'scene.png', '--image', 'scene.png', '--prompt', '-', '--json', typed='\n'.join(QUESTIONS) + '\n')
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [a['prompt'] for a in answers] == QUESTIONS and answers[0]['images'] == ['scene.png']*2
+    asker = Asker.from_checkpoint(saved/'model')
+    with Image.open(saved/'scene.png') as im: assert [a['answer'] for a in answers] == asker([([im, im], q) for q in QUESTIONS], 6)
+
+
+def broken_files(folder):
+    "Name -> what the line about it has to say."
+    (folder/'words.png').write_text('no picture')
+    (folder/'empty.jpg').write_bytes(b'')
+    (folder/'cut.png').write_bytes((folder/'scene.png').read_bytes()[:60])
+    Image.new('1', (10_000, 10_001)).save(folder/'huge.png')
+    return {'nowhere.png': 'no such file', 'words.png': 'cannot identify', 'empty.jpg': 'cannot identify', 'cut.png': '', 'huge.png': '10000 x 10001', '.': 'no such file'}
+
+
+def test_unusable_pictures_get_a_line_each(saved):
+    said = broken_files(saved)
+    done = generate(saved, *(f for name in said for f in ('--image', name)), '--image', 'scene.png', '--prompt', 'x', check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == '' and len(lines) == len(said)
+    for line, (name, what) in zip(lines, said.items()): assert line.startswith(f'nanovlm_generate: {name}: ') and what in line
+
+
+def break_model(folder, how):
+    "A copy of the model with one thing wrong."
+    new = folder/f'broken_{how}'
+    new.mkdir()
+    for f in (folder/'model').iterdir(): (new/f.name).write_bytes(f.read_bytes())
+    weights, config = new/'model.safetensors', new/'config.json'
+    if how == 'cut': weights.write_bytes(weights.read_bytes()[:1000])
+    if how == 'text': weights.write_text('weights')
+    if how == 'none': weights.unlink()
+    if how == 'no_json': config.write_text('{')
+    if how == 'list': config.write_text('[]')
+    if how == 'other_size': config.write_text(json.dumps(json.loads(config.read_text()) | dict(lm_hidden_dim=64)))
+    return new.name
+
+
+@pytest.mark.parametrize('how', ['cut', 'text', 'none', 'no_json', 'list', 'other_size'])
+def test_unreadable_checkpoints_get_one_line(saved, how, monkeypatch, capsys):
+    from nanovlm_nb.ask import main
+    monkeypatch.chdir(saved)
+    with pytest.raises(SystemExit) as ended: main([break_model(saved, how), '--prompt', 'x'])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.count('\n') == 1 and f'broken_{how} cannot be used as a checkpoint' in err
+
+
+def test_a_missing_checkpoint_gets_one_line(saved):
+    done = generate(saved, '--prompt', 'x', check=False, model='nothing/at/all')
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and 'Traceback' not in done.stderr
