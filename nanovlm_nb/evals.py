@@ -246,8 +246,17 @@ class Evaluations:
         found = [Job(**json.loads(p.read_text(encoding='utf-8'))) for p in (self.folder/'jobs').glob('step_*/job.json') if p.parent.name[5:].isdigit()]
         self.jobs = {j.step:j for j in sorted(found, key=lambda j: j.step)}
 
-    def out(self, step:int)->Path: return self.folder/f'step_{step}.json'
-    def log(self, step:int)->Path: return self.folder/'jobs'/f'step_{step}'/'log.txt'
+    def out(self,
+        step:int, # of a checkpoint
+    )->Path: # need not be there
+        "Its result file."
+        return self.folder/f'step_{step}.json'
+
+    def log(self,
+        step:int, # of a checkpoint
+    )->Path: # need not be there; `job.json` is beside it
+        "What its evaluator has said."
+        return self.folder/'jobs'/f'step_{step}'/'log.txt'
 
     @property
     def open(self)->list[Job]: # the oldest checkpoint first

@@ -7,7 +7,7 @@ __all__ = ['logger', 'encode_answer', 'answer_losses', 'flatten', 'sampling_of',
 
 # %% ../nbs/44_lmms.ipynb #5fe1b90d
 import logging,os
-from collections.abc import Iterable,Iterator
+from collections.abc import Iterator
 
 import torch
 
