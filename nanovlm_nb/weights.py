@@ -382,7 +382,7 @@ def _chat_fields(folder):
     jinja,place = folder/'chat_template.jinja', "message['content'][0]['type'] == 'image'"
     template = jinja.read_text(encoding='utf-8') if jinja.is_file() else _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template')
     if not template: return dict(lm_tokenizer=str(folder))
-    return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(place, "message['content'][0]['text'].startswith('<fake_token_around_image>')"))
+    return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(place, "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"))
 
 # %% ../nbs/15_weights.ipynb #248c0f98
 OWN_CONFIG = 'nanovlm_config.json' # in a directory that we wrote for transformers: our configuration
