@@ -1,0 +1,92 @@
+"What a guide to checkpoints and resuming promises: names, numbers and messages of a run on two ranks."
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import TINY, run, train
+
+from nanovlm_nb.config import load_yaml, save_yaml
+from nanovlm_nb.plan import bookkeeping, changed_batch, epoch_at
+
+FLAGS = [*TINY, '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_training_steps', 8, '--max_keep_ckpts', 3, '--ask_samples', 0, '--dtype', 'float32']
+
+
+@pytest.fixture(scope='module')
+def cwd(tmp_path_factory):
+    "Eight updates on two ranks, a checkpoint every second one, three are kept."
+    folder = tmp_path_factory.mktemp('concepts')
+    train(FLAGS, folder, ranks=2)
+    return folder
+
+
+@pytest.fixture
+def run_dir(cwd): return cwd/'checkpoints'/'r'
+
+
+def steps(run_dir): return sorted(int(p.name[5:]) for p in run_dir.glob('step_*'))
+
+
+def test_arithmetic():
+    "Effective batch, iterations of an epoch and in all, updates; what a halved batch does to them, and how to keep it."
+    made, before, after = bookkeeping(100_000, 64, 2, 2, 8), bookkeeping(100_000, 128, 2, 1, 8), bookkeeping(100_000, 64, 2, 1, 8)
+    assert (made.effective_batch, made.iterations_per_epoch, made.total_iterations, made.updates) == (256, 781, 6248, 3124)
+    said = '\n'.join(changed_batch(1500, before, after, 8))
+    for number in ('781 iterations instead of 390', '1.9 epochs instead of 3.8', '23.8 % of the run instead of 47.5 %', '64 x 2 x 2'): assert number in said
+    assert epoch_at(1500, 390) == pytest.approx(3.85, abs=.005)
+
+
+def test_checkpoints_come_in_time_and_the_oldest_go(run_dir):
+    "Every second update; the newest three stay, and step 0, which was the best."
+    best = int((run_dir/'best_checkpoint').read_text().strip()[5:])
+    assert steps(run_dir) == sorted({4, 6, 8, best})
+    assert (run_dir/'last_checkpoint').read_text() == 'step_8\n'
+
+
+def test_one_model_file_and_a_shard_of_the_optimizer_per_rank(run_dir):
+    files = [p.name for p in (run_dir/'step_8').rglob('*') if p.is_file()]
+    assert files.count('model.safetensors') == 1
+    assert sorted(f for f in files if f.endswith('.distcp')) == ['__0_0.distcp', '__1_0.distcp']
+    assert {'rng_0.json', 'rng_1.json', 'trainer_state.json', 'manifest.json', '.metadata'} <= set(files)
+
+
+def test_the_configuration_is_kept_byte_by_byte(run_dir, tmp_path):
+    save_yaml(tmp_path/'again.yaml', *load_yaml(run_dir/'config.yaml'))
+    assert (tmp_path/'again.yaml').read_bytes() == (run_dir/'config.yaml').read_bytes()
+
+
+def test_listing_names_the_newest_and_what_is_missing(run_dir, cwd):
+    shard = run_dir/'step_6'/'optimizer'/'__1_0.distcp'
+    kept = shard.read_bytes()
+    shard.unlink()
+    said = run([Path(sys.executable).with_name('nanovlm_checkpoints'), run_dir], cwd).stdout.splitlines()
+    assert said[0].startswith('step_8') and 'complete' in said[0] and 'last' in said[0]
+    assert any('step_6' in line and 'lacks optimizer/__1_0.distcp' in line for line in said)
+    failed = train([*FLAGS, '--resume', 'True', '--load_from', run_dir/'step_6'], cwd, ranks=2, check=False)
+    assert failed.returncode and 'lacks optimizer/__1_0.distcp' in failed.stderr
+    shard.write_bytes(kept)
+
+
+@pytest.mark.parametrize('flags, said', [
+    (['--load_from', 'checkpoints/r/step_8/model.safetensors'], 'give the checkpoint directory that holds it'),
+    (['--load_from', 'checkpoints/r/step_9'], 'there is no directory'),
+    (['--gradient_accumulation_steps', 1], 'must be one of: 1 x 4, 2 x 2, 4 x 1'),
+    (['--lm_n_blocks', 2], 'the model would be another'),
+])
+def test_refusals_say_what_to_do(cwd, flags, said):
+    failed = train([*FLAGS, '--resume', 'True', *(['--gradient_accumulation_steps', 4] if 'accumulation' not in flags[0] else []), *flags], cwd, check=False)
+    assert failed.returncode and said in failed.stderr, failed.stderr[-2000:]
+
+
+def test_three_ways_to_begin(cwd, run_dir):
+    "The newest, a chosen one, or weights only; each says so in the log."
+    one = [*FLAGS, '--gradient_accumulation_steps', 4, '--max_keep_ckpts', -1]
+    train([*one, '--resume', 'True', '--max_training_steps', 9], cwd)
+    assert f'Auto resumed from the latest checkpoint {run_dir/"step_8"}.' in (run_dir/'train.log').read_text().replace('from the latest checkpoint checkpoints', f'from the latest checkpoint {cwd}/checkpoints')
+    train([*one, '--resume', 'True', '--load_from', 'checkpoints/r/step_6', '--max_training_steps', 10], cwd)
+    text = (run_dir/'train.log').read_text()
+    assert f'Resumed from the checkpoint {run_dir/"step_6"}.' in text and 'max_training_steps: 8 -> 10 (careful' in text
+    train([*one, '--run_name', 'fresh', '--load_from', 'checkpoints/r/step_8'], cwd)
+    assert 'optimizer and data begin anew' in (cwd/'checkpoints'/'fresh'/'train.log').read_text()
+    first = json.loads((cwd/'checkpoints'/'fresh'/'log.jsonl').read_text().splitlines()[0])
+    assert first['step'] == 0 or first['step'] == 1
