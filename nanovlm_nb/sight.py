@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from .config import evolve,load_yaml
-from .dist import pick_device
 from .loader import get_dataloaders
 from .look import VIEWS,look_panel,reader
 from .ask import load_asker,refuse
