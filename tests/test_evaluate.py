@@ -237,3 +237,88 @@ def test_without_lmms_eval_the_run_says_so(tasks, tmp_path):
 def test_plugin_and_tasks_are_part_of_the_package():
     assert {e.value for e in entry_points(group='lmms_eval.models') if e.name == 'nanovlm_nb'} == {'nanovlm_nb.lmms:manifest'}
     assert {'shapes.yaml', 'digits.yaml', 'digits_choice.yaml', '_exact_match.yaml'} <= {p.name for p in files('nanovlm_nb').joinpath('tasks').iterdir()}
+
+
+# --- the real lmms-eval, the real Slurm
+
+LMMS = os.environ.get('NANOVLM_LMMS_PYTHON') or (sys.executable if has_lmms_eval() else None)
+needs_lmms = pytest.mark.skipif(LMMS is None, reason="no lmms-eval: pip install 'nanovlm_nb[eval]', or NANOVLM_LMMS_PYTHON=python of an environment that has it")
+LEARNS = ('--vit_hidden_dim 64 --lm_hidden_dim 64 --lm_inter_dim 192 --vit_n_blocks 2 --lm_n_blocks 2 --init_std 0.125 --batch_size 4 --lr_mp 2e-3 --lr_vision_backbone 2e-3 '
+          '--lr_language_backbone 2e-3 --data_cutoff_idx 1000 --val_size 16 --num_workers 0 --val_workers 0 --max_training_steps 150 --eval_interval 150 --max_val_batches 1 '
+          '--ask_samples 0 --log_wandb False --progress_bar False --run_name learned').split()
+
+
+@pytest.fixture(scope='module')
+def learned(tmp_path_factory):
+    "A model that answers some questions about shapes."
+    cwd = tmp_path_factory.mktemp('learned')
+    train(LEARNS, cwd, timeout=900)
+    return cwd/'checkpoints'/'learned'/'step_150'
+
+
+def lmms_eval(checkpoint, tasks, cwd, names, *launch):
+    "Figures and samples of `python -m lmms_eval`, by the plugin."
+    run([LMMS, *launch, '-m', 'lmms_eval', '--model', 'nanovlm_nb', '--model_args', f'pretrained={checkpoint}', '--tasks', names, '--include_path', tasks, '--batch_size', 8,
+         '--process_with_media', '--log_samples', '--output_path', cwd/'out'], cwd, timeout=900)
+    found = json.loads(next((cwd/'out').rglob('*_results.json')).read_text())
+    samples = {t: [json.loads(line) for line in next((cwd/'out').rglob(f'*_samples_{t}.jsonl')).read_text().splitlines()] for t in names.split(',')}
+    return found['results'], samples
+
+
+@pytest.mark.slow
+@needs_lmms
+def test_lmms_eval_finds_the_model_and_agrees(learned, tasks, tmp_path):
+    "The same rows, the same answers: lmms-eval's accuracy is our exact match, alone and with two ranks."
+    results, samples = lmms_eval(learned, tasks, tmp_path, 'shapes,digits_choice')
+    asked = answer_all(Asker.from_checkpoint(learned), questions_of(read_rows(tasks/'shapes.parquet')), 8)
+    said_there = [f if isinstance(f, str) else f[0] for f in (s['filtered_resps'] for s in samples['shapes'])]
+    assert said_there == [r.said for r in asked]
+    right = sum(r.right for r in asked)/len(asked)
+    assert 0 < right < 1 and results['shapes']['exact_match,none'] == right
+    (tmp_path/'two').mkdir()
+    both, _ = lmms_eval(learned, tasks, tmp_path/'two', 'shapes,digits_choice', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2)
+    assert [both[t][m] for t, m in (('shapes', 'exact_match,none'), ('digits_choice', 'acc,none'))] == [right, results['digits_choice']['acc,none']]
+
+
+@pytest.mark.slow
+@needs_lmms
+def test_all_roads_to_lmms_eval_write_the_same_file(tasks, tmp_path):
+    "A process beside the training, and the trainer itself; and our own count, without lmms-eval."
+    files = {}
+    for backend in ('subprocess', 'in_process'):
+        cwd = tmp_path/backend
+        cwd.mkdir()
+        run([LMMS, '-m', 'nanovlm_nb.train', *FLAGS, *EVAL, '--eval_backend', backend, '--lmms_eval_tasks', 'shapes,digits,digits_choice', '--eval_include_path', tasks], cwd, timeout=900)
+        files[backend] = (cwd/'eval_results'/'a'/'step_4.json').read_text().replace(str(cwd), '')
+        assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match', 'lmms_eval/digits_choice_acc'}
+    assert files['subprocess'] == files['in_process']
+    own = tmp_path/'own.json'
+    run([sys.executable, '-m', 'nanovlm_nb.evaluate', tmp_path/'subprocess'/'checkpoints'/'a'/'step_4', '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10,
+         '--batch_size', 4, '--out', own], tmp_path)
+    ours, theirs = (json.loads(text)['results'] for text in (own.read_text(), files['subprocess']))
+    assert ours == {k: v for k, v in theirs.items() if k in ours} and len(ours) == 2
+
+
+@pytest.mark.slow
+@needs_lmms
+def test_a_task_that_fails_costs_only_itself(learned, tasks, tmp_path):
+    (tasks/'broken.yaml').write_text((tasks/'shapes.yaml').read_text().replace('task: shapes', 'task: broken').replace('shapes.parquet', 'none.parquet'))
+    out = tmp_path/'out.json'
+    done = run([LMMS, '-m', 'nanovlm_nb.evaluate', learned, '--tasks', 'nosuch,broken,digits', '--include_path', tasks, '--limit', 4, '--out', out], tmp_path, check=False, timeout=900)
+    (tasks/'broken.yaml').unlink()
+    assert done.returncode == 1 and "nosuch failed: ValueError: lmms-eval has no task 'nosuch'" in done.stderr and 'broken failed: ' in done.stderr
+    assert json.loads(out.read_text())['tasks'] == ['digits']
+
+
+@pytest.mark.slow
+def test_evaluation_as_a_real_slurm_job(root, tasks, tmp_path):
+    "A run hands its checkpoint to Slurm, and logs what the job has found."
+    cluster = pytest.importorskip('cluster')
+    if why := cluster.missing(): pytest.skip(why)
+    with cluster.Slurm() as slurm:
+        env = environment(PATH=f'{sys.exec_prefix}/bin:{cluster.PATH}', SLURM_CONF=slurm.env['SLURM_CONF'])
+        flags = [*FLAGS, *EVAL, '--eval_backend', 'slurm', '--eval_script', str(root/'slurm'/'eval.slurm'), '--lmms_eval_tasks', f'{tasks}/digits.parquet', '--eval_wait', '300']
+        done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+    jobs_said = ''.join(p.read_text() for p in tmp_path.glob('*.out'))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')], said(tmp_path)+jobs_said
