@@ -49,7 +49,7 @@ def _measured(im):
     "The opened picture, if its size makes sense and unpacking it runs no program."
     w, h = im.size
     if min(w, h) < 1: raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
-    if w*h > MAX_PIXELS: raise UnreadableImage(f'{w} x {h} pixels are more than the limit of {MAX_PIXELS:,}: scale the picture down before training')
+    if w*h > MAX_PIXELS: raise UnreadableImage(f'{w} x {h} pixels are more than the limit of {MAX_PIXELS:,}: scale the picture down')
     if im.format == 'EPS': raise UnreadableImage('EPS is a program for Ghostscript and no picture: convert it to PNG')
     return im
 
@@ -59,7 +59,7 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, 
 
 def _unreadable(e):
     "An error of PIL as `UnreadableImage`."
-    remedy = f' Scale the picture down before training, to {MAX_PIXELS:,} pixels at most' if isinstance(e, Image.DecompressionBombError) else ''
+    remedy = f' Scale the picture down, to {MAX_PIXELS:,} pixels at most' if isinstance(e, Image.DecompressionBombError) else ''
     return UnreadableImage(f'{type(e).__name__}: {e}{remedy}')
 
 def _file(src):
