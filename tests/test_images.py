@@ -188,7 +188,7 @@ REFUSED = dict(  # name -> (source, what the message says)
     folder=(Path(__file__).parent, 'Is a directory'), this_file=(__file__, 'cannot identify file'), text_file=(io.StringIO('text'), 'ValueError'), closed=(io.BytesIO(b'x'), 'closed'),
     no_pixels=(Image.new('RGB', (0, 5)), '0 x 5'), eps=(encode(FOUR, 'EPS'), 'Ghostscript')) | {
     f'bomb_{fmt}': (b, '10000 x 10000 pixels are more than the limit of 89,478,485: scale') for fmt, b in BOMBS.items()} | {
-    f'huge_{fmt}': (b, 'Scale the picture down before training, to 89,478,485') for fmt, b in HUGE.items()}
+    f'huge_{fmt}': (b, 'Scale the picture down, to 89,478,485') for fmt, b in HUGE.items()}
 REFUSED['closed'][0].close()
 
 
