@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 
 from commands import environment, run
-from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, digits_splits, load_classes, metrics_of, read_predictions, shapes_splits
+from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
+from nanovlm_nb.labels import digits_splits, load_classes, shapes_splits
 
 UPDATES, EVERY = 12, 3
 MODEL = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
