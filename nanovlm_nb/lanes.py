@@ -168,7 +168,7 @@ class Lane:
         found,drops = [],[]
         for p,held in members:
             try:
-                with naming(p.id): found.append(self.samples.finish(p, self.source.pictures(held), random.Random(f'{self.rules.seed}/{epoch}/{p.id}')))
+                with naming(p.id): found.append(self.samples.finish(p, held, random.Random(f'{self.rules.seed}/{epoch}/{p.id}')))
             except Dropped as d: drops.append(d.args)
         made = pack(found, self.rules.length, self.rules.pad_id) if found else empty_pack(self.rules.length, self.rules.pad_id)
         return made|dict(drops=drops)
