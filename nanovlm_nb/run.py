@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ADVICE_AFTER_S', 'INTERRUPTED', 'IN_PROCESS', 'with_backbone_sizes', 'make_model', 'on_master', 'run_path',
            'make_run_dir', 'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines', 'report',
-           'plan_resume', 'apply_deepspeed', 'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'open_log',
-           'make_trainer', 'use_frozen_tower', 'use_evals', 'run_on', 'train_to_the_end', 'begin_anew', 'millions',
-           'run']
+           'publish_best', 'plan_resume', 'apply_deepspeed', 'stop_on_signals', 'set_status', 'keep_status',
+           'exit_code', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals', 'run_on', 'train_to_the_end',
+           'begin_anew', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,signal,threading
@@ -35,7 +35,7 @@ from .evals import Evaluations,choose_backend,possible_tasks
 from .checkpoint import checkpoints,newest_complete,read_pointer,write_text_atomic
 from .resume import check_resume,earlier_run,find_resume,is_again,note_start,is_pth
 from .trainer import Trainer
-from .record import write_record
+from .record import HUB_ERRORS,publish,write_record
 from .ask import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 
 # %% ../nbs/34_run.ipynb #f7317658
@@ -183,6 +183,17 @@ def report(
     for line in advice_lines(trainer): log.info(line)
     write_record(log.run_dir, trainer.base.cfg, trainer.cfg, results(trainer, scores))
     return scores
+
+# %% ../nbs/34_run.ipynb #896e8573
+def publish_best(
+    log:RunLog, # of a finished run
+    repo_id:str|None, # `hf_repo_name`
+    api=None, # client of the hub; default: one with your login
+)->None: # nothing
+    "Publish the best checkpoint of a run, or say why it could not be."
+    try:
+        if publish(log.run_dir, repo_id, api): log.info(f'published as {repo_id}')
+    except HUB_ERRORS as e: log.info(f"not published as {repo_id}: {type(e).__name__}: {e}. Later: from nanovlm_nb.record import publish; publish('{log.run_dir}', '{repo_id}')")
 
 # %% ../nbs/34_run.ipynb #3e4f2822
 def plan_resume(
@@ -357,6 +368,7 @@ def train_to_the_end(
     if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples)
     dist.barrier()
     trainer.wait_for_evals()
+    if dist.is_master: publish_best(trainer.log, trainer.base.cfg.hf_repo_name)
     return 'done'
 
 def begin_anew(
