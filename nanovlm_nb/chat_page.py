@@ -77,7 +77,7 @@ def build_page(
                 picture = gr.Image(type='filepath', label='Picture', sources=['upload','clipboard'], elem_id='picture')
                 heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat')
             with gr.Column():
-                messages = gr.Chatbot(label='Conversation', elem_id='conversation')
+                messages = gr.Chatbot(label='Conversation', elem_id='conversation', render_markdown=False)
                 question = gr.Textbox(label='Question', placeholder='Ask something about the picture', elem_id='question')
                 temperature = gr.Slider(0, 2, 0, label='Temperature; 0 takes the most likely word')
                 clear = gr.Button('New conversation')
