@@ -6,12 +6,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, SiglipConfig, SiglipModel, SiglipVisionConfig,
-                          SiglipVisionModel)
+from transformers import (CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+                          Qwen3Config, Qwen3ForCausalLM, SiglipConfig, SiglipModel, SiglipVisionConfig, SiglipVisionModel)
 
 from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.language import LanguageModel
+from nanovlm_nb.language import KVCache, LanguageModel
+from nanovlm_nb.tokens import check_tokenizer, get_tokenizer, train_tokenizer
 from nanovlm_nb.vision import ViT
+from nanovlm_nb.vlm import VisionLanguageModel
 from nanovlm_nb.weights import (language_config, load_language_backbone, load_vision_backbone, resolve_checkpoint,
                                 vision_config)
 
@@ -155,3 +157,81 @@ def test_hub_name_from_the_cache(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path/'models--someone--tiny')
     with pytest.raises(FileNotFoundError, match='someone/tiny is no directory'):
         resolve_checkpoint('someone/tiny')
+
+
+# CLIP and Qwen
+
+CLIP_PIXELS = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def shaken(model, folder):
+    "A saved model none of whose biases is 0 and none of whose norms is 1."
+    torch.manual_seed(2)
+    for w in model.parameters(): w.data.add_(.05*torch.randn_like(w))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('act', ['quick_gelu', 'gelu'])
+@pytest.mark.parametrize('whole', [True, False])
+def test_fresh_clip(tmp_path, act, whole):
+    "The patches of CLIP's last block, as LLaVA and MiniMind-V take them, from the tower alone and from the file of both towers."
+    vision = VISION | dict(hidden_act=act)
+    text = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4, vocab_size=30)
+    model = shaken(CLIPModel(CLIPConfig(vision_config=vision, text_config=text)) if whole else CLIPVisionModel(CLIPVisionConfig(**vision)), tmp_path)
+    tower = model.vision_model if hasattr(model, 'vision_model') else model
+    want = tower(CLIP_PIXELS).last_hidden_state[:, 1:]
+    vit = load_vit(tmp_path)
+    assert vit.cfg.vit_activation == act and not vit.cfg.vit_post_norm
+    assert (vit(CLIP_PIXELS)-want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize('tied', [True, False])
+@pytest.mark.parametrize('kind,conf,more', [(Qwen2ForCausalLM, Qwen2Config, {}), (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=12)), (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=8)),
+                                            (LlamaForCausalLM, LlamaConfig, dict(head_dim=20))])
+def test_fresh_qwen(tmp_path, kind, conf, more, tied):
+    "Biases of Qwen2, norms of Qwen3, heads of any width; also with a cache."
+    model = shaken(kind(conf(**LANGUAGE, **more, rope_parameters=dict(rope_theta=1e6, rope_type='default'), tie_word_embeddings=tied)), tmp_path)
+    lm = load_lm(tmp_path)
+    assert (lm.cfg.lm_tie_weights, lm.cfg.lm_re_base, lm.cfg.head_width) == (tied, 1000000, more.get('head_dim', 8))
+    assert error(lm, model) <= 1e-5
+    ids, cache = torch.randint(0, 120, (2, 20)), KVCache(20)
+    with torch.no_grad(): steps = [lm.head(lm(part, cache=cache)) for part in (ids[:, :15], *ids[:, 15:].split(1, 1))]
+    assert (torch.cat(steps, 1)[..., :120]-model(ids).logits).abs().max() <= 1e-5
+
+
+def test_sliding_window_is_refused(tmp_path):
+    Qwen2ForCausalLM(Qwen2Config(**LANGUAGE, use_sliding_window=True, sliding_window=8)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='use_sliding_window True, but only False'): language_config(tmp_path)
+
+
+def test_more_rows_than_tokens(tmp_path):
+    "Qwen's matrix has spare rows; the tokens of pictures follow the tokenizer's, where the tokenizer puts them."
+    shaken(Qwen2ForCausalLM(Qwen2Config(**LANGUAGE | dict(vocab_size=400))), tmp_path)
+    tok = train_tokenizer(['some text'], 300)
+    tok.save_pretrained(tmp_path)
+    lm = load_lm(tmp_path)
+    assert lm.cfg.lm_base_vocab_size == len(tok) < 400
+    check_tokenizer(get_tokenizer(tmp_path, lm.cfg.vlm_extra_tokens, lm.cfg.lm_chat_template), lm.cfg)
+
+
+def test_clip_and_qwen_train_together(tmp_path):
+    "A model of both starts from their weights, learns, is saved and loaded."
+    clip = shaken(CLIPVisionModel(CLIPVisionConfig(**VISION)), tmp_path/'clip')
+    shaken(Qwen3ForCausalLM(Qwen3Config(**LANGUAGE, head_dim=12)), tmp_path/'qwen')
+    cfg = VLMConfig(**SMALL | dict(vit_model_type=str(tmp_path/'clip'), lm_model_type=str(tmp_path/'qwen')))
+    model = VisionLanguageModel(cfg)
+    pixels, ids = torch.rand(1, 3, 64, 64), torch.cat([torch.full((1, 4), model.cfg.image_token_id), torch.randint(0, 120, (1, 16))], 1)
+    tower = clip.vision_model if hasattr(clip, 'vision_model') else clip
+    with torch.no_grad(): assert (model.eval().see(pixels)-tower(pixels).last_hidden_state[:, 1:]).abs().max() <= 1e-5
+    targets, optimizer, losses = torch.where(torch.arange(20)[None] > 4, ids.roll(-1, 1), -100), torch.optim.AdamW(model.train().parameters(), lr=1e-2), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        losses.append(model(ids, pixels, targets=targets)[1])
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]/2
+    assert all(p.grad is not None for p in model.parameters())
+    model.eval().save_pretrained(tmp_path/'both')
+    with torch.no_grad(): assert torch.equal(VisionLanguageModel.from_pretrained(tmp_path/'both')(ids, pixels)[0], model(ids, pixels)[0])
