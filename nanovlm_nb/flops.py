@@ -66,12 +66,12 @@ def vision_flops(
     checkpointing:bool=False, # its blocks are computed again in the backward pass
 )->Flops: # of one tile
     "The vision tower on one tile."
-    P,D,I = cfg.n_patches, cfg.vit_hidden_dim, cfg.vit_inter_dim
+    P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
     patch = matrix_flops(3*cfg.vit_patch_size**2*D, trained, False)
     block = matrix_flops(4*D*D + 2*D*I, trained, trained)
     mixing = Flops(4*P*D, 8*P*D*trained)
     again = Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and trained))
-    return patch.plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks)).times(P)
+    return patch.times(cfg.n_patches).plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P))
 
 # %% ../nbs/18_flops.ipynb #45dda643
 def projector_flops(
@@ -95,8 +95,7 @@ def block_weights(
     cfg:VLMConfig, # reads the `lm_*` and `moe_*` fields
 )->int: # numbers that one position is multiplied with
     "The matrices of one block of the language model."
-    D = cfg.lm_hidden_dim
-    return 2*D*D + 2*D*D*cfg.lm_n_kv_heads//cfg.lm_n_heads + mlp_weights(cfg)
+    return 2*cfg.lm_hidden_dim*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + mlp_weights(cfg)
 
 # %% ../nbs/18_flops.ipynb #dbe066c2
 def language_flops(
@@ -106,13 +105,13 @@ def language_flops(
     checkpointing:bool=False, # its blocks are computed again in the backward pass
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "The language model."
-    L,D,whole = cfg.lm_n_blocks, cfg.lm_hidden_dim, 'decoder' in trains and last_blocks is None
+    L,D,W,whole = cfg.lm_n_blocks, cfg.lm_hidden_dim, cfg.lm_n_heads*cfg.head_width, 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
     passed = L if whole or {'MP','vision_encoder'} & set(trains) else learning
     w,again = block_weights(cfg), passed*checkpointing
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim # with experts, the mixture of their answers needs these
     return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)),
-        attention=Flops(4*D*L, 8*D*passed, again*4*D), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
+        attention=Flops(4*W*L, 8*W*passed, again*4*W), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
 def unit_flops(
     cfg:VLMConfig, # sizes of all parts

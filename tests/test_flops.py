@@ -43,6 +43,8 @@ CASES = dict(
     untied_head=(dict(lm_tie_weights=False), 3, MIXED, 60, ALL),
     deep_vision=(dict(vit_n_blocks=5, vit_hidden_dim=64, vit_n_heads=2), 6, MIXED, 60, ALL),
     fine_patches=(dict(vit_patch_size=4, mp_pixel_shuffle_factor=4), 3, MIXED, 60, ALL),
+    clip_and_qwen3=(dict(vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False, lm_qk_norm=True, lm_head_dim=48), 3, MIXED, 60, ALL),
+    qwen2_projector=(dict(lm_qkv_bias=True, lm_head_dim=24), 3, MIXED, 60, MP),
     large_vocabulary=(dict(lm_base_vocab_size=3000), 3, MIXED, 60, ALL),
     chunked_loss=(dict(loss_chunk_size=16), 3, MIXED, 60, ALL),
     experts=(dict(use_moe=True), 3, MIXED, 60, ALL),
