@@ -156,10 +156,11 @@ def language_bytes(
     packed:bool=True, # several documents in a row
 )->int: # that one block keeps for one position
     "Activations of a block of the language model through which a gradient goes."
-    D,I,kv,head = cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_hidden_dim*cfg.lm_n_kv_heads//cfg.lm_n_heads, cfg.lm_hidden_dim//cfg.lm_n_heads
+    D,I,head = cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.head_width
+    W,kv = head*cfg.lm_n_heads, head*cfg.lm_n_kv_heads
     experts = cfg.moe_top_k+cfg.moe_shared_experts if cfg.use_moe else 1
     norms = 8*D + (8*D + (5*a*D if a<4 else 8*D))*trained
-    mixing = 2*a*D + 2*a*(D if packed else kv) + packed*(a*D*trained + a*cfg.lm_max_length + 4*a*head)
+    mixing = 2*a*W + 2*a*(W if packed else kv) + packed*(a*W*trained + a*cfg.lm_max_length + 4*a*head)
     return norms + mixing + (3+trained)*a*I*experts
 
 # %% ../nbs/42_plan.ipynb #4530d24f
