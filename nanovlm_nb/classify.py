@@ -92,7 +92,7 @@ class ClassSamples(VQADataset):
         custom_transforms=(), # augmentations, see `20_images`
     ):
         "Keep the tools."
-        processor = get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms)
+        processor = get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms, convention=cfg.image_convention)
         super().__init__((), tokenizer, processor, cfg.mp_image_token_length)
         self.cfg = cfg
 
