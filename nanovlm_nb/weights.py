@@ -6,8 +6,8 @@
 __all__ = ['SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'HEAD', 'EMBED', 'WHOLE', 'OWN_CONFIG', 'AS_PARTS',
            'MINIMIND', 'resolve_checkpoint', 'tensor_files', 'read_tensors', 'Family', 'their_names', 'vision_config',
            'language_config', 'load_weights', 'load_vision_backbone', 'load_language_backbone', 'write_checkpoint',
-           'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config', 'from_smolvlm',
-           'fingerprint', 'pth_path', 'load_pth', 'save_pth']
+           'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
+           'from_smolvlm', 'fingerprint', 'pth_path', 'load_pth', 'save_pth']
 
 # %% ../nbs/15_weights.ipynb #6ef484ff
 import hashlib
@@ -295,16 +295,24 @@ def write_checkpoint(
     save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
     cfg.save(folder/'config.json')
 
+def checkpoint_config(
+    name:str|Path, # directory or hub name
+    kind:type=VLMConfig, # class of the configuration
+)->VLMConfig: # without reading a tensor
+    "The configuration of what `read_checkpoint` reads."
+    folder = resolve_checkpoint(name)
+    if _json(folder, 'config.json').get('model_type') in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
+    return kind.load(folder/'config.json')
+
 def read_checkpoint(
     name:str|Path, # directory or hub name
     kind:type=VLMConfig, # class of the configuration
 )->tuple[VLMConfig,dict]: # configuration and state dict
     "Read what `write_checkpoint` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
     folder = resolve_checkpoint(name)
-    if _json(folder, 'config.json').get('model_type') in WHOLE:
-        cfg,state = from_smolvlm(folder)
-        return kind.from_dict(cfg.to_dict()),state
-    cfg,files = kind.load(folder/'config.json'), tensor_files(folder)
+    cfg = checkpoint_config(folder, kind)
+    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,from_smolvlm(folder)[1]
+    files = tensor_files(folder)
     state = read_tensors(files, files)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
