@@ -6,7 +6,7 @@
 __all__ = ['LOGS', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answer', 'ClassSamples', 'wiggle', 'answer_ids',
            'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
-           'ModelSection', 'TrainingSection', 'MonitorSection', 'Settings', 'workers_of', 'configs_of',
+           'ModelSection', 'TrainingSection', 'MonitorSection', 'Settings', 'workers_of', 'configs_of', 'check_run',
            'make_class_trainer', 'classify_on', 'classify', 'with_resume', 'main', 'sort_files']
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
@@ -581,6 +581,16 @@ def configs_of(
     return cfg,train_cfg
 
 # %% ../nbs/46_classify.ipynb #a832774b
+def check_run(
+    s:Settings, # the file
+    cfg:ClassConfig, # the model
+    train_cfg:TrainConfig, # the run, with what a DeepSpeed file says
+)->None: # nothing, if they fit
+    "Raise a ValueError where the pieces do not go together."
+    wanted,now = [(c.batch_size, c.gradient_accumulation_steps) for c in (s.training,train_cfg)]
+    if wanted!=now: raise ValueError(f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted with the former: write the same numbers')
+    if not cfg.class_head and train_cfg.sharding!='ddp': raise ValueError(f'sharding {train_cfg.sharding} with method answers: names are scored outside of the sharded forward pass, set sharding to ddp or method to head')
+
 def make_class_trainer(
     settings:Settings, # kept beside the checkpoints
     data:ClassData, # pictures
@@ -592,6 +602,7 @@ def make_class_trainer(
     schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)` in place of the config's
 )->ClassTrainer: # ready to train, or to `load`
     "All parts of a run, put together; every rank must call."
+    check_run(settings, cfg, train_cfg)
     set_seed(train_cfg.seed)
     tokenizer = load_tokenizer(cfg)
     if dist.is_master: settings.save(log.run_dir/'classify.yaml')

@@ -195,3 +195,10 @@ def test_mistakes_name_the_remedy(tmp_path, text, said):
     (tmp_path/'bad.yaml').write_text(text)
     done = run(command(tmp_path/'bad.yaml'), tmp_path, check=False)
     assert done.returncode == 2 and said in done.stderr, done.stderr[-800:]
+
+
+def test_sharded_weights_learn_the_same(place, whole):
+    "The head is a part like any other when weights are cut among ranks."
+    run(command(settings(place, 'sharded', batch_size=2, sharding='zero3', max_training_steps=6), ranks=2), place)
+    pairs = zip([r for r in log(place, 'whole') if 'val_loss' in r], [r for r in log(place, 'sharded') if 'val_loss' in r])
+    for a, b in list(pairs)[:2]: assert a['val_loss'] == pytest.approx(b['val_loss'], rel=2e-3)
