@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OF_THE_RUN', 'ADVICE_AFTER_S', 'INTERRUPTED', 'IN_PROCESS', 'with_backbone_sizes', 'with_saved_sizes', 'with_sizes',
-           'make_model', 'on_master', 'run_path', 'make_run_dir', 'ask_held_out', 'report_drops', 'time_split',
-           'results', 'advice_lines', 'report', 'publish_best', 'plan_resume', 'apply_deepspeed', 'stop_on_signals',
-           'set_status', 'keep_status', 'exit_code', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals',
-           'run_on', 'train_to_the_end', 'begin_anew', 'millions', 'run']
+           'followed', 'make_model', 'on_master', 'run_path', 'make_run_dir', 'ask_held_out', 'report_drops',
+           'time_split', 'results', 'advice_lines', 'report', 'publish_best', 'plan_resume', 'apply_deepspeed',
+           'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'open_log', 'make_trainer', 'use_frozen_tower',
+           'use_evals', 'run_on', 'train_to_the_end', 'begin_anew', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,signal,threading
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import nn
 
-from .config import TrainConfig,VLMConfig,check_configs,evolve,get_run_name,projector_advice,save_yaml
+from .config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,get_run_name,preset,projector_advice,save_yaml
 from .dist import Dist,destroy_dist,init_dist,launchers,set_seed,set_threads
 from .logs import RunLog,plot_curves,read_log
 from .advice import advice
@@ -54,9 +54,9 @@ def with_saved_sizes(
     vlm_cfg:VLMConfig, # as the user gave it
     weights:str|Path, # checkpoint that the run begins with
 )->VLMConfig: # as the model will be
-    "Let fields that are at their default follow the checkpoint."
-    saved,plain = checkpoint_config(weights),VLMConfig()
-    names = [f.name for f in fields(VLMConfig) if f.name not in OF_THE_RUN and getattr(vlm_cfg, f.name)==getattr(plain, f.name)]
+    "Let fields that have the value of a preset follow the checkpoint."
+    saved,plain = checkpoint_config(weights),[*(preset(p)[0] for p in PRESETS)]
+    names = [f.name for f in fields(VLMConfig) if f.name not in OF_THE_RUN and any(getattr(vlm_cfg, f.name)==getattr(p, f.name) for p in plain)]
     follow = {n:getattr(saved, n) for n in names}
     if 'lm_tokenizer' in follow: follow['lm_tokenizer'] = find_tokenizer(resolve_checkpoint(weights), saved.lm_tokenizer)
     return evolve(vlm_cfg, **follow)
@@ -73,6 +73,14 @@ def with_sizes(
     "Sizes of the checkpoint or of the backbones that the run begins with."
     if (weights := _weights(vlm_cfg, train_cfg)): return with_saved_sizes(vlm_cfg, weights) if type(vlm_cfg) is VLMConfig else vlm_cfg
     return vlm_cfg if train_cfg.load_from and not train_cfg.resume else with_backbone_sizes(vlm_cfg)
+
+def followed(
+    given:VLMConfig, # as the user gave it
+    used:VLMConfig, # from `with_sizes`
+)->str: # a line for the log, or nothing
+    "Which fields are not as they were given."
+    names = [f.name for f in fields(given) if getattr(given, f.name)!=getattr(used, f.name)]
+    return f"from the files that the run begins with: {', '.join(names)}" if names else ''
 
 # %% ../nbs/34_run.ipynb #69cf2326
 def make_model(
@@ -359,7 +367,7 @@ def run_on(
     make:Callable=make_trainer, # puts the parts together; takes what `make_trainer` takes
 )->Path: # directory of the run
     "Train on ranks that have already met."
-    vlm_cfg = on_master(dist, lambda: with_sizes(vlm_cfg, train_cfg))
+    given,vlm_cfg = vlm_cfg,on_master(dist, lambda: with_sizes(vlm_cfg, train_cfg))
     train_cfg,translated = apply_deepspeed(vlm_cfg, train_cfg, dist)
     set_threads(dist, train_cfg.num_workers)
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
@@ -371,6 +379,7 @@ def run_on(
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *translated, *engine_lines(train_cfg, dist), *lines]: log.info(line)
         if stop is not None: trainer.stop = stop
+        if (line := followed(given, vlm_cfg)): log.info(line)
         use_evals(trainer)
         if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume)
         else: begin_anew(trainer)
