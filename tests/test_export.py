@@ -1,10 +1,13 @@
 "Models go to transformers and come back: the same logits, ids, tiles and answers, whoever wrote the directory."
 import json
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from commands import TINY, run, train
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Config, Idefics3ForConditionalGeneration, SmolVLMConfig,
@@ -12,9 +15,11 @@ from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Co
 
 from nanovlm_nb.ask import Asker
 from nanovlm_nb.chat import encode_chat, get_image_string
-from nanovlm_nb.config import VLMConfig, evolve
+from nanovlm_nb.checkpoint import read_pointer
+from nanovlm_nb.config import VLMConfig, evolve, load_yaml
 from nanovlm_nb.export import export_smolvlm, main, picture_rules
 from nanovlm_nb.images import get_image_processor
+from nanovlm_nb.logs import read_log
 from nanovlm_nb.tokens import train_tokenizer
 from nanovlm_nb.vlm import VisionLanguageModel
 from nanovlm_nb.weights import OWN_CONFIG
@@ -289,3 +294,24 @@ def test_other_decoders_inside(tmp_path, fields):
     (tmp_path/'out'/OWN_CONFIG).unlink()
     again = VisionLanguageModel.from_pretrained(tmp_path/'out')
     assert all(torch.equal(w, again.state_dict()[k]) for k, w in model.state_dict().items())
+
+
+def test_from_training_to_transformers_and_on(tmp_path):
+    "Train in SmolVLM's convention, export, ask there; then train on from that directory, without a flag of the model."
+    flags = [*TINY, '--vlm_checkpoint_path', tmp_path, '--ask_samples', '2']
+    train(['--preset', 'shapes', *flags, '--run_name', 'one', '--image_convention', 'smolvlm', '--max_img_size', '128', '--lm_max_length', '512'], tmp_path)
+    run([Path(sys.executable).with_name('nanovlm_export'), tmp_path/'one', tmp_path/'smol'], tmp_path)
+    asker = Asker.from_checkpoint(read_pointer(tmp_path/'one', 'best_checkpoint'))
+    theirs, processor = opened(tmp_path/'smol'), AutoProcessor.from_pretrained(tmp_path/'smol')
+    for n in range(3):
+        images = pictures(n, n)
+        made, (ids, tiles) = their_prompt(processor, images, 'How many circles are there?'), asker.prompt(images, 'How many circles are there?')
+        assert made['input_ids'][0].tolist() == ids
+        heard = theirs.generate(**made, max_new_tokens=8, do_sample=False)[0, len(ids):]
+        assert processor.decode(heard, skip_special_tokens=True).strip() == asker([(images, 'How many circles are there?')], max_new_tokens=8)[0]
+    small = flags[flags.index('--data_cutoff_idx'):]  # what follows the sizes of the model
+    train(['--train_dataset_path', 'shapes', *small, '--run_name', 'two', '--load_from', tmp_path/'smol', '--lm_max_length', '512', '--hf_repo_name', 'None'], tmp_path)
+    first, second = (load_yaml(tmp_path/name/'config.yaml')[0] for name in ('one', 'two'))
+    assert (second.image_convention, second.vit_hidden_dim, second.vlm_extra_tokens) == ('smolvlm', 32, first.vlm_extra_tokens)
+    losses = [[r['val_loss'] for r in read_log(tmp_path/name/'log.jsonl') if 'val_loss' in r] for name in ('one', 'two')]
+    assert losses[1][0] < losses[0][0]  # it begins where the first has ended
