@@ -72,7 +72,7 @@ def with_sizes(
 )->VLMConfig: # as the model will be
     "Sizes of the checkpoint or of the backbones that the run begins with."
     if (weights := _weights(vlm_cfg, train_cfg)): return with_saved_sizes(vlm_cfg, weights) if type(vlm_cfg) is VLMConfig else vlm_cfg
-    return vlm_cfg if train_cfg.load_from and not train_cfg.resume else with_backbone_sizes(vlm_cfg)
+    return vlm_cfg if is_pth(train_cfg.load_from) else with_backbone_sizes(vlm_cfg) # a `.pth` file has no backbone of language
 
 def followed(
     given:VLMConfig, # as the user gave it
