@@ -57,7 +57,7 @@ def test_a_broken_configuration_is_named(folder, tmp_path):
     done = train([*FLAGS, '--train_dataset_path', folder, '--train_dataset_name', 'digits', 'broken'], tmp_path)
     warned = [line for line in done.stderr.splitlines() if 'skipped data set' in line]
     assert len(warned) == 1 and 'broken' in warned[0]
-    only = train([*FLAGS, '--train_dataset_path', folder, '--train_dataset_name', 'broken'], tmp_path, check=False)
+    only = train([*FLAGS, '--run_name', 'none', '--train_dataset_path', folder, '--train_dataset_name', 'broken'], tmp_path, check=False)
     assert only.returncode and 'No valid datasets were loaded.' in only.stderr
 
 
