@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['JOB', 'FINE', 'CAREFUL', 'REFUSED', 'MODEL_FINE', 'MODEL_CAREFUL', 'TRAIN_CAREFUL', 'TRAIN_REFUSED',
-           'given_checkpoint', 'is_pth', 'find_resume', 'note_start', 'is_again', 'earlier_run', 'Difference',
-           'differences', 'splits', 'split_difference', 'progress', 'check_resume', 'rates', 'resume_checklist', 'main']
+           'given_checkpoint', 'find_resume', 'note_start', 'is_again', 'earlier_run', 'Difference', 'differences',
+           'splits', 'split_difference', 'progress', 'check_resume', 'rates', 'resume_checklist', 'main']
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
 import json,sys
@@ -18,6 +18,7 @@ from .schedule import get_schedule
 from .logs import read_log
 from .optim import training_parts
 from .checkpoint import checkpoints,missing_pieces,newest_complete,read_pointer,write_pointer,write_text_atomic
+from .start import is_pth
 
 # %% ../nbs/33_resume.ipynb #49297080
 def given_checkpoint(
@@ -29,12 +30,6 @@ def given_checkpoint(
     if not path.is_dir(): raise FileNotFoundError(f'load_from: there is no directory {path}')
     if (missing := missing_pieces(path)): raise FileNotFoundError(f'load_from {path} is not a complete checkpoint, it lacks {", ".join(missing)}')
     return path
-
-def is_pth(
-    load_from:str|None, # what the user gave
-)->bool: # such a file has weights to start from and nothing to resume
-    "Is it MiniMind's kind of file?"
-    return load_from is not None and Path(load_from).suffix=='.pth'
 
 def _last_of_job(run_dir):
     "What `last_checkpoint` names; the newest complete one should that be damaged."
