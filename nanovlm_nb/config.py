@@ -633,7 +633,7 @@ def check_flags(
 def parse_args(
     argv:list[str]|None=None, # arguments; default: those of the process
     prog:str='nanovlm_train', # name of the command in messages
-)->tuple[VLMConfig,TrainConfig,Namespace]: # the model, the run, and `preset` and `config` as given
+)->tuple[VLMConfig,TrainConfig,Namespace]: # the model, the run, and what was asked for: `preset`, `config`, and `given`, the fields that a flag or the file names
     "Preset, file and flags, the later ones winning."
     parser = make_parser(prog)
     args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(_NAMES, MISSING)))
@@ -645,7 +645,8 @@ def parse_args(
         train = evolve(train, **{f.name:given[f.name] for f in fields(train) if f.name in given})
         check_configs(vlm, train)
     except (ValueError, OSError) as e: parser.error(str(e))
-    return vlm,train,Namespace(preset=args.preset, config=args.config)
+    names = {*given, *(n for section in read_yaml(args.config)[1:] for n in section)} if args.config else {*given}
+    return vlm,train,Namespace(preset=args.preset, config=args.config, given=names)
 
 # %% ../nbs/01_config.ipynb #22971d6d
 def set_env()->None:

@@ -11,6 +11,7 @@ __all__ = ['ADVICE_AFTER_S', 'INTERRUPTED', 'IN_PROCESS', 'get_vision_model', 'm
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,signal,threading
+from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -61,7 +62,7 @@ def make_model(
     file = c.load_from if is_pth(c.load_from) and not resuming else None
     weights = weights_of_start(vlm_cfg, c)
     if file: model = VisionLanguageModel.from_pth(pth_path(file, vlm_cfg), vlm_cfg, backbones)
-    elif weights: model = VisionLanguageModel.from_pretrained(weights)
+    elif weights: model = VisionLanguageModel.from_pretrained(weights, vlm_cfg)
     else: model = VisionLanguageModel(vlm_cfg, load_backbone=backbones)
     if not (c.save_vision or resuming): model.leave_vision_out()
     return model.train()
@@ -321,9 +322,10 @@ def run_on(
     schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)` in place of the config's
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
     make:Callable=make_trainer, # puts the parts together; takes what `make_trainer` takes
+    asked:Namespace=Namespace(given=None, config=None), # what the command line names, see `parse_args`
 )->Path: # directory of the run
     "Train on ranks that have already met."
-    vlm_cfg,train_cfg,_,changed = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
+    vlm_cfg,train_cfg,_,changed = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, asked.given))
     set_threads(dist, train_cfg.num_workers)
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     checkpoint,lines = on_master(dist, lambda: plan_resume(vlm_cfg, train_cfg, run_dir, dist.world_size, jobs))
@@ -381,9 +383,10 @@ def run(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
     schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)` in place of the config's
+    asked:Namespace=Namespace(given=None, config=None), # what the command line names, see `parse_args`
 )->Path: # directory of the run
     "Train as the configs say: alone, or as one of torchrun's ranks."
     dist,stop = init_dist(),threading.Event()
     try:
-        with stop_on_signals(stop): return run_on(vlm_cfg, train_cfg, dist, schedule, stop)
+        with stop_on_signals(stop): return run_on(vlm_cfg, train_cfg, dist, schedule, stop, asked=asked)
     finally: destroy_dist()

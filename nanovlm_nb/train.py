@@ -16,10 +16,10 @@ def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # exit code: 0, or `run.INTERRUPTED`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
-    vlm_cfg,train_cfg,_ = parse_args(argv)
+    vlm_cfg,train_cfg,asked = parse_args(argv)
     set_env()
     run = import_module('nanovlm_nb.run')
-    return run.exit_code(run.run(vlm_cfg, train_cfg))
+    return run.exit_code(run.run(vlm_cfg, train_cfg, asked=asked))
 
 # %% ../nbs/35_train.ipynb #95e5c272
 #| eval: false

@@ -317,10 +317,12 @@ class Pretrained:
     @classmethod
     def from_pretrained(cls,
         path:str|Path, # directory of a checkpoint, or a hub id
+        cfg:VLMConfig|None=None, # used in place of the checkpoint's, e.g. with another `max_img_size`; its weights must fit
     )->'VisionLanguageModel': # on the CPU, in eval mode
         "Load what `save_pretrained` or nanoVLM wrote."
         folder = resolve_checkpoint(path)
-        cfg, state = read_checkpoint(folder, cls.config_class)
+        saved, state = read_checkpoint(folder, cls.config_class)
+        cfg = cfg or saved
         model = cls(cfg, load_backbone=False)
         if (folder/VISION_NOTE).is_file():
             load_noted_tower(model, json.loads((folder/VISION_NOTE).read_text(encoding='utf-8')))

@@ -9,8 +9,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
-from nanovlm_nb.config import load_yaml
+from nanovlm_nb.config import load_yaml, parse_args
 from nanovlm_nb.logs import read_log
+from nanovlm_nb.start import with_sizes
 from nanovlm_nb.shapes import shapes_dataset
 
 
@@ -86,11 +87,16 @@ def test_resume_from_a_whole_model(one, tmp_path):
 
 
 def test_backbones_bring_their_sizes_also_on_resume(tmp_path):
-    "The flags say a width of 32, the backbones 48 and tiles of 32 pixels; data, model and a resumed run take the latter."
+    "Backbones have a width of 48 and tiles of 32 pixels; data, model and a resumed run take that. Sizes that are given and contradict it are refused."
     from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
     SiglipVisionModel(SiglipVisionConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)).save_pretrained(tmp_path/'vit')
     LlamaForCausalLM(LlamaConfig(vocab_size=448, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)).save_pretrained(tmp_path/'lm')
-    flags = [*TINY, '--run_name', 'r', '--vlm_load_backbone_weights', 'True', '--vit_model_type', tmp_path/'vit', '--lm_model_type', tmp_path/'lm', '--ask_samples', 0]
+    sizes, rest = TINY[:16], TINY[16:]
+    backbones = ['--run_name', 'r', '--vlm_load_backbone_weights', 'True', '--vit_model_type', tmp_path/'vit', '--lm_model_type', tmp_path/'lm', '--ask_samples', 0]
+    with pytest.raises(ValueError, match='_hidden_dim is 32, but .* was trained with 48: leave .*_hidden_dim out'):
+        vlm, cfg, asked = parse_args([str(a) for a in [*sizes[:2], *sizes[6:8], *rest, *backbones]])
+        with_sizes(vlm, cfg, asked.given)
+    flags = [*rest, *backbones]
     train(flags, tmp_path)
     train([*flags, '--resume', 'True', '--max_training_steps', 8], tmp_path)
     vlm, _ = load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml')
