@@ -419,6 +419,10 @@ def to_html(report:Report, # of an inspection
 def _stored_row(path, name):
     "The first row of a configuration as it is stored: all columns, pictures as bytes."
     import datasets
+    from nanovlm_nb.dataset import FILES
+    if (file := Path(path)).is_file():
+        ds = datasets.load_dataset(FILES.get(file.suffix, file.suffix[1:]), data_files=str(file), split='train', streaming=True)
+        return next(iter(ds.with_format('arrow').iter(batch_size=1))).to_pylist()[0]
     folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
     try: ds = datasets.load_from_disk(str(folder))
     except FileNotFoundError: ds = datasets.load_dataset(str(folder), None if folder.is_dir() else name, split='train', streaming=True)

@@ -164,7 +164,7 @@ def jsonl_rows(
     rows = (row for file in jsonl_files(data_path) for row in read_jsonl(file, images_path, drops))
     if not marks: rows = (row | dict(texts=images_first(row['texts'])) for row in rows)
     while piece := list(islice(rows, PIECE)): pieces.append(datasets.Dataset.from_list(piece, features=FEATURES))
-    if not pieces: raise ValueError(f'no line of {data_path} can be used: {drops.counts or "it is empty"}; the log says why')
+    if not pieces: raise ValueError(f'no line of {data_path} can be used: {drops.blame or "it is empty"}')
     if drops.reasons: logger.warning('%s: lines left out: %s; level INFO names each', data_path, drops.counts)
     return datasets.concatenate_datasets(pieces)
 

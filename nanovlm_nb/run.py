@@ -30,7 +30,7 @@ from .features import keep_features
 from .images import get_image_processor
 from .shapes import best_blind_guess
 from .dataset import Drops
-from .loader import first_rows,get_dataloaders,load_tokenizer
+from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from .shard import engine_lines
 from .optim import trainable_line
 from .evals import Evaluations,choose_backend,possible_tasks
@@ -334,6 +334,7 @@ def run_on(
     with keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log:
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
+        log.info(size_line(trainer.train_loader.source, trainer.val_loader.source))
         for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *changed, *engine_lines(train_cfg, dist), *lines]: log.info(line)
         if stop is not None: trainer.stop = stop
         use_evals(trainer)

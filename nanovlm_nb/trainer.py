@@ -374,7 +374,7 @@ def validate(self:Trainer)->float: # loss per target token over all ranks
         total += loss.item(); targets += describe(batch)['targets']
     self.model.train()
     total,targets = self.dist.sum(total),self.dist.sum(targets)
-    if not targets: raise ValueError('no target token in the validation data: raise val_size, or lower the rating limits')
+    if not targets: raise ValueError(f"no target token in the validation data: {self.drops()['val'].blame or 'raise val_size'}")
     return total/targets
 
 # %% ../nbs/32_trainer.ipynb #a4560f15
@@ -573,7 +573,7 @@ def updates(self:Trainer)->Iterator[Update]: # until `max_training_steps` or `ma
             yield update
             if self.state.step>=self.cfg.max_training_steps: return self.log_epoch()
         idle_epochs = idle_epochs+1 if self.state.step==before else 0 # a resumed run may stand at the very end of one
-        if idle_epochs==2: raise ValueError('an epoch without a single update: is the training data empty?')
+        if idle_epochs==2: raise ValueError(f"an epoch without a single update: {self.drops()['train'].blame or 'is the training data empty?'}")
         self.end_epoch()
 
 # %% ../nbs/32_trainer.ipynb #67e7f9f7

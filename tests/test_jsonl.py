@@ -138,7 +138,7 @@ def test_bad_lines_are_named(tmp_path, caplog):
 def test_nothing_usable(tmp_path, folder):
     "An error that counts the reasons; an empty file, a JSON array, a folder without lines."
     write(tmp_path/'a.jsonl', (folder/'train.jsonl').read_text().splitlines()[:3])
-    with pytest.raises(ValueError, match="'missing_image': 3"): jsonl_rows(tmp_path/'a.jsonl', tmp_path)
+    with pytest.raises(ValueError, match="3 of 3 rows that were left out are 'missing_image', for example a/1: no file"): jsonl_rows(tmp_path/'a.jsonl', tmp_path)
     (tmp_path/'empty.jsonl').write_text('\n\n')
     with pytest.raises(ValueError, match='it is empty'): jsonl_rows(tmp_path/'empty.jsonl')
     (tmp_path/'array.jsonl').write_text(json.dumps([dict(conversations=said('q', 'a'))], indent=1))
