@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -82,10 +83,13 @@ def to_messages(
     return messages
 
 # %% ../nbs/21_chat.ipynb #2abb23ce
+_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) # what a template may raise
+
 def _render(tokenizer, messages, prompt=False):
     "Messages as one text; `prompt` ends it where the answer would begin."
     if tokenizer.chat_template is None: raise ValueError('the tokenizer has no chat template: pass lm_chat_template to get_tokenizer')
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    try: return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    except _FAILS as e: raise ValueError(f'the chat template of {tokenizer.name_or_path or "the tokenizer"} fails: {type(e).__name__}: {e}') from e
 
 # %% ../nbs/21_chat.ipynb #bbf6d039
 def answer_frame(

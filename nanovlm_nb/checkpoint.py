@@ -20,10 +20,13 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from .dist import Dist
+from .manifest import MANIFEST,damage,file_digests,file_sizes,has_digests,missing_files,write_manifest
 from .evals import pinned
+from .inert import BROKEN,PlainPlanner,PlainReader
 from .shard import full_weights,reshard
 
 # %% ../nbs/31_checkpoint.ipynb #5ff6f1a1
@@ -69,7 +72,7 @@ def save_optimizer(
     "Write an optimizer's state, every rank its part."
     _write_optimizer(get_optimizer_state_dict(reshard(model), optimizer), folder, dist)
 
-def _write_optimizer(state, folder, dist): _dcp(dcp.save, dict(optimizer=state), folder, dist)
+def _write_optimizer(state, folder, dist): _dcp(dcp.save, dict(optimizer=state), dist, checkpoint_id=str(folder))
 
 def load_optimizer(
     folder:Path, # from `save_optimizer`
@@ -77,19 +80,23 @@ def load_optimizer(
     optimizer:torch.optim.Optimizer, # of the same parameters
     dist:Dist, # every rank must call; their number may have changed
 )->None: # nothing
-    "Read an optimizer's state; learning rates and other options stay those of this run."
+    "Read an optimizer's state, executing nothing; learning rates and other options stay those of this run."
     options = [{k:v for k,v in g.items() if k!='params'} for g in optimizer.param_groups]
     state = dict(optimizer=get_optimizer_state_dict(reshard(model), optimizer))
-    _dcp(dcp.load, state, folder, dist)
+    try: _dcp(dcp.load, state, dist, storage_reader=PlainReader(folder), planner=PlainPlanner())
+    except (*BROKEN, RuntimeError, AssertionError) as e: raise ValueError(f'the optimizer in {folder} cannot be read: {_first_line(e)}') from e
     set_optimizer_state_dict(model, optimizer, state['optimizer'])
     for group,own in zip(optimizer.param_groups, options): group.update(own)
 
-def _dcp(action, state, folder, dist):
-    "Save or load with the ranks there are."
+def _first_line(error): return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+def _dcp(action, state, dist, **how):
+    "Save or load with the ranks there are; raises what went wrong on the first rank that could not."
     alone = not torch.distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
-        action(state, checkpoint_id=str(folder), no_dist=alone, process_group=None if alone else dist.cpu_group)
+        try: action(state, no_dist=alone, process_group=None if alone else dist.cpu_group, **how)
+        except CheckpointException as e: raise [error for _,(error,_) in sorted(e.failures.items())][0] from e
 
 # %% ../nbs/31_checkpoint.ipynb #eb9303ef
 def _text(t): return base64.b64encode(t.numpy().tobytes()).decode()

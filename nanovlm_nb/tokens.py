@@ -69,7 +69,7 @@ def get_tokenizer(
     chat_template:str|None=None, # Jinja template that turns messages into one text; None keeps the tokenizer's own
 )->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
     "Load a tokenizer and add the extra tokens."
-    tok = AutoTokenizer.from_pretrained(name, use_fast=True, **_extras(extra_special_tokens, chat_template))
+    tok = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False, **_extras(extra_special_tokens, chat_template))
     if not tok.is_fast: raise ValueError(f'{name} has no fast tokenizer (tokenizer.json); the loss mask needs its character offsets: convert it first')
     if tok.eos_token is None: raise ValueError(f'{name} has no eos_token: generation could not stop; set it in tokenizer_config.json')
     tok.pad_token = tok.eos_token

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'HEAD', 'EMBED', 'WHOLE', 'OWN_CONFIG', 'AS_PARTS',
-           'MINIMIND', 'resolve_checkpoint', 'tensor_files', 'read_tensors', 'Family', 'their_names', 'vision_config',
-           'language_config', 'load_weights', 'load_vision_backbone', 'load_language_backbone', 'write_checkpoint',
-           'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
-           'from_smolvlm', 'fingerprint', 'pth_path', 'load_pth', 'save_pth']
+           'MINIMIND', 'resolve_checkpoint', 'open_tensors', 'tensor_files', 'read_tensors', 'Family', 'their_names',
+           'vision_config', 'language_config', 'load_weights', 'load_vision_backbone', 'load_language_backbone',
+           'write_checkpoint', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
+           'smolvlm_config', 'from_smolvlm', 'fingerprint', 'pth_path', 'load_pth', 'save_pth']
 
 # %% ../nbs/15_weights.ipynb #6ef484ff
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -21,13 +22,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
 from .config import VLMConfig
+from .inert import load_plain
 from .language import LanguageModel, RotaryEmbedding
 from .projector import ModalityProjector
 from .vision import ViT
@@ -47,6 +49,15 @@ def _json(folder, *names):
     file = next((folder/n for n in names if (folder/n).is_file()), None)
     return json.loads(file.read_text(encoding='utf-8')) if file else {}
 
+@contextmanager
+def open_tensors(
+    path:Path, # a safetensors file
+)->Iterator[safe_open]: # names and tensors, read when asked for
+    "Open a file of tensors; a damaged one is a ValueError that names it."
+    try:
+        with safe_open(path, 'pt') as f: yield f
+    except SafetensorError as e: raise ValueError(f"{path} is damaged ({e}): fetch or copy it again") from e
+
 def tensor_files(
     folder:Path, # directory of a checkpoint
 )->dict: # name of a tensor -> (file, name in the file)
@@ -54,7 +65,7 @@ def tensor_files(
     index,single = folder/'model.safetensors.index.json', folder/'model.safetensors'
     if index.exists(): return {k:(folder/f,k) for k,f in json.loads(index.read_text())['weight_map'].items()}
     if not single.exists(): raise FileNotFoundError(f"{folder.name} has neither model.safetensors nor an index of several: is it a checkpoint?")
-    with safe_open(single, 'pt') as f: return {k:(single,k) for k in f.keys()}
+    with open_tensors(single) as f: return {k:(single,k) for k in f.keys()}
 
 # %% ../nbs/15_weights.ipynb #32c7a058
 def read_tensors(
@@ -66,7 +77,7 @@ def read_tensors(
     for n in names: by_file.setdefault(files[n][0], []).append(n)
     out = {}
     for path,wanted in by_file.items():
-        with safe_open(path, 'pt') as f: out |= {n:f.get_tensor(files[n][1]) for n in wanted}
+        with open_tensors(path) as f: out |= {n:f.get_tensor(files[n][1]) for n in wanted}
     return out
 
 # %% ../nbs/15_weights.ipynb #723db603
@@ -144,6 +155,8 @@ def their_names(
 def _with_prefix(name, prefix): return name[1:] if name[0]=='/' else prefix+name
 
 # %% ../nbs/15_weights.ipynb #44355539
+def _their_config(folder): return AutoConfig.from_pretrained(folder, trust_remote_code=False) # code of theirs is not asked about, it is refused
+
 def _family(config, name, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
     family = FAMILIES.get(config.model_type)
@@ -183,14 +196,14 @@ def vision_config(
     name:str|Path, # directory or hub name of a vision backbone
 )->dict: # fields of `VLMConfig`
     "The numbers of a vision backbone."
-    return _our_fields(*_family(AutoConfig.from_pretrained(resolve_checkpoint(name)), name, 'vit_hidden_dim'))
+    return _our_fields(*_family(_their_config(resolve_checkpoint(name)), name, 'vit_hidden_dim'))
 
 def language_config(
     name:str|Path, # directory or hub name of a language backbone
 )->dict: # fields of `VLMConfig`
     "The numbers of a language backbone."
     folder = resolve_checkpoint(name)
-    fields = _decoder_fields(*_family(AutoConfig.from_pretrained(folder), name, 'lm_hidden_dim'), name)
+    fields = _decoder_fields(*_family(_their_config(folder), name, 'lm_hidden_dim'), name)
     return fields | dict(lm_base_vocab_size=_known_tokens(folder, fields['lm_base_vocab_size']))
 
 # %% ../nbs/15_weights.ipynb #7686b6dd
@@ -244,7 +257,7 @@ def load_vision_backbone(
 )->None: # nothing
     "Weights of a vision backbone."
     folder = resolve_checkpoint(name)
-    family,_ = _family(AutoConfig.from_pretrained(folder), name, 'vit_hidden_dim')
+    family,_ = _family(_their_config(folder), name, 'vit_hidden_dim')
     _check_fields(vit.cfg, vision_config(folder), name)
     own = vit.state_dict()
     state = _translated(own, _prefixed(tensor_files(folder), family.prefix), partial(their_names, family=family), family.ignore, name)
@@ -264,7 +277,7 @@ def load_language_backbone(
     "Weights of a language backbone; rows of tokens that it does not know are made anew."
     if lm.cfg.use_moe: raise ValueError(f"{name} has one MLP a block and no experts, but use_moe is True: set it to False, or start from a .pth file with experts (load_from)")
     folder,embed,head = resolve_checkpoint(name), 'token_embedding.weight', 'head.weight'
-    fields,(family,_) = language_config(folder), _family(AutoConfig.from_pretrained(folder), name, 'lm_hidden_dim')
+    fields,(family,_) = language_config(folder), _family(_their_config(folder), name, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
     _check_fields(lm.cfg, {k:v for k,v in fields.items() if k not in free}, name)
     own = lm.state_dict()
@@ -403,7 +416,7 @@ def smolvlm_config(
     "Our configuration of a model of transformers."
     folder = resolve_checkpoint(name)
     if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
-    config = AutoConfig.from_pretrained(folder)
+    config = _their_config(folder)
     text = FAMILIES.get(config.text_config.model_type)
     if text is None or 'lm_hidden_dim' not in text.fields: raise ValueError(f"{name} has a {config.text_config.model_type} inside: only llama, qwen2 and qwen3 are built here")
     vision,decoder = _our_fields(SIGLIP, config.vision_config), _decoder_fields(text, config.text_config, name)
@@ -469,7 +482,7 @@ def load_pth(
     "Weights of a language model, or of a whole model that may lack its vision tower."
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}: train a language model first, or give load_from another file")
     lm,own = model.decoder,model.state_dict()
-    state = _our_names(torch.load(path, map_location='cpu', weights_only=True), lm, path)
+    state = _our_names(load_plain(path), lm, path)
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==lm.cfg.lm_base_vocab_size<lm.cfg.lm_vocab_size: state[k] = _extended(state[k], lm.cfg.lm_vocab_size)
     if lm.cfg.lm_tie_weights and EMBED in state: state[HEAD] = state[EMBED]
