@@ -4,6 +4,7 @@
 
 # %% ../nbs/05_advice.ipynb #e734e36c
 from __future__ import annotations
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .config import TrainConfig, VLMConfig, evolve
@@ -11,8 +12,8 @@ from .config import TrainConfig, VLMConfig, evolve
 # %% auto #0
 __all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES', 'SAVE_EARLY', 'SAVE_LATER',
            'grouped', 'over_budget', 'capped_workers', 'more_workers', 'data_advice', 'communication_advice',
-           'other_advice', 'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line', 'advice',
-           'save_notes', 'range_notes', 'lint']
+           'other_advice', 'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line',
+           'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
 
 # %% ../nbs/05_advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
@@ -69,7 +70,8 @@ def data_advice(
     "For a run that waits for its data."
     more,c = more_workers(train_cfg, cpus, ranks),train_cfg
     lines = [f'num_workers {c.num_workers} -> {more}'] if more else []
-    if not c.stream_dataset and c.train_dataset_path!='shapes': lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
+    path = c.train_dataset_path
+    if not c.stream_dataset and path!='shapes' and not path.endswith('.jsonl'): lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
     if vlm_cfg.resize_to_max_side_len and vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append('resize_to_max_side_len False: small pictures stay small and are not cut into many tiles')
     if vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append(f'max_img_size {vlm_cfg.max_img_size} -> {_smaller_picture(vlm_cfg)}: fewer pixels to decode and resize')
     return lines
@@ -145,21 +147,26 @@ def _smaller_pictures(cfg):
 # %% ../nbs/05_advice.ipynb #abd82324
 MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is short
 
+def _keeps_activations(cfg, part):
+    "A tower that is frozen is not gone through backwards; the language model always is, since the projector lies before it."
+    return part=='language' or (cfg.lr_vision_backbone if cfg.lr_backbones is None else cfg.lr_backbones)>0
+
 def memory_remedies(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
     world_size:int=1, # ranks; sharing needs several
+    device:str='cuda', # on the CPU there is no other memory to move things to
 )->list[Remedy]: # in the order in which to try them, each on top of those before
     "What to change when memory is short."
     v,t = vlm_cfg,train_cfg
     found = list(_smaller_batches(t))
     if t.max_images_per_knapsack>MAX_IMAGES: found.append(Remedy(dict(max_images_per_knapsack=MAX_IMAGES, max_images_per_example=min(t.max_images_per_example, MAX_IMAGES)), 'packs with many pictures are split'))
     if v.lm_max_length>MAX_LENGTH: found.append(Remedy(dict(lm_max_length=MAX_LENGTH, max_sample_length=min(t.max_sample_length, MAX_LENGTH)), 'samples that are longer are dropped, and an update has fewer tokens'))
-    found += [Remedy({f'{part}_checkpointing':True}, 'up to a third more arithmetic') for part in ('language','vision') if not getattr(t, f'{part}_checkpointing')]
+    found += [Remedy({f'{part}_checkpointing':True}, 'up to a third more arithmetic') for part in ('language','vision') if not getattr(t, f'{part}_checkpointing') and _keeps_activations(t, part)]
     found += _smaller_pictures(v)
     if t.max_tiles_per_knapsack is None: found.append(Remedy(dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
     if world_size>1: found += [Remedy(dict(sharding=s), 'more traffic between ranks') for s in ('zero2','zero3')[('ddp','zero2','zero3').index(t.sharding):]]
-    if not t.offload_optimizer: found.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
+    if not t.offload_optimizer and device!='cpu': found.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
     return found
 
 # %% ../nbs/05_advice.ipynb #effcae7d
@@ -169,19 +176,30 @@ def remedy_line(
     "A remedy in words."
     return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
+def memory_lines(
+    remedies:list[Remedy], # from `memory_remedies`
+    keeps:Callable|None=None, # see `advice`
+)->list[str]: # one line, or two
+    "What helps, and what helps only a new run."
+    now = [r for r in remedies if keeps is None or keeps(r.changes)]
+    parts = (('out of memory', now), ('only in a new run', [r for r in remedies if r not in now]))
+    return [f"{name}: {'; '.join(map(remedy_line, found))}" for name,found in parts if found]
+
 def advice(
     shares:dict[str,float], # of the time, see `grouped`
     train_cfg:TrainConfig, # the run
     vlm_cfg:VLMConfig|None=None, # the model; None: nanoVLM's
     oom:bool=False, # memory ran out
+    keeps:Callable|None=None, # `keeps(changes)`: may a run that has begun go on with them? None: it has not begun
     unstable:bool=False, # the loss or the gradient norm jumped
     cpus:int|None=None, # processors of the machine
     ranks:int=1, # ranks on this machine
+    device:str='cuda', # where it computes
 )->list[str]: # a line for each thing that is not in order, with what to change
     "What to do about a run."
     v,c,sums,missed = vlm_cfg or VLMConfig(),train_cfg,grouped(shares),over_budget(shares)
     recipes = dict(data=lambda: data_advice(v, c, cpus, ranks), communication=lambda: communication_advice(c), other=lambda: other_advice(c, shares))
-    lines = ['out of memory: '+'; '.join(map(remedy_line, memory_remedies(v, c, ranks)))] if oom else []
+    lines = memory_lines(memory_remedies(v, c, ranks, device), keeps) if oom else []
     if unstable: lines.append('unstable: '+'; '.join(stability_advice(c)))
     for kind in (k for k in missed if k!='compute'):
         lines.append(f"{kind} takes {_percent(sums[kind])} of the time, at most {_percent(MOST[kind])} is fine: {'; '.join(recipes[kind]()) or 'no setting is left to change'}")

@@ -9,7 +9,7 @@ __all__ = ['MANIFEST', 'logger', 'write_text_atomic', 'write_pointer', 'read_poi
            'describe_checkpoint', 'list_checkpoints', 'find_checkpoint', 'export_pth', 'main']
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
-import argparse,base64,json,logging,os,random,shutil,sys,time,warnings
+import argparse,base64,errno,json,logging,os,random,re,shutil,sys,time,warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
@@ -27,7 +28,7 @@ from .dist import Dist
 from .manifest import MANIFEST,damage,file_digests,file_sizes,has_digests,missing_files,write_manifest
 from .evals import pinned
 from .inert import BROKEN,PlainPlanner,PlainReader
-from .shard import full_weights,reshard
+from .shard import begin_state,full_weights,reshard
 
 # %% ../nbs/31_checkpoint.ipynb #5ff6f1a1
 def write_text_atomic(
@@ -70,6 +71,7 @@ def save_optimizer(
     dist:Dist, # every rank must call
 )->None: # nothing
     "Write an optimizer's state, every rank its part."
+    begin_state(optimizer)
     _write_optimizer(get_optimizer_state_dict(reshard(model), optimizer), folder, dist)
 
 def _write_optimizer(state, folder, dist): _dcp(dcp.save, dict(optimizer=state), dist, checkpoint_id=str(folder))
@@ -80,7 +82,8 @@ def load_optimizer(
     optimizer:torch.optim.Optimizer, # of the same parameters
     dist:Dist, # every rank must call; their number may have changed
 )->None: # nothing
-    "Read an optimizer's state, executing nothing; learning rates and other options stay those of this run."
+    "Read an optimizer's state; learning rates and other options stay those of this run."
+    begin_state(optimizer)
     options = [{k:v for k,v in g.items() if k!='params'} for g in optimizer.param_groups]
     state = dict(optimizer=get_optimizer_state_dict(reshard(model), optimizer))
     try: _dcp(dcp.load, state, dist, storage_reader=PlainReader(folder), planner=PlainPlanner())
@@ -125,8 +128,10 @@ MANIFEST = 'manifest.json' # lists the files of a checkpoint and their sizes
 def fsync(
     path:Path, # a file or a directory
 )->None: # nothing
-    "Flush a file, or a directory's list of names, to disk."
-    fd = os.open(path, os.O_RDONLY)
+    "Flush a file, or a directory's list of names, to disk; a system that opens no directories (Windows) keeps the list by itself."
+    directories = hasattr(os, 'O_DIRECTORY')
+    if not directories and Path(path).is_dir(): return
+    fd = os.open(path, os.O_RDONLY if directories else os.O_RDWR)
     try: os.fsync(fd)
     finally: os.close(fd)
 
@@ -176,6 +181,7 @@ def snapshot(
     copy:bool=False, # so that updates that follow do not change it
 )->dict: # 'weights' (on rank 0), 'optimizer' and 'rng' (None without an optimizer)
     "What a checkpoint holds of this rank's memory."
+    if optimizer is not None: begin_state(optimizer) # torch would make it with an update of zeros, which counts as one
     weights = full_weights(model) # all ranks give their pieces
     state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
     parts = dict(weights=weights if dist.is_master else None, optimizer=state, rng=None if optimizer is None else rng_state())
@@ -185,12 +191,18 @@ def _together(dist, what, action):
     "Do something on this rank; if it fails on any, it fails on all."
     failed = error = None
     try: result = action()
-    except (OSError, RuntimeError, ValueError) as e: failed,error = e,f'{type(e).__name__}: {e}'
+    except (OSError, RuntimeError, ValueError, SafetensorError) as e:
+        failed = _plain_error(e)
+        error = getattr(failed, 'errno', None) or errno.EIO,f'{type(failed).__name__}: {failed}'
     errors = dist.gather(error)
     if failed is not None: raise failed
-    for rank,text in enumerate(errors):
-        if text: raise OSError(f'rank {rank} could not {what}: {text}')
+    for rank,(number,text) in ((r,e) for r,e in enumerate(errors) if e): raise OSError(number, f'rank {rank} could not {what}: {text}')
     return result
+
+def _plain_error(e):
+    "What went wrong with a file, as the system calls it: safetensors has an error of its own for it."
+    if (number := re.search(r'os error (\d+)', str(e))): return OSError(int(number[1]), os.strerror(int(number[1])))
+    return e if isinstance(e, Exception) else OSError(str(e))
 
 # %% ../nbs/31_checkpoint.ipynb #b442f527
 def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
@@ -222,9 +234,11 @@ def write_checkpoint(
         write_pointer(run_dir, 'last_checkpoint', publish(tmp, final))
         if then: then(final)
     on_master = lambda action: action() if dist.is_master else None
-    _together(dist, f'make {tmp}', lambda: on_master(begin))
-    _together(dist, f'write its part of {tmp}', lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
-    _together(dist, f'complete {final}', lambda: on_master(finish))
+    try:
+        _together(dist, f'make {tmp}', lambda: on_master(begin))
+        _together(dist, f'write its part of {tmp}', lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
+        _together(dist, f'complete {final}', lambda: on_master(finish))
+    finally: on_master(lambda: shutil.rmtree(tmp, ignore_errors=True)) # a part of a checkpoint is of no use, and fills the disk
     return final
 
 def save_checkpoint(

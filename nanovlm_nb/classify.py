@@ -44,7 +44,7 @@ from .checkpoint import checkpoints,find_checkpoint,write_text_atomic
 from .optim import autocast
 from .trainer import Trainer
 from .ask import left_pad
-from .run import run_on,stop_on_signals
+from .run import exit_code,run_on,stop_on_signals
 
 # %% ../nbs/46_classify.ipynb #d2f78192
 @dataclass
@@ -344,34 +344,43 @@ class ClassTrainer(Trainer):
         return [Judged(place, id, name, label, int(s.argmax()), -float(s[label])) for (place,name,label,id),s in zip(rows, scores.cpu())]
 
     @torch.no_grad()
-    def validate(self)->float: # mean loss of the pictures of all ranks
+    def validate(self)->float|None: # mean loss of the pictures of all ranks; None: a signal came in between, or there is no picture
         "Evaluate every picture once."
         self.model.eval()
         self.val_loader.set_epoch(0)
         mine = []
         with autocast(self.dist.device, self.dtype):
-            for batch in islice(synchronized_batches(self.val_loader, self.dist, self.val_loader.idle), self.cfg.max_val_batches): mine += self.judge(batch)
+            for batch in islice(synchronized_batches(self.val_loader, self.dist, self.val_loader.idle), self.cfg.max_val_batches):
+                if self.stopped(): break
+                mine += self.judge(batch)
         self.model.train()
+        if self.stopped(): return None
         self.judged = sorted(j for part in self.dist.gather(mine) for j in part)
+        if not self.judged: return self.no_validation()
         self.metrics = metrics_of(self.judged, len(self.base.cfg.class_names))
         return self.metrics['eval/overall_loss']
 
-    def validate_and_save(self)->None: # nothing
-        "Evaluate, keep the checkpoint, and note whether it is the best."
+    def score(self)->bool: # False: a signal came in between
+        "Evaluate, and note whether it is the best."
         with self.clock('validation'): loss = self.validate()
+        if loss is None: return not self.stopped()
         if loss<self.state.best_val_loss: self.state.best_val_loss,self.state.best_step = loss,self.state.step
         accuracy = self.metrics['eval/overall_accuracy']
         better = self.best['best_model_step'] is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=self.state.step)
         self.log.log(self.metrics|dict(val_loss=loss, best_val_loss=self.state.best_val_loss)|self.best, self.state.step)
         if better and self.dist.is_master: write_predictions(self.log.run_dir, self.judged, self.base.cfg.class_names, self.state.step)
-        self.save(better)
+        if better: self.mark_best()
+        return True
 
-    def save(self,
-        best:bool=False, # also the best so far?
-    )->None: # nothing
+    def save(self)->None: # nothing
         "Have a checkpoint written."
-        super().save(best)
+        super().save()
+        if self.dist.is_master: lay_out(self.log.run_dir)
+
+    def mark_best(self)->None: # nothing
+        "Remember the best checkpoint."
+        super().mark_best()
         if self.dist.is_master: lay_out(self.log.run_dir)
 
     def state_dict(self)->dict: # JSON-able; every rank must ask
@@ -657,7 +666,7 @@ def with_resume(
 
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
-):
+)->int: # exit code: 0, or 85 when a signal has ended the training
     "Console script `nanovlm_classify`: train a classifier, or sort pictures with one."
     p = ArgumentParser(prog='nanovlm_classify', description=main.__doc__)
     p.add_argument('--config', metavar='FILE.yaml', help='settings in the sections `model`, `training` and `monitor`; without it the defaults')
@@ -669,12 +678,14 @@ def main(
     a = p.parse_args(argv)
     set_env()
     try:
-        if a.predict or a.pictures: return sort_files(a.predict, a.pictures)
+        if a.predict or a.pictures:
+            sort_files(a.predict, a.pictures)
+            return 0
         s = Settings.load(a.config) if a.config else Settings()
         if a.run_name: s = replace(s, training=replace(s.training, run_name=a.run_name))
         if a.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=a.deepspeed_config))
         if a.resume_from: s = with_resume(s, a.resume_from)
-        classify(s)
+        return exit_code(classify(s))
     except (ValueError, OSError) as e: p.error(str(e))
 
 def sort_files(
@@ -688,4 +699,4 @@ def sort_files(
 
 # %% ../nbs/46_classify.ipynb #33a05db7
 #| eval: false
-if __name__=='__main__': main()
+if __name__=='__main__': sys.exit(main())

@@ -6,7 +6,7 @@
 __all__ = ['POLL_S', 'synchronized_dataloader_step', 'WORKER_GRACE_S', 'pick_device', 'FromGather', 'Dist', 'launch_env',
            'init_dist', 'launchers', 'destroy_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master',
            'dist_gather', 'dist_mean_scalar', 'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync',
-           'synchronized_batches', 'set_threads', 'set_seed', 'seed_worker']
+           'synchronized_batches', 'set_threads', 'set_seed', 'shield_worker', 'seed_worker']
 
 # %% ../nbs/00_dist.ipynb #c63fc988
 import inspect
@@ -303,13 +303,17 @@ def set_seed(
     np.random.seed(seed)
     torch.manual_seed(seed)
 
+def shield_worker()->None:
+    "Let this process live on when a signal goes to the whole group: the update at hand still needs its data."
+    for name in ('SIGINT','SIGUSR1'):
+        if hasattr(signal, name): signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, 'alarm'): signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
+
 def seed_worker(
     worker_id:int, # number of the worker, unused: torch's seed already differs between workers
 )->None: # nothing
-    "Seed Python and numpy inside a loader worker, and let it live on for a while after a signal; give it to `DataLoader(worker_init_fn=...)`."
-    if get_worker_info() is not None:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
+    "Seed Python and numpy inside a loader worker, and shield it from signals; give it to `DataLoader(worker_init_fn=...)`."
+    if get_worker_info() is not None: shield_worker()
     seed = torch.initial_seed() % 2**32
     random.seed(seed)
     np.random.seed(seed)

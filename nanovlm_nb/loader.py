@@ -86,8 +86,8 @@ def load_sources(
     "The sources of the data set that a config names."
     c,path = train_cfg,Path(train_cfg.train_dataset_path)
     if c.train_dataset_path=='shapes':
-        rows = [shapes_dataset(n, split, c.seed) for n,split in ((c.data_cutoff_idx or SHAPES_SCENES,'train'), (c.val_size,'validation'))]
-        return MapSource(rows[0], c.seed),MapSource(rows[1], c.seed, shuffle=False)
+        rows = [shapes_dataset(n, split, c.seed) for n,split in ((c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation'))]
+        return MapSource(rows[0], c.seed),MapSource(rows[1], c.seed, 0, c.val_size, shuffle=False)
     if path.suffix=='.jsonl' or any(path.glob('*.jsonl')): return map_pair(jsonl_rows(path, drops=drops), c.seed, c.val_size, c.data_cutoff_idx)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset)
     if c.train_dataset_weights: return mixed_pair(weighted_pairs(c, data, weights_of(c, list(data))), weights_of(c, list(data)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARDINGS', 'bytes_per_parameter', 'shard_model', 'local_bytes', 'engine_lines', 'reshard', 'full_weights',
-           'load_full_weights', 'OffloadedAdamW', 'optimizer_class']
+           'load_full_weights', 'OffloadedAdamW', 'optimizer_class', 'begin_state']
 
 # %% ../nbs/30_shard.ipynb #40990b30
 from collections.abc import Iterable
@@ -163,3 +163,19 @@ def optimizer_class(
 )->type: # a class of optimizers
     "AdamW where the weights are, or on the CPU."
     return OffloadedAdamW if train_cfg.offload_optimizer and not _params_are_on_cpu(train_cfg, dist) else torch.optim.AdamW
+
+def _fresh(p):
+    "AdamW's state of a parameter that has made no step."
+    return dict(step=torch.zeros((), device=p.device if p.device.type=='cuda' else 'cpu'), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+def begin_state(
+    optimizer:torch.optim.AdamW, # or `OffloadedAdamW`
+)->None: # nothing
+    "Make the state that AdamW would make with the first gradient of a parameter, so that all of it can be saved and loaded."
+    offloaded = isinstance(optimizer, OffloadedAdamW)
+    if offloaded and optimizer.worker is None: optimizer._begin()
+    pairs = optimizer._pairs() if offloaded else [(p,p) for g in optimizer.param_groups for p in g['params']]
+    state = optimizer.worker.state if offloaded else optimizer.state
+    for p,c in pairs:
+        if c not in state: state[c] = _fresh(c.detach())
+        if offloaded: optimizer.state[p] = state[c]

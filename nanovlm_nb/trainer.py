@@ -178,6 +178,9 @@ class Trainer:
         self.clock,self.seconds,self.recent,self.single = Clock(),dict.fromkeys(Clock.names, 0.),self.nothing(),[]
         self.units,self.peak = self.costs(),self.peak_of_all()
         self.resumed,self.stop = False,threading.Event()
+        self.validates = True # False: no row for it was asked for
+        self.to_follow:list[str] = [] # figures about the weights as they are that are still to be made
+        self.kept:tuple|None = None # update and `to_follow` of the last checkpoint
         self.evals:Evaluations|None = None # rank 0 of a run whose checkpoints are evaluated has one
         self.evaluate_here,self.eval_tasks = None,'' # every rank, if the training evaluates its own model: `cli_evaluate` and its tasks
 
@@ -246,6 +249,15 @@ def forward_backward(self:Trainer,
 
 # %% ../nbs/32_trainer.ipynb #61bb7332
 @patch
+def leave_alone(self:Trainer,
+    update:Update, # its gradients are there
+)->None: # nothing
+    "Take the zeros away that a text-only update leaves in the parts that look at pictures: weight decay and momentum would change them."
+    if update.tiles: return
+    for part in (self.base.vision_encoder, self.base.MP):
+        for p in part.parameters(): p.grad = None
+
+@patch
 def clip(self:Trainer)->float: # norm of the gradient before clipping
     "Bring the gradient to its true size, and limit it."
     self.scaler.unscale_(self.optimizer)
@@ -267,7 +279,10 @@ def optimizer_step(self:Trainer,
     verdict:str|None, # from `agree`
 )->None: # nothing
     "Step unless the verdict is against it, and clear the gradients."
-    if verdict is None or self.scaler.is_enabled() and not isfinite(norm): self.scaler.step(self.optimizer); self.scaler.update()
+    moves = any(p.grad is not None for g in self.optimizer.param_groups for p in g['params'])
+    if moves and (verdict is None or self.scaler.is_enabled() and not isfinite(norm)):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
     if verdict is None: self.guard.add(norm)
     self.optimizer.zero_grad(set_to_none=True)
 
@@ -295,6 +310,7 @@ def train_step(self:Trainer,
     with self.clock('forward_backward'):
         losses = [self.forward_backward(b, update, i==last) for i,b in enumerate(update.micro_batches)]
         loss = torch.stack(losses).sum().item()
+    self.leave_alone(update)
     self.clock.move('forward_backward', 'communication', self.waited)
     computed = time.perf_counter()
     with self.clock('optimizer'): norm = self.clip()
@@ -357,10 +373,24 @@ def losses_by_source(self:Trainer,
     sums = {name:[sum(s.get(name, (0.,0))[i] for s in singles) for i in (0,1)] for name in names}
     return {f'loss/{name}':loss/max(n, 1) for name,(loss,n) in sums.items()} if len(names)>1 else {}
 
+# %% ../nbs/32_trainer.ipynb #5e1d0a01
+@patch
+def stopped(self:Trainer)->bool: # on all ranks the same; every rank must call
+    "Has a signal come?"
+    return self.dist.any(self.stop.is_set())
+
+@patch
+def no_validation(self:Trainer)->None: # nothing
+    "Go on without validation if it was meant so; else raise a `ValueError` with the remedy."
+    blame = self.drops()['val'].blame or 'raise val_size'
+    if self.cfg.val_size: raise ValueError(f'no usable validation row among val_size {self.cfg.val_size}: {blame}; or give --val_size 0 to train without validation')
+    self.validates = False
+    self.log.info('no validation: val_size is 0. Without a best checkpoint, the last one is asked, exported and published')
+
 # %% ../nbs/32_trainer.ipynb #383c5e17
 @patch
 @torch.no_grad()
-def validate(self:Trainer)->float: # loss per target token over all ranks
+def validate(self:Trainer)->float|None: # loss per target token over all ranks; None: a signal came in between, or there is nothing to validate on
     "Validation loss."
     if self.dist.device.type=='cuda': torch.cuda.empty_cache()
     self.model.eval()
@@ -368,14 +398,15 @@ def validate(self:Trainer)->float: # loss per target token over all ranks
     if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
     batches = synchronized_batches(self.val_loader, self.dist, getattr(self.val_loader, 'idle', None))
     for batch in islice(batches, self.cfg.max_val_batches):
+        if self.stopped(): break
         ids,images,labels = self.to_device(batch)
         with autocast(self.dist.device, self.dtype):
             _,loss = self.base(ids, images, targets=labels, doc_lens=batch['doc_lens'], reduction='sum')
         total += loss.item(); targets += describe(batch)['targets']
     self.model.train()
+    if self.stopped(): return None
     total,targets = self.dist.sum(total),self.dist.sum(targets)
-    if not targets: raise ValueError(f"no target token in the validation data: {self.drops()['val'].blame or 'raise val_size'}")
-    return total/targets
+    return total/targets if targets else self.no_validation()
 
 # %% ../nbs/32_trainer.ipynb #a4560f15
 @patch
@@ -388,30 +419,32 @@ def look(self:Trainer)->dict[str,float]: # from `look_panel`, as logged; every r
     self.model.eval()
     if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
     batches = synchronized_batches(self.val_loader, self.dist, getattr(self.val_loader, 'idle', None))
-    panel = look_panel(read, islice(batches, self.cfg.max_val_batches), self.base.cfg, self.dist)
+    with self.clock('validation'): panel = look_panel(read, islice(batches, self.cfg.max_val_batches), self.base.cfg, self.dist)
     self.model.train()
     self.log.log(panel, self.state.step)
     return panel
 
-@patch
-def look_if_due(self:Trainer):
-    "A panel every `look_interval` updates, the first before training."
-    if not self.due(self.cfg.look_interval): return
-    with self.clock('validation'): self.look()
-
 # %% ../nbs/32_trainer.ipynb #1a8a28ca
 @patch
-def save(self:Trainer,
-    best:bool=False, # also the best so far?
-)->None: # nothing; the checkpoint is there when `saver.wait()` has returned
+def save(self:Trainer)->None: # nothing; the checkpoint is there when `saver.wait()` has returned
     "Have `step_N` written, all ranks together; then what is too old is deleted."
     step = self.state.step if self.evals is not None and self.evaluation_due() else None
     def then(path):
         if step is not None and self.evaluate_here is None: self.evals.submit(path, step)
-        if best: write_pointer(path.parent, 'best_checkpoint', path)
         prune(path.parent, self.cfg.max_keep_ckpts)
     with self.clock('checkpoint'):
         self.saver.save(self.base, self.log.run_dir, self.state.step, self.tokenizer, self.state_dict(), self.optimizer, then)
+    self.kept = self.state.step,tuple(self.to_follow)
+
+@patch
+def mark_best(self:Trainer)->None: # nothing; every rank must call
+    "Let `best_checkpoint` name the checkpoint of this update."
+    path = self.log.run_dir/f'step_{self.state.step}'
+    self.saver.wait()
+    if not self.dist.broadcast(path.is_dir()): self.save(); self.saver.wait() # before the first update; or it lies in the directory of another run
+    if not self.dist.is_master: return
+    write_pointer(self.log.run_dir, 'best_checkpoint', path)
+    prune(self.log.run_dir, self.cfg.max_keep_ckpts)
 
 # %% ../nbs/32_trainer.ipynb #b683953a
 @patch
@@ -431,7 +464,7 @@ def state_dict(self:Trainer)->dict: # JSON-able
     configs = dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg))
     drops = {split:asdict(d) for split,d in self.drops().items()}
     return asdict(self.state)|dict(data=data, configs=configs, versions=dict(torch=torch.__version__), epoch_sums=dict(self.epoch_sums), norms=list(self.guard.norms),
-        drops=drops, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size,
+        drops=drops, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size, to_follow=self.to_follow,
         evals=[] if self.evals is None else self.evals.results.logged)
 
 # %% ../nbs/32_trainer.ipynb #69da71e8
@@ -469,19 +502,34 @@ def load(self:Trainer,
         forget_bad_updates(self.log.run_dir, self.state.step)
     if state['world_size']==self.dist.world_size: set_rng_state(json.loads((checkpoint/f'rng_{self.dist.rank}.json').read_text(encoding='utf-8')))
     self.log.cut(state['log'])
-    self.resumed = True
+    self.resumed,self.to_follow = True,state.get('to_follow', [])
     mine = checkpoint.resolve().parent==self.log.run_dir.resolve() # else the evaluations are those of another run
+    if mine: self.kept = self.state.step,tuple(self.to_follow)
     self.take_over_evals(state.get('evals', []) if mine else [], checkpoint if mine and self.evaluate_here is None and self.evaluation_due() else None)
 
 # %% ../nbs/32_trainer.ipynb #aa03ccb2
 @patch
-def validate_and_save(self:Trainer):
-    "Validate, keep the checkpoint, and note whether it is the best."
+def score(self:Trainer)->bool: # False: a signal came in between
+    "Validate, and note whether it is the best."
     with self.clock('validation'): loss = self.validate()
+    if loss is None: return not self.stopped()
     best = loss<self.state.best_val_loss
     if best: self.state.best_val_loss,self.state.best_step = loss,self.state.step
     self.log.log(dict(val_loss=loss, best_val_loss=self.state.best_val_loss), self.state.step)
-    self.save(best)
+    if best: self.mark_best()
+    return True
+
+@patch
+def follow(self:Trainer)->bool: # False: a signal came in between, and the rest is left to the next start
+    "Make the figures that `to_follow` names."
+    makers = dict(validation=self.score, panel=self.look, epoch=self.log_epoch)
+    while self.to_follow:
+        if self.stopped(): return False
+        name,*self.to_follow = self.to_follow
+        if makers[name]() is False:
+            self.to_follow.insert(0, name)
+            return False
+    return True
 
 # %% ../nbs/32_trainer.ipynb #2321442e
 @patch
@@ -571,7 +619,7 @@ def updates(self:Trainer)->Iterator[Update]: # until `max_training_steps` or `ma
         before = self.state.step
         for update in self.epoch_updates():
             yield update
-            if self.state.step>=self.cfg.max_training_steps: return self.log_epoch()
+            if self.state.step>=self.cfg.max_training_steps: return
         idle_epochs = idle_epochs+1 if self.state.step==before else 0 # a resumed run may stand at the very end of one
         if idle_epochs==2: raise ValueError(f"an epoch without a single update: {self.drops()['train'].blame or 'is the training data empty?'}")
         self.end_epoch()
@@ -596,7 +644,7 @@ def end_epoch(self:Trainer):
 @patch
 def interrupted(self:Trainer)->TrainState: # where the run stopped
     "Keep what there is, and say so."
-    self.save()
+    if self.kept!=(self.state.step,tuple(self.to_follow)): self.save()
     self.saver.wait()
     self.log.info(f'stopped by a signal after update {self.state.step}: the checkpoint is complete, --resume goes on')
     return self.state
@@ -619,29 +667,60 @@ def too_many_bad(self:Trainer):
         f'`nanovlm_replay {self.log.run_dir} {self.state.step}` makes one again; lower the learning rate, or raise max_grad_spike or max_bad_updates')
 
 @patch
+def close_update(self:Trainer)->bool: # False: a signal came in between
+    "First the checkpoint that is due, then figures about it."
+    c,last = self.cfg,self.state.step>=self.cfg.max_training_steps
+    judged = last or c.eval_in_epochs and self.due(c.eval_interval)
+    due = dict(validation=judged and self.validates, panel=self.due(c.look_interval), epoch=last)
+    self.to_follow = [name for name,is_due in due.items() if is_due]
+    if judged or self.due(c.save_interval): self.save()
+    return self.follow()
+
+@patch
+def close_run(self:Trainer)->bool: # False: a signal came in between
+    "When the data have ended before `max_training_steps`: the same for the last update, unless it was due there."
+    if self.state.step>=self.cfg.max_training_steps or self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): return True
+    self.to_follow = ['validation']*self.validates
+    self.save()
+    return self.follow()
+
+@patch
 def train_from_here(self:Trainer)->TrainState: # where the run ended
     "Updates, each followed by what is due."
     for update in self.updates():
         self.train_step(update)
         if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
-        if self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): self.validate_and_save()
-        elif self.due(self.cfg.save_interval): self.save()
-        self.look_if_due()
+        if not self.close_update(): return self.interrupted()
         if self.evaluate_here and self.evaluation_due(): self.evaluate_live()
         if self.due(self.cfg.stats_log_interval) or self.due(self.cfg.eval_interval): self.collect()
-        if self.dist.any(self.stop.is_set()): return self.interrupted()
-    if not (self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval)): self.validate_and_save()
-    return self.state
+        if self.stopped() and not self.finished: return self.interrupted()
+    return self.state if self.close_run() else self.interrupted()
 
 # %% ../nbs/32_trainer.ipynb #b8894ffa
+@patch
+def find_validation(self:Trainer)->None: # nothing
+    "If the first validation comes late, look now whether there is anything to validate on."
+    if self.state.best_step is not None or 'validation' in self.to_follow: return
+    if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
+    batches = synchronized_batches(self.val_loader, self.dist, getattr(self.val_loader, 'idle', None))
+    if not any(self.dist.sum(describe(b)['targets']) for b in islice(batches, self.cfg.max_val_batches)): self.no_validation()
+
+@patch
+def begin(self:Trainer)->bool: # False: a signal came in between
+    "Before the first update of this start: figures about the weights as they are."
+    c = self.cfg
+    if not self.resumed: self.to_follow = ['validation']*c.eval_in_epochs+['panel']*self.due(c.look_interval)
+    self.find_validation()
+    if not self.follow(): return False
+    if c.eval_in_epochs and not self.resumed and self.kept is None: self.save() # nothing has called it the best
+    return True
+
 @patch
 def train(self:Trainer)->TrainState: # where the run ended
     "The whole run, from the untrained model's validation to the last checkpoint; a signal ends it with a checkpoint."
     self.model.train()
-    if self.resumed and self.evaluate_here and self.evaluation_due(): self.evaluate_live() # the earlier start may not have come to it
-    if self.resumed and self.finished: return self.state
     try:
-        if self.cfg.eval_in_epochs and not self.resumed: self.validate_and_save()
-        if not self.resumed: self.look_if_due()
-        return self.train_from_here()
+        if not self.begin(): return self.interrupted()
+        if self.resumed and self.evaluate_here and self.evaluation_due(): self.evaluate_live() # the earlier start may not have come to it
+        return self.state if self.resumed and self.finished else self.train_from_here()
     finally: self.saver.wait()
