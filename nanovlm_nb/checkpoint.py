@@ -201,8 +201,8 @@ def _together(dist, what, action):
 
 def _plain_error(e):
     "What went wrong with a file, as the system calls it: safetensors has an error of its own for it."
-    if (number := re.search(r'os error (\d+)', str(e))): return OSError(int(number[1]), os.strerror(int(number[1])))
-    return e if isinstance(e, Exception) else OSError(str(e))
+    number = re.search(r'os error (\d+)', str(e))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else e
 
 # %% ../nbs/31_checkpoint.ipynb #b442f527
 def _write_parts(parts, model, tmp, final, tokenizer, state, dist):

@@ -159,7 +159,7 @@ def test_contradictions_are_errors_before_the_first_batch(tmp_path, flags, messa
 
 
 @pytest.mark.parametrize('flags, message', [
-    ('', 'no target token in the validation data'),
+    ('', 'no usable validation row among val_size'),
     ('--eval_in_epochs False', 'an epoch without a single update')])
 def test_a_run_without_a_sample_ends(tmp_path, flags, message):
     "All rows are dropped: an error, with a worker and without validation too."
