@@ -28,10 +28,11 @@ def picture_rules(
     cfg:VLMConfig, # reads `max_img_size`, `vit_img_size`, `pixel_mean`, `pixel_std`
 )->dict: # contents of preprocessor_config.json
     "What transformers does to a picture."
-    side,mean = dict(longest_edge=cfg.max_img_size), cfg.pixel_mean-HAIR*float(cfg.pixel_mean*255).is_integer()
+    side,(means,stds) = dict(longest_edge=cfg.max_img_size), (v*3 if len(v)==1 else v for v in (cfg.pixel_mean, cfg.pixel_std))
+    means = [m-HAIR*float(m*255).is_integer() for m in means]
     return dict(image_processor_type='Idefics3ImageProcessor', processor_class='Idefics3Processor', do_convert_rgb=True, do_resize=True, size=side, resample=1,
         do_image_splitting=True, max_image_size=dict(longest_edge=cfg.vit_img_size), do_rescale=True, rescale_factor=1/255,
-        do_normalize=True, image_mean=[mean]*3, image_std=[cfg.pixel_std]*3, do_pad=True)
+        do_normalize=True, image_mean=means, image_std=[*stds], do_pad=True)
 
 # %% ../nbs/37_export.ipynb #a835ae79
 AS_TEXT = ("{% set ns = namespace(all=[], text='') %}{% for m in messages %}{% if m['content'] is string %}{% set ns.text = m['content'] %}{% else %}"

@@ -94,7 +94,7 @@ def keep_features(
     "Let a model compute the features of each tile once."
     if trains(model.vision_encoder): raise ValueError("the vision tower trains, so its features change with every update: set lr_vision_backbone to 0, or cache_features to False")
     cfg = model.cfg
-    how = dict(normalise=torch.tensor([cfg.pixel_mean, cfg.pixel_std], dtype=torch.float64))
+    how = dict(normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std], dtype=torch.float64))
     name = f"{fingerprint(model.vision_encoder.state_dict() | how)[:12]}_{str(dtype).removeprefix('torch.')}"
     model.features = FeatureCache(Path(folder)/name, model.see, (cfg.n_patches, cfg.vit_hidden_dim), dtype)
     return model.features

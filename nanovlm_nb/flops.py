@@ -75,13 +75,14 @@ def vision_flops(
 
 # %% ../nbs/18_flops.ipynb #45dda643
 def projector_flops(
-    cfg:VLMConfig, # reads both widths and the pixel shuffle
+    cfg:VLMConfig, # reads both widths, the pixel shuffle and the kind of projector
     trained:bool=True, # the projector learns
     passed:bool=True, # so does the vision tower
 )->Flops: # of one tile
     "The projector on one tile."
     weights = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2*cfg.lm_hidden_dim
-    return matrix_flops(weights, trained, passed).times(cfg.mp_image_token_length)
+    second = matrix_flops(cfg.lm_hidden_dim**2, trained, trained or passed).times(cfg.mp_kind=='mlp')
+    return matrix_flops(weights, trained, passed or cfg.mp_kind=='mlp' and trained).plus(second).times(cfg.mp_image_token_length)
 
 # %% ../nbs/18_flops.ipynb #1c200bb6
 def mlp_weights(

@@ -30,17 +30,24 @@ def pixel_shuffle(
 
 # %% ../nbs/13_projector.ipynb #c86c36ba
 class ModalityProjector(nn.Module):
-    "Pixel shuffle, then one matrix to the width of the language model."
+    "Pixel shuffle, then one matrix to the width of the language model, or two with a bend between them."
     def __init__(self,
-        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_pixel_shuffle_factor`, `init_std`
+        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_pixel_shuffle_factor`, `mp_kind`, `init_std`
     ):
         super().__init__()
-        self.factor = cfg.mp_pixel_shuffle_factor
-        self.proj = nn.Linear(cfg.vit_hidden_dim*self.factor**2, cfg.lm_hidden_dim, bias=False)
-        nn.init.normal_(self.proj.weight, std=cfg.init_std)
+        self.factor,width = cfg.mp_pixel_shuffle_factor,cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
+        self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
+        if cfg.mp_kind!='mlp': self.norm = self.out = nn.Identity()
+        else: self.norm,self.out = nn.LayerNorm(width),nn.Sequential(nn.GELU(), _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std))
 
     def forward(self,
         x:Tensor, # (N, P, vit_hidden_dim) patch features
     )->Tensor: # (N, P/factor**2, lm_hidden_dim) image tokens
         "Image tokens of N tiles."
-        return self.proj(pixel_shuffle(x, self.factor))
+        return self.out(self.proj(self.norm(pixel_shuffle(x, self.factor))))
+
+def _linear(inside, outside, bias, std):
+    layer = nn.Linear(inside, outside, bias=bias)
+    nn.init.normal_(layer.weight, std=std)
+    if bias: nn.init.zeros_(layer.bias)
+    return layer

@@ -12,8 +12,9 @@ import json,sys
 from argparse import ArgumentParser
 from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
+from typing import get_type_hints
 
-from .config import TrainConfig,VLMConfig,evolve,parse_args
+from .config import TrainConfig,VLMConfig,as_type,evolve,parse_args
 from .schedule import get_schedule
 from .logs import read_log
 from .optim import training_parts
@@ -129,7 +130,8 @@ def differences(
     found = []
     for cfg,was,refused,careful in ((vlm_cfg, saved['vlm'], {f.name:'the model would be another' for f in fields(vlm_cfg) if f.name not in MODEL_FINE|MODEL_CAREFUL.keys()}, MODEL_CAREFUL),
             (train_cfg, saved['train'], TRAIN_REFUSED, TRAIN_CAREFUL)):
-        now = {f.name:getattr(cfg, f.name) for f in fields(cfg)}
+        now,kinds = {f.name:getattr(cfg, f.name) for f in fields(cfg)},get_type_hints(type(cfg))
+        was = {n:as_type(n, v, kinds[n]) for n,v in was.items() if n in now} # an older checkpoint may hold a number where a list is now
         for name in (n for n in now if n in was and now[n] != was[n]):
             level = REFUSED if name in refused else CAREFUL if name in careful else FINE
             found.append(Difference(name, was[name], now[name], level, refused.get(name) or careful.get(name, '')))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
-from .weights import checkpoint_config,language_config,resolve_checkpoint,vision_config
+from .weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
 from .vlm import find_tokenizer
 from .deepspeed_json import read_deepspeed
 
@@ -56,7 +56,7 @@ def with_backbone_sizes(
     "Take the sizes of both backbones, if the run begins with their weights."
     c = vlm_cfg
     if not c.vlm_load_backbone_weights: return c
-    return evolve(c, **check_given(c, vision_config(c.vit_model_type), given, c.vit_model_type), **check_given(c, language_config(c.lm_model_type), given, c.lm_model_type))
+    return evolve(c, **check_given(c, tower_fields(c), given, c.vit_model_type), **check_given(c, language_config(c.lm_model_type), given, c.lm_model_type))
 
 # %% ../nbs/32_start.ipynb #09289685
 def given_fields(

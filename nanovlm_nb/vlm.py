@@ -29,7 +29,7 @@ from .projector import ModalityProjector
 from .tokens import get_tokenizer
 from .vision import ViT
 from .weights import (fingerprint, language_config, load_language_backbone, load_pth, load_vision_backbone, load_weights,
-                                read_checkpoint, resolve_checkpoint, vision_config, write_checkpoint)
+                                read_checkpoint, resolve_checkpoint, with_tower, write_checkpoint)
 
 # %% ../nbs/17_vlm.ipynb #2026a3af
 def flatten_tiles(
@@ -48,8 +48,8 @@ def flatten_tiles(
 def to_pixels(
     images, # see `flatten_tiles`; bytes (0-255) or floats (0-1)
     device:torch.device, # where the model is
-    mean:float=0., # taken from every pixel (0-1)
-    std:float=1., # what is left is divided by it
+    mean:Sequence[float]=(0.,), # taken from every pixel (0-1); one number, or three for the colours
+    std:Sequence[float]=(1.,), # what is left is divided by it; one number, or three
 )->Tensor|None: # (N, 3, S, S) float, 0-1 unless `mean` and `std` say otherwise; None without tiles
     "One stack of all tiles on the model's device, as normalised floats."
     stacks = flatten_tiles(images)
@@ -58,7 +58,10 @@ def to_pixels(
     if len(kinds) > 1: raise ValueError("images mixes byte tiles (0-255) and float tiles (0-1): give one kind")
     x = torch.cat([t.to(device, non_blocking=True) for t in stacks])
     if kinds.pop(): x = x.float()/255
-    return x if (mean, std) == (0, 1) else (x-mean)/std
+    if ([*mean], [*std]) == ([0], [1]): return x
+    if len(mean) == len(std) == 1: return (x-mean[0])/std[0]
+    (mean, std), colours = ([*n]*3 if len(n) == 1 else n for n in (mean, std)), x.unbind(1)
+    return torch.stack([(c-m)/s for c,m,s in zip(colours, mean, std)], 1) # plain numbers: nothing is copied to the device
 
 # %% ../nbs/17_vlm.ipynb #fc5d7dcf
 def check_slots(
@@ -278,7 +281,9 @@ def describe_model(
     return [f'{parameters/1e6:.1f} million parameters',
         f'vision: {cfg.vit_n_blocks} blocks of {cfg.vit_hidden_dim}, tiles of {tile} x {tile} pixels in patches of {cfg.vit_patch_size}, from {cfg.vit_model_type}'+' (random start)'*(not cfg.vlm_load_backbone_weights),
         f'language: {cfg.lm_n_blocks} blocks of {cfg.lm_hidden_dim}, {cfg.lm_vocab_size} tokens, {cfg.lm_max_position_embeddings} positions, from {cfg.lm_model_type}'+' (random start)'*(not cfg.vlm_load_backbone_weights),
-        f'pictures: up to {side} x {side} tiles, {cfg.mp_image_token_length} tokens a tile, {cfg.image_convention} convention, pixels (x - {cfg.pixel_mean})/{cfg.pixel_std}']
+        f'pictures: up to {side} x {side} tiles, {cfg.mp_image_token_length} tokens a tile, {cfg.image_convention} convention, pixels (x - {_plain(cfg.pixel_mean)})/{_plain(cfg.pixel_std)}']
+
+def _plain(values): return values[0] if len(values) == 1 else values
 
 def bullets(
     lines:list[str], # one point each
@@ -371,7 +376,7 @@ class VisionLanguageModel(Pretrained, VLMNet):
         cfg:VLMConfig, # sizes, names of the backbones and of the tokenizer
         load_backbone:bool=True, # take weights and sizes from the backbones, else random weights
     ):
-        if load_backbone: cfg = evolve(cfg, **vision_config(cfg.vit_model_type), **language_config(cfg.lm_model_type))
+        if load_backbone: cfg = evolve(with_tower(cfg), **language_config(cfg.lm_model_type))
         super().__init__(cfg)
         self._tokenizer, self.tokenizer_source = None, cfg.lm_tokenizer
         if not load_backbone: return
@@ -385,7 +390,7 @@ class VisionLanguageModel(Pretrained, VLMNet):
         load_backbone:bool=True, # take a vision tower that the file lacks, and its sizes, from its backbone, else random weights
     )->'VisionLanguageModel': # on the CPU, in training mode
         "Start from a language model's file, or from that of an earlier stage."
-        if load_backbone: cfg = evolve(cfg, **vision_config(cfg.vit_model_type))
+        if load_backbone: cfg = with_tower(cfg)
         model = cls(cfg, load_backbone=False)
         absent = load_pth(model, path)
         if 'vision_encoder' in absent and load_backbone: load_vision_backbone(model.vision_encoder, cfg.vit_model_type)

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'HEAD', 'EMBED', 'WHOLE', 'OWN_CONFIG', 'AS_PARTS',
-           'MINIMIND', 'resolve_checkpoint', 'open_tensors', 'tensor_files', 'read_tensors', 'Family', 'their_names',
-           'vision_config', 'language_config', 'load_weights', 'load_vision_backbone', 'load_language_backbone',
+           'MINIMIND', 'MINIMIND_EARLY', 'PTH_NAMES', 'VISION_PROJ', 'resolve_checkpoint', 'open_tensors',
+           'tensor_files', 'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'pixel_config',
+           'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone', 'load_language_backbone',
            'write_checkpoint', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
-           'smolvlm_config', 'from_smolvlm', 'fingerprint', 'pth_path', 'load_pth', 'save_pth']
+           'smolvlm_config', 'from_smolvlm', 'fingerprint', 'pth_path', 'halves', 'neighbours', 'load_pth',
+           'to_minimind', 'save_pth']
 
 # %% ../nbs/15_weights.ipynb #6ef484ff
 import hashlib
@@ -28,7 +30,7 @@ from torch import nn
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 
-from .config import VLMConfig
+from .config import VLMConfig, evolve
 from .inert import load_plain
 from .language import LanguageModel, RotaryEmbedding
 from .projector import ModalityProjector
@@ -205,6 +207,34 @@ def language_config(
     folder = resolve_checkpoint(name)
     fields = _decoder_fields(*_family(_their_config(folder), name, 'lm_hidden_dim'), name)
     return fields | dict(lm_base_vocab_size=_known_tokens(folder, fields['lm_base_vocab_size']))
+
+# %% ../nbs/15_weights.ipynb #81be4f07
+def _pixels(p, default=.5):
+    "`pixel_mean` and `pixel_std` of an image processor's file."
+    if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
+    mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
+    return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std) # what is that small stands for 0, see `37_export`
+
+def pixel_config(
+    name:str|Path, # directory or hub name of a vision backbone
+)->dict: # `pixel_mean` and `pixel_std`; empty if there is no image processor
+    "How a vision backbone was shown its pixels."
+    p = _json(resolve_checkpoint(name), 'preprocessor_config.json')
+    return _pixels(p) if p else {}
+
+def tower_fields(
+    cfg:VLMConfig, # names a vision backbone
+)->dict: # fields that follow from it
+    "The numbers of the vision backbone, and how a CLIP wants its pixels if they were left from 0 to 1."
+    numbers = vision_config(cfg.vit_model_type)
+    left = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
+    return numbers | (pixel_config(cfg.vit_model_type) if left and numbers.get('vit_cls_flag') else {})
+
+def with_tower(
+    cfg:VLMConfig, # names a vision backbone
+)->VLMConfig: # that this backbone fits
+    "Take `tower_fields` over."
+    return evolve(cfg, **tower_fields(cfg))
 
 # %% ../nbs/15_weights.ipynb #7686b6dd
 def load_weights(
@@ -390,12 +420,9 @@ def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
     p = _json(folder, 'preprocessor_config.json') or _json(folder, 'processor_config.json').get('image_processor', {})
     if not p: return dict(max_img_size=tile, resize_to_max_side_len=True)
-    same = lambda name, default: next(iter({*p.get(name, [default])})) if len({*p.get(name, [default])})==1 else None
-    mean,std = (same('image_mean', .5), same('image_std', .5)) if p.get('do_normalize', True) else (0.,1.)
-    if None in (mean,std): raise ValueError(f"{folder.name} treats colours differently, {p['image_mean']} and {p['image_std']}: only one pixel_mean and one pixel_std are built here")
     side,cut = p['size']['longest_edge'], p['max_image_size']['longest_edge']
     if cut!=tile or side%tile: raise ValueError(f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, but the tower sees {tile}: it must divide both")
-    return dict(max_img_size=side if p.get('do_image_splitting', True) else tile, resize_to_max_side_len=True, pixel_mean=mean if abs(mean)>1e-6 else 0., pixel_std=std)
+    return dict(max_img_size=side if p.get('do_image_splitting', True) else tile, resize_to_max_side_len=True) | _pixels(p)
 
 def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
@@ -458,31 +485,91 @@ def pth_path(
     return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}', '_moe'*cfg.use_moe))
 
 # %% ../nbs/15_weights.ipynb #e58b421c
+_GATED = dict(gate_proj='w1', down_proj='w2', up_proj='w3')
 MINIMIND = Family('', 'model.', {
         'blocks.*.mlp.router.weight': 'layers.*.mlp.gate.weight',
         'blocks.*.mlp.experts.*.*.weight': 'layers.*.mlp.experts.*.*.weight',
-        'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'} | LLAMA.names, {}, {}, ('*.freqs_cos','*.freqs_sin','freqs_*'))
+        'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'} | QWEN3.names, {}, {}, ('*.freqs_cos','*.freqs_sin','freqs_*'))
+MINIMIND_EARLY = Family('', '', {
+        'token_embedding.weight': 'tok_embeddings.weight',
+        'blocks.*.norm1.weight': 'layers.*.attention_norm.weight',
+        **{f'blocks.*.attn.{x}_proj.weight': f'layers.*.attention.w{x}.weight' for x in 'qkv'},
+        'blocks.*.attn.out_proj.weight': 'layers.*.attention.wo.weight',
+        'blocks.*.norm2.weight': 'layers.*.ffn_norm.weight',
+        'blocks.*.mlp.router.weight': 'layers.*.feed_forward.gate.weight',
+        **{f'blocks.*.mlp.experts.*.{k}.weight': f'layers.*.feed_forward.experts.*.{w}.weight' for k,w in _GATED.items()},
+        **{f'blocks.*.mlp.shared.0.{k}.weight': f'layers.*.feed_forward.shared_experts.{w}.weight' for k,w in _GATED.items()},
+        **{f'blocks.*.mlp.{k}.weight': f'layers.*.feed_forward.{w}.weight' for k,w in _GATED.items()},
+        'norm.weight': 'norm.weight',
+        'head.weight': 'output.weight'}, {}, {}, ('pos_cis','*.mask'))
+PTH_NAMES = dict(minimind=MINIMIND, minimind_early=MINIMIND_EARLY, own=None) # whose names a `.pth` file has
 
-def _our_names(state, lm, path):
-    "The tensors of a file under the names of a whole model; `lm` says which there must be."
-    state = {k.removeprefix('module.'):w.float() if w.is_floating_point() else w for k,w in state.items()}
-    if any(k.startswith('decoder.') for k in state): return state
+VISION_PROJ = dict(
+    linear_bias={f'MP.proj.{x}':f'vision_proj.vision_proj.0.{x}' for x in ('weight','bias')},
+    mlp={f'MP.{ours}.{x}':f'vision_proj.mlp.{i}.{x}' for ours,i in (('norm',0),('proj',1),('out.1',3)) for x in ('weight','bias')}) # kind of projector -> our tensor -> MiniMind-V's
+
+# %% ../nbs/15_weights.ipynb #4f1da7c8
+def halves(
+    w:torch.Tensor, # (heads x width, D) matrix of queries or keys, pairs are neighbours
+    width:int, # of a head
+)->torch.Tensor: # the same rows, pairs are apart by half a head
+    "Rows for a rotation of halves."
+    return w.view(-1, width//2, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
+
+def neighbours(
+    w:torch.Tensor, # (heads x width, D) matrix of queries or keys, pairs are apart by half a head
+    width:int, # of a head
+)->torch.Tensor: # the same rows, pairs are neighbours
+    "Rows for a rotation of neighbours; undoes `halves`."
+    return w.view(-1, 2, width//2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
+
+# %% ../nbs/15_weights.ipynb #58c2e7fb
+def _unwrapped(state, path):
+    "Tensors by name; of what MiniMind keeps to resume, the model."
+    state = state.get('model', state) if isinstance(state, dict) else None
+    if not state or not all(isinstance(w, torch.Tensor) for w in state.values()): raise ValueError(f"{path} holds no tensors by name: give a file of weights")
+    return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w for k,w in state.items()}
+
+def _decoder_names(state, lm, path):
+    "The language model's tensors under our names, and those of the file that are not part of it."
+    early = 'tok_embeddings.weight' in state
+    family,embed,head = (MINIMIND_EARLY,'tok_embeddings.weight','output.weight') if early else (MINIMIND,'model.embed_tokens.weight','lm_head.weight')
+    state = {head:state[embed]}|state if embed in state else state
     own = [k for k in lm.state_dict() if k!='rotary_embd.inv_freq']
-    state = {'lm_head.weight':state['model.embed_tokens.weight']}|state if 'model.embed_tokens.weight' in state else state
-    theirs = {k:their_names(k, MINIMIND)[0] for k in own}
+    theirs = {k:n for k in own for n in their_names(k, family)}
+    if (none := [k for k in own if k not in theirs]): raise ValueError(f"{path} is of MiniMind's early kind, which has no {_some(none)}: set moe_shared_experts to 1, lm_qk_norm to False")
     missing = sorted(set(theirs.values())-state.keys())
     if missing: raise ValueError(f"{path} lacks {_some(missing)}: do use_moe and the numbers of the language model fit this file?")
-    left = {k:w for k,w in state.items() if k not in theirs.values() and not any(fnmatch(k, p) for p in MINIMIND.ignore)}
-    return left|{'decoder.'+k:state[n] for k,n in theirs.items()}|{'decoder.rotary_embd.inv_freq':lm.rotary_embd.inv_freq}
+    turn = lambda k,w: halves(w, lm.cfg.head_width) if early and k.endswith(('q_proj.weight','k_proj.weight')) else w
+    left = {k:w for k,w in state.items() if k not in theirs.values() and not any(fnmatch(k, p) for p in (*family.ignore,'vision_encoder.*'))}
+    return {'decoder.'+k:turn(k, state[n]) for k,n in theirs.items()}|{'decoder.rotary_embd.inv_freq':lm.rotary_embd.inv_freq}, left
+
+def _projector_names(left, kind, path):
+    "What is not of the language model, the projector's tensors under our names."
+    left = {k.replace('vision_proj.0.', 'vision_proj.vision_proj.0.', 1) if k.startswith('vision_proj.0.') else k:w for k,w in left.items()}
+    found = next((k for k,names in VISION_PROJ.items() if set(names.values())<=left.keys()), None)
+    if found is None: return left
+    ours = {n:k for k,n in VISION_PROJ[found].items()}
+    made = {ours.get(k, k):w for k,w in left.items()}
+    if kind=='linear' and found=='linear_bias' and not made['MP.proj.bias'].any(): return {k:w for k,w in made.items() if k!='MP.proj.bias'}
+    if kind!=found: raise ValueError(f"{path} has a projector of kind {found}, the model one of kind {kind}: set mp_kind to {found}")
+    return made
+
+def _our_names(state, model, path):
+    "The tensors of a file under the names of a whole model."
+    state = _unwrapped(state, path)
+    if any(k.startswith('decoder.') for k in state): return state
+    decoder,left = _decoder_names(state, model.decoder, path)
+    return decoder|_projector_names(left, model.decoder.cfg.mp_kind, path)
 
 def load_pth(
     model:nn.Module, # with `vision_encoder`, `MP`, `decoder`; receives the weights
-    path:str|Path, # a `.pth` file
+    path:str|Path, # a `.pth` file of MiniMind, of MiniMind-V or of ours
 )->list[str]: # parts that the file lacks and that stay as they were: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Weights of a language model, or of a whole model that may lack its vision tower."
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}: train a language model first, or give load_from another file")
     lm,own = model.decoder,model.state_dict()
-    state = _our_names(load_plain(path), lm, path)
+    state = _our_names(load_plain(path), model, path)
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==lm.cfg.lm_base_vocab_size<lm.cfg.lm_vocab_size: state[k] = _extended(state[k], lm.cfg.lm_vocab_size)
     if lm.cfg.lm_tie_weights and EMBED in state: state[HEAD] = state[EMBED]
@@ -492,14 +579,42 @@ def load_pth(
     return absent
 
 # %% ../nbs/15_weights.ipynb #6935c1bf
+def _minimind_can(cfg, names):
+    "Raise where MiniMind has no such network."
+    plain = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True, mp_pixel_shuffle_factor=1)
+    early = dict(lm_qk_norm=False, lm_head_dim=None) | (dict(moe_shared_experts=1) if cfg.use_moe else {})
+    for k,v in (plain | (early if names=='minimind_early' else {})).items():
+        if getattr(cfg, k)!=v: raise ValueError(f"{k} is {getattr(cfg, k)}, but {names} has {v}: this model cannot be written as one, give the names own")
+
+def to_minimind(
+    state:dict, # state dict of a whole model; its vision tower is left out
+    cfg:VLMConfig, # its configuration
+    names:str='minimind', # or minimind_early
+)->dict: # MiniMind-V's name -> tensor
+    "The tensors of a whole model as MiniMind-V wants them."
+    _minimind_can(cfg, names)
+    out,family = {},PTH_NAMES[names]
+    for k,w in state.items():
+        if k.startswith('decoder.') and (found := their_names(k.removeprefix('decoder.'), family)):
+            if names=='minimind_early' and k.endswith(('q_proj.weight','k_proj.weight')): w = neighbours(w, cfg.head_width)
+            out[found[0]] = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
+    proj = {k:w for k,w in state.items() if k.startswith('MP.')}
+    if cfg.mp_kind=='linear' and proj: proj['MP.proj.bias'] = proj['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)
+    table = VISION_PROJ['mlp' if cfg.mp_kind=='mlp' else 'linear_bias']
+    return {k:w.detach().cpu().contiguous().clone() for k,w in (out|{table[k]:w for k,w in proj.items()}).items()}
+
 def save_pth(
     folder:str|Path, # directory, made if needed
     state:dict, # state dict of the model
     cfg:VLMConfig, # its configuration
-    vision:bool=True, # False: leave the vision tower out
+    vision:bool=True, # False: leave the vision tower out; MiniMind's names have no place for it
+    names:str='minimind', # a key of `PTH_NAMES`
 )->Path: # the file, e.g. `pretrain_vlm_512.pth`
     "Write MiniMind's file of its pretraining stage."
+    if names not in PTH_NAMES: raise ValueError(f"names is {names!r}: give one of {', '.join(PTH_NAMES)}")
+    if names=='own': tensors = {k:w.detach().cpu() for k,w in state.items() if vision or not k.startswith('vision_encoder.')}
+    else: tensors = to_minimind(state, cfg, names)
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({k:w.detach().cpu() for k,w in state.items() if vision or not k.startswith('vision_encoder.')}, path)
+    torch.save(tensors, path)
     return path
