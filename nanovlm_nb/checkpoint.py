@@ -380,13 +380,14 @@ def find_checkpoint(
 def export_pth(
     name:str|Path, # what `find_checkpoint` understands
     folder:str|Path, # directory, made if needed
-    vision:bool=True, # False: leave the vision tower out
+    vision:bool=True, # False: leave the vision tower out; of MiniMind's names none is for it
+    names:str='minimind', # whose names, see `save_pth`
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "A checkpoint in MiniMind's format."
     from nanovlm_nb.vlm import VisionLanguageModel # to list checkpoints takes no model
     from nanovlm_nb.weights import save_pth
     model = VisionLanguageModel.from_pretrained(find_checkpoint(name))
-    return save_pth(folder, model.state_dict(), model.cfg, vision)
+    return save_pth(folder, model.state_dict(), model.cfg, vision, names)
 
 # %% ../nbs/31_checkpoint.ipynb #931b0115
 def main(
@@ -396,13 +397,16 @@ def main(
     parser = argparse.ArgumentParser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
     parser.add_argument('run_dir', type=Path, help='directory of the run')
     parser.add_argument('--pth', type=Path, metavar='DIR', help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
-    parser.add_argument('--without_vision', action='store_true', help='leave the vision tower out of that file')
+    parser.add_argument('--pth_names', default='minimind', help='whose names that file has: minimind, minimind_early (until April 2025) or own')
+    parser.add_argument('--without_vision', action='store_true', help='leave the vision tower out of that file, if its names are our own')
     parser.add_argument('--delete_older_than', type=float, metavar='DAYS', help='first delete older checkpoints, except the best, the newest complete one, and those being evaluated')
     args = parser.parse_args(argv)
     run_dir = args.run_dir
     if not run_dir.is_dir(): parser.error(f'there is no directory {run_dir}')
     if args.delete_older_than is not None: sys.stdout.write(''.join(f'deleted {p.name}\n' for p in prune_older(run_dir, args.delete_older_than)))
-    if args.pth: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision)}\n')
+    if args.pth:
+        try: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision, args.pth_names)}\n')
+        except (ValueError, OSError) as e: parser.error(str(e))
     found = list_checkpoints(run_dir)
     sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
     return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1

@@ -24,7 +24,7 @@ from .dist import Dist,destroy_dist,init_dist,launchers,set_seed,set_threads
 from .logs import RunLog,plot_curves,read_log
 from .advice import advice
 from .vision import ViT
-from .weights import load_vision_backbone,pth_path,vision_config
+from .weights import load_vision_backbone,pth_path,with_tower
 from .vlm import VisionLanguageModel
 from .features import keep_features
 from .images import get_image_processor
@@ -46,7 +46,7 @@ def get_vision_model(
     vlm_cfg:VLMConfig, # `vit_model_type` names the backbone
 )->tuple[ViT,Callable]: # the tower, frozen and in eval mode; picture -> (uint8 tiles (n, 3, S, S), grid)
     "A vision backbone and its preprocessing."
-    cfg = evolve(vlm_cfg, **vision_config(vlm_cfg.vit_model_type))
+    cfg = with_tower(vlm_cfg)
     vit = ViT(cfg)
     load_vision_backbone(vit, cfg.vit_model_type)
     return vit.eval().requires_grad_(False),get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, convention=cfg.image_convention)

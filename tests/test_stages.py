@@ -195,7 +195,7 @@ def test_minimind_stage(tmp_path, siglip, use_moe):
     if use_moe: return
     train([*start, '--run_name', 'r', '--resume', 'True', '--max_training_steps', 8], tmp_path, ranks=2)
     assert len(updates(tmp_path, 'r')) == 8, 'the same command goes on'
-    exported = run(['nanovlm_checkpoints', run_dir, '--pth', 'out', '--without_vision'], tmp_path).stdout.splitlines()[0]
+    exported = run(['nanovlm_checkpoints', run_dir, '--pth', 'out', '--pth_names', 'own', '--without_vision'], tmp_path).stdout.splitlines()[0]
     assert exported == str(file.relative_to(tmp_path)).replace('lm_32', 'pretrain_vlm_32')
     train([*start, '--run_name', 'next', '--load_from', exported, '--max_training_steps', 1], tmp_path)
     best = VisionLanguageModel.from_pretrained(run_dir/(run_dir/'best_checkpoint').read_text().strip()).state_dict()

@@ -1,0 +1,82 @@
+"MiniMind's files come in and go out: its own model code, of three times, gives the scores."
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from minimind_golden import CASES, MARK, PICTURE, batch, load_into
+
+from nanovlm_nb.config import VLMConfig, evolve
+from nanovlm_nb.vlm import VisionLanguageModel, fill_slots
+from nanovlm_nb.weights import load_pth, save_pth, to_minimind
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+HERE = Path(__file__).parent/'data'/'minimind'
+CLONE = os.environ.get('MINIMIND_V')  # a clone of github.com/jingyaogong/minimind-v: run its code anew
+NAMES = dict(early='minimind_early', early_moe='minimind_early')  # of a case, else minimind
+
+
+def config(case):
+    "A model of ours with the sizes of a case."
+    s, today = json.loads((HERE/'sizes.json').read_text()), case.startswith('today')
+    kind = dict(lm_rms_eps=1e-6, lm_qk_norm=True, mp_kind='mlp', moe_top_k=1, moe_shared_experts=0, lm_n_kv_heads=s['kv_heads']) if today else dict(mp_kind='linear_bias')
+    return VLMConfig(vit_hidden_dim=s['vision'], vit_inter_dim=16, vit_n_heads=2, vit_n_blocks=1, vit_patch_size=16, vit_img_size=32, max_img_size=32, mp_pixel_shuffle_factor=1,
+                     lm_hidden_dim=s['width'], lm_inter_dim=s['inside'], lm_re_base=1_000_000, lm_base_vocab_size=s['tokens'], lm_n_heads=s['heads'], lm_n_blocks=s['blocks'],
+                     lm_max_length=64, moe_experts=s['experts'], use_moe=case.endswith('moe'), vlm_extra_tokens={'image_token': '<|image|>'}, **dict(lm_n_kv_heads=s['kv_heads']) | kind)
+
+
+@torch.no_grad()
+def scores(model):
+    "Logits of the golden batch as text and with its pictures."
+    ids, features = batch()
+    x, slots = model.decoder.token_embedding(ids), ids == MARK
+    for part in ('MP.norm', 'MP.proj', 'MP.out'): features = model.get_submodule(part)(features)  # a row of features has no grid to shuffle
+    head = lambda h: model.decoder.head(model.decoder(h))[..., :48]
+    return dict(text=head(x), pictures=head(fill_slots(x, slots, features)))
+
+
+def far(a, b): return max((a[k]-b[k]).abs().max().item() for k in ('text', 'pictures'))
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_its_files_give_its_scores_here(case):
+    "A stage file of MiniMind-V, in each of its formats, dense and with experts."
+    model = VisionLanguageModel(config(case), load_backbone=False).eval()
+    assert load_pth(model, HERE/case/'weights.pth') == ['vision_encoder']
+    theirs = torch.load(HERE/case/'scores.pt')
+    assert (theirs['text']-theirs['pictures']).abs().max() > .1, 'the picture counts'
+    assert far(scores(model), theirs) <= 1e-5
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_a_language_model_alone_comes_in(case, tmp_path):
+    "MiniMind's file of its language model: tower and projector are ours to find."
+    model = VisionLanguageModel(config(case), load_backbone=False).eval()
+    torch.save({k: w for k, w in torch.load(HERE/case/'weights.pth').items() if not k.startswith('vision')}, tmp_path/'lm.pth')
+    assert load_pth(model, tmp_path/'lm.pth') == ['vision_encoder', 'MP']
+    theirs = torch.load(HERE/case/'scores.pt')['text']
+    assert (scores(model)['text']-theirs).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_what_goes_out_is_what_came_in(case, tmp_path):
+    "Its names, all of them and no others, and its numbers: so its model loads the file with strict=True and gives the recorded scores."
+    model, file = VisionLanguageModel(config(case), load_backbone=False), torch.load(HERE/case/'weights.pth')
+    load_pth(model, HERE/case/'weights.pth')
+    made = to_minimind(model.state_dict(), model.cfg, NAMES.get(case, 'minimind'))
+    assert made.keys() == file.keys()
+    assert all(torch.equal(made[k], file[k].float()) for k in file)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CLONE, reason='MINIMIND_V names no clone of MiniMind-V')
+@pytest.mark.parametrize('case', CASES)
+def test_its_own_code_loads_ours(case, tmp_path):
+    "A random model of ours, written; MiniMind-V's code loads it with strict=True and gives our scores."
+    torch.manual_seed(3)
+    model = VisionLanguageModel(evolve(config(case), init_std=.2), load_backbone=False).eval()
+    for w in model.MP.parameters(): w.data.add_(.1*torch.randn_like(w))
+    file = save_pth(tmp_path, model.state_dict(), model.cfg, names=NAMES.get(case, 'minimind'))
+    commit, use_moe = CASES[case]
+    assert far(load_into(CLONE, commit, use_moe, file, tmp_path/'code'), scores(model)) <= 2e-5
