@@ -1,6 +1,7 @@
 "Fixtures that every test may ask for."
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 
@@ -19,6 +20,11 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('--slow'): return
     for item in items:
         if 'slow' in item.keywords: item.add_marker(pytest.mark.skip(reason=f'takes minutes: pytest --slow {item.path.relative_to(ROOT)}'))
+
+
+def pytest_sessionfinish(session):
+    "End the warm python, if some test has started it."
+    if commands.warm.cache_info().currsize: commands.warm().close()
 
 
 @pytest.fixture(scope='session')

@@ -490,7 +490,7 @@ sys.exit(code)
 
 
 def test_help_loads_no_torch_and_knows_all_flags(tmp_path):
-    done = run([sys.executable, '-c', HELP], tmp_path)
+    done = run([sys.executable, '-c', HELP], tmp_path, fresh=True)
     assert done.stderr.split() == ['loaded:']
     assert all(f'--{flag}' in done.stdout for flag in ('samples', 'compare', 'html', 'config', 'preset', 'train_dataset_path', 'max_img_size'))
 

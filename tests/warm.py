@@ -1,0 +1,148 @@
+"""A python that is warm: it takes what `python` takes, and has imported already what the commands import.
+
+`Warm` starts a server, which imports the libraries once and forks from then on. `Warm.python` stands where a python would: it
+hands its arguments, surroundings and open files to the server, passes signals on, and ends as its command ends. Each command
+is a process of its own all the same, with its own memory, modules, signals and end; only the seconds of CPU that imports take
+are spent once. Not for a test that looks at memory, at what is imported, or for children of a process that it knows by number."""
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IMPORTED = ('torch._dynamo', 'torch.distributed.run', 'torch.distributed.checkpoint', 'wandb', 'matplotlib.pyplot')  # and all of the package
+
+
+# --- where the tests are
+
+class Warm:
+    "A server of this test process, started by the first command and ended by `close`."
+    def __init__(self, env):
+        import subprocess
+        import tempfile
+        self.folder = tempfile.TemporaryDirectory(prefix='warm')
+        address, self.python = f'{self.folder.name}/socket', f'{self.folder.name}/python'
+        with open(self.python, 'w') as f: f.write(f'#!/bin/sh\nexec {sys.executable} -IS {os.path.abspath(__file__)} ask {address} "$@"\n')
+        os.chmod(self.python, 0o755)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            self.server = subprocess.Popen([sys.executable, os.path.abspath(__file__), 'serve', str(listener.fileno())], env=env, stdin=subprocess.PIPE,
+                                           pass_fds=[listener.fileno()], start_new_session=True)
+
+    def close(self):
+        "End the server, and wait for it, so that its time counts as that of this process's children."
+        self.server.stdin.close()
+        self.server.wait()
+        self.folder.cleanup()
+
+
+# --- where a python would be: starts in milliseconds, so it imports nothing
+
+def ask(address, args):
+    "Have a command run, and end as it ends."
+    conn = socket.socket(socket.AF_UNIX)
+    conn.connect(address)
+    words = '\0'.join([str(len(args)), os.getcwd(), *args, *(f'{k}={v}' for k, v in os.environ.items())]).encode('utf-8', 'surrogateescape')
+    socket.send_fds(conn, [len(words).to_bytes(8, 'big')], [0, 1, 2])
+    conn.sendall(words)
+    for s in PASSED_ON: signal.signal(s, lambda s, _: conn.send(bytes([s])))
+    found = conn.recv(4)
+    status = int.from_bytes(found, 'big') if found else signal.SIGKILL  # no answer: the server is gone
+    if not os.WIFSIGNALED(status): os._exit(os.WEXITSTATUS(status))
+    if os.WTERMSIG(status) != signal.SIGKILL: signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    os.kill(os.getpid(), os.WTERMSIG(status))
+
+
+# --- the server
+
+def load():
+    "Import what commands import."
+    import gc
+    import importlib
+    import pkgutil
+    import nanovlm_nb
+    for name in (*IMPORTED, *(f'nanovlm_nb.{m.name}' for m in pkgutil.iter_modules(nanovlm_nb.__path__))): importlib.import_module(name)
+    nanovlm_nb.config.make_parser()  # reads the comments of the fields, once
+    gc.freeze()  # so that forks share what is here until they change it
+    threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
+    assert threads <= {'jemalloc_bg_thd'}, f'imports have started {threads}'  # the one of pyarrow, which minds forks
+
+
+def request(conn):
+    "Open files, directory, arguments and environment of a command."
+    head, fds, *_ = socket.recv_fds(conn, 8, 3)
+    size, words = int.from_bytes(head, 'big'), b''
+    while len(words) < size: words += conn.recv(size-len(words))
+    n, cwd, *rest = words.decode('utf-8', 'surrogateescape').split('\0')
+    return fds, cwd, rest[:int(n)], dict(line.split('=', 1) for line in rest[int(n):])
+
+
+def become(fds, cwd, args, env, search):
+    "Make this fork what `python args` is when it starts; returns what is left to do."
+    import runpy
+    import types
+    import warnings
+    import numpy
+    for to, fd in enumerate(fds): os.dup2(fd, to)
+    for fd in fds: os.close(fd)
+    os.setsid()
+    for s in PASSED_ON: signal.signal(s, signal.default_int_handler if s == signal.SIGINT else signal.SIG_DFL)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.executable = env.get('PYTHON_EXEC', sys.executable)  # so that what the command starts is warm too
+    numpy.random.seed()  # the others are seeded anew by a fork, or not by a start
+    for stream in (sys.stdout, sys.stderr): stream.reconfigure(write_through=True)
+    while args[0] == '-u': args = args[1:]
+    kind, (what, *rest) = (args[0], args[1:]) if args[0] in ('-m', '-c') else ('', args)
+    sys.path[:] = [{'-m': cwd, '-c': ''}.get(kind, os.path.dirname(os.path.abspath(what))), *filter(None, env.get('PYTHONPATH', '').split(':')), *search]
+    sys.argv = [kind or what, *rest]
+    main = sys.modules['__main__'] = types.ModuleType('__main__')
+    warnings.filterwarnings('ignore', '.*found in sys.modules', RuntimeWarning)
+    if kind == '-m': return lambda: runpy._run_module_as_main(what)
+    if not kind: main.__file__ = what
+    return lambda: exec(compile(what if kind else open(what, encoding='utf-8').read(), what if not kind else '<string>', 'exec'), vars(main))
+
+
+def serve(listener, search):
+    "Fork for each command until the tests have closed standard input; returns in each fork with what is to be done there."
+    import selectors
+    choose, jobs = selectors.DefaultSelector(), {}
+    choose.register(0, selectors.EVENT_READ)
+    choose.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in choose.select():
+            if key.fileobj == 0: return None
+            if key.fileobj is listener:
+                conn = listener.accept()[0]
+                fds, *wanted = request(conn)
+                if (pid := os.fork()) == 0:
+                    for f in (choose, listener, conn, *(c for _, c, _ in jobs.values())): f.close()
+                    for end in {end for _, _, end in jobs.values()}: os.close(end)
+                    return become(fds, *wanted, search)
+                for fd in fds: os.close(fd)
+                end = os.pidfd_open(pid)
+                jobs[end] = jobs[conn] = pid, conn, end
+                for f in (conn, end): choose.register(f, selectors.EVENT_READ)
+            elif key.fileobj in jobs:
+                pid, conn, end = jobs[key.fileobj]
+                if key.fileobj is conn:  # a signal, or the one who asked was killed
+                    for s in conn.recv(16) or [signal.SIGKILL]: os.kill(pid, s)
+                    continue
+                status = os.waitpid(pid, 0)[1]
+                try: conn.send(status.to_bytes(4, 'big'))
+                except OSError: pass
+                for f in (conn, end): choose.unregister(f); del jobs[f]
+                conn.close()
+                os.close(end)
+
+
+if __name__ == '__main__':
+    action, where, *args = sys.argv[1:]
+    if action == 'ask': ask(where, args)
+    else:
+        del sys.path[0]
+        load()
+        job = serve(socket.socket(fileno=int(where)), list(sys.path))
+        if job: job()
