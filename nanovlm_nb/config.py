@@ -16,6 +16,7 @@ import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -623,13 +624,24 @@ def load_yaml(
     return evolve(base_vlm, **vlm),evolve(base_train, **train)
 
 # %% ../nbs/01_config.ipynb #d5da249c
+def _comments(
+    source:str, # of a module
+)->dict: # class -> field -> the comment behind it
+    "Read all classes of a module at once: the help of a command should not take a second."
+    from ast import AnnAssign,ClassDef,parse
+    lines = source.encode().splitlines()
+    behind = lambda field: lines[field.end_lineno-1][field.end_col_offset:].decode().strip(' #')
+    return {c.name:{f.target.id:behind(f) for f in c.body if isinstance(f,AnnAssign)} for c in parse(source).body if isinstance(c,ClassDef)}
+
+@cache
 def field_docs(
     *parts:type, # dataclasses whose fields carry a comment
 )->dict: # field name -> comment
     "What each field means: the comments behind the fields are also the help of the flags."
-    from fastcore.docments import docments
-    found = {n:text for part in parts for n,text in docments(part).items()}
-    return {f.name:found.get(f.name) or '' for part in parts for f in fields(part)}
+    from inspect import getmodule,getsource
+    sources = {m:getsource(m) if m.__name__!='__main__' else '' for m in {getmodule(part) for part in parts}} # a notebook has none
+    found = {m:_comments(source) for m,source in sources.items()}
+    return {f.name:found[getmodule(part)].get(part.__name__, {}).get(f.name, '') for part in parts for f in fields(part)}
 
 # %% ../nbs/01_config.ipynb #31d706c4
 _PARTS = (VisionFields, LanguageFields, BridgeFields, OptimFields, DataFields, EngineFields, ReportFields)
