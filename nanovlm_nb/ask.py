@@ -4,20 +4,20 @@
 
 # %% auto #0
 __all__ = ['left_pad', 'Asker', 'Chat', 'Result', 'questions_of', 'answer_all', 'accuracy', 'accuracy_table', 'plot_answers',
-           'refuse', 'open_pictures', 'load_asker', 'main']
+           'open_pictures', 'load_asker', 'main']
 
 # %% ../nbs/33_ask.ipynb #b908693b
-import argparse,json,sys
+import json,sys
 from collections.abc import Iterable,Iterator,Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from safetensors import SafetensorError
 
+from .usage import Parser,UsageError,at_least,command
 from .dist import pick_device
 from .chat import encode_prompt,get_image_string
 from .generate import TextStreams
@@ -277,47 +277,40 @@ def plot_answers(
     return fig
 
 # %% ../nbs/33_ask.ipynb #945b2fad
-def refuse(
-    prog:str, # name of the command
-    problems:Iterable[str], # what is wrong, a line each
-)->NoReturn: # raises SystemExit with code 2
-    "End a command that cannot do what it is asked."
-    for p in problems: sys.stderr.write(f"{prog}: {' '.join(p.split())}\n")
-    raise SystemExit(2)
-
 def open_pictures(
-    prog:str, # name of the command
     names:Iterable[str|Path], # files
 )->list[Image.Image]: # decoded
-    "All pictures, or a line about each that cannot be used."
+    "All pictures; those that cannot be used are named together."
     found,problems = [],[]
     for name in names:
         try: found.append(open_image(name) if Path(name).is_file() else problems.append(f'{name}: there is no such file'))
         except UnreadableImage as e: problems.append(f'{name}: {e}')
-    return refuse(prog, problems) if problems else found
+    if problems: raise UsageError('; '.join(problems)+': give picture files that can be read')
+    return found
 
 def load_asker(
-    prog:str, # name of the command
     checkpoint:str|Path, # a checkpoint, a run directory, or a hub id
+    device:torch.device|None=None, # default: the best there is
 )->Asker: # ready to be called
-    "The model that a user means, or a line about what is wrong with it."
-    try: return Asker.from_checkpoint(find_checkpoint(checkpoint))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e: refuse(prog, [f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}'])
+    "The model that a user means; raises UsageError about what is wrong with it."
+    try: return Asker.from_checkpoint(find_checkpoint(checkpoint), device)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e:
+        raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}') from e
 
 # %% ../nbs/33_ask.ipynb #761a09fd
 def _parser():
-    p = argparse.ArgumentParser(prog='nanovlm_generate', description=main.__doc__)
+    p = Parser(prog='nanovlm_generate', description=main.__doc__)
     p.add_argument('checkpoint', help='directory with config.json and model.safetensors, a run directory, or a hub id')
     p.add_argument('--image', action='append', default=[], help='picture file; may be given several times, all questions are about all pictures')
     p.add_argument('--prompt', required=True, help='the question; -: each line of the standard input is one')
-    p.add_argument('--max_new_tokens', type=int, default=64, help='longest answer in tokens')
-    p.add_argument('--temperature', type=float, default=0., help='0 takes the most likely token')
-    p.add_argument('--top_k', type=int, default=50, help='with a temperature: draw from this many of the best tokens; 0: from all')
-    p.add_argument('--top_p', type=float, default=.9, help='with a temperature: draw from the best tokens that reach this probability together')
+    p.add_argument('--max_new_tokens', type=at_least(1), default=64, help='longest answer in tokens')
+    p.add_argument('--temperature', type=at_least(0, float), default=0., help='0 takes the most likely token')
+    p.add_argument('--top_k', type=at_least(0), default=50, help='with a temperature: draw from this many of the best tokens; 0: from all')
+    p.add_argument('--top_p', type=at_least(0, float), default=.9, help='with a temperature: draw from the best tokens that reach this probability together')
     p.add_argument('--repetition_penalty', type=float, default=1., help='above 1 makes tokens less likely that were there before')
     p.add_argument('--stop', action='append', default=[], help='text that ends an answer; may be given several times')
-    p.add_argument('--seed', type=int, default=0, help='seed of the sampling')
-    p.add_argument('--batch_size', type=int, default=16, help='questions answered together')
+    p.add_argument('--seed', type=at_least(0), default=0, help='seed of the sampling')
+    p.add_argument('--batch_size', type=at_least(1), default=16, help='questions answered together')
     how = p.add_mutually_exclusive_group()
     how.add_argument('--json', action='store_true', help='a line of JSON for each question')
     how.add_argument('--stream', action='store_true', help='show each answer while it is made')
@@ -333,23 +326,20 @@ def _answers(asker, images, questions, a):
         if not a.stream: yield from asker(part, a.max_new_tokens, a.stop, **how)
         else: yield from (*(p for p, in asker.stream(part, a.max_new_tokens, a.stop, **how)),'\n')
 
+@command('nanovlm_generate')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 ):
     "Console script `nanovlm_generate`: answer questions about some pictures."
-    a = (p := _parser()).parse_args(argv)
+    a = _parser().parse_args(argv)
     questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
-    if not questions: refuse(p.prog, ['no question on the standard input: write one a line'])
-    if a.batch_size<1: refuse(p.prog, [f'batch_size is {a.batch_size}: give 1 or more'])
-    images = open_pictures(p.prog, a.image)
-    asker = load_asker(p.prog, a.checkpoint)
+    if not questions: raise UsageError('no question on the standard input: write one a line')
+    images,asker = open_pictures(a.image),load_asker(a.checkpoint)
     asked = iter(questions)
-    try:
-        for text in _answers(asker, images, questions, a):
-            if a.json: text = json.dumps(dict(images=a.image, prompt=next(asked), answer=text), ensure_ascii=False)
-            sys.stdout.write(text if a.stream else text+'\n')
-            sys.stdout.flush()
-    except ValueError as e: refuse(p.prog, [str(e)])
+    for text in _answers(asker, images, questions, a):
+        if a.json: text = json.dumps(dict(images=a.image, prompt=next(asked), answer=text), ensure_ascii=False)
+        sys.stdout.write(text if a.stream else text+'\n')
+        sys.stdout.flush()
 
 # %% ../nbs/33_ask.ipynb #a9107d23
 #| eval: false

@@ -9,7 +9,7 @@ __all__ = ['MANIFEST', 'logger', 'write_text_atomic', 'write_pointer', 'read_poi
            'describe_checkpoint', 'list_checkpoints', 'find_checkpoint', 'export_pth', 'main']
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
-import argparse,base64,errno,json,logging,os,random,re,shutil,sys,time,warnings
+import base64,errno,json,logging,os,random,re,shutil,sys,time,warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
+from .usage import Parser,UsageError,at_least,command
 from .dist import Dist
 from .manifest import MANIFEST,damage,file_digests,file_sizes,has_digests,missing_files,write_manifest
 from .evals import pinned
@@ -390,23 +391,26 @@ def export_pth(
     return save_pth(folder, model.state_dict(), model.cfg, vision, names)
 
 # %% ../nbs/31_checkpoint.ipynb #931b0115
+@command('nanovlm_checkpoints')
 def main(
     argv:list[str]|None=None, # the command line; None: of this process
 )->int: # exit code: 1 if there is no complete checkpoint
     "List the checkpoints of a run."
-    parser = argparse.ArgumentParser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
+    parser = Parser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
     parser.add_argument('run_dir', type=Path, help='directory of the run')
     parser.add_argument('--pth', type=Path, metavar='DIR', help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
     parser.add_argument('--pth_names', default='minimind', help='whose names that file has: minimind, minimind_early (until April 2025) or own')
     parser.add_argument('--without_vision', action='store_true', help='leave the vision tower out of that file, if its names are our own')
-    parser.add_argument('--delete_older_than', type=float, metavar='DAYS', help='first delete older checkpoints, except the best, the newest complete one, and those being evaluated')
+    parser.add_argument('--delete_older_than', type=at_least(0, float), metavar='DAYS', help='first delete older checkpoints, except the best, the newest complete one, and those being evaluated')
     args = parser.parse_args(argv)
     run_dir = args.run_dir
-    if not run_dir.is_dir(): parser.error(f'there is no directory {run_dir}')
+    if not run_dir.is_dir(): raise UsageError(f'there is no directory {run_dir}: give that of a run')
     if args.delete_older_than is not None: sys.stdout.write(''.join(f'deleted {p.name}\n' for p in prune_older(run_dir, args.delete_older_than)))
-    if args.pth:
-        try: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision, args.pth_names)}\n')
-        except (ValueError, OSError) as e: parser.error(str(e))
+    if args.pth: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision, args.pth_names)}\n')
     found = list_checkpoints(run_dir)
     sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
     return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
+
+# %% ../nbs/31_checkpoint.ipynb #e5c10001
+#| eval: false
+if __name__=='__main__': sys.exit(main())

@@ -11,7 +11,6 @@ __all__ = ['LOGS', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answer', 'Cla
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
 import json,math,os,random,sys,threading
-from argparse import ArgumentParser
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
@@ -27,6 +26,7 @@ from PIL import Image
 from torch import Tensor,nn
 from torch.nn import functional as F
 
+from .usage import Parser,command
 from .config import Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env
 from .dist import Dist,destroy_dist,init_dist,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
@@ -664,11 +664,12 @@ def with_resume(
     if not found.exists(): raise FileNotFoundError(f'resume_from: {run_dir} has no {resume_from}, it has {", ".join(p.name for p in checkpoints(run_dir)) or "no checkpoint"}')
     return replace(s, train=s.train|dict(resume=True, load_from=str(found.resolve())))
 
+@command('nanovlm_classify')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # exit code: 0, or 85 when a signal has ended the training
     "Console script `nanovlm_classify`: train a classifier, or sort pictures with one."
-    p = ArgumentParser(prog='nanovlm_classify', description=main.__doc__)
+    p = Parser(prog='nanovlm_classify', description=main.__doc__)
     p.add_argument('--config', metavar='FILE.yaml', help='settings in the sections `model`, `training` and `monitor`; without it the defaults')
     p.add_argument('--run_name', help='name of the run and of its directory')
     p.add_argument('--resume_from', help='checkpoint-N of the run, a path, or `latest`')
@@ -677,16 +678,14 @@ def main(
     p.add_argument('pictures', nargs='*', help='files to sort')
     a = p.parse_args(argv)
     set_env()
-    try:
-        if a.predict or a.pictures:
-            sort_files(a.predict, a.pictures)
-            return 0
-        s = Settings.load(a.config) if a.config else Settings()
-        if a.run_name: s = replace(s, training=replace(s.training, run_name=a.run_name))
-        if a.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=a.deepspeed_config))
-        if a.resume_from: s = with_resume(s, a.resume_from)
-        return exit_code(classify(s))
-    except (ValueError, OSError) as e: p.error(str(e))
+    if a.predict or a.pictures:
+        sort_files(a.predict, a.pictures)
+        return 0
+    s = Settings.load(a.config) if a.config else Settings()
+    if a.run_name: s = replace(s, training=replace(s.training, run_name=a.run_name))
+    if a.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=a.deepspeed_config))
+    if a.resume_from: s = with_resume(s, a.resume_from)
+    return exit_code(classify(s))
 
 def sort_files(
     checkpoint:str, # a checkpoint, or a run directory

@@ -6,7 +6,6 @@
 __all__ = ['HAIR', 'AS_TEXT', 'FORMATS', 'picture_rules', 'chat_template', 'export_smolvlm', 'main']
 
 # %% ../nbs/37_export.ipynb #858b34df
-import argparse
 import copy
 import json
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .ask import refuse
+from .usage import Parser, UsageError, command
 from .checkpoint import find_checkpoint
 from .config import VLMConfig
 from .vlm import VisionLanguageModel, written_at_once
@@ -75,21 +74,22 @@ def export_smolvlm(
 # %% ../nbs/37_export.ipynb #3c4481dd
 FORMATS = (*WHOLE, 'nanovlm') # what can be written
 
+@command('nanovlm_export')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 ):
     "Console script `nanovlm_export`: write a model for transformers, or as nanoVLM's checkpoint."
-    p = argparse.ArgumentParser(prog='nanovlm_export', description=main.__doc__)
+    p = Parser(prog='nanovlm_export', description=main.__doc__)
     p.add_argument('checkpoint', help='a checkpoint, a run directory, a SmolVLM or Idefics3 of transformers, or a hub id')
     p.add_argument('out', help='directory to write')
     p.add_argument('--format', choices=FORMATS, default=FORMATS[0], help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours')
     a = p.parse_args(argv)
-    if Path(a.out).exists() and any(Path(a.out).iterdir()): refuse(p.prog, [f'{a.out} is not empty: give a new directory'])
+    if Path(a.out).exists() and any(Path(a.out).iterdir()): raise UsageError(f'{a.out} is not empty: give a new directory')
     try:
         model = VisionLanguageModel.from_pretrained(find_checkpoint(a.checkpoint))
         if a.format=='nanovlm': model.save_pretrained(a.out)
         else: export_smolvlm(model, a.out, a.format)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e: refuse(p.prog, [f'{a.checkpoint}: {type(e).__name__}: {e}'])
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e: raise UsageError(f'{a.checkpoint}: {type(e).__name__}: {e}') from e
     lone = a.format!='nanovlm' and model.cfg.image_convention!='smolvlm'
     note = ' without a processor: transformers cannot write prompts in the nanovlm convention; see image_convention' if lone else ''
     sys.stdout.write(f'{a.out}: {a.format}{note}\n')

@@ -8,7 +8,6 @@ __all__ = ['THUMB', 'CARDS', 'COLOURS', 'BRACKETS', 'CSS', 'STOPS', 'SAMPLES', '
 
 # %% ../nbs/41_inspect.ipynb #4fb972eb
 import base64,io,os,re,sys
-from argparse import ArgumentParser
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from typing import Any,NamedTuple
 
 from fastcore.xml import B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Main,Meta,P,Safe,Small,Span,Style,Summary,Table,Td,Th,Title,Tr,to_xml
 
+from .usage import Parser,UsageError,command
 from .config import TrainConfig,VLMConfig,evolve,parse_args,set_env
 from .faults import CHECKS,IGNORE,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,tokens_of
 
@@ -540,16 +540,16 @@ def inspect_config(
 
 # %% ../nbs/41_inspect.ipynb #9e00818d
 def _own_flags(argv=None):
-    "The flags of this command, and the rest for `parse_args`."
-    p = ArgumentParser('nanovlm_inspect', usage='%(prog)s [--samples N] [--compare N] [--html FILE] [flags of nanovlm_train ...]',
+    "The values of this command, the rest for `parse_args`, and the names of its own flags."
+    p = Parser('nanovlm_inspect', usage='%(prog)s [--samples N] [--compare N] [--html FILE] [flags of nanovlm_train ...]',
         description='Show what a run would train on, and find faults in it. The exit code is 1 if there is one.', add_help=False, allow_abbrev=False)
     p.add_argument('--samples', type=int, default=SAMPLES, metavar='INT', help='rows of training and of validation to inspect (default: %(default)s)')
     p.add_argument('--compare', type=int, default=COMPARED, metavar='INT', help='rows of both that are searched for duplicates (default: %(default)s)')
     p.add_argument('--html', default='inspect.html', metavar='FILE', help="page to write; '' writes none (default: %(default)s)")
     own,rest = p.parse_known_args(argv)
-    if own.samples<1 or own.compare<0: p.error(f'--samples is {own.samples} and --compare {own.compare}: give 1 or more, and 0 or more')
+    if own.samples<1 or own.compare<0: raise UsageError(f'--samples is {own.samples} and --compare {own.compare}: give 1 or more, and 0 or more')
     if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
-    return own,rest
+    return own,rest,p._option_string_actions
 
 # %% ../nbs/41_inspect.ipynb #417d9689
 def tell(
@@ -564,13 +564,18 @@ def tell(
     return int(bool(report.errors))
 
 # %% ../nbs/41_inspect.ipynb #0a01c0cd
+@command('nanovlm_inspect')
 def main(argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # 1 if there is a fault, else 0
     "Console script `nanovlm_inspect`: look at the data of a run before it starts."
-    own,rest = _own_flags(argv)
-    vlm_cfg,train_cfg,_ = parse_args(rest, 'nanovlm_inspect')
+    own,rest,flags = _own_flags(argv)
+    vlm_cfg,train_cfg,asked = parse_args(rest, 'nanovlm_inspect', flags)
     set_env()
-    return tell(inspect_config(vlm_cfg, train_cfg, own.samples, own.compare), own.html)
+    from nanovlm_nb.start import foresee_start # imports torch, which must find the environment set
+    start = foresee_start(vlm_cfg, train_cfg, given=asked.given)
+    report = inspect_config(start.vlm_cfg, start.train_cfg, own.samples, own.compare)
+    report.notes[:0] = start.lines
+    return tell(report, own.html)
 
 # %% ../nbs/41_inspect.ipynb #f18190c1
 #| eval: false

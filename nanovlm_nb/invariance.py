@@ -7,17 +7,18 @@ __all__ = ['PACKS', 'SPLITS', 'TOLERANCE', 'some_splits', 'first_packs', 'gradie
 
 # %% ../nbs/36_invariance.ipynb #bbd84a2b
 import sys
-from argparse import ArgumentParser
 from dataclasses import dataclass,replace
 
 import torch
 from torch import Tensor
 
+from .usage import Parser,at_least,command
 from .config import TrainConfig,VLMConfig,evolve,parse_args,set_env
 from .dist import Dist,pick_device,set_seed
 from .packing import collate_packs
 from .lanes import PackLoader,lanes_of
 from .loader import get_dataloaders,load_tokenizer
+from .start import resolve_start
 from .resume import splits
 from .trainer import Trainer,gather_update
 from .run import make_model
@@ -102,17 +103,20 @@ def tell(
         f'the update depends on the split, most with {" x ".join(map(str, worst.split))}: loss_average must be tokens, and no layer may look at other packs'))
     return '\n'.join(lines),good
 
+@command('nanovlm_check_invariance')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # 1 if the update depends on the split, else 0
     "Console script `nanovlm_check_invariance`: one batch of a run's own data, split in many ways."
-    own = ArgumentParser(prog='nanovlm_check_invariance', add_help=False, allow_abbrev=False)
-    own.add_argument('--packs', type=int, default=PACKS)
-    own.add_argument('--tolerance', type=float, default=TOLERANCE)
+    own = Parser(prog='nanovlm_check_invariance', add_help=False, allow_abbrev=False)
+    own.add_argument('--packs', type=at_least(1), default=PACKS, metavar='INT', help='packs of the batch (default: %(default)s)')
+    own.add_argument('--tolerance', type=at_least(0, float), default=TOLERANCE, metavar='FLOAT', help='largest distance of gradients (default: %(default)s)')
     args,rest = own.parse_known_args(argv)
-    vlm_cfg,train_cfg,_ = parse_args(rest, 'nanovlm_check_invariance')
+    if {'-h','--help'} & set(rest): sys.stdout.write(own.format_help()+'\n')
+    vlm_cfg,train_cfg,asked = parse_args(rest, 'nanovlm_check_invariance', own._option_string_actions)
     set_env()
-    text,good = tell(check_splits(vlm_cfg, train_cfg, args.packs), args.tolerance)
+    start = resolve_start(vlm_cfg, train_cfg, given=asked.given)
+    text,good = tell(check_splits(start.vlm_cfg, start.train_cfg, args.packs), args.tolerance)
     sys.stdout.write(text+'\n')
     return 0 if good else 1
 

@@ -13,7 +13,7 @@ import datasets
 from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from .config import TrainConfig,VLMConfig,check_configs
+from .config import TrainConfig,VLMConfig,check_configs,load_function
 from .dist import Dist
 from .images import UnreadableImage,get_image_processor,open_image
 from .tokens import check_tokenizer,get_tokenizer
@@ -88,7 +88,7 @@ def load_sources(
     if c.train_dataset_path=='shapes':
         rows = [shapes_dataset(n, split, c.seed) for n,split in ((c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation'))]
         return MapSource(rows[0], c.seed),MapSource(rows[1], c.seed, 0, c.val_size, shuffle=False)
-    if path.suffix=='.jsonl' or any(path.glob('*.jsonl')): return map_pair(jsonl_rows(path, drops=drops), c.seed, c.val_size, c.data_cutoff_idx)
+    if path.suffix=='.jsonl' or any(path.glob('*.jsonl')): return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset)
     if c.train_dataset_weights: return mixed_pair(weighted_pairs(c, data, weights_of(c, list(data))), weights_of(c, list(data)))
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx)
@@ -166,10 +166,11 @@ def get_dataloaders(
     vlm_cfg:VLMConfig, # pictures, tokens, length of a pack
     dist:Dist=Dist(), # who we are
     tokenizer:PreTrainedTokenizerBase|None=None, # default: `load_tokenizer(vlm_cfg)`
-    custom_transforms=(), # augmentations of the training pictures
+    custom_transforms=(), # augmentations of the training pictures; default: those that the config names
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     check_configs(vlm_cfg, train_cfg)
+    custom_transforms = custom_transforms or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
     if custom_transforms and train_cfg.cache_features: raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out')
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
     train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers)

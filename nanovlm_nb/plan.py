@@ -11,7 +11,7 @@ __all__ = ['GB', 'USABLE', 'DEVICES', 'COLUMNS', 'MFU', 'NAMES', 'Bookkeeping', 
 
 # %% ../nbs/42_plan.ipynb #a57296c8
 import json,sys
-from argparse import ArgumentParser,ArgumentTypeError
+from argparse import ArgumentTypeError
 from dataclasses import fields
 from math import cos,pi
 from pathlib import Path
@@ -20,12 +20,14 @@ from typing import NamedTuple
 
 import torch
 
+from .usage import Parser,command
 from .config import TrainConfig,VLMConfig,effective_batch_size,evolve,parse_args
 from .advice import Remedy,lint,memory_remedies
 from .flops import GPUS,all_flops,find_gpu,step_flops,useful_flops
 from .vlm import VLMNet
 from .optim import component_lrs,param_groups
 from .shard import bytes_per_parameter
+from .start import Start,foresee_start
 from .resume import splits
 
 # %% ../nbs/42_plan.ipynb #a24d4f2d
@@ -428,7 +430,8 @@ def plan_text(
     "A plan as people read it."
     devices = [*_rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]), *(l for n,d in plan['devices'].items() for l in _device_text(n, d))]
     notes = ['Notes', *(f'  {n}' for n in plan['notes'])] if plan['notes'] else []
-    sections = _parameters_text(plan),_memory_text(plan),_work_text(plan),devices,_batch_text(plan),_epochs_text(plan),notes
+    start = [f"Starts from {plan['start']}"] if 'start' in plan else []
+    sections = start,_parameters_text(plan),_memory_text(plan),_work_text(plan),devices,_batch_text(plan),_epochs_text(plan),notes
     return '\n\n'.join('\n'.join(s) for s in sections if s)
 
 # %% ../nbs/42_plan.ipynb #70a15d32
@@ -459,8 +462,8 @@ def _triple(text):
     return b,g,a
 
 def _own_flags(argv):
-    "The flags of this command, and the rest for `parse_args`."
-    p = ArgumentParser('nanovlm_plan', usage='%(prog)s [CONFIG.yaml] [--gpus N] [--gpu NAME ...] [flags of nanovlm_train ...]',
+    "The values of this command, the rest for `parse_args`, and the names of its own flags."
+    p = Parser('nanovlm_plan', usage='%(prog)s [CONFIG.yaml] [--gpus N] [--gpu NAME ...] [flags of nanovlm_train ...]',
         description='What a run will cost: parameters, memory, arithmetic, hours.', add_help=False, allow_abbrev=False)
     p.add_argument('--gpus', type=int, default=1, metavar='INT', help='GPUs of the run (default: %(default)s)')
     p.add_argument('--gpu', nargs='+', default=list(DEVICES), metavar='NAME', help=f"kinds of GPU to plan for: {', '.join(GPUS)} (default: {', '.join(DEVICES)})")
@@ -475,9 +478,13 @@ def _own_flags(argv):
     p.add_argument('--json', action='store_true', help='print the plan as JSON')
     own,rest = p.parse_known_args(config_first(argv))
     if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
-    return own,rest,p
+    return own,rest,p._option_string_actions
 
 # %% ../nbs/42_plan.ipynb #e82ef76e
+def _ranks(gpus):
+    if gpus<1: raise ValueError(f'gpus is {gpus}: give 1 or more')
+    return gpus
+
 def _pack(own, vlm_cfg, train_cfg):
     base = pack_of_run(own.like, vlm_cfg) if own.like else typical_pack(vlm_cfg, train_cfg)
     return base._replace(**{n:v for n in ('tiles','targets','documents') if (v := getattr(own, n)) is not None})
@@ -492,17 +499,19 @@ def _changed(own, plan):
     lines = changed_batch(own.iteration, before, now, e['epochs'])
     return ['', 'Changed batch', *(f'  {l}' for l in lines or ['an iteration means the same as before'])]
 
+@command('nanovlm_plan')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # 0
     "Console script `nanovlm_plan`: what a run will cost."
-    own,rest,parser = _own_flags(sys.argv[1:] if argv is None else argv)
-    vlm_cfg,train_cfg,_ = parse_args(rest, 'nanovlm_plan')
-    try:
-        plan = make_plan(vlm_cfg, train_cfg, own.gpus, tuple(own.gpu), own.mfu, _pack(own, vlm_cfg, train_cfg), own.samples, own.epochs)
-        more = _changed(own, plan)
-        if own.claims: more += ['', "Claims about nanoVLM's run", *(f'  {l}' for l in claims(vlm_cfg, train_cfg))]
-    except (ValueError, OSError) as e: parser.error(str(e))
+    own,rest,flags = _own_flags(argv)
+    given,cfg,asked = parse_args(rest, 'nanovlm_plan', flags)
+    start = foresee_start(given, cfg, _ranks(own.gpus), asked.given)
+    vlm_cfg,train_cfg = start.vlm_cfg,start.train_cfg
+    plan = make_plan(vlm_cfg, train_cfg, own.gpus, tuple(own.gpu), own.mfu, _pack(own, vlm_cfg, train_cfg), own.samples, own.epochs)
+    plan = dict(start=start.origin)|plan|dict(notes=[*start.lines, *plan['notes']])
+    more = _changed(own, plan)
+    if own.claims: more += ['', "Claims about nanoVLM's run", *(f'  {l}' for l in claims(vlm_cfg, train_cfg))]
     sys.stdout.write(json.dumps(plan, indent=1)+'\n' if own.json else '\n'.join([plan_text(plan), *more])+'\n')
     return 0
 

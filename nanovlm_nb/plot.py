@@ -8,7 +8,6 @@ __all__ = ['AXES', 'PANELS', 'STYLES', 'SHOWN', 'Run', 'restarts_in', 'load_run'
 
 # %% ../nbs/44_plot.ipynb #6c6dcb13
 import re,shutil,subprocess,sys,time
-from argparse import ArgumentParser
 from itertools import accumulate
 from math import nan
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
+from .usage import Parser,command
 from .logs import describe,read_log
 from .checkpoint import list_checkpoints
 
@@ -193,23 +193,22 @@ def status_lines(
     return [*lines, *(list_checkpoints(folder, now)[:1] or ['no checkpoint yet']), *gpu_lines()]
 
 # %% ../nbs/44_plot.ipynb #b86b8342
+@command('nanovlm_plot')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # 0
     "Console script `nanovlm_plot`: curves of runs, or how they stand."
-    p = ArgumentParser('nanovlm_plot', description='Draw the curves of runs, or say how they stand.')
+    p = Parser('nanovlm_plot', description='Draw the curves of runs, or say how they stand.')
     p.add_argument('runs', nargs='+', metavar='RUN', help='directory of a run, or its log.jsonl')
     p.add_argument('--out', default='curves.png', metavar='FILE', help='picture to write (default: %(default)s)')
     p.add_argument('--x', default='updates', choices=AXES, help='what to draw against (default: %(default)s)')
     p.add_argument('--smooth', type=float, nargs='?', const=.9, default=0., metavar='SHARE', help='smooth losses, gradient norms and speed; without a number 0.9')
     p.add_argument('--status', action='store_true', help='draw nothing, say in a few lines how each run stands')
     args = p.parse_args(argv)
-    try:
-        if args.status: lines = [l for run in args.runs for l in status_lines(run)]
-        else:
-            plot_runs([load_run(r) for r in args.runs], args.x, args.smooth, args.out)
-            lines = [args.out]
-    except (ValueError, OSError) as e: p.error(str(e))
+    if args.status: lines = [l for run in args.runs for l in status_lines(run)]
+    else:
+        plot_runs([load_run(r) for r in args.runs], args.x, args.smooth, args.out)
+        lines = [args.out]
     sys.stdout.write('\n'.join(lines)+'\n')
     return 0
 

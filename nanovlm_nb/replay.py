@@ -8,7 +8,6 @@ __all__ = ['FAR', 'checkpoint_before', 'alone', 'trainer_before', 'samples_of', 
 
 # %% ../nbs/36_replay.ipynb #65780bcd
 import json,math,sys,tempfile
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass,replace
@@ -17,6 +16,7 @@ from statistics import median
 
 import torch
 
+from .usage import Parser,UsageError,at_least,command
 from .config import TrainConfig,VLMConfig,evolve,load_yaml,set_env
 from .dist import Dist,pick_device
 from .logs import RunLog,read_log
@@ -143,22 +143,21 @@ def tell(
     bad = [v.id for v in verdicts if v.suspect]
     return lines+[f'suspect: {", ".join(bad)}' if bad else f'no sample stands out (not finite, or {FAR} times the median pull)']
 
+@command('nanovlm_replay')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # 1 if a sample is suspect, else 0
     "Console script `nanovlm_replay`: make an update of a run again and judge its samples."
-    p = ArgumentParser(prog='nanovlm_replay', description='Make one update of a run again, and look at each of its samples alone.')
+    p = Parser(prog='nanovlm_replay', description='Make one update of a run again, and look at each of its samples alone.')
     p.add_argument('run_dir', type=Path, help='directory of the run')
-    p.add_argument('update', type=int, nargs='?', help='number of the update; default: the last one that was skipped')
-    p.add_argument('--worst', type=int, default=10, help='samples to show')
+    p.add_argument('update', type=at_least(1), nargs='?', help='number of the update; default: the last one that was skipped')
+    p.add_argument('--worst', type=at_least(1), default=10, help='samples to show')
     a = p.parse_args(argv)
     set_env()
     skipped = read_bad_updates(a.run_dir)
-    if a.update is None and not skipped: p.error(f'{a.run_dir} has skipped no update: say which one you mean')
+    if a.update is None and not skipped: raise UsageError(f'{a.run_dir} has skipped no update: say which one you mean')
     n = a.update or skipped[-1]['update']
-    try:
-        with trainer_before(a.run_dir, n) as (trainer,update): found = whole_update(trainer, update),judge_samples(trainer, update)
-    except (FileNotFoundError, ValueError) as e: p.error(str(e))
+    with trainer_before(a.run_dir, n) as (trainer,update): found = whole_update(trainer, update),judge_samples(trainer, update)
     was = next((r for r in read_log(a.run_dir/'log.jsonl') if r['step']==n and 'batch_loss' in r), None)
     sys.stdout.write(f'update {n}: '+'\n'.join(tell(update, *found[0], found[1], was, a.worst))+'\n')
     return int(any(v.suspect for v in found[1]))

@@ -9,17 +9,17 @@ __all__ = ['JOB', 'FINE', 'CAREFUL', 'REFUSED', 'MODEL_FINE', 'MODEL_CAREFUL', '
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
 import json,sys
-from argparse import ArgumentParser
 from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import get_type_hints
 
+from .usage import Parser,UsageError,at_least,command
 from .config import TrainConfig,VLMConfig,as_type,evolve,parse_args
 from .schedule import get_schedule
 from .logs import read_log
 from .optim import training_parts
 from .checkpoint import checkpoints,missing_pieces,newest_complete,read_pointer,write_pointer,write_text_atomic
-from .start import is_pth
+from .start import is_pth,resolve_start
 
 # %% ../nbs/33_resume.ipynb #49297080
 def given_checkpoint(
@@ -98,6 +98,7 @@ TRAIN_CAREFUL = dict(
     betas="the optimizer's running means were made with the old ones",
     max_grad_norm='from here on gradients are clipped differently',
     loss_average='from here on an update means something else',
+    custom_transforms='from here on pictures are changed differently',
     dtype='losses and weights will differ in their last digits')
 TRAIN_REFUSED = dict(
     seed='the order of the data depends on it',
@@ -222,17 +223,19 @@ def resume_checklist(
     if before is not None: found.append((.5<(after/before if before else 1)<2, f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next'))
     return found
 
+@command('nanovlm_check_resume')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # 1 if something is not in order, else 0
     "Console script `nanovlm_check_resume`: what `--resume True` will do, before it does it."
-    p = ArgumentParser(prog='nanovlm_check_resume', description='What `nanovlm_train --resume True` will do with a run; settings are those of its config.yaml, changed by flags of nanovlm_train.', allow_abbrev=False)
+    p = Parser(prog='nanovlm_check_resume', description='What `nanovlm_train --resume True` will do with a run; settings are those of its config.yaml, changed by flags of nanovlm_train.', allow_abbrev=False)
     p.add_argument('run_dir', type=Path, help='directory of the run')
-    p.add_argument('--ranks', type=int, default=1, help='ranks of the run to come')
+    p.add_argument('--ranks', type=at_least(1), default=1, help='ranks of the run to come')
     a,rest = p.parse_known_args(argv)
-    if not (a.run_dir/'config.yaml').is_file(): p.error(f'{a.run_dir} holds no config.yaml: give the directory of a run')
-    vlm_cfg,train_cfg,_ = parse_args(['--config', str(a.run_dir/'config.yaml'), *rest], 'nanovlm_check_resume')
-    found = resume_checklist(a.run_dir, vlm_cfg, train_cfg, a.ranks)
+    if not (a.run_dir/'config.yaml').is_file(): raise UsageError(f'{a.run_dir} holds no config.yaml: give the directory of a run')
+    vlm_cfg,train_cfg,asked = parse_args(['--config', str(a.run_dir/'config.yaml'), *rest], 'nanovlm_check_resume', p._option_string_actions)
+    start = resolve_start(vlm_cfg, evolve(train_cfg, resume=True), a.ranks, asked.given)
+    found = resume_checklist(a.run_dir, start.vlm_cfg, start.train_cfg, a.ranks)
     sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in found))
     return int(not all(ok for ok,_ in found))
 

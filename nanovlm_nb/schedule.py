@@ -6,8 +6,9 @@
 from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from math import cos, pi
+
+from .config import load_function
 
 # %% auto #0
 __all__ = ['warmup', 'warmup_cosine', 'get_lr', 'minimind_lr', 'wsd', 'get_schedule']
@@ -83,19 +84,6 @@ def _schedules(
     return dict(cosine=partial(warmup_cosine, **knobs), wsd=partial(wsd, **knobs),
                 minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
 
-# %% ../nbs/02_schedule.ipynb #0b72a293
-def _load(
-    path:str,  # 'module:function'
-)->Callable:   # The function
-    "Import a user's schedule."
-    module, _, name = path.partition(':')
-    try: found = import_module(module)
-    except ModuleNotFoundError as e:
-        raise ValueError(f"lr_schedule {path!r}: no module {e.name!r}; is its folder on PYTHONPATH?") from e
-    if not callable(getattr(found, name, None)):
-        raise ValueError(f"lr_schedule {path!r}: module {module!r} has no function {name!r}")
-    return getattr(found, name)
-
 # %% ../nbs/02_schedule.ipynb #3466fc79
 def get_schedule(
     schedule:str|Callable,    # 'cosine', 'wsd', 'minimind', 'minimind_seed', 'module:function', or a function
@@ -104,7 +92,7 @@ def get_schedule(
 )->Callable[[int,float,int],float]: # (step, max_lr, max_steps) -> lr
     "The schedule of that name, or the user's own."
     if callable(schedule): return schedule
-    if ':' in schedule: return _load(schedule)
+    if ':' in schedule: return load_function(schedule, 'lr_schedule')
     named = _schedules(warmup_ratio, min_lr_ratio)
     if schedule in named: return named[schedule]
     raise ValueError(f"lr_schedule {schedule!r} is unknown: use one of {', '.join(named)}, or 'module:function' for your own")

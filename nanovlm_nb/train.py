@@ -9,9 +9,11 @@ __all__ = ['main']
 import sys
 from importlib import import_module
 
+from .usage import command
 from .config import parse_args,set_env
 
 # %% ../nbs/35_train.ipynb #893ff1d1
+@command('nanovlm_train')
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # exit code: 0, or `run.INTERRUPTED`

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERED = re.compile(r'(\d\d)_(\w+)\.ipynb')
-TORCH_FREE = ('config', 'schedule', 'advice', 'flops')
+TORCH_FREE = ('usage', 'config', 'schedule', 'advice', 'flops')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 
 
