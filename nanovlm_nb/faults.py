@@ -55,7 +55,7 @@ def _frame(tok):
     def ids(text): return tok.encode(text, add_special_tokens=False)
     def spell(text): return ''.join(tok.convert_ids_to_tokens(ids(text)))
     chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
-    plain,asked,whole = _render(tok, chat[:1]),_render(tok, chat[:1], True),_render(tok, chat)
+    plain,asked,whole = _render(tok, chat[:1]),_render(tok, chat[:1], True).rstrip(' '),_render(tok, chat)
     if plain==asked or tok.eos_token not in end: return None
     tail = spell(whole).rsplit(tok.eos_token, 1)[1]
     return Frame(spell(asked).removeprefix(spell(plain)), ids(asked)[len(ids(plain))], tok.eos_token_id, tail)
@@ -343,7 +343,7 @@ def _template_wrong(turns, tok):
     if prompt==question: yield 'it writes nothing to ask for an answer', 'write the header of an assistant if add_generation_prompt'
     if _render(tok, [messages[0]|dict(role='assistant')])==question:
         yield 'it writes a user and an assistant alike: roles are missing', 'write message.role in front of each message'
-    if not text.startswith(prompt+messages[1]['content']):
+    if not re.match(re.escape(prompt)+r'\s*'+re.escape(messages[1]['content']), text): # spaces are the answer's
         yield f'in training an answer does not begin as in generation, behind {_shorten(prompt[-40:])!r}', 'write the same header in both'
     if tok.eos_token not in text[at:]: yield f'no end of turn {tok.eos_token!r} behind the last answer', f'write {tok.eos_token} behind each message'
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .dist import Dist, seed_worker
 from .images import UnreadableImage, open_image
-from .chat import answer_frame, answer_spans, neutralise, special_pattern
+from .chat import AnswerFrame, answer_frame, answer_spans, neutralise, special_pattern
 from .dataset import Dropped, Drops, read_row
 
 # %% ../nbs/27_jsonl.ipynb #47c47a3e
@@ -191,7 +191,7 @@ def mark_messages(
 def encode_messages(
     tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
     messages:list[dict], # from `mark_messages`
-    frame:tuple[str,str], # from `answer_frame`
+    frame:AnswerFrame, # from `answer_frame`
 )->tuple[Tensor,Tensor]: # ids (T,) and target (T,), int64; 1 where a token belongs to an answer
     "Tokenise messages once, and say which tokens are answers."
     text = tokenizer.apply_chat_template(messages, tokenize=False)

@@ -10,6 +10,7 @@ import torch
 from commands import TINY, run, train
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
+from their_smolvlm import make_smolvlm
 from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Config, Idefics3ForConditionalGeneration, SmolVLMConfig,
                           SmolVLMForConditionalGeneration)
 
@@ -21,6 +22,7 @@ from nanovlm_nb.export import export_smolvlm, main, picture_rules
 from nanovlm_nb.images import get_image_processor
 from nanovlm_nb.logs import read_log
 from nanovlm_nb.tokens import train_tokenizer
+from nanovlm_nb.train import main as nanovlm_train
 from nanovlm_nb.vlm import VisionLanguageModel
 from nanovlm_nb.weights import OWN_CONFIG
 
@@ -263,6 +265,28 @@ def test_smolvlm_chat_template(exported, tmp_path):
         for n in range(3):
             images = pictures(n, n)
             assert their_prompt(processor, images, 'What is this?')['input_ids'][0].tolist() == asker.prompt(images, 'What is this?')[0]
+
+
+def test_their_default_template_trains_and_goes_back(tmp_path):
+    "SmolVLM's default template asks with `Assistant:` and answers with a space: 20 updates here, then the same prompts, logits and greedy answers there."
+    folder, small = make_smolvlm(tmp_path/'smol'), TINY[TINY.index('--data_cutoff_idx'):]
+    nanovlm_train([str(a) for a in ('--train_dataset_path', 'shapes', *small, '--max_training_steps', 20, '--eval_interval', 20, '--run_name', 'r', '--load_from', folder,
+                                    '--vlm_checkpoint_path', tmp_path, '--lm_max_length', 512, '--ask_samples', 0, '--dtype', 'float32', '--lr_language_backbone', 1e-2,
+                                    '--hf_repo_name', 'None')])
+    losses = [r['batch_loss'] for r in read_log(tmp_path/'r'/'log.jsonl') if 'batch_loss' in r]
+    assert len(losses) == 20 and sum(losses[-4:]) < .8*sum(losses[:4])
+    main([str(tmp_path/'r'/'step_20'), str(tmp_path/'out')])
+    theirs, processor, mine = opened(tmp_path/'out'), AutoProcessor.from_pretrained(tmp_path/'out'), VisionLanguageModel.from_pretrained(tmp_path/'r'/'step_20').eval()
+    first, asker = AutoProcessor.from_pretrained(folder), Asker.from_model(mine)
+    for n in range(3):
+        images = pictures(n, n)
+        made, (ids, tiles) = their_prompt(processor, images, QUESTIONS[0]), asker.prompt(images, QUESTIONS[0])
+        assert made['input_ids'][0].tolist() == ids == their_prompt(first, images, QUESTIONS[0])['input_ids'][0].tolist()
+        with torch.no_grad(): assert far(theirs(**made).logits[0], mine(torch.tensor([ids]), tiles)[0][0]) <= 1e-5
+        heard = theirs.generate(**made, max_new_tokens=12, do_sample=False)[0, len(ids):].tolist()
+        assert mine.generate(torch.tensor([ids]), tiles, max_new_tokens=12, greedy=True)[0].tolist()[:len(heard)] == heard
+    chat = [dict(role='user', content=[dict(type='text', text='What?')]), dict(role='assistant', content=[dict(type='text', text='Two.')])]
+    assert mine.tokenizer.decode(encode_chat(mine.tokenizer, [dict(user='What?', assistant='Two.')])[0]) == first.apply_chat_template(chat)
 
 
 def test_labels_in_smolvlm_convention(model):
