@@ -27,11 +27,14 @@ def was_said(
     error:BaseException, # with its traceback
 )->bool: # False: a library raised it, or Python itself
     "Did a `raise` statement of this package make the error?"
-    last = list(walk_tb(error.__traceback__))[-1:]
-    for frame,_ in last:
-        here = (frame.f_globals.get('__package__') or '').partition('.')[0]==(__package__ or '').partition('.')[0]
-        return here and dis.opname[frame.f_code.co_code[frame.f_lasti]]=='RAISE_VARARGS'
+    for frame,_ in list(walk_tb(error.__traceback__))[-1:]:
+        return _is_ours(frame.f_globals) and dis.opname[frame.f_code.co_code[frame.f_lasti]]=='RAISE_VARARGS'
     return False
+
+def _is_ours(names):
+    "Are these the globals of a module of this package, or of the notebook that it is made from?"
+    package,mine = ((n.get('__package__') or '').partition('.')[0] for n in (names, globals()))
+    return package==mine or (not package and names.get('__name__')=='__main__')
 
 # %% ../nbs/00_usage.ipynb #e5b10009
 REMEDIES = {
