@@ -126,6 +126,12 @@ class TextLog:
         eta = f' | eta {timedelta(seconds=round(seconds/done*(self.total_steps-step)))}' if self.total_steps and done else ''
         self.logger.info(describe(metrics, step, self.total_steps)+eta)
 
+    def length(self,
+        total_steps:int, # Updates in the whole run, as far as it is known now
+    ):
+        "Follow another length."
+        self.total_steps = total_steps
+
     def close(self,
         failed:bool=False, # Whether the run ended with an error
     ):
@@ -153,6 +159,13 @@ class Bar:
         names = dict(batch_loss='loss', val_loss='val_loss', tokens_per_second='tokens/s')
         self.bar.set_postfix({names[k]: f'{float(v):.4g}' for k,v in metrics.items() if k in names and v is not None}, refresh=False)
         self.bar.update(step-self.bar.n)
+
+    def length(self,
+        total_steps:int, # Updates in the whole run, as far as it is known now
+    ):
+        "Follow another length."
+        self.bar.total = total_steps
+        self.bar.refresh()
 
     def close(self,
         failed:bool=False, # Whether the run ended with an error
@@ -270,6 +283,13 @@ class RunLog:
     ):
         "Write, show and send the figures of one step."
         for sink in self.sinks: sink.log(metrics, step)
+
+    def length(self,
+        total_steps:int, # Updates in the whole run, as far as it is known now
+    ):
+        "Let the bar and the time left follow another length."
+        for sink in self.sinks:
+            if isinstance(sink, (TextLog, Bar)): sink.length(total_steps)
 
     @property
     def position(self)->int|None: # bytes of log.jsonl; None on other ranks than the master

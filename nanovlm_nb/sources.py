@@ -142,6 +142,15 @@ class MapSource:
         whole = len(self) <= COUNTED
         return {name:(found[k] if whole else round(found[k]*len(self)/COUNTED), whole) for k,name in enumerate(self.rows.names)}
 
+    @property
+    def at_random(self)->bool: # True
+        "Can any row be had at once?"
+        return True
+
+    def epoch_rows(self)->float|None: # None: unknown
+        "Rows of an epoch."
+        return len(self)
+
     def rows_of(self,
         lane:int, # 0 to lanes-1
         lanes:int, # how many
@@ -384,6 +393,17 @@ class StreamSource:
             return None if guessed is None else round(sum(guessed[name]))-head
         return {name:(rows(name, sum(s.head for s in found)), all(s.size is not None for s in found)) for name,found in self.by_config.items()}
 
+    @property
+    def at_random(self)->bool: # False
+        "Can any row be had at once?"
+        return False
+
+    def epoch_rows(self)->float|None: # None: unknown
+        "Rows of an epoch."
+        sizes = [n for n,_ in self.sizes().values()]
+        if None in sizes: return None
+        return sum(sizes) if self.limit is None else min(sum(sizes), self.limit)
+
     def _read(self, share, start, first, step):
         "(rows done, row) of a share that belong to this part and to this lane; one `Dropped` if it is damaged."
         low,high = (share.head, None) if self.part == 'train' else (0, share.head)
@@ -459,6 +479,16 @@ class Mixture:
                 continue
             state[k] = [drawn+1, again, pos]
             yield [list(s) for s in state],row if isinstance(row, Dropped) else row|dict(part=k)
+
+    @property
+    def at_random(self)->bool: # if all sources can
+        "Can any row be had at once?"
+        return all(s.at_random for s in self.sources)
+
+    def epoch_rows(self)->float|None: # None: unknown
+        "Rows that are drawn until each source has ended once."
+        sizes = [s.epoch_rows() for s in self.sources]
+        return None if None in sizes else max(n/w for n,w in zip(sizes, self.weights))
 
     def sizes(self)->dict[str,tuple[int|None,bool]]: # see `StreamSource.sizes`
         "Rows of each source; the epoch takes them more than once where weights ask for it."

@@ -48,6 +48,8 @@ class Update:
     ids:list[str] = field(default_factory=list) # the sample ids
     tiles:int = 0 # picture tiles, over micro-batches and ranks
     pairs:int = 0 # pairs of positions that attention looks at, likewise
+    packs:int = 0 # of the whole update
+    empty:int = 0 # those of padding only
     data_time:float = 0. # seconds this rank waited for its data
     before:dict|None = None # where this rank's data stood before it
 
@@ -57,7 +59,7 @@ def describe(
 )->dict: # `targets` and `tokens` (counts), `ids` of the samples in order
     "What the other ranks must know about a micro-batch."
     return dict(targets=int((batch['labels']!=-100).sum()), tokens=int(batch['attention_mask'].sum()), positions=batch['attention_mask'].numel(),
-        packs=len(batch['ids']), images=sum(map(len, batch['images'])), tiles=sum(len(t) for row in batch['images'] for t in row),
+        packs=len(batch['ids']), empty=sum(not ids for ids in batch['ids']), images=sum(map(len, batch['images'])), tiles=sum(len(t) for row in batch['images'] for t in row),
         pairs=pairs(batch['doc_lens']), ids=[i for row in batch['ids'] for i in row])
 
 def packing_stats(
@@ -111,9 +113,10 @@ def gather_update(
     if not n: return None
     ordered = [rank[m] for m in range(n) for rank in infos if m<len(rank)]
     ids = [i for o in ordered for i in o['ids']]
-    spare = [dict(ordered[0], tokens=0, images=0, tiles=0)]*(n*len(infos)-len(ordered)) # idle micro-batches are padding too
+    spare = [dict(ordered[0], tokens=0, images=0, tiles=0, empty=ordered[0]['packs'])]*(n*len(infos)-len(ordered)) # idle micro-batches are padding too
     return Update(mine[:n]+[idle() for _ in range(n-len(mine))], sum(o['targets'] for o in ordered), sum(o['tokens'] for o in ordered), len(ids),
-        packing_stats(ordered+spare), digest(ids), ids, sum(o['tiles'] for o in ordered), sum(o['pairs'] for o in ordered))
+        packing_stats(ordered+spare), digest(ids), ids, sum(o['tiles'] for o in ordered), sum(o['pairs'] for o in ordered),
+        sum(o['packs'] for o in ordered+spare), sum(o['empty'] for o in ordered+spare))
 
 # %% ../nbs/32_trainer.ipynb #4f414fd1
 @dataclass
@@ -127,6 +130,10 @@ class TrainState:
     best_step:int|None = None # update at which it was reached
     skipped:int = 0 # updates that were not made, see `guard`
     bad_in_a_row:int = 0 # how many of them came last
+    planned:int|None = None # updates that `max_epochs` will come to; None: nobody knows, or there is no `max_epochs`
+    planned_for:list[int]|None = None # `max_epochs` and packs of an update that this was found for
+    counted:bool = True # False: `planned` is an estimate
+    began:int|None = 0 # update at which the epoch began; None: not known
 
 # %% ../nbs/32_trainer.ipynb #d750f3d7
 class GradientExchange:
@@ -193,6 +200,12 @@ class Trainer:
     def finished(self)->bool: # by `max_training_steps` or `max_epochs`
         "Has the run reached its end?"
         return self.state.step>=self.cfg.max_training_steps or (self.cfg.max_epochs is not None and self.state.epoch>=self.cfg.max_epochs)
+
+    @property
+    def total(self)->int: # updates
+        "The length of the run, as far as it is known: what the schedule and the time left follow."
+        most,planned = self.cfg.max_training_steps,self.state.planned
+        return most if planned is None else max(min(planned, most), 1)
 
 # %% ../nbs/32_trainer.ipynb #12ad44d2
 @patch
@@ -305,7 +318,7 @@ def train_step(self:Trainer,
 )->dict: # figures of this update, as they were logged
     "All micro-batches of one update, one optimizer step, one line in the log."
     start = time.perf_counter()
-    lrs = set_lrs(self.optimizer, self.schedule, self.state.step, self.cfg.max_training_steps)
+    lrs = set_lrs(self.optimizer, self.schedule, self.state.step, self.total)
     last = len(update.micro_batches)-1
     with self.clock('forward_backward'):
         losses = [self.forward_backward(b, update, i==last) for i,b in enumerate(update.micro_batches)]
@@ -387,6 +400,15 @@ def no_validation(self:Trainer)->None: # nothing
     self.validates = False
     self.log.info('no validation: val_size is 0. Without a best checkpoint, the last one is asked, exported and published')
 
+# %% ../nbs/32_trainer.ipynb #b683953a
+@patch
+def drops(self:Trainer)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
+    "What all ranks left out so far."
+    result = dict(train=Drops(), val=Drops())
+    for split,loader in (('train',self.train_loader),('val',self.val_loader)):
+        for d in self.dist.gather(loader.samples.drops if hasattr(loader, 'samples') else Drops()): result[split].merge(d)
+    return result
+
 # %% ../nbs/32_trainer.ipynb #383c5e17
 @patch
 @torch.no_grad()
@@ -446,15 +468,6 @@ def mark_best(self:Trainer)->None: # nothing; every rank must call
     write_pointer(self.log.run_dir, 'best_checkpoint', path)
     prune(self.log.run_dir, self.cfg.max_keep_ckpts)
 
-# %% ../nbs/32_trainer.ipynb #b683953a
-@patch
-def drops(self:Trainer)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
-    "What all ranks left out so far."
-    result = dict(train=Drops(), val=Drops())
-    for split,loader in (('train',self.train_loader),('val',self.val_loader)):
-        for d in self.dist.gather(loader.samples.drops if hasattr(loader, 'samples') else Drops()): result[split].merge(d)
-    return result
-
 # %% ../nbs/32_trainer.ipynb #dc5c81c0
 @patch
 def state_dict(self:Trainer)->dict: # JSON-able
@@ -490,12 +503,14 @@ def load(self:Trainer,
     "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing."
     if (missing := missing_pieces(checkpoint)): raise FileNotFoundError(f'{checkpoint} is not complete, it lacks {", ".join(missing)}: choose another')
     state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
+    state.setdefault('began', None)
     if state['data'] is not None: state['epoch'] = self.place_data(state['data'], force)
+    if state['data'] is not None and state['epoch']>state['data']['epoch']: state['began'] = state['step'] # the rest of an epoch was left out
     load_full_weights(self.base, type(self.base).from_pretrained(checkpoint).state_dict())
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(self.cfg)): self.log.info('other parts train than before: the optimizer begins anew')
     else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
     self.scaler.load_state_dict(state['scaler'])
-    self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState)}),state['epoch_sums']
+    self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState) if f.name in state}),state['epoch_sums']
     self.guard.norms.extend(state['norms'])
     if self.dist.is_master:
         for split,loader in (('train',self.train_loader),('val',self.val_loader)): loader.samples.drops.merge(Drops(**state['drops'][split]))
@@ -618,6 +633,7 @@ def updates(self:Trainer)->Iterator[Update]: # until `max_training_steps` or `ma
     while not self.finished:
         before = self.state.step
         for update in self.epoch_updates():
+            if self.state.step==before: self.say_padding(update)
             yield update
             if self.state.step>=self.cfg.max_training_steps: return
         idle_epochs = idle_epochs+1 if self.state.step==before else 0 # a resumed run may stand at the very end of one
@@ -639,6 +655,51 @@ def end_epoch(self:Trainer):
     self.log_epoch()
     self.epoch_sums = dict.fromkeys(self.epoch_sums, 0.)
     self.state.epoch += 1
+    made,self.state.began = (None if self.state.began is None else self.state.step-self.state.began),self.state.step
+    if made and not self.state.counted and not self.finished: self.correct_length(made)
+
+# %% ../nbs/32_trainer.ipynb #c7e92d41
+@patch
+def plan_length(self:Trainer)->None: # nothing; every rank must call
+    "Find out how many updates `max_epochs` comes to, if this was not found before."
+    s,epochs = self.state,self.cfg.max_epochs
+    wanted = [epochs, self.train_loader.n] if epochs and hasattr(self.train_loader, 'updates_left') else None
+    if s.planned_for!=wanted:
+        left,s.counted = self.train_loader.updates_left(epochs) if wanted else (None,True)
+        s.planned,s.planned_for = None if left is None else s.step+left,wanted
+        if left is None and wanted: self.log.info(f'how many updates {epochs} epochs are is not known before the first has ended: till then the schedule follows max_training_steps')
+        elif wanted: self.log.info(f'{epochs} epochs end after {"" if s.counted else "about "}{s.planned} updates'+('' if s.counted else ', an estimate that is corrected on the way'))
+    self.log.length(self.total)
+
+@patch
+def correct_length(self:Trainer,
+    updates:float, # of an epoch, by a better estimate
+    within:float=0., # a smaller change, as a share, is no reason
+)->None: # nothing
+    "Let the length follow a better estimate."
+    s = self.state
+    planned = s.began+round(updates*(self.cfg.max_epochs-s.epoch))
+    if s.planned is not None and abs(planned-s.planned)<=within*s.planned: return
+    if planned!=s.planned: self.log.info(f'{self.cfg.max_epochs} epochs end after about {planned} updates')
+    s.planned = planned
+    self.log.length(self.total)
+
+@patch
+def check_length(self:Trainer)->None: # nothing; every rank must call
+    "In the first epoch, correct an estimate by the rows that have passed."
+    s = self.state
+    if s.counted or s.epoch or s.began!=0: return
+    rows = self.train_loader.source.epoch_rows()
+    passed = s.samples+self.dist.sum(len(self.train_loader.samples.drops.reasons))
+    if rows and passed>=rows/10: self.correct_length(s.step*max(rows/passed, 1), .01)
+
+@patch
+def say_padding(self:Trainer,
+    update:Update, # the first of an epoch
+)->None: # nothing
+    "Say when most packs of an update are padding."
+    if self.state.epoch or 2*update.empty<=update.packs: return
+    self.log.info(f'{update.empty} of {update.packs} packs of an update are padding, the data fill {update.packs-update.empty}: lower batch_size x gradient_accumulation_steps x ranks, or add data')
 
 # %% ../nbs/32_trainer.ipynb #f1351c05
 @patch
@@ -689,6 +750,7 @@ def train_from_here(self:Trainer)->TrainState: # where the run ended
     "Updates, each followed by what is due."
     for update in self.updates():
         self.train_step(update)
+        if self.due(self.cfg.stats_log_interval): self.check_length()
         if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
         if not self.close_update(): return self.interrupted()
         if self.evaluate_here and self.evaluation_due(): self.evaluate_live()
@@ -720,6 +782,7 @@ def train(self:Trainer)->TrainState: # where the run ended
     "The whole run, from the untrained model's validation to the last checkpoint; a signal ends it with a checkpoint."
     self.model.train()
     try:
+        self.plan_length()
         if not self.begin(): return self.interrupted()
         if self.resumed and self.evaluate_here and self.evaluation_due(): self.evaluate_live() # the earlier start may not have come to it
         return self.state if self.resumed and self.finished else self.train_from_here()
