@@ -63,8 +63,13 @@ def neutralise(
 )->str: # looks the same, holds no special token
     "Break every special token that a text spells out."
     pattern, text, n = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer), text or '', 1
-    while n: text, n = pattern.subn(lambda m: m[0][0]+'\u200b'+m[0][1:] if len(m[0]) > 1 else '\ufffd', text)
+    within, instead = _absent(pattern, '\u200b\u2060\ufeff'), _absent(pattern, '\ufffd?_')
+    while n: text, n = pattern.subn(lambda m: m[0][0]+within+m[0][1:] if len(m[0]) > 1 else instead, text)
     return text
+
+def _absent(pattern, wanted):
+    "A character that no special token holds, so that what is broken stays so."
+    return next(c for c in chain(wanted, map(chr, range(0xe000, 0xf8ff))) if c not in pattern.pattern)
 
 # %% ../nbs/21_chat.ipynb #9da96e57
 def to_messages(

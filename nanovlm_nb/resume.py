@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['JOB', 'FINE', 'CAREFUL', 'REFUSED', 'MODEL_FINE', 'MODEL_CAREFUL', 'TRAIN_CAREFUL', 'TRAIN_REFUSED',
            'given_checkpoint', 'find_resume', 'note_start', 'is_again', 'earlier_run', 'Difference', 'differences',
-           'splits', 'split_difference', 'progress', 'check_resume', 'rates', 'resume_checklist', 'main']
+           'splits', 'split_difference', 'planned_length', 'progress', 'check_resume', 'rates', 'resume_checklist',
+           'main']
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
 import json,sys
@@ -91,6 +92,7 @@ MODEL_FINE = {'vlm_checkpoint_path','hf_repo_name','vlm_load_backbone_weights','
 MODEL_CAREFUL = dict(moe_aux_weight='from here on experts are balanced differently')
 TRAIN_CAREFUL = dict(
     max_training_steps='the learning rate follows the length of the run: it jumps to where the new schedule stands',
+    max_epochs='the learning rate follows the length of the run, which is found anew',
     lr_schedule='the learning rate jumps to where the new schedule stands',
     warmup_ratio='the learning rate jumps to where the new schedule stands',
     min_lr_ratio='the learning rate jumps to where the new schedule stands',
@@ -162,13 +164,22 @@ def split_difference(
     return Difference('packs per update', was, f'{b} x {a} x {w} = {b*a*w}', REFUSED, why)
 
 # %% ../nbs/33_resume.ipynb #123512c2
+def planned_length(
+    state:dict, # `trainer_state.json`
+    train:dict, # fields of the `TrainConfig` of the run to come
+)->int: # updates; when `max_epochs` has changed, in proportion
+    "How long a run is, as far as its checkpoint knows."
+    most,planned,(was,_) = train['max_training_steps'],state.get('planned'),state.get('planned_for') or (None,None)
+    if planned is None or train.get('max_epochs') is None: return most
+    return min(most, round(planned*train['max_epochs']/was))
+
 def progress(
     state:dict, # `trainer_state.json`: `step`, `samples`, `data`
     packs:int, # of an update from now on
 )->str: # a sentence
     "Where a run stands in updates and in samples, and what that is with other updates."
     step,samples,was = state['step'],state['samples'],state['data']['lanes']
-    most = state['configs']['train']['max_training_steps']
+    most = planned_length(state, state['configs']['train'])
     return (f'So far {step} of {most} updates ({100*step/most:.1f} %) and {samples} samples; with {packs} packs in an update as many samples take {step*was/packs:.0f} updates, '
         f'and update {step} stands for {samples*packs/was:.0f} samples ({100*step*packs/was/most:.1f} % of those planned)')
 
@@ -193,12 +204,13 @@ def rates(
     run_dir:Path, # directory of the run
     step:int, # of the checkpoint
     train_cfg:TrainConfig, # of the run to come
+    total:int|None=None, # its length in updates; None: `max_training_steps`
 )->tuple[float|None,float]: # the projector's rate in the last update before it (None: not in the log) and in the next
     "Does the learning rate go on where it was?"
     log = run_dir/'log.jsonl'
     last = [r['lr_MP'] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and 'lr_MP' in r]
     schedule = get_schedule(train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
-    return (last[-1] if last else None),schedule(step, train_cfg.lr_mp, train_cfg.max_training_steps)
+    return (last[-1] if last else None),schedule(step, train_cfg.lr_mp, total or train_cfg.max_training_steps)
 
 def _work_line(run_dir, step):
     log = run_dir/'log.jsonl'
@@ -219,7 +231,7 @@ def resume_checklist(
     found += [(True, line.replace('Auto resumed from', 'would go on from')), (True, _work_line(run_dir, state['step']))]
     try: found += [(True, l) for l in check_resume(state, vlm_cfg, train_cfg, world_size)] or [(True, 'no setting has changed')]
     except ValueError as e: found.append((False, str(e)))
-    before,after = rates(run_dir, state['step'], train_cfg)
+    before,after = rates(run_dir, state['step'], train_cfg, planned_length(state, asdict(train_cfg)))
     if before is not None: found.append((.5<(after/before if before else 1)<2, f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next'))
     return found
 

@@ -336,6 +336,7 @@ def train_step(self:Trainer,
         tokens=update.tokens, samples=update.samples, batch_digest=update.digest, **update.packing)|(dict(skipped_updates=self.state.skipped) if verdict else {})
     metrics |= self.measure(update, loss if not verdict else None, norm, computed-start, time.perf_counter()-computed)
     self.log.log(metrics, self.state.step)
+    if self.state.step%self.cfg.stats_log_interval==0: self.check_length()
     return metrics
 
 # %% ../nbs/32_trainer.ipynb #c95b15ec
@@ -750,7 +751,6 @@ def train_from_here(self:Trainer)->TrainState: # where the run ended
     "Updates, each followed by what is due."
     for update in self.updates():
         self.train_step(update)
-        if self.due(self.cfg.stats_log_interval): self.check_length()
         if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
         if not self.close_update(): return self.interrupted()
         if self.evaluate_here and self.evaluation_due(): self.evaluate_live()
