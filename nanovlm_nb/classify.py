@@ -390,9 +390,10 @@ class ClassTrainer(Trainer):
     def load(self,
         checkpoint:Path, # a `step_N` directory
         force:bool=False, # see `Trainer.load`
+        checked:bool=False, # likewise
     )->None: # nothing
         "Go on where a checkpoint stands."
-        super().load(checkpoint, force)
+        super().load(checkpoint, force, checked)
         state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
         self.best = {k:state[k] for k in self.best}
 

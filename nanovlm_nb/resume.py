@@ -19,7 +19,7 @@ from .config import TrainConfig,VLMConfig,as_type,evolve,parse_args
 from .schedule import get_schedule
 from .logs import read_log
 from .optim import training_parts
-from .checkpoint import checkpoints,missing_pieces,newest_complete,read_pointer,write_pointer,write_text_atomic
+from .checkpoint import check_checkpoint,checkpoints,damaged_pieces,missing_pieces,newest_complete,read_pointer,write_pointer,write_text_atomic
 from .start import is_pth,resolve_start
 
 # %% ../nbs/33_resume.ipynb #49297080
@@ -30,13 +30,13 @@ def given_checkpoint(
     path = Path(load_from).resolve()
     if path.is_file(): raise ValueError(f'load_from is the file {path}: give the checkpoint directory that holds it, {path.parent}')
     if not path.is_dir(): raise FileNotFoundError(f'load_from: there is no directory {path}')
-    if (missing := missing_pieces(path)): raise FileNotFoundError(f'load_from {path} is not a complete checkpoint, it lacks {", ".join(missing)}')
+    check_checkpoint(path, f'load_from {path}')
     return path
 
 def _last_of_job(run_dir):
     "What `last_checkpoint` names; the newest complete one should that be damaged."
-    newest,last = newest_complete(run_dir),read_pointer(run_dir)
-    return newest if last is not None and missing_pieces(last) else last
+    last = read_pointer(run_dir)
+    return last if last is None or not damaged_pieces(last) else newest_complete(run_dir, thorough=True)
 
 def find_resume(
     run_dir:Path, # directory of the run
@@ -51,7 +51,7 @@ def find_resume(
     if c.load_from and not is_pth(c.load_from):
         path = given_checkpoint(c.load_from)
         return path,f'Resumed from the checkpoint {path}.'
-    path = newest_complete(run_dir)
+    path = newest_complete(run_dir, thorough=True)
     if path is None: return None,f'Nothing to resume in {run_dir}: no complete checkpoint there, the run begins at update 0.'
     return path,f'Auto resumed from the latest checkpoint {path}.'
 

@@ -23,6 +23,7 @@ from torch import nn
 from .usage import SAID,is_usage
 from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from .dist import Dist,destroy_dist,init_dist,launchers,set_seed,set_threads
+from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
 from .advice import advice
 from .vision import ViT
@@ -218,6 +219,7 @@ def plan_resume(
         kept = [p.name for p in checkpoints(run_dir)]
         if kept and not train_cfg.resume and not again: raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be mixed up with: give another run_name, or --resume True to go on')
         return None,lines
+    if not has_digests(path): lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: what its files hold is not compared')
     state = json.loads((path/'trainer_state.json').read_text(encoding='utf-8'))
     return path,[*lines, *check_resume(state, vlm_cfg, train_cfg, world_size)]
 
@@ -387,7 +389,7 @@ def run_on(
         for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *changed, *engine_lines(train_cfg, dist), *lines]: log.info(line)
         if stop is not None: trainer.stop = stop
         use_evals(trainer)
-        if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume)
+        if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume, checked=True)
         else: begin_anew(trainer)
         use_frozen_tower(trainer, checkpoint)
         if dist.is_master: write_record(run_dir, vlm_cfg, train_cfg)
@@ -419,7 +421,7 @@ def begin_anew(
     trainer:Trainer, # without a checkpoint to go on from
 )->None: # nothing
     "Whatever an earlier start has left is done again."
-    if newest_complete(trainer.log.run_dir) is None: trainer.log.cut(0)
+    if newest_complete(trainer.log.run_dir, thorough=True) is None: trainer.log.cut(0)
     trainer.take_over_evals()
 
 # %% ../nbs/34_run.ipynb #25a48073

@@ -31,7 +31,7 @@ from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_optimiz
 from .dataset import Drops
 from .lanes import merge_states
 from .evals import Evaluations
-from .checkpoint import Saver,load_optimizer,missing_pieces,prune,set_rng_state,write_pointer
+from .checkpoint import Saver,check_checkpoint,load_optimizer,prune,set_rng_state,write_pointer
 from .look import look_panel
 from .guard import NormGuard,forget_bad_updates,write_bad_update
 
@@ -500,14 +500,15 @@ def place_data(self:Trainer,
 def load(self:Trainer,
     checkpoint:Path, # a `step_N` directory
     force:bool=False, # if the position of the data does not fit, begin the next epoch
+    checked:bool=False, # its files were compared with its manifest already
 )->None: # nothing
-    "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing."
-    if (missing := missing_pieces(checkpoint)): raise FileNotFoundError(f'{checkpoint} is not complete, it lacks {", ".join(missing)}: choose another')
+    "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing, ValueError if it is damaged."
+    if not checked: check_checkpoint(checkpoint, dist=self.dist)
     state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
     state.setdefault('began', None)
     if state['data'] is not None: state['epoch'] = self.place_data(state['data'], force)
     if state['data'] is not None and state['epoch']>state['data']['epoch']: state['began'] = state['step'] # the rest of an epoch was left out
-    load_full_weights(self.base, type(self.base).from_pretrained(checkpoint).state_dict())
+    load_full_weights(self.base, type(self.base).from_pretrained(checkpoint, checked=True).state_dict())
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(self.cfg)): self.log.info('other parts train than before: the optimizer begins anew')
     else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
     self.scaler.load_state_dict(state['scaler'])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .attention import Layout
 from .config import VLMConfig, evolve
+from .manifest import check_files
 from .dist import is_sharded
 from .generate import Picker, stream_ids
 from .language import KVCache, LanguageModel
@@ -323,9 +324,11 @@ class Pretrained:
     def from_pretrained(cls,
         path:str|Path, # directory of a checkpoint, or a hub id
         cfg:VLMConfig|None=None, # used in place of the checkpoint's, e.g. with another `max_img_size`; its weights must fit
+        checked:bool=False, # its files were compared with its manifest already
     )->'VisionLanguageModel': # on the CPU, in eval mode
-        "Load what `save_pretrained` or nanoVLM wrote."
+        "Load what `save_pretrained` or nanoVLM wrote; if it has a manifest, its files must be as they were written."
         folder = resolve_checkpoint(path)
+        if not checked: check_files(folder)
         saved, state = read_checkpoint(folder, cls.config_class)
         cfg = cfg or saved
         model = cls(cfg, load_backbone=False)
