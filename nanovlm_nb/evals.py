@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['logger', 'PIN', 'MISSING', 'NO_SLURM', 'MOST_STARTS', 'results_dir', 'result_files', 'write_json', 'read_result',
            'result_values', 'Results', 'pinned', 'set_pin', 'Job', 'clean_env', 'start_process', 'is_running',
-           'has_lmms_eval', 'task_names', 'task_file', 'choose_backend', 'possible_tasks', 'Evaluations']
+           'has_lmms_eval', 'task_names', 'task_file', 'choose_backend', 'possible_tasks', 'read_job', 'Evaluations']
 
 # %% ../nbs/30_evals.ipynb #840d10b9
 import fcntl,json,logging,math,os,re,shutil,signal,subprocess,sys
@@ -232,6 +232,16 @@ def possible_tasks(
 # %% ../nbs/30_evals.ipynb #59eb7945
 MOST_STARTS = 10 # a job that was killed so often is given up
 
+def read_job(
+    path:Path, # a `job.json`
+)->Job|None: # None: it is damaged, or something else
+    "Read what was written down about a job; what is no job is passed over, and said."
+    try:
+        job = Job(**json.loads(path.read_text(encoding='utf-8')))
+        if path.parent.name==f'step_{job.step}' and isinstance(job.tasks, str) and (job.number is None or job.number.isdigit()): return job
+    except (OSError, ValueError, TypeError, AttributeError): pass
+    logger.warning('%s holds no job: passed over', path)
+
 class Evaluations:
     "The jobs of a run and their results. Only rank 0 has it."
     def __init__(self,
@@ -243,8 +253,8 @@ class Evaluations:
         self.run_dir,self.cfg,self.tasks,self.backend,self.command = Path(run_dir).absolute(),train_cfg,tasks,choose_backend(train_cfg),command
         self.folder = results_dir(run_dir)
         self.results,self.processes = Results(self.folder),{}
-        found = [Job(**json.loads(p.read_text(encoding='utf-8'))) for p in (self.folder/'jobs').glob('step_*/job.json') if p.parent.name[5:].isdigit()]
-        self.jobs = {j.step:j for j in sorted(found, key=lambda j: j.step)}
+        found = [read_job(p) for p in (self.folder/'jobs').glob('step_*/job.json') if p.parent.name[5:].isdigit()]
+        self.jobs = {j.step:j for j in sorted(filter(None, found), key=lambda j: j.step)}
 
     def out(self,
         step:int, # of a checkpoint

@@ -12,6 +12,8 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
+from .logs import json_lines,say_foreign
+
 # %% ../nbs/31_guard.ipynb #003de962
 WINDOW = 100 # norms that say what is usual
 LEAST = 20 # norms before anything is unusual
@@ -45,26 +47,38 @@ class NormGuard:
 # %% ../nbs/31_guard.ipynb #f9900179
 BAD_UPDATES = 'bad_updates.jsonl' # in the directory of the run
 
+def _lines(run_dir):
+    "What is written down, and lines that are something else."
+    path = Path(run_dir)/BAD_UPDATES
+    return json_lines(path, 'update') if path.is_file() else ([],[])
+
 def read_bad_updates(
     run_dir:Path, # directory of a run
 )->list[dict]: # `update`, `reason`, `ids` and `data` of each, in order
-    "The updates that a run has skipped."
-    path = Path(run_dir)/BAD_UPDATES
-    return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.is_file() else []
+    "The updates that a run has skipped; lines that are not ours are passed over, and said."
+    found,foreign = _lines(run_dir)
+    say_foreign(Path(run_dir)/BAD_UPDATES, foreign)
+    return found
 
 def write_bad_update(
     run_dir:Path, # directory of the run
     record:dict, # JSON-able, with `update`
 )->None: # nothing; the line is on the disk
-    "Add a line."
-    with (Path(run_dir)/BAD_UPDATES).open('a', encoding='utf-8') as f:
-        f.write(json.dumps(record)+'\n'); f.flush(); os.fsync(f.fileno())
+    "Add a line; half a line, left by a process that was killed, gets an end first."
+    with (Path(run_dir)/BAD_UPDATES).open('a+b') as f:
+        if f.tell(): f.seek(-1, os.SEEK_END)
+        torn = f.read(1) not in (b'', b'\n')
+        f.write(b'\n'*torn+json.dumps(record).encode()+b'\n'); f.flush(); os.fsync(f.fileno())
 
 def forget_bad_updates(
     run_dir:Path, # directory of the run
     after:int, # last update that stays
 )->None: # nothing
-    "Remove the lines of updates that will be made again."
-    found = read_bad_updates(run_dir)
-    kept = [r for r in found if r['update']<=after]
-    if kept!=found: (Path(run_dir)/BAD_UPDATES).write_text(''.join(json.dumps(r)+'\n' for r in kept), encoding='utf-8')
+    "Remove the lines of updates that will be made again, all at once."
+    found,foreign = _lines(run_dir)
+    kept = [json.dumps(r).encode() for r in found if r['update']<=after]
+    if len(kept)==len(found): return
+    path = Path(run_dir)/BAD_UPDATES
+    tmp = path.with_name(path.name+'.tmp')
+    tmp.write_bytes(b''.join(line+b'\n' for line in kept+foreign))
+    tmp.replace(path)
