@@ -641,7 +641,9 @@ def save_yaml(
 )->None: # nothing
     "Write all fields of both configurations."
     sections = dict(vlm=vlm_cfg.to_dict(), train=train_cfg.to_dict())
-    Path(path).write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6), encoding='utf-8')
+    tmp = Path(path).with_name(Path(path).name+'.tmp')
+    tmp.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6), encoding='utf-8')
+    tmp.replace(path) # a reader, or a kill, finds the old file or the new one
 
 # %% ../nbs/01_config.ipynb #705f2e54
 def read_yaml(

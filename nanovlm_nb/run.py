@@ -36,8 +36,9 @@ from .dataset import Drops
 from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from .shard import engine_lines
 from .optim import trainable_line
+from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
-from .checkpoint import checkpoints,newest_complete,read_pointer,write_text_atomic
+from .checkpoint import checkpoints,newest_complete,read_pointer,sweep,write_text_atomic
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import check_resume,earlier_run,find_resume,is_again,note_start
 from .trainer import Trainer
@@ -383,6 +384,7 @@ def run_on(
     make_run_dir(vlm_cfg, train_cfg, dist, run_dir)
     if dist.is_master: note_start(run_dir, checkpoint, jobs)
     with put_back(before, dist) as stays, keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log:
+        if (left := on_master(dist, lambda: sweep(run_dir))): log.info(f'removed, left by a start that was killed: {", ".join(left)}')
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         log.info(size_line(trainer.train_loader.source, trainer.val_loader.source))
@@ -421,7 +423,10 @@ def begin_anew(
     trainer:Trainer, # without a checkpoint to go on from
 )->None: # nothing
     "Whatever an earlier start has left is done again."
-    if newest_complete(trainer.log.run_dir, thorough=True) is None: trainer.log.cut(0)
+    run_dir,dist = trainer.log.run_dir,trainer.dist
+    if dist.is_master and newest_complete(run_dir, thorough=True) is None:
+        trainer.log.cut(0)
+        forget_bad_updates(run_dir, -1)
     trainer.take_over_evals()
 
 # %% ../nbs/34_run.ipynb #25a48073
