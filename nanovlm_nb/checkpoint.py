@@ -167,7 +167,13 @@ def damaged_pieces(
     checkpoint:Path, # a `step_N` directory
 )->list[str]: # phrases; empty when it is as it was written
     "All that is wrong with a checkpoint; every file is read."
-    return damage(checkpoint, NEEDED)
+    return damage(checkpoint, NEEDED) or _of_another_update(Path(checkpoint))
+
+def _of_another_update(checkpoint):
+    "A directory under the name of another one."
+    step = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8')).get('step')
+    named = re.fullmatch(r'step_(\d+)', checkpoint.resolve().name)
+    return [f'it holds update {step}'] if named and step is not None and int(named[1])!=step else []
 
 # %% ../nbs/31_checkpoint.ipynb #b25752c0
 def publish(

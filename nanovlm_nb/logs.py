@@ -4,7 +4,7 @@
 
 # %% ../nbs/03_logs.ipynb #3ded0db5
 from __future__ import annotations
-import json, logging, os, secrets, sys, time
+import json, logging, os, re, secrets, sys, time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -17,8 +17,8 @@ from tqdm import tqdm
 from .dist import Dist
 
 # %% auto #0
-__all__ = ['EVAL_AXIS', 'JsonLines', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog', 'RunLog',
-           'Stats', 'Clock', 'plot_curves']
+__all__ = ['EVAL_AXIS', 'JsonLines', 'json_lines', 'say_foreign', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode',
+           'wandb_id', 'WandbLog', 'RunLog', 'Stats', 'Clock', 'plot_curves']
 
 # %% ../nbs/03_logs.ipynb #82442ecc
 def _plain(
@@ -56,10 +56,11 @@ class JsonLines:
     def cut(self,
         position:int, # from `position`, perhaps of an earlier process
     )->int: # bytes that were cut off
-        "Forget what was written after a position."
-        extra = max(self.position-position, 0)
-        self.file.truncate(self.position-extra)
-        return extra
+        "Forget what was written after a position; a line that it would tear is forgotten whole."
+        before = self.position
+        self.file.seek(0)
+        self.file.truncate(self.file.read(max(position, 0)).rfind(b'\n')+1)
+        return before-self.position
 
     def close(self,
         failed:bool=False, # Whether the run ended with an error
@@ -70,14 +71,32 @@ class JsonLines:
         self.file.close()
 
 # %% ../nbs/03_logs.ipynb #b5403ccb
+def json_lines(
+    path:str|Path, # a file with one JSON object a line
+    key:str,       # an integer that each record has
+)->tuple[list[dict], list[bytes]]: # records in order, and the lines that are none
+    "Read a file line by line; a torn last line, without its end, is no line yet."
+    records, foreign = [], []
+    for line in Path(path).read_bytes().split(b'\n')[:-1]:
+        try: record = json.loads(line)
+        except (ValueError, RecursionError): record = None
+        if isinstance(record, dict) and type(record.get(key)) is int: records.append(record)
+        else: foreign.append(line)
+    return records, foreign
+
+def say_foreign(
+    path:str|Path,       # the file
+    foreign:list[bytes], # from `json_lines`
+):
+    "Warn about lines that were passed over."
+    if foreign: logging.getLogger('nanovlm_nb').warning('%s: %d line%s passed over, not ours or damaged, the first is %r', path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
+
 def read_log(
     path:str|Path, # A log.jsonl
 )->list[dict]:     # Its records in order
-    "Read a log back; a torn last line is left out."
-    lines, records = Path(path).read_text().split('\n')[:-1], []
-    for i, line in enumerate(lines, 1):
-        try: records.append(json.loads(line))
-        except json.JSONDecodeError as e: raise ValueError(f"{path}, line {i} is not JSON ({e}): was the file edited?") from e
+    "Read a log back; lines that are not ours are passed over, and said."
+    records, foreign = json_lines(path, 'step')
+    say_foreign(path, foreign)
     return records
 
 # %% ../nbs/03_logs.ipynb #b66fe781
@@ -201,10 +220,13 @@ def wandb_mode(
 def wandb_id(
     run_dir:str|Path, # Directory of the run
 )->str: # Eight hexadecimal digits
-    "The id under which wandb knows a run; made when it is first asked for."
+    "The id under which wandb knows a run; made when it is first asked for, or when the file holds something else."
     path = Path(run_dir)/'wandb_id'
-    if not path.is_file(): path.write_text(secrets.token_hex(4)+'\n')
-    return path.read_text().strip()
+    known = path.read_bytes().strip() if path.is_file() else b''
+    if re.fullmatch(rb'[0-9a-f]{8}', known): return known.decode()
+    tmp = path.with_name('wandb_id.tmp')
+    tmp.write_text(secrets.token_hex(4)+'\n')
+    return tmp.replace(path).read_text().strip()
 
 # %% ../nbs/03_logs.ipynb #8a730c00
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn

@@ -47,7 +47,7 @@ def write_record(
 )->Path: # `run_dir/record.md`
     "Write the page, or bring it up to date."
     path,before = Path(run_dir)/'record.md',previous_run(run_dir)
-    text = path.read_text(encoding='utf-8') if path.is_file() else ''
+    text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     yours = text[text.index(YOURS[:15]):] if YOURS[:15] in text else YOURS
     try: found = changes(load_yaml(before/'config.yaml'), (vlm_cfg,train_cfg)) if before else []
     except ValueError as e: found = [f'cannot be compared: {e}']
@@ -98,7 +98,7 @@ def training_card(
     "What a run's directory knows about its model."
     run_dir = Path(run_dir)
     vlm_cfg,c = load_yaml(run_dir/'config.yaml')
-    record = (run_dir/'record.md').read_text(encoding='utf-8') if (run_dir/'record.md').is_file() else ''
+    record = (run_dir/'record.md').read_text(encoding='utf-8', errors='backslashreplace') if (run_dir/'record.md').is_file() else ''
     table,asked = _answer_table(run_dir)
     results = bullets(_result_lines(run_dir)) or 'Nothing was measured.'
     parts = ['## Training', c.notes or '', bullets(_data_lines(c)), '## Results', results, table, _said(record), '## Limits', bullets(_limit_lines(vlm_cfg, asked))]

@@ -1,0 +1,174 @@
+"Whatever happens to the files of a run: it is named, passed over or refused, and a run never trains on something else than it was."
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import TINY
+from kills import record
+
+from nanovlm_nb.checkpoint import check_checkpoint, newest_complete
+from nanovlm_nb.config import parse_args
+from nanovlm_nb.manifest import MANIFEST
+from nanovlm_nb.resume import given_checkpoint
+from nanovlm_nb.run import plan_resume, run
+from nanovlm_nb.vlm import VisionLanguageModel
+
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1', '--ask_samples', '0', '--lr_vision_backbone', '0',
+         '--cache_features', 'True', '--dtype', 'float32', '--max_training_steps', '6']
+FILES = ('config.json', 'model.safetensors', 'trainer_state.json', 'rng_0.json', 'optimizer/.metadata', 'optimizer/__0_0.distcp', 'tokenizer.json', 'tokenizer_config.json',
+         'chat_template.jinja', MANIFEST)
+
+
+def flip(path):
+    "One bit in the middle."
+    raw = bytearray(path.read_bytes())
+    raw[len(raw)//2] ^= 1
+    path.write_bytes(raw)
+
+
+def cut(path): path.write_bytes(path.read_bytes()[:path.stat().st_size//2])
+def zeros(path): path.write_bytes(bytes(path.stat().st_size))
+def garbage(path): path.write_bytes(b'\xff\xfe{"step": 4')
+def other(path): shutil.copy(str(path).replace('step_4', 'step_2'), path)
+
+
+def one_digit(run_dir):
+    "Another number of the same length, valid JSON."
+    path = run_dir/'step_4'/'trainer_state.json'
+    path.write_text(path.read_text().replace('"step": 4', '"step": 3'))
+
+
+def another_index(run_dir):
+    "An index that leads to other weights."
+    (run_dir/'step_4'/'other.safetensors').write_bytes((run_dir/'step_2'/'model.safetensors').read_bytes())
+    (run_dir/'step_4'/'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={'x': 'other.safetensors'})))
+
+
+def renamed(run_dir):
+    "Another checkpoint under this name."
+    shutil.rmtree(run_dir/'step_4')
+    shutil.copytree(run_dir/'step_2', run_dir/'step_4')
+
+
+#: a manifest that lists something else makes the files that it lists look wrong
+NAMED = {f'flip {MANIFEST}': ' is not as it was written', f'{MANIFEST} of step_2': 'step_4'}
+
+# what is done to step_4 -> what the message names; such a checkpoint is passed over, or refused when it is given
+IN_CHECKPOINT = {f'{f.__name__} {name}': (lambda run_dir, f=f, name=name: f(run_dir/'step_4'/name), name) for f in (flip, cut, zeros) for name in FILES}
+IN_CHECKPOINT |= {f'without {name}': (lambda run_dir, name=name: (run_dir/'step_4'/name).unlink(), name) for name in FILES}
+IN_CHECKPOINT |= {f'{name} of step_2': (lambda run_dir, name=name: other(run_dir/'step_4'/name), name) for name in ('model.safetensors', 'trainer_state.json', 'optimizer/__0_0.distcp', MANIFEST)}
+IN_CHECKPOINT |= {'one digit': (one_digit, 'trainer_state.json'), 'another index': (another_index, 'model.safetensors.index.json'), 'renamed': (renamed, 'holds update 2'),
+                  'empty': (lambda run_dir: [shutil.rmtree(run_dir/'step_4'), (run_dir/'step_4').mkdir()], MANIFEST)}
+
+
+def make(path, text=None):
+    "A foreign file or directory."
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir() if text is None else path.write_bytes(text)
+
+
+# what is done beside the checkpoints: the run goes on from step_4 as if nothing had happened
+BESIDE = {'step_58 empty': lambda r: make(r/'step_58'), 'step_58 with {}': lambda r: make(r/'step_58'/MANIFEST, b'{}'), 'step_58 a file': lambda r: make(r/'step_58', b'x'),
+          'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'), 'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'), 'foreign': lambda r: make(r/'step_by_step.md', b'x'),
+          'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'), 'best_checkpoint binary': lambda r: garbage(r/'best_checkpoint'),
+          'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'), 'last_checkpoint empty': lambda r: (r/'last_checkpoint').write_text(''),
+          'job binary': lambda r: garbage(r/'job'), 'status binary': lambda r: garbage(r/'status'), 'config.yaml torn': lambda r: cut(r/'config.yaml'),
+          'record.md binary': lambda r: garbage(r/'record.md'), 'drops.json zeros': lambda r: zeros(r/'drops.json'), 'train.log binary': lambda r: garbage(r/'train.log'),
+          'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'{"update": 3, "rea'), 'bad_updates.jsonl foreign': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n\xff\n{}\n'),
+          'features cut': lambda r: [cut(p) for p in features(r)], 'features flipped': lambda r: [flip(p) for p in features(r)], 'features zeros': lambda r: [zeros(p) for p in features(r)],
+          'left-overs': lambda r: [make(r/'step_9.tmp'), make(r/'.step_9.tmp-ab'), make(r/'status.tmp', b'x')],
+          'log.jsonl torn at the end': lambda r: (r/'log.jsonl').write_bytes((r/'log.jsonl').read_bytes()+b'{"batch_')}
+
+
+def features(run_dir): return [p for p in (run_dir/'features').rglob('*') if p.is_file()]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    "A run of 6 updates, and what it came to."
+    cwd = tmp_path_factory.mktemp('trained')
+    return cwd, go(cwd)
+
+
+def go(cwd, *more):
+    "Train in this process; the record of the run."
+    before = os.getcwd()
+    os.chdir(cwd)
+    try:
+        vlm_cfg, train_cfg, *_ = parse_args([*FLAGS, *more])
+        return record(Path(cwd)/run(vlm_cfg, train_cfg))
+    finally: os.chdir(before)
+
+
+@pytest.fixture
+def stopped(trained, tmp_path):
+    "The same run as it was when it stood at update 4."
+    run_dir = tmp_path/'checkpoints'/'r'
+    shutil.copytree(trained[0]/'checkpoints'/'r', run_dir)
+    shutil.rmtree(run_dir/'step_6')
+    for name in ('last_checkpoint', 'best_checkpoint'): (run_dir/name).write_text('step_4\n')
+    return run_dir
+
+
+def planned(run_dir):
+    "The checkpoint that a start would take."
+    vlm_cfg, train_cfg, *_ = parse_args([*FLAGS, '--resume', 'True'])
+    os.chdir(run_dir.parent.parent)
+    return plan_resume(vlm_cfg, train_cfg, run_dir, 1)[0]
+
+
+@pytest.mark.parametrize('name', IN_CHECKPOINT)
+def test_a_damaged_checkpoint_is_named_passed_over_and_refused(stopped, caplog, monkeypatch, name):
+    monkeypatch.chdir(stopped)
+    spoil, named = IN_CHECKPOINT[name]
+    named = NAMED.get(name, named)
+    spoil(stopped)
+    with caplog.at_level(logging.WARNING): assert planned(stopped) == stopped/'step_2'
+    assert named in caplog.text and 'step_4' in caplog.text
+    with pytest.raises((ValueError, FileNotFoundError)) as e: given_checkpoint(stopped/'step_4')
+    assert named in str(e.value) and len(str(e.value).splitlines()) == 1
+
+
+def test_weights_of_a_damaged_checkpoint_are_not_loaded(stopped):
+    flip(stopped/'step_4'/'model.safetensors')
+    with pytest.raises(ValueError, match='model.safetensors is not as it was written'): VisionLanguageModel.from_pretrained(stopped/'step_4')
+    VisionLanguageModel.from_pretrained(stopped/'step_2')
+
+
+def test_a_manifest_of_before_still_loads(stopped, monkeypatch):
+    "It has sizes only; the log says that nothing else was compared."
+    monkeypatch.chdir(stopped)
+    path = stopped/'step_4'/MANIFEST
+    path.write_text(json.dumps({k: v['bytes'] for k, v in json.loads(path.read_text()).items()}))
+    vlm_cfg, train_cfg, *_ = parse_args([*FLAGS, '--resume', 'True'])
+    chosen, lines = plan_resume(vlm_cfg, train_cfg, stopped, 1)
+    assert chosen == stopped/'step_4' and any('sizes only' in line for line in lines)
+    check_checkpoint(chosen)
+
+
+@pytest.mark.skipif(os.name == 'nt' or os.geteuid() == 0, reason='the superuser may read everything')
+def test_a_checkpoint_that_may_not_be_read_is_passed_over(stopped):
+    (stopped/'step_4'/MANIFEST).chmod(0)
+    assert newest_complete(stopped, thorough=True) == stopped/'step_2'
+
+
+def test_the_run_goes_on_from_the_checkpoint_before_and_comes_to_the_same(trained, stopped):
+    flip(stopped/'step_4'/'model.safetensors')
+    assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
+
+
+def test_what_lies_beside_the_checkpoints_never_ends_a_run(trained, stopped):
+    "All of it at once; the table is gone through one by one with --slow."
+    for name in ('step_58 with {}', 'step_59 dangling', 'bad_updates.jsonl torn', 'features flipped', 'left-overs', 'record.md binary', 'job binary'): BESIDE[name](stopped)
+    assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
+    assert not [*stopped.glob('*.tmp'), *stopped.glob('.step*')]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [*IN_CHECKPOINT, *BESIDE])
+def test_every_damage_leads_to_the_same_run(trained, stopped, name):
+    {**{k: f for k, (f, _) in IN_CHECKPOINT.items()}, **BESIDE}[name](stopped)
+    assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
