@@ -1,0 +1,26 @@
+#!/bin/bash
+# Train a classifier on this machine, on all of its GPUs, or as a job of one node.
+#
+#   slurm/classify.sh food.yaml                                        # all GPUs, or one process on the CPU
+#   RANKS=2 slurm/classify.sh food.yaml --run_name food                # so many processes
+#   slurm/classify.sh food.yaml --resume_from latest                   # go on
+#   sbatch --gpus-per-node 8 --cpus-per-task 64 slurm/classify.sh food.yaml --run_name food
+#
+# Guides for Qwen2.5-VL write
+#   deepspeed --num_gpus 8 training/complete_train.py --config guide.yaml --deepspeed_config ds_config_zero2.json
+# which is here, with the same two files,
+#   RANKS=8 slurm/classify.sh guide.yaml --deepspeed_config ds_config_zero2.json --model SMOLVLM --datasets food101
+# SMOLVLM is a directory or a hub id; the guide's own model, Qwen2.5-VL, is not built here.
+
+#SBATCH --job-name=classify
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=%x-%j.out
+
+set -eu
+[ $# -ge 1 ] || { echo "usage: $0 FILE.yaml [flags of nanovlm_classify]" >&2; exit 2; }
+config=$1; shift
+gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
+ranks=${RANKS:-${SLURM_GPUS_ON_NODE:-$gpus}}
+[ "$ranks" -gt 1 ] || exec python -m nanovlm_nb.classify --config "$config" "$@"
+exec python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m nanovlm_nb.classify --config "$config" "$@"
