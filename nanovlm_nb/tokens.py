@@ -69,7 +69,10 @@ def get_tokenizer(
     chat_template:str|None=None, # Jinja template that turns messages into one text; None keeps the tokenizer's own
 )->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
     "Load a tokenizer and add the extra tokens."
-    tok = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False, **_extras(extra_special_tokens, chat_template))
+    how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
+    try: tok = AutoTokenizer.from_pretrained(name, **how)
+    except (OSError, ValueError) as e: raise OSError(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} "
+        "Correct the name or the path; for one of the hub see that the network is there") from e
     if not tok.is_fast: raise ValueError(f'{name} has no fast tokenizer (tokenizer.json); the loss mask needs its character offsets: convert it first')
     if tok.eos_token is None: raise ValueError(f'{name} has no eos_token: generation could not stop; set it in tokenizer_config.json')
     tok.pad_token = tok.eos_token

@@ -1,7 +1,9 @@
 "The doctor: machines that nobody has as values, and this machine as it is."
 import json
 import os
+import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -111,8 +113,47 @@ def test_two_processes_that_do_not_meet(monkeypatch):
     assert check.state == FAIL and 'Error' in check.text and 'GLOO_SOCKET_IFNAME' in check.remedy
 
 
+def living(mark):
+    "Processes with this word on their command line."
+    found = []
+    for p in os.listdir('/proc'):
+        if not p.isdigit(): continue
+        try:
+            with open(f'/proc/{p}/cmdline', 'rb') as f: words = f.read().split(b'\0')
+        except OSError: continue
+        if mark.encode() in words: found.append(int(p))
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir('/proc/self'), reason='looks into /proc')
+def test_nothing_is_left_of_what_takes_too_long():
+    "torchrun's workers are in sessions of their own: killing torchrun alone leaves them for ever."
+    mark = f'61{os.getpid()}.5'
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '--no-python', 'sleep', mark]
+    seen, stop = [], threading.Event()
+
+    def watch():
+        while not (seen or stop.wait(.1)): seen.extend(p for p in living(mark) if len(living(mark)) > 2)
+    threading.Thread(target=watch, daemon=True).start()
+    with pytest.raises(subprocess.TimeoutExpired): dr.run_to_end(command, 25)
+    stop.set()
+    assert seen, 'the workers had begun'
+    assert not living(mark)
+
+
+def test_ranks_and_gpus():
+    assert [dr.check_gpus(asked, 4).state for asked in (1, 4, 8)] == [PASS, PASS, FAIL] and dr.check_gpus(8, 0).state == FAIL
+    assert 'there are 4 GPUs' in dr.check_gpus(8, 4).text and dr.check_gpus(8, 4).remedy == '--gpus 4'
+
+
 def test_attention_backends_compute():
-    assert [dr.try_backend(b, torch.device('cpu')).state for b in BACKENDS] == [PASS]*len(BACKENDS)
+    found = {b: dr.try_backend(b, torch.device('cpu')) for b in BACKENDS}
+    assert {b for b, c in found.items() if c.state == PASS} >= {'explicit', 'sdpa', 'docs'} and FAIL not in {c.state for c in found.values()}
+    for b in ('flash', 'varlen'):
+        if found[b].state == PASS: continue
+        assert found[b].state == SKIP and 'cannot be used on cpu' in found[b].text, 'a backend that gives way to another has not passed'
+        assert dr.try_backend(b, torch.device('cpu'), wanted=b).state == FAIL, 'the run asks for it'
+    assert found['flash'].state == SKIP, 'it needs CUDA'
 
 
 # --- the command
@@ -138,7 +179,7 @@ def test_a_machine_that_can_train(tmp_path):
 def test_a_configuration_that_cannot_train(tmp_path):
     save_yaml(tmp_path/'c.yaml', preset('shapes')[0], evolve(preset('shapes')[1], train_dataset_path='./missing', log_wandb=False, num_workers=2))
     checks = examined(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1')
-    assert {'data set', 'loader processes', 'short run'} <= {n for n, c in checks.items() if c['state'] == FAIL}
+    assert {'GPUs', 'data set', 'loader processes', 'short run'} <= {n for n, c in checks.items() if c['state'] == FAIL}
     assert 'num_workers 2 -> 1' in checks['loader processes']['remedy'] and '0 of 1 updates' in checks['short run']['text']
 
 

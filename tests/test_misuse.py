@@ -1,0 +1,247 @@
+"Errors of use: every command answers each with one line that names the value and the remedy, exit code 2, and leaves nothing behind."
+import configparser
+import io
+import json
+import os
+import re
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from commands import TINY, run
+
+from nanovlm_nb.usage import is_usage
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    "Name of each console script -> its module and function."
+    c = configparser.ConfigParser()
+    c.read(ROOT/'settings.ini')
+    return {name: tuple(target.split(':')) for name, target in (s.split('=') for s in c['DEFAULT']['console_scripts'].split())}
+
+
+COMMANDS = commands()
+
+#: command, arguments, what the line must say. `RUN` is a run of two updates; files of `given` are in the working directory
+MISUSES = [
+    # flags that are wrong in themselves
+    ('train', '--lr_pm 0.1', 'unknown flag `--lr_pm`: did you mean `--lr_mp`?'),
+    ('train', '--epochs 3', 'here it is --max_epochs'),
+    ('train', '--timeout 60', 'did you mean `--timeout_s`?'),
+    ('train', '--wait_for 3', 'unknown flag `--wait_for`: --help shows those that exist'),
+    ('train', 'stray', '`stray` belongs to no flag: write --FIELD VALUE'),
+    ('train', '--lr_mp', '--lr_mp: expected one argument'),
+    ('train', '--batch_size two', "--batch_size: invalid int value: 'two'"),
+    ('train', '--batch_size 0', 'batch_size is 0: give a number above 0'),
+    ('train', '--compile perhaps', 'perhaps'),
+    ('train', '--preset nano', "--preset: invalid choice: 'nano' (choose from"),
+    ('train', '--vlm_extra_tokens {', "--vlm_extra_tokens: invalid JSON value: '{'"),
+    ('train', '--lr_mp inf', 'lr_mp is inf: give a finite number'),
+    ('train', '--max_grad_norm nan', 'max_grad_norm is nan: give a finite number'),
+    ('train', '--lr_mp=-1', 'lr_mp is -1.0: give 0 or more'),
+    ('train', '--seed 99999999999', 'seed is 99999999999: give a number from 0 to 4294967295'),
+    ('train', '--run_name a/../../b', "run_name is 'a/../../b', but it names one directory"),
+    ('train', '--train_dataset_path=', 'train_dataset_path is empty: give a value, or leave it out'),
+    ('train', '--resume True --load_from=', 'load_from is empty'),
+    ('train', '--lr_schedule cosin', "lr_schedule is 'cosin': give one of cosine, wsd"),
+    ('train', '--attn_backend flsh', "attn_backend is 'flsh': give one of auto, explicit"),
+    ('train', '--dtype fp16', "dtype is 'fp16': give one of auto, bfloat16"),
+    ('train', '--sharding zero4', "sharding is 'zero4': give one of ddp, zero2, zero3"),
+    ('train', '--custom_transforms flip', "custom_transforms names 'flip': give module:function"),
+    ('train', '--betas 0.9', 'betas is [0.9]: give two numbers'),
+    # settings that contradict each other
+    ('train', '--vit_n_heads 7', 'is no multiple of vit_n_heads 7: change one of them'),
+    ('train', '--max_sample_length 100000', 'max_sample_length 100000 > lm_max_length 512: lower the first or raise the second'),
+    ('train', '--num_workers 99', 'num_workers 99 > '),
+    ('train', '--offload_params True', 'offload_params needs sharding zero3'),
+    ('train', '--cache_features True', 'cache_features needs a frozen vision tower'),
+    # files of settings
+    ('train', '--config none.yaml', 'none.yaml: there is no such file or directory: correct the path'),
+    ('train', '--config .', '.: this is a directory: give a file'),
+    ('train', '--config torn.yaml', 'torn.yaml is no YAML'),
+    ('train', '--config picture.png', 'picture.png is no YAML'),
+    ('train', '--config typo.yaml', 'unknown key in typo.yaml `train.batchsize`: did you mean `train.batch_size`?'),
+    ('train', '--deepspeed_config none.json', 'none.json: there is no such file'),
+    ('train', '--deepspeed_config typo.json', 'zero_optimisation is unknown: did you mean zero_optimization?'),
+    ('train', '--deepspeed_config typo.yaml', 'typo.yaml is no JSON'),
+    # what a run starts from
+    ('train', '--resume True', 'resume needs to know which run: give run_name'),
+    ('train', '--load_from nowhere/step_5', 'nowhere/step_5'),
+    ('train', '--resume True --run_name x --load_from nowhere/step_5', 'nowhere/step_5'),
+    ('train', '--load_from out/none.pth', 'out/none.pth'),
+    ('train', '--resume_from_vlm_checkpoint True --vlm_checkpoint_path nowhere', 'nowhere'),
+    ('train', '--vlm_load_backbone_weights True --vit_model_type ./none', './none'),
+    ('train', '--lm_tokenizer ./none', './none'),
+    ('train', '--run_name r', 'of an earlier run, which a new one would be mixed up with: give another run_name, or --resume True'),
+    ('train', '--run_name r --resume True --seed 5', 'cannot resume: seed: 0 -> 5'),
+    # what it needs besides
+    ('train', '--vlm_checkpoint_path picture.png/runs', 'a part of this path is a file: give a directory'),
+    ('train', f'--run_name {"x"*300}', 'this name is too long: give a shorter one'),
+    ('train', '--train_dataset_path ./missing --stream_dataset True', './missing'),
+    ('train', '--train_dataset_path missing.jsonl', 'missing.jsonl'),
+    ('train', '--lr_schedule nowhere:f', "lr_schedule 'nowhere:f': no module 'nowhere'"),
+    ('train', '--lr_schedule math:csc', "module 'math' has no function 'csc'"),
+    ('train', '--custom_transforms nowhere:f', "custom_transforms 'nowhere:f': no module 'nowhere'"),
+    # commands that foretell a run
+    ('plan', '--gpu toaster', "GPU 'toaster' is unknown: give one of"),
+    ('plan', '--gpus 0', 'gpus is 0: give 1 or more'),
+    ('plan', '--gpuss 2', 'did you mean `--gpus`?'),
+    ('plan', '--was 64', "'64' is no batch: write batch_size x GPUs x accumulation"),
+    ('plan', '--like nowhere', 'nowhere'),
+    ('plan', '--load_from nowhere/step_5', 'nowhere/step_5'),
+    ('plan', '--mfu 3', 'mfu 3'),
+    ('inspect', '--samples 0', '--samples is 0'),
+    ('inspect', '--sampels 9', 'did you mean `--samples`?'),
+    ('inspect', '--load_from nowhere/step_5', 'nowhere/step_5'),
+    ('doctor', '--gpus 0', '--gpus is 0'),
+    ('doctor', '--smok 2', 'did you mean `--smoke`?'),
+    ('check_invariance', '--packs 0', "--packs: '0' will not do: give a whole number, 1 or more"),
+    ('check_invariance', '--load_from nowhere/step_5', 'nowhere/step_5'),
+    ('check_resume', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
+    ('check_resume', 'RUN --ranks 0', "--ranks: '0' will not do"),
+    ('replay', 'nowhere', 'nowhere has skipped no update: say which one you mean'),
+    ('replay', 'RUN 99', 'update 99 was never made'),
+    # commands that use a model
+    ('generate', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
+    ('generate', 'torn --prompt x', 'torn cannot be used as a checkpoint: '),
+    ('generate', 'RUN --prompt x --image none.png', 'none.png: there is no such file'),
+    ('generate', 'RUN --prompt x --max_new_tokens 0', "--max_new_tokens: '0' will not do"),
+    ('generate', 'RUN --prompt x --temperature nan', "--temperature: 'nan' will not do: give a number, 0 or more"),
+    ('generate', 'RUN --prompt -', 'no question on the standard input: write one a line'),
+    ('generate', 'RUN', 'required: --prompt'),
+    ('eval', 'RUN', 'give a checkpoint and --tasks'),
+    ('eval', 'nowhere --tasks shapes', 'nowhere'),
+    ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu': give cpu, cuda or cuda:0"),
+    ('eval', 'RUN --tasks shapes --out nowhere/x.json', '--out: there is no directory nowhere'),
+    ('export', 'nowhere out', 'nowhere'),
+    ('export', 'RUN RUN', 'is not empty: give a new directory'),
+    ('export', 'RUN out --format onnx', "--format: invalid choice: 'onnx'"),
+    ('look', 'nowhere', 'nowhere cannot be used as a checkpoint'),
+    ('look', 'RUN --config none.yaml', 'none.yaml: there is no such file'),
+    ('look', 'RUN --batches 0', "--batches: '0' will not do"),
+    ('chat', 'nowhere', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
+    ('chat', 'RUN --port x', "--port: 'x' will not do"),
+    ('classify', '--config none.yaml', 'none.yaml: there is no such file'),
+    ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
+    ('classify', '--predict nowhere picture.png', 'nowhere'),
+    # commands that look at runs
+    ('checkpoints', 'nowhere', 'there is no directory nowhere'),
+    ('checkpoints', 'RUN --delete_older_than nan', "--delete_older_than: 'nan' will not do"),
+    ('checkpoints', 'RUN --pth out --pth_names theirs', 'theirs'),
+    ('plot', 'nowhere', 'nowhere'),
+    ('plot', 'RUN --x epochs', "--x: invalid choice: 'epochs'"),
+    ('plot', 'RUN --smooth 2', 'smooth is 2'),
+]
+# `nanovlm_train` gets these where the model does not matter: nothing else is looked for
+SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--log_wandb', 'False', '--progress_bar', 'False']
+
+
+def main_of(command: str):
+    "The function behind a console script."
+    module, function = COMMANDS[f'nanovlm_{command}']
+    return getattr(import_module(module), function)
+
+
+def picture(path: Path) -> None:
+    "A file that is no text."
+    from PIL import Image
+    Image.new('RGB', (8, 8), 'red').save(path)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A working directory with a run of two updates and some files."
+    home = tmp_path_factory.mktemp('misuse')
+    before = Path.cwd()
+    os.chdir(home)
+    try: assert main_of('train')([*TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
+    finally: os.chdir(before)
+    (home/'torn.yaml').write_text('train: [')
+    (home/'typo.yaml').write_text('train: {batchsize: 4}')
+    (home/'typo.json').write_text('{"zero_optimisation": {"stage": 2}}')
+    (home/'torn').mkdir()
+    (home/'torn'/'config.json').write_text('{')
+    picture(home/'picture.png')
+    return home
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    "Every file, and every directory as an empty one; logs grow and are left out."
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b'' for p in sorted(folder.rglob('*')) if not p.name.startswith('log.')}
+
+
+def told(command: str, line: str, capsys) -> str:
+    "What a command writes to stderr when it is refused."
+    args = [('checkpoints/r' if word == 'RUN' else word) for word in line.split()]
+    small = SMALL if command == 'train' and not line.startswith(('--config', 'stray')) else []
+    small = [*TINY, '--max_training_steps', '2', *small] if '--run_name r ' in f'{line} ' else small
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end: main_of(command)([*small, *args])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize('command, line, said', MISUSES, ids=[f'{c} {line}'[:70] for c, line, _ in MISUSES])
+def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
+    before = files_below(place)
+    err = told(command, line, capsys)
+    ours = [text for text in err.splitlines() if text.startswith(f'nanovlm_{command}: error: ')]
+    assert len(ours) == 1 and err.splitlines()[-1] == ours[0] and said in ours[0], err
+    assert 'Traceback' not in err and len(err.splitlines()) <= 3, err
+    after = files_below(place)
+    assert after == before, sorted(after.keys() ^ before.keys()) or [n for n in after if after[n] != before[n]]
+    if (table := os.environ.get('MISUSES')):
+        with open(table, 'a') as f: f.write(f'| `nanovlm_{command} {line[:60]}` | `{ours[0]}` |\n')
+
+
+def test_every_command_is_misused():
+    assert {f'nanovlm_{c}' for c, _, _ in MISUSES} == set(COMMANDS) and len(MISUSES) >= 60
+
+
+# --- what is no error of use
+
+def test_a_fault_of_ours_shows_its_traceback(monkeypatch, tmp_path):
+    "A ValueError that torch, Python or the middle of an update raises is none of the user's."
+    monkeypatch.chdir(tmp_path)
+    from nanovlm_nb import run as run_module
+    def broken(*_, **__): return int('x')
+    monkeypatch.setattr(run_module, 'get_dataloaders', broken)
+    with pytest.raises(ValueError, match='invalid literal') as error: main_of('train')(['--run_name', 'x', *SMALL])
+    assert not is_usage(error.value)
+    assert (tmp_path/'checkpoints'/'x'/'status').read_text() == 'failed\n', 'what is left helps to find it'
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    with pytest.raises(ValueError, match='batch_size is 0'): main_of('train')(['--batch_size', '0', '--debug'])
+    monkeypatch.setenv('NANOVLM_DEBUG', '1')
+    with pytest.raises(ValueError, match='batch_size is 0'): main_of('train')(['--batch_size', '0'])
+
+
+# --- real processes
+
+def test_two_ranks_say_it_once(tmp_path):
+    "What torchrun says afterwards is its own."
+    done = run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'nanovlm_nb.train', *TINY,
+                '--train_dataset_path', './missing', '--run_name', 'x'], tmp_path, check=False)
+    assert done.returncode and done.stderr.count('nanovlm_train: error: ') == 1, done.stderr[-3000:]
+    assert 'nanovlm_nb/' not in done.stderr and not list(tmp_path.iterdir()), 'no traceback of ours, no directory'
+
+
+@pytest.mark.parametrize('module', sorted({m.split('.')[-1] for m, _ in COMMANDS.values()}))
+def test_every_module_with_a_command_runs_as_a_module(module):
+    text = (ROOT/'nanovlm_nb'/f'{module}.py').read_text()
+    assert re.search(r"(?m)^if __name__=='__main__': (sys\.exit\()?main\(\)", text)
+    assert re.search(r"(?m)^@command\('nanovlm_\w+'\)\ndef main", text)
+
+
+def test_a_module_that_did_nothing(tmp_path):
+    done = run([sys.executable, '-m', 'nanovlm_nb.checkpoint', 'nowhere'], tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (2, 'nanovlm_checkpoints: error: there is no directory nowhere: give that of a run\n')

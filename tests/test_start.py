@@ -1,0 +1,84 @@
+"What foretells a run starts from what the run starts from: the same sizes, tokenizer and DeepSpeed file, for each kind of start."
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+from nanovlm_nb import doctor, invariance, inspect, plan, resume
+from nanovlm_nb.checkpoint import export_pth
+from nanovlm_nb.config import load_yaml, parse_args, preset
+from nanovlm_nb.start import resolve_start
+from nanovlm_nb.train import main as train
+from nanovlm_nb.vlm import VisionLanguageModel
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+RUN = [*TINY[16:], '--max_training_steps', '1', '--eval_in_epochs', 'False', '--ask_samples', '0']  # without sizes of a model
+SIZES = TINY[:16]
+#: kind of start -> flags; each is given to the run and to what foretells it
+STARTS = dict(random=SIZES, checkpoint=['--load_from', 'checkpoints/first/step_1'], pth=[*SIZES, '--load_from', 'out/pretrain_vlm_32.pth'],
+              backbones=['--vlm_load_backbone_weights', 'True', '--vit_model_type', 'vit', '--lm_model_type', 'lm'],
+              deepspeed=[*SIZES, '--deepspeed_config', 'ds.json'])
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A working directory with a run, its `.pth` file, two backbones and a DeepSpeed file."
+    home, before = tmp_path_factory.mktemp('start'), Path.cwd()
+    os.chdir(home)
+    try:
+        assert train([*RUN, *SIZES, '--run_name', 'first']) == 0
+        export_pth('checkpoints/first', 'out', names='own')
+        torch.manual_seed(0)
+        SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=8)).save_pretrained('vit')
+        LlamaForCausalLM(LlamaConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=448)).save_pretrained('lm')
+        Path('ds.json').write_text('{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}')
+    finally: os.chdir(before)
+    return home
+
+
+def trained(kind: str) -> tuple[VisionLanguageModel, tuple]:
+    "The model that a run of one update leaves, and the configurations that it used."
+    name = 'first' if kind == 'random' else kind
+    if name == kind: assert train([*RUN, *STARTS[kind], '--run_name', kind]) == 0
+    return VisionLanguageModel.from_pretrained(f'checkpoints/{name}/step_1'), load_yaml(f'checkpoints/{name}/config.yaml')
+
+
+@pytest.mark.parametrize('kind', STARTS)
+def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    model, (vlm, cfg) = trained(kind)
+    capsys.readouterr()
+    assert plan.main([*RUN, *STARTS[kind], '--json']) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {n: p['total'] for n, p in said['parameters'].items()} == {n: sum(p.numel() for p in part.parameters()) for n, part in model.named_children()}
+    assert said['batch']['batch_size'] == cfg.batch_size and said['batch']['accumulation'] == cfg.gradient_accumulation_steps
+    given = parse_args([*RUN, *STARTS[kind]])
+    start = resolve_start(*given[:2], given=given[2].given)
+    assert (start.vlm_cfg.lm_tokenizer, start.train_cfg.lr_mp) == (vlm.lm_tokenizer, cfg.lr_mp)
+
+
+def test_the_others_see_the_checkpoint_too(place, monkeypatch, capsys):
+    "The tokenizer that is inspected, the model whose gradients are compared, the run that the doctor looks at."
+    monkeypatch.chdir(place)
+    flags, seen = [*RUN, '--load_from', 'checkpoints/first/step_1'], {}
+    monkeypatch.setattr(inspect, 'inspect_config', lambda vlm, cfg, *_: seen.setdefault('inspect', vlm) and inspect.Report('x', None))
+    monkeypatch.setattr(inspect, 'tell', lambda *_: 0)
+    inspect.main(flags)
+    assert invariance.main([*flags, '--packs', '2']) == 0, 'a model with other sizes than the data would not get so far'
+    check, start = doctor.check_start(*parse_args(flags)[:2], given=parse_args(flags)[2].given)
+    assert check == ('start', doctor.PASS, 'from the checkpoint checkpoints/first/step_1', '')
+    for vlm in (seen['inspect'], start.vlm_cfg):
+        assert (vlm.lm_hidden_dim, vlm.lm_tokenizer) == (32, str(Path('checkpoints/first/step_1')))
+
+
+def test_check_resume_reads_the_deepspeed_file(place, monkeypatch, capsys):
+    "A file that changes the packs of an update is a difference before the run says so."
+    monkeypatch.chdir(place)
+    resume.main(['checkpoints/first'])
+    assert 'packs per update' not in capsys.readouterr().out
+    assert resume.main(['checkpoints/first', '--deepspeed_config', 'ds.json']) == 1
+    assert 'packs per update: 4 -> ' in capsys.readouterr().out
