@@ -14,6 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from .usage import is_usage
 from .dist import Dist
 
 # %% auto #0
@@ -340,7 +341,8 @@ class RunLog:
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
-        if kind is not None: self.info(f'the run ended with {kind.__name__}: {error}')
+        refused = error is not None and not self.position and is_usage(error) # the command says it
+        if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
         self.close(failed=kind is not None)
 
 # %% ../nbs/03_logs.ipynb #13bcbeec

@@ -8,10 +8,12 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from commands import TINY, run
 
+from nanovlm_nb.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
 from nanovlm_nb.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -137,6 +139,7 @@ MISUSES = [
     ('plot', 'RUN --x epochs', "--x: invalid choice: 'epochs'"),
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
 ]
+OF_OTHERS = set()
 # `nanovlm_train` gets these where the model does not matter: nothing else is looked for
 SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--log_wandb', 'False', '--progress_bar', 'False']
 
@@ -245,3 +248,59 @@ def test_every_module_with_a_command_runs_as_a_module(module):
 def test_a_module_that_did_nothing(tmp_path):
     done = run([sys.executable, '-m', 'nanovlm_nb.checkpoint', 'nowhere'], tmp_path, check=False)
     assert (done.returncode, done.stderr) == (2, 'nanovlm_checkpoints: error: there is no directory nowhere: give that of a run\n')
+
+
+# --- every field, systematically
+
+FLOATS = {n: k for c in (VLMConfig, TrainConfig) for n, k in get_type_hints(c).items() if float in (k, *get_args(k), *[a for g in get_args(k) for a in get_args(g)])}
+TEXTS = {n: c for c in (VLMConfig, TrainConfig) for n, k in get_type_hints(c).items() if k in (str, str | None, list[str]) and n not in c.may_be_empty}
+COUNTS = {n: c for c in (VLMConfig, TrainConfig) for n, k in get_type_hints(c).items() if k in (int, int | None)}
+
+
+def refused(name: str, value) -> str:
+    "What is said about a value of a field."
+    cfg = next(c for c in preset('shapes') if hasattr(c, name))
+    with pytest.raises(ValueError) as error: evolve(cfg, **{name: value})
+    assert is_usage(error.value) and name in str(error.value), str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize('name', FLOATS)
+def test_no_number_is_infinite(name):
+    for value in (float('inf'), float('-inf'), float('nan')):
+        assert 'give a finite number' in refused(name, [value]*3 if get_origin(FLOATS[name]) is list else value)
+
+
+@pytest.mark.parametrize('name', TEXTS)
+def test_no_text_is_empty(name):
+    for value in ('', ' '): assert 'is empty: give a value, or leave it out' in refused(name, [value] if get_origin(get_type_hints(TEXTS[name])[name]) is list else value)
+
+
+@pytest.mark.parametrize('name', COUNTS)
+def test_no_count_is_below_its_least(name):
+    "-2 is below all that counts can be, also where -1 means all."
+    refused(name, -2)
+
+
+def test_no_clipping():
+    assert parse_args(['--max_grad_norm', '0'])[1].max_grad_norm is None
+
+
+# --- flags that messages and documents name
+
+def test_every_flag_that_is_named_exists():
+    "In messages, advice, help and documents: a flag that nobody understands is a wrong remedy."
+    known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug'}
+    sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').glob('*.py') if p.name != '_modidx.py'}
+    for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r"flag\('(--\w+)'", text))
+    known |= {f'--{name}' for name in ('tiles', 'targets', 'documents')}  # of nanovlm_plan, made in a loop
+    assert not {f: p.name for p, text in sources.items() for f in flags_in(text) if f not in known | OF_OTHERS}
+    documents = [p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts] + [ROOT/'README.md', ROOT/'CONTRIBUTING.md']
+    prose = {p: p.read_text(encoding='utf-8') if p.suffix == '.md' else '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells']
+             if c['cell_type'] == 'markdown') for p in documents}
+    assert not {f: p.name for p, text in prose.items() for f in flags_in(text) if f not in known | OF_OTHERS}
+
+
+def flags_in(text: str) -> set[str]:
+    "Flags with an underscore or in lower case, as this package's are written."
+    return set(re.findall(r'(?<![\w-])--[a-z][a-z_]+\b(?![-\w{*])', text))
