@@ -1,20 +1,31 @@
 "Whatever happens to the files of a run: it is named, passed over or refused, and a run never trains on something else than it was."
+import contextlib
+import io
 import json
 import logging
 import os
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from commands import TINY
 from kills import record
 
-from nanovlm_nb.checkpoint import check_checkpoint, newest_complete
-from nanovlm_nb.config import parse_args
-from nanovlm_nb.manifest import MANIFEST
+from nanovlm_nb.chat import answer_frame
+from nanovlm_nb.checkpoint import check_checkpoint, load_optimizer, newest_complete
+from nanovlm_nb.classify import Settings
+from nanovlm_nb.config import load_yaml, parse_args
+from nanovlm_nb.dist import Dist
+from nanovlm_nb.inert import PlainReader
+from nanovlm_nb.manifest import MANIFEST, write_manifest
+from nanovlm_nb.optim import make_optimizer
 from nanovlm_nb.resume import given_checkpoint
 from nanovlm_nb.run import plan_resume, run
+from nanovlm_nb.tokens import get_tokenizer
 from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.weights import language_config, vision_config
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1', '--ask_samples', '0', '--lr_vision_backbone', '0',
          '--cache_features', 'True', '--dtype', 'float32', '--max_training_steps', '6']
@@ -172,3 +183,82 @@ def test_what_lies_beside_the_checkpoints_never_ends_a_run(trained, stopped):
 def test_every_damage_leads_to_the_same_run(trained, stopped, name):
     {**{k: f for k, (f, _) in IN_CHECKPOINT.items()}, **BESIDE}[name](stopped)
     assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
+
+
+# --- somebody else's checkpoint: complete, with a manifest of its own, and made to run code
+
+
+class Hostile:
+    "An object whose pickle makes a directory when it is read."
+    def __reduce__(self): return os.mkdir, ('touched',)
+
+
+def hostile_metadata(step): (step/'optimizer'/'.metadata').write_bytes(pickle.dumps(Hostile()))
+
+
+def hostile_value(step):
+    "In place of a learning rate: what is no tensor is a pickle of its own, inside the shard."
+    reader = PlainReader(step/'optimizer')
+    place = next(p for i, p in reader.plain.storage_data.items() if i.fqn.endswith('.lr'))
+    evil = io.BytesIO()
+    torch.save(Hostile(), evil)
+    shard = step/'optimizer'/place.relative_path
+    raw = bytearray(shard.read_bytes())
+    assert len(evil.getvalue()) <= place.length
+    raw[place.offset:place.offset+place.length] = evil.getvalue().ljust(place.length, b'\0')
+    shard.write_bytes(raw)
+
+
+@pytest.mark.parametrize('spoil', [hostile_metadata, hostile_value], ids=lambda f: f.__name__)
+def test_nothing_in_a_checkpoint_is_executed(trained, stopped, spoil, monkeypatch):
+    "One sentence refuses it."
+    monkeypatch.chdir(stopped)
+    model, optimizer = parts(stopped/'step_4')
+    spoil(stopped/'step_4')
+    write_manifest(stopped/'step_4')
+    check_checkpoint(stopped/'step_4')  # nothing is wrong with it but what it wants
+    with pytest.raises(ValueError) as e: load_optimizer(stopped/'step_4'/'optimizer', model, optimizer, Dist())
+    assert len(str(e.value).splitlines()) == 1
+    assert not (stopped/'touched').exists()
+
+
+def parts(step):
+    "A model and an optimizer as the run has them."
+    model = VisionLanguageModel.from_pretrained(step)
+    train_cfg = parse_args(FLAGS)[1]
+    return model, make_optimizer(model, train_cfg)
+
+
+def test_torch_itself_would_have_executed_it(stopped, monkeypatch):
+    "The attack works: the same directory, read as torch reads it, makes the directory."
+    monkeypatch.chdir(stopped)
+    hostile_metadata(stopped/'step_4')
+    with contextlib.suppress(Exception): torch.distributed.checkpoint.FileSystemReader(stopped/'step_4'/'optimizer').read_metadata()
+    assert (stopped/'touched').exists()
+
+
+def test_a_hostile_configuration_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text in ('!!python/object/apply:os.mkdir [touched]', 'train: !!python/object/new:os.mkdir [touched]', 'train: {notes: !!python/name:os.system ""}'):
+        Path('evil.yaml').write_text(text)
+        for read in (load_yaml, Settings.load):
+            with pytest.raises(ValueError, match='evil.yaml'): read('evil.yaml')
+    assert not Path('touched').exists()
+
+
+def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
+    monkeypatch.chdir(stopped)
+    step = stopped/'step_4'
+    (step/'evil.py').write_text('import os\nos.mkdir("touched")\nfrom transformers import PreTrainedTokenizerFast as Evil, PretrainedConfig as EvilConfig\n')
+    settings = json.loads((step/'tokenizer_config.json').read_text())
+    (step/'tokenizer_config.json').write_text(json.dumps(settings | dict(tokenizer_class='Evil', auto_map={'AutoTokenizer': [None, 'evil.Evil']})))
+    with contextlib.suppress(ValueError): get_tokenizer(str(step))
+    (step/'config.json').write_text(json.dumps(dict(model_type='evil', auto_map={'AutoConfig': 'evil.EvilConfig'})))
+    for read in (vision_config, language_config):
+        with pytest.raises(ValueError): read(step)
+    assert not (stopped/'touched').exists()
+
+
+def test_a_hostile_template_is_refused(stopped):
+    (stopped/'step_4'/'chat_template.jinja').write_text("{{ cycler.__init__.__globals__.os.mkdir('touched') }}")
+    with pytest.raises(ValueError, match='the chat template of .* fails: SecurityError'): answer_frame(get_tokenizer(str(stopped/'step_4')))
