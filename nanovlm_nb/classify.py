@@ -7,11 +7,11 @@ __all__ = ['LOGS', 'GUIDE', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answ
            'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
            'ModelSection', 'TrainingSection', 'MonitorSection', 'frequency_note', 'translated', 'Settings',
-           'check_buildable', 'workers_of', 'configs_of', 'check_run', 'make_class_trainer', 'classify_on', 'classify',
-           'with_resume', 'place_of', 'main', 'sort_files']
+           'check_buildable', 'workers_of', 'configs_of', 'check_run', 'make_class_trainer', 'classify_again',
+           'classify_on', 'classify', 'with_resume', 'place_of', 'main', 'sort_files']
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
-import json,math,os,random,re,sys,threading
+import json,math,os,random,re,shlex,sys,threading
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
@@ -686,6 +686,17 @@ def make_class_trainer(
     model.tokenizer = tokenizer
     return ClassTrainer(model, train_cfg, *loaders, log, dist, tokenizer, schedule)
 
+def classify_again(
+    run_dir:Path, # directory of the run
+    train_cfg:TrainConfig, # of the run, unused: the file has it all
+    dist:Dist=Dist(), # its ranks
+    changes:dict={}, # fields that are to have another value
+)->str: # a line for the shell
+    "The command that goes on with a run, as `endings.go_on` says it of others."
+    launch = f'torchrun --nproc_per_node {dist.world_size} -m nanovlm_nb.classify' if dist.world_size>1 else 'nanovlm_classify'
+    first = f', after {", ".join(f"{k}: {v}" for k,v in changes.items())} was written into the file' if changes else ''
+    return f'{launch} --config {shlex.quote(str(Path(run_dir)/"classify.yaml"))} --run_name {shlex.quote(Path(run_dir).name)} --resume_from latest{first}'
+
 def classify_on(
     settings:Settings, # the file
     dist:Dist, # this rank
@@ -694,7 +705,7 @@ def classify_on(
     "Train a classifier on ranks that have already met."
     t = settings.training
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
-    run_dir = run_on(*configs_of(settings, data, dist.world_size), dist, stop=stop, make=partial(make_class_trainer, settings, data))
+    run_dir = run_on(*configs_of(settings, data, dist.world_size), dist, stop=stop, make=partial(make_class_trainer, settings, data), command=classify_again)
     if dist.is_master and (run_dir/'predictions.json').exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']

@@ -6,7 +6,7 @@
 from __future__ import annotations
 import json, logging, os, re, secrets, sys, time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from math import isfinite, nan
 from pathlib import Path
@@ -66,10 +66,11 @@ class JsonLines:
     def close(self,
         failed:bool=False, # Whether the run ended with an error
     ):
-        "Make sure that the file is on the disk, and let go of it."
+        "Make sure that the file is on the disk, and let go of it; after an error, a full disk does not hide that error."
         if self.file.closed: return
-        os.fsync(self.file.fileno())
-        self.file.close()
+        with suppress(OSError) if failed else nullcontext():
+            try: os.fsync(self.file.fileno())
+            finally: self.file.close()
 
 # %% ../nbs/03_logs.ipynb #b5403ccb
 def json_lines(
@@ -111,6 +112,12 @@ def describe(
     return ' | '.join([f'step {step}'+(f'/{total_steps}' if total_steps else '')]+[f'{k} {v:.4g}' for k,v in shown.items()])
 
 # %% ../nbs/03_logs.ipynb #510f8abc
+class _TextFile(logging.FileHandler):
+    "Writes to a file; when its disk is full, the console has the message."
+    def handleError(self, record): pass
+    def close(self):
+        with suppress(OSError): super().close()
+
 class _AboveBar(logging.Handler):
     "Writes to the console without tearing a progress bar."
     def emit(self,
@@ -130,7 +137,7 @@ class TextLog:
         if every < 1: raise ValueError(f"every {every} < 1: show every n-th update, 1 shows all")
         self.total_steps, self.every, self.start = total_steps, every, None
         self.logger = logging.getLogger('nanovlm_nb')
-        self.level, self.handlers = self.logger.level, [_AboveBar(), logging.FileHandler(path)]
+        self.level, self.handlers = self.logger.level, [_AboveBar(), _TextFile(path)]
         self.logger.setLevel(logging.INFO)
         self.handlers[1].setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
         for h in self.handlers: self.logger.addHandler(h)

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'IN_PROCESS', 'WRITTEN_ANEW', 'get_vision_model', 'make_model',
-           'on_master', 'run_path', 'make_run_dir', 'ask_held_out', 'report_drops', 'time_split', 'results',
+           'on_master', 'hold', 'run_path', 'make_run_dir', 'ask_held_out', 'report_drops', 'time_split', 'results',
            'advice_lines', 'report', 'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status',
-           'exit_code', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals', 'Before', 'look_before',
-           'put_back', 'run_on', 'train_to_the_end', 'begin_anew', 'millions', 'run']
+           'exit_code', 'may_change', 'Ending', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals', 'Before',
+           'look_before', 'put_back', 'run_on', 'run_in', 'train_to_the_end', 'begin_anew', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,shutil,signal,threading
 from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -21,11 +22,11 @@ from typing import NamedTuple
 from torch import nn
 
 from .usage import SAID,is_usage
-from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
+from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env
 from .dist import Dist,destroy_dist,init_dist,launchers,set_seed,set_threads
 from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
-from .advice import advice
+from .advice import advice,memory_remedies
 from .vision import ViT
 from .weights import load_vision_backbone,pth_path,with_tower
 from .vlm import VisionLanguageModel
@@ -40,9 +41,10 @@ from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
 from .checkpoint import checkpoints,newest_complete,read_pointer,sweep,write_text_atomic
 from .start import is_pth,resolve_start,weights_of_start
-from .resume import check_resume,earlier_run,find_resume,is_again,note_start
+from .resume import REFUSED,check_resume,differences,earlier_run,find_resume,is_again,note_start
+from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
 from .trainer import Trainer
-from .record import HUB_ERRORS,publish,write_record
+from .record import HUB_ERRORS,publish,where_to_publish,write_record
 from .ask import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 
 # %% ../nbs/34_run.ipynb #551b02e0
@@ -85,6 +87,20 @@ def on_master(
     if error is not None: raise error
     return result
 
+@contextmanager
+def hold(
+    run_dir:Path, # directory of the run
+    dist:Dist, # all ranks must call
+    jobs:dict[str,int]={}, # from `launchers`
+)->Iterator[None]: # nothing; a ValueError says who else is there
+    "While inside, no other run writes into the directory."
+    lock,new = RunLock(run_dir, jobs),not run_dir.exists()
+    on_master(dist, lock.take)
+    try: yield
+    finally:
+        if dist.is_master: lock.let_go()
+        if dist.is_master and new and run_dir.is_dir() and not any(run_dir.iterdir()): run_dir.rmdir()
+
 def run_path(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path` is the parent directory
     train_cfg:TrainConfig, # `run_name`, or what a name is made of
@@ -121,7 +137,7 @@ def ask_held_out(
     step:int, # update at which the figures are logged
 )->dict[str,dict]: # heading of the table -> kind -> (right, asked)
     "Ask the best model held-out questions, with and without looking."
-    asker = Asker.from_checkpoint(read_pointer(run_dir,'best_checkpoint'))
+    asker = Asker.from_checkpoint(read_pointer(run_dir, 'best_checkpoint') or read_pointer(run_dir))
     seen,blank = (answer_all(asker, questions_of(rows, b)) for b in (False,True))
     scores = {'answers':accuracy(seen), 'blank image':accuracy(blank)}
     if rows and 'kinds' in rows[0]:
@@ -161,8 +177,8 @@ def results(
 )->list[str]: # lines for the run's page
     "What came of a run."
     s = trainer.state
-    lines = [f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens', f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}',
-        f'time: {time_split(trainer.seconds)}']
+    best = 'no validation' if s.best_step is None else f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
+    lines = [f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens', best, f'time: {time_split(trainer.seconds)}']
     if s.skipped: lines.append(f'{s.skipped} updates skipped, see bad_updates.jsonl')
     return lines+[f'{name}: {right} of {n} questions right' for name,by_kind in scores.items() for right,n in [by_kind['all']]]
 
@@ -251,8 +267,13 @@ def set_status(
     status:str, # 'running', 'interrupted', 'done' or 'failed'
     dist:Dist, # only rank 0 writes
 )->None: # nothing
-    "Write down how a run stands."
-    if dist.is_master: write_text_atomic(run_dir/'status', status+'\n')
+    "Write down how a run stands; on a full disk there is still the room of the word before."
+    if not dist.is_master: return
+    file = run_dir/'status'
+    try: write_text_atomic(file, status+'\n')
+    except OSError:
+        with file.open('r+', encoding='utf-8') as f:
+            f.write(status+'\n'); f.truncate()
 
 @contextmanager
 def keep_status(
@@ -272,6 +293,63 @@ def exit_code(
 )->int: # 0, or `INTERRUPTED`
     "What a process should end with."
     return INTERRUPTED if (run_dir/'status').read_text(encoding='utf-8').strip()=='interrupted' else 0
+
+# %% ../nbs/34_run.ipynb #5e1d1002
+def may_change(
+    vlm_cfg:VLMConfig, # of a run
+    train_cfg:TrainConfig, # of the run
+    changes:dict, # fields that are to have another value
+)->bool: # with the same checkpoints
+    "May a run that has begun go on with other values?"
+    of = lambda cfg: {k:v for k,v in changes.items() if hasattr(cfg, k)}
+    saved = dict(vlm=asdict(vlm_cfg), train=asdict(train_cfg))
+    return not any(d.level==REFUSED for d in differences(saved, evolve(vlm_cfg, **of(vlm_cfg)), evolve(train_cfg, **of(train_cfg))))
+
+class Ending:
+    "A context that turns the error that ends a run into an answer: what is left, and what to type."
+    def __init__(self,
+        log:RunLog, # of the run
+        vlm_cfg:VLMConfig, # the model
+        train_cfg:TrainConfig, # the run
+        dist:Dist, # this rank
+        command:Callable=go_on, # names the command; takes what `go_on` takes
+    ):
+        self.log,self.vlm_cfg,self.cfg,self.dist,self.make_command,self.trainer,self.start = log,vlm_cfg,train_cfg,dist,command,None,0
+
+    def watch(self,
+        trainer:Trainer, # about to make its first update
+    )->None: # nothing
+        "From now on there is something to lose."
+        self.trainer,self.start = trainer,trainer.state.step
+
+    def command(self,
+        **changes, # fields that are to have another value
+    )->str: # a line for the shell
+        "What goes on with this run, or begins it once more."
+        if self.trainer is None: return ' '.join(['the same command', *(f'--{k} {v}' for k,v in changes.items())])
+        return self.make_command(self.log.run_dir, self.cfg, self.dist, changes)
+
+    def no_memory(self,
+        error:Exception, # as it arrived
+    )->str: # a sentence
+        "What happened, what is left, what helps."
+        keeps = lambda changes: may_change(self.vlm_cfg, self.cfg, changes)
+        kind,ranks = self.dist.device.type,self.dist.world_size
+        recipe = ' '.join(f'{line}.' for line in advice({}, self.cfg, self.vlm_cfg, oom=True, keeps=keeps, ranks=ranks, device=kind))
+        first = next((r.changes for r in memory_remedies(self.vlm_cfg, self.cfg, ranks, kind) if keeps(r.changes)), {})
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return f'memory ran out ({what}); {what_is_left(self.log.run_dir)}. What helps when you are {recipe} For example: {self.command(**first)}'
+
+    def __enter__(self): return self
+
+    def __exit__(self, kind, error, traceback):
+        if not isinstance(error, Exception): return
+        run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
+        if place is not None: raise RunFailed(disk_is_full(place, run_dir, self.cfg, self.command())) from error
+        if out_of_memory(error): raise RunFailed(self.no_memory(error)) from error
+        begun = self.trainer is not None and self.trainer.state.step>self.start
+        if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
+        elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm_doctor --config {run_dir/"config.yaml"}` tries its data, disk, memory and a short run')
 
 # %% ../nbs/34_run.ipynb #3115024f
 def open_log(
@@ -374,16 +452,36 @@ def run_on(
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
     make:Callable=make_trainer, # puts the parts together; takes what `make_trainer` takes
     asked:Namespace=Namespace(given=None, config=None), # what the command line names, see `parse_args`
+    command:Callable=go_on, # names the command that goes on with the run
 )->Path: # directory of the run
     "Train on ranks that have already met."
+    repo,line = on_master(dist, lambda: where_to_publish(vlm_cfg.hf_repo_name))
     vlm_cfg,train_cfg,_,changed = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, asked.given))
     set_threads(dist, train_cfg.num_workers)
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
-    checkpoint,lines = on_master(dist, lambda: plan_resume(vlm_cfg, train_cfg, run_dir, dist.world_size, jobs))
     before = look_before(run_dir)
+    with hold(run_dir, dist, jobs), put_back(before, dist) as stays:
+        return run_in(run_dir, vlm_cfg, train_cfg, dist, schedule, stop, make, jobs, repo, [*changed, *filter(None, [line])], command, stays)
+
+def run_in(
+    run_dir:Path, # its directory, held by this run alone
+    vlm_cfg:VLMConfig, # the model, as it will be
+    train_cfg:TrainConfig, # the run
+    dist:Dist, # this rank
+    schedule:Callable|None, # see `run_on`
+    stop:threading.Event|None, # see `run_on`
+    make:Callable, # see `run_on`
+    jobs:dict[str,int], # from `launchers`
+    repo:str|None, # from `where_to_publish`
+    changed:list[str], # lines for the log
+    command:Callable, # see `run_on`
+    stays:Callable, # from `put_back`
+)->Path: # `run_dir`
+    "Train in a directory."
+    checkpoint,lines = on_master(dist, lambda: plan_resume(vlm_cfg, train_cfg, run_dir, dist.world_size, jobs))
     make_run_dir(vlm_cfg, train_cfg, dist, run_dir)
     if dist.is_master: note_start(run_dir, checkpoint, jobs)
-    with put_back(before, dist) as stays, keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log:
+    with keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log, Ending(log, vlm_cfg, train_cfg, dist, command) as ending:
         if (left := on_master(dist, lambda: sweep(run_dir))): log.info(f'removed, left by a start that was killed: {", ".join(left)}')
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
@@ -396,27 +494,30 @@ def run_on(
         use_frozen_tower(trainer, checkpoint)
         if dist.is_master: write_record(run_dir, vlm_cfg, train_cfg)
         stays()
-        end(train_to_the_end(trainer))
+        ending.watch(trainer)
+        end(train_to_the_end(trainer, ending, repo))
         if (f := trainer.base.features): log.info(f'features: {f.made} tiles seen, {f.found} read, on rank {dist.rank}')
     dist.barrier() # the status is written
     return run_dir
 
 def train_to_the_end(
     trainer:Trainer, # ready to train
+    ending:Ending, # knows the command that goes on
+    repo:str|None=None, # where the best checkpoint goes
 )->str: # 'done', or 'interrupted' by a signal
     "Train and sum up."
-    dist,stopped = trainer.dist,lambda: trainer.dist.any(trainer.stop.is_set())
-    if stopped():
-        trainer.log.info('stopped by a signal before the first update: there is nothing to save')
+    dist = trainer.dist
+    if not trainer.stopped(): trainer.train()
+    else: trainer.log.info('stopped by a signal before the first update')
+    if trainer.stopped() and (trainer.to_follow or not trainer.finished):
+        trainer.log.info(f'{what_is_left(trainer.log.run_dir)}, to go on: {ending.command()}')
         return 'interrupted'
-    trainer.train()
-    if stopped() and not trainer.finished: return 'interrupted'
     drops = trainer.drops()
     trainer.report() # reads the clocks of all ranks
     if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples)
     dist.barrier()
     trainer.wait_for_evals()
-    if dist.is_master: publish_best(trainer.log, trainer.base.cfg.hf_repo_name)
+    if dist.is_master: publish_best(trainer.log, repo)
     return 'done'
 
 def begin_anew(
@@ -444,6 +545,7 @@ def run(
     asked:Namespace=Namespace(given=None, config=None), # what the command line names, see `parse_args`
 )->Path: # directory of the run
     "Train as the configs say: alone, or as one of torchrun's ranks."
+    set_env()
     dist,stop = init_dist(timeout_s=train_cfg.timeout_s),threading.Event()
     try:
         with stop_on_signals(stop): return run_on(vlm_cfg, train_cfg, dist, schedule, stop, asked=asked)

@@ -9,7 +9,7 @@ from commands import TINY, train
 from nanovlm_nb.checkpoint import read_pointer
 from nanovlm_nb.config import load_yaml
 from nanovlm_nb.logs import read_log
-from nanovlm_nb.record import publish, training_card
+from nanovlm_nb.record import publish, training_card, where_to_publish
 from nanovlm_nb.vlm import VisionLanguageModel
 
 
@@ -52,9 +52,9 @@ def test_one_upload_of_the_best(ended):
 
 
 def test_nowhere(ended):
-    "Unset, empty, or a name without owner: no call."
+    "Unset, empty, or nanoVLM's default, which is nobody's: no call."
     hub = FakeHub()
-    assert not any(publish(ended[0], name, hub) for name in (None, '', 'nanoVLM')) and hub.calls == []
+    assert not any(publish(ended[0], where_to_publish(name, hub)[0], hub) for name in (None, '', 'nanoVLM')) and hub.calls == []
 
 
 def test_the_card_says_what_was_measured(ended):

@@ -1,0 +1,267 @@
+"How a run ends: Ctrl-C, a full disk, memory that runs out, a second run in its directory; what is left, and the command that goes on."
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY, environment
+from kills import command, lines, record, undisturbed, wait_for, write_data
+
+from nanovlm_nb.checkpoint import checkpoints, missing_pieces, read_pointer
+from nanovlm_nb.config import parse_args
+from nanovlm_nb.dist import Dist
+from nanovlm_nb.endings import RunFailed
+from nanovlm_nb.run import INTERRUPTED, make_trainer, run_on
+
+SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3', '--max_training_steps', '6', '--run_name', 'run']
+
+
+def in_process(folder, *more, make=make_trainer, schedule=None):
+    "A small run in this process; its directory."
+    vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(folder), *more])
+    return run_on(vlm_cfg, train_cfg, Dist(), schedule, make=make)
+
+
+@pytest.fixture(scope='module')
+def quiet_run(tmp_path_factory):
+    "The small run, undisturbed."
+    return record(in_process(tmp_path_factory.mktemp('quiet')))
+
+
+# Ctrl-C
+
+def start(cmd, cwd):
+    "A process group of its own, as a terminal gives to a command."
+    return subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'wb'), start_new_session=True)
+
+
+def press(process, cwd, code):
+    "Ctrl-C, and what the command says from then on."
+    before = (cwd/'stderr').stat().st_size
+    os.killpg(process.pid, signal.SIGINT)
+    ended = process.wait(timeout=180)
+    said = (cwd/'stderr').read_text()[before:]
+    assert ended == code, said[-4000:]
+    return [line for line in said.splitlines() if line.strip()]
+
+
+def ours(said):
+    "Lines that are not torchrun's, which has a traceback of its own for every signal."
+    return [line for line in said if line.startswith(('Ctrl-C', 'stopped by a signal', 'the last complete checkpoint', 'there is no checkpoint'))]
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monkeypatch):
+    "The signal goes to the loader workers too; another run is kept out as long as this one lives, and the printed command ends it."
+    write_data(tmp_path)
+    cmd, run = command('told', 1, 2, 400), tmp_path/'checkpoints'/'told'
+    process = start(cmd, tmp_path)
+    assert wait_for(process, lambda: lines(run) >= 3), (tmp_path/'stderr').read_text()[-3000:]
+    vlm_cfg, train_cfg, _ = parse_args(cmd[cmd.index('nanovlm_nb.train')+1:])
+    vlm_cfg.vlm_checkpoint_path = str(tmp_path/'checkpoints')
+    with pytest.raises(ValueError, match=f'told is in use by process {process.pid} on '): run_on(vlm_cfg, train_cfg, Dist())
+    said = press(process, tmp_path, INTERRUPTED)
+    assert len(said) == 3 and ours(said) == said, said
+    last = read_pointer(run)
+    assert not missing_pieces(last) and last.name == f'step_{lines(run)}'
+    again = re.fullmatch(r'the last complete checkpoint is (step_\d+), to go on: (.*)', said[-1])
+    assert again[1] == last.name
+    monkeypatch.chdir(tmp_path)
+    vlm_cfg, train_cfg, _ = parse_args([*shlex.split(again[2])[1:], '--max_training_steps', str(int(last.name[5:])+1), '--num_workers', '0'])
+    run_on(vlm_cfg, train_cfg, Dist())
+    assert (run/'status').read_text() == 'done\n' and not (run/'lock').exists()
+
+
+def hurry(how, run):
+    "Wait for a moment in the life of a run."
+    moments = dict(batch=lambda: (run/'status').exists() and lines(run) == 0 and (run/'step_0').exists(), save=lambda: any(run.glob('step_*.tmp')) and lines(run) > 1,
+                   validation=lambda: lines(run) >= 5 and lines(run)%5 == 0 and (run/f'step_{lines(run)}').exists(), update=lambda: lines(run) >= 7)
+    return moments[how]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('workers, ranks', [(0, 1), (2, 1), (1, 2)])
+def test_ctrl_c_at_random_moments(tmp_path, workers, ranks):
+    "Inside a save, a validation, the first batch, between updates: always a complete checkpoint, and the whole is the undisturbed run."
+    rng, steps = random.Random(workers), 24
+    (tmp_path/'whole').mkdir()
+    whole = undisturbed(tmp_path/'whole', ranks, workers, steps)
+    for n, moment in enumerate(['batch', 'save', 'validation', 'update'][:4 if ranks == 1 else 2]):
+        cwd = tmp_path/str(n)
+        cwd.mkdir()
+        write_data(cwd)
+        cmd, run = command('killed', ranks, workers, steps), cwd/'checkpoints'/'killed'
+        process = start(cmd, cwd)
+        assert wait_for(process, hurry(moment, run)), (moment, (cwd/'stderr').read_text()[-3000:])
+        time.sleep(.05*rng.random())
+        said = press(process, cwd, INTERRUPTED if ranks == 1 else 1)
+        assert len(ours(said)) <= 3 and (ranks > 1 or ours(said) == said), (moment, said)
+        assert (run/'status').read_text() == 'interrupted\n', moment
+        assert not missing_pieces(read_pointer(run)) and not list(run.glob('*.tmp')) and not (run/'lock').exists()
+        subprocess.run(cmd, cwd=cwd, env=environment(), check=True, timeout=300, capture_output=True)
+        assert record(run) == whole, moment
+        assert [p for p in checkpoints(run) if missing_pieces(p)] == []
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    "Nothing is waited for, nothing half-written is taken for a checkpoint, and the next start is not kept out."
+    write_data(tmp_path)
+    cmd, run = command('told', 1, 2, 60), tmp_path/'checkpoints'/'told'
+    process = start(cmd, tmp_path)
+    assert wait_for(process, lambda: lines(run) >= 3)
+    os.kill(process.pid, signal.SIGSTOP)  # so that both signals are there before it can end by the first
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGCONT)
+    assert wait_for(process, lambda: b'Ctrl-C' in (tmp_path/'stderr').read_bytes())
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) in (-signal.SIGINT, INTERRUPTED)
+    assert 'Traceback' not in (tmp_path/'stderr').read_text()
+    subprocess.run([*cmd, '--max_training_steps', '8', '--force_resume', 'True'], cwd=tmp_path, env=environment(), check=True, timeout=180, capture_output=True)
+
+
+# A full disk
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A disk of 8 MB, where one may be made."
+    disk = tmp_path/'disk'
+    disk.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=8m', 'tmpfs', disk], capture_output=True).returncode: pytest.skip('no disk may be mounted here')
+    yield disk
+    subprocess.run(['umount', '-l', disk], check=True)
+
+
+def fill(disk, room=0):
+    "Leave so many bytes."
+    free = shutil.disk_usage(disk).free
+    (disk/'ballast').write_bytes(b'0'*max(free-room, 0))
+
+
+def full_in(disk, point, room):
+    "A maker of trainers whose disk is full from a point on."
+    def make(*args):
+        trainer = make_trainer(*args)
+        name = dict(update='train_step', save='save')[point]
+        before, count = getattr(trainer, name), [0]
+
+        def then(*a):
+            count[0] += 1
+            if count[0] == 3: fill(disk, room)
+            return before(*a)
+        setattr(trainer, name, then)
+        return trainer
+    return make
+
+
+def is_said(error, run):
+    "One sentence: where, what is left, the command."
+    last = read_pointer(run)
+    assert not missing_pieces(last)
+    assert re.match(rf'no space left in {re.escape(str(run))}: the last complete checkpoint is {last.name}\. Make room.*, then: nanovlm_train --config \S+ --run_name run --resume True$', str(error)), error
+    assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
+    return last
+
+
+def ends_full(disk, quiet_run, point, room):
+    "The run ends with that sentence; when there is room again, it goes on as if nothing had been."
+    keep = ['--max_keep_ckpts', '2']
+    with pytest.raises(RunFailed) as failed: in_process(disk, *keep, make=full_in(disk, point, room))
+    last = is_said(failed.value, disk/'run')
+    (disk/'ballast').unlink()
+    assert record(in_process(disk, *keep, '--resume', 'True')) == quiet_run
+    return last.name
+
+
+def test_a_full_disk_names_the_last_checkpoint(small_disk, quiet_run):
+    "In the third save."
+    assert ends_full(small_disk, quiet_run, 'save', 4096) == 'step_2'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('point, room', [('save', 0), ('save', 300_000), ('save', 700_000), ('update', 0), ('update', 4096)])
+def test_a_full_disk_at_five_points(small_disk, quiet_run, point, room):
+    "Making the directory, the optimizer, the weights; the log of an update; the save after it."
+    ends_full(small_disk, quiet_run, point, room)
+
+
+# Memory
+
+def forgetful(where, *args):
+    "A trainer that asks for too much memory in its fourth update; the error is the allocator's own."
+    trainer = make_trainer(*args)
+    calls, too_much = [0], lambda: torch.empty(2**60)
+
+    def fourth(*_):
+        calls[0] += 1
+        if calls[0] == 4: too_much()
+    if where == 'forward': trainer.base.MP.register_forward_pre_hook(lambda *_: too_much() if trainer.state.step == 3 and trainer.model.training else None)
+    elif where == 'backward': trainer.base.MP.proj.weight.register_hook(lambda g: None if trainer.state.step < 3 else too_much())
+    else: trainer.optimizer.register_step_pre_hook(fourth)
+    return trainer
+
+
+@pytest.mark.parametrize('where', [pytest.param('forward', marks=pytest.mark.slow), 'backward', pytest.param('optimizer', marks=pytest.mark.slow)])
+def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
+    "The recipe has only flags that exist and matter here, and the command in it goes on to the same end."
+    with pytest.raises(RunFailed) as failed: in_process(tmp_path, make=partial(forgetful, where))
+    run, said = tmp_path/'run', str(failed.value)
+    assert (run/'status').read_text() == 'failed\n' and 'the last complete checkpoint is step_3' in said
+    assert 'batch_size 1, gradient_accumulation_steps 4 (the update stays the same)' in said and 'offload_optimizer' not in said
+    line = said.partition('For example: ')[2]
+    assert line.endswith('--resume True --batch_size 1 --gradient_accumulation_steps 4')
+    vlm_cfg, train_cfg, _ = parse_args(shlex.split(line)[1:])
+    again = record(run_on(vlm_cfg, train_cfg, Dist()))
+    close = lambda a, b: a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) if isinstance(a[k], float) else a[k] == b[k] for k in a)
+    assert len(again[0]) == len(quiet_run[0]) and all(map(close, again[0], quiet_run[0]))
+
+
+def test_an_error_before_the_first_update_points_to_the_doctor(tmp_path):
+    "One that no check of ours has explained: here the driver's."
+    def no_driver(*_): raise RuntimeError('CUDA driver initialization failed')
+    with pytest.raises(RuntimeError, match='driver'): in_process(tmp_path, make=no_driver)
+    log = (tmp_path/'run'/'train.log').read_text()
+    assert f'`nanovlm_doctor --config {tmp_path}/run/config.yaml` tries its data, disk, memory and a short run' in log
+
+
+def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_path, monkeypatch):
+    "One sentence, with its name and the step."
+    (tmp_path/'rates.py').write_text('def later(step, max_lr, max_steps): return None if step == 5 else max_lr\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match='the schedule later returned None for step 5 of 6: it must return a learning rate'): in_process(tmp_path, '--lr_schedule', 'rates:later')
+    assert not checkpoints(tmp_path/'run')
+
+
+def test_the_environment_is_the_commands_when_the_run_is_called(tmp_path, monkeypatch):
+    "A notebook that calls `run` has the same settings as the script."
+    from nanovlm_nb.run import run
+    monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
+    vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(tmp_path), '--hf_repo_name', 'a/b/c'])
+    with pytest.raises(ValueError, match="hf_repo_name 'a/b/c' is not a name on the hub: give owner/name"): run(vlm_cfg, train_cfg)
+    assert os.environ['TOKENIZERS_PARALLELISM'] == 'false' and not (tmp_path/'run').exists()
+
+
+def test_a_system_without_posix_signals_and_open_directories(tmp_path, monkeypatch):
+    "What Windows lacks is not asked for."
+    import threading
+
+    from nanovlm_nb.checkpoint import fsync_tree
+    from nanovlm_nb.run import stop_on_signals
+    opened, os_open = [], os.open
+    monkeypatch.delattr(os, 'O_DIRECTORY')
+    monkeypatch.delattr(signal, 'SIGUSR1')
+    monkeypatch.setattr(os, 'open', lambda path, flags, *a, **k: opened.append((Path(path).is_dir(), flags & os.O_RDWR)) or os_open(path, flags, *a, **k))
+    (tmp_path/'x').mkdir()
+    (tmp_path/'x'/'file').write_text('1')
+    fsync_tree(tmp_path)
+    assert opened == [(False, os.O_RDWR)]
+    stop = threading.Event()
+    with stop_on_signals(stop): os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.is_set()
