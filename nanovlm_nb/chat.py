@@ -29,6 +29,9 @@ def get_image_string(
     parts, features = [], tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
         if len(splitted_image_counts) > 1: parts.append(f'<image: {i}>')
+        if rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None: # a picture without an announcement, as in MiniMind-V
+            parts.append(features)
+            continue
         names = ['global_image_token']
         if rows*cols > 1: names += [f'r{r+1}c{c+1}' for r in range(rows) for c in range(cols)]
         parts += [_tile_token(tokenizer, n, rows, cols) + features for n in names]

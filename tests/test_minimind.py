@@ -80,3 +80,38 @@ def test_its_own_code_loads_ours(case, tmp_path):
     file = save_pth(tmp_path, model.state_dict(), model.cfg, names=NAMES.get(case, 'minimind'))
     commit, use_moe = CASES[case]
     assert far(load_into(CLONE, commit, use_moe, file, tmp_path/'code'), scores(model)) <= 2e-5
+
+
+# --- the stage with CLIP
+
+def test_clip_stage_goes_back_to_minimind(tmp_path):
+    "The preset for CLIP on a tiny tower that transformers saved: pixels as its processor has them, one training step, and a file with MiniMind-V's names."
+    from nanovlm_nb.config import parse_args
+    from nanovlm_nb.run import get_vision_model
+    from PIL import Image
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+    small = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3)
+    clip = CLIPModel(CLIPConfig(vision_config=small | dict(image_size=32, patch_size=8), text_config=small | dict(vocab_size=20))).eval()
+    clip.save_pretrained(tmp_path/'clip')
+    CLIPImageProcessor(size=dict(shortest_edge=32), crop_size=dict(height=32, width=32)).save_pretrained(tmp_path/'clip')
+    sizes = '--lm_hidden_dim 32 --lm_inter_dim 64 --lm_n_heads 4 --lm_n_kv_heads 2 --lm_n_blocks 1 --lm_base_vocab_size 48 --vit_hidden_dim 24 --vit_n_heads 3 --vit_patch_size 8 --vit_img_size 32 --max_img_size 32'
+    vlm, run, _ = parse_args(['--preset', 'minimind_clip', *sizes.split(), '--vit_model_type', str(tmp_path/'clip')])
+    assert (vlm.mp_kind, vlm.mp_image_token_length, run.lr_backbone_pair, len(vlm.pixel_mean)) == ('linear_bias', 16, (0., 0.), 3)
+    tower, preprocess = get_vision_model(vlm)
+    picture = Image.effect_noise((32, 32), 80).convert('RGB')
+    tiles, grid = preprocess(picture)
+    theirs = CLIPImageProcessor.from_pretrained(tmp_path/'clip')(picture, return_tensors='pt').pixel_values
+    with torch.no_grad(): want = clip.vision_model(theirs).last_hidden_state[:, 1:]
+    model = VisionLanguageModel(evolve(vlm, vit_n_blocks=2, vit_inter_dim=40), load_backbone=False)
+    model.vision_encoder.load_state_dict(tower.state_dict())
+    model.vision_encoder.requires_grad_(False)
+    assert grid == (1, 1) and not any(p.requires_grad for p in tower.parameters())
+    assert (model.see([tiles])-want).abs().max() <= 1e-5, 'pixels have the mean and the deviation of each colour'
+    ids = torch.tensor([[1, 2, *[48]*16, 5, 6, 7]])
+    model(ids, [[tiles]], targets=torch.where(torch.arange(21)[None] > 17, ids.roll(-1, 1), -100))[1].backward()
+    torch.optim.SGD(model.MP.parameters(), lr=1.).step()
+    file = save_pth(tmp_path, model.state_dict(), model.cfg, names='minimind_early')
+    held = torch.load(file)
+    assert held['vision_proj.vision_proj.0.bias'].any() and not any(k.startswith('vision_encoder') for k in held)
+    again = VisionLanguageModel(model.cfg, load_backbone=False)
+    assert load_pth(again, file) == ['vision_encoder'] and torch.equal(again.MP.proj.bias, model.MP.proj.bias)
