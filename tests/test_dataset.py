@@ -1,5 +1,6 @@
 "Real pictures through parquet and save_to_disk folders, broken ones skipped, ratings filtered."
 import io
+import json
 import logging
 import pickle
 import shutil
@@ -287,3 +288,22 @@ def test_schema_is_checked(tmp_path):
     "Another schema is refused with the column's type and what is there."
     datasets.Dataset.from_dict(dict(texts=['plain'], images=[None])).save_to_disk(tmp_path/'a')
     with pytest.raises(ValueError, match='must be a list of {user, assistant}'): load_config(tmp_path, 'a')
+
+
+# --- settings that lead to the loader
+
+def test_transforms_and_pictures_are_named_by_settings(tmp_path, monkeypatch):
+    "`custom_transforms` by module:function, for training alone; `images_path` for JSON lines whose pictures lie elsewhere."
+    from nanovlm_nb.config import evolve, preset
+    from nanovlm_nb.loader import get_dataloaders
+    (tmp_path/'my_changes.py').write_text('def blacken(picture, rng): return picture.point(lambda v: 0)\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path/'elsewhere').mkdir()
+    for i in range(8): Image.new('RGB', (64, 64), 'white').save(tmp_path/'elsewhere'/f'{i}.png')
+    lines = [dict(image=f'{i}.png', conversations=[dict(role='user', content='What?<image>'), dict(role='assistant', content='White.')]) for i in range(8)]
+    (tmp_path/'rows.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    vlm, cfg = preset('shapes')
+    cfg = evolve(cfg, train_dataset_path=str(tmp_path/'rows.jsonl'), images_path=str(tmp_path/'elsewhere'), custom_transforms=['my_changes:blacken'],
+                 val_size=4, num_of_sequences=2, num_workers=0, val_workers=0, data_cutoff_idx=None)
+    brightest = [max(int(t.max()) for row in next(iter(loader))['images'] for t in row) for loader in get_dataloaders(cfg, vlm)]
+    assert brightest == [0, 255]

@@ -1,5 +1,7 @@
 "Errors of use: every command answers each with one line that names the value and the remedy, exit code 2, and leaves nothing behind."
+import ast
 import configparser
+import dataclasses
 import io
 import json
 import os
@@ -139,7 +141,10 @@ MISUSES = [
     ('plot', 'RUN --x epochs', "--x: invalid choice: 'epochs'"),
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
 ]
-OF_OTHERS = set()
+#: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
+OF_OTHERS = set('--nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --num_epochs --learning_rate --timeout --no_'.split())
+#: parameters of functions, a key of DeepSpeed, a kind of fault
+NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
 # `nanovlm_train` gets these where the model does not matter: nothing else is looked for
 SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--log_wandb', 'False', '--progress_bar', 'False']
 
@@ -292,13 +297,23 @@ def test_every_flag_that_is_named_exists():
     "In messages, advice, help and documents: a flag that nobody understands is a wrong remedy."
     known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug'}
     sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').glob('*.py') if p.name != '_modidx.py'}
-    for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r"flag\('(--\w+)'", text))
+    for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r'var\((--\w+)\)', text))  # also the colours of a page
     known |= {f'--{name}' for name in ('tiles', 'targets', 'documents')}  # of nanovlm_plan, made in a loop
     assert not {f: p.name for p, text in sources.items() for f in flags_in(text) if f not in known | OF_OTHERS}
     documents = [p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts] + [ROOT/'README.md', ROOT/'CONTRIBUTING.md']
     prose = {p: p.read_text(encoding='utf-8') if p.suffix == '.md' else '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells']
              if c['cell_type'] == 'markdown') for p in documents}
     assert not {f: p.name for p, text in prose.items() for f in flags_in(text) if f not in known | OF_OTHERS}
+
+
+def test_every_setting_that_a_message_asks_for_exists():
+    "`raise timeout_s` helps nobody who cannot."
+    fields = {f.name for c in (VLMConfig, TrainConfig) for f in dataclasses.fields(c)}
+    asked = {}
+    for path in (ROOT/'nanovlm_nb').glob('*.py'):
+        strings = ' '.join(n.value for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        asked |= {name: path.name for name in re.findall(r'\b(?:raise|lower|set|leave out|give) (?:--)?([a-z]+(?:_[a-z]+)+)\b', strings)}
+    assert len(asked) > 20 and not {n: p for n, p in asked.items() if n not in fields | NO_SETTINGS}
 
 
 def flags_in(text: str) -> set[str]:
