@@ -154,6 +154,7 @@ def main(
     p.add_argument('--worst', type=at_least(1), default=10, help='samples to show')
     a = p.parse_args(argv)
     set_env()
+    if not (a.run_dir/'config.yaml').is_file(): raise UsageError(f'{a.run_dir} holds no config.yaml: give the directory of a run')
     skipped = read_bad_updates(a.run_dir)
     if a.update is None and not skipped: raise UsageError(f'{a.run_dir} has skipped no update: say which one you mean')
     n = a.update or skipped[-1]['update']

@@ -108,7 +108,8 @@ MISUSES = [
     ('check_invariance', '--load_from nowhere/step_5', 'nowhere/step_5'),
     ('check_resume', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('check_resume', 'RUN --ranks 0', "--ranks: '0' will not do"),
-    ('replay', 'nowhere', 'nowhere has skipped no update: say which one you mean'),
+    ('replay', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
+    ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
     ('generate', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
