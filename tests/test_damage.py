@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY
+from commands import TINY, train
 from kills import record
 
 from nanovlm_nb.chat import answer_frame
@@ -262,3 +262,18 @@ def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
 def test_a_hostile_template_is_refused(stopped):
     (stopped/'step_4'/'chat_template.jinja').write_text("{{ cycler.__init__.__globals__.os.mkdir('touched') }}")
     with pytest.raises(ValueError, match='the chat template of .* fails: SecurityError'): answer_frame(get_tokenizer(str(stopped/'step_4')))
+
+
+@pytest.mark.slow
+def test_two_ranks_write_digests_of_their_own_files_and_pass_over_a_damaged_shard(tmp_path):
+    "Both ranks go on from the same checkpoint, and come to what an undisturbed run comes to."
+    flags = [*FLAGS, '--batch_size', '1', '--cache_features', 'False']
+    for name in ('whole', 'damaged'): train([*flags, '--run_name', name], tmp_path, ranks=2)
+    run_dir = tmp_path/'checkpoints'/'damaged'
+    assert {p.name for p in (run_dir/'step_6'/'optimizer').iterdir()} == {'.metadata', '__0_0.distcp', '__1_0.distcp'}
+    shutil.rmtree(run_dir/'step_6')
+    for name in ('last_checkpoint', 'best_checkpoint'): (run_dir/name).write_text('step_4\n')
+    flip(run_dir/'step_4'/'optimizer'/'__1_0.distcp')
+    said = train([*flags, '--run_name', 'damaged', '--resume', 'True'], tmp_path, ranks=2)
+    assert 'optimizer/__1_0.distcp is not as it was written' in said.stdout+said.stderr
+    assert record(run_dir) == record(tmp_path/'checkpoints'/'whole')
