@@ -120,7 +120,7 @@ def test_derived_fields_follow_flags():
 
 @pytest.mark.parametrize('line, message', [
     ('--lr_pm 0.1', 'unknown flag `--lr_pm`: did you mean `--lr_mp`?'),
-    ('--lr 0.1', 'did you mean `--lr_mp`?'),
+    ('--lr 0.1', 'here it is --lr_mp for the projector'),
     ('--batchsize=4', 'unknown flag `--batchsize`: did you mean `--batch_size`?'),
     ('--no_log_wandbb', 'did you mean `--no_log_wandb`?'),
     ('--learning-rate-mp 1', 'unknown flag `--learning_rate_mp`'),
