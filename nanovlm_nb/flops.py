@@ -139,18 +139,17 @@ def step_flops(
     positions:int|None=None, # rows times length, padding included; None: there is no padding
     trains:Iterable[str]=COMPONENTS, # components that learn
     **how, # `last_blocks`, `vision_checkpointing`, `language_checkpointing`, `cache_features`, see `unit_flops`
-)->dict[str,Flops]: # part -> arithmetic; `padding` and `blank_tile` are waste
+)->dict[str,Flops]: # part -> arithmetic; `padding` is waste
     "Arithmetic of forward and backward of one batch."
     units,lens = unit_flops(vlm_cfg, trains, **how),[n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
     tokens = sum(lens)
     positions = tokens if positions is None else positions
     if positions<tokens: raise ValueError(f"{positions} positions for documents of {tokens} tokens: positions counts padding too")
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
-    blank = units['vision'].times('vision_encoder' in trains).plus(units['projector'].times(not {'vision_encoder','MP'}.isdisjoint(trains)))
-    return {part:units[part].times(counts[c]) for part,c in DRIVERS.items()} | dict(padding=units['blocks'].times(positions-tokens), blank_tile=blank.times(tiles==0))
+    return {part:units[part].times(counts[c]) for part,c in DRIVERS.items()} | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../nbs/18_flops.ipynb #7faf9cd0
-WASTE = ('padding','blank_tile')
+WASTE = ('padding',)
 
 def useful_flops(
     parts:dict[str,Flops], # from `step_flops`

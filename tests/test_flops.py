@@ -135,12 +135,12 @@ def test_frozen_components_cost_less():
     assert cached['vision'] == Flops() and all_flops(cached)+parts['vision'].forward == total['mp']
 
 
-def test_padding_and_blank_tiles_are_waste():
+def test_padding_is_waste_and_a_text_costs_no_vision():
     full, loose = step_flops(SMALL, 3, MIXED, 60), step_flops(SMALL, 3, MIXED, 60, 256)
     assert useful_flops(full) == useful_flops(loose) and all_flops(full) < all_flops(loose)
     assert full['padding'] == Flops() and sum(loose['padding']) == (256-190)*sum(unit_flops(SMALL)['blocks'])
-    blank = step_flops(SMALL, 0, MIXED, 60)
-    assert sum(blank['blank_tile']) > 0 == sum(blank['vision'])
+    text = step_flops(SMALL, 0, MIXED, 60)
+    assert sum(text['vision']) == sum(text['projector']) == 0
     with pytest.raises(ValueError, match='100 positions for documents of 190 tokens'): step_flops(SMALL, 3, MIXED, 60, 100)
 
 
