@@ -139,10 +139,11 @@ class VLMNet(nn.Module):
             return self.vision_encoder(to_pixels(images, w.device, self.cfg.pixel_mean, self.cfg.pixel_std).to(w.dtype))
 
     def _nothing(self, x):
-        "0, computed through all parts that trains or whose ranks must go in step; None if there are none."
-        blank = x.new_zeros(1, 3, *[self.cfg.vit_img_size]*2)
-        if is_sharded(self) or self.training and torch.is_grad_enabled() and trains(self.vision_encoder): return 0*self.MP(self.see(blank)).sum()
-        if self.training and torch.is_grad_enabled() and trains(self.MP): return 0*self.MP(x.new_zeros(1, self.cfg.n_patches, self.cfg.vit_hidden_dim)).sum()
+        "0 with a graph to the parameters of what sees and trains, without arithmetic; None if no gradient is awaited. A sharded tower must run: other ranks gather its weights with ours."
+        if is_sharded(self): return 0*self.MP(self.see(x.new_zeros(1, 3, *[self.cfg.vit_img_size]*2))).sum()
+        if not (self.training and torch.is_grad_enabled()): return None
+        touched = [p.flatten()[:1].sum() for part in (self.vision_encoder, self.MP) for p in part.parameters() if p.requires_grad]
+        return 0*torch.stack(touched).sum() if touched else None
 
     def embed(self,
         input_ids:Tensor, # (B, T) token ids
