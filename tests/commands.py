@@ -24,8 +24,11 @@ def warm():
     return Warm(environment())
 
 
-def start_of(args, env):
-    "A command and its environment so that a warm python runs it, and the ranks that torchrun starts."
+def start_of(args, env={}):
+    """A command and its environment so that a warm python runs it, and the ranks that torchrun starts: for `subprocess`.
+
+    `kill` and `killpg` reach a command of one process as they would a real one. Ranks are not of torchrun's process group."""
+    args = [str(a) for a in args]
     name = Path(args[0])
     if name.parent != Path(sys.executable).parent or set(env) - {'PYTHONPATH', 'PATH'}: return args, environment(**env)
     own = [] if name == Path(sys.executable) else [str(name)]  # a script that pip has installed
@@ -38,8 +41,7 @@ def run(args, cwd, timeout=240, check=True, fresh=False, **env):
     A python is taken warm (see warm.py): that saves eight seconds of CPU for each process. `fresh=True` starts it from nothing:
     where memory or imports are looked at, where processes are killed by number, and for one of two runs that must be equal
     (warm ones share the seed of Python's hashes)."""
-    args = [str(a) for a in args]
-    args, env = (args, environment(**env)) if fresh else start_of(args, env)
+    args, env = ([str(a) for a in args], environment(**env)) if fresh else start_of(args, env)
     done = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     if check and done.returncode: raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}')
     return done

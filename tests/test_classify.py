@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 
-from commands import environment, run
+from commands import run, start_of
 from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, main, metrics_of, read_predictions
 from nanovlm_nb.labels import digits_splits, load_classes, shapes_splits
 
@@ -138,7 +138,8 @@ def test_two_ranks_are_one_rank(place, whole):
 
 def test_kill_and_resume(place, whole):
     file, folder = settings(place, 'killed'), place/'outputs'/'killed'
-    process = subprocess.Popen(command(file), cwd=place, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    args, env = start_of(command(file))
+    process = subprocess.Popen(args, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     end = time.monotonic()+300
     while not (folder/'step_6').exists() and process.poll() is None and time.monotonic() < end: time.sleep(.01)
     os.killpg(process.pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import start_of
 
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nnodes=1']
 HEAD = '''
@@ -25,8 +26,8 @@ def start(tmp_path: Path, root: Path, code: str, ranks: int = 2, timeout: float 
     "Run `code` on each of `ranks` processes; it may call `report(name=value)`."
     script = tmp_path/'job.py'
     script.write_text(HEAD + code)
-    env = {**os.environ, 'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1'}
-    return subprocess.run([*TORCHRUN, f'--nproc_per_node={ranks}', str(script), str(tmp_path)], env=env, text=True, capture_output=True, timeout=timeout)
+    args, env = start_of([*TORCHRUN, f'--nproc_per_node={ranks}', script, tmp_path], dict(PYTHONPATH=str(root)))
+    return subprocess.run(args, env=env, text=True, capture_output=True, timeout=timeout)
 
 
 def reports(tmp_path: Path) -> list[dict]:
@@ -182,8 +183,7 @@ dist = init_dist('cpu', 60)
 report(local=dist.local_rank, world=dist.world_size, ranks=dist.gather(dist.rank))
 destroy_dist()
 ''')
-    env = {**os.environ, 'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1'}
-    base = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={port}']
+    base, env = start_of([sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', '--master_addr=127.0.0.1', f'--master_port={port}'], dict(PYTHONPATH=str(root)))
     jobs = [subprocess.Popen([*base, f'--node_rank={n}', str(script), str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True) for n in range(2)]
     for j in jobs:
         _, err = j.communicate(timeout=90)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run
 from fastcore.docments import docments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,8 +171,7 @@ def test_nbdev_processes_every_notebook(tmp_path):
     copy = tmp_path/'repo'
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', '.venv', '_proc', '_docs', 'data', 'checkpoints', 'wandb'))
     code = 'from nbdev.serve import proc_nbs; print(proc_nbs("nbs", n_workers=1, force=True))'
-    done = subprocess.run([sys.executable, '-c', code], cwd=copy, text=True, capture_output=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run([sys.executable, '-c', code], copy, timeout=600)
     assert 'Traceback' not in done.stderr and 'Error' not in done.stderr, done.stderr[-3000:]
     processed = {str(p.relative_to(copy/'_proc')) for p in (copy/'_proc').rglob('*.ipynb')}
     assert {str(p.relative_to(NBS)) for p in NOTEBOOKS} <= processed

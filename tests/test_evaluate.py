@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from commands import TINY, environment, run, train
+from commands import TINY, environment, run, start_of, train
 from kills import wait_for
 from nanovlm_nb.ask import Asker, answer_all, questions_of
 from nanovlm_nb.evals import has_lmms_eval
@@ -27,8 +27,8 @@ NAMES = {'x': .01, 'yy': .02, 'zzz': .03}
 
 def start(cwd, *flags):
     "A run whose evaluator is the stand-in."
-    return subprocess.Popen([sys.executable, STAND_IN, 'train', *FLAGS, *map(str, flags)], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL,
-                            stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
+    args, env = start_of([sys.executable, STAND_IN, 'train', *FLAGS, *flags])
+    return subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
 
 
 def figures(cwd, name='a'):

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, environment
+from commands import TINY, environment, start_of
 
 
 def watched(cmd, cwd, timeout):
     "Output and error output of a command; a command that is still there after `timeout` seconds is killed with all its children, and fails the test."
-    process = subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    cmd, env = start_of(cmd)
+    process = subprocess.Popen(cmd, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try: return process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)

@@ -112,7 +112,7 @@ def serve(listener, search):
     choose.register(0, selectors.EVENT_READ)
     choose.register(listener, selectors.EVENT_READ)
     while True:
-        for key, _ in choose.select():
+        for key, _ in sorted(choose.select(), key=lambda event: event[0].fileobj is listener):  # who was killed is dead before the next one starts
             if key.fileobj == 0: return None
             if key.fileobj is listener:
                 conn = listener.accept()[0]
