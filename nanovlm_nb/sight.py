@@ -33,7 +33,9 @@ def panel_table(
 )->str: # a line for each view
     "The panel, to be read."
     names = dict(zip(VIEWS, ('right picture','another picture','blank picture','no picture')))
-    lines = [f"{n:<16}{100*panel[f'look/accuracy{v}']:>8.1f}%{panel[f'look/val_loss{v}']:>10.4f}" for v,n in names.items()]
+    row = lambda name,right,loss: f'{name:<16}{100*panel[right]:>8.1f}%{panel[loss]:>10.4f}'
+    lines = [row(n, f'look/accuracy{v}', f'look/val_loss{v}') for v,n in names.items()]
+    if 'look/text_loss' in panel: lines.append(row('texts alone', 'look/text_accuracy', 'look/text_loss'))
     return '\n'.join([f"{panel['look/answers']:<7}answers  {'right':>9}{'loss':>9}", *lines])
 
 # %% ../nbs/48_sight.ipynb #df01578a
