@@ -24,10 +24,12 @@ def causes(
     error:BaseException|None, # as it arrived
 )->list[BaseException]: # the error first
     "An error and those that it came from."
-    found = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
+    found,left = [],[error]
+    while left:
+        e = left.pop(0)
+        if e is None or any(e is f for f in found): continue
+        found.append(e)
+        left += [e.__cause__, e.__context__] # torch's writer hides a full disk in the second, and has the first as well
     return found
 
 NO_MEMORY = ('out of memory',"can't allocate memory",'not enough memory') # how CUDA, its libraries and the CPU say it
@@ -47,6 +49,7 @@ def full_place(
     "The directory in which there was no space left."
     for e in causes(error):
         if 'shared memory' in str(e) or '/torch_' in str(e): return Path('/dev/shm')
+        if isinstance(e, RuntimeError) and 'unexpected pos' in str(e): return Path(run_dir) # what torch's writer says when a write was cut short
         if isinstance(e, OSError) and e.errno in FULL: return Path(e.filename).parent if isinstance(e.filename, str) else Path(run_dir)
 
 # %% ../nbs/33_endings.ipynb #e0d1000a
