@@ -392,11 +392,13 @@ class ClassTrainer(Trainer):
         checkpoint:Path, # a `step_N` directory
         force:bool=False, # see `Trainer.load`
         checked:bool=False, # likewise
+        then:Callable|None=None, # likewise
     )->None: # nothing
         "Go on where a checkpoint stands."
-        super().load(checkpoint, force, checked)
+        super().load(checkpoint, force, checked, then)
         state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
-        self.best = {k:state[k] for k in self.best}
+        kept = (self.log.run_dir/f"step_{state['best_model_step']}").is_dir() # not if it was left behind, or is another run's
+        if kept: self.best = {k:state[k] for k in self.best}
 
 # %% ../nbs/46_classify.ipynb #b14639b5
 def prompts_in(

@@ -12,6 +12,7 @@ import fcntl,json,logging,math,os,re,shutil,signal,subprocess,sys
 from collections.abc import Callable,Iterable,Iterator
 from dataclasses import asdict,dataclass
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 from fastcore.basics import patch
@@ -379,8 +380,8 @@ def forget(self:Evaluations,
     for step in gone:
         if (job := self.jobs.pop(step, None)): self._stop(job)
         for path in (self.out(step), self.log(step).parent):
-            old = path.with_name(path.name+'.old')
-            if path.exists(): shutil.rmtree(old, ignore_errors=True); path.rename(old)
+            names = (path.with_name(f'{path.name}.old{n or ""}') for n in count()) # a run may go back more than once
+            if path.exists(): path.rename(next(p for p in names if not p.exists()))
     return [f'evaluations of steps {", ".join(map(str, gone))} belong to an earlier start: put aside as .old in {self.folder}'] if gone else []
 
 @patch

@@ -21,7 +21,7 @@ from .config import TrainConfig,VLMConfig,evolve,load_yaml,set_env
 from .dist import Dist,pick_device
 from .logs import RunLog,read_log
 from .optim import clip_gradients
-from .checkpoint import checkpoints,missing_pieces
+from .checkpoint import branch,missing_pieces,step_of
 from .guard import read_bad_updates
 from .trainer import Trainer,Update,describe
 from .run import make_trainer
@@ -30,9 +30,9 @@ from .run import make_trainer
 def checkpoint_before(
     run_dir:Path, # directory of a run
     update:int, # from 1
-)->Path: # the newest complete checkpoint of an earlier update
+)->Path: # the newest complete checkpoint of an earlier update, on the way to where the run stands
     "Where the way to an update begins."
-    found = [p for p in checkpoints(run_dir) if int(p.name[5:])<update and not missing_pieces(p)]
+    found = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
     if not found: raise FileNotFoundError(f'{run_dir} has no complete checkpoint before update {update}: it keeps max_keep_ckpts of them, choose a later update')
     return found[-1]
 

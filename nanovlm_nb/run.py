@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'IN_PROCESS', 'WRITTEN_ANEW', 'get_vision_model', 'make_model',
-           'on_master', 'hold', 'run_path', 'make_run_dir', 'ask_held_out', 'report_drops', 'time_split', 'results',
-           'advice_lines', 'report', 'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status',
-           'exit_code', 'may_change', 'Ending', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals', 'Before',
-           'look_before', 'put_back', 'run_on', 'run_in', 'train_to_the_end', 'begin_anew', 'millions', 'run']
+           'on_master', 'hold', 'runs_folder', 'checkpoint_around', 'run_path', 'make_run_dir', 'keep_configs',
+           'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines', 'report', 'publish_best',
+           'plan_resume', 'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change', 'Ending',
+           'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'run_on',
+           'run_in', 'train_to_the_end', 'settle_in', 'begin_anew', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
-import json,os,shutil,signal,threading
+import json,os,re,shutil,signal,threading
 from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,s
 from .dist import Dist,destroy_dist,init_dist,launchers,set_seed,set_threads
 from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
-from .advice import advice,memory_remedies
+from .advice import advice,memory_remedies,save_notes
 from .vision import ViT
 from .weights import load_vision_backbone,pth_path,with_tower
 from .vlm import VisionLanguageModel
@@ -39,9 +40,9 @@ from .shard import engine_lines
 from .optim import trainable_line
 from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
-from .checkpoint import checkpoints,newest_complete,read_pointer,sweep,write_text_atomic
+from .checkpoint import MANIFEST,checkpoints,find_checkpoint,last_checkpoint,recover,sweep,write_text_atomic
 from .start import is_pth,resolve_start,weights_of_start
-from .resume import REFUSED,check_resume,differences,earlier_run,find_resume,is_again,note_start
+from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume,is_again,is_own,leave_dashboard,note_start,rate_lines
 from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
 from .trainer import Trainer
 from .record import HUB_ERRORS,publish,where_to_publish,write_record
@@ -101,33 +102,76 @@ def hold(
         if dist.is_master: lock.let_go()
         if dist.is_master and new and run_dir.is_dir() and not any(run_dir.iterdir()): run_dir.rmdir()
 
+def runs_folder(
+    vlm_cfg:VLMConfig, # `vlm_checkpoint_path` is the parent directory, unless it is what the run begins with
+    train_cfg:TrainConfig, # `resume_from_vlm_checkpoint`
+)->Path: # directory of run directories
+    "Where runs live: never in the checkpoint that one begins with, but beside the run that made it, or else in `checkpoints`."
+    if not train_cfg.resume_from_vlm_checkpoint: return Path(vlm_cfg.vlm_checkpoint_path)
+    run_dir = Path(find_checkpoint(vlm_cfg.vlm_checkpoint_path)).parent
+    return run_dir.parent if (run_dir/'config.yaml').is_file() else Path(VLMConfig.vlm_checkpoint_path)
+
+def checkpoint_around(
+    folder:Path, # need not be there
+)->Path|None: # None: it lies in none
+    "The checkpoint that a directory lies in."
+    def is_model(p): return (p/MANIFEST).is_file() or (p/'config.json').is_file() and (p/'model.safetensors').is_file()
+    return next((p for p in (folder.absolute(), *folder.absolute().parents) if is_model(p)), None)
+
+def _run_path(vlm_cfg, c, dist):
+    parent,before = runs_folder(vlm_cfg, c),Path(vlm_cfg.vlm_checkpoint_path)
+    if c.run_name: return before/c.run_name if c.resume and (before/c.run_name/'last_checkpoint').is_file() else parent/c.run_name
+    if (earlier := on_master(dist, lambda: earlier_run(parent, launchers(dist)))): return earlier
+    if c.resume:
+        if not c.load_from or is_pth(c.load_from): raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
+        given = Path(c.load_from).resolve()
+        run_dir = given if (given/'last_checkpoint').is_file() else given.parent
+        return run_dir.parent if re.fullmatch(r'abandoned_\d+', run_dir.name) else run_dir
+    return parent/dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size))
+
 def run_path(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path` is the parent directory
     train_cfg:TrainConfig, # `run_name`, or what a name is made of
     dist:Dist, # the ranks, who all get the same answer
 )->Path: # the directory, which need not be there
     "Where a run keeps its files; a job that starts again stays where it was, a run that resumes from a given checkpoint beside that."
-    c,parent = train_cfg,Path(vlm_cfg.vlm_checkpoint_path)
-    if c.run_name: return parent/c.run_name
-    if (earlier := on_master(dist, lambda: earlier_run(parent, launchers(dist)))): return earlier
-    if c.resume:
-        if not c.load_from or is_pth(c.load_from): raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
-        return Path(c.load_from).resolve().parent
-    return parent/dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size))
+    run_dir = _run_path(vlm_cfg, train_cfg, dist)
+    if not run_dir.is_dir() and (around := checkpoint_around(run_dir)):
+        raise ValueError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: give --resume_from_vlm_checkpoint True to begin with its weights, or another vlm_checkpoint_path')
+    return run_dir
 
 def make_run_dir(
     vlm_cfg:VLMConfig, # the model; `vlm_checkpoint_path` is the parent directory
     train_cfg:TrainConfig, # the run; `run_name` is the name, if given
     dist:Dist, # the ranks, who all get the same answer
     run_dir:Path|None=None, # None: `run_path`
+    config:str|Path|None=None, # the user's own YAML file
 )->Path: # the directory, with `config.yaml` in it
     "Name and create the directory of a run."
     run_dir = run_dir or run_path(vlm_cfg, train_cfg, dist)
     def make():
         run_dir.mkdir(parents=True, exist_ok=True)
+        own = Path(config).read_bytes() if config else None # before anything is replaced: it may be the run's
+        if (run_dir/'config.yaml').is_file() and not (run_dir/'configs').is_dir(): keep_configs(run_dir)
         save_yaml(run_dir/'config.yaml', vlm_cfg, train_cfg)
+        keep_configs(run_dir, own)
     on_master(dist, make)
     return run_dir
+
+def keep_configs(
+    run_dir:Path, # directory of a run, with the `config.yaml` of this start
+    own:bytes|None=None, # the user's own file, if there was one
+)->None: # nothing
+    "Keep the configuration of this start in `configs`, with the user's file as it was, unless it is that of the start before."
+    folder = run_dir/'configs'
+    folder.mkdir(exist_ok=True)
+    used,found = (run_dir/'config.yaml').read_bytes(),sorted(p for p in folder.glob('*.yaml') if p.stem.isdigit())
+    last = found[-1] if found else None
+    if last and last.read_bytes()==used and (own is None or (given := last.with_suffix('.given.yaml')).is_file() and given.read_bytes()==own): return
+    new = folder/f'{int(last.stem)+1 if last else 1:03d}.yaml'
+    if own is not None: new.with_suffix('.given.yaml').write_bytes(own)
+    new.write_bytes(used)
+
 
 # %% ../nbs/34_run.ipynb #19bbc265
 def ask_held_out(
@@ -137,7 +181,7 @@ def ask_held_out(
     step:int, # update at which the figures are logged
 )->dict[str,dict]: # heading of the table -> kind -> (right, asked)
     "Ask the best model held-out questions, with and without looking."
-    asker = Asker.from_checkpoint(read_pointer(run_dir, 'best_checkpoint') or read_pointer(run_dir))
+    asker = Asker.from_checkpoint(find_checkpoint(run_dir))
     seen,blank = (answer_all(asker, questions_of(rows, b)) for b in (False,True))
     scores = {'answers':accuracy(seen), 'blank image':accuracy(blank)}
     if rows and 'kinds' in rows[0]:
@@ -229,6 +273,7 @@ def plan_resume(
     jobs:dict[str,int]={}, # from `dist.launchers`
 )->tuple[Path|None,list[str]]: # the checkpoint to go on from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
+    recover(run_dir)
     again = is_again(run_dir, jobs)
     path,line = find_resume(run_dir, train_cfg, again)
     lines = [f'{job} starts this run again, start {n+1}' for job,n in jobs.items() if n and again]+[line]
@@ -238,7 +283,8 @@ def plan_resume(
         return None,lines
     if not has_digests(path): lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: what its files hold is not compared')
     state = json.loads((path/'trainer_state.json').read_text(encoding='utf-8'))
-    return path,[*lines, *check_resume(state, vlm_cfg, train_cfg, world_size)]
+    lines += aside_lines(run_dir, path)+check_resume(state, vlm_cfg, train_cfg, world_size)
+    return path,lines+[l for _,l in rate_lines(run_dir, state, train_cfg)]
 
 # %% ../nbs/34_run.ipynb #f6984ad8
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1') # those of them that the system has
@@ -409,7 +455,7 @@ def use_evals(
     if tasks and backend=='in_process': trainer.evaluate_here,trainer.eval_tasks = import_module(IN_PROCESS).cli_evaluate,tasks
 
 # %% ../nbs/34_run.ipynb #e5d10002
-WRITTEN_ANEW = ('config.yaml','status','job','last_checkpoint') # small files of a run's directory that every start writes
+WRITTEN_ANEW = ('config.yaml','status','job','last_checkpoint','wandb_id') # small files of a run's directory that every start writes
 
 class Before(NamedTuple):
     "What a start has found."
@@ -461,7 +507,7 @@ def run_on(
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     before = look_before(run_dir)
     with hold(run_dir, dist, jobs), put_back(before, dist) as stays:
-        return run_in(run_dir, vlm_cfg, train_cfg, dist, schedule, stop, make, jobs, repo, [*changed, *filter(None, [line])], command, stays)
+        return run_in(run_dir, vlm_cfg, train_cfg, dist, schedule, stop, make, jobs, repo, [*changed, *filter(None, [line])], command, stays, asked.config, before.files.get('config.yaml'))
 
 def run_in(
     run_dir:Path, # its directory, held by this run alone
@@ -476,22 +522,30 @@ def run_in(
     changed:list[str], # lines for the log
     command:Callable, # see `run_on`
     stays:Callable, # from `put_back`
+    config:str|None, # the user's own YAML file
+    config_before:bytes|None, # `config.yaml` of the start before
 )->Path: # `run_dir`
     "Train in a directory."
     checkpoint,lines = on_master(dist, lambda: plan_resume(vlm_cfg, train_cfg, run_dir, dist.world_size, jobs))
-    make_run_dir(vlm_cfg, train_cfg, dist, run_dir)
-    if dist.is_master: note_start(run_dir, checkpoint, jobs)
+    make_run_dir(vlm_cfg, train_cfg, dist, run_dir, config)
+    own = checkpoint is not None and is_own(run_dir, checkpoint) # then nothing is moved before the checkpoint has been read
+    if dist.is_master and own: leave_dashboard(run_dir, checkpoint)
+    elif dist.is_master: note_start(run_dir, checkpoint, jobs)
     with keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log, Ending(log, vlm_cfg, train_cfg, dist, command) as ending:
         if (left := on_master(dist, lambda: sweep(run_dir))): log.info(f'removed, left by a start that was killed: {", ".join(left)}')
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         log.info(size_line(trainer.train_loader.source, trainer.val_loader.source))
-        for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *changed, *engine_lines(train_cfg, dist), *lines]: log.info(line)
+        for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *save_notes(train_cfg), *changed, *engine_lines(train_cfg, dist), *lines]: log.info(line)
         if stop is not None: trainer.stop = stop
         use_evals(trainer)
-        if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume, checked=True)
+        def move():
+            stays()
+            if dist.is_master and own: note_start(run_dir, checkpoint, jobs, config_before)
+        if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume, True, move)
         else: begin_anew(trainer)
         use_frozen_tower(trainer, checkpoint)
+        if checkpoint is not None and not own: settle_in(trainer)
         if dist.is_master: write_record(run_dir, vlm_cfg, train_cfg)
         stays()
         ending.watch(trainer)
@@ -520,12 +574,19 @@ def train_to_the_end(
     if dist.is_master: publish_best(trainer.log, repo)
     return 'done'
 
+def settle_in(
+    trainer:Trainer, # loaded from a checkpoint of another run
+)->None: # nothing
+    "From its first update on, a run has a checkpoint of its own."
+    trainer.save()
+    trainer.saver.wait()
+
 def begin_anew(
     trainer:Trainer, # without a checkpoint to go on from
 )->None: # nothing
     "Whatever an earlier start has left is done again."
     run_dir,dist = trainer.log.run_dir,trainer.dist
-    if dist.is_master and newest_complete(run_dir, thorough=True) is None:
+    if dist.is_master and last_checkpoint(run_dir, thorough=True) is None:
         trainer.log.cut(0)
         forget_bad_updates(run_dir, -1)
     trainer.take_over_evals()

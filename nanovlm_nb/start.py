@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['OF_THE_RUN', 'ANY_WEIGHTS', 'is_pth', 'weights_of_start', 'check_given', 'with_backbone_sizes', 'given_fields',
-           'with_saved_sizes', 'with_sizes', 'followed', 'Start', 'origin_of', 'resolve_start', 'foresee_start']
+           'with_saved_sizes', 'with_sizes', 'followed', 'Start', 'origin_of', 'resolve_start', 'name_weights',
+           'foresee_start']
 
 # %% ../nbs/32_start.ipynb #e5a10003
 from dataclasses import asdict,fields
@@ -15,6 +16,7 @@ from .config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
 from .weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
 from .vlm import find_tokenizer
 from .deepspeed_json import read_deepspeed
+from .checkpoint import find_checkpoint
 
 # %% ../nbs/32_start.ipynb #e5a10006
 def is_pth(
@@ -27,10 +29,10 @@ def weights_of_start(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path`
     train_cfg:TrainConfig, # `resume`, `load_from`, `resume_from_vlm_checkpoint`
 )->str|None: # None: the run begins with backbones, a `.pth` file or random numbers, or goes on
-    "The checkpoint whose weights a new run takes."
+    "The checkpoint whose weights a new run takes; of a run's directory, the best."
     c = train_cfg
-    if c.resume_from_vlm_checkpoint: return vlm_cfg.vlm_checkpoint_path
-    return None if c.resume or is_pth(c.load_from) else c.load_from
+    if c.resume_from_vlm_checkpoint: return find_checkpoint(vlm_cfg.vlm_checkpoint_path)
+    return None if c.resume or not c.load_from or is_pth(c.load_from) else find_checkpoint(c.load_from)
 
 # %% ../nbs/32_start.ipynb #f7317658
 OF_THE_RUN = {'vlm_checkpoint_path','hf_repo_name','vlm_load_backbone_weights','attn_backend','loss_chunk_size','init_std','lm_max_length'} # stay as the user has them
@@ -126,7 +128,21 @@ def resolve_start(
     used,cfg,translated = with_sizes(vlm_cfg, train_cfg, given),train_cfg,[]
     if cfg.deepspeed_config: cfg,translated = read_deepspeed(cfg.deepspeed_config, cfg, world_size)
     check_configs(used, cfg)
-    return Start(used, cfg, origin_of(vlm_cfg, train_cfg), [*filter(None, [followed(vlm_cfg, used)]), *translated])
+    lines = [*filter(None, [followed(vlm_cfg, used)]), *translated]
+    used,cfg,best = name_weights(used, cfg)
+    return Start(used, cfg, origin_of(used, cfg), lines+best)
+
+def name_weights(
+    vlm_cfg:VLMConfig, # `vlm_checkpoint_path`
+    train_cfg:TrainConfig, # `load_from`
+)->tuple[VLMConfig,TrainConfig,list[str]]: # both with a checkpoint where a run was named; a line if it was
+    "Name the checkpoint itself, so that all ranks take the same, and the saved configuration says which."
+    weights,c = weights_of_start(vlm_cfg, train_cfg),train_cfg
+    given = vlm_cfg.vlm_checkpoint_path if c.resume_from_vlm_checkpoint else c.load_from
+    if weights is None or weights==given: return vlm_cfg,c,[]
+    line = f'{given} is the directory of a run: it begins with the best checkpoint there, {Path(weights).name}'
+    if c.resume_from_vlm_checkpoint: return evolve(vlm_cfg, vlm_checkpoint_path=weights),c,[line]
+    return vlm_cfg,evolve(c, load_from=weights),[line]
 
 # %% ../nbs/32_start.ipynb #e5a10011
 def foresee_start(

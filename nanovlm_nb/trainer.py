@@ -32,7 +32,7 @@ from .optim import amp_dtype,autocast,clip_gradients,checked_lr,compile_blocks,m
 from .dataset import Drops
 from .lanes import merge_states
 from .evals import Evaluations
-from .checkpoint import Saver,check_checkpoint,load_optimizer,prune,set_rng_state,write_pointer
+from .checkpoint import Saver,best_kept,check_checkpoint,load_optimizer,prune,set_rng_state,write_pointer
 from .look import look_panel
 from .guard import NormGuard,forget_bad_updates,write_bad_update
 
@@ -523,6 +523,7 @@ def load(self:Trainer,
     checkpoint:Path, # a `step_N` directory
     force:bool=False, # if the position of the data does not fit, begin the next epoch
     checked:bool=False, # its files were compared with its manifest already
+    then:Callable|None=None, # called when all is read, before anything in the run's directory is changed
 )->None: # nothing
     "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing, ValueError if it is damaged."
     if not checked: check_checkpoint(checkpoint, dist=self.dist)
@@ -536,13 +537,15 @@ def load(self:Trainer,
     self.scaler.load_state_dict(state['scaler'])
     self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState) if f.name in state}),state['epoch_sums']
     self.guard.norms.extend(state['norms'])
+    if then: then()
     if self.dist.is_master:
         for split,loader in (('train',self.train_loader),('val',self.val_loader)): loader.samples.drops.merge(Drops(**state['drops'][split]))
         forget_bad_updates(self.log.run_dir, self.state.step)
     if state['world_size']==self.dist.world_size: set_rng_state(json.loads((checkpoint/f'rng_{self.dist.rank}.json').read_text(encoding='utf-8')))
-    self.log.cut(state['log'])
+    mine = checkpoint.resolve().parent==self.log.run_dir.resolve() # else log, best checkpoint and evaluations are those of another run
+    self.state.best_val_loss,self.state.best_step = best_kept(self.log.run_dir, state) if mine else (float('inf'),None)
+    self.log.cut(state['log'] if mine else 0)
     self.resumed,self.to_follow = True,state.get('to_follow', [])
-    mine = checkpoint.resolve().parent==self.log.run_dir.resolve() # else the evaluations are those of another run
     if mine: self.kept = self.state.step,tuple(self.to_follow)
     self.take_over_evals(state.get('evals', []) if mine else [], checkpoint if mine and self.evaluate_here is None and self.evaluation_due() else None)
 

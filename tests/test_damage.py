@@ -14,7 +14,7 @@ from commands import TINY, train
 from kills import record
 
 from nanovlm_nb.chat import answer_frame
-from nanovlm_nb.checkpoint import check_checkpoint, load_optimizer, newest_complete
+from nanovlm_nb.checkpoint import check_checkpoint, last_checkpoint, load_optimizer
 from nanovlm_nb.classify import Settings
 from nanovlm_nb.config import load_yaml, parse_args
 from nanovlm_nb.dist import Dist
@@ -163,7 +163,7 @@ def test_a_manifest_of_before_still_loads(stopped, monkeypatch):
 @pytest.mark.skipif(os.name == 'nt' or os.geteuid() == 0, reason='the superuser may read everything')
 def test_a_checkpoint_that_may_not_be_read_is_passed_over(stopped):
     (stopped/'step_4'/MANIFEST).chmod(0)
-    assert newest_complete(stopped, thorough=True) == stopped/'step_2'
+    assert last_checkpoint(stopped, thorough=True) == stopped/'step_2'
 
 
 def test_the_run_goes_on_from_the_checkpoint_before_and_comes_to_the_same(trained, stopped):

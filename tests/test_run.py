@@ -81,7 +81,8 @@ def test_generate_answers_from_a_run_directory(one, tmp_path):
 
 def test_resume_from_a_whole_model(one, tmp_path):
     train([*TINY, '--run_name', 'again', '--max_training_steps', 1, '--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', one/'step_7'], tmp_path)
-    start = next(r for r in read_log(Path(one)/'step_7'/'again'/'log.jsonl') if 'val_loss' in r)
+    assert not (one/'step_7'/'again').exists(), 'a run that lives in a checkpoint is deleted with it'
+    start = next(r for r in read_log(one.parent/'again'/'log.jsonl') if 'val_loss' in r)
     end = [r for r in read_log(one/'log.jsonl') if 'val_loss' in r][-1]
     assert start['step'] == 0 and start['val_loss'] == pytest.approx(end['val_loss'], rel=1e-6)
 
