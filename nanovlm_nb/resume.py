@@ -183,16 +183,16 @@ MODEL_REFUSED = {'vit_hidden_dim','vit_inter_dim','vit_patch_size','vit_img_size
     'vit_pre_norm','vit_post_norm','vit_activation','vit_model_type','lm_hidden_dim','lm_inter_dim','lm_rms_eps','lm_re_base','lm_max_position_embeddings',
     'lm_base_vocab_size','extra_token_amount','lm_vocab_size','lm_n_heads','lm_n_kv_heads','lm_head_dim','lm_qkv_bias','lm_qk_norm','lm_n_blocks','lm_attn_scaling',
     'lm_max_length','lm_use_tokens','lm_tie_weights','use_moe','moe_experts','moe_top_k','moe_shared_experts','lm_model_type','lm_tokenizer','lm_chat_template',
-    'mp_pixel_shuffle_factor','mp_image_token_length','max_img_size','resize_to_max_side_len','vlm_extra_tokens','pixel_mean','pixel_std','image_convention'}
+    'mp_kind','mp_pixel_shuffle_factor','mp_image_token_length','max_img_size','resize_to_max_side_len','vlm_extra_tokens','pixel_mean','pixel_std','image_convention'}
 TRAIN_FINE = {'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks', # unless other parts train
     'batch_size','gradient_accumulation_steps', # unless their product is another
-    'max_bad_updates','compile','num_workers','val_workers','sharding','offload_optimizer','offload_params','deepspeed_config','vision_checkpointing',
+    'max_bad_updates','timeout_s','compile','num_workers','val_workers','sharding','offload_optimizer','offload_params','deepspeed_config','vision_checkpointing',
     'language_checkpointing','cache_features','peak_tflops','run_name','eval_in_epochs','eval_interval','look_interval','ask_samples','save_interval',
     'max_keep_ckpts','async_save','save_vision','notes','resume','load_from','force_resume','stats_log_interval','resume_from_vlm_checkpoint','progress_bar',
     'log_wandb','wandb_entity','wandb_project','use_lmms_eval','lmms_eval_tasks','lmms_eval_limit','lmms_eval_batch_size','eval_backend','eval_include_path',
     'eval_script','eval_wait'}
 TRAIN_CAREFUL = dict(
-    max_epochs='the run ends elsewhere, and the learning rate may follow its length',
+    images_path='the pictures there must be the same ones',
     max_val_batches='validation losses, and which is the best, are measured on other data',
     max_grad_spike='from here on other updates are skipped',
     max_training_steps='the learning rate follows the length of the run: it jumps to where the new schedule stands',
