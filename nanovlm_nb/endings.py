@@ -17,7 +17,7 @@ import torch
 
 from .config import TrainConfig
 from .dist import Dist
-from .checkpoint import missing_pieces,newest_complete,read_pointer
+from .checkpoint import last_checkpoint
 
 # %% ../nbs/33_endings.ipynb #e0d10007
 def causes(
@@ -57,9 +57,7 @@ def last_complete(
     run_dir:Path, # directory of a run
 )->Path|None: # None: there is none yet
     "The checkpoint that a run goes on from."
-    try: last = read_pointer(run_dir)
-    except FileNotFoundError: last = None
-    return last if last is not None and not missing_pieces(last) else newest_complete(run_dir)
+    return last_checkpoint(run_dir)
 
 def what_is_left(
     run_dir:Path, # directory of a run
