@@ -37,7 +37,7 @@ class ModalityProjector(nn.Module):
         super().__init__()
         self.factor,width = cfg.mp_pixel_shuffle_factor,cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
         self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
-        if cfg.mp_kind!='mlp': self.norm = self.out = nn.Identity()
+        if cfg.mp_kind!='mlp': self.norm,self.out = nn.Identity(),nn.Identity() # one for each call, as hooks expect
         else: self.norm,self.out = nn.LayerNorm(width),nn.Sequential(nn.GELU(), _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std))
 
     def forward(self,
