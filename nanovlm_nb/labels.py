@@ -92,7 +92,10 @@ def load_splits(
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
     folder = Path(path)
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
-    found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+    try: found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+    except OSError as e:
+        what = 'digits, shapes, a folder, or a name on the hub'
+        raise FileNotFoundError(f'data set {path} cannot be read ({e}): give {what}') from e
     return dict(found) if isinstance(found, datasets.DatasetDict) else dict(train=found)
 
 TEST_SPLITS = ('validation','valid','val','dev','eval','test') # for evaluation, the first that is there

@@ -252,7 +252,7 @@ def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
     (step/'evil.py').write_text('import os\nos.mkdir("touched")\nfrom transformers import PreTrainedTokenizerFast as Evil, PretrainedConfig as EvilConfig\n')
     settings = json.loads((step/'tokenizer_config.json').read_text())
     (step/'tokenizer_config.json').write_text(json.dumps(settings | dict(tokenizer_class='Evil', auto_map={'AutoTokenizer': [None, 'evil.Evil']})))
-    with contextlib.suppress(ValueError): get_tokenizer(str(step))
+    with contextlib.suppress(ValueError, OSError): get_tokenizer(str(step))
     (step/'config.json').write_text(json.dumps(dict(model_type='evil', auto_map={'AutoConfig': 'evil.EvilConfig'})))
     for read in (vision_config, language_config):
         with pytest.raises(ValueError): read(step)
