@@ -64,7 +64,7 @@ def outcome(batches):
     except Exception as e: error = e
     found = dict(seen=seen, kind=type(error).__name__, text=str(error), seconds=time.monotonic()-start)
     del batches, error
-    while multiprocessing.active_children() and time.monotonic() < start+20: time.sleep(.01)
+    while multiprocessing.active_children() and time.monotonic() < start+45: time.sleep(.01)
     return found | dict(children=len(multiprocessing.active_children()))
 
 
