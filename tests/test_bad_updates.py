@@ -27,7 +27,7 @@ def poisoned(tmp_path_factory):
     (cwd/'data').mkdir()
     shapes_dataset(ROWS, 'train', 0).map(spoil, with_indices=True).to_parquet(cwd/'data'/'train-00000.parquet')
     train(FLAGS, cwd, ranks=2, timeout=600)
-    return cwd/'checkpoints'/'r', {f'shapes/{i}' for i in bad}
+    return cwd/'checkpoints'/'r', {f'shapes/train{i}' for i in bad}  # by their row_id
 
 
 def test_their_updates_are_skipped_and_no_others(poisoned):
@@ -46,5 +46,5 @@ def test_replay_names_the_sample(poisoned):
     first = read_bad_updates(run_dir)[0]
     said = run([sys.executable, '-m', 'nanovlm_nb.replay', run_dir, first['update']], run_dir, check=False)
     assert said.returncode == 1, said.stderr
-    assert said.stdout.splitlines()[-1] == f'suspect: {", ".join(set(first["ids"]) & bad)}'
+    assert said.stdout.splitlines()[-1] == f'suspect: {", ".join(i for i in first["ids"] if i in bad)}'
     assert 'the same samples as in the log' in said.stdout
