@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from .usage import Parser,command
 from .config import ELSEWHERE,PRESETS,Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env
-from .dist import Dist,destroy_dist,init_dist,set_seed,synchronized_batches
+from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
 from .logs import RunLog
 from .loss import labelled_positions
@@ -397,7 +397,8 @@ class ClassTrainer(Trainer):
         "Go on where a checkpoint stands."
         super().load(checkpoint, force, checked, then)
         state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
-        kept = (self.log.run_dir/f"step_{state['best_model_step']}").is_dir() # not if it was left behind, or is another run's
+        best = self.log.run_dir/f"step_{state['best_model_step']}"
+        kept = on_master(self.dist, best.is_dir) # not if it was left behind, or is another run's
         if kept: self.best = {k:state[k] for k in self.best}
 
 # %% ../nbs/46_classify.ipynb #b14639b5

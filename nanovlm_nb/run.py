@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'IN_PROCESS', 'WRITTEN_ANEW', 'get_vision_model', 'make_model',
-           'on_master', 'hold', 'runs_folder', 'checkpoint_around', 'run_path', 'make_run_dir', 'keep_configs',
-           'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines', 'report', 'publish_best',
-           'plan_resume', 'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change', 'Ending',
-           'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'run_on',
-           'run_in', 'train_to_the_end', 'settle_in', 'begin_anew', 'millions', 'run']
+           'hold', 'runs_folder', 'checkpoint_around', 'run_path', 'make_run_dir', 'keep_configs', 'ask_held_out',
+           'report_drops', 'time_split', 'results', 'advice_lines', 'report', 'publish_best', 'plan_resume',
+           'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change', 'Ending', 'open_log',
+           'make_trainer', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'run_on', 'run_in',
+           'train_to_the_end', 'settle_in', 'begin_anew', 'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,re,shutil,signal,threading
@@ -24,7 +24,7 @@ from torch import nn
 
 from .usage import SAID,is_usage
 from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env
-from .dist import Dist,destroy_dist,init_dist,launchers,set_seed,set_threads
+from .dist import Dist,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
 from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
 from .advice import advice,memory_remedies,save_notes
@@ -75,19 +75,6 @@ def make_model(
     return model.train()
 
 # %% ../nbs/34_run.ipynb #a17c0a65
-def on_master(
-    dist:Dist, # all ranks must call
-    fn:Callable, # what rank 0 does
-): # what `fn` returned, on every rank
-    "Do something on rank 0 and tell all ranks; a ValueError or OSError is raised on all of them, so that none waits."
-    result = error = None
-    if dist.is_master:
-        try: result = fn()
-        except (ValueError, OSError) as e: error = e
-    result,error = dist.broadcast((result,error))
-    if error is not None: raise error
-    return result
-
 @contextmanager
 def hold(
     run_dir:Path, # directory of the run

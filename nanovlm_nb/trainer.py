@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import TrainConfig
 from .advice import MOST,advice,stability_advice
-from .dist import Dist,no_sync,synchronized_batches,wrap_model
+from .dist import Dist,no_sync,on_master,synchronized_batches,wrap_model
 from .schedule import get_schedule
 from .logs import EVAL_AXIS,Clock,RunLog,Stats
 from .flops import COMPONENTS,count_flops,mfu,pairs,peak_flops,unit_flops
@@ -543,8 +543,9 @@ def load(self:Trainer,
         forget_bad_updates(self.log.run_dir, self.state.step)
     if state['world_size']==self.dist.world_size: set_rng_state(json.loads((checkpoint/f'rng_{self.dist.rank}.json').read_text(encoding='utf-8')))
     mine = checkpoint.resolve().parent==self.log.run_dir.resolve() # else log, best checkpoint and evaluations are those of another run
-    self.state.best_val_loss,self.state.best_step = best_kept(self.log.run_dir, state) if mine else (float('inf'),None)
     self.log.cut(state['log'] if mine else 0)
+    best = on_master(self.dist, lambda: best_kept(self.log.run_dir, state)) if mine else (float('inf'),None) # of the log as it is now
+    self.state.best_val_loss,self.state.best_step = best
     self.resumed,self.to_follow = True,state.get('to_follow', [])
     if mine: self.kept = self.state.step,tuple(self.to_follow)
     self.take_over_evals(state.get('evals', []) if mine else [], checkpoint if mine and self.evaluate_here is None and self.evaluation_due() else None)
