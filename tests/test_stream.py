@@ -15,18 +15,19 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import Plan, VQADataset
+from nanovlm_nb.dataset import Plan, VQADataset, load_configs, to_row
 from nanovlm_nb.dist import Dist, FromGather, seed_worker
 from nanovlm_nb.images import get_image_processor
 from nanovlm_nb.lanes import PackLoader, PackRules, merge_states
 from nanovlm_nb.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
-from nanovlm_nb.sources import MapSource, Mixture, StreamSource
+from nanovlm_nb.sources import MapSource, Mixture, Shard, Share, StreamSource, shares
 from nanovlm_nb.trainer import describe, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
@@ -480,3 +481,30 @@ def test_utilisation_of_the_loader(golden, tokenizer, name):
     assert used == sum(n for n, _ in items)
     assert used/positions >= .95
     assert used/(len(items)*recorded['L']) < .3
+
+
+ODD = dict(plain=lambda t: t, bare_bytes=lambda t: t.set_column(0, 'images', pa.array([[p['bytes'] for p in row] for row in t['images'].to_pylist()])),
+           large=lambda t: t.cast(pa.schema([f.with_type(pa.large_string()) if f.name == 'source' else f for f in t.schema])),
+           no_ratings=lambda t: t.drop_columns('relevance_ratings'), no_pictures=lambda t: t.set_column(0, 'images', pa.array([None]*len(t))),
+           other_order=lambda t: t.select(t.column_names[::-1]), one_more=lambda t: t.append_column('more', pa.array(range(len(t)))),
+           no_turns=lambda t: t.set_column(t.column_names.index('texts'), 'texts', pa.array(['text']*len(t))))
+
+
+@pytest.mark.parametrize('odd', ODD)
+def test_parquet_is_read_as_datasets_reads_it(tmp_path, odd):
+    "A file of a form of its own beside a usual one: the same rows and the same damage as through `datasets`, from any row on."
+    dice = random.Random(1)
+    table = datasets.Dataset.from_list([make_row('a', 12*i, dice) for i in range(70)], features=FEATURES).data.table.combine_chunks()
+    for name, part in (('a', table), ('b', ODD[odd](table))): pq.write_table(part, tmp_path/f'{name}.parquet', row_group_size=40)
+    stream = load_configs(tmp_path, cache_dir=tmp_path/'cache', streaming=True)['default']
+    theirs = [s for whole in (stream.with_format('arrow').shard(2, i) for i in range(2)) for s in (whole.reshard().shard(2, j) for j in range(2))]
+    assert [n for _, n in shares(stream)] == [40, 30, 40, 30]
+    for (own, _), their in zip(shares(stream), theirs):
+        for start in (0, 1, 31, 32, 39):
+            found = []
+            for reader in (own, Shard(their)):
+                try: found.append([to_row(r, i) for i, r in Share('a', 0, reader, None).read(start)])
+                except (pa.ArrowException, datasets.table.CastError) as e: found.append('damaged')
+                except TypeError: found.append('damaged' if reader is not own else 'the run would end')
+                else: found[-1] = [row | dict(images=[content(p) if p is not None else p for p in row['images']]) for row in found[-1]]
+            assert found[0] == found[1]
