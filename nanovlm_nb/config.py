@@ -13,6 +13,7 @@ __all__ = ['ELSEWHERE', 'FEW', 'CHAT_TEMPLATE', 'ATTN_BACKENDS', 'SCHEDULES', 'P
 import json
 import math
 import os
+import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -768,6 +769,7 @@ def set_env()->None:
     "Set what tokenizers and torch read at their import, unless the user has."
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     if 'PYTORCH_ALLOC_CONF' not in os.environ: os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
+    if 'torch' not in sys.modules: os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 
 # %% ../nbs/01_config.ipynb #71709120
 def effective_batch_size(

@@ -6,7 +6,7 @@
 __all__ = ['POLL_S', 'synchronized_dataloader_step', 'WORKER_GRACE_S', 'pick_device', 'FromGather', 'Dist', 'on_master',
            'launch_env', 'init_dist', 'launchers', 'destroy_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master',
            'dist_gather', 'dist_mean_scalar', 'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync',
-           'synchronized_batches', 'set_threads', 'set_seed', 'shield_worker', 'seed_worker']
+           'synchronized_batches', 'cores_of_rank', 'set_threads', 'set_seed', 'shield_worker', 'seed_worker']
 
 # %% ../nbs/00_dist.ipynb #c63fc988
 import inspect
@@ -297,12 +297,19 @@ def synchronized_batches(
 synchronized_dataloader_step = synchronized_batches # nanoVLM's name
 
 # %% ../nbs/00_dist.ipynb #ddaedc9b
+def cores_of_rank()->int: # at least 1
+    "Cores that this process may use, when the ranks of its machine share alike."
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    return max(1, allowed//int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
+
 def set_threads(
     dist:Dist, # this process; on a GPU nothing is changed
     num_workers:int, # loader processes that want a core
 )->int: # threads that torch computes with
-    "Leave a core to each loader worker when computing on the CPU."
-    if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, (os.cpu_count() or 1)-num_workers))
+    "Compute on all cores if threads sleep while they wait; else leave a core to each loader worker."
+    sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
+    threads = cores_of_rank()-(0 if sleeping else num_workers)
+    if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, threads))
     return torch.get_num_threads()
 
 # %% ../nbs/00_dist.ipynb #dc24bfbb

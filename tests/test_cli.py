@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 import pytest
 import yaml
 
+from commands import TINY
 from nanovlm_nb.config import TrainConfig, VLMConfig, load_yaml, make_parser, parse_args, preset, save_yaml
 from nanovlm_nb.train import main
 
@@ -233,3 +234,12 @@ def test_environment_is_set_before_the_libraries_load():
     code = "from nanovlm_nb.config import set_env; set_env(); import os; print(os.environ['TOKENIZERS_PARALLELISM'], os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
     assert run_python(code).stdout.split() == ['false', 'expandable_segments:True']
     assert run_python(code, TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x').stdout.split() == ['true', 'x']
+
+
+def test_a_run_on_a_cpu_computes_on_all_its_cores(tmp_path):
+    "Also with a loader worker; threads that wait sleep, which has to be said before torch is loaded."
+    (tmp_path/'rates.py').write_text("import os, torch\ndef ask(step, max_lr, max_steps): raise ValueError(f\"{torch.get_num_threads()} threads, {os.environ.get('OMP_WAIT_POLICY')}\")\n")
+    env = {k: v for k, v in os.environ.items() if k not in ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY')} | dict(PYTHONPATH=f'{ROOT}:{tmp_path}', HF_HUB_OFFLINE='1')
+    command = [sys.executable, '-m', 'nanovlm_nb.train', *TINY, '--num_workers', '1', '--lr_schedule', 'rates:ask']
+    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=240)
+    assert f'{len(os.sched_getaffinity(0))} threads, PASSIVE' in done.stderr, done.stderr
