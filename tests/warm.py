@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 IMPORTED = ('torch._dynamo', 'torch.distributed.run', 'torch.distributed.checkpoint', 'wandb', 'matplotlib.pyplot')  # and all of the package
@@ -46,7 +47,9 @@ def ask(address, args):
     words = '\0'.join([str(len(args)), os.getcwd(), *args, *(f'{k}={v}' for k, v in os.environ.items())]).encode('utf-8', 'surrogateescape')
     socket.send_fds(conn, [len(words).to_bytes(8, 'big')], [0, 1, 2])
     conn.sendall(words)
-    for s in PASSED_ON: signal.signal(s, lambda s, _: conn.send(bytes([s])))
+    def pass_on(s, _):
+        with suppress(BrokenPipeError): conn.send(bytes([s]))  # the command has just ended
+    for s in PASSED_ON: signal.signal(s, pass_on)
     found = conn.recv(4)
     status = int.from_bytes(found, 'big') if found else signal.SIGKILL  # no answer: the server is gone
     if not os.WIFSIGNALED(status): os._exit(os.WEXITSTATUS(status))
