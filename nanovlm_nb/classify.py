@@ -32,7 +32,7 @@ from .config import ELSEWHERE,PRESETS,Config,TrainConfig,VLMConfig,check_known,e
 from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
 from .logs import RunLog
-from .loss import labelled_positions
+from .layout import Layout
 from .images import get_image_processor
 from .dataset import Plan,VQADataset
 from .sources import MapSource
@@ -40,7 +40,7 @@ from .packing import IGNORE
 from .loader import load_tokenizer,pack_loader
 from .labels import ClassData,load_classes
 from .weights import checkpoint_config,resolve_checkpoint
-from .vlm import VisionLanguageModel,find_tokenizer,row_layout
+from .vlm import VisionLanguageModel,find_tokenizer,rows_with_target,targets_by_row
 from .checkpoint import checkpoints,find_checkpoint,write_text_atomic
 from .optim import autocast
 from .trainer import Trainer
@@ -163,7 +163,7 @@ def answer_scores(
     "Exact log-likelihoods of whole answers; each prompt is read once."
     (B,T),decoder = prompts.shape,model.decoder
     cache = KVCache(T)
-    first = decoder.head(decoder(model.embed(prompts, images), layout=row_layout(T, mask), cache=cache)[:,-1]).float().log_softmax(-1)
+    first = decoder.head(decoder(model.embed(prompts, images), layout=Layout.from_mask(mask), cache=cache)[:,-1]).float().log_softmax(-1)
     per = max(1, at_once//B)
     return torch.cat([_continue(decoder, cache, first, answers[i:i+per]) for i in range(0, len(answers), per)], 1)
 
@@ -204,15 +204,17 @@ class VLMClassifier(VisionLanguageModel):
         doc_lens=None, # see `VLMNet.hidden`
         reduction:str='mean', # over the samples, or 'sum'
         return_logits:bool=False, # with targets: the scores of the samples too
+        layout:Layout|None=None, # see `VLMNet.forward`
     )->tuple[Tensor|None,Tensor|None]: # scores, (B, T, C) without targets and (samples, C) with them; loss
         "Scores of classes, and the loss of the samples in a batch of packs."
-        if not self.cfg.class_head: return super().forward(input_ids, images, attention_mask, targets, doc_lens, reduction, return_logits)
-        h,balance = self.hidden(input_ids, images, attention_mask, doc_lens, with_balance=True)
-        if targets is None: return self.score(h),None
-        rows,classes = labelled_positions(h, targets, len(self.cfg.class_names), IGNORE)
+        if layout is None: layout = self.layout_of(input_ids, images, attention_mask, targets, doc_lens)
+        if not self.cfg.class_head: return super().forward(input_ids, images, reduction=reduction, return_logits=return_logits, layout=layout)
+        h,balance = self.hidden(input_ids, images, with_balance=True, layout=layout)
+        if layout.at is None: return self.score(h),None
+        rows = rows_with_target(h, layout, len(self.cfg.class_names))
         logits = self.score(rows)
-        loss = F.cross_entropy(logits.float(), classes, self.class_weights, reduction='sum')
-        if balance is not None: loss = loss+self.cfg.moe_aux_weight*(balance*(targets!=IGNORE).sum(1)).sum()
+        loss = F.cross_entropy(logits.float(), layout.targets, self.class_weights, reduction='sum')
+        if balance is not None: loss = loss+self.cfg.moe_aux_weight*(balance*targets_by_row(layout)).sum()
         return (logits if return_logits else None),(loss/max(len(rows), 1) if reduction=='mean' else loss)
 
     @property
@@ -335,13 +337,13 @@ class ClassTrainer(Trainer):
         batch:dict, # a micro-batch for validation
     )->list[Judged]: # its pictures
         "What the model thinks of some pictures."
-        ids,images,labels = self.to_device(batch)
+        inputs = self.inputs(batch)
         rows = [self.truth[i]+(i,) for pack in batch['ids'] for i in pack]
         if self.base.cfg.class_head:
-            logits,_ = self.base(ids, images, targets=labels, doc_lens=batch['doc_lens'], reduction='sum', return_logits=True)
+            logits,_ = self.base(**inputs, reduction='sum', return_logits=True)
             scores = logits.float().log_softmax(-1)
         elif not rows: return []
-        else: scores = self.base.class_scores(*prompts_in(ids, labels, batch['doc_lens']), [t for pack in images for t in pack])
+        else: scores = self.base.class_scores(*prompts_in(batch['input_ids'], batch['labels'], batch['doc_lens']), [t for pack in inputs['images'] for t in pack])
         return [Judged(place, id, name, label, int(s.argmax()), -float(s[label])) for (place,name,label,id),s in zip(rows, scores.cpu())]
 
     @torch.no_grad()

@@ -136,7 +136,7 @@ def empty_pack(
 )->dict: # as `packing.pack` returns it, with no document in it
     "A pack of padding only."
     return dict(input_ids=torch.full((length,), pad_id), labels=torch.full((length,), IGNORE), attention_mask=torch.zeros(length, dtype=torch.long),
-        doc_lens=[], images=[], ids=[])
+        doc_lens=[], n_targets=[], images=[], ids=[])
 
 # %% ../nbs/26_lanes.ipynb #f940efed
 @dataclass
@@ -172,8 +172,8 @@ class Lane:
             try:
                 with naming(p.id): found.append(self.samples.finish(p, held, random.Random(f'{self.rules.seed}/{epoch}/{p.id}')))
             except Dropped as d: drops.append(d.args)
-        made = pack(found, self.rules.length, self.rules.pad_id) if found else empty_pack(self.rules.length, self.rules.pad_id)
-        return made|dict(drops=drops)
+        size,slots = (self.rules.length,self.rules.pad_id),(self.samples.tokenizer.image_token_id,self.samples.mp_image_token_length)
+        return (pack(found, *size, *slots) if found else empty_pack(*size))|dict(drops=drops)
 
     def window(self,
         end, # position of the source where it begins
@@ -327,7 +327,7 @@ class PackLoader:
         accumulation:int=1, # micro-batches of a rank in an update
         dist:Dist=Dist(), # who we are
         num_workers:int=0, # processes that plan and decode; 0: this one, when asked
-        pin_memory:bool=False, # hand out pictures in memory that a GPU can read while others compute
+        pin_memory:bool=False, # hand out what the model reads in memory that a GPU can read while others compute
     ):
         "Lay out the lanes."
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
@@ -365,10 +365,16 @@ class PackLoader:
         for args in made['drops']: self.samples.drops.add(Dropped(*args))
         self.samples.drops.cut.update(made['cut'])
 
+    def collate(self,
+        packs:list[dict], # of a micro-batch
+    )->dict: # a batch
+        "Join packs."
+        return collate_packs(packs, self.samples.tokenizer.image_token_id, self.pin_memory)
+
     def __iter__(self)->Iterator[dict]: # batches as `packing.collate_packs` makes them
         "The micro-batches of the rest of the epoch."
         for turn in self.updates():
-            *first,last = [collate_packs(turn[i:i+self.batch_size]) for i in range(0, len(turn), self.batch_size)]
+            *first,last = [self.collate(turn[i:i+self.batch_size]) for i in range(0, len(turn), self.batch_size)]
             yield from first
             self.states = [LaneState(*p['state']) for p in turn]
             yield last
@@ -404,7 +410,7 @@ class PackLoader:
     def idle(self)->dict: # a micro-batch
         "A batch of padding, for a rank that has no data left while others have."
         made = empty_pack(self.rules.length, self.rules.pad_id)|dict(drops=[], lane=None, state=None, cut={}, done=True)
-        return collate_packs([made]*self.batch_size)
+        return self.collate([made]*self.batch_size)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "Where the lanes stand, and what that depends on."

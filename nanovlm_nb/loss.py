@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .layout import check_bounds, target_tensors
+
 # %% auto #0
-__all__ = ['labelled_positions', 'ChunkedCrossEntropy', 'cross_entropy_at_targets']
+__all__ = ['labelled_positions', 'ChunkedCrossEntropy', 'cross_entropy', 'cross_entropy_at_targets']
 
 # %% ../nbs/14_loss.ipynb #20800b80
 def labelled_positions(
@@ -22,14 +24,10 @@ def labelled_positions(
     "Keep the positions that have a target."
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets {tuple(targets.shape)} do not match hidden {tuple(hidden.shape)}: one target per position")
-    flat = targets.flatten()
-    keep = (flat != ignore_index).nonzero().squeeze(1)
-    labels = flat[keep]
-    if len(labels) and not 0 <= labels.min() <= labels.max() < vocab_size:
-        raise ValueError(f"targets from {labels.min()} to {labels.max()} do not fit a vocabulary of {vocab_size}: "
-                         "check lm_vocab_size against the tokenizer")
-    rows = hidden.flatten(0, -2).index_select(0, keep.to(hidden.device, non_blocking=True))
-    return rows, labels.to(hidden.device, non_blocking=True)
+    found = target_tensors(targets, ignore_index)
+    check_bounds(found['bounds'], vocab_size)
+    at, labels = (found[name].to(hidden.device, non_blocking=True) for name in ('at', 'targets'))
+    return hidden.flatten(0, -2).index_select(0, at), labels
 
 # %% ../nbs/14_loss.ipynb #be52ee06
 def _chunk(
@@ -91,6 +89,26 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return d_rows, d_weight, None, None, None, None
 
 # %% ../nbs/14_loss.ipynb #0964773d
+def cross_entropy(
+    rows:Tensor,            # (n, D) hidden states with a target
+    weight:Tensor,          # (V, D) head
+    labels:Tensor,          # (n,) their targets, each below V
+    chunk_size:int=2048,    # Most rows whose logits exist at one time
+    reduction:str='sum',    # 'sum' or 'mean' over the targets
+)->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets (n,) without graph
+    "Cross-entropy of a language-model head; no value is asked for."
+    if reduction not in ('sum', 'mean'): raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
+    if chunk_size < 1: raise ValueError(f"chunk_size {chunk_size} < 1: use the number of positions whose logits fit in memory")
+    n = len(rows)
+    if n <= chunk_size:
+        each = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='none')
+        loss = each.sum()
+    else:
+        grads = torch.is_grad_enabled()
+        wants = grads and rows.requires_grad, grads and weight.requires_grad
+        loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
+    return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()
+
 def cross_entropy_at_targets(
     hidden:Tensor,          # (..., D) hidden states, one for each position
     weight:Tensor,          # (V, D) head
@@ -100,14 +118,5 @@ def cross_entropy_at_targets(
     ignore_index:int=-100,  # Marks a position without a target
 )->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets in their order (n,) without graph
     "Cross-entropy of a language-model head, computed only at positions that have a target."
-    if reduction not in ('sum', 'mean'): raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
-    if chunk_size < 1: raise ValueError(f"chunk_size {chunk_size} < 1: use the number of positions whose logits fit in memory")
     rows, labels = labelled_positions(hidden, targets, len(weight), ignore_index)
-    n = len(rows)
-    if n <= chunk_size:
-        each = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='none')
-        loss = each.sum()
-    else:
-        grads = torch.is_grad_enabled()
-        loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, grads and rows.requires_grad, grads and weight.requires_grad)
-    return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()
+    return cross_entropy(rows, weight, labels, chunk_size, reduction)

@@ -12,6 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .layout import Layout, slot_error
+
 # %% auto #0
 __all__ = ['IGNORE', 'utilisation', 'min_bins', 'spread', 'fill_up', 'pour', 'balanced_greedy_knapsack', 'pack', 'collate_packs']
 
@@ -260,15 +262,27 @@ def _check_ends(
         raise ValueError(f"sample {samples[k]['id']!r}: last label is {int(last[k])}, not {IGNORE}: shift the labels within the sample, "
                          "or its last position would be trained on the document packed after it")
 
+def _check_slots(
+    samples:list[dict],  # Samples with `id`, `input_ids`, `images`
+    image_token_id:int,  # Token that the vectors of pictures replace
+    per_tile:int,        # Such tokens of a tile
+):
+    "Raise `ValueError` if text and pictures of a sample disagree."
+    places = [(f"sample {s['id']!r}", int((s['input_ids'] == image_token_id).sum()), sum(map(len, s['images']))) for s in samples]
+    if error := slot_error(places, per_tile): raise ValueError(error)
+
 # %% ../nbs/24_packing.ipynb #17a278c1
 def pack(
     samples:list[dict], # Samples with `id`, `input_ids`, `labels` (1-D), `images` (list of tile stacks)
     length:int,         # T, positions in the pack
     pad_id:int,         # Token that fills the rest
-)->dict:                # input_ids, labels, attention_mask (T,); doc_lens, images, ids: lists
+    image_token_id:int|None=None, # Token that the vectors of pictures replace; None: not checked
+    per_tile:int=0,     # Such tokens of a tile
+)->dict:                # input_ids, labels, attention_mask (T,); doc_lens, n_targets, images, ids: lists
     "Lay samples one after the other into a sequence of fixed length."
     if not samples: raise ValueError("`samples` is empty: a pack needs at least one sample")
     _check_shapes(samples)
+    if image_token_id is not None: _check_slots(samples, image_token_id, per_tile)
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
     if n > length:
@@ -278,16 +292,22 @@ def pack(
     _check_ends(samples, doc_lens, joined['labels'])
     mask = torch.zeros(length, dtype=torch.long)
     mask[:n] = 1
-    return dict(joined, attention_mask=mask, doc_lens=doc_lens,
+    n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
+    return dict(joined, attention_mask=mask, doc_lens=doc_lens, n_targets=n_targets,
                 images=[tiles for s in samples for tiles in s['images']], ids=[s['id'] for s in samples])
 
 # %% ../nbs/24_packing.ipynb #d3c26ef1
 def collate_packs(
     packs:list[dict], # Packs of one length, as `pack` makes them
-)->dict:              # input_ids, labels, attention_mask (B, T); doc_lens, images, ids: one list a row
+    image_token_id:int|None=None, # Token that the vectors of pictures replace; None: `layout.slots` is None
+    pin:bool=False,   # Put ids and layout into pinned memory; needs a GPU
+)->dict:              # input_ids, labels, attention_mask (B, T); doc_lens, n_targets, images, ids: one list a row; layout
     "Join packs into a batch."
     if not packs: raise ValueError("`packs` is empty: a batch needs at least one pack")
     lengths = {len(p['input_ids']) for p in packs}
     if len(lengths) > 1: raise ValueError(f"packs of lengths {sorted(lengths)} cannot share a batch: pack them to one length")
-    return {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
-            for k,v in packs[0].items()}
+    batch = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
+             for k,v in packs[0].items()}
+    layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
+    if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
+    return batch | dict(layout=layout)

@@ -30,7 +30,7 @@ def config(case):
 def scores(model):
     "Logits of the golden batch as text and with its pictures."
     ids, features = batch()
-    x, slots = model.decoder.token_embedding(ids), ids == MARK
+    x, slots = model.decoder.token_embedding(ids), (ids == MARK).flatten().nonzero()[:, 0]
     for part in ('MP.norm', 'MP.proj', 'MP.out'): features = model.get_submodule(part)(features)  # a row of features has no grid to shuffle
     head = lambda h: model.decoder.head(model.decoder(h))[..., :48]
     return dict(text=head(x), pictures=head(fill_slots(x, slots, features)))
