@@ -575,6 +575,7 @@ def begin_anew(
     run_dir,dist = trainer.log.run_dir,trainer.dist
     if dist.is_master and last_checkpoint(run_dir, thorough=True) is None:
         trainer.log.cut(0)
+        trainer.drop_file.cut(0)
         forget_bad_updates(run_dir, -1)
     trainer.take_over_evals()
 

@@ -30,7 +30,7 @@ from .logs import EVAL_AXIS,Clock,RunLog,Stats
 from .flops import COMPONENTS,count_flops,mfu,pairs,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,clip_gradients,checked_lr,compile_blocks,make_optimizer,make_scaler,set_lrs,training_parts
-from .dataset import Drops
+from .dataset import DROPPED,DropFile,Drops,read_dropped
 from .lanes import merge_states
 from .evals import Evaluations
 from .checkpoint import Saver,best_kept,check_checkpoint,load_optimizer,prune,set_rng_state,write_pointer
@@ -194,6 +194,7 @@ class Trainer:
         self.waits:list[tuple] = [] # seconds of the first updates: for their data, in all
         if schedule is None and ':' in train_cfg.lr_schedule: self.try_schedule()
         self.resumed,self.stop = False,threading.Event()
+        self.left_out,self.told,self.drop_file = dict(train=Drops(), val=Drops()),dict(train=(0,0), val=(0,0)),DropFile(log.run_dir)
         self.validates = True # False: no row for it was asked for
         self.to_follow:list[str] = [] # figures about the weights as they are that are still to be made
         self.kept:tuple|None = None # update and `to_follow` of the last checkpoint
@@ -443,11 +444,12 @@ def no_validation(self:Trainer)->None: # nothing
 # %% ../nbs/32_trainer.ipynb #b683953a
 @patch
 def drops(self:Trainer)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
-    "What all ranks left out so far."
-    result = dict(train=Drops(), val=Drops())
+    "What all ranks left out so far; they tell each other only what is new."
     for split,loader in (('train',self.train_loader),('val',self.val_loader)):
-        for d in self.dist.gather(loader.samples.drops if hasattr(loader, 'samples') else Drops()): result[split].merge(d)
-    return result
+        mine,told = loader.samples.drops if hasattr(loader, 'samples') else Drops(),self.told[split]
+        for d in self.dist.gather(mine.after(*told)): self.left_out[split].merge(d)
+        self.told[split] = len(mine.reasons),len(mine.cut)
+    return self.left_out
 
 # %% ../nbs/32_trainer.ipynb #383c5e17
 @patch
@@ -514,9 +516,10 @@ def state_dict(self:Trainer)->dict: # JSON-able
     loader = self.train_loader
     data = merge_states(self.dist.gather(loader.state_dict())) if hasattr(loader, 'state_dict') else None
     configs = dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg))
-    drops = {split:asdict(d) for split,d in self.drops().items()}
+    drops = self.drops()
+    dropped = self.drop_file.add(drops) if self.dist.is_master else None
     return asdict(self.state)|dict(data=data, configs=configs, versions=dict(torch=torch.__version__), epoch_sums=dict(self.epoch_sums), norms=list(self.guard.norms),
-        drops=drops, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size, to_follow=self.to_follow,
+        drops={split:d.summary for split,d in drops.items()}, dropped=dropped, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size, to_follow=self.to_follow,
         evals=[] if self.evals is None else self.evals.results.logged)
 
 # %% ../nbs/32_trainer.ipynb #69da71e8
@@ -532,6 +535,22 @@ def place_data(self:Trainer,
         self.log.info(f'the rest of epoch {data["epoch"]} is left out: {e}')
         self.train_loader.set_epoch(data['epoch']+1)
     return self.train_loader.epoch
+
+# %% ../nbs/32_trainer.ipynb #b0de0005
+@patch
+def drops_of(self:Trainer,
+    checkpoint:Path, # from which the run goes on
+    state:dict, # its `trainer_state.json`
+)->dict[str,Drops]: # 'train' and 'val'
+    "What was left out before a checkpoint; what was written after it is forgotten."
+    mine = checkpoint.resolve().parent==self.log.run_dir.resolve()
+    kept = self.drop_file.cut(state.get('dropped', 0) if mine else 0)
+    if 'dropped' not in state: return {split:Drops(**d) for split,d in state['drops'].items()} # an older checkpoint holds the ids itself
+    if not mine: kept = read_dropped(checkpoint.parent, state['dropped'])
+    for split,d in kept.items(): d.first.update(state['drops'][split]['first'])
+    lacking = sum(sum(state['drops'][split]['counts'].values())-len(d.reasons) for split,d in kept.items())
+    if lacking>0: self.log.info(f'{DROPPED} lacks {lacking} of the ids that were left out before: they are counted anew')
+    return kept
 
 # %% ../nbs/32_trainer.ipynb #d9875ee7
 @patch
@@ -554,9 +573,8 @@ def load(self:Trainer,
     self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState) if f.name in state}),state['epoch_sums']
     self.guard.norms.extend(state['norms'])
     if then: then()
-    if self.dist.is_master:
-        for split,loader in (('train',self.train_loader),('val',self.val_loader)): loader.samples.drops.merge(Drops(**state['drops'][split]))
-        forget_bad_updates(self.log.run_dir, self.state.step)
+    if self.dist.is_master: forget_bad_updates(self.log.run_dir, self.state.step)
+    self.left_out = self.dist.broadcast(self.drops_of(checkpoint, state) if self.dist.is_master else None)
     if state['world_size']==self.dist.world_size: set_rng_state(json.loads((checkpoint/f'rng_{self.dist.rank}.json').read_text(encoding='utf-8')))
     mine = checkpoint.resolve().parent==self.log.run_dir.resolve() # else log, best checkpoint and evaluations are those of another run
     self.log.cut(state['log'] if mine else 0)
@@ -734,7 +752,7 @@ def check_length(self:Trainer)->None: # nothing; every rank must call
     s = self.state
     if s.counted or s.epoch or s.began!=0: return
     rows = self.train_loader.source.epoch_rows()
-    passed = s.samples+self.dist.sum(len(self.train_loader.samples.drops.reasons))
+    passed = s.samples+len(self.drops()['train'].reasons)
     if rows and passed>=rows/10: self.correct_length(s.step*max(rows/passed, 1), .01)
 
 @patch
