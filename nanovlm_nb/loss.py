@@ -4,6 +4,7 @@
 
 # %% ../nbs/14_loss.ipynb #a001601a
 from __future__ import annotations
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -58,13 +59,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         want_weight:bool, # Compute the gradient of `weight`
     )->tuple[Tensor,Tensor]: # Sum of the losses, (n,) the losses without graph, float32
         "Loss over all chunks, gradients kept for `backward`."
-        device = rows.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+        device, known = rows.device.type, torch.amp.is_autocast_available(rows.device.type) # the meta device knows no autocast
+        dtype = torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else rows.dtype
         if dtype == torch.float16: dtype = torch.float32
         each = torch.empty(len(rows), device=rows.device)
         d_rows = torch.empty_like(rows) if want_rows else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False) if known else nullcontext():
             w = weight.to(dtype)
             for at in range(0, len(rows), chunk_size):
                 part = slice(at, at+chunk_size)

@@ -135,8 +135,9 @@ def autocast(
     device:torch.device, # where the model is
     dtype:torch.dtype, # from `amp_dtype`
 ): # context manager
-    "Mixed precision for the forward pass; does nothing for float32."
-    return nullcontext() if dtype==torch.float32 else torch.autocast(device.type, dtype=dtype)
+    "Mixed precision for the forward pass; does nothing for float32, and on a device that has no such thing."
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, dtype=dtype) if known and dtype!=torch.float32 else nullcontext()
 
 # %% ../nbs/30_optim.ipynb #39945d71
 def make_scaler(

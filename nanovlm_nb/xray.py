@@ -4,9 +4,9 @@
 
 # %% ../nbs/41_xray.ipynb #41c0de03
 from __future__ import annotations
-import sys,weakref
-from collections import defaultdict
-from collections.abc import Iterable
+import json,sys,weakref
+from collections import Counter,defaultdict
+from collections.abc import Callable,Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any,NamedTuple
@@ -20,21 +20,32 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import nanovlm_nb
-from .config import TrainConfig,VLMConfig,evolve
-from .flops import find_gpu
+from .attention import choose_backend
+from .config import TrainConfig,VLMConfig,evolve,parse_args
+from .dist import Dist
+from .layout import TENSORS,Layout
+from .flops import count_flops,find_gpu
 from .language import LanguageModelBlock,apply_rotary
+from .packing import collate_packs,pack
+from .start import foresee_start
+from .trainer import Trainer,describe,gather_update
+from .usage import Parser,at_least,command
 from .vision import ViTBlock
 from .vlm import VLMNet
 
 # %% auto #0
-__all__ = ['LOWER', 'UPPER', 'PARTS', 'BLOCKS', 'PLAYED', 'OTHER', 'ANSWERS', 'BANDWIDTH', 'RATES', 'FUSED', 'FOREACH', 'SHORT',
-           'fused_attention', 'LikeCuda', 'Op', 'Census', 'causal_pairs', 'peak_memory', 'by_part', 'fuse', 'Card',
-           'find_card', 'Rates', 'kernel_seconds', 'host_seconds', 'Seconds', 'two_clocks', 'nanovlm_loss', 'adamw',
-           'meta_net', 'nanovlm_step', 'shortened', 'repeated']
+__all__ = ['LOWER', 'UPPER', 'PARTS', 'BLOCKS', 'NAIVE', 'OTHER', 'ANSWERS', 'BANDWIDTH', 'RATES', 'FUSED', 'FOREACH', 'SHORT',
+           'CHANGES', 'fused_attention', 'LikeCuda', 'Op', 'Census', 'causal_pairs', 'peak_memory', 'by_part', 'fuse',
+           'Card', 'find_card', 'Rates', 'kernel_seconds', 'host_seconds', 'Seconds', 'two_clocks', 'nanovlm_loss',
+           'adamw', 'meta_net', 'nanovlm_step', 'shortened', 'repeated', 'whole_peak', 'Contents', 'example_batch',
+           'OnCard', 'Unheard', 'meta_trainer', 'tensors_of', 'look_through', 'together', 'Xray', 'xray', 'Account',
+           'accounts', 'Pace', 'pace', 'quick_xray', 'what_if', 'xray_text', 'main']
 
 # %% ../nbs/41_xray.ipynb #41c0de06
-LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm, F.scaled_dot_product_attention} # computed in bfloat16
-UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax, Tensor.softmax, torch.rsqrt, Tensor.sum, torch.sum, Tensor.exp} # computed in float32
+LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm,
+    torch.addmm, F.scaled_dot_product_attention} # computed in bfloat16
+UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax, Tensor.softmax, torch.rsqrt, Tensor.sum, torch.sum,
+    Tensor.exp} # computed in float32
 
 def fused_attention(
     q:Tensor, # (B, H, T, D) queries
@@ -48,16 +59,22 @@ def fused_attention(
 )->Tensor: # (B, H, T, D) mixed values
     "The kernel that `scaled_dot_product_attention` takes on CUDA."
     if enable_gqa: k,v = (x.repeat_interleave(q.shape[1]//k.shape[1], 1) for x in (k,v))
-    if attn_mask is None: return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    bias = attn_mask.to(q.dtype) if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    aten = torch.ops.aten
+    if attn_mask is None: return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    bias = attn_mask.to(q.dtype) if attn_mask.is_floating_point() else q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*q.shape[:3], k.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 class LikeCuda(TorchFunctionMode):
     "Autocast to bfloat16 and fused attention, for meta tensors; one use is one region, a weight is cast once in it."
     def __enter__(self):
-        self.casts = {}
+        self.casts,self.before = {},torch.is_autocast_enabled('cuda')
+        torch.set_autocast_enabled('cuda', True) # so that code can switch it off
         return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.set_autocast_enabled('cuda', self.before)
+        return super().__exit__(*error)
 
     def _to(self, x, dtype):
         if not (isinstance(x, Tensor) and x.is_floating_point() and x.dtype!=dtype): return x
@@ -66,14 +83,15 @@ class LikeCuda(TorchFunctionMode):
         return self.casts[id(x)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        dtype = torch.bfloat16 if func in LOWER else torch.float32 if func in UPPER else None
-        if dtype is not None: args,kwargs = [self._to(x, dtype) for x in args],{k:self._to(x, dtype) for k,x in (kwargs or {}).items()}
-        return (fused_attention if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+        kwargs,dtype = kwargs or {},torch.bfloat16 if func in LOWER else torch.float32 if func in UPPER else None
+        if dtype is not None and torch.is_autocast_enabled('cuda'):
+            args,kwargs = [self._to(x, dtype) for x in args],{k:self._to(x, dtype) for k,x in kwargs.items()}
+        return (fused_attention if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
 
 # %% ../nbs/41_xray.ipynb #41c0de09
 PARTS = dict(vision='vision tower', projector='projector', language='language model', loss='loss', optim='update') # module -> part of the step
 BLOCKS = {ViTBlock.forward:'vision tower', LanguageModelBlock.forward:'language model'} # what is compiled as a whole
-PLAYED = {'__torch_function__','_to','fused_attention'} # our stand-ins for torch's own code
+NAIVE = ('nanovlm_loss','_masked_block') # of this module, what asks itself; the rest stands in for torch
 OTHER = 'around them' # embedding table, copies, what the trainer does
 
 class Op(NamedTuple):
@@ -87,6 +105,7 @@ class Op(NamedTuple):
     flops:int # arithmetic that a kernel does
     reads:dict[int,int] # storage -> bytes
     writes:dict[int,int] # storage -> bytes
+    wide:bool = False # its numbers are float32
     compiled:bool = False # it belongs to a compiled block
 
     @property
@@ -144,7 +163,8 @@ class Census(TorchDispatchMode):
         frame,line,part = sys._getframe(3),'',''
         while frame is not None and frame.f_code.co_name!='_engine_run_backward':
             code = frame.f_code
-            name = '' if code.co_name in PLAYED else self._file(code.co_filename)
+            name = self._file(code.co_filename)
+            if name=='xray.py' and code.co_name not in NAIVE: name = ''
             if name: line,part = line or f'{name}:{frame.f_lineno}',part or PARTS.get(name[:-3], '')
             if code in self.blocks: return line,part or self.blocks[code],self._region(frame)
             frame = frame.f_back
@@ -199,7 +219,8 @@ class Census(TorchDispatchMode):
         reads,writes = ({self._number(x, *who[:2]):_size(x) for x in xs if x.device.type=='meta'} for xs in (inputs, outputs))
         kind = self._kind(func, name, inputs, outputs, reads, writes)
         if kind=='copy' and not (kwargs.get('non_blocking') and inputs[0].untyped_storage()._cdata in self.pinned): self._wait('unpinned copy', who, writes)
-        self.ops.append(Op(name, kind, *who, self._flops(func, args, kwargs, out), reads, writes))
+        wide = any(x.dtype==torch.float32 for x in inputs[:2]) # other inputs are sums of a softmax
+        self.ops.append(Op(name, kind, *who, self._flops(func, args, kwargs, out), reads, writes, wide))
         return out
 
     def _wait(self, name, who, writes={}): self.ops.append(Op(name, 'wait', *who, 0, {}, writes))
@@ -222,18 +243,22 @@ class Census(TorchDispatchMode):
 
     def _flops(self, func, args, kwargs, out):
         "Arithmetic that the kernel does: with a causal mask flash attention leaves out half."
-        if 'varlen' in func.__name__: return self._packed(args[0], 'backward' in func.__name__)
-        if func.overloadpacket not in flop_registry: return 0
         given = dict(zip((a.name for a in func._schema.arguments), args))|kwargs
-        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)//(2 if given.get('is_causal') else 1)
+        causal = given.get('is_causal') or 0 in (given.get('window_size') or ())
+        if 'varlen' in func.__name__: return self._packed(given, causal)*(10 if 'backward' in func.__name__ else 4)
+        if func.overloadpacket not in flop_registry: return 0
+        return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)//(2 if causal else 1)
 
-    def _packed(self, q, backward): return self.documents*q.shape[-1]*q.shape[-2]*(10 if backward else 4)
+    def _packed(self, given, causal):
+        "Pairs of positions times width: what documents have, or whole rows."
+        q = given['query']
+        return q.shape[1]*q.shape[2]*(self.documents if causal else len(q)*given['max_q'])
 
 # %% ../nbs/41_xray.ipynb #41c0de13
 def causal_pairs(
     doc_lens:list, # lengths of documents, one list a row
 )->int: # pairs of a position and one at or before it
-    "Pairs that a kernel for packed rows looks at."
+    "Pairs that attention in packed rows looks at."
     return sum(n*(n+1)//2 for row in doc_lens for n in row)
 
 # %% ../nbs/41_xray.ipynb #41c0de18
@@ -434,3 +459,306 @@ def repeated(
     "Repeat what belongs to the first block of each tower."
     times = {1:1+max(cfg.vit_n_blocks-SHORT, 0), 1+min(cfg.vit_n_blocks, SHORT):1+max(cfg.lm_n_blocks-SHORT, 0)}
     return [o for region,run in groupby(ops, lambda o: o.region) for o in list(run)*times.get(region, 1)]
+
+# %% ../nbs/41_xray.ipynb #41c0de47
+def whole_peak(
+    cfg:VLMConfig, # the whole network
+    look:Callable, # `look(cfg)` gives the bytes at the highest point of a step
+)->float: # of the whole network, in which every block keeps what every other keeps
+    "The highest point of a deep network, from three shallow ones."
+    small = shortened(cfg)
+    base = look(small)
+    def more(name):
+        if getattr(cfg, name)<=SHORT: return 0
+        return (look(evolve(small, **{name:SHORT+1}))-base)*(getattr(cfg, name)-SHORT)
+    return base+more('vit_n_blocks')+more('lm_n_blocks')
+
+# %% ../nbs/41_xray.ipynb #41c0de51
+class Contents(NamedTuple):
+    "What is in a pack."
+    documents:int = 4 # samples, of equal length
+    tiles:int|None = None # of each sample; None: five sixths of its positions
+    targets:int|None = None # of each sample; None: two thirds of what is no picture
+
+def example_batch(
+    vlm_cfg:VLMConfig, # length of a pack, tokens of a tile
+    rows:int, # packs
+    contents:Contents=Contents(), # of each
+)->dict: # as the loader makes it, 99 % full
+    "A micro-batch without meaning."
+    v,length = vlm_cfg,int(.99*vlm_cfg.lm_max_length)//contents.documents
+    tiles = int(length/1.2)//v.mp_image_token_length if contents.tiles is None else contents.tiles
+    text = length-tiles*v.mp_image_token_length
+    targets = 2*text//3 if contents.targets is None else contents.targets
+    if not 0<targets<text: raise ValueError(f'{tiles} tiles and {targets} targets do not fit into a document of {length}: give fewer')
+    ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), -100)
+    ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
+    pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
+    sample = dict(input_ids=ids, labels=labels, images=[pixels] if tiles else [])
+    packed = pack([dict(sample, id=f'example/{i}') for i in range(contents.documents)], v.lm_max_length, 0)
+    return collate_packs([packed]*rows, v.image_token_id)
+
+# %% ../nbs/41_xray.ipynb #41c0de53
+class OnCard(nn.Module):
+    "A network that is called as under CUDA's autocast."
+    def __init__(self,
+        net:nn.Module, # on the meta device
+    ):
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args, **kwargs):
+        "What the network returns."
+        with LikeCuda(): return self.net(*args, **kwargs)
+
+class Unheard:
+    "A log that keeps nothing."
+    run_dir,position = Path(),None
+    def log(self, *args)->None: "Nothing."
+    info = length = log
+
+def meta_trainer(
+    vlm_cfg:VLMConfig, # sizes
+    train_cfg:TrainConfig, # what learns, how
+)->Trainer: # whose optimizer does not step
+    "The trainer of a run, on the meta device."
+    if vlm_cfg.use_moe: raise ValueError('use_moe is True: which tokens an expert gets depends on their values, and an x-ray has none')
+    cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False, offload_params=False, cache_features=False)
+    trainer = Trainer(meta_net(vlm_cfg), cfg, [], [], Unheard(), Dist(device=torch.device('meta')))
+    trainer.model,trainer.optimizer.step = OnCard(trainer.model),Unheard().log
+    return trainer
+
+def tensors_of(
+    batch, # a batch, or a part of one
+)->list[Tensor]: # in it, or in its layout
+    "What the loader pins."
+    if isinstance(batch, Tensor): return [batch]
+    if isinstance(batch, Layout): return [x for name in TENSORS if (x := getattr(batch, name)) is not None]
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list,tuple)) else ()
+    return [x for part in parts for x in tensors_of(part)]
+
+def look_through(
+    trainer:Trainer, # from `meta_trainer`
+    batch:dict, # a micro-batch
+    roots:Iterable[str|Path]=(), # see `Census`
+)->Census: # of forward, backward and update
+    "One update of one micro-batch, to which others have been added if the run accumulates."
+    learn = [p for g in trainer.optimizer.param_groups for p in g['params']]
+    moments = [torch.empty_like(p) for p in learn for _ in range(2)]
+    if trainer.cfg.gradient_accumulation_steps>1:
+        for p in learn: p.grad = torch.empty_like(p)
+    c = Census(roots, tensors_of(batch), causal_pairs(batch['doc_lens']))
+    c.hold(trainer.base.parameters(), 'weights')
+    c.hold([p.grad for p in learn if p.grad is not None], 'gradients')
+    c.hold(moments, 'optimizer')
+    update = gather_update([batch], trainer.dist)
+    choose_backend(trainer.base.cfg.attn_backend, batch['layout'], trainer.dist.device, torch.bfloat16) # tries it, once
+    with c: trainer.train_step(update)
+    c.ops += adamw(sum(p.numel() for p in learn))
+    return c
+
+# %% ../nbs/41_xray.ipynb #41c0de55
+def together(
+    ops:list[Op], # of a step
+)->list[Op]: # with fewer, larger kernels in its update
+    "Join what `foreach` kernels do at once."
+    out = []
+    for (phase,_,kind),run in groupby(ops, lambda o: (o.phase, o.phase=='update' and o.name, o.kind)):
+        run = list(run)
+        if phase!='update' or kind!='pointwise': out += run
+        else: out.append(run[0]._replace(**{way:{s:n for o in run for s,n in getattr(o, way).items()} for way in ('reads','writes')}))
+    return out
+
+class Xray(NamedTuple):
+    "What is known of an update's micro-batch."
+    ops:list[Op] # as they are asked for
+    compiled:list[Op] # the same with compiled blocks
+    kept:dict[str,int] # part -> bytes at the end of the forward pass
+    peak:int # bytes at the highest point
+    at_peak:dict[str,int] # part -> bytes there
+    useful:float # FLOPs that the answer needs
+    tokens:int # of the micro-batch
+
+    @property
+    def waits(self)->list[Op]: # in order
+        "Where the host waits for the card."
+        return [o for o in self.ops if o.kind=='wait']
+
+    @property
+    def leaks(self)->list[Op]: # in order
+        "Matrix products and attention in float32, many times as slow as in bfloat16."
+        return [o for o in self.ops if o.wide and o.kind in ('matmul','attention','masked')]
+
+    @property
+    def loops(self)->dict[str,int]: # line -> how often a block comes there in one pass
+        "Where a block asks for attention more than once."
+        found = Counter((o.line, o.region, o.phase) for o in self.ops if o.kind in ('attention','masked') and o.region)
+        return {line:n for (line,_,_),n in found.items() if n>1}
+
+def xray(
+    vlm_cfg:VLMConfig, # the model
+    train_cfg:TrainConfig, # the run
+    batch:dict|None=None, # a micro-batch; None: `example_batch`
+    roots:Iterable[str|Path]=(), # see `Census`
+    trainer:Trainer|None=None, # None: `meta_trainer`
+)->Xray: # of one micro-batch and the update after it
+    "Look through an update."
+    trainer = trainer or meta_trainer(vlm_cfg, train_cfg)
+    batch = example_batch(vlm_cfg, train_cfg.batch_size) if batch is None else batch
+    c = look_through(trainer, batch, roots)
+    ops,(most,parts),d = together(c.ops),peak_memory(c.memory),describe(batch)
+    useful = count_flops(trainer.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    return Xray(ops, fuse(ops), by_part(c.memory[:c.kept_until]), most, parts, useful, d['tokens'])
+
+# %% ../nbs/41_xray.ipynb #41c0de60
+class Account(NamedTuple):
+    "What a part or a line costs."
+    flops:int # arithmetic
+    bytes:int # moved
+    kernels:int # launched
+    seconds:float # of the card
+    compiled:float # the same with compiled blocks
+
+def accounts(
+    x:Xray, # from `xray`
+    card:Card, # that does it
+    by:str='part', # or 'line'
+    rates:Rates=RATES, # assumptions
+)->dict[str,Account]: # the dearest first
+    "Sums by part or by line."
+    found = defaultdict(lambda: [0, 0, 0, 0., 0.])
+    for o in x.ops:
+        for i,n in enumerate((o.flops, o.bytes, o.kind not in ('view','wait'), kernel_seconds(o, card, rates))): found[getattr(o, by)][i] += n
+    for o in x.compiled: found[getattr(o, by)][4] += kernel_seconds(o, card, rates)
+    return {k:Account(*found[k]) for k in sorted(found, key=lambda k: -found[k][3])}
+
+# %% ../nbs/41_xray.ipynb #41c0de65
+class Pace(NamedTuple):
+    "How fast a run would be."
+    micro:float # seconds of a micro-batch
+    update:float # seconds of an update, all its micro-batches included
+    tokens:float # a second
+    mfu:float # share of the card's arithmetic that the answer needs
+    idle:float # share of the time in which the card has nothing to do
+
+def pace(
+    x:Xray, # from `xray`
+    card:Card, # that does it
+    accumulation:int=1, # micro-batches of an update
+    compiled:bool=False, # blocks are compiled
+    rates:Rates=RATES, # assumptions
+)->Pace: # of a run whose data come in time
+    "Micro-batches and update by the two clocks."
+    ops = x.compiled if compiled else x.ops
+    whole,micro = two_clocks(ops, card, rates),two_clocks([o for o in ops if o.phase!='update'], card, rates)
+    seconds = (accumulation-1)*micro.total+whole.total
+    share = accumulation*x.useful/seconds/card.flops
+    return Pace(micro.total, seconds, accumulation*x.tokens/seconds, share, 1-whole.busy/whole.total)
+
+# %% ../nbs/41_xray.ipynb #41c0de71
+CHANGES = [('dense mask', dict(attn_backend='sdpa'), False), ('one document after the other', dict(attn_backend='docs'), False),
+    ('variable-length attention', dict(attn_backend='auto'), False), ('and blocks compiled', dict(attn_backend='auto'), True)] # name, fields, compiled?
+
+def _scaled(ops, by):
+    "The update of a larger network."
+    def more(sizes): return {s:int(by*n) for s,n in sizes.items()}
+    return [o._replace(reads=more(o.reads), writes=more(o.writes)) if o.phase=='update' else o for o in ops]
+
+def quick_xray(
+    vlm_cfg:VLMConfig, # the model
+    train_cfg:TrainConfig, # the run
+    contents:Contents=Contents(), # of its packs
+)->Xray: # of time and arithmetic; its memory is that of the shortened network
+    "Look through a shortened network, and repeat what belongs to a block."
+    small,rows = shortened(vlm_cfg),train_cfg.batch_size
+    trainer = meta_trainer(small, train_cfg)
+    x = xray(small, train_cfg, example_batch(small, rows, contents), trainer=trainer)
+    whole = meta_trainer(vlm_cfg, train_cfg)
+    d,by = describe(example_batch(vlm_cfg, rows, contents)),_learning(whole)/_learning(trainer)
+    ops,compiled = (repeated(_scaled(o, by), vlm_cfg) for o in (x.ops, x.compiled))
+    return x._replace(ops=ops, compiled=compiled, useful=count_flops(whole.units, d['tiles'], d['tokens'], d['pairs'], d['targets']))
+
+def _learning(trainer): return sum(p.numel() for g in trainer.optimizer.param_groups for p in g['params'])
+
+def what_if(
+    vlm_cfg:VLMConfig, # the model
+    train_cfg:TrainConfig, # the run
+    card:Card, # that does it
+    contents:Contents=Contents(), # of its packs
+)->dict[str,Pace]: # change -> how fast
+    "Changes, and what they bring."
+    found,looked = {},{}
+    rows = [*CHANGES, (f'and batch_size {2*train_cfg.batch_size}', dict(attn_backend='auto', batch_size=2*train_cfg.batch_size), True)]
+    for name,how,compiled in rows:
+        key,size = tuple(how.items()),how.pop('batch_size', train_cfg.batch_size)
+        if key not in looked: looked[key] = quick_xray(evolve(vlm_cfg, **how), evolve(train_cfg, batch_size=size), contents)
+        found[name] = pace(looked[key], card, train_cfg.gradient_accumulation_steps, compiled)
+    return found
+
+# %% ../nbs/41_xray.ipynb #41c0de74
+def _lines(x, card, most):
+    rows = [('', 'TFLOP', 'GB', 'kernels', 'ms', 'compiled')]
+    for title,by in (('By part','part'),('By line','line')):
+        rows.append((title,))
+        for name,a in list(accounts(x, card, by).items())[:most]: rows.append(('  '+name, f'{a.flops/1e12:.2f}', f'{a.bytes/1e9:.1f}', f'{a.kernels}', f'{1e3*a.seconds:.1f}', f'{1e3*a.compiled:.1f}'))
+    return [f'{name:<26}'+''.join(f'{cell:>10}' for cell in cells) for name,*cells in rows]
+
+def _waits(x):
+    found = Counter((o.name, o.line) for o in x.waits)
+    found = [f'  {line}: {name}'+(f', {n} times' if n>1 else '') for (name,line),n in found.items()]
+    loops = [f'  {line}: attention {n} times in a block' for line,n in x.loops.items()]
+    leaks = [f'  {line}: matrix product in float32' for line in dict.fromkeys(o.line for o in x.leaks)]
+    return ['Waits for the card', *found, *(['Slow without need', *loops, *leaks] if loops or leaks else [])]
+
+def _paces(paces): return [f'{"":<34}{"micro-batch":>12}{"update":>10}{"tokens/s":>12}{"MFU":>8}{"idle":>8}'] + [
+    f'  {name:<32}{1e3*p.micro:>9.0f} ms{p.update:>8.2f} s{p.tokens:>12,.0f}{p.mfu:>8.1%}{p.idle:>8.1%}' for name,p in paces.items()]
+
+# %% ../nbs/41_xray.ipynb #41c0de75
+def xray_text(
+    x:Xray, # from `xray`
+    card:Card, # that does it
+    accumulation:int=1, # micro-batches of an update
+    changes:dict[str,Pace]|None=None, # from `what_if`
+    most:int=12, # lines to name
+)->str: # lines for a terminal
+    "An x-ray as people read it."
+    fits = 'fits' if x.peak<.95*card.memory*2**30 else 'does not fit'
+    memory = [f'  {part:<24}{n/2**30:>8.1f} GiB' for part,n in sorted(x.at_peak.items(), key=lambda kv: -kv[1])]
+    sections = ([f'A micro-batch of {x.tokens} tokens, and the update after it'], _lines(x, card, most),
+        [f'Memory at its peak: {x.peak/2**30:.1f} GiB, {fits} into {card.memory:g} GiB', *memory], _waits(x),
+        _paces({name:pace(x, card, accumulation, c) for name,c in (('as asked for',False),('blocks compiled',True))}),
+        ['What would bring what', *_paces(changes)[1:]] if changes else [])
+    return '\n\n'.join('\n'.join(s) for s in sections if s)
+
+def _own_flags(argv):
+    p = Parser('nanovlm_xray', usage='%(prog)s [CONFIG.yaml] [--gpu NAME] [flags of nanovlm_train ...]', add_help=False, allow_abbrev=False,
+        description='A training step, operation by operation, without a GPU: work, memory, waits, and the time that a card would take.')
+    p.add_argument('--gpu', default='H200', metavar='NAME', help=f"the card: {', '.join(BANDWIDTH)} (default: %(default)s)")
+    p.add_argument('--documents', type=at_least(1), default=4, metavar='INT', help='samples of a pack (default: %(default)s)')
+    p.add_argument('--tiles', type=at_least(0), metavar='INT', help='picture tiles of a sample (default: five sixths of its positions)')
+    p.add_argument('--lines', type=at_least(1), default=12, metavar='INT', help='lines of code to name (default: %(default)s)')
+    p.add_argument('--json', action='store_true', help='print it as JSON')
+    own,rest = p.parse_known_args(['--config', *argv] if argv and not argv[0].startswith('-') else list(argv))
+    if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
+    return own,rest,p._option_string_actions
+
+@command('nanovlm_xray')
+def main(
+    argv:list[str]|None=None, # arguments; default: those of the command line
+)->int: # 0
+    "Console script `nanovlm_xray`."
+    own,rest,flags = _own_flags(sys.argv[1:] if argv is None else argv)
+    card = find_card(own.gpu)
+    given,cfg,asked = parse_args(rest, 'nanovlm_xray', flags)
+    start = foresee_start(given, cfg, 1, asked.given)
+    v,t,contents = start.vlm_cfg,start.train_cfg,Contents(own.documents, own.tiles)
+    x = xray(v, t, example_batch(v, t.batch_size, contents))
+    changes = what_if(v, t, card, contents)
+    plain = dict(gpu=own.gpu, tokens=x.tokens, peak=x.peak, at_peak=x.at_peak, kept=x.kept, waits=[(o.name, o.line) for o in x.waits],
+        parts={k:a._asdict() for k,a in accounts(x, card).items()}, changes={k:p._asdict() for k,p in changes.items()})
+    sys.stdout.write((json.dumps(plain, indent=1) if own.json else xray_text(x, card, t.gradient_accumulation_steps, changes, own.lines))+'\n')
+    return 0
+
+# %% ../nbs/41_xray.ipynb #41c0de79
+#| eval: false
+if __name__=='__main__': sys.exit(main())
