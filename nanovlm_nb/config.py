@@ -517,6 +517,7 @@ class ReportFields:
     stats_log_interval:int = 100 # updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # show a progress bar
+    console_line:str = 'figures' # how an update is shown: all figures, or minimind, its line with the minutes left of the epoch, every stats_log_interval
     log_wandb:bool = True # report to Weights & Biases
     wandb_entity:str|None = 'HuggingFace' # whose account; None: yours
     wandb_project:str = 'nanoVLM' # project there
@@ -536,6 +537,7 @@ class ReportFields:
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
         _at_least_0(self, 'save_interval', 'look_interval', 'ask_samples', 'eval_wait')
         _one_name(self, 'run_name')
+        _one_of(self, 'console_line', ('figures','minimind'))
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
         limit = self.lmms_eval_limit
         _require(limit is None or limit>0, f"lmms_eval_limit is {limit}: give a number of samples, a share below 1, or None for all")

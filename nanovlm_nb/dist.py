@@ -326,7 +326,7 @@ def set_seed(
 
 def shield_worker()->None:
     "Let this process live on when a signal goes to the whole group: the update at hand still needs its data."
-    for name in ('SIGINT','SIGUSR1'):
+    for name in ('SIGINT','SIGUSR1','SIGHUP'):
         if hasattr(signal, name): signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, 'alarm'): signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
 

@@ -8,14 +8,18 @@ __all__ = ['logger', 'PIN', 'MISSING', 'NO_SLURM', 'MOST_STARTS', 'results_dir',
            'has_lmms_eval', 'task_names', 'task_file', 'choose_backend', 'possible_tasks', 'read_job', 'Evaluations']
 
 # %% ../nbs/30_evals.ipynb #840d10b9
-import fcntl,json,logging,math,os,re,shutil,signal,subprocess,sys
+import json,logging,math,os,re,shutil,signal,subprocess,sys
 from collections.abc import Callable,Iterable,Iterator
+from contextlib import suppress
 from dataclasses import asdict,dataclass
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
 from fastcore.basics import patch
+
+try: import fcntl
+except ImportError: fcntl = None # Windows: nothing runs beside the training there
 
 from .config import TrainConfig
 
@@ -182,7 +186,7 @@ def is_running(
     log:Path, # of `start_process`
 )->bool: # started by this process or by another
     "Is the program that writes there alive?"
-    if not Path(log).is_file(): return False
+    if fcntl is None or not Path(log).is_file(): return False
     with Path(log).open('ab') as f:
         try: fcntl.flock(f, fcntl.LOCK_SH|fcntl.LOCK_NB) # two may look at a time
         except BlockingIOError: return True
@@ -214,8 +218,10 @@ def choose_backend(
 )->str: # 'subprocess', 'in_process' or 'slurm'
     "Who evaluates: as the config says, or Slurm where it is."
     c = train_cfg
+    if c.eval_backend=='subprocess' and fcntl is None: raise ValueError('eval_backend subprocess: this system cannot lock files, give in_process')
     if c.eval_backend!='auto': return c.eval_backend
-    return 'slurm' if shutil.which('sbatch') and Path(c.eval_script).is_file() else 'subprocess'
+    if shutil.which('sbatch') and Path(c.eval_script).is_file(): return 'slurm'
+    return 'in_process' if fcntl is None else 'subprocess'
 
 NO_SLURM = 'eval_backend is slurm, but there is no {} here: checkpoints are not evaluated. Start the run where it is, or give --eval_backend subprocess'
 
@@ -388,7 +394,7 @@ def forget(self:Evaluations,
 def _stop(self:Evaluations, job):
     "End a job, whoever started it, and let its checkpoint go."
     if job.state=='running' and is_running(self.log(job.step)):
-        os.killpg(int(job.number), signal.SIGKILL)
+        with suppress(ProcessLookupError): os.killpg(int(job.number), signal.SIGKILL) # it may have ended just now
         if (process := self.processes.pop(job.step, None)): process.wait()
     if job.state=='queued' and job.number and shutil.which('scancel'): subprocess.run(['scancel',job.number], timeout=60)
     set_pin(job.checkpoint, False)

@@ -18,8 +18,8 @@ from .usage import is_usage
 from .dist import Dist
 
 # %% auto #0
-__all__ = ['EVAL_AXIS', 'JsonLines', 'json_lines', 'say_foreign', 'read_log', 'describe', 'TextLog', 'Bar', 'wandb_mode',
-           'wandb_id', 'WandbLog', 'RunLog', 'Stats', 'Clock', 'plot_curves']
+__all__ = ['EVAL_AXIS', 'JsonLines', 'json_lines', 'say_foreign', 'read_log', 'describe', 'minimind_line', 'TextLog', 'Bar',
+           'wandb_mode', 'wandb_id', 'WandbLog', 'RunLog', 'Stats', 'Clock', 'plot_curves']
 
 # %% ../nbs/03_logs.ipynb #82442ecc
 def _plain(
@@ -111,6 +111,21 @@ def describe(
     shown = {k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str) or k.startswith('training_stats/'))}
     return ' | '.join([f'step {step}'+(f'/{total_steps}' if total_steps else '')]+[f'{k} {v:.4g}' for k,v in shown.items()])
 
+# %% ../nbs/03_logs.ipynb #f0120002
+def minimind_line(
+    metrics:dict,         # Figures of an update
+    step:int,             # Updates done
+    total_steps:int|None, # Updates in the whole run; None: unknown
+    epochs:int,           # Passes over the data in the whole run
+    seconds:float,        # Of an update; nan: not known yet
+)->str:                   # One line
+    "An update as MiniMind shows it."
+    size = max(-(-(total_steps or step)//epochs), 1)
+    epoch, at = divmod(step-1, size)
+    lr = max((float(v) for k,v in metrics.items() if k.startswith('lr_')), default=0.)
+    minutes = 0 if seconds!=seconds else int(seconds*(size-at-1)/60)
+    return f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:"
+
 # %% ../nbs/03_logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
     "Writes to a file; when its disk is full, the console has the message."
@@ -123,8 +138,8 @@ class _AboveBar(logging.Handler):
     def emit(self,
         record:logging.LogRecord, # Message
     ):
-        "Write one message above the bars."
-        tqdm.write(self.format(record), file=sys.stderr)
+        "Write one message above the bars; that the terminal was closed is no reason to end."
+        with suppress(OSError): tqdm.write(self.format(record), file=sys.stderr)
 
 # %% ../nbs/03_logs.ipynb #20135703
 class TextLog:
@@ -133,9 +148,10 @@ class TextLog:
         path:str|Path,              # Text file to append to
         total_steps:int|None=None,  # Updates in the whole run
         every:int=10,               # Show every n-th update
+        epochs:int|None=None,       # Show them as MiniMind does: passes over the data in the whole run
     ):
         if every < 1: raise ValueError(f"every {every} < 1: show every n-th update, 1 shows all")
-        self.total_steps, self.every, self.start = total_steps, every, None
+        self.total_steps, self.every, self.epochs, self.start = total_steps, every, epochs, None
         self.logger = logging.getLogger('nanovlm_nb')
         self.level, self.handlers = self.logger.level, [_AboveBar(), _TextFile(path)]
         self.logger.setLevel(logging.INFO)
@@ -151,7 +167,9 @@ class TextLog:
         if 'batch_loss' in metrics and step%self.every: return
         done, seconds = step-self.start[0], time.monotonic()-self.start[1]
         eta = f' | eta {timedelta(seconds=round(seconds/done*(self.total_steps-step)))}' if self.total_steps and done else ''
-        self.logger.info(describe(metrics, step, self.total_steps)+eta)
+        left = seconds/done if done else nan
+        if self.epochs and 'batch_loss' in metrics: self.logger.info(minimind_line(metrics, step, self.total_steps, self.epochs, left))
+        else: self.logger.info(describe(metrics, step, self.total_steps)+eta)
 
     def length(self,
         total_steps:int, # Updates in the whole run, as far as it is known now
@@ -185,20 +203,20 @@ class Bar:
         "Move to the step and show loss and tokens per second."
         names = dict(batch_loss='loss', val_loss='val_loss', tokens_per_second='tokens/s')
         self.bar.set_postfix({names[k]: f'{float(v):.4g}' for k,v in metrics.items() if k in names and v is not None}, refresh=False)
-        self.bar.update(step-self.bar.n)
+        with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
 
     def length(self,
         total_steps:int, # Updates in the whole run, as far as it is known now
     ):
         "Follow another length."
         self.bar.total = total_steps
-        self.bar.refresh()
+        with suppress(OSError): self.bar.refresh()
 
     def close(self,
         failed:bool=False, # Whether the run ended with an error
     ):
         "Leave the bar as it is."
-        self.bar.close()
+        with suppress(OSError): self.bar.close()
 
 # %% ../nbs/03_logs.ipynb #e506b876
 class _NeverFatal:
@@ -299,11 +317,12 @@ class RunLog:
         entity:str|None=None,       # wandb account; None: yours
         project:str='nanoVLM',      # wandb project
         console_every:int=10,       # Show every n-th update
+        console_epochs:int|None=None, # Show them as MiniMind does: passes over the data in the whole run
     ):
         self.run_dir, self.sinks = Path(run_dir), []
         if not dist.is_master: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        makers = [lambda: JsonLines(self.run_dir/'log.jsonl'), lambda: TextLog(self.run_dir/'train.log', total_steps, console_every)]
+        makers = [lambda: JsonLines(self.run_dir/'log.jsonl'), lambda: TextLog(self.run_dir/'train.log', total_steps, console_every, console_epochs)]
         if log_wandb: makers.append(lambda: WandbLog(self.run_dir, config or {}, run_name, entity, project))
         self.sinks = _open_all([*makers, lambda: Bar(total_steps, None if progress else False)])
 

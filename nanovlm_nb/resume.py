@@ -22,7 +22,7 @@ from .logs import read_log
 from .optim import training_parts
 from .evals import set_pin
 from .checkpoint import MANIFEST,abandoned,best_kept,check_checkpoint,checkpoints,find_checkpoint,last_checkpoint,missing_pieces
-from .checkpoint import pointer_text,step_of,write_pointer,write_text_atomic
+from .checkpoint import NEXT,pointer_text,read_state,stands_at,step_of,write_pointer,write_text_atomic
 from .start import is_pth,resolve_start
 
 # %% ../nbs/33_resume.ipynb #49297080
@@ -46,7 +46,7 @@ def is_own(
 
 def _auto(run_dir, path):
     "A line about where the run stands, and what is wrong with the pointer."
-    said = pointer_text(run_dir)
+    said = stands_at(run_dir)
     wrong = '' if said==path.name else f'last_checkpoint names {said[:40]!r}, which is not there or not complete. ' if said else 'There is no file last_checkpoint. '
     return f'{wrong}Auto resumed from the latest checkpoint {path}.'
 
@@ -125,6 +125,7 @@ def go_back(
 )->Path|None: # where what is newer was set aside; None: nothing is newer
     "Let a run stand at one of its checkpoints."
     newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
+    (run_dir/NEXT).unlink(missing_ok=True)
     write_pointer(run_dir, 'last_checkpoint', checkpoint) # from here on it stands there
     if newer:
         folder.mkdir(exist_ok=True)
@@ -152,7 +153,8 @@ def note_start(
 )->None: # nothing
     "Let the run stand where it begins, and then let its directory say whose it is: killed in between, the same command does the same again."
     if checkpoint is not None and is_own(run_dir, checkpoint): go_back(run_dir, checkpoint, config)
-    else: (run_dir/'last_checkpoint').unlink(missing_ok=True) # nothing here is complete, see `find_resume`
+    else: # nothing here is complete, see `find_resume`
+        for name in (NEXT,'last_checkpoint'): (run_dir/name).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_text_atomic(run_dir/JOB, ''.join(f'{job}\n' for job in jobs))
 
@@ -188,7 +190,7 @@ TRAIN_FINE = {'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones'
     'batch_size','gradient_accumulation_steps', # unless their product is another
     'max_bad_updates','timeout_s','compile','num_workers','val_workers','sharding','offload_optimizer','offload_params','deepspeed_config','vision_checkpointing',
     'language_checkpointing','cache_features','peak_tflops','run_name','eval_in_epochs','eval_interval','look_interval','ask_samples','save_interval',
-    'max_keep_ckpts','async_save','save_vision','notes','resume','load_from','force_resume','stats_log_interval','resume_from_vlm_checkpoint','progress_bar',
+    'max_keep_ckpts','async_save','save_vision','notes','resume','load_from','force_resume','stats_log_interval','resume_from_vlm_checkpoint','progress_bar','console_line',
     'log_wandb','wandb_entity','wandb_project','use_lmms_eval','lmms_eval_tasks','lmms_eval_limit','lmms_eval_batch_size','eval_backend','eval_include_path',
     'eval_script','eval_wait'}
 TRAIN_CAREFUL = dict(
@@ -343,10 +345,11 @@ def resume_checklist(
 )->list[tuple[bool,str]]: # (in order?, line)
     "What resuming will do."
     found = [(False, f'{p.name} is not complete, it lacks {", ".join(m)}') for p in checkpoints(run_dir) if (m := missing_pieces(p))]
-    try: path,line = find_resume(run_dir, evolve(train_cfg, resume=True))
+    try:
+        path,line = find_resume(run_dir, evolve(train_cfg, resume=True))
+        if path is None: return [*found, (False, line)]
+        state = read_state(path)
     except (ValueError, OSError) as e: return [*found, (False, str(e))]
-    if path is None: return [*found, (False, line)]
-    state = json.loads((path/'trainer_state.json').read_text(encoding='utf-8'))
     found += [(True, line.replace('Auto resumed from', 'would go on from')), *((True, l) for l in aside_lines(run_dir, path)), (True, _work_line(run_dir, state['step']))]
     try: found += [(True, l) for l in check_resume(state, vlm_cfg, train_cfg, world_size)] or [(True, 'no setting has changed')]
     except ValueError as e: found.append((False, str(e)))

@@ -40,11 +40,11 @@ from .shard import engine_lines
 from .optim import trainable_line
 from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
-from .checkpoint import MANIFEST,checkpoints,find_checkpoint,last_checkpoint,recover,sweep,write_text_atomic
+from .checkpoint import MANIFEST,NEXT,checkpoints,find_checkpoint,last_checkpoint,read_state,recover,sweep,write_text_atomic
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume,is_again,is_own,leave_dashboard,note_start,rate_lines
 from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
-from .trainer import Trainer
+from .trainer import Trainer,Unstable
 from .record import HUB_ERRORS,publish,where_to_publish,write_record
 from .ask import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 
@@ -269,19 +269,19 @@ def plan_resume(
         if kept and not train_cfg.resume and not again: raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be mixed up with: give another run_name, or --resume True to go on')
         return None,lines
     if not has_digests(path): lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: what its files hold is not compared')
-    state = json.loads((path/'trainer_state.json').read_text(encoding='utf-8'))
+    state = read_state(path)
     lines += aside_lines(run_dir, path)+check_resume(state, vlm_cfg, train_cfg, world_size)
     return path,lines+[l for _,l in rate_lines(run_dir, state, train_cfg)]
 
 # %% ../nbs/34_run.ipynb #f6984ad8
-SIGNALS = ('SIGINT','SIGTERM','SIGUSR1') # those of them that the system has
+SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
 CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; once more ends at once\n'
 
 @contextmanager
 def stop_on_signals(
     stop:threading.Event, # set by the first signal
 )->Iterator[None]: # nothing
-    "While inside, SIGINT, SIGTERM and SIGUSR1 ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
+    "While inside, SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
     me,old = os.getpid(),{}
     def ask(number, _):
         if os.getpid()!=me: return # a loader worker that is being born
@@ -290,7 +290,9 @@ def stop_on_signals(
         signal.signal(number, old[number])
         if os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C) # a handler may come in the middle of a print
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
-        old |= {s:signal.signal(s, ask) or signal.SIG_DFL for s in (getattr(signal, n) for n in SIGNALS if hasattr(signal, n))}
+        here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
+        meant = [s for s in here if s==signal.SIGINT or signal.getsignal(s)!=signal.SIG_IGN] # nohup wants SIGHUP ignored
+        old |= {s:signal.signal(s, ask) or signal.SIG_DFL for s in meant}
     try: yield
     finally:
         for s,handler in old.items(): signal.signal(s, handler)
@@ -380,6 +382,7 @@ class Ending:
         run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
         if place is not None: raise RunFailed(disk_is_full(place, run_dir, self.cfg, self.command())) from error
         if out_of_memory(error): raise RunFailed(self.no_memory(error)) from error
+        if isinstance(error, Unstable): raise RunFailed(f'{error}. {what_is_left(run_dir).capitalize()}; to go on: {self.command()}') from error
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
         elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm_doctor --config {run_dir/"config.yaml"}` tries its data, disk, memory and a short run')
@@ -394,7 +397,7 @@ def open_log(
     "The log of a run, as its config says."
     c = train_cfg
     return RunLog(run_dir, dist, dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict()), run_dir.name, c.max_training_steps,
-        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project)
+        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project, *((c.stats_log_interval, c.max_epochs or 1) if c.console_line=='minimind' else ()))
 
 def make_trainer(
     vlm_cfg:VLMConfig, # the model
@@ -442,13 +445,14 @@ def use_evals(
     if tasks and backend=='in_process': trainer.evaluate_here,trainer.eval_tasks = import_module(IN_PROCESS).cli_evaluate,tasks
 
 # %% ../nbs/34_run.ipynb #e5d10002
-WRITTEN_ANEW = ('config.yaml','status','job','last_checkpoint','wandb_id') # small files of a run's directory that every start writes
+WRITTEN_ANEW = ('config.yaml','status','job','last_checkpoint',NEXT,'wandb_id') # small files of a run's directory that every start writes
 
 class Before(NamedTuple):
     "What a start has found."
     run_dir:Path # of the run
     new:Path|None # the outermost directory that was not there; None: all were
     files:dict[str,bytes] # `WRITTEN_ANEW`, those that were there
+    configs:set[str]|None # names in `configs`; None: there was none
 
 def look_before(
     run_dir:Path, # of the run, which need not be there
@@ -456,13 +460,18 @@ def look_before(
     "Remember what there is."
     run_dir = run_dir.absolute()
     new = next((p for p in [*reversed(run_dir.parents), run_dir] if not p.exists()), None)
-    return Before(run_dir, new, {n:(run_dir/n).read_bytes() for n in WRITTEN_ANEW if (run_dir/n).is_file()})
+    return Before(run_dir, new, {n:(run_dir/n).read_bytes() for n in WRITTEN_ANEW if (run_dir/n).is_file()}, _names(run_dir/'configs'))
+
+def _names(folder): return {p.name for p in folder.iterdir()} if folder.is_dir() else None
 
 def _restore(before):
     if before.new is not None: return shutil.rmtree(before.new, ignore_errors=True)
     for name in WRITTEN_ANEW:
         if name in before.files: (before.run_dir/name).write_bytes(before.files[name])
         else: (before.run_dir/name).unlink(missing_ok=True)
+    configs = before.run_dir/'configs'
+    for name in (_names(configs) or set())-(before.configs or set()): (configs/name).unlink()
+    if before.configs is None and configs.is_dir(): configs.rmdir()
 
 @contextmanager
 def put_back(

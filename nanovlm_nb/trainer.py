@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FIRST', 'WARM', 'PAUSE_S', 'ASK_SLURM_EVERY', 'Update', 'target_counts', 'describe', 'packing_stats', 'digest',
            'sources_of', 'add_by_source', 'gather_update', 'TrainState', 'GradientExchange', 'exchange_gradients',
-           'Trainer', 'read_once']
+           'Trainer', 'read_once', 'Unstable']
 
 # %% ../nbs/32_trainer.ipynb #2fe0ee13
 import hashlib,json,logging,os,threading,time
@@ -781,12 +781,15 @@ def due(self:Trainer,
     return interval>0 and self.state.step%interval==0
 
 # %% ../nbs/32_trainer.ipynb #8e84d410
+class Unstable(FloatingPointError):
+    "Too many updates in a row were skipped; the message says which, and what helps."
+
 @patch
 def too_many_bad(self:Trainer):
-    "End a run that goes wrong, with a checkpoint; raises `FloatingPointError`."
+    "End a run that goes wrong, with a checkpoint; raises `Unstable`."
     self.save()
     self.saver.wait()
-    raise FloatingPointError(f'{self.state.bad_in_a_row} updates in a row were skipped, the last is update {self.state.step}. Their samples are in {self.log.run_dir}/bad_updates.jsonl, '
+    raise Unstable(f'{self.state.bad_in_a_row} updates in a row were skipped, the last is update {self.state.step}. Their samples are in {self.log.run_dir}/bad_updates.jsonl, '
         f'`nanovlm_replay {self.log.run_dir} {self.state.step}` makes one again. What helps an unstable run: {"; ".join(stability_advice(self.cfg))}')
 
 @patch

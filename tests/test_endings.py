@@ -79,6 +79,26 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
     assert (run/'status').read_text() == 'done\n' and not (run/'lock').exists()
 
 
+def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
+    "The system sends SIGHUP and takes the terminal away: what the run still says finds nobody, and that is no error."
+    import pty
+    write_data(tmp_path)
+    cmd, run = [*map(str, command('told', 1, 0, 400)), '--progress_bar', 'True'], tmp_path/'checkpoints'/'told'
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(tmp_path)
+        os.execvpe(cmd[0], cmd, environment())
+    deadline = time.monotonic()+180
+    os.set_blocking(terminal, False)
+    while lines(run) < 3 and time.monotonic() < deadline:
+        try: os.read(terminal, 65536)
+        except BlockingIOError: time.sleep(.05)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == INTERRUPTED
+    assert (run/'status').read_text() == 'interrupted\n' and read_pointer(run).name == f'step_{lines(run)}' and not (run/'lock').exists()
+    assert 'stopped by a signal' in (run/'train.log').read_text()
+
+
 def hurry(how, run):
     "Wait for a moment in the life of a run."
     moments = dict(batch=lambda: (run/'status').exists() and lines(run) == 0 and (run/'step_0').exists(), save=lambda: any(run.glob('step_*.tmp')) and lines(run) > 1,
@@ -265,3 +285,9 @@ def test_a_system_without_posix_signals_and_open_directories(tmp_path, monkeypat
     stop = threading.Event()
     with stop_on_signals(stop): os.kill(os.getpid(), signal.SIGTERM)
     assert stop.is_set()
+
+
+def test_too_many_bad_updates_end_with_what_is_left_and_no_traceback(tmp_path):
+    "One line for the user: which updates, what helps, which checkpoint, which command."
+    with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*The last complete checkpoint is step_\1; to go on: nanovlm_train '):
+        in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30', '--max_grad_norm', 'None', '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates', '3', '--eval_in_epochs', 'False', '--save_interval', '0')
