@@ -1,0 +1,509 @@
+"""Ten minutes on one card: everything that is claimed for a GPU, measured in eight phases.
+
+    python tests/gpu/measure.py                        # measure; figures go to measured.json after every phase
+    python tests/gpu/measure.py --predict              # what the x-ray expects of an H200, as PREDICTED.md
+    python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction
+
+Needs no network; torch 2.11 or later, Python 3.10 or later. It may be cut off after any phase, and a phase that fails
+is written down and does not keep the next from beginning. Without a GPU it takes a tiny model: a rehearsal, whose figures mean nothing.
+"""
+import argparse
+import gc
+import io
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import nullcontext
+from dataclasses import fields
+from datetime import datetime, timezone
+from inspect import signature
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from nanovlm_nb.attention import BACKENDS, docs_attention, explicit_attention, problem_of
+from nanovlm_nb.config import evolve, preset
+from nanovlm_nb.dist import Dist
+from nanovlm_nb.flops import count_flops, peak_flops
+from nanovlm_nb.layout import Layout
+from nanovlm_nb.optim import compile_blocks
+from nanovlm_nb.trainer import Trainer, describe, gather_update
+from nanovlm_nb.vlm import VLMNet
+from nanovlm_nb.xray import Contents, Unheard, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
+from nanovlm_nb.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
+
+HERE = Path(__file__).resolve().parent
+CARD = 'H200'
+PREDICTED_ON = '2026-11-22'
+#: name -> fields of the model or the run, blocks compiled?; those that this version of the package does not have leave an arm out
+ARMS = {
+    'dense mask': (dict(attn_backend='sdpa'), False),
+    'varlen': (dict(attn_backend='auto'), False),
+    'varlen, compiled': (dict(attn_backend='auto'), True),
+    'varlen, compiled, tiles padded': (dict(attn_backend='auto', tile_multiple=8), True),
+    'varlen, compiled, bf16 tower': (dict(attn_backend='auto', vit_bf16_residual=True), True),
+    'varlen, compiled, batch 4': (dict(attn_backend='auto', batch_size=4), True),
+}
+LIKE_NANOVLM = 'like nanoVLM'
+WARM, ROUNDS = 3, 10
+WORKERS = 4, 8, 12
+CORE_S = .08/13 # of a core for a tile: a picture of 13 tiles takes 70 to 90 ms to decode, enlarge and cut
+
+
+# --- what is measured with
+
+class Bench:
+    "A device, sizes that fit it, and clocks that wait for it."
+    def __init__(self, tiny: bool):
+        self.cuda = torch.cuda.is_available() and not tiny
+        self.device = torch.device('cuda' if self.cuda else 'cpu')
+        self.model, self.run = preset('nanovlm')
+        self.run = evolve(self.run, dtype='bfloat16', num_workers=0, log_wandb=False)
+        self.pack, self.warm, self.rounds = Contents(), WARM, ROUNDS
+        if not self.cuda:
+            self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, vit_img_size=32, vit_inter_dim=64, max_img_size=64, mp_pixel_shuffle_factor=1,
+                                mp_image_token_length=4, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100)
+            self.pack, self.warm, self.rounds = Contents(documents=3, tiles=2), 1, 2
+
+    def sync(self):
+        if self.cuda: torch.cuda.synchronize()
+
+    def seconds(self, f) -> float:
+        "Of one call, from an idle device to an idle device."
+        self.sync()
+        start = time.perf_counter()
+        f()
+        self.sync()
+        return time.perf_counter()-start
+
+    def timed(self, f, rounds=None) -> dict:
+        for _ in range(self.warm): f()
+        return spread([self.seconds(f) for _ in range(rounds or self.rounds)])
+
+    def configs(self, how: dict):
+        "Model and run with some fields changed; None if a field does not exist here."
+        known = [{f.name for f in fields(c)} for c in (self.model, self.run)]
+        if set(how)-known[0]-known[1]: return None
+        return [evolve(c, **{k: v for k, v in how.items() if k in names}) for c, names in zip((self.model, self.run), known)]
+
+    def trainer(self, how: dict, compiled=False, weights=None) -> Trainer:
+        model, run = self.configs(how)
+        torch.manual_seed(0)
+        with self.device: net = VLMNet(model).train()
+        if weights is not None: net.load_state_dict(weights, assign=True)
+        trainer = Trainer(net, run, [], [], Unheard(), Dist(device=self.device))
+        if compiled: compile_blocks(trainer.base, **({} if self.cuda else dict(backend='eager')))
+        return trainer
+
+    def batch(self, trainer, contents=None) -> dict:
+        made = example_batch(trainer.base.cfg, trainer.cfg.batch_size, contents or self.pack)
+        return pinned(made) if self.cuda else made
+
+
+def pinned(x):
+    "As the loader hands it over."
+    if isinstance(x, torch.Tensor): return x.pin_memory()
+    if isinstance(x, Layout): return x.each(torch.Tensor.pin_memory)
+    if isinstance(x, dict): return {k: pinned(v) for k, v in x.items()}
+    return [pinned(v) for v in x] if isinstance(x, list) else x
+
+
+def spread(values: list) -> dict:
+    "Median and range, in milliseconds."
+    ms = sorted(1e3*v for v in values)
+    return dict(ms=round(statistics.median(ms), 3), lowest=round(ms[0], 3), highest=round(ms[-1], 3), n=len(ms))
+
+
+def release(bench):
+    gc.collect()
+    if bench.cuda: torch.cuda.empty_cache()
+
+
+# --- phases
+
+def phase_1_machine(b) -> dict:
+    "Versions, the device, matrix products of a round size and of the model's own sizes."
+    try: from torch.nn.attention.varlen import varlen_attn
+    except ImportError as e: varlen = f'none: {e}'
+    else: varlen = str(signature(varlen_attn))
+    n, big = (8192, 8192) if b.cuda else (64, 64)
+    D, H, L, I = b.model.vit_hidden_dim, b.model.vit_inter_dim, b.model.lm_hidden_dim, b.model.lm_inter_dim
+    tiles = 104*b.model.n_patches if b.cuda else 64
+    shapes = dict(square=(big, n, n), vision_qkv=(tiles, D, 3*D), vision_up=(tiles, D, H), vision_down=(tiles, H, D), language_q=(n, L, L), language_up=(n, L, I), language_down=(n, I, L))
+    rates = {}
+    for name, (m, k, o) in shapes.items():
+        x, w = (torch.randn(s, device=b.device, dtype=torch.bfloat16) for s in ((m, k), (k, o)))
+        t = b.timed(lambda: x@w)
+        rates[name] = dict(t, tflops=round(2*m*k*o/t['ms']/1e9, 1))
+    more = dict(name=torch.cuda.get_device_name(), capability=torch.cuda.get_device_capability(), gib=torch.cuda.get_device_properties(0).total_memory/2**30,
+                cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda, driver=driver()) if b.cuda else dict(name='CPU')
+    return dict(date=datetime.now(timezone.utc).isoformat(timespec='seconds'), python=platform.python_version(), torch=torch.__version__, cores=os.cpu_count(), varlen_attn=varlen, **more, matmul=rates)
+
+
+def driver() -> str:
+    asked = subprocess.run(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'], capture_output=True, text=True, timeout=20)
+    return asked.stdout.strip()
+
+
+def rows_of(n: int, T: int, rows: int = 2) -> Layout:
+    "`n` documents of uneven length in rows of T."
+    rng = random.Random(n)
+    lens = []
+    for k in [n//rows]*rows:
+        cuts = sorted(rng.sample(range(8, T-8), k-1)) if k > 1 else []
+        lens.append([e-s for s, e in zip([0, *cuts], [*cuts, T])])
+    return Layout.from_doc_lens(lens, T)
+
+
+def phase_2_attention(b) -> dict:
+    "Truth, isolation, and a layer's time for each backend and number of documents."
+    c, T = b.model, b.model.lm_max_length
+    H, G, D = c.lm_n_heads, c.lm_n_kv_heads, c.head_width
+    def qkv(T, dtype): return [torch.randn(2, h, T, D, device=b.device, dtype=dtype, requires_grad=True) for h in (H, G, G)]
+    torch.manual_seed(0)
+    small, layout = qkv(min(T, 1024), torch.bfloat16), rows_of(6, min(T, 1024))
+    truth = explicit_attention(*(x.double() for x in small), layout, True, 0.)
+    names = [n for n in ('sdpa', 'docs', 'varlen') if n != 'varlen' or problem_of('varlen', b.device.type, torch.bfloat16) is None]
+    errors = {n: (BACKENDS[n](*small, layout, True, 0.).double()-truth).abs().max().item() for n in names}
+    found = {n: BACKENDS[n](small[0], small[1], small[2], layout, True, 0.) for n in names}
+    leaks = {n: torch.autograd.grad(out[0, :, :layout.doc_lens[0][0]].sum(), small[2], retain_graph=True)[0][0, :, layout.doc_lens[0][0]:].abs().max().item() for n, out in found.items()}
+    layers = {}
+    for n_docs in (4, 17, 60):
+        big, layout = qkv(T, torch.bfloat16), rows_of(n_docs, T).to(b.device)
+        ways = {n: BACKENDS[n] for n in names} | (dict(flex=flex(layout, b.device)) if b.cuda else {})
+        for n, way in ways.items():
+            try: layers[f'{n}, {n_docs} documents'] = b.timed(lambda: way(*big, layout, True, 0.).sum().backward(), 5 if b.cuda else 1)
+            except RuntimeError as e: layers[f'{n}, {n_docs} documents'] = dict(error=' '.join(str(e).split())[:300])
+    return dict(error_against_float64=errors, gradient_from_other_documents=leaks, layer=layers, new_shapes=new_shapes(b))
+
+
+def flex(layout: Layout, device):
+    "FlexAttention with a mask by documents, compiled; a function like those in `BACKENDS`."
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    ids = layout.document_ids(device)
+    def allowed(row, head, query, key): return (ids[row, query] == ids[row, key]) & (query >= key)
+    mask, attend = create_block_mask(allowed, len(ids), None, layout.T, layout.T, device=device), torch.compile(flex_attention)
+    return lambda q, k, v, *_: attend(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def new_shapes(b) -> dict:
+    "The first call and the second with a number of tiles that was not seen before, with torch's choice of kernel and with flash."
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    c, found = b.model, {}
+    for name, how in (('as torch chooses', nullcontext), ('flash', lambda: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))):
+        calls = []
+        for n in ((41, 53, 67) if b.cuda else (3,)):
+            x = torch.randn(n, c.vit_n_heads, c.n_patches, c.vit_hidden_dim//c.vit_n_heads, device=b.device, dtype=torch.bfloat16)
+            with how(): calls.append([b.seconds(lambda: F.scaled_dot_product_attention(x, x, x)) for _ in range(2)])
+        found[name] = dict(first=spread([a for a, _ in calls]), second=spread([z for _, z in calls]))
+    return found
+
+
+def phase_3_waits(b) -> dict:
+    "One micro-batch while every wait for the card is an error."
+    t = b.trainer({})
+    batch = b.batch(t)
+    update = gather_update([batch], t.dist)
+    for _ in range(2): t.train_step(update)
+    b.sync()
+    if b.cuda: torch.cuda.set_sync_debug_mode('error')
+    try: t.forward_backward(batch, update, False)
+    except RuntimeError as e: return dict(waits=1, first=' '.join(str(e).split())[:300], where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
+    finally:
+        if b.cuda: torch.cuda.set_sync_debug_mode('default')
+    return dict(waits=0)
+
+
+def naive_step(b, trainer, batch):
+    "Forward and backward as nanoVLM makes them, on the weights of a trainer."
+    tiles = torch.cat([t for row in batch['images'] for t in row]).float()/255
+    batch = {k: batch[k].to(b.device) for k in ('input_ids', 'labels', 'attention_mask')}
+    def step():
+        with torch.autocast(b.device.type, torch.bfloat16): loss = nanovlm_loss(trainer.base, batch['input_ids'], tiles, batch['attention_mask'], batch['labels'])
+        loss.backward()
+    return step
+
+
+def make_arms(b) -> dict:
+    "Name -> (a micro-batch, its trainer, its batch); all on the same weights."
+    first = b.trainer({})
+    weights, arms = first.base.state_dict(keep_vars=True), {}
+    arms[LIKE_NANOVLM] = (naive_step(b, first, b.batch(first)), first, b.batch(first))
+    for name, (how, compiled) in ARMS.items():
+        if b.configs(how) is None: continue
+        t = b.trainer(how, compiled, weights)
+        batch = b.batch(t)
+        update = gather_update([batch], t.dist)
+        arms[name] = (lambda t=t, batch=batch, update=update: t.forward_backward(batch, update, False), t, batch)
+    return arms
+
+
+def phase_4_arms(b) -> dict:
+    "Milliseconds of a micro-batch by arm, one round of all arms after the other, and of an update."
+    arms = make_arms(b)
+    found, times = {}, {name: [] for name in arms}
+    for name, (step, _, _) in arms.items():
+        start = time.perf_counter()
+        try:
+            for _ in range(b.warm): step()
+        except (RuntimeError, ValueError, NotImplementedError) as e: found[name] = dict(error=' '.join(str(e).split())[:300])
+        b.sync()
+        found.setdefault(name, {})['warm_up_s'] = round(time.perf_counter()-start, 2)
+    for _ in range(b.rounds):
+        for name, (step, _, _) in arms.items():
+            if 'error' not in found[name]: times[name].append(b.seconds(step))
+    peak = peak_flops(torch.cuda.get_device_name()) if b.cuda else None
+    for name, (_, t, batch) in arms.items():
+        if 'error' in found[name]: continue
+        d, s = describe(batch), spread(times[name])
+        useful = count_flops(t.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+        found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']), mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
+    t, batch = arms['varlen'][1:]
+    t.optimizer.zero_grad(set_to_none=True)
+    update = gather_update([batch], t.dist)
+    whole, micro = b.timed(lambda: t.train_step(update), 3 if b.cuda else 1), found['varlen']['ms']
+    varying = {name: varying_tiles(b, arms[name][1]) for name in ('varlen, compiled', 'varlen, compiled, tiles padded') if name in arms and 'error' not in found[name]}
+    return dict(micro_batch=found, varying_tiles=varying, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)), skipped=[n for n in ARMS if n not in arms])
+
+
+def varying_tiles(b, trainer) -> dict:
+    "Micro-batches whose numbers of tiles were not seen before: the first time and the second."
+    calls = []
+    for tiles in ((7, 9, 10, 11, 13) if b.cuda else (1, 2)):
+        batch = b.batch(trainer, Contents(documents=3, tiles=tiles))
+        update = gather_update([batch], trainer.dist)
+        calls.append([b.seconds(lambda: trainer.forward_backward(batch, update, False)) for _ in range(2)])
+    return dict(first=spread([a for a, _ in calls]), second=spread([z for _, z in calls]))
+
+
+def phase_5_profile(b) -> dict:
+    "Kernel time as a share of the wall clock, and the thirty kernels that take most, of the best arm."
+    from torch.profiler import ProfilerActivity, profile
+    t = b.trainer({}, compiled=True)
+    batch = b.batch(t)
+    update = gather_update([batch], t.dist)
+    for _ in range(b.warm): t.train_step(update)
+    kinds = [ProfilerActivity.CPU]+[ProfilerActivity.CUDA]*b.cuda
+    with profile(activities=kinds) as p: wall = b.seconds(lambda: [t.forward_backward(batch, update, False) for _ in range(3)])
+    def own(e): return e.self_device_time_total if b.cuda else e.self_cpu_time_total
+    from torch.autograd import DeviceType
+    events = [e for e in p.key_averages() if not b.cuda or e.device_type == DeviceType.CUDA]
+    top = sorted(events, key=own, reverse=True)[:30]
+    return dict(wall_ms=round(1e3*wall, 2), busy=round(sum(map(own, events))/1e6/wall, 4), kernels=sum(e.count for e in events),
+                top=[dict(name=e.key[:90], count=e.count, ms=round(own(e)/1e3, 3)) for e in top])
+
+
+def phase_6_memory(b) -> dict:
+    "The highest point of an update with 1, 2 and 4 packs."
+    found = {}
+    for rows in (1, 2, 4):
+        release(b)
+        t = b.trainer(dict(batch_size=rows))
+        batch = b.batch(t)
+        update = gather_update([batch, batch], t.dist)
+        t.train_step(update)
+        if b.cuda: torch.cuda.reset_peak_memory_stats()
+        t.train_step(update)
+        found[str(rows)] = round(torch.cuda.max_memory_allocated()/2**30, 2) if b.cuda else None
+        del t
+    return dict(gib=found)
+
+
+def pictures(folder: Path, n: int, side: int) -> Path:
+    "A parquet file of JPEGs with a question each."
+    from datasets import Dataset, Features, Image, Sequence, Value
+    from PIL import Image as PIL
+    rng = torch.Generator().manual_seed(0)
+    def jpeg():
+        small = torch.randint(0, 256, (side//4, side//4, 3), generator=rng, dtype=torch.uint8).numpy()
+        file = io.BytesIO()
+        PIL.fromarray(small).resize((side, side), PIL.Resampling.BICUBIC).save(file, 'JPEG', quality=85)
+        return file.getvalue()
+    kinds = Features(dict(images=Sequence(Image()), texts=[dict(user=Value('string'), assistant=Value('string'))]))
+    shots = [jpeg() for _ in range(min(n, 32))]
+    rows = dict(images=[[dict(bytes=shots[i % len(shots)], path=None)] for i in range(n)], texts=[[dict(user='what colour is the circle', assistant='red')]]*n)
+    (folder/'data').mkdir()
+    Dataset.from_dict(rows, features=kinds).to_parquet(folder/'data'/'train.parquet')
+    return folder/'data'
+
+
+def phase_7_trainer(b) -> dict:
+    "The whole command with 4, 8 and 12 loader workers: the share of the time that waits for data."
+    found = {}
+    model, shapes = b.model, preset('shapes')[0]
+    own = [f'--{f.name}={getattr(model, f.name)}' for f in fields(model) if f.name.startswith(('vit_', 'lm_', 'mp_'))
+           and isinstance(getattr(model, f.name), (int, float)) and f.name not in ('lm_base_vocab_size', 'lm_vocab_size', 'lm_use_tokens')
+           and getattr(model, f.name) != getattr(shapes, f.name)]
+    with tempfile.TemporaryDirectory() as folder:
+        data = pictures(Path(folder), 3000 if b.cuda else 40, 1024 if b.cuda else 64)
+        for workers in (WORKERS if b.cuda else (0,)):
+            flags = f'''--preset shapes --lm_tokenizer shapes --train_dataset_path {data} --val_size 0 --num_workers {workers} --batch_size 2 --gradient_accumulation_steps {8 if b.cuda else 1}
+                --max_training_steps {6 if b.cuda else 2} --num_of_sequences 32 --eval_interval 1000 --save_interval 0 --stats_log_interval 2 --log_wandb False --progress_bar False
+                --run_name w{workers} --dtype bfloat16 --max_sample_length {model.lm_max_length} --max_img_size {model.max_img_size}'''.split()
+            done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags, *own], cwd=folder, capture_output=True, text=True, timeout=150,
+                                  env=os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE.parents[1]), os.environ.get('PYTHONPATH', '')]), WANDB_MODE='offline', HF_HUB_OFFLINE='1'))
+            found[str(workers)] = shares(Path(folder)/'checkpoints'/f'w{workers}'/'log.jsonl') if done.returncode == 0 else dict(error=done.stderr[-400:])
+    return dict(workers=found)
+
+
+def shares(log: Path) -> dict:
+    "The last report of a run."
+    reports = [r for r in map(json.loads, log.read_text(encoding='utf-8').splitlines()) if 'time/data' in r]
+    return {k: round(reports[-1][k], 4) for k in ('time/data', 'time/forward_backward', 'perf/step_time', 'tokens_per_second', 'perf/mfu') if k in reports[-1]}
+
+
+def phase_8_determinism(b) -> dict:
+    "Five updates twice, with torch's strict algorithms; what they cost; and the pause of a checkpoint."
+    def five(strict):
+        torch.use_deterministic_algorithms(strict, warn_only=False)
+        if b.cuda: torch.backends.cuda.enable_cudnn_sdp(not strict)
+        t = b.trainer({})
+        update = gather_update([b.batch(t)], t.dist)
+        times = [b.seconds(lambda: t.train_step(update)) for _ in range(5)]
+        return torch.stack([p.detach().double().sum() for p in t.base.parameters()]).tolist(), spread(times[2:]), t
+    os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+    try: (one, slow, _), (two, *_) = five(True), five(True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if b.cuda: torch.backends.cuda.enable_cudnn_sdp(True)
+    _, quick, t = five(False)
+    copy = b.seconds(lambda: {k: v.detach().to('cpu') for k, v in t.base.state_dict().items()})
+    return dict(equal=one == two, strict=slow, usual=quick, weights_to_host_ms=round(1e3*copy, 1))
+
+
+PHASES = {int(name.split('_')[1]): f for name, f in list(globals().items()) if name.startswith('phase_')}
+
+
+def measure(b, out: Path, wanted: list) -> dict:
+    "All phases, each written down at once; one that fails is written down too."
+    found = json.loads(out.read_text()) if out.is_file() else {}
+    for number in wanted:
+        start = time.perf_counter()
+        try: result = PHASES[number](b)
+        except Exception as e: result = dict(error=f'{type(e).__name__}: {e}'[:600], where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
+        release(b)
+        found[PHASES[number].__name__] = dict(result, took_s=round(time.perf_counter()-start, 1))
+        part = out.with_suffix('.part')
+        part.write_text(json.dumps(found, indent=1))
+        os.replace(part, out)
+        sys.stderr.write(f"{PHASES[number].__name__}: {'FAILED, '+result['error'] if 'error' in result else 'done'}, {found[PHASES[number].__name__]['took_s']} s\n")
+    return found
+
+
+# --- predictions
+
+def predict(b, card=CARD) -> dict:
+    "Figure -> what the x-ray expects, under the names that `figures` gives to what is measured."
+    gpu, found = find_card(card), {}
+    for name, (how, compiled) in ARMS.items():
+        if (cfgs := b.configs(how)) is None: continue
+        x = xray(*cfgs, example_batch(cfgs[0], cfgs[1].batch_size, b.pack))
+        p = pace(x, gpu, 1, compiled)
+        found |= {f'{name}: ms of a micro-batch': 1e3*p.micro, f'{name}: tokens/s': x.tokens/p.micro, f'{name}: MFU': x.useful/p.micro/gpu.flops}
+        if name == 'varlen': found |= waiting(describe(example_batch(*cfgs[:1], cfgs[1].batch_size, b.pack))['tiles']/p.micro) | {'update beyond its micro-batch, ms': 1e3*(p.update-p.micro), 'waits inside a micro-batch': sum(o.phase != 'update' for o in x.waits)}
+        if name == 'varlen, compiled': found['card busy, share of the wall clock'] = 1-p.idle
+    found |= predict_naive(b, gpu)
+    for rows in (1, 2, 4):
+        cfgs = b.configs(dict(batch_size=rows))
+        found[f'peak memory, {rows} packs, GiB'] = xray(*cfgs, example_batch(cfgs[0], rows, b.pack)).peak/2**30
+    found['two packs against the arm like nanoVLM'] = found[f'{LIKE_NANOVLM}: ms of a micro-batch']/found['varlen, compiled: ms of a micro-batch']
+    return found
+
+
+def waiting(tiles_per_second: float) -> dict:
+    "The share of the time that waits for pictures, if each loader worker has a core."
+    return {f'waiting for data, {n} workers': max(0., 1-n/(CORE_S*tiles_per_second)) for n in WORKERS}
+
+
+def predict_naive(b, gpu) -> dict:
+    batch = example_batch(b.model, b.run.batch_size, b.pack)
+    d, c = describe(batch), nanovlm_step(b.model, b.run.batch_size, b.model.lm_max_length, describe(batch)['tiles']//b.run.batch_size)
+    seconds = two_clocks(c.ops, gpu).total
+    useful = count_flops(meta_trainer(b.model, b.run).units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    return {f'{LIKE_NANOVLM}: ms of a micro-batch': 1e3*seconds, f'{LIKE_NANOVLM}: tokens/s': d['tokens']/seconds, f'{LIKE_NANOVLM}: MFU': useful/seconds/gpu.flops}
+
+
+def figures(measured: dict) -> dict:
+    "What was measured, under the names of `predict`."
+    def of(number): return measured.get(PHASES[number].__name__, {})
+    found = {}
+    for name, a in of(4).get('micro_batch', {}).items():
+        if 'ms' in a: found |= {f'{name}: ms of a micro-batch': a['ms'], f'{name}: tokens/s': a['tokens_per_second'], f'{name}: MFU': a['mfu']}
+    arms = of(4).get('micro_batch', {})
+    if {LIKE_NANOVLM, 'varlen, compiled'} <= {n for n, a in arms.items() if 'ms' in a}:
+        found['two packs against the arm like nanoVLM'] = arms[LIKE_NANOVLM]['ms']/arms['varlen, compiled']['ms']
+    if 'update' in of(4): found['update beyond its micro-batch, ms'] = of(4)['update']['beyond_micro_batch_ms']
+    if 'waits' in of(3): found['waits inside a micro-batch'] = of(3)['waits']
+    if 'busy' in of(5): found['card busy, share of the wall clock'] = of(5)['busy']
+    for n, w in of(7).get('workers', {}).items():
+        if 'time/data' in w: found[f'waiting for data, {n} workers'] = w['time/data']
+    for rows, gib in of(6).get('gib', {}).items(): found[f'peak memory, {rows} packs, GiB'] = gib
+    return found
+
+
+def shown(x) -> str:
+    if x is None: return '-'
+    return f'{x:.0f}' if abs(x) >= 100 or x == 0 or float(x).is_integer() else f'{x:.3g}'
+
+
+def page(found: dict, b) -> str:
+    "PREDICTED.md."
+    from nanovlm_nb.xray import RATES
+    rates = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items())
+    d = describe(example_batch(b.model, 2, b.pack))
+    return '\n'.join([
+        f'# What is expected of one {CARD}', '',
+        f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/measure.py --predict`. What was measured since then stands in RESULTS.md, beside these figures.', '',
+        f"The micro-batch: 2 packs of {b.model.lm_max_length} positions, {d['tokens']} tokens, {d['tiles']} tiles, {d['targets']} targets; the preset `nanovlm`, bfloat16, all parts learn; batch 4 has twice as much. "
+        f'Data are there when they are asked for; a tile takes {1e3*CORE_S:.1f} ms of a core, and each loader worker has one.', '',
+        f'Assumed of the card and its host (`nbs/41_xray.ipynb` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
+        'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.', '',
+        '| figure | predicted |', '|---|---|', *(f'| {name} | {shown(x)} |' for name, x in found.items()), ''])
+
+
+def read_page(path: Path) -> dict:
+    "The figures of PREDICTED.md."
+    rows = [line.strip('| \n').split(' | ') for line in path.read_text(encoding='utf-8').splitlines() if line.startswith('|')]
+    return {r[0]: float(r[1]) for r in rows[2:]}
+
+
+def result_rows(measured: dict, predicted: dict) -> str:
+    "Rows for RESULTS.md."
+    machine = measured.get(PHASES[1].__name__, {})
+    head = f"Measured {machine.get('date', '?')} on {machine.get('name', '?')}, torch {machine.get('torch', '?')}, CUDA {machine.get('cuda', 'none')}, Python {machine.get('python', '?')}."
+    rows = []
+    for name, x in figures(measured).items():
+        expected = predicted.get(name)
+        off = f'{x/expected-1:+.0%}' if x is not None and expected else '-'
+        rows.append(f'| {name} | {shown(expected)} | {shown(x)} | {off} |')
+    failed = [f"- {name} failed: {p['error']}" for name, p in measured.items() if 'error' in p]
+    return '\n'.join([head, '', '| figure | predicted | measured | off by |', '|---|---|---|---|', *rows, *(['', *failed] if failed else []), ''])
+
+
+def main(argv=None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--out', type=Path, default=Path('measured.json'), help='what was measured (default: %(default)s); phases that it holds are kept unless they are measured again')
+    p.add_argument('--phases', type=int, nargs='+', default=sorted(PHASES), choices=sorted(PHASES), help='default: all')
+    p.add_argument('--tiny', action='store_true', help='a rehearsal on the CPU, also where there is a GPU')
+    p.add_argument('--predict', action='store_true', help='print PREDICTED.md')
+    p.add_argument('--rows', type=Path, metavar='JSON', help='print rows for RESULTS.md')
+    a = p.parse_args(argv)
+    os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
+    if a.rows: sys.stdout.write(result_rows(json.loads(a.rows.read_text()), read_page(HERE/'PREDICTED.md')))
+    elif a.predict:
+        b = Bench(tiny=True)
+        b.model, b.run, b.pack = *preset('nanovlm'), Contents()
+        sys.stdout.write(page(predict(b), b))
+    else: measure(Bench(a.tiny), a.out, a.phases)
+    return 0
+
+
+if __name__ == '__main__': sys.exit(main())
