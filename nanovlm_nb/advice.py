@@ -5,6 +5,7 @@
 # %% ../nbs/05_advice.ipynb #e734e36c
 from __future__ import annotations
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from .config import TrainConfig, VLMConfig, evolve
@@ -59,6 +60,8 @@ def more_workers(
     return steps[0] if steps and steps[0]>cfg.num_workers else None
 
 # %% ../nbs/05_advice.ipynb #a290496b
+def _has_lines(path): return path.endswith('.jsonl') or any(Path(path).glob('*.jsonl')) # such files are never streamed
+
 def _percent(share): return f'{100*share:.0f} %'
 
 def data_advice(
@@ -71,7 +74,7 @@ def data_advice(
     more,c = more_workers(train_cfg, cpus, ranks),train_cfg
     lines = [f'num_workers {c.num_workers} -> {more}'] if more else []
     path = c.train_dataset_path
-    if not c.stream_dataset and path!='shapes' and not path.endswith('.jsonl'): lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
+    if not c.stream_dataset and path!='shapes' and not _has_lines(path): lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
     if vlm_cfg.resize_to_max_side_len and vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append('resize_to_max_side_len False: small pictures stay small and are not cut into many tiles')
     if vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append(f'max_img_size {vlm_cfg.max_img_size} -> {_smaller_picture(vlm_cfg)}: fewer pixels to decode and resize')
     return lines

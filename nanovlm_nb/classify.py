@@ -12,6 +12,7 @@ __all__ = ['LOGS', 'GUIDE', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answ
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
 import json,math,os,random,re,shlex,sys,threading
+from argparse import Namespace
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
@@ -706,11 +707,12 @@ def classify_on(
     settings:Settings, # the file
     dist:Dist, # this rank
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
+    config:str|None=None, # the user's own file, which is kept as it is
 )->Path: # directory of the run
     "Train a classifier on ranks that have already met."
     t = settings.training
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
-    run_dir = run_on(*configs_of(settings, data, dist.world_size), dist, stop=stop, make=partial(make_class_trainer, settings, data), command=classify_again)
+    run_dir = run_on(*configs_of(settings, data, dist.world_size), dist, stop=stop, make=partial(make_class_trainer, settings, data), asked=Namespace(given=None, config=config), command=classify_again)
     if dist.is_master and (run_dir/'predictions.json').exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']
@@ -720,11 +722,12 @@ def classify_on(
 
 def classify(
     settings:Settings, # the file
+    config:str|None=None, # its name; it is kept as it is
 )->Path: # directory of the run
     "Train a classifier: alone, or as one of torchrun's ranks."
     dist,stop = init_dist(),threading.Event()
     try:
-        with stop_on_signals(stop): return classify_on(settings, dist, stop)
+        with stop_on_signals(stop): return classify_on(settings, dist, stop, config)
     finally: destroy_dist()
 
 # %% ../nbs/46_classify.ipynb #aafa6c0a
@@ -780,7 +783,7 @@ def main(
     if a.run_name: s = replace(s, training=replace(s.training, run_name=a.run_name))
     if a.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=a.deepspeed_config))
     if a.resume_from: s = with_resume(s, a.resume_from)
-    return exit_code(classify(s))
+    return exit_code(classify(s, a.config))
 
 def sort_files(
     checkpoint:str, # a checkpoint, or a run directory

@@ -11,7 +11,7 @@ __all__ = ['logger', 'PIN', 'MISSING', 'NO_SLURM', 'MOST_STARTS', 'results_dir',
 import json,logging,math,os,re,shutil,signal,subprocess,sys
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import suppress
-from dataclasses import asdict,dataclass
+from dataclasses import asdict,dataclass,replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -261,7 +261,13 @@ class Evaluations:
         self.folder = results_dir(run_dir)
         self.results,self.processes = Results(self.folder),{}
         found = [read_job(p) for p in (self.folder/'jobs').glob('step_*/job.json') if p.parent.name[5:].isdigit()]
-        self.jobs = {j.step:j for j in sorted(filter(None, found), key=lambda j: j.step)}
+        self.jobs = {j.step:self._of_here(j) for j in sorted(filter(None, found), key=lambda j: j.step)}
+
+    def _of_here(self, job):
+        "Which directories an evaluator reads, this run says and not a file that may come from elsewhere: tasks are programs."
+        return replace(job, checkpoint=str(self.run_dir/f'step_{job.step}'), include_path=self._own_tasks())
+
+    def _own_tasks(self): return self.cfg.eval_include_path and str(Path(self.cfg.eval_include_path).absolute())
 
     def out(self,
         step:int, # of a checkpoint
@@ -288,7 +294,7 @@ class Evaluations:
         if not self.tasks or step in self.jobs and not self.jobs[step].open: return
         c,checkpoint = self.cfg,Path(checkpoint).absolute()
         set_pin(checkpoint, True) # again, if it was written again
-        if step not in self.jobs: self._note(Job(str(checkpoint), step, self.run_dir.name, self.tasks, c.lmms_eval_limit, c.lmms_eval_batch_size, c.eval_include_path and str(Path(c.eval_include_path).absolute())))
+        if step not in self.jobs: self._note(Job(str(checkpoint), step, self.run_dir.name, self.tasks, c.lmms_eval_limit, c.lmms_eval_batch_size, self._own_tasks()))
 
     def put(self,
         step:int, # updates behind the model

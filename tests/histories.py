@@ -14,7 +14,7 @@ from pathlib import Path
 
 from commands import TINY, start_of
 
-from nanovlm_nb.checkpoint import checkpoints, missing_pieces, prune
+from nanovlm_nb.checkpoint import checkpoints, missing_pieces, prune, stands_at
 from nanovlm_nb.resume import main as check_resume
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
@@ -62,8 +62,8 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
 
 
 def stands(run):
-    "Where a run stands: what its pointer names, which is complete, and what `nanovlm_check_resume` announces."
-    name = (run/'last_checkpoint').read_text().strip()
+    "Where a run stands: what its pointer names (or would, had the run lived a moment longer), which is complete, and what `nanovlm_check_resume` announces."
+    name = stands_at(run)
     assert not missing_pieces(run/name)
     with contextlib.redirect_stdout(io.StringIO()) as out: check_resume([str(run)])
     assert re.search(r'would go on from the latest checkpoint \S*/(step_\d+)\.', out.getvalue())[1] == name, out.getvalue()
