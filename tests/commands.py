@@ -47,6 +47,16 @@ def run(args, cwd, timeout=240, check=True, fresh=False, **env):
     return done
 
 
+def ranks_of(cwd, rank):
+    "Numbers of the processes that are a rank, started warm in a folder."
+    found = []
+    for p in Path('/proc').glob('[0-9]*'):
+        try: name, at = (p/'comm').read_text().strip(), os.readlink(p/'cwd')
+        except OSError: continue
+        if (name, at) == (f'rank {rank}', str(cwd)): found.append(int(p.name))
+    return found
+
+
 def train(args, cwd, ranks=1, **kw):
     "`nanovlm_train`, or the same module under torchrun when there are several ranks; takes what `run` takes."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []

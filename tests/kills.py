@@ -50,7 +50,7 @@ def wait_for(process, reached, timeout=300):
     end = time.monotonic()+timeout
     while process.poll() is None and time.monotonic() < end:
         if reached(): return True
-        time.sleep(.002)
+        time.sleep(.01)
     if process.poll() is None: raise TimeoutError('the run hangs')
     return False
 

@@ -170,7 +170,7 @@ def test_nbdev_processes_every_notebook(tmp_path):
     "What the site is rendered from: nbdev runs imports, exports and show_doc cells of each notebook."
     copy = tmp_path/'repo'
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', '.venv', '_proc', '_docs', 'data', 'checkpoints', 'wandb'))
-    code = 'from nbdev.serve import proc_nbs; print(proc_nbs("nbs", n_workers=1, force=True))'
+    code = 'from nbdev.serve import proc_nbs; print(proc_nbs("nbs", n_workers=0, force=True))'
     done = run([sys.executable, '-c', code], copy, timeout=600)
     assert 'Traceback' not in done.stderr and 'Error' not in done.stderr, done.stderr[-3000:]
     processed = {str(p.relative_to(copy/'_proc')) for p in (copy/'_proc').rglob('*.ipynb')}

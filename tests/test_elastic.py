@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import free_ports
-from commands import TINY, environment, train
+from commands import TINY, environment, ranks_of, start_of, train
 from kills import lines, record, wait_for
 
 from nanovlm_nb.config import parse_args
@@ -22,24 +22,15 @@ TORCHRUN = [sys.executable, '-m', 'torch.distributed.run']
 SIGNALS = ['--signals-to-handle', 'SIGTERM,SIGINT,SIGUSR1']
 
 
-def start(cwd, *command):
+def start(cwd, *command, fresh=False):
     "Start a command in a session of its own."
-    return subprocess.Popen([str(c) for c in command], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
+    args, env = ([str(c) for c in command], environment()) if fresh else start_of(command)
+    return subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
 
 
 def ended(process, cwd, code=0):
     "Wait for the end of a process."
     assert process.wait(timeout=300) == code, (cwd/'stderr').read_text()[-4000:]
-
-
-def ranks_of(cwd, rank):
-    "Processes of a rank, found by their environment."
-    found = []
-    for p in Path('/proc').glob('[0-9]*'):
-        try: env, line = (p/'environ').read_bytes().split(b'\0'), (p/'cmdline').read_bytes()
-        except OSError: continue
-        if b'nanovlm_nb.train' in line and f'RANK={rank}'.encode() in env and os.readlink(p/'cwd') == str(cwd): found.append(int(p.name))
-    return found
 
 
 def the_run(cwd):
@@ -113,7 +104,7 @@ def test_exit_code_of_one_process(tmp_path):
         process.send_signal(signal.SIGUSR1)
         ended(process, tmp_path, INTERRUPTED)
         assert (run/'status').read_text() == 'interrupted\n'
-    process = start(tmp_path, *command)
+    process = start(tmp_path, *command, fresh=True)
     time.sleep(.5)  # importing: nothing is there yet that could be saved
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) in (-signal.SIGTERM, INTERRUPTED)

@@ -170,8 +170,9 @@ def test_sbatch_gets_a_list_of_arguments(tmp_path):
     (tmp_path/'slurm'/'eval.slurm').write_text('#!/bin/sh\n')
     tasks, out = 'mme, a task; touch pwned,$(touch pwned)', tmp_path/'eval_results'/'a'/'step_4.json'
     flags = [*FLAGS, '--eval_backend', 'auto', '--lmms_eval_tasks', tasks, '--lmms_eval_limit', '8', '--max_training_steps', '6', '--eval_wait', '60']
-    trainer = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.train', *flags], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=open(tmp_path/'stderr', 'ab'),
-                               env=environment(PATH=f'{bin}:{os.environ["PATH"]}', RANK='0', WORLD_SIZE='1', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29411', SLURM_JOB_ID='12'))
+    args, env = start_of([sys.executable, '-m', 'nanovlm_nb.train', *flags], dict(PATH=f'{bin}:{os.environ["PATH"]}'))
+    env |= dict(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29411', SLURM_JOB_ID='12')
+    trainer = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=open(tmp_path/'stderr', 'ab'))
     wait_for(trainer, lambda: 'the run waits for' in said(tmp_path) if (tmp_path/'checkpoints'/'a'/'train.log').exists() else False)
     (tmp_path/'go').touch()
     wait_for(trainer, lambda: 'in the queue of Slurm, job 4711' in said(tmp_path))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, environment, start_of
+from commands import TINY, ranks_of, start_of
 
 
 def watched(cmd, cwd, timeout):
@@ -168,11 +168,9 @@ def test_a_run_without_a_sample_ends(tmp_path, flags, message):
     assert message in err
 
 
-def workers_of(pid):
-    "Loader workers below a process: children that have their parent's command line."
-    line = Path(f'/proc/{pid}/cmdline').read_bytes()
-    children = [int(c) for t in Path(f'/proc/{pid}/task').iterdir() for c in (t/'children').read_text().split()]
-    return [w for c in children for w in workers_of(c)] + [c for c in children if Path(f'/proc/{c}/cmdline').read_bytes() == line]
+def children_of(pid):
+    "Numbers of a process's children."
+    return [int(c) for t in Path(f'/proc/{pid}/task').iterdir() for c in (t/'children').read_text().split()]
 
 
 @pytest.mark.skipif(not Path('/proc/self/task').exists(), reason='processes are found in /proc')
@@ -180,14 +178,16 @@ def test_two_ranks_end_when_a_worker_of_one_is_killed(tmp_path):
     "Neither the rank that has lost its worker nor the one that waits for its gradients hangs."
     cmd = train_flags('--num_workers', '1', '--max_training_steps', '100000', '--eval_in_epochs', 'False')
     cmd[1:2] = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m']
+    cmd, env = start_of(cmd)
     with open(tmp_path/'err', 'wb') as err:
-        run = subprocess.Popen(cmd, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
+        run = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
         try:
             log, end = tmp_path/'checkpoints'/'run'/'log.jsonl', time.monotonic()+120
             while not (log.exists() and b'batch_loss' in log.read_bytes()):
                 assert run.poll() is None and time.monotonic() < end, (tmp_path/'err').read_text()[-3000:]
                 time.sleep(.05)
-            os.kill(workers_of(run.pid)[-1], signal.SIGKILL)
+            workers = [w for rank in ranks_of(tmp_path, 1) for w in children_of(rank)]
+            os.kill(workers[-1], signal.SIGKILL)
             assert run.wait(timeout=60) != 0
         finally:
             if run.poll() is None: os.killpg(run.pid, signal.SIGKILL)

@@ -1,10 +1,9 @@
 "Logs with the real wandb (offline), over several processes, and without wandb."
-import os
 import subprocess
 import sys
 
 import pytest
-import torch.multiprocessing as mp
+from commands import run
 from wandb_reader import read_wandb
 
 from nanovlm_nb.config import TrainConfig, VLMConfig
@@ -85,14 +84,13 @@ def test_wandb_is_not_imported_when_off(tmp_path, root):
     assert (tmp_path/'train.log').read_text().count('batch_loss 1') == 1
 
 
-def one_rank(rank, world_size, port, run_dir):
+def one_rank(run_dir):
     "Every rank collects, all exchange, one writes."
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     dist, stats = init_dist('cpu', timeout_s=60), Stats()
-    stats.add('data_load_time', *range(rank+1))
+    stats.add('data_load_time', *range(dist.rank+1))
     with RunLog(run_dir, dist, progress=False) as log:
         report = stats.aggregate(dist)
-        log.log(report | dict(rank=rank), 100)
+        log.log(report | dict(rank=dist.rank), 100)
     everyone = dist.gather(report)
     assert all(r == everyone[0] for r in everyone)
     assert stats.aggregate(dist) == {}
@@ -100,11 +98,10 @@ def one_rank(rank, world_size, port, run_dir):
 
 
 def test_four_ranks_gather_and_one_writes(tmp_path):
-    import socket
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    mp.spawn(one_rank, (4, port, tmp_path), nprocs=4)
-    records = read_log(tmp_path/'log.jsonl')
+    run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 4, __file__, tmp_path/'run'], tmp_path)
+    records = read_log(tmp_path/'run'/'log.jsonl')
     assert records == [{'training_stats/avg_data_load_time': 1., 'training_stats/max_data_load_time': 3.,
                         'training_stats/min_data_load_time': 0., 'rank': 0, 'step': 100}]
+
+
+if __name__ == '__main__': one_rank(sys.argv[1])

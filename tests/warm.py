@@ -3,7 +3,8 @@
 `Warm` starts a server, which imports the libraries once and forks from then on. `Warm.python` stands where a python would: it
 hands its arguments, surroundings and open files to the server, passes signals on, and ends as its command ends. Each command
 is a process of its own all the same, with its own memory, modules, signals and end; only the seconds of CPU that imports take
-are spent once. Not for a test that looks at memory, at what is imported, or for children of a process that it knows by number."""
+are spent once. A rank is called `rank N` in /proc/PID/comm, so that it can be found, see `ranks_of` of commands.py. Not for a test
+that looks at memory, at what is imported, at a process group, or for a process that it knows by the number of its start."""
 import os
 import signal
 import socket
@@ -94,6 +95,7 @@ def become(fds, cwd, args, env, search):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if 'RANK' in env: open('/proc/self/comm', 'w').write(f'rank {env["RANK"]}')
     sys.executable = env.get('PYTHON_EXEC', sys.executable)  # so that what the command starts is warm too
     numpy.random.seed()  # the others are seeded anew by a fork, or not by a start
     for stream in (sys.stdout, sys.stderr): stream.reconfigure(write_through=True)
