@@ -78,10 +78,9 @@ def test_other_parts_are_another_optimizer(tmp_path):
 def quick_inductor(monkeypatch, tmp_path):
     "Inductor with plain loops in place of vector instructions: g++ is done with them in a quarter of the time. Nothing is found in, or left to, another run."
     import torch._inductor.config as config
-    monkeypatch.setattr(config, 'compile_threads', 1)  # no pool of processes, each of which would import torch
-    monkeypatch.setattr(config.cpp, 'vec_isa_ok', False)
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'inductor'))
     torch._dynamo.reset()
+    with config.patch({'compile_threads': 1, 'cpp.vec_isa_ok': False}): yield  # no pool of processes, each of which would import torch
 
 
 def two_rows(vlm):
