@@ -8,7 +8,7 @@ __all__ = ['FIRST', 'WARM', 'PAUSE_S', 'ASK_SLURM_EVERY', 'Update', 'target_coun
            'Trainer', 'read_once', 'Unstable']
 
 # %% ../nbs/32_trainer.ipynb #2fe0ee13
-import hashlib,json,logging,os,threading,time
+import gc,hashlib,json,logging,os,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
 from dataclasses import asdict,dataclass,field,fields
@@ -812,9 +812,10 @@ def close_run(self:Trainer)->bool: # False: a signal came in between
 
 @patch
 def train_from_here(self:Trainer)->TrainState: # where the run ended
-    "Updates, each followed by what is due."
-    for update in self.updates():
+    "Updates, each followed by what is due. What is there after the first stays: the garbage collector is told not to look at it again."
+    for made,update in enumerate(self.updates()):
         self.train_step(update)
+        if made==0: gc.collect(); gc.freeze()
         if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
         if not self.close_update(): return self.interrupted()
         if self.evaluate_here and self.evaluation_due(): self.evaluate_live()
@@ -850,4 +851,6 @@ def train(self:Trainer)->TrainState: # where the run ended
         if not self.begin(): return self.interrupted()
         if self.resumed and self.evaluate_here and self.evaluation_due(): self.evaluate_live() # the earlier start may not have come to it
         return self.state if self.resumed and self.finished else self.train_from_here()
-    finally: self.saver.wait()
+    finally:
+        gc.unfreeze()
+        self.saver.wait()
