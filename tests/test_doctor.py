@@ -1,9 +1,11 @@
 "The doctor: machines that nobody has as values, and this machine as it is."
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +176,10 @@ def test_a_machine_that_can_train(tmp_path):
     assert [n for n, c in checks.items() if c['state'] == FAIL] == []
     assert checks['short run']['text'].startswith('3 updates, loss') and checks['Slurm']['state'] == SKIP
     assert {'python', 'torch', 'datasets', 'disk', 'checkpoint directory', 'data set', 'tokenizer', 'wandb', 'two processes', 'attention docs'} <= set(checks)
+    notebook = json.loads(next(Path(__file__).parents[1].glob('nbs/*doctor.ipynb')).read_text(encoding='utf-8'))
+    rows = next(c['source'] for c in notebook['cells'] if c['id'] == 'f0140001')[3:]
+    listed = re.findall(r'`([^`]+)`', ' '.join(row.rsplit('|', 2)[1] for row in rows if row.startswith('|')))
+    assert listed == ['data set', 'wandb', 'GPUs', 'short run', 'checkpoint directory', 'disk', 'Slurm'] and set(listed) <= set(checks)
     assert not list(tmp_path.iterdir())
 
 
