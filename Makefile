@@ -31,7 +31,7 @@ $(STAMP): settings.ini setup.py constraints.txt
 
 gate: generated
 	OMP_NUM_THREADS=$$(( ($(CORES)+1)/2 )) nbdev_test --n_workers 2
-	python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 python -m pytest -q -n 2 --dist loadfile
 
 # what is generated must be committed as it is generated; an edit of a module is shown before the export would undo it
 generated:
