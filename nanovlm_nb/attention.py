@@ -31,7 +31,7 @@ def document_mask(
         ids = layout.document_ids(device)
         same = ids[:,None,:,None]==ids[:,None,None,:]
         return same.tril() if causal else same
-    return layout.once(('mask', causal, str(device)), make)
+    return make() if torch.compiler.is_compiling() else layout.once(('mask', causal, str(device)), make)
 
 # %% ../nbs/10_attention.ipynb #7fba9653
 def explicit_attention(
@@ -238,9 +238,14 @@ def varlen_attention(
     else: out = _torch_varlen(*flat, cu, T, causal)
     return _zero_padding(out.view(B, T, H, D).transpose(1,2), layout)
 
-def _torch_varlen(q, k, v, cu, longest, causal):
+@torch.compiler.assume_constant_result
+def _varlen_names():
     from torch.nn.attention.varlen import varlen_attn # since torch 2.10
-    options = varlen_options(signature(varlen_attn).parameters, causal, q.shape[1]!=k.shape[1])
+    return tuple(signature(varlen_attn).parameters)
+
+def _torch_varlen(q, k, v, cu, longest, causal):
+    from torch.nn.attention.varlen import varlen_attn
+    options = varlen_options(_varlen_names(), causal, q.shape[1]!=k.shape[1])
     return varlen_attn(q, k, v, cu, cu, longest, longest, **options)
 
 # %% ../nbs/10_attention.ipynb #40a263cf
@@ -299,13 +304,23 @@ def _check(q, k, v):
     if k.shape!=v.shape: raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)} differ in shape: give one value a key")
 
 def _check_layout(q, layout):
-    have,want = (q.shape[0],q.shape[2]), (len(layout.doc_lens),layout.T)
+    have,want = (q.shape[0],q.shape[2]), tuple(layout.documents.shape)
     if have!=want: raise ValueError(f"queries have (B, T) = {have}, the layout {want}: make the layout of this batch")
 
 # %% ../nbs/10_attention.ipynb #d5529264
-@torch.compiler.disable
+@torch.compiler.assume_constant_result
+def _in_graph(backend, kind, dtype):
+    "The backend of a compiled block: none that goes from document to document in Python."
+    fits = kind=='cpu' or dtype in (torch.bfloat16,torch.float16)
+    wished = backend if backend not in ('auto','docs','flash') else 'varlen' if fits else 'sdpa'
+    found = choose_backend(wished, None, torch.device(kind), dtype)
+    _log_backend(backend, found, True, kind)
+    return found
+
 def _with_layout(q, k, v, layout, causal, backend, dropout_p):
     _check_layout(q, layout)
+    if torch.compiler.is_compiling():
+        return BACKENDS[_in_graph(backend, q.device.type, _kernel_dtype(q))](q, k, v, layout, causal, dropout_p)
     if layout.is_full: return attention(q, k, v, None, causal, backend, dropout_p)
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
     name = choose_backend(backend, layout, q.device, _kernel_dtype(q))

@@ -408,7 +408,7 @@ class OptimFields:
     dtype:str = 'auto' # auto, bfloat16, float16 or float32
     max_grad_spike:float|None = None # skip an update whose gradient norm is so many times the usual one; None: only one that is not finite
     max_bad_updates:int = 10 # stop the run after so many skipped updates in a row
-    compile:bool = False # compile the model with torch.compile
+    compile:bool = False # compile the blocks of both towers with torch.compile
     seed:int = 0 # seed of weights, data order and sampling
     _argument_group_name = 'optimizer'
 
@@ -484,6 +484,7 @@ class EngineFields:
     vision_checkpointing:bool = False # recompute the vision tower in the backward pass instead of keeping its activations
     language_checkpointing:bool = False # the same for the language model
     cache_features:bool = False # keep the features of a frozen vision tower instead of computing them in each epoch
+    tile_multiple:int|None = None # fill the tiles of a micro-batch up with blank ones to a multiple of this, so that few shapes occur; None: 8 on a GPU, else 1
     peak_tflops:float|None = None # arithmetic of a device in TFLOP/s, for perf/mfu; None: as its name says, if it is known
     timeout_s:float = 1800. # seconds that a rank waits for the others before it gives up
     _argument_group_name = 'engine'
@@ -494,6 +495,7 @@ class EngineFields:
         _one_of(self, 'sharding', ('ddp','zero2','zero3'))
         _require(not self.offload_params or self.sharding=='zero3', f"offload_params needs sharding zero3, not {self.sharding}: with {self.sharding} "
             "every rank holds all weights all the time; give --sharding zero3, or offload_optimizer alone")
+        _require(self.tile_multiple is None or self.tile_multiple>0, f"tile_multiple is {self.tile_multiple}: give a number above 0, or None")
         _require(self.peak_tflops is None or self.peak_tflops>0, f"peak_tflops is {self.peak_tflops}: give a number above 0, or None")
 
 # %% ../nbs/01_config.ipynb #62f388ec

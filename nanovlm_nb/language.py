@@ -7,6 +7,7 @@ __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageMod
            'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'init_language_weights', 'LanguageModel']
 
 # %% ../nbs/12_language.ipynb #f1a84b8f
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -257,6 +258,11 @@ def init_language_weights(
     if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
 
+def _stance(blocks, cache):
+    "Compiled blocks are for training: what is written token by token is another shape each time."
+    compiled = any('forward' in vars(b) for b in blocks)
+    return torch.compiler.set_stance('force_eager') if compiled and cache is not None else nullcontext()
+
 @torch.compiler.disable
 def _positions(x, layout, position_ids, cache):
     if cache is not None:
@@ -281,6 +287,7 @@ class LanguageModel(nn.Module):
         self.apply(partial(init_language_weights, std=cfg.init_std))
         if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
 
+    @torch.compiler.disable(recursive=False) # it is written in Python what differs from batch to batch; blocks are what is compiled
     def forward(self,
         x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
         layout:Layout|None=None, # where the documents are; None: one a row
@@ -290,10 +297,12 @@ class LanguageModel(nn.Module):
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states after the last norm, `head` makes scores of them; balance losses (B,), summed over blocks, None if there are none
         "Read a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
+        if layout is not None: layout = layout.to(x.device).bare()
         cos,sin = self.rotary_embd(_positions(x, layout, position_ids, cache))
         recompute,balances = self.recompute and torch.is_grad_enabled() and cache is None, []
-        for block in self.blocks:
-            x = checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False) if recompute else block(x, cos, sin, layout, cache)
-            if self.cfg.use_moe: x,balance = x; balances.append(balance)
+        with _stance(self.blocks, cache):
+            for block in self.blocks:
+                x = checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False) if recompute else block(x, cos, sin, layout, cache)
+                if self.cfg.use_moe: x,balance = x; balances.append(balance)
         balances = [b for b in balances if b is not None]
         return (self.norm(x), sum(balances) if balances else None) if with_balance else self.norm(x)

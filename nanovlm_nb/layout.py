@@ -31,7 +31,7 @@ def _row_spans(lens, start):
     return list(zip([start]+ends, ends))
 
 # %% ../nbs/08_layout.ipynb #08a10006
-CU_STEP = 64 # lengths of `cu` are multiples of this
+CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multiple of this
 
 def document_tensors(
     doc_lens:Sequence[Sequence[int]], # per row, the lengths of its documents
@@ -43,7 +43,8 @@ def document_tensors(
             for n,i in [(start,0), *((n,i+1) for i,n in enumerate(lens)), (T-start-sum(lens),0)] if n]
     lens,numbers = (torch.tensor(x, dtype=torch.long) for x in ([n for n,_ in runs], [i for _,i in runs]))
     ends = lens.cumsum(0)
-    cu = torch.full((-(-(len(runs)+1)//CU_STEP)*CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
+    steps = max(len(runs)+1, len(doc_lens)*T//CU_STEP)
+    cu = torch.full((-(-steps//CU_STEP)*CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
     cu[:1],cu[1:len(runs)+1] = 0,ends
     documents = numbers.repeat_interleave(lens)
     positions = torch.arange(len(doc_lens)*T)-(ends-lens).repeat_interleave(lens)
@@ -168,6 +169,10 @@ class Layout:
         device = torch.device(device)
         if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)): return self
         return self.once(('to',device), lambda: self.each(lambda x: x.to(device, non_blocking=device.type!='cpu')))
+
+    def bare(self)->'Layout': # without slots and targets
+        "What attention reads. A compiled block is bound to the shapes of all that it is given, and these change from batch to batch."
+        return self.once('bare', lambda: replace(self, slots=None, at=None, targets=None, bounds=None))
 
     def document_ids(self,
         device:str|torch.device='cpu', # where the result lives

@@ -5,7 +5,6 @@
 # %% ../nbs/14_loss.ipynb #a001601a
 from __future__ import annotations
 from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -152,7 +152,8 @@ def compile_blocks(
     model:nn.Module, # with `vision_encoder.blocks` and `decoder.blocks`
     **kwargs, # passed on to `torch.compile`, for example `backend`
 )->int: # number of compiled modules
-    "Compile the repeated parts of both towers in place; state-dict keys stay clean."
-    parts = [*model.vision_encoder.blocks, *(m for b in model.decoder.blocks for m in getattr(b.mlp, 'shared', [b.mlp]))]
-    for p in parts: p.compile(**kwargs)
+    "Compile the blocks of both towers in place; state-dict keys stay clean."
+    blocks = [*model.vision_encoder.blocks, *model.decoder.blocks]
+    parts = [m for b in blocks for m in getattr(b.mlp, 'shared', [b])]
+    for p in parts: p.forward = torch.compile(p.forward, fullgraph=True, **kwargs)
     return len(parts)

@@ -11,6 +11,7 @@ __all__ = ['FIRST', 'WARM', 'PAUSE_S', 'ASK_SLURM_EVERY', 'Update', 'target_coun
 import gc,hashlib,json,logging,os,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
+from contextlib import nullcontext
 from dataclasses import asdict,dataclass,field,fields
 from itertools import count,islice
 from math import isfinite
@@ -181,10 +182,11 @@ class Trainer:
         self.train_loader,self.val_loader = train_loader,val_loader
         self.schedule = get_schedule(schedule or train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
         self.dtype = amp_dtype(dist.device, train_cfg.dtype)
+        model.tile_multiple = train_cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
+        if train_cfg.compile: compile_blocks(model)
         self.base = shard_model(model, dist, train_cfg.sharding, self.dtype, train_cfg.offload_params)
         self.optimizer = make_optimizer(self.base, train_cfg, optimizer_class(train_cfg, dist))
         self.base.vision_encoder.recompute,self.base.decoder.recompute = train_cfg.vision_checkpointing,train_cfg.language_checkpointing
-        if train_cfg.compile: compile_blocks(self.base)
         self.model = wrap_model(self.base, dist)
         self.scaler = make_scaler(dist.device, self.dtype)
         self.exchange,self.guard,self.saver = GradientExchange(self.model),NormGuard(train_cfg.max_grad_spike),Saver(dist, train_cfg.async_save)
@@ -646,7 +648,8 @@ def evaluate_live(self:Trainer)->None: # nothing; the result is collected as oth
     args = Namespace(model=self.base, tasks=self.eval_tasks, limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, process_with_media=True,
         device=self.dist.device, include_path=c.eval_include_path, dist=self.dist)
     try:
-        with self.clock('validation'): found = self.evaluate_here(args)
+        stance = torch.compiler.set_stance('force_eager') if c.compile else nullcontext() # prompts have all shapes
+        with self.clock('validation'),stance: found = self.evaluate_here(args)
     finally: self.base.features = features
     if self.evals is None: return
     for task,why in found['failed'].items(): self.log.info(f'evaluation of step {self.state.step}: {task} failed, {why}')

@@ -51,13 +51,16 @@ def to_pixels(
     device:torch.device, # where the model is
     mean:Sequence[float]=(0.,), # taken from every pixel (0-1); one number, or three for the colours
     std:Sequence[float]=(1.,), # what is left is divided by it; one number, or three
+    multiple:int=1, # blank tiles follow until N is a multiple of this
 )->Tensor|None: # (N, 3, S, S) float, 0-1 unless `mean` and `std` say otherwise; None without tiles
     "One stack of all tiles on the model's device, as normalised floats."
     stacks = flatten_tiles(images)
     if not stacks: return None
     kinds = {t.dtype == torch.uint8 for t in stacks}
     if len(kinds) > 1: raise ValueError("images mixes byte tiles (0-255) and float tiles (0-1): give one kind")
-    x = torch.cat([t.to(device, non_blocking=True) for t in stacks])
+    moved = [t.to(device, non_blocking=True) for t in stacks]
+    blank = moved[0].new_zeros(-sum(map(len, moved)) % multiple, *moved[0].shape[1:])
+    x = torch.cat([*moved, blank])
     if kinds.pop(): x = x.float()/255
     if ([*mean], [*std]) == ([0], [1]): return x
     if len(mean) == len(std) == 1: return (x-mean[0])/std[0]
@@ -127,6 +130,7 @@ class VLMNet(nn.Module):
         self.vision_encoder, self.MP, self.decoder = ViT(cfg), ModalityProjector(cfg), LanguageModel(cfg)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
         self.features = None # a `FeatureCache`
+        self.tile_multiple = 1 # see `to_pixels`
 
     def train(self,
         mode:bool=True, # False: evaluation
@@ -141,9 +145,10 @@ class VLMNet(nn.Module):
         images, # see `flatten_tiles`; at least one tile
     )->Tensor: # (N, P, vit_hidden_dim)
         "Features of tiles; without a graph if the tower is frozen."
-        w = self.decoder.token_embedding.weight # whole and on the device even if the model is sharded and put away on the CPU
+        w,n = self.decoder.token_embedding.weight, sum(map(len, flatten_tiles(images))) # `w` is whole and on the device even if the model is sharded and put away on the CPU
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains(self.vision_encoder)):
-            return self.vision_encoder(to_pixels(images, w.device, self.cfg.pixel_mean, self.cfg.pixel_std).to(w.dtype))
+            pixels = to_pixels(images, w.device, self.cfg.pixel_mean, self.cfg.pixel_std, self.tile_multiple)
+            return self.vision_encoder(pixels.to(w.dtype))[:n]
 
     def _nothing(self, x):
         "0 with a graph to the parameters of what sees and trains, without arithmetic; None if no gradient is awaited. A sharded tower must run: other ranks gather its weights with ours."

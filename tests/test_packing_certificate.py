@@ -158,24 +158,33 @@ def in_documents(values, batch):
 def inputs(batch): return dict(input_ids=batch['input_ids'], images=batch['images'], doc_lens=batch['doc_lens'])
 
 
+@pytest.fixture(params=['auto', 'varlen'])
+def either_net(small_net, request):
+    "The same network, documents one after the other, or all of them in the one operator that a GPU has too."
+    blocks = [b.attn for b in small_net.decoder.blocks]
+    for attn in blocks: attn.backend = request.param
+    yield small_net
+    for attn in blocks: attn.backend = 'auto'
+
+
 @torch.no_grad()
-def test_500_packs_of_the_loader(small_net, piped):
+def test_500_packs_of_the_loader(either_net, piped):
     "Ids, labels, pictures and scores of every document are those of its sample alone, drops within the pack or not."
     batches, alone = piped
-    scores = {i: small_net(**as_batch([s])[0])[0][0] for i, s in alone.items()}
+    scores = {i: either_net(**as_batch([s])[0])[0][0] for i, s in alone.items()}
     worst, documents = 0., 0
     for batch in batches:
-        for (i, ids), (_, labels), (_, got) in zip(*(in_documents(v, batch) for v in (batch['input_ids'], batch['labels'], small_net(**inputs(batch))[0]))):
+        for (i, ids), (_, labels), (_, got) in zip(*(in_documents(v, batch) for v in (batch['input_ids'], batch['labels'], either_net(**inputs(batch))[0]))):
             assert torch.equal(ids, alone[i]['input_ids']) and torch.equal(labels, alone[i]['labels'])
             worst, documents = max(worst, (got-scores[i]).abs().max().item()), documents+1
         for ids, images in zip(batch['ids'], batch['images']):
             assert all(torch.equal(a, b) for a, b in zip(images, (t for i in ids for t in alone[i]['images']), strict=True))
     assert documents > 1500 and worst <= 1e-5
-    assert (small_net(**inputs(batch) | dict(doc_lens=None))[0]-small_net(**inputs(batch))[0]).abs().max() > 1e-2  # read as one document they do mix
+    assert (either_net(**inputs(batch) | dict(doc_lens=None))[0]-either_net(**inputs(batch))[0]).abs().max() > 1e-2  # read as one document they do mix
 
 
 @torch.no_grad()
-def test_500_packs_do_not_mix(small_net, piped):
+def test_500_packs_do_not_mix(either_net, piped):
     "In every pack one document gets other words and other pixels: the scores of all others change by exactly nothing."
     dice = random.Random(0)
     for batch in piped[0]:
@@ -184,9 +193,9 @@ def test_500_packs_do_not_mix(small_net, piped):
             if not ids: continue
             k = dice.randrange(len(ids))
             words = changed['input_ids'][row, sum(lens[:k]):sum(lens[:k+1])]
-            words[:] = torch.where(words != small_net.cfg.image_token_id, 300-words.clamp(max=300), words)
+            words[:] = torch.where(words != either_net.cfg.image_token_id, 300-words.clamp(max=300), words)
             first = sum(len(piped[1][i]['images']) for i in ids[:k])
             for j in range(first, first+len(piped[1][ids[k]]['images'])): changed['images'][row][j] = 255-changed['images'][row][j]
             hit.add(ids[k])
-        before, after = (small_net(**inputs(b))[0] for b in (batch, changed))
+        before, after = (either_net(**inputs(b))[0] for b in (batch, changed))
         for (i, a), (_, b) in zip(in_documents(before, batch), in_documents(after, batch)): assert torch.equal(a, b) == (i not in hit)
