@@ -509,7 +509,7 @@ class ReportFields:
     look_interval:int = 0 # updates between panels that compare right, shuffled and blank pictures; 0: never
     ask_samples:int = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:int = 0 # updates between checkpoints; 0: with each validation
-    max_keep_ckpts:int = -1 # newest checkpoints that are kept, beside the best; -1: all
+    max_keep_ckpts:int = 3 # newest checkpoints that are kept, beside the best; -1: all
     async_save:bool = True # write checkpoints while training goes on
     save_vision:bool = True # keep the vision tower in checkpoints; False: a frozen one is left out and comes from its backbone
     notes:str = '' # what this run tries; goes into its record
@@ -607,7 +607,7 @@ _SHAPES_TRAIN = dict(
     lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99], lr_schedule='wsd', min_lr_ratio=.02, batch_size=2,
     gradient_accumulation_steps=1, max_training_steps=4000, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
     val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0, eval_interval=500, ask_samples=400,
-    wandb_entity=None, use_lmms_eval=False)
+    max_keep_ckpts=-1, wandb_entity=None, use_lmms_eval=False) # its checkpoints are small
 _MINIMIND_VLM = dict(
     vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512, lm_inter_dim=1408, lm_re_base=1_000_000,
     lm_max_position_embeddings=32768, lm_base_vocab_size=6400, lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640,
@@ -625,7 +625,7 @@ _MINIMIND_CLIP = _MINIMIND_VLM | _BARE | dict(
 _MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(
     vit_img_size=256, max_img_size=256, vit_patch_size=32, vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768, lm_inter_dim=2432,
     lm_n_kv_heads=4, lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0, moe_aux_weight=5e-4, mp_kind='mlp')
-PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
+PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}), nanovlm_native=(dict(resize_to_max_side_len=False),{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
     minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)), minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
     minimind3=(_MINIMIND3_VLM,_MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')))
 

@@ -199,6 +199,8 @@ class PictureFile(io.RawIOBase):
         "Stand at the beginning."
         self.view,self.at = memoryview(buffer),0
 
+    def __reduce__(self): return PictureFile,(self.view.tobytes(),) # for another process
+
     def readable(self)->bool: # True
         "It can be read."
         return True

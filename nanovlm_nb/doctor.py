@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['PASS', 'FAIL', 'SKIP', 'CUDA_FLOOR', 'DRIVERS', 'FLASH_FLOORS', 'PATIENCE_S', 'Check', 'check_lines', 'exit_code',
            'version', 'check_version', 'floors', 'installed', 'package_checks', 'check_cuda', 'check_flash',
-           'driver_version', 'machine_checks', 'try_backend', 'checkpoint_bytes', 'checkpoints_kept', 'existing',
-           'check_disk', 'try_write', 'attempt', 'data_checks', 'check_wandb', 'wandb_check', 'check_workers',
-           'check_slurm', 'run_to_end', 'two_processes', 'smoke_run', 'check_memory', 'check_gpus', 'check_start',
-           'examine', 'main']
+           'driver_version', 'machine_checks', 'try_backend', 'existing', 'check_disk', 'try_write', 'attempt',
+           'data_checks', 'check_wandb', 'wandb_check', 'check_workers', 'check_slurm', 'run_to_end', 'two_processes',
+           'smoke_run', 'check_memory', 'check_gpus', 'check_start', 'examine', 'main']
 
 # %% ../nbs/43_doctor.ipynb #eaf72857
 import json,os,platform,re,shutil,subprocess,sys,tempfile
@@ -28,7 +27,7 @@ from .attention import BACKENDS,Layout,attention,problem_of
 from .weights import language_config,pth_path,vision_config
 from .start import Start,foresee_start,is_pth,resolve_start
 from .run import plan_resume,run_path
-from .plan import GB,USABLE,config_first,memory,sizes,until_it_fits
+from .plan import GB,USABLE,checkpoint_bytes,checkpoints_kept,config_first,memory,sizes,until_it_fits
 
 # %% ../nbs/43_doctor.ipynb #b5718ede
 PASS,FAIL,SKIP = 'pass','fail','skip'
@@ -158,23 +157,6 @@ def try_backend(
     return Check(f'attention {name}', PASS if error<most else FAIL, f'on {device.type}, off by {error:.0e}', 'give another --attn_backend, e.g. explicit')
 
 # %% ../nbs/43_doctor.ipynb #274cf9ef
-def checkpoint_bytes(
-    vlm_cfg:VLMConfig, # the model
-    train_cfg:TrainConfig, # what learns, `save_vision`
-)->int: # of one checkpoint
-    "Weights and moments; a frozen tower only if it is kept."
-    kept = lambda name,size: size.total*(train_cfg.save_vision or size.trained>0 or name!='vision_encoder')
-    return sum(4*kept(name, s)+8*s.trained for name,s in sizes(vlm_cfg, train_cfg).items())
-
-def checkpoints_kept(
-    train_cfg:TrainConfig, # how often it saves, and what it keeps
-)->int: # at the same time, with the best and the one that is being written
-    "How many checkpoints lie on the disk."
-    c = train_cfg
-    every = min([i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i] or [c.max_training_steps])
-    made = -(-c.max_training_steps//every)+1
-    return made if c.max_keep_ckpts==-1 else min(made, c.max_keep_ckpts+2)
-
 def existing(
     folder:str|Path, # need not be there
 )->Path: # the directory itself, or the nearest above it

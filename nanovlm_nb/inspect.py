@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass,field
+from dataclasses import dataclass,field,replace
 from itertools import accumulate,groupby
 from pathlib import Path
 from statistics import median
@@ -118,6 +118,7 @@ class Report:
     cards:list[Card] = field(default_factory=list) # to be shown
     seconds:Counter = field(default_factory=Counter) # for planning and for decoding
     notes:list[str] = field(default_factory=list) # what could not be inspected, and why
+    tiles:Counter = field(default_factory=Counter) # 'now' and 'own': tiles of the pictures, and what they would be at their own size
 
     @property
     def errors(self)->list[Fault]: # faults that are no warnings
@@ -466,6 +467,19 @@ def _well_formed(row):
     return True
 
 # %% ../nbs/41_inspect.ipynb #16563ffa
+def _count_tiles(pictures, processor, report):
+    "What it costs to enlarge pictures."
+    if processor.convention!='nanovlm': return
+    from nanovlm_nb.images import image_size
+    own = replace(processor, resize_to_max_side_len=False)
+    for size in map(image_size, pictures): report.tiles += Counter(now=processor.n_tiles(*size), own=own.n_tiles(*size))
+
+def _note_enlarged(report):
+    "Say so if that is most of the work."
+    now,own = report.tiles['now'],report.tiles['own']
+    if now>=2*own>0: report.notes.append(f'small pictures are enlarged (resize_to_max_side_len): {now} tiles, at their own size they would be {own}, '
+        f'and the vision tower has {now/own:.1f} times the work; --resize_to_max_side_len False, or --preset nanovlm_native, leaves them as they are')
+
 def _look_at(row, samples, report):
     "Put a row through the pipeline and to the checks; without `samples` only its texts are checked."
     from nanovlm_nb.dataset import Dropped,keep_turns
@@ -478,7 +492,9 @@ def _look_at(row, samples, report):
     except Dropped as d: report.drop(d)
     except STOPS as e:
         if not report.ask('texts', told): report.stop(row['id'], e)
-    else: report.add(sample|dict(texts=texts, pictures=row['images']))
+    else:
+        report.add(sample|dict(texts=texts, pictures=row['images']))
+        _count_tiles(row['images'], samples.image_processor, report)
 
 # %% ../nbs/41_inspect.ipynb #15d184ba
 def _look_at_rows(source, part, samples, n, compare, report):
@@ -532,6 +548,7 @@ def inspect_config(
     samples = make_samples(train_cfg, vlm_cfg, rules.tokenizer) if rules.frame else None
     prints,rows = _look_at_rows(train, 'training', samples, n, compare, report)
     val_prints,val_rows = _look_at_rows(val, 'validation', samples, n, compare, report)
+    _note_enlarged(report)
     report.ask('rows', rows+val_rows, rules.minimums)
     report.ask('split', prints, val_prints)
     if samples is not None: _look_at_packs(train, samples, n, report)

@@ -7,6 +7,7 @@ __all__ = ['SHAPES_SCENES', 'load_tokenizer', 'map_pair', 'stream_pair', 'mixed_
            'weighted_pairs', 'weights_of', 'size_line', 'make_samples', 'pack_loader', 'get_dataloaders', 'first_rows']
 
 # %% ../nbs/28_loader.ipynb #a14a8938
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -19,7 +20,7 @@ from .images import UnreadableImage,get_image_processor,open_image
 from .tokens import check_tokenizer,get_tokenizer
 from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,load_configs
 from .shapes import shapes_dataset,shapes_tokenizer
-from .sources import Chain,Joined,MapSource,Mixture,StreamSource,no_room,quotas,shares_of
+from .sources import PATIENCE,Chain,Joined,MapSource,Mixture,StreamSource,no_room,quotas,shares_of
 from .lanes import PackLoader,PackRules
 from .jsonl import jsonl_rows
 
@@ -53,9 +54,10 @@ def stream_pair(
     seed:int, # of the run
     val_size:int, # rows for validation
     cutoff:int|None=None, # rows for training at most; None: all
+    patience:float=PATIENCE, # seconds that a network may be away
 )->tuple[StreamSource,StreamSource]: # for training, for validation
     "Split streams."
-    train = StreamSource(streams, seed, val_size, limit=cutoff)
+    train = StreamSource(streams, seed, val_size, limit=cutoff, patience=patience)
     return train,train.held_out()
 
 # %% ../nbs/28_loader.ipynb #ef470d02
@@ -91,7 +93,7 @@ def load_sources(
     if path.suffix=='.jsonl' or any(path.glob('*.jsonl')): return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset)
     if c.train_dataset_weights: return mixed_pair(weighted_pairs(c, data, weights_of(c, list(data))), weights_of(c, list(data)))
-    if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx)
+    if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx, c.timeout_s/2)
     rows = Joined(data) if len(data)>1 else next(iter(data.values()))
     return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
 
@@ -105,7 +107,7 @@ def weighted_pairs(
     if not c.stream_dataset:
         sizes = val_rows(list(map(len, data.values())), c.val_size, weights)
         return [map_pair(ds, c.seed, v, n, name) for (name,ds),v,n in zip(data.items(), sizes, limits)]
-    sources = [StreamSource({name:ds}, c.seed, limit=n) for (name,ds),n in zip(data.items(), limits)]
+    sources = [StreamSource({name:ds}, c.seed, limit=n, patience=c.timeout_s/2) for (name,ds),n in zip(data.items(), limits)]
     for s,v in zip(sources, val_rows([n for s in sources for n,_ in s.sizes().values()], c.val_size, weights)): s.divide(v)
     return [(s, s.held_out()) for s in sources]
 
@@ -155,11 +157,13 @@ def pack_loader(
     dist:Dist, # who we are
     shuffle:bool, # True for training, False for validation
     num_workers:int, # processes that decode; 0 decodes in this one
+    most:int|None=None, # micro-batches that are asked for, always the same; None: all
 )->PackLoader: # batches as `packing.collate_packs` makes them
     "A loader of this rank's micro-batches."
-    c = train_cfg
-    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack, c.max_tiles_per_knapsack, c.num_of_sequences, c.seed, shuffle)
-    return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers, dist.device.type=='cuda')
+    c,window = train_cfg,train_cfg.num_of_sequences
+    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack, c.max_tiles_per_knapsack, window, c.seed, shuffle)
+    if most is not None: rules = replace(rules, first=window) # what is asked for is planned as a whole
+    return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers, dist.device.type=='cuda', most)
 
 def get_dataloaders(
     train_cfg:TrainConfig, # data, filters, packing, workers
@@ -173,8 +177,9 @@ def get_dataloaders(
     custom_transforms = custom_transforms or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
     if custom_transforms and train_cfg.cache_features: raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out')
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers)
-        for source,transforms,shuffle,workers in zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (train_cfg.num_workers,train_cfg.val_workers)))
+    parts = zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (train_cfg.num_workers,train_cfg.val_workers), (None,train_cfg.max_val_batches))
+    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers, most)
+        for source,transforms,shuffle,workers,most in parts)
     train.samples.drops.merge(drops)
     return train,val
 

@@ -65,7 +65,7 @@ def given_fields(
     vlm_cfg:VLMConfig, # without a command line
 )->set[str]: # names of fields
     "What was chosen by hand: it is the value of no preset."
-    plain = [preset(p)[0] for p in PRESETS]
+    plain = [preset(p)[0] for p in PRESETS if p!='nanovlm_native']
     return {f.name for f in fields(VLMConfig) if all(getattr(vlm_cfg, f.name)!=getattr(p, f.name) for p in plain)}
 
 def with_saved_sizes(

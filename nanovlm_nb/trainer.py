@@ -32,6 +32,7 @@ from .flops import COMPONENTS,count_flops,mfu,pairs,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,clip_gradients,checked_lr,compile_blocks,make_optimizer,make_scaler,set_lrs,training_parts
 from .dataset import DROPPED,DropFile,Drops,read_dropped
+from .sources import Unreachable
 from .lanes import merge_states
 from .evals import Evaluations
 from .checkpoint import Saver,best_kept,check_checkpoint,load_optimizer,prune,set_rng_state,write_pointer
@@ -109,12 +110,13 @@ def add_by_source(
 
 # %% ../nbs/32_trainer.ipynb #2dc2aaa0
 def gather_update(
-    mine:list[dict], # this rank's micro-batches
+    mine:list[dict]|Unreachable, # this rank's micro-batches, or why it has none
     dist:Dist, # the ranks to ask
     idle:Callable|None=None, # makes a micro-batch without effect
 )->Update|None: # None when no rank has a micro-batch left; without `idle`, when some rank has none
-    "Agree with all ranks on the next update: how many micro-batches, how many target tokens."
-    infos = dist.gather([describe(b) for b in mine])
+    "Agree with all ranks on the next update: how many micro-batches, how many target tokens. If one could not reach its data, all raise `Unreachable`."
+    infos = dist.gather(str(mine) if isinstance(mine, Unreachable) else [describe(b) for b in mine])
+    if (lost := next((i for i in infos if isinstance(i, str)), None)): raise Unreachable(lost)
     counts = [len(i) for i in infos]
     n = max(counts) if idle else min(counts)
     if n<max(counts): logging.getLogger(__name__).warning(f'ranks have {counts} micro-batches: all take {n}')
@@ -455,10 +457,19 @@ def drops(self:Trainer)->dict[str,Drops]: # 'train' and 'val'; every rank must c
 
 # %% ../nbs/32_trainer.ipynb #383c5e17
 @patch
+def plan_validation(self:Trainer)->None: # nothing; every rank must call
+    "Read the rows of a validation, unless that was done; if a rank cannot reach them, all raise `Unreachable`."
+    lost = None
+    try: getattr(self.val_loader, 'keep', lambda: None)()
+    except Unreachable as e: lost = str(e)
+    if (said := next(filter(None, self.dist.gather(lost)), None)): raise Unreachable(said)
+
+@patch
 @torch.no_grad()
 def validate(self:Trainer)->float|None: # loss per target token over all ranks; None: a signal came in between, or there is nothing to validate on
     "Validation loss."
     if self.dist.device.type=='cuda': torch.cuda.empty_cache()
+    self.plan_validation()
     self.model.eval()
     losses,targets = [],0
     if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
@@ -481,6 +492,7 @@ def look(self:Trainer)->dict[str,float]: # from `look_panel`, as logged; every r
     def read(batch):
         inputs = self.inputs(batch, targets=False)
         with autocast(self.dist.device, self.dtype): return self.base(**inputs)[0].cpu()
+    self.plan_validation()
     self.model.eval()
     if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
     batches = synchronized_batches(self.val_loader, self.dist, getattr(self.val_loader, 'idle', None))
@@ -582,6 +594,7 @@ def load(self:Trainer,
     self.log.cut(state['log'] if mine else 0)
     best = on_master(self.dist, lambda: best_kept(self.log.run_dir, state)) if mine else (float('inf'),None) # of the log as it is now
     self.state.best_val_loss,self.state.best_step = best
+    if mine and 'dropped' not in state and self.state.best_step is not None: self.log.info('validation scores other rows than it did when this checkpoint was made: losses before and after are not of the same rows')
     self.resumed,self.to_follow = True,state.get('to_follow', [])
     if mine: self.kept = self.state.step,tuple(self.to_follow)
     self.take_over_evals(state.get('evals', []) if mine else [], checkpoint if mine and self.evaluate_here is None and self.evaluation_due() else None)
@@ -676,6 +689,14 @@ def wait_for_evals(self:Trainer)->None: # nothing
 
 # %% ../nbs/32_trainer.ipynb #440529db
 @patch
+def next_batches(self:Trainer,
+    batches:Iterator[dict], # of an epoch
+)->list[dict]|Unreachable: # for `gather_update`
+    "This rank's part of an update, or why it cannot be had."
+    try: return list(islice(batches, self.cfg.gradient_accumulation_steps))
+    except Unreachable as e: return e
+
+@patch
 def epoch_updates(self:Trainer)->Iterator[Update]: # updates of one epoch
     "One pass over the training data."
     loader = self.train_loader
@@ -683,9 +704,13 @@ def epoch_updates(self:Trainer)->Iterator[Update]: # updates of one epoch
     batches,idle = iter(loader),getattr(loader, 'idle', None)
     while True:
         start,before = time.perf_counter(),loader.state_dict() if hasattr(loader, 'state_dict') else None
-        with self.clock('data'): mine = list(islice(batches, self.cfg.gradient_accumulation_steps))
+        with self.clock('data'): mine = self.next_batches(batches)
         waited = time.perf_counter()-start
-        with self.clock('communication'): update = gather_update(mine, self.dist, idle)
+        try:
+            with self.clock('communication'): update = gather_update(mine, self.dist, idle)
+        except Unreachable:
+            if before is not None: loader.load_state_dict(before) # the update is not made
+            raise
         if update is None: return
         update.data_time,update.before = waited,before
         yield update
@@ -831,6 +856,7 @@ def train_from_here(self:Trainer)->TrainState: # where the run ended
 def find_validation(self:Trainer)->None: # nothing
     "If the first validation comes late, look now whether there is anything to validate on."
     if self.state.best_step is not None or 'validation' in self.to_follow: return
+    self.plan_validation()
     if hasattr(self.val_loader, 'set_epoch'): self.val_loader.set_epoch(0)
     batches = synchronized_batches(self.val_loader, self.dist, getattr(self.val_loader, 'idle', None))
     if not any(self.dist.sum(describe(b)['targets']) for b in islice(batches, self.cfg.max_val_batches)): self.no_validation()
@@ -854,6 +880,10 @@ def train(self:Trainer)->TrainState: # where the run ended
         if not self.begin(): return self.interrupted()
         if self.resumed and self.evaluate_here and self.evaluation_due(): self.evaluate_live() # the earlier start may not have come to it
         return self.state if self.resumed and self.finished else self.train_from_here()
+    except Unreachable as e:
+        self.stop.set()
+        self.log.info(f'the data cannot be reached, the run ends as if a signal had come: {str(e).strip().splitlines()[-1]}')
+        return self.interrupted()
     finally:
         gc.unfreeze()
         self.saver.wait()

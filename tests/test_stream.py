@@ -508,3 +508,39 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path, odd):
                 except TypeError: found.append('damaged' if reader is not own else 'the run would end')
                 else: found[-1] = [row | dict(images=[content(p) if p is not None else p for p in row['images']]) for row in found[-1]]
             assert found[0] == found[1]
+
+
+def packs_of_window(tokenizer, state=None, n=None, split=(1, 4, 1), **rules):
+    "Sample ids of an epoch's updates, or of n, and the state after them."
+    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), MapSource(text_rows('text', 300)), PackRules(64, tokenizer.pad_token_id, **rules), split[1], split[2])
+    if state: loader.load_state_dict(json.loads(json.dumps(state)))
+    return [(b['ids'], loader.state_dict()) for b in islice(loader, n)]
+
+
+def test_windows_grow_and_resume_anywhere(tokenizer):
+    "Windows of 2, 2 more than before, up to 16: the rest of the epoch is the same from each state on."
+    whole = packs_of_window(tokenizer, window=16, first=2)
+    befores = sorted({s[2] for _, state in whole for s in state['states'].values()})
+    assert 2 <= befores[1] <= 3 < befores[2]-befores[1] and len(whole) > 10
+    for n, (_, state) in enumerate(whole): assert [ids for ids, _ in packs_of_window(tokenizer, state, window=16, first=2)] == [ids for ids, _ in whole[n+1:]]
+
+
+def test_a_state_of_before_windows_grew(tokenizer):
+    "It names no first window: it goes on with windows of one size, and so do the states after it."
+    even = packs_of_window(tokenizer, window=4, first=4)
+    old = json.loads(json.dumps(even[2][1]))
+    del old['rules']['first'], old['rules']['most']
+    middle = packs_of_window(tokenizer, old, 3, window=4, first=2)
+    last = packs_of_window(tokenizer, middle[-1][1], window=4, first=2)
+    assert [ids for ids, _ in middle+last] == [ids for ids, _ in even[3:]]
+    assert [ids for ids, _ in packs_of_window(tokenizer, window=4, first=2)] != [ids for ids, _ in even]
+
+
+def test_sizes_of_windows():
+    "8 packs, as many as before and 8, up to the window; a lane that is asked for fewer plans no more than these."
+    def windows(n, **rules):
+        rules, found = PackRules(8, 0, **rules), []
+        while sum(found) < n and not rules.over(sum(found)): found.append(rules.packs(sum(found)))
+        return found
+    assert windows(300) == [8, 16, 32, 64, 128, 128] and windows(10, window=5) == [5, 5] and windows(300, most=0) == []
+    assert windows(300, first=128, most=20) == [20] and windows(300, window=16, most=20) == [8, 12] and PackRules(8, 0).enough(8) == (16-3/8)*8

@@ -1,0 +1,170 @@
+"A hub of parquet files goes away in the middle of a streamed run: for a while, and for good."
+import json
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import datasets
+import pytest
+from huggingface_hub import hf_file_system
+
+from nanovlm_nb.config import evolve, preset
+from nanovlm_nb.dist import Dist, set_seed
+from nanovlm_nb.loader import load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.logs import read_log
+from nanovlm_nb.run import exit_code, run_on
+from nanovlm_nb.sources import StreamSource
+from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.vlm import VisionLanguageModel
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+VLM, CFG = preset('shapes')
+VLM = evolve(VLM, vit_hidden_dim=32, vit_n_blocks=1, vit_n_heads=2, lm_hidden_dim=32, lm_inter_dim=64, lm_n_blocks=1, lm_n_heads=2, lm_n_kv_heads=1, lm_max_length=128)
+CFG = evolve(CFG, num_workers=0, val_workers=0, num_of_sequences=2, max_sample_length=128, batch_size=1, gradient_accumulation_steps=2, max_training_steps=8,
+             eval_interval=4, max_val_batches=2, stats_log_interval=4, ask_samples=0, stream_dataset=True, val_size=4, log_wandb=False, progress_bar=False, dtype='float32')
+
+
+class Server:
+    "Serves the files of a folder as the hub does, as the data set `some/rows`, on a port of its own, whenever it is up."
+    def __init__(self, folder):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = 'HTTP/1.1'
+
+            def log_message(self, *_): pass
+
+            def send(self, code, data, **headers):
+                self.send_response(code)
+                for name, value in (headers | {'Content-Length': len(data), 'Connection': 'close'}).items(): self.send_header(name.replace('_', '-'), str(value))
+                self.end_headers()
+                if self.command != 'HEAD': self.wfile.write(data)
+
+            def describe(self, asked=None):
+                return [dict(type='file', path=p.name, size=p.stat().st_size, oid='1'*40) for p in sorted(folder.iterdir()) if asked is None or p.name in asked]
+
+            def do_POST(self):
+                asked = json.loads(self.rfile.read(int(self.headers['Content-Length'])))['paths']
+                self.send(200, json.dumps(self.describe(asked)).encode(), Content_Type='application/json')
+
+            def do_GET(self):
+                path = self.path.split('?')[0]
+                if '/tree/' in path: return self.send(200, json.dumps(self.describe()).encode(), Content_Type='application/json')
+                if path.startswith('/api/'): return self.send(200, json.dumps(dict(id='some/rows', sha='0'*40, siblings=[])).encode(), Content_Type='application/json')
+                file = folder/path.split('/')[-1]
+                if '/resolve/' not in path or not file.is_file(): return self.send(404, b'', X_Error_Code='EntryNotFound')
+                data, asked = file.read_bytes(), self.headers.get('Range')
+                first, last = (int(n or len(data)-1) for n in asked.removeprefix('bytes=').split('-')) if asked else (0, len(data)-1)
+                part = data[first:last+1]
+                self.send(206 if asked else 200, part, Accept_Ranges='bytes', ETag='"1"', Content_Range=f'bytes {first}-{first+len(part)-1}/{len(data)}')
+
+            do_HEAD = do_GET
+
+        self.handler, self.port, self.server = Handler, 0, None
+        self.up()
+
+    def up(self):
+        self.server = ThreadingHTTPServer(('127.0.0.1', self.port), self.handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(.02,), daemon=True).start()
+
+    def down(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.server = None
+
+    def away(self, seconds):
+        "Be down for so long."
+        self.down()
+        timer = threading.Timer(seconds, self.up)
+        timer.start()
+        return timer
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+    "Twelve files of ten rows, behind a server; `datasets` gives up quickly."
+    folder = tmp_path_factory.mktemp('served')
+    datasets.disable_progress_bars()
+    for f in range(12):
+        rows = [dict(images=[], texts=[dict(user=f'{f} {i}?', assistant='yes '*(5+(7*i+f) % 23))], source='served') for i in range(10)]
+        datasets.Dataset.from_list(rows, features=datasets.Features(images=datasets.List(datasets.Image()), source=datasets.Value('string'),
+            texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))))).to_parquet(folder/f'{f}.parquet')
+    made = Server(folder)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(datasets.config, 'HF_ENDPOINT', f'http://127.0.0.1:{made.port}')
+        for name, value in dict(STREAMING_READ_MAX_RETRIES=2, STREAMING_READ_RETRY_INTERVAL=.1, STREAMING_OPEN_MAX_RETRIES=2, STREAMING_OPEN_RETRY_INTERVAL=.1).items():
+            m.setattr(datasets.config, name, value)
+        for name in ('http_backoff', 'http_stream_backoff'):
+            if hasattr(hf_file_system, name): m.setattr(hf_file_system, name, partial(getattr(hf_file_system, name), max_retries=1, base_wait_time=.1))
+        yield made
+    if made.server: made.down()
+
+
+@pytest.fixture(scope='module')
+def tokenizer(): return load_tokenizer(VLM)
+
+
+def source(server, patience):
+    "All rows behind a server."
+    files = [f'hf://datasets/some/rows/{f}.parquet' for f in range(12)]
+    return StreamSource(dict(served=datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)), val_size=4, patience=patience)
+
+
+def loaders(server, tokenizer, patience, workers=0):
+    "The two loaders of a run."
+    train, samples = source(server, patience), make_samples(CFG, VLM, tokenizer)
+    return [pack_loader(s, samples, VLM, CFG, Dist(), shuffle, w, most) for s, shuffle, w, most in ((train, True, workers, None), (train.held_out(), False, 0, CFG.max_val_batches))]
+
+
+def updates_of(server, tokenizer, seconds=None, workers=0):
+    "Sample ids of an epoch's micro-batches; after the second the server goes away."
+    found, timer = [], None
+    for n, batch in enumerate(loaders(server, tokenizer, 600., workers)[0]):
+        found.append(batch['ids'])
+        if n == 1 and seconds: timer = server.away(seconds)
+    if timer: timer.join()
+    return found
+
+
+@pytest.mark.parametrize('seconds,workers', [(3, 0), pytest.param(60, 2, marks=pytest.mark.slow)])
+def test_an_outage_changes_nothing(server, tokenizer, caplog, seconds, workers):
+    "Away for longer than `datasets` tries: the share that failed is named, and the batches are those of an undisturbed run."
+    whole = updates_of(server, tokenizer)
+    assert len({i for ids in whole for row in ids for i in row}) == 116
+    start = time.monotonic()
+    assert updates_of(server, tokenizer, seconds, workers) == whole
+    assert time.monotonic()-start >= seconds
+    if not workers: assert any('served/' in m and 'cannot be read at row' in m for m in caplog.messages)
+
+
+def test_what_is_not_there_is_not_waited_for(server, tokenizer):
+    "A file that the server does not know is an error at once."
+    stream = datasets.load_dataset('parquet', data_files=['hf://datasets/some/rows/0.parquet'], split='train', streaming=True)
+    found = StreamSource(dict(served=stream))
+    found.shares[0].rows.file = found.shares[0].rows.file.replace('/0.parquet', '/none.parquet')
+    start = time.monotonic()
+    with pytest.raises(FileNotFoundError): list(found.rows_of(0, 1, 0))
+    assert time.monotonic()-start < 30
+
+
+def test_away_for_good_interrupts_the_run(server, tokenizer, tmp_path):
+    "The run ends with a checkpoint, status interrupted and exit code 85; started again it goes on to the digests of an undisturbed run."
+    def make(patience, leave=None):
+        def maker(vlm_cfg, train_cfg, log, dist, resuming=False, schedule=None):
+            set_seed(0)
+            train, val = loaders(server, tokenizer, patience)
+            def leaving(step, max_lr, max_steps):
+                if step == leave and server.server: server.down()
+                return max_lr/10
+            return Trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), train_cfg, train, val, log, dist, tokenizer, leaving)
+        return maker
+    vlm = evolve(VLM, vlm_checkpoint_path=str(tmp_path))
+    digests = lambda run_dir: [(r['step'], r['batch_digest']) for r in read_log(run_dir/'log.jsonl') if 'batch_digest' in r]
+    whole = run_on(vlm, evolve(CFG, run_name='whole'), Dist(), make=make(600.))
+    broken = run_on(vlm, evolve(CFG, run_name='broken'), Dist(), make=make(1., leave=1))
+    assert ((broken/'status').read_text(), exit_code(broken)) == ('interrupted\n', 85) and 'cannot be reached' in (broken/'train.log').read_text()
+    done = len(digests(broken))
+    assert 0 < done < 8 and (broken/f'step_{done}').is_dir()
+    server.up()
+    run_on(vlm, evolve(CFG, run_name='broken', resume=True), Dist(), make=make(600.))
+    assert (broken/'status').read_text() == 'done\n' and digests(broken) == digests(whole)
