@@ -94,9 +94,9 @@ class Layout:
     at:Tensor|None = field(default=None, compare=False, repr=False) # (m,) positions with a target; None: there are no labels
     targets:Tensor|None = field(default=None, compare=False, repr=False) # (m,) their targets
     bounds:tuple|None = field(default=None, compare=False, repr=False) # the lowest and the highest of these
-    cu:Tensor|None = field(default=None, compare=False, repr=False) # see `document_tensors`, which makes it, as the next two
-    documents:Tensor|None = field(default=None, compare=False, repr=False)
-    positions:Tensor|None = field(default=None, compare=False, repr=False)
+    cu:Tensor|None = field(default=None, compare=False, repr=False) # (n,) int32 ends of documents and gaps, see `document_tensors`
+    documents:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) number of the document, 0 at padding
+    positions:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) position inside the document
 
     def __post_init__(self):
         if self.cu is not None: return

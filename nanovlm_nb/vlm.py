@@ -160,9 +160,9 @@ class VLMNet(nn.Module):
     def layout_of(self,
         input_ids:Tensor, # (B, T) token ids
         images=None, # see `flatten_tiles`
-        attention_mask:Tensor|None=None, # see `forward`, as the next two
-        targets:Tensor|None=None,
-        doc_lens:Sequence[Sequence[int]]|None=None,
+        attention_mask:Tensor|None=None, # see `forward`
+        targets:Tensor|None=None, # see `forward`
+        doc_lens:Sequence[Sequence[int]]|None=None, # see `hidden`
     )->Layout: # on the device of the ids
         "What a loader would have said of a batch, checked row by row; on a GPU this waits for the ids."
         made = Layout.of(input_ids, self.cfg.image_token_id, targets, attention_mask, doc_lens)
