@@ -26,9 +26,9 @@ def sums(trainer):
     return {name: sum(w.double().abs().sum().item() for k, w in weights.items() if k.startswith(prefix)) for name, prefix in PARTS.items()}
 
 
-def case(dist, sharding):
+def case(dist, folder, sharding):
     "The sums before, and after each update."
-    trainer = make_trainer(dist, None, {}, dict(sharding=sharding, weight_decay=.1) if dist.world_size > 1 else dict(weight_decay=.1))
+    trainer = make_trainer(dist, folder, {}, dict(sharding=sharding, weight_decay=.1) if dist.world_size > 1 else dict(weight_decay=.1))
     cfg = trainer.base.cfg
     packs = [collate_packs([p]) for p in make_packs(cfg)]
     text = [without_pictures(p, cfg) for p in packs]
@@ -42,6 +42,6 @@ def case(dist, sharding):
 if __name__ == '__main__':
     dist = init_dist(device=torch.device('cpu'))
     torch.set_num_threads(1)
-    found = {s: case(dist, s) for s in sys.argv[2:]}
+    found = {s: case(dist, Path(sys.argv[1]).parent, s) for s in sys.argv[2:]}
     if dist.is_master: Path(sys.argv[1]).write_text(json.dumps(found))
     destroy_dist()
