@@ -544,3 +544,22 @@ def test_sizes_of_windows():
         return found
     assert windows(300) == [8, 16, 32, 64, 128, 128] and windows(10, window=5) == [5, 5] and windows(300, most=0) == []
     assert windows(300, first=128, most=20) == [20] and windows(300, window=16, most=20) == [8, 12] and PackRules(8, 0).enough(8) == (16-3/8)*8
+
+
+def test_a_validation_reads_what_it_scores(tokenizer):
+    "Three micro-batches of two packs, of four in an update: what they need is read once, and a second pass reads no row."
+    class Counted(MapSource):
+        read = 0
+
+        def row(self, i):
+            self.read += 1
+            return super().row(i)
+
+    source = Counted(text_rows('text', 300), shuffle=False)
+    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), source, PackRules(64, tokenizer.pad_token_id, window=4, shuffle=False, first=4), 2, 4, most=3)
+    assert [lane.rules.most for lane in loader.lanes] == [1]*6+[0]*2
+    seen = [b['ids'] for b in islice(loader, 3)]
+    read, scored = source.read, sum(len(ids) for b in seen for ids in b)
+    assert scored and 0 <= read-scored <= 6
+    loader.set_epoch(0)
+    assert [b['ids'] for b in islice(loader, 3)] == seen and source.read == read
