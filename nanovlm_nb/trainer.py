@@ -198,7 +198,8 @@ class Trainer:
         self.waits:list[tuple] = [] # seconds of the first updates: for their data, in all
         if schedule is None and ':' in train_cfg.lr_schedule: self.try_schedule()
         self.resumed,self.stop = False,threading.Event()
-        self.left_out,self.told,self.drop_file = dict(train=Drops(), val=Drops()),dict(train=(0,0), val=(0,0)),DropFile(log.run_dir or '.')
+        self.left_out,self.told,self.drop_file = dict(train=Drops(), val=Drops()),dict(train=(0,0), val=(0,0)),None
+        if log and log.run_dir: self.drop_file = DropFile(log.run_dir) # else nothing is ever saved
         self.validates = True # False: no row for it was asked for
         self.to_follow:list[str] = [] # figures about the weights as they are that are still to be made
         self.kept:tuple|None = None # update and `to_follow` of the last checkpoint
