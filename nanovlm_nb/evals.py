@@ -218,7 +218,7 @@ def choose_backend(
 )->str: # 'subprocess', 'in_process' or 'slurm'
     "Who evaluates: as the config says, or Slurm where it is."
     c = train_cfg
-    if c.eval_backend=='subprocess' and fcntl is None: raise ValueError('eval_backend subprocess: this system cannot lock files, give in_process')
+    if c.eval_backend=='subprocess' and fcntl is None: raise ValueError('eval_backend subprocess: this system cannot lock files, give --eval_backend in_process')
     if c.eval_backend!='auto': return c.eval_backend
     if shutil.which('sbatch') and Path(c.eval_script).is_file(): return 'slurm'
     return 'in_process' if fcntl is None else 'subprocess'

@@ -99,6 +99,8 @@ MISUSES = [
     ('plan', '--like nowhere', 'nowhere'),
     ('plan', '--load_from nowhere/step_5', 'nowhere/step_5'),
     ('plan', '--mfu 3', 'mfu 3'),
+    ('xray', '--gpu toaster', "GPU 'toaster' is unknown here: give one of B200, H200"),
+    ('xray', '--gpuu H200', 'did you mean `--gpu`?'),
     ('inspect', '--samples 0', '--samples is 0'),
     ('inspect', '--sampels 9', 'did you mean `--samples`?'),
     ('inspect', '--load_from nowhere/step_5', 'nowhere/step_5'),
