@@ -532,7 +532,7 @@ def state_dict(self:Trainer)->dict: # JSON-able
     data = merge_states(self.dist.gather(loader.state_dict())) if hasattr(loader, 'state_dict') else None
     configs = dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg))
     drops = self.drops()
-    dropped = self.drop_file.add(drops) if self.dist.is_master else None
+    dropped = on_master(self.dist, lambda: self.drop_file.add(drops))
     return asdict(self.state)|dict(data=data, configs=configs, versions=dict(torch=torch.__version__), epoch_sums=dict(self.epoch_sums), norms=list(self.guard.norms),
         drops={split:d.summary for split,d in drops.items()}, dropped=dropped, scaler=self.scaler.state_dict(), log=self.log.position, world_size=self.dist.world_size, to_follow=self.to_follow,
         evals=[] if self.evals is None else self.evals.results.logged)
@@ -589,7 +589,7 @@ def load(self:Trainer,
     self.guard.norms.extend(state['norms'])
     if then: then()
     if self.dist.is_master: forget_bad_updates(self.log.run_dir, self.state.step)
-    self.left_out = self.dist.broadcast(self.drops_of(checkpoint, state) if self.dist.is_master else None)
+    self.left_out = on_master(self.dist, lambda: self.drops_of(checkpoint, state))
     if state['world_size']==self.dist.world_size: set_rng_state(json.loads((checkpoint/f'rng_{self.dist.rank}.json').read_text(encoding='utf-8')))
     mine = checkpoint.resolve().parent==self.log.run_dir.resolve() # else log, best checkpoint and evaluations are those of another run
     self.log.cut(state['log'] if mine else 0)
