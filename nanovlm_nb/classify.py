@@ -29,7 +29,7 @@ from torch import Tensor,nn
 from torch.nn import functional as F
 
 from .usage import Parser,command
-from .config import ELSEWHERE,PRESETS,Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env
+from .config import ELSEWHERE,PRESETS,Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env,write_atomic
 from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
 from .logs import RunLog
@@ -42,7 +42,7 @@ from .loader import load_tokenizer,pack_loader
 from .labels import ClassData,load_classes
 from .weights import checkpoint_config,resolve_checkpoint
 from .vlm import VisionLanguageModel,find_tokenizer,rows_with_target,targets_by_row
-from .checkpoint import checkpoints,find_checkpoint,write_text_atomic
+from .checkpoint import checkpoints,find_checkpoint
 from .optim import autocast
 from .trainer import Trainer
 from .ask import left_pad
@@ -426,7 +426,7 @@ def write_predictions(
     "Keep what an evaluation found."
     rows = [dict(id=j.id, dataset=j.dataset, label=names[j.label], predicted=names[j.predicted], loss=j.loss) for j in judged]
     head = json.dumps(dict(step=step, names=names), ensure_ascii=False)[:-1]
-    return write_text_atomic(run_dir/'predictions.json', head+', "rows": [\n'+',\n'.join(json.dumps(r, ensure_ascii=False) for r in rows)+'\n]}\n')
+    return write_atomic(run_dir/'predictions.json', head+', "rows": [\n'+',\n'.join(json.dumps(r, ensure_ascii=False) for r in rows)+'\n]}\n')
 
 def read_predictions(
     run_dir:str|Path, # directory of a run

@@ -6,8 +6,8 @@
 __all__ = ['ELSEWHERE', 'FEW', 'CHAT_TEMPLATE', 'ATTN_BACKENDS', 'SCHEDULES', 'PRESETS', 'PROJECTOR_RANGES', 'elsewhere',
            'check_known', 'as_type', 'Config', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve',
            'OptimFields', 'DataFields', 'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset',
-           'save_yaml', 'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'check_flags', 'parse_args', 'set_env',
-           'effective_batch_size', 'load_function', 'projector_advice', 'get_run_name']
+           'write_atomic', 'save_yaml', 'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'check_flags',
+           'parse_args', 'set_env', 'effective_batch_size', 'load_function', 'projector_advice', 'get_run_name']
 
 # %% ../nbs/01_config.ipynb #58358344
 import json
@@ -16,6 +16,7 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from functools import cache
@@ -638,6 +639,22 @@ def preset(
     vlm,train = PRESETS[name]
     return VLMConfig(**vlm),TrainConfig(**train)
 
+# %% ../nbs/01_config.ipynb #a70f11c1
+def write_atomic(
+    path:str|Path, # file to write, in a directory that exists
+    content:str|bytes, # its new content; text is written as UTF-8
+    by:str='', # sets writers of the same file apart
+)->Path: # `path`
+    "Replace the content of a file in one step: a reader, or a crash, sees the old content or the new one."
+    path = Path(path); tmp = path.with_name(f'{path.name}{by and "."}{by}.tmp')
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with tmp.open('wb') as f: f.write(data); f.flush(); os.fsync(f.fileno())
+        return tmp.replace(path)
+    except OSError:
+        with suppress(OSError): tmp.unlink()
+        raise
+
 # %% ../nbs/01_config.ipynb #12e1b890
 def save_yaml(
     path:str|Path, # file to write
@@ -646,9 +663,7 @@ def save_yaml(
 )->None: # nothing
     "Write all fields of both configurations."
     sections = dict(vlm=vlm_cfg.to_dict(), train=train_cfg.to_dict())
-    tmp = Path(path).with_name(Path(path).name+'.tmp')
-    tmp.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6), encoding='utf-8')
-    tmp.replace(path) # a reader, or a kill, finds the old file or the new one
+    write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
 # %% ../nbs/01_config.ipynb #705f2e54
 def read_yaml(

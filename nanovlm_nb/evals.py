@@ -21,7 +21,7 @@ from fastcore.basics import patch
 try: import fcntl
 except ImportError: fcntl = None # Windows: nothing runs beside the training there
 
-from .config import TrainConfig
+from .config import TrainConfig,write_atomic
 
 # %% ../nbs/30_evals.ipynb #78d882dc
 _RESULT = re.compile(r'step_(\d+)\.json')
@@ -47,9 +47,7 @@ def write_json(
 )->Path: # `path`
     "Replace a file in one step."
     path = Path(path); path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-    tmp.write_text(json.dumps(values, indent=1)+'\n', encoding='utf-8')
-    return tmp.replace(path)
+    return write_atomic(path, json.dumps(values, indent=1)+'\n', by=str(os.getpid()))
 
 def read_result(
     path:Path, # a result file

@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
+from .config import write_atomic
 from .logs import json_lines,say_foreign
 
 # %% ../nbs/31_guard.ipynb #003de962
@@ -78,7 +79,4 @@ def forget_bad_updates(
     found,foreign = _lines(run_dir)
     kept = [json.dumps(r).encode() for r in found if r['update']<=after]
     if len(kept)==len(found): return
-    path = Path(run_dir)/BAD_UPDATES
-    tmp = path.with_name(path.name+'.tmp')
-    tmp.write_bytes(b''.join(line+b'\n' for line in kept+foreign))
-    tmp.replace(path)
+    write_atomic(Path(run_dir)/BAD_UPDATES, b''.join(line+b'\n' for line in kept+foreign))

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from .usage import is_usage
 from .dist import Dist
+from .config import write_atomic
 
 # %% auto #0
 __all__ = ['EVAL_AXIS', 'JsonLines', 'json_lines', 'say_foreign', 'read_log', 'describe', 'minimind_line', 'TextLog', 'Bar',
@@ -250,9 +251,7 @@ def wandb_id(
     path = Path(run_dir)/'wandb_id'
     known = path.read_bytes().strip() if path.is_file() else b''
     if re.fullmatch(rb'[0-9a-f]{8}', known): return known.decode()
-    tmp = path.with_name('wandb_id.tmp')
-    tmp.write_text(secrets.token_hex(4)+'\n')
-    return tmp.replace(path).read_text().strip()
+    return write_atomic(path, secrets.token_hex(4)+'\n').read_text().strip()
 
 # %% ../nbs/03_logs.ipynb #8a730c00
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn

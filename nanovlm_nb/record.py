@@ -15,10 +15,10 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError,HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from .config import TrainConfig,VLMConfig,load_yaml
+from .config import TrainConfig,VLMConfig,load_yaml,write_atomic
 from .logs import read_log
 from .vlm import VisionLanguageModel,bullets
-from .checkpoint import read_pointer,write_text_atomic
+from .checkpoint import read_pointer
 
 # %% ../nbs/33_record.ipynb #c916672a
 OWN = {'run_name','notes','resume','load_from'} # different in every run
@@ -56,7 +56,7 @@ def write_record(
     what = f'Changed since {before.name}' if before else 'Changed'
     parts = [f'# {Path(run_dir).name}', train_cfg.notes or '(no notes: give --notes "what this run tries")',
         f'## {what}', bullets(found) or ('nothing' if before else 'the first run of its folder'), '## Results', bullets(results or []) or 'still running']
-    return write_text_atomic(path, '\n\n'.join(parts)+'\n\n'+yours)
+    return write_atomic(path, '\n\n'.join(parts)+'\n\n'+yours)
 
 # %% ../nbs/33_record.ipynb #31473c82
 def _data_lines(c):

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import get_type_hints
 
 from .usage import Parser,UsageError,at_least,command
-from .config import TrainConfig,VLMConfig,as_type,evolve,parse_args
+from .config import TrainConfig,VLMConfig,as_type,evolve,parse_args,write_atomic
 from .schedule import get_schedule
 from .logs import read_log
 from .optim import training_parts
 from .evals import set_pin
 from .checkpoint import MANIFEST,abandoned,best_kept,check_checkpoint,checkpoints,find_checkpoint,last_checkpoint,missing_pieces
-from .checkpoint import NEXT,pointer_text,read_state,stands_at,step_of,write_pointer,write_text_atomic
+from .checkpoint import NEXT,pointer_text,read_state,stands_at,step_of,write_pointer
 from .start import is_pth,resolve_start
 
 # %% ../nbs/33_resume.ipynb #49297080
@@ -131,15 +131,15 @@ def go_back(
         folder.mkdir(exist_ok=True)
         _copy_records(run_dir, folder)
         if config is not None: (folder/'config.yaml').write_bytes(config)
-        write_text_atomic(folder/'left_at', f'{checkpoint.name}\n')
-        if (best := pointer_text(run_dir, 'best_checkpoint')) in {p.name for p in newer}: write_text_atomic(folder/'best_checkpoint', best+'\n')
+        write_atomic(folder/'left_at', f'{checkpoint.name}\n')
+        if (best := pointer_text(run_dir, 'best_checkpoint')) in {p.name for p in newer}: write_atomic(folder/'best_checkpoint', best+'\n')
     _point_at_best(run_dir, checkpoint)
     for p in newer:
         set_pin(p, False)
         p.rename(folder/p.name)
     if not folder.is_dir(): return None
     if (run_dir/LEFT_DASHBOARD).is_file(): (run_dir/LEFT_DASHBOARD).replace(folder/'wandb_id')
-    write_text_atomic(folder/'last_checkpoint', ''.join(f'{p.name}\n' for p in checkpoints(folder)[-1:]))
+    write_atomic(folder/'last_checkpoint', ''.join(f'{p.name}\n' for p in checkpoints(folder)[-1:]))
     return folder
 
 # %% ../nbs/33_resume.ipynb #ac71a535
@@ -156,7 +156,7 @@ def note_start(
     else: # nothing here is complete, see `find_resume`
         for name in (NEXT,'last_checkpoint'): (run_dir/name).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(run_dir/JOB, ''.join(f'{job}\n' for job in jobs))
+    write_atomic(run_dir/JOB, ''.join(f'{job}\n' for job in jobs))
 
 def is_again(
     run_dir:Path, # directory of a run, which need not be there

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .usage import SAID,is_usage
-from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env
+from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,write_atomic
 from .dist import Dist,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
 from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
@@ -40,7 +40,7 @@ from .shard import engine_lines
 from .optim import trainable_line
 from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
-from .checkpoint import MANIFEST,NEXT,checkpoints,find_checkpoint,last_checkpoint,read_state,recover,sweep,write_text_atomic
+from .checkpoint import MANIFEST,NEXT,checkpoints,find_checkpoint,last_checkpoint,read_state,recover,sweep
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume,is_again,is_own,leave_dashboard,note_start,rate_lines
 from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
@@ -176,7 +176,7 @@ def ask_held_out(
         scores['blind guess'] = {kind:(round(guess[kind]*n), n) for kind,(_,n) in scores['answers'].items()}
     log.info('held-out questions\n'+accuracy_table(scores))
     log.log({f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}, step)
-    write_text_atomic(run_dir/'answers.json', json.dumps(scores, indent=1)+'\n')
+    write_atomic(run_dir/'answers.json', json.dumps(scores, indent=1)+'\n')
     if any(r.images for r in seen): plot_answers(seen, run_dir/'samples.png')
     return scores
 
@@ -190,7 +190,7 @@ def report_drops(
     counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in (d.counts|({'cut_turns':sum(d.cut.values())} if d.cut else {})).items()}
     log.info('left out: '+(', '.join(f'{k[6:]} {n}' for k,n in counts.items()) or 'nothing'))
     if counts: log.log(counts, step)
-    write_text_atomic(log.run_dir/'drops.json', json.dumps({split:d.reasons for split,d in drops.items()}, indent=1)+'\n')
+    write_atomic(log.run_dir/'drops.json', json.dumps({split:d.reasons for split,d in drops.items()}, indent=1)+'\n')
 
 # %% ../nbs/34_run.ipynb #eff98414
 def time_split(
@@ -305,7 +305,7 @@ def set_status(
     "Write down how a run stands; on a full disk there is still the room of the word before."
     if not dist.is_master: return
     file = run_dir/'status'
-    try: write_text_atomic(file, status+'\n')
+    try: write_atomic(file, status+'\n')
     except OSError:
         with file.open('r+', encoding='utf-8') as f:
             f.write(status+'\n'); f.truncate()
