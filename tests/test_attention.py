@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from nanovlm_nb.attention import BACKENDS, Layout, attention
+from nanovlm_nb.attention import BACKENDS, Layout, attention, explicit_attention, varlen_attention
 from nanovlm_nb.config import VLMConfig
 from nanovlm_nb.language import LanguageModel
 
@@ -79,3 +79,102 @@ def test_new_layouts_are_not_compiled_anew():
         seen.append(counter.frame_count)
     assert seen[0] > 0
     assert len(set(seen)) == 1
+
+
+# --- the operator for packed documents, against the definition in double precision
+
+PADDING = 'none', 'front', 'end', 'both'
+
+
+def packed_rows(rng, n, padding):
+    "`n` documents in three rows, some of which may be empty; every third document has one position."
+    lens = [[] for _ in range(3)]
+    for k in range(n): lens[rng.choice((0, 2) if n < 5 else (0, 1, 2))].append(1 if k % 3 == 0 else rng.randint(1, 9))
+    T = max(1, *map(sum, lens)) + (padding != 'none')*rng.randint(1, 7)
+    if padding == 'none': lens = [[*row[:-1], row[-1]+T-sum(row)] if row else row for row in lens]
+    free = [T-sum(row) for row in lens]
+    starts = [dict(none=0, end=0, front=f, both=rng.randint(0, f))[padding] for f in free]
+    return Layout(tuple(map(tuple, lens)), T, tuple(starts))
+
+
+def leaves(layout, dtype=torch.float64):
+    "15 query heads share 5 key heads; the gradient that comes back, last."
+    shapes = [(len(layout.doc_lens), h, layout.T, 8) for h in (15, 5, 5, 15)]
+    return [torch.randn(s, dtype=dtype) for s in shapes]
+
+
+def passes(way, tensors, layout, causal):
+    "Mixed values, and the gradients of queries, keys and values."
+    *qkv, grad = tensors
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    out = way(*qkv, layout, causal, 0.)
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+
+
+def sweep(counts, per_count):
+    "Layouts with these numbers of documents, with every padding, causal or not."
+    rng = random.Random(0)
+    for n in counts:
+        for padding in PADDING:
+            for causal in (True, False):
+                for _ in range(per_count): yield packed_rows(rng, n, padding), causal
+
+
+def check_definition(counts, per_count):
+    "The largest error of values and gradients, and how many layouts were looked at."
+    worst, seen = 0., 0
+    for layout, causal in sweep(counts, per_count):
+        tensors, at_padding = leaves(layout), layout.document_ids() == 0
+        got, want = (passes(way, tensors, layout, causal) for way in (varlen_attention, explicit_attention))
+        worst, seen = max(worst, *((g-w).abs().max().item() for g, w in zip(got, want, strict=True))), seen+1
+        assert all((x.transpose(1, 2)[at_padding] == 0).all() for x in got)
+    assert worst <= 1e-12
+    return worst, seen
+
+
+def check_isolation(counts, per_count):
+    "How many documents, or the padding, were replaced: nothing else moves by a single bit, values and gradients alike."
+    rng, seen = random.Random(1), 0
+    for layout, causal in sweep(counts, per_count):
+        tensors, rows = leaves(layout), layout.spans
+        places = [(b, s, e) for b, row in enumerate(rows) for s, e in row]
+        other = torch.zeros(len(rows), layout.T, dtype=torch.bool)
+        if places and rng.random() < .8:
+            b, s, e = rng.choice(places)
+            other[b, s:e] = True
+        else: other = layout.document_ids() == 0
+        changed = [torch.where(other[:, None, :, None], 100*torch.randn_like(x), x) for x in tensors]
+        before, after = (passes(varlen_attention, x, layout, causal) for x in (tensors, changed))
+        for a, z in zip(before, after): assert torch.equal(a.transpose(1, 2)[~other], z.transpose(1, 2)[~other])
+        is_padding = bool((layout.document_ids()[other] == 0).all())
+        assert is_padding or not torch.equal(before[0], after[0])
+        seen += 1
+    return seen
+
+
+def test_packed_documents_as_defined():
+    torch.manual_seed(0)
+    check_definition((0, 1, 2, 17, 60), 1)
+
+
+def test_packed_documents_are_isolated():
+    torch.manual_seed(0)
+    check_isolation((0, 1, 2, 17, 60), 1)
+
+
+@pytest.mark.slow
+def test_packed_documents_with_every_number_of_documents(capsys):
+    torch.manual_seed(0)
+    worst, seen = check_definition(range(61), 3)
+    isolated = check_isolation(range(61), 3)
+    with capsys.disabled(): print(f'\n{seen} layouts of 0 to 60 documents: within {worst:.1e} of the definition; {isolated} replacements: everything else exactly the same')
+
+
+@pytest.mark.slow
+def test_packed_documents_in_16_bits():
+    "Short documents and long ones take different kernels on a CPU."
+    torch.manual_seed(0)
+    layout = Layout.from_doc_lens([[300, 1, 40], [257, 80]], 350)
+    tensors = leaves(layout, torch.bfloat16)
+    got, want = passes(varlen_attention, tensors, layout, True), passes(explicit_attention, [x.double() for x in tensors], layout, True)
+    for g, w in zip(got, want): assert (g.double()-w).abs().max() <= .02*w.abs().max()
