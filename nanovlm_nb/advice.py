@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .config import TrainConfig, VLMConfig, evolve
+from .config import TrainConfig, VLMConfig, evolve, updates_of_run
 
 # %% auto #0
 __all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES', 'SAVE_EARLY', 'SAVE_LATER',
@@ -223,8 +223,9 @@ def save_notes(
     if not every: return ['save_interval is 0 and eval_in_epochs False: the only checkpoint is the one at the end']
     advised = f'{SAVE_EARLY[0]} to {SAVE_EARLY[1]} with max_keep_ckpts 3 while you try whether a run works, {SAVE_LATER[0]} to {SAVE_LATER[1]} with max_keep_ckpts 1 later'
     lines = [f'a checkpoint every {every} updates: {advised}'] if not SAVE_EARLY[0]<=every<=SAVE_LATER[1] else []
-    n = c.max_training_steps//every
-    return lines+[f'max_keep_ckpts is -1: all {n} checkpoints stay on the disk; {advised}'] if c.max_keep_ckpts==-1 and n>3 else lines
+    updates = updates_of_run(c)
+    if c.max_keep_ckpts!=-1 or updates is not None and updates//every<=3: return lines
+    return lines+[f'max_keep_ckpts is -1: all {"" if updates is None else f"{updates//every} "}checkpoints stay on the disk; {advised}']
 
 def range_notes(
     train_cfg:TrainConfig, # rates and batch

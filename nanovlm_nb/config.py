@@ -7,7 +7,8 @@ __all__ = ['ELSEWHERE', 'FEW', 'CHAT_TEMPLATE', 'ATTN_BACKENDS', 'SCHEDULES', 'P
            'check_known', 'as_type', 'Config', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve',
            'OptimFields', 'DataFields', 'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset',
            'write_atomic', 'save_yaml', 'read_yaml', 'load_yaml', 'field_docs', 'make_parser', 'check_flags',
-           'parse_args', 'set_env', 'effective_batch_size', 'load_function', 'projector_advice', 'get_run_name']
+           'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run', 'length_of_run', 'load_function',
+           'projector_advice', 'get_run_name']
 
 # %% ../nbs/01_config.ipynb #58358344
 import json
@@ -87,6 +88,7 @@ def _one_of(cfg, name, options):
 # %% ../nbs/01_config.ipynb #c17e5a02
 ELSEWHERE = dict(
     epochs='max_epochs', num_epochs='max_epochs', num_train_epochs='max_epochs', max_steps='max_training_steps', max_iters='max_training_steps',
+    train_samples='max_training_samples', schedule_in='max_training_samples', max_train_samples='data_cutoff_idx for the data and max_training_samples for the run',
     learning_rate='lr_mp for the projector and lr_backbones for both backbones', lr='lr_mp for the projector and lr_backbones for both backbones',
     per_device_train_batch_size='batch_size', micro_batch_size='batch_size', accumulation_steps='gradient_accumulation_steps',
     grad_accum_steps='gradient_accumulation_steps', grad_clip='max_grad_norm', clip_grad='max_grad_norm', lr_scheduler_type='lr_schedule',
@@ -404,6 +406,7 @@ class OptimFields:
     batch_size:int = 2 # packs of a micro-batch on one rank
     gradient_accumulation_steps:int = 8 # micro-batches of an update
     max_training_steps:int = 40000 # updates of the run
+    max_training_samples:int|None = None # samples of the run, in place of max_training_steps: the learning rate follows samples, whatever the size of an update; None: it follows updates
     max_epochs:int|None = None # end after so many passes over the data, if that is sooner; None: no limit
     loss_average:str = 'tokens' # mean over target tokens of an update, or over micro_batches as nanoVLM does
     dtype:str = 'auto' # auto, bfloat16, float16 or float32
@@ -420,9 +423,11 @@ class OptimFields:
         for n in ('lr_backbones','max_grad_norm'):
             v = getattr(self, n)
             _require(v is None or v>=0, f"{n} is {v}: give 0 or more, or None")
-        for n in ('max_epochs','language_last_blocks'):
+        for n in ('max_training_samples','max_epochs','language_last_blocks'):
             v = getattr(self, n)
             _require(v is None or v>0, f"{n} is {v}: give 1 or more, or None")
+        samples,epochs = self.max_training_samples,self.max_epochs
+        _require(samples is None or epochs is None, f"max_training_samples {samples} and max_epochs {epochs} both end the run: set one of them to None")
         spike = self.max_grad_spike
         _require(spike is None or spike>1, f"max_grad_spike is {spike}: give a factor above 1, or None")
         _require(len(self.betas)==2 and all(0<=b<1 for b in self.betas), f"betas is {self.betas}: give two numbers, 0 <= b < 1")
@@ -780,6 +785,8 @@ def parse_args(
     vlm = evolve(vlm, **{f.name:given[f.name] for f in fields(vlm) if f.name in given})
     train = evolve(train, **{f.name:given[f.name] for f in fields(train) if f.name in given})
     check_configs(vlm, train)
+    _require(train.max_training_samples is None or 'max_training_steps' not in given, f"max_training_steps {train.max_training_steps} has no effect "
+        f"beside max_training_samples {train.max_training_samples}: leave it out, or give --max_training_samples None")
     names = {*given, *(n for section in read_yaml(args.config)[1:] for n in section)} if args.config else {*given}
     return vlm,train,Namespace(preset=args.preset, config=args.config, given=names)
 
@@ -798,6 +805,25 @@ def effective_batch_size(
     "Packs behind one update, over all ranks."
     _require(world_size>0, f"world_size is {world_size}: give the number of ranks")
     return train_cfg.batch_size*train_cfg.gradient_accumulation_steps*world_size
+
+# %% ../nbs/01_config.ipynb #5a3b1e02
+def updates_of_run(
+    train_cfg:TrainConfig, # `max_training_steps` or `max_training_samples`
+    size:float|None=None, # samples of an update from now on; None: not measured yet
+    step:int=0, # updates so far
+    samples:int=0, # samples so far
+)->int|None: # None: it depends on the size of an update
+    "Updates of a run at most, those of before included."
+    c = train_cfg
+    if c.max_training_samples is None: return c.max_training_steps
+    return step+max(math.ceil((c.max_training_samples-samples)/size), 0) if size else None
+
+def length_of_run(
+    train_cfg:TrainConfig, # likewise
+)->str: # e.g. '4000 updates'
+    "The length of a run in its own unit."
+    c = train_cfg
+    return f'{c.max_training_steps} updates' if c.max_training_samples is None else f'{c.max_training_samples} samples'
 
 # %% ../nbs/01_config.ipynb #e5a20004
 def load_function(
@@ -838,5 +864,6 @@ def get_run_name(
     joint = train_cfg.lr_backbones
     vision,language = (train_cfg.lr_vision_backbone,train_cfg.lr_language_backbone) if joint is None else (joint,joint)
     lrs = f'lr_vision_{vision}-language_{language}-{train_cfg.lr_mp}'
+    length = train_cfg.max_training_steps if train_cfg.max_training_samples is None else length_of_run(train_cfg).replace(' ', '')
     return (f'nanoVLM_{vit}_{vlm_cfg.max_img_size}_mp{vlm_cfg.mp_pixel_shuffle_factor}_{lm}_{world_size}xGPU_'
-        f'bs{effective_batch_size(train_cfg, world_size)}_{train_cfg.max_training_steps}_{lrs}_{now or datetime.now():%m%d-%H%M%S}')
+        f'bs{effective_batch_size(train_cfg, world_size)}_{length}_{lrs}_{now or datetime.now():%m%d-%H%M%S}')

@@ -103,6 +103,12 @@ def optimizer(
     return found
 
 # %% ../nbs/30_deepspeed_json.ipynb #9b022df3
+def _updates(flat, key, samples):
+    "A number of updates; an error if the run counts samples."
+    found = _take(flat, key)
+    if found is not None and samples is not None: raise ValueError(f"{key} {found} counts updates, and max_training_samples {samples} counts samples: leave one of them out; a climb is a share in warmup_ratio")
+    return found
+
 def scheduler(
     flat:dict, # from `flatten`; what is used here is removed
     train_cfg:TrainConfig, # length of the run
@@ -114,9 +120,10 @@ def scheduler(
     floor = {'WarmupLR':1., 'WarmupCosineLR':flat.pop(p+'cos_min_ratio', .0001)}.get(kind)
     if floor is None: raise ValueError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, or leave out the section and set lr_schedule to a module:function of yours")
     found |= dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
-    if (total := _take(flat, p+'total_num_steps')) is not None: found['max_training_steps'] = (total, p+'total_num_steps')
+    total,climb = (_updates(flat, p+n, train_cfg.max_training_samples) for n in ('total_num_steps','warmup_num_steps'))
+    if total is not None: found['max_training_steps'] = (total, p+'total_num_steps')
     updates = total or train_cfg.max_training_steps
-    if (climb := _take(flat, p+'warmup_num_steps')) is not None:
+    if climb is not None:
         if climb>updates: raise ValueError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: lower it, or raise max_training_steps")
         found['warmup_ratio'] = (climb/updates, p+'warmup_num_steps')
     return found

@@ -291,7 +291,7 @@ def smoke_run(
     timeout_s:float=1800., # until they must be made
 )->Check: # pass or fail
     "Train a few updates in a process of its own."
-    small = evolve(train_cfg, max_training_steps=updates, eval_in_epochs=False, save_interval=0, ask_samples=0, log_wandb=False, progress_bar=False, resume=False, deepspeed_config=None, run_name='smoke')
+    small = evolve(train_cfg, max_training_steps=updates, max_training_samples=None, eval_in_epochs=False, save_interval=0, ask_samples=0, log_wandb=False, progress_bar=False, resume=False, deepspeed_config=None, run_name='smoke')
     with tempfile.TemporaryDirectory() as folder:
         save_yaml(f'{folder}/config.yaml', evolve(vlm_cfg, vlm_checkpoint_path=folder) if not train_cfg.resume_from_vlm_checkpoint else vlm_cfg, small)
         command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml']

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from .usage import Parser,command
-from .config import TrainConfig,VLMConfig,effective_batch_size,evolve,parse_args
+from .config import TrainConfig,VLMConfig,effective_batch_size,evolve,parse_args,updates_of_run
 from .advice import Remedy,lint,memory_remedies
 from .flops import GPUS,all_flops,find_gpu,step_flops,useful_flops
 from .vlm import VLMNet
@@ -408,10 +408,12 @@ def make_plan(
     "What a run costs."
     v,c,pack = vlm_cfg,train_cfg,pack or typical_pack(vlm_cfg, train_cfg)
     if gpus<1 or not 0<mfu<=1: raise ValueError(f"gpus is {gpus} and mfu {mfu}: give 1 or more, and a share of the peak")
+    packs = effective_batch_size(c, gpus)
+    c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
     found = sizes(v, c)
     trains,need = {n for n,s in found.items() if s.trained},memory(v, c, gpus, found)
-    work,packs,samples = update_flops(v, c, pack, trains),effective_batch_size(c, gpus),samples or c.data_cutoff_idx
-    plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
+    work,samples = update_flops(v, c, pack, trains),samples or c.data_cutoff_idx
+    plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples, pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
         parameters={n:dict(total=s.total, trained=s.trained) for n,s in found.items()}, memory=memory_table(v, c, gpus, found),
         needed={k:x/GB for k,x in (need._asdict()|dict(total=need.total)).items()}, setting=_setting(c, gpus),
         work=dict(flops=work['all'], useful=work['useful'], packs=packs, tokens=packs*pack.tokens, all_tokens=packs*pack.tokens*c.max_training_steps),
@@ -457,9 +459,10 @@ def _device_text(name, d):
 
 def _work_text(plan):
     w,p = plan['work'],plan['pack']
+    length = f"{plan['updates']} updates" if plan['in_samples'] is None else f"{plan['in_samples']} samples, about {plan['updates']} updates"
     average = f"an average pack: {p['tokens']:.0f} tokens, {p['tiles']:.1f} tiles, {p['targets']:.0f} targets, {p['documents']:.1f} samples"
     return ['Work', f'  {average}', f"  an update: {w['packs']} packs, {w['tokens']:,.0f} tokens, {w['flops']/1e12:.0f} TFLOP on each GPU, {w['useful']/w['flops']:.0%} of them useful",
-        f"  {plan['updates']} updates: {w['all_tokens']/1e9:.2f} billion tokens"]
+        f"  {length}: {w['all_tokens']/1e9:.2f} billion tokens"]
 
 # %% ../nbs/42_plan.ipynb #cfd2f83f
 def _batch_text(plan):

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError,HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from .config import TrainConfig,VLMConfig,load_yaml,write_atomic
+from .config import TrainConfig,VLMConfig,length_of_run,load_yaml,write_atomic
 from .logs import read_log
 from .vlm import VisionLanguageModel,bullets
 from .checkpoint import read_pointer
@@ -64,7 +64,7 @@ def _data_lines(c):
     names = '' if c.train_dataset_name==['default'] else f' ({", ".join(c.train_dataset_name)})'
     first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
     lines = [f'data: {c.train_dataset_path}{names}{first}', f'learning rates: projector {c.lr_mp}, vision {c.lr_vision_backbone}, language {c.lr_language_backbone}']
-    return lines+[f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to {c.max_training_steps} updates, seed {c.seed}']
+    return lines+[f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to {length_of_run(c)}, seed {c.seed}']
 
 def _result_lines(run_dir):
     "What was measured: of the whole run, and of the best checkpoint."

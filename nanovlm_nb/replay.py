@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from .usage import Parser,UsageError,at_least,command
-from .config import TrainConfig,VLMConfig,evolve,load_yaml,set_env
+from .config import TrainConfig,VLMConfig,evolve,load_yaml,set_env,updates_of_run
 from .dist import Dist,pick_device
 from .logs import RunLog,read_log
 from .optim import clip_gradients
@@ -54,7 +54,8 @@ def trainer_before(
     checkpoint = checkpoint_before(run_dir, update)
     state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
     vlm_cfg,train_cfg = load_yaml(run_dir/'config.yaml')
-    if update>train_cfg.max_training_steps: raise ValueError(f'update {update} was never made: the run has {train_cfg.max_training_steps}')
+    most = updates_of_run(train_cfg)
+    if most is not None and update>most: raise ValueError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), progress=False) as log:
         trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log, Dist(device=pick_device()), resuming=True)
         trainer.load(checkpoint)
@@ -62,6 +63,7 @@ def trainer_before(
         for u in trainer.updates():
             if trainer.state.step==update-1: break
             trainer.train_step(u)
+        else: raise ValueError(f'update {update} was never made: the run has {trainer.state.step}')
         yield trainer,u
 
 # %% ../nbs/36_replay.ipynb #1262643a

@@ -6,8 +6,8 @@
 __all__ = ['RECORDS', 'LEFT_DASHBOARD', 'JOB', 'FINE', 'CAREFUL', 'REFUSED', 'MODEL_FINE', 'MODEL_CAREFUL', 'MODEL_REFUSED',
            'TRAIN_FINE', 'TRAIN_CAREFUL', 'TRAIN_REFUSED', 'NOBODY_KNOWS', 'given_checkpoint', 'is_own', 'find_resume',
            'leave_dashboard', 'left_behind', 'abandoned_folder', 'go_back', 'note_start', 'is_again', 'earlier_run',
-           'resume_classes', 'Difference', 'differences', 'splits', 'split_difference', 'planned_length', 'progress',
-           'check_resume', 'rates', 'aside_lines', 'resume_checklist', 'rate_lines', 'main']
+           'resume_classes', 'Difference', 'differences', 'splits', 'split_difference', 'planned_length', 'place_of',
+           'progress', 'check_resume', 'rates', 'aside_lines', 'resume_checklist', 'rate_lines', 'main']
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
 import json,shutil,sys
@@ -17,7 +17,7 @@ from typing import get_type_hints
 
 from .usage import Parser,UsageError,at_least,command
 from .config import TrainConfig,VLMConfig,as_type,evolve,parse_args,write_atomic
-from .schedule import get_schedule
+from .schedule import get_schedule,in_samples
 from .logs import read_log
 from .optim import training_parts
 from .evals import set_pin
@@ -198,6 +198,7 @@ TRAIN_CAREFUL = dict(
     max_val_batches='validation losses, and which is the best, are measured on other data',
     max_grad_spike='from here on other updates are skipped',
     max_training_steps='the learning rate follows the length of the run: it jumps to where the new schedule stands',
+    max_training_samples='the learning rate follows the length of the run: it jumps to where the new schedule stands',
     max_epochs='the learning rate follows the length of the run, which is found anew',
     lr_schedule='the learning rate jumps to where the new schedule stands',
     warmup_ratio='the learning rate jumps to where the new schedule stands',
@@ -278,20 +279,35 @@ def planned_length(
     state:dict, # `trainer_state.json`
     train:dict, # fields of the `TrainConfig` of the run to come
 )->int: # updates; when `max_epochs` has changed, in proportion
-    "How long a run is, as far as its checkpoint knows."
+    "How long a run that counts updates is, as far as its checkpoint knows."
     most,planned,(was,_) = train['max_training_steps'],state.get('planned'),state.get('planned_for') or (None,None)
     if planned is None or train.get('max_epochs') is None: return most
     return min(most, round(planned*train['max_epochs']/was))
 
+def place_of(
+    state:dict, # `trainer_state.json`
+    train:dict, # fields of the `TrainConfig` of the run to come
+)->tuple[float,float]: # `step` and `max_steps` of a schedule
+    "Where the schedule goes on, and its length, in updates of the size of before."
+    most,samples = train.get('max_training_samples'),state.get('samples', 0)
+    return (state['step'], planned_length(state, train)) if most is None else in_samples(samples, samples/max(state['step'], 1), most)
+
 def progress(
     state:dict, # `trainer_state.json`: `step`, `samples`, `data`
     packs:int, # of an update from now on
+    train:dict|None=None, # fields of the `TrainConfig` of the run to come; None: those of before
 )->str: # a sentence
     "Where a run stands in updates and in samples, and what that is with other updates."
-    step,samples,was = state['step'],state['samples'],state['data']['lanes']
-    most = planned_length(state, state['configs']['train'])
+    step,samples,was,before = state['step'],state['samples'],state['data']['lanes'],state['configs']['train']
+    if (whole := (train or before).get('max_training_samples')) is not None:
+        left = max(whole-samples, 0)*step*was/samples/packs
+        return (f'So far {samples} of {whole} samples ({100*samples/whole:.1f} %) in {step} updates; with {packs} packs in an update the rest takes about {left:.0f} more. '
+            'The learning rate follows samples, whatever the size of an update')
+    most = planned_length(state, before)
+    epochs = ' --max_epochs None' if before.get('max_epochs') else ''
     return (f'So far {step} of {most} updates ({100*step/most:.1f} %) and {samples} samples; with {packs} packs in an update as many samples take {step*was/packs:.0f} updates, '
-        f'and update {step} stands for {samples*packs/was:.0f} samples ({100*step*packs/was/most:.1f} % of those planned)')
+        f'and update {step} stands for {samples*packs/was:.0f} samples ({100*step*packs/was/most:.1f} % of those planned). A schedule in samples would go on where this one is: '
+        f'--max_training_samples {samples*most/step:.0f}{epochs}')
 
 # %% ../nbs/33_resume.ipynb #02f93b30
 def check_resume(
@@ -304,7 +320,7 @@ def check_resume(
     c,found = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
     split = split_difference(state['data']['lanes'], (c.batch_size, c.gradient_accumulation_steps, world_size)) if state['data'] else None
     found = [split]*(split is not None)+found
-    if split is not None and state.get('samples'): found[0] = replace(split, why=f"{split.why}. {progress(state, c.batch_size*c.gradient_accumulation_steps*world_size)}")
+    if split is not None and state.get('samples'): found[0] = replace(split, why=f"{split.why}. {progress(state, c.batch_size*c.gradient_accumulation_steps*world_size, asdict(c))}")
     refused = [str(d) for d in found if d.level == REFUSED]
     if refused and not c.force_resume: raise ValueError('cannot resume: '+'; '.join(refused)+'. Set these as they were, begin a new run from the weights (load_from without resume), or give force_resume')
     return [str(d) for d in found]
@@ -314,13 +330,13 @@ def rates(
     run_dir:Path, # directory of the run
     step:int, # of the checkpoint
     train_cfg:TrainConfig, # of the run to come
-    total:int|None=None, # its length in updates; None: `max_training_steps`
+    place:tuple[float,float], # from `place_of`
 )->tuple[float|None,float]: # the projector's rate in the last update before it (None: not in the log) and in the next
     "Does the learning rate go on where it was?"
     log = run_dir/'log.jsonl'
     last = [r['lr_MP'] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and 'lr_MP' in r]
     schedule = get_schedule(train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
-    return (last[-1] if last else None),schedule(step, train_cfg.lr_mp, total or train_cfg.max_training_steps)
+    return (last[-1] if last else None),schedule(place[0], train_cfg.lr_mp, place[1])
 
 def aside_lines(
     run_dir:Path, # directory of the run
@@ -361,7 +377,7 @@ def rate_lines(
     train_cfg:TrainConfig, # of the run to come
 )->list[tuple[bool,str]]: # (is it about the same?, line); empty if the log does not say
     "Whether the learning rate goes on where it was."
-    before,after = rates(run_dir, state['step'], train_cfg, planned_length(state, asdict(train_cfg)))
+    before,after = rates(run_dir, state['step'], train_cfg, place_of(state, asdict(train_cfg)))
     if before is None: return []
     return [(.5<(after/before if before else 1)<2, f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next')]
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import nn
 
 from .usage import SAID,is_usage
-from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,write_atomic
+from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,updates_of_run,write_atomic
 from .dist import Dist,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
 from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
@@ -396,7 +396,7 @@ def open_log(
 )->RunLog: # to be closed
     "The log of a run, as its config says."
     c = train_cfg
-    return RunLog(run_dir, dist, dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict()), run_dir.name, c.max_training_steps,
+    return RunLog(run_dir, dist, dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict()), run_dir.name, updates_of_run(c),
         c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project, *((c.stats_log_interval, c.max_epochs or 1) if c.console_line=='minimind' else ()))
 
 def make_trainer(

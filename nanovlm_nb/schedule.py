@@ -11,7 +11,7 @@ from math import cos, pi
 from .config import load_function
 
 # %% auto #0
-__all__ = ['warmup', 'warmup_cosine', 'get_lr', 'minimind_lr', 'wsd', 'get_schedule']
+__all__ = ['warmup', 'warmup_cosine', 'get_lr', 'minimind_lr', 'wsd', 'get_schedule', 'in_samples']
 
 # %% ../nbs/02_schedule.ipynb #7580039f
 def warmup(
@@ -96,3 +96,14 @@ def get_schedule(
     named = _schedules(warmup_ratio, min_lr_ratio)
     if schedule in named: return named[schedule]
     raise ValueError(f"lr_schedule {schedule!r} is unknown: use one of {', '.join(named)}, or 'module:function' for your own")
+
+# %% ../nbs/02_schedule.ipynb #5a3b2e02
+def in_samples(
+    samples:int, # Seen before this update
+    size:int,    # Samples of this update
+    most:int,    # Samples of the whole run
+)->tuple[float,float]: # `step` and `max_steps` for a schedule
+    "A place in a run that counts samples, in updates of the present size."
+    if most < 1: raise ValueError(f"most {most} < 1: a run has at least one sample")
+    size = min(max(size, 1), most) # an update may be empty, or larger than the run
+    return samples/size, most/size

@@ -23,10 +23,10 @@ from torch import Tensor,nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import TrainConfig
+from .config import TrainConfig,updates_of_run
 from .advice import MOST,advice,stability_advice
 from .dist import Dist,no_sync,on_master,synchronized_batches,wrap_model
-from .schedule import get_schedule
+from .schedule import get_schedule,in_samples
 from .logs import EVAL_AXIS,Clock,RunLog,Stats
 from .flops import COMPONENTS,count_flops,mfu,pairs,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
@@ -195,6 +195,7 @@ class Trainer:
         self.state,self.stats,self.epoch_sums = TrainState(),Stats(),dict(loss=0.,targets=0,tokens=0,seconds=0.)
         self.clock,self.seconds,self.recent,self.single = Clock(),dict.fromkeys(Clock.names, 0.),self.nothing(),[]
         self.units,self.peak = self.costs(),self.peak_of_all()
+        self.came_with = 0,0 # updates and samples of earlier starts
         self.waits:list[tuple] = [] # seconds of the first updates: for their data, in all
         if schedule is None and ':' in train_cfg.lr_schedule: self.try_schedule()
         self.resumed,self.stop = False,threading.Event()
@@ -212,22 +213,39 @@ class Trainer:
         return dict(loss=0., targets=0, samples=0, updates=0, norm=0., flops=0)
 
     @property
-    def finished(self)->bool: # by `max_training_steps` or `max_epochs`
-        "Has the run reached its end?"
-        return self.state.step>=self.cfg.max_training_steps or (self.cfg.max_epochs is not None and self.state.epoch>=self.cfg.max_epochs)
+    def full_length(self)->bool: # in updates, or in samples
+        "Has the run its length?"
+        c,s = self.cfg,self.state
+        return s.step>=c.max_training_steps if c.max_training_samples is None else s.samples>=c.max_training_samples
 
     @property
-    def total(self)->int: # updates
-        "The length of the run, as far as it is known: what the schedule and the time left follow."
-        most,planned = self.cfg.max_training_steps,self.state.planned
-        return most if planned is None else max(min(planned, most), 1)
+    def finished(self)->bool: # by its length or by `max_epochs`
+        "Has the run reached its end?"
+        return self.full_length or (self.cfg.max_epochs is not None and self.state.epoch>=self.cfg.max_epochs)
+
+    @property
+    def total(self)->int|None: # updates; None: a run that counts samples has made none yet
+        "The length of the run, as far as it is known: what the time left follows, and a schedule in updates."
+        s,(step,samples) = self.state,self.came_with
+        size = (s.samples-samples)/(s.step-step) if s.step>step else None
+        most = updates_of_run(self.cfg, size, s.step, s.samples)
+        return most if s.planned is None else max(min(s.planned, most), 1)
 
 # %% ../nbs/32_trainer.ipynb #12ad44d2
 @patch
 def try_schedule(self:Trainer)->None: # nothing
     "Ask a schedule of the user's for some rates now, not when the data are loaded."
-    n = self.cfg.max_training_steps
-    for step in (0, n//2, n-1): checked_lr(self.schedule, step, max(g['max_lr'] for g in self.optimizer.param_groups), n)
+    n,most = self.cfg.max_training_steps,self.cfg.max_training_samples
+    places = [(s, n) for s in (0, n//2, n-1)] if most is None else [in_samples(s, 7, most) for s in (0, most//2, most-1)]
+    for step,steps in places: checked_lr(self.schedule, step, max(g['max_lr'] for g in self.optimizer.param_groups), steps)
+
+@patch
+def place(self:Trainer,
+    size:int, # samples of the update that is to be made
+)->tuple[float,float]: # `step` and `max_steps`
+    "What the schedule is asked."
+    most = self.cfg.max_training_samples
+    return (self.state.step, self.total) if most is None else in_samples(self.state.samples, size, most)
 
 @patch
 def costs(self:Trainer)->dict: # from `flops.unit_flops`
@@ -350,7 +368,7 @@ def train_step(self:Trainer,
 )->dict: # figures of this update, as they were logged
     "All micro-batches of one update, one optimizer step, one line in the log."
     start = time.perf_counter()
-    lrs = set_lrs(self.optimizer, self.schedule, self.state.step, self.total)
+    lrs = set_lrs(self.optimizer, self.schedule, *self.place(update.samples))
     last = len(update.micro_batches)-1
     with self.clock('forward_backward'):
         losses = [self.forward_backward(b, update, i==last) for i,b in enumerate(update.micro_batches)]
@@ -367,6 +385,7 @@ def train_step(self:Trainer,
     metrics = dict(batch_loss=loss, grad_norm=norm, **lrs, epoch=self.state.epoch, target_tokens=update.targets,
         tokens=update.tokens, samples=update.samples, batch_digest=update.digest, **update.packing)|(dict(skipped_updates=self.state.skipped) if verdict else {})
     metrics |= self.measure(update, loss if not verdict else None, norm, computed-start, time.perf_counter()-computed)
+    if self.cfg.max_training_samples is not None: self.log.length(self.total)
     self.log.log(metrics, self.state.step)
     if self.state.step%self.cfg.stats_log_interval==0: self.check_length()
     return metrics
@@ -586,6 +605,7 @@ def load(self:Trainer,
     else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
     self.scaler.load_state_dict(state['scaler'])
     self.state,self.epoch_sums = TrainState(**{f.name:state[f.name] for f in fields(TrainState) if f.name in state}),state['epoch_sums']
+    self.came_with = self.state.step,self.state.samples
     self.guard.norms.extend(state['norms'])
     if then: then()
     if self.dist.is_master: forget_bad_updates(self.log.run_dir, self.state.step)
@@ -718,17 +738,17 @@ def epoch_updates(self:Trainer)->Iterator[Update]: # updates of one epoch
 
 # %% ../nbs/32_trainer.ipynb #b50c0b58
 @patch
-def updates(self:Trainer)->Iterator[Update]: # until `max_training_steps` or `max_epochs`
+def updates(self:Trainer)->Iterator[Update]: # until the run is finished
     "Updates of one epoch after another."
     idle_epochs = 0
     while not self.finished:
-        before = self.state.step
+        before,seen = self.state.step,self.state.samples
         for update in self.epoch_updates():
             if self.state.step==before: self.say_padding(update)
             yield update
-            if self.state.step>=self.cfg.max_training_steps: return
-        idle_epochs = idle_epochs+1 if self.state.step==before else 0 # a resumed run may stand at the very end of one
-        if idle_epochs==2: raise ValueError(f"an epoch without a single update: {self.drops()['train'].blame or 'is the training data empty?'}")
+            if self.full_length: return
+        idle_epochs = idle_epochs+1 if self.state.samples==seen else 0 # a resumed run may stand at the very end of one
+        if idle_epochs==2: raise ValueError(f"an epoch without a single sample: {self.drops()['train'].blame or 'is the training data empty?'}")
         self.end_epoch()
 
 # %% ../nbs/32_trainer.ipynb #67e7f9f7
@@ -753,7 +773,8 @@ def end_epoch(self:Trainer):
 @patch
 def plan_length(self:Trainer)->None: # nothing; every rank must call
     "Find out how many updates `max_epochs` comes to, if this was not found before."
-    s,epochs = self.state,self.cfg.max_epochs
+    s,c,epochs = self.state,self.cfg,self.cfg.max_epochs
+    if c.max_training_samples is not None: self.log.info(f'the run ends after {c.max_training_samples} samples, and the learning rate follows them; max_training_steps {c.max_training_steps} does not count')
     wanted = [epochs, self.train_loader.n] if epochs and hasattr(self.train_loader, 'updates_left') else None
     if s.planned_for!=wanted:
         left,s.counted = self.train_loader.updates_left(epochs) if wanted else (None,True)
@@ -824,7 +845,7 @@ def too_many_bad(self:Trainer):
 @patch
 def close_update(self:Trainer)->bool: # False: a signal came in between
     "First the checkpoint that is due, then figures about it."
-    c,last = self.cfg,self.state.step>=self.cfg.max_training_steps
+    c,last = self.cfg,self.full_length
     judged = last or c.eval_in_epochs and self.due(c.eval_interval)
     due = dict(validation=judged and self.validates, panel=self.due(c.look_interval), epoch=last)
     self.to_follow = [name for name,is_due in due.items() if is_due]
@@ -833,8 +854,8 @@ def close_update(self:Trainer)->bool: # False: a signal came in between
 
 @patch
 def close_run(self:Trainer)->bool: # False: a signal came in between
-    "When the data have ended before `max_training_steps`: the same for the last update, unless it was due there."
-    if self.state.step>=self.cfg.max_training_steps or self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): return True
+    "When the data have ended before the run had its length: the same for the last update, unless it was due there."
+    if self.full_length or self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): return True
     self.to_follow = ['validation']*self.validates
     self.save()
     return self.follow()

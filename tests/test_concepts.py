@@ -7,7 +7,10 @@ import pytest
 from commands import TINY, run, train
 
 from nanovlm_nb.config import load_yaml, save_yaml
+from nanovlm_nb.logs import read_log
 from nanovlm_nb.plan import bookkeeping, changed_batch, epoch_at
+from nanovlm_nb.resume import main as check_resume
+from nanovlm_nb.schedule import warmup_cosine
 
 FLAGS = [*TINY, '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_training_steps', 8, '--max_keep_ckpts', 3, '--ask_samples', 0, '--dtype', 'float32']
 
@@ -90,3 +93,25 @@ def test_three_ways_to_begin(cwd, run_dir):
     assert 'optimizer and data begin anew' in (cwd/'checkpoints'/'fresh'/'train.log').read_text()
     first = json.loads((cwd/'checkpoints'/'fresh'/'log.jsonl').read_text().splitlines()[0])
     assert first['step'] == 0 or first['step'] == 1
+
+
+def test_a_schedule_in_samples_goes_on_with_another_batch_and_other_ranks(tmp_path, capsys):
+    "One rank, then two with updates of twice the packs: the rate keeps to its curve over the samples, and the run ends when they are seen."
+    pairs = zip(FLAGS[::2], FLAGS[1::2])
+    flags = [w for name, value in pairs if name != '--max_training_steps' for w in (name, value)]+['--lr_schedule', 'cosine', '--max_keep_ckpts', -1]
+    train([*flags, '--max_training_samples', 120], tmp_path)
+    run_dir = tmp_path/'checkpoints'/'r'
+    first = {r['step']: r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r}
+    begun = max(n for n in steps(run_dir) if sum(first[s]['samples'] for s in range(1, n+1)) <= 70)
+    there = ['--load_from', str(run_dir/f'step_{begun}')]
+    assert check_resume([str(run_dir), '--ranks', '2', *there]) == 1
+    assert 'The learning rate follows samples, whatever the size of an update' in capsys.readouterr().out
+    train([*flags, '--max_training_samples', 120, '--resume', 'True', *there, '--force_resume', 'True'], tmp_path, ranks=2)
+    log = [r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r]
+    assert [r['lr_MP'] for r in log[:begun]] == [first[s]['lr_MP'] for s in range(1, begun+1)] and begun < len(log) < len(first)
+    seen = 0
+    for r in log:
+        place = seen/r['samples'], 120/r['samples']
+        assert r['lr_MP'] == pytest.approx(warmup_cosine(place[0], 3e-4, place[1], .03, .02), rel=1e-9)
+        seen += r['samples']
+    assert seen-log[-1]['samples'] < 120 <= seen

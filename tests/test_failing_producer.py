@@ -161,7 +161,7 @@ def test_contradictions_are_errors_before_the_first_batch(tmp_path, flags, messa
 
 @pytest.mark.parametrize('flags, message', [
     ('', 'no usable validation row among val_size'),
-    ('--eval_in_epochs False --val_size 0', 'an epoch without a single update')])
+    ('--eval_in_epochs False --val_size 0', 'an epoch without a single sample')])
 def test_a_run_without_a_sample_ends(tmp_path, flags, message):
     "All rows are dropped: an error, with a worker and without validation too."
     _, err = watched(train_flags('--max_sample_length', '18', '--num_workers', '1', *flags.split()), tmp_path, 120)
