@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['logger', 'PIN', 'MISSING', 'NO_SLURM', 'MOST_STARTS', 'results_dir', 'result_files', 'write_json', 'read_result',
            'result_values', 'Results', 'pinned', 'set_pin', 'Job', 'clean_env', 'start_process', 'is_running',
-           'has_lmms_eval', 'task_names', 'task_file', 'choose_backend', 'possible_tasks', 'read_job', 'Evaluations']
+           'writers', 'has_lmms_eval', 'task_names', 'task_file', 'choose_backend', 'possible_tasks', 'read_job',
+           'Evaluations']
 
 # %% ../nbs/30_evals.ipynb #840d10b9
 import json,logging,math,os,re,shutil,signal,subprocess,sys
@@ -190,6 +191,16 @@ def is_running(
         except BlockingIOError: return True
     return False
 
+def writers(
+    log:Path, # of `start_process`
+)->list[int]: # process groups; empty where there is no /proc
+    "Who writes there, should nobody have noted it."
+    found = set()
+    for out in Path('/proc').glob('[0-9]*/fd/1'):
+        with suppress(OSError): # of somebody else, or it has ended
+            if os.readlink(out)==os.path.realpath(log): found.add(os.getpgid(int(out.parts[2])))
+    return sorted(found-{os.getpgrp()})
+
 # %% ../nbs/30_evals.ipynb #df27cf1c
 MISSING = "lmms-eval is not installed: {} cannot be evaluated here. pip install 'nanovlm_nb[eval]', or give --use_lmms_eval False"
 
@@ -333,10 +344,13 @@ def poll(self:Evaluations,
 
 @patch
 def _begin(self:Evaluations, job):
-    "Start a job's process."
+    "Start a job's process. What is noted before is true if this process is killed on the way: the lock says whether there is another."
     command = job.slurm(self.cfg.eval_script) if self.backend=='slurm' else self.command(job, self.out(job.step))
-    process = self.processes[job.step] = start_process(command, self.log(job.step))
-    self._note(job, state='running', starts=job.starts+1, number=str(process.pid))
+    self._note(job, state='running', starts=job.starts+1, number=None)
+    try: process = start_process(command, self.log(job.step))
+    except BlockingIOError: return f'evaluation of step {job.step} is under way already'
+    self.processes[job.step] = process
+    self._note(job, number=str(process.pid))
     return f'evaluation of step {job.step} begins: {job.tasks}'+(f', start {job.starts}' if job.starts>1 else '')
 
 @patch
@@ -346,7 +360,7 @@ def _advance(self:Evaluations, job, thorough):
     process,missing = self.processes.pop(job.step, None),self.missing(job.step, job.tasks)
     code = process.wait() if process else None # None: a child of an earlier trainer
     if not missing: yield self._end(job, 'done', f'evaluation of step {job.step} is done')
-    elif self.backend=='slurm' and code==0: yield self._queued(job)
+    elif self.backend=='slurm' and (code==0 or code is None and self._printed(job)): yield self._queued(job)
     else:
         killed = job.state=='running' and (code is None or code<0)
         last = 'killed' if killed else f'exit code {code}, {(_lines_of(self.log(job.step)) or ["it wrote nothing"])[-1]}'
@@ -365,10 +379,14 @@ def _end(self:Evaluations, job, state, line):
 
 # %% ../nbs/30_evals.ipynb #eb51d085
 @patch
+def _printed(self:Evaluations, job):
+    "The number that sbatch has printed last; None if there is none."
+    return next((m[1] for line in reversed(_lines_of(self.log(job.step))) if (m := re.search(r'(\d+)\s*$', line))), None)
+
+@patch
 def _queued(self:Evaluations, job):
     "Remember the number that sbatch has printed."
-    found = [m[1] for line in _lines_of(self.log(job.step)) if (m := re.search(r'(\d+)\s*$', line))]
-    self._note(job, state='queued', number=found[-1] if found else None)
+    self._note(job, state='queued', number=self._printed(job))
     return f'evaluation of step {job.step} is in the queue of Slurm, job {job.number}'
 
 @patch
@@ -397,8 +415,9 @@ def forget(self:Evaluations,
 @patch
 def _stop(self:Evaluations, job):
     "End a job, whoever started it, and let its checkpoint go."
-    if job.state=='running' and is_running(self.log(job.step)):
-        with suppress(ProcessLookupError): os.killpg(int(job.number), signal.SIGKILL) # it may have ended just now
+    if job.state in ('waiting','running') and is_running(self.log(job.step)):
+        for group in [int(job.number)] if job.state=='running' and job.number else writers(self.log(job.step)):
+            with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL) # it may have ended just now
         if (process := self.processes.pop(job.step, None)): process.wait()
     if job.state=='queued' and job.number and shutil.which('scancel'): subprocess.run(['scancel',job.number], timeout=60)
     set_pin(job.checkpoint, False)
