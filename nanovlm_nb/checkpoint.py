@@ -614,3 +614,7 @@ def main(
     if args.follow:
         with suppress(KeyboardInterrupt): _say_all(follow(run_dir))
     return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
+
+# %% ../nbs/31_checkpoint.ipynb #e5c10001
+#| eval: false
+if __name__=='__main__': sys.exit(main())
