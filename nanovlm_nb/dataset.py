@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
+from .usage import asking_hub, check_hub_name
 from .chat import answer_frame, encode_chat, expand_images, get_image_string, special_pattern
 from .images import ImageProcessor, UnreadableImage, image_size
 
@@ -425,7 +426,10 @@ def config_names(
     "Which configurations a selection means."
     folder, every = Path(path), bool({'all', 'shards'} & set(names))
     if folder.is_file(): return ['default']
-    if not folder.is_dir(): return datasets.get_dataset_config_names(str(path)) if every else list(names)
+    if not folder.is_dir():
+        check_hub_name(path)
+        if not every: return list(names)
+        with asking_hub(path): return datasets.get_dataset_config_names(str(path))
     subs = [] if _is_saved(folder) or any(folder.glob('*.parquet')) else local_configs(folder)
     if SPLITS & set(subs): subs = []
     if every or (tuple(names) == ('default',) and 'default' not in subs): return subs or ['default']
@@ -451,7 +455,9 @@ def load_config(
         ds = datasets.load_from_disk(str(folder))
         if isinstance(ds, datasets.DatasetDict): ds = ds[split] if split in ds else _fail(f'no split {split}: there are {list(ds)}')
         if streaming and len(ds): ds = ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
-    else: ds = datasets.load_dataset(str(folder), None if folder.is_dir() else name, split=split, cache_dir=cache_dir, streaming=streaming)
+    elif folder.is_dir(): ds = datasets.load_dataset(str(folder), split=split, cache_dir=cache_dir, streaming=streaming)
+    else:
+        with asking_hub(path): ds = datasets.load_dataset(str(path), name, split=split, cache_dir=cache_dir, streaming=streaming)
     return _conform(ds, name)
 
 # %% ../nbs/22_dataset.ipynb #18fe4b8b

@@ -21,7 +21,7 @@ from typing import Any,NamedTuple
 
 from fastcore.xml import B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Main,Meta,P,Safe,Small,Span,Style,Summary,Table,Td,Th,Title,Tr,to_xml
 
-from .usage import Parser,UsageError,command
+from .usage import Parser,UsageError,asking_hub,command
 from .config import TrainConfig,VLMConfig,evolve,parse_args,set_env
 from .faults import CHECKS,IGNORE,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,tokens_of
 
@@ -417,18 +417,21 @@ def to_html(report:Report, # of an inspection
     return to_xml(Html(head, Body(Main(*top, *body)), lang='en'), indent=False)
 
 # %% ../nbs/41_inspect.ipynb #b77eaf36
-def _stored_row(path, name):
-    "The first row of a configuration as it is stored: all columns, pictures as bytes."
+def _stored(path, name):
+    "A configuration as it is stored: all columns, pictures as bytes."
     import datasets
     from nanovlm_nb.dataset import FILES
-    if (file := Path(path)).is_file():
-        ds = datasets.load_dataset(FILES.get(file.suffix, file.suffix[1:]), data_files=str(file), split='train', streaming=True)
-        return next(iter(ds.with_format('arrow').iter(batch_size=1))).to_pylist()[0]
-    folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
+    file,folder,stream = Path(path),Path(path)/name if (Path(path)/name).is_dir() else Path(path),dict(split='train', streaming=True)
+    if file.is_file(): return datasets.load_dataset(FILES.get(file.suffix, file.suffix[1:]), data_files=str(file), **stream)
+    if not folder.is_dir():
+        with asking_hub(path): return datasets.load_dataset(str(path), name, **stream)
     try: ds = datasets.load_from_disk(str(folder))
-    except FileNotFoundError: ds = datasets.load_dataset(str(folder), None if folder.is_dir() else name, split='train', streaming=True)
-    if isinstance(ds, datasets.DatasetDict): ds = ds['train']
-    return next(iter(ds.with_format('arrow').iter(batch_size=1))).to_pylist()[0]
+    except FileNotFoundError: ds = datasets.load_dataset(str(folder), **stream)
+    return ds['train'] if isinstance(ds, datasets.DatasetDict) else ds
+
+def _stored_row(path, name):
+    "Its first row."
+    return next(iter(_stored(path, name).with_format('arrow').iter(batch_size=1))).to_pylist()[0]
 
 # %% ../nbs/41_inspect.ipynb #18709952
 def _look_at_stored(report):

@@ -11,6 +11,7 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SP
 import io,random
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +21,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
+from .usage import asking_hub
 from .shapes import SHAPES,draw_scene,held_out,make_scene
 
 # %% ../nbs/29_labels.ipynb #d13b8154
@@ -92,7 +94,8 @@ def load_splits(
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
     folder = Path(path)
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
-    try: found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+    try:
+        with nullcontext() if folder.is_dir() else asking_hub(path): found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
     except OSError as e:
         what = 'digits, shapes, a folder, or a name on the hub'
         raise FileNotFoundError(f'data set {path} cannot be read ({e}): give {what}') from e

@@ -6,9 +6,13 @@
 __all__ = ['SPECIAL_TOKENS', 'train_bpe', 'train_tokenizer', 'get_tokenizer', 'check_tokenizer']
 
 # %% ../nbs/04_tokens.ipynb #12fdad71
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from contextlib import nullcontext
+from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .usage import asking_hub, check_hub_name
 from .config import VLMConfig
 
 # %% ../nbs/04_tokens.ipynb #48e75a4b
@@ -69,8 +73,11 @@ def get_tokenizer(
     chat_template:str|None=None, # Jinja template that turns messages into one text; None keeps the tokenizer's own
 )->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
     "Load a tokenizer and add the extra tokens."
+    from transformers import AutoTokenizer # knows every model there is: a second to import
+    if not Path(name).is_dir(): check_hub_name(name)
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
-    try: tok = AutoTokenizer.from_pretrained(name, **how)
+    try:
+        with nullcontext() if Path(name).is_dir() else asking_hub(name): tok = AutoTokenizer.from_pretrained(name, **how)
     except (OSError, ValueError) as e: raise OSError(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} "
         "Correct the name or the path; for one of the hub see that the network is there") from e
     if not tok.is_fast: raise ValueError(f'{name} has no fast tokenizer (tokenizer.json); the loss mask needs its character offsets: convert it first')

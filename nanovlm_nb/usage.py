@@ -4,17 +4,20 @@
 
 # %% auto #0
 __all__ = ['SAID', 'UPDATE', 'REMEDIES', 'NEAR', 'DEBUG', 'UsageError', 'was_said', 'path_said', 'is_usage', 'one_line',
-           'nearest', 'Says', 'Parser', 'at_least', 'unknown_flag', 'first_to_tell', 'refuse', 'command']
+           'nearest', 'Says', 'Parser', 'at_least', 'unknown_flag', 'check_hub_name', 'hub_answers', 'asking_hub',
+           'first_to_tell', 'refuse', 'command']
 
 # %% ../nbs/00_usage.ipynb #e5b10003
-import difflib,dis,errno,os,sys
+import difflib,dis,errno,logging,os,socket,sys,time
 from argparse import ArgumentParser,ArgumentTypeError
-from collections.abc import Callable,Iterable
+from collections.abc import Callable,Iterable,Iterator
+from contextlib import contextmanager
 from functools import wraps
 from math import inf,nan
 from pathlib import Path
 from traceback import walk_tb
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 # %% ../nbs/00_usage.ipynb #e5b10006
 class UsageError(ValueError):
@@ -138,6 +141,44 @@ def unknown_flag(
     if flag is None: return f'`{rest[0]}` is one argument too many: see --help'
     near = nearest(flag, known)
     return f'unknown flag `{flag}`: '+(f'did you mean `{near}`?' if near else '--help shows those that exist')
+
+# %% ../nbs/00_usage.ipynb #e5b10021
+def check_hub_name(
+    name:str|Path, # of a model, a tokenizer or a data set that is not here
+)->None:
+    "Raise for what can be nothing but a path."
+    text = str(name)
+    if text.startswith(('hf://','buckets/')): return
+    if text.startswith(('.','/','~')) or '\\' in text or text.count('/')>1: raise FileNotFoundError(f'{name}: {REMEDIES[errno.ENOENT]}')
+
+def hub_answers(
+    address:str, # of the hub, or of a mirror
+    wait_s:float=5, # for a connection
+)->bool: # False after two attempts, a second apart
+    "Does it take a connection?"
+    at = urlsplit(address)
+    for last in (False,True):
+        try: socket.create_connection((at.hostname, at.port or (80 if at.scheme=='http' else 443)), wait_s).close()
+        except OSError:
+            if not last: time.sleep(1)
+        else: return True
+    return False
+
+@contextmanager
+def asking_hub(
+    name:str|Path, # which is not here
+)->Iterator[None]: # a `with` block; FileNotFoundError if the name is a path
+    "Inside, the libraries ask the hub for a name; if it does not answer, only for what was downloaded before."
+    from urllib.request import getproxies # half of Python's network, which a command without hub needs not
+    from huggingface_hub import constants
+    check_hub_name(name)
+    if constants.HF_HUB_OFFLINE or getproxies() or hub_answers(constants.ENDPOINT): # whether a proxy reaches it, only the proxy knows
+        yield
+        return
+    logging.getLogger(__name__).warning('%s does not answer: %s is looked for among what was downloaded before', constants.ENDPOINT, name)
+    constants.HF_HUB_OFFLINE = True # what the libraries look at before each request
+    try: yield
+    finally: constants.HF_HUB_OFFLINE = False
 
 # %% ../nbs/00_usage.ipynb #e5b10014
 def first_to_tell()->bool: # True in one process of a torchrun on this machine, and without torchrun

@@ -28,7 +28,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from tokenizers import Tokenizer
-from transformers import AutoConfig
 
 from .config import VLMConfig, evolve
 from .inert import load_plain
@@ -157,7 +156,10 @@ def their_names(
 def _with_prefix(name, prefix): return name[1:] if name[0]=='/' else prefix+name
 
 # %% ../nbs/15_weights.ipynb #44355539
-def _their_config(folder): return AutoConfig.from_pretrained(folder, trust_remote_code=False) # code of theirs is not asked about, it is refused
+def _their_config(folder):
+    "What transformers makes of a `config.json`."
+    from transformers import AutoConfig # knows every model there is: a second to import, and most runs have no such checkpoint
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False) # code of theirs is not asked about, it is refused
 
 def _family(config, name, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."

@@ -1,5 +1,6 @@
 "A hub of parquet files goes away in the middle of a streamed run: for a while, and for good."
 import json
+import socket
 import threading
 import time
 from functools import partial
@@ -7,14 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pytest
-from huggingface_hub import hf_file_system
+from huggingface_hub import constants, hf_file_system
 
 from nanovlm_nb.config import evolve, preset
+from nanovlm_nb.dataset import config_names, load_configs
 from nanovlm_nb.dist import Dist, set_seed
+from nanovlm_nb.inspect import _stored_row
+from nanovlm_nb.labels import load_splits
 from nanovlm_nb.loader import load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.logs import read_log
 from nanovlm_nb.run import exit_code, run_on
 from nanovlm_nb.sources import StreamSource
+from nanovlm_nb.tokens import get_tokenizer
 from nanovlm_nb.trainer import Trainer
 from nanovlm_nb.vlm import VisionLanguageModel
 
@@ -168,3 +173,44 @@ def test_away_for_good_interrupts_the_run(server, tokenizer, tmp_path):
     server.up()
     run_on(vlm, evolve(CFG, run_name='broken', resume=True), Dist(), make=make(600.))
     assert (broken/'status').read_text() == 'done\n' and digests(broken) == digests(whole)
+
+
+# --- no network at all
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    "A hub that takes no connection."
+    with socket.create_server(('127.0.0.1', 0)) as once: address = f'http://127.0.0.1:{once.getsockname()[1]}'
+    for name in ('http_proxy', 'https_proxy', 'all_proxy'):
+        for spelt in (name, name.upper()): monkeypatch.delenv(spelt, raising=False)
+    for config, endpoint in ((constants, 'ENDPOINT'), (datasets.config, 'HF_ENDPOINT')):
+        monkeypatch.setattr(config, endpoint, address)
+        monkeypatch.setattr(config, 'HF_HUB_OFFLINE', False)
+
+
+@pytest.mark.parametrize('ask', [lambda name: load_configs(name), lambda name: config_names(name, ['all']), load_splits, get_tokenizer, lambda name: _stored_row(name, 'default')],
+                         ids=['rows', 'configurations', 'classes', 'tokenizer', 'inspect'])
+def test_a_name_is_refused_at_once(no_hub, caplog, ask):
+    "The libraries would ask six times in half a minute, for each file."
+    with pytest.raises((OSError, ValueError), match='own/nowhere'): ask('own/nowhere')
+    assert 'does not answer: own/nowhere is looked for' in caplog.text and 'Retrying' not in caplog.text
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_what_was_downloaded_before_is_found(no_hub, monkeypatch, tmp_path, tokenizer, caplog):
+    snapshot = tmp_path/'models--own--tokens'/'snapshots'/('0'*40)
+    tokenizer.save_pretrained(snapshot)
+    (snapshot/'config.json').write_text('{"model_type": "llama"}')
+    (tmp_path/'models--own--tokens'/'refs').mkdir()
+    (tmp_path/'models--own--tokens'/'refs'/'main').write_text('0'*40)
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
+    assert get_tokenizer('own/tokens', VLM.vlm_extra_tokens, VLM.lm_chat_template).get_vocab() == tokenizer.get_vocab()
+    assert 'Retrying' not in caplog.text
+
+
+def test_a_path_is_never_a_name(no_hub, caplog):
+    "`./rows` that is not here must not become `rows` of somebody."
+    for ask in (load_configs, get_tokenizer):
+        with pytest.raises(FileNotFoundError, match='^./rows: there is no such file or directory'): ask('./rows')
+    with pytest.raises(FileNotFoundError, match='./rows: there is no such file or directory'): load_splits('./rows')
+    assert not caplog.records
