@@ -21,7 +21,7 @@ from .usage import Parser,UsageError,at_least,command
 from .dist import pick_device
 from .chat import encode_prompt,get_image_string
 from .generate import TextStreams
-from .images import UnreadableImage,get_image_processor,open_image
+from .images import UnreadableImage,image_processor_of,open_image
 from .vlm import Reader,VisionLanguageModel
 from .checkpoint import find_checkpoint
 
@@ -50,8 +50,7 @@ class Asker:
         tokenizer=None, # default: the model's own
     )->'Asker': # ready to be called
         "An `Asker` around a model in memory."
-        c = model.cfg
-        return cls(model.eval(), tokenizer or model.tokenizer, get_image_processor(c.max_img_size, c.vit_img_size, c.resize_to_max_side_len, convention=c.image_convention))
+        return cls(model.eval(), tokenizer or model.tokenizer, image_processor_of(model.cfg))
 
     @classmethod
     def from_checkpoint(cls,

@@ -17,6 +17,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from .config import IGNORE
+
 # %% ../nbs/21_chat.ipynb #a394fd96
 def get_image_string(
     tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
@@ -162,11 +164,11 @@ def encode_chat(
     text = _render(tokenizer, messages)
     ids, offsets = _encode(tokenizer, text)
     ids, chars = np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), np.int64, 2*len(ids)).reshape(-1, 2)
-    labels = np.full_like(ids, -100)
+    labels = np.full_like(ids, IGNORE)
     for start,end in answer_spans(text, messages, frame or answer_frame(tokenizer)):
         targets = np.flatnonzero((chars[:,0] >= start) & (chars[:,1] <= end))
         labels[targets-1] = ids[targets]
-    labels[-1] = -100
+    labels[-1] = IGNORE
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 # %% ../nbs/21_chat.ipynb #314ae670

@@ -29,15 +29,15 @@ from torch import Tensor,nn
 from torch.nn import functional as F
 
 from .usage import Parser,command
-from .config import ELSEWHERE,PRESETS,Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env,write_atomic
+from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env,write_atomic
 from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
 from .logs import RunLog
 from .layout import Layout
-from .images import get_image_processor
+from .images import image_processor_of
 from .dataset import Plan,VQADataset
 from .sources import MapSource
-from .packing import IGNORE
+from .packing import Batch,unpack
 from .loader import load_tokenizer,pack_loader
 from .labels import ClassData,load_classes
 from .weights import checkpoint_config,resolve_checkpoint
@@ -94,7 +94,7 @@ class ClassSamples(VQADataset):
         custom_transforms=(), # augmentations, see `20_images`
     ):
         "Keep the tools."
-        processor = get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms, convention=cfg.image_convention)
+        processor = image_processor_of(cfg, custom_transforms)
         super().__init__((), tokenizer, processor, cfg.mp_image_token_length)
         self.cfg = cfg
 
@@ -344,7 +344,7 @@ class ClassTrainer(Trainer):
             logits,_ = self.base(**inputs, reduction='sum', return_logits=True)
             scores = logits.float().log_softmax(-1)
         elif not rows: return []
-        else: scores = self.base.class_scores(*prompts_in(batch['input_ids'], batch['labels'], batch['doc_lens']), [t for pack in inputs['images'] for t in pack])
+        else: scores = self.base.class_scores(prompts_in(batch), [t for pack in inputs['images'] for t in pack])
         return [Judged(place, id, name, label, int(s.argmax()), -float(s[label])) for (place,name,label,id),s in zip(rows, scores.cpu())]
 
     @torch.no_grad()
@@ -406,16 +406,10 @@ class ClassTrainer(Trainer):
 
 # %% ../nbs/46_classify.ipynb #b14639b5
 def prompts_in(
-    ids:Tensor, # (B, T) token ids of packs
-    labels:Tensor, # (B, T) targets, those of the answers
-    doc_lens:list[list[int]], # of the samples of each pack
-)->tuple[list[list[int]]]: # the prompts, one a sample, in a tuple
+    batch:Batch, # of pictures
+)->list[list[int]]: # token ids, one list a sample
     "Each sample of a batch up to its answer position."
-    found = []
-    for row,targets,lens in zip(ids, labels, doc_lens):
-        ends = [0,*accumulate(lens)]
-        found += [row[a:a+int((targets[a:b]!=IGNORE).nonzero()[0])+1].tolist() for a,b in zip(ends, ends[1:])]
-    return found,
+    return [doc.input_ids[:int((doc.labels!=IGNORE).nonzero()[0])+1].tolist() for doc in unpack(batch)]
 
 def write_predictions(
     run_dir:Path, # directory of the run

@@ -29,6 +29,7 @@ from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from .usage import asking_hub, check_hub_name
+from .config import IGNORE
 from .chat import answer_frame, encode_chat, expand_images, get_image_string, special_pattern
 from .images import ImageProcessor, UnreadableImage, image_size
 
@@ -524,5 +525,5 @@ def collate_padded(
     if len(longest['input_ids']) > T: raise ValueError(f"sample {longest['id']} has {len(longest['input_ids'])} tokens, max_length is {T}: lower max_sample_length")
     def rows(values, fill): return torch.stack([F.pad(v, (T-len(v), 0), value=fill) for v in values])
     ids = [s['input_ids'] for s in samples]
-    return dict(input_ids=rows(ids, pad_id), labels=rows([s['labels'] for s in samples], -100), attention_mask=rows([torch.ones_like(x) for x in ids], 0),
+    return dict(input_ids=rows(ids, pad_id), labels=rows([s['labels'] for s in samples], IGNORE), attention_mask=rows([torch.ones_like(x) for x in ids], 0),
                 images=[s['images'] for s in samples], ids=[s['id'] for s in samples])

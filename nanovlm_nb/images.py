@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_PNG_TEXT', 'MAX_PIXELS', 'BROKEN', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size', 'open_image',
-           'split_tiles', 'global_view', 'smolvlm_sizes', 'smolvlm_tiles', 'ImageProcessor', 'get_image_processor']
+           'split_tiles', 'global_view', 'smolvlm_sizes', 'smolvlm_tiles', 'ImageProcessor', 'get_image_processor',
+           'image_processor_of']
 
 # %% ../nbs/20_images.ipynb #ef90be04
 import io
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
+
+from .config import VLMConfig
 
 # %% ../nbs/20_images.ipynb #c82704a4
 def resize_dims(
@@ -298,3 +301,10 @@ def get_image_processor(
 )->ImageProcessor: # callable on pictures
     "The image processor, by nanoVLM's name."
     return ImageProcessor(max_img_size, splitted_image_size, resize_to_max_side_len, custom_transforms, reducing_gap, convention)
+
+def image_processor_of(
+    cfg:VLMConfig, # of a model: its tile, its largest picture, whether small ones are enlarged, its convention
+    custom_transforms:tuple[Callable,...]=(), # augmentations of training
+)->ImageProcessor: # callable on pictures
+    "What a model's pictures go through, in training and ever after."
+    return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms, convention=cfg.image_convention)

@@ -22,8 +22,8 @@ from typing import Any,NamedTuple
 from fastcore.xml import B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Main,Meta,P,Safe,Small,Span,Style,Summary,Table,Td,Th,Title,Tr,to_xml
 
 from .usage import Parser,UsageError,asking_hub,command
-from .config import TrainConfig,VLMConfig,evolve,parse_args,set_env
-from .faults import CHECKS,IGNORE,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,tokens_of
+from .config import IGNORE,TrainConfig,VLMConfig,evolve,parse_args,set_env
+from .faults import CHECKS,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,tokens_of
 
 # %% ../nbs/41_inspect.ipynb #d145d651
 def _tiles_text(ids, rules):

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from .dist import Dist,seed_worker
 from .dataset import Dropped,Plan,VQADataset
-from .packing import IGNORE,balanced_greedy_knapsack,collate_packs,pack
+from .config import IGNORE
+from .packing import balanced_greedy_knapsack,collate_packs,pack
 
 # %% ../nbs/26_lanes.ipynb #809a7ebf
 SPARE = 3/8 # share of a pack that a window leaves free
@@ -153,7 +154,7 @@ def empty_pack(
 )->dict: # as `packing.pack` returns it, with no document in it
     "A pack of padding only."
     return dict(input_ids=torch.full((length,), pad_id), labels=torch.full((length,), IGNORE), attention_mask=torch.zeros(length, dtype=torch.long),
-        doc_lens=[], n_targets=[], images=[], ids=[])
+        doc_lens=[], n_targets=[], n_images=[], images=[], ids=[])
 
 # %% ../nbs/26_lanes.ipynb #f940efed
 @dataclass

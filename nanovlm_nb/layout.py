@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .config import IGNORE
+
 # %% ../nbs/08_layout.ipynb #2c881adc
 def _check_row(b, lens, start, T):
     if any(n<1 for n in lens): raise ValueError(f"row {b} has document lengths {list(lens)}: each must be at least 1")
@@ -53,7 +55,7 @@ def document_tensors(
 # %% ../nbs/08_layout.ipynb #08a1000a
 def target_tensors(
     targets:Tensor, # (B, T) the id that follows each position, or `ignore_index`
-    ignore_index:int=-100, # marks a position without a target
+    ignore_index:int=IGNORE, # marks a position without a target
 )->dict: # `at` and `targets` (n,) long; `bounds`, the lowest and the highest target, None if there is none
     "Where targets are, and which."
     flat = targets.flatten()

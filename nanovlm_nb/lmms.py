@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from .config import IGNORE
 from .chat import encode_chat
 from .checkpoint import find_checkpoint
 from .ask import Asker
@@ -36,9 +37,9 @@ def answer_losses(
     rows,model = [encode_answer(asker, t) for t in turns],asker.model
     longest = max(len(ids) for ids,_,_ in rows)
     fill = lambda values, n: torch.tensor([v+[n]*(longest-len(v)) for v in values], device=asker.device)
-    ids,labels = fill([r[0] for r in rows], asker.tokenizer.pad_token_id),fill([r[1] for r in rows], -100)
+    ids,labels = fill([r[0] for r in rows], asker.tokenizer.pad_token_id),fill([r[1] for r in rows], IGNORE)
     hidden = model.hidden(ids, [r[2] for r in rows], fill([[1]*len(r[0]) for r in rows], 0))
-    where = labels!=-100
+    where = labels!=IGNORE
     scores,targets,row = model.decoder.head(hidden[where]).float(),labels[where],where.nonzero()[:,0]
     losses = torch.zeros(len(rows), device=asker.device).index_add_(0, row, torch.nn.functional.cross_entropy(scores, targets, reduction='none'))
     wrong = torch.zeros(len(rows), device=asker.device).index_add_(0, row, (scores.argmax(-1)!=targets).float())

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig,VLMConfig,check_configs,load_function
 from .dist import Dist
-from .images import UnreadableImage,get_image_processor,open_image
+from .images import UnreadableImage,image_processor_of,open_image
 from .tokens import check_tokenizer,get_tokenizer
 from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,load_configs
 from .shapes import shapes_dataset,shapes_tokenizer
@@ -144,7 +144,7 @@ def make_samples(
     custom_transforms=(), # augmentations, `transform(picture, rng) -> picture`; see `20_images`
 )->VQADataset: # plans and decodes rows
     "What makes samples of rows, as a config says."
-    processor = get_image_processor(vlm_cfg.max_img_size, vlm_cfg.vit_img_size, vlm_cfg.resize_to_max_side_len, custom_transforms, convention=vlm_cfg.image_convention)
+    processor = image_processor_of(vlm_cfg, custom_transforms)
     limits = {f'{name}_min_rating':getattr(train_cfg, f'{name}_min_rating') for name in RATINGS}
     limits |= dict(max_sample_length=train_cfg.max_sample_length, max_images_per_example=train_cfg.max_images_per_example)
     return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length, **limits)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .config import IGNORE
 from .layout import check_bounds, target_tensors
 
 # %% auto #0
@@ -19,7 +20,7 @@ def labelled_positions(
     hidden:Tensor,          # (..., D) hidden states
     targets:Tensor,         # (...) token ids, or `ignore_index`; on the device of `hidden` or on the CPU
     vocab_size:int,         # V, every target is below it
-    ignore_index:int=-100,  # Marks a position without a target
+    ignore_index:int=IGNORE,  # Marks a position without a target
 )->tuple[Tensor,Tensor]:    # (n, D) hidden states with a target, (n,) their targets
     "Keep the positions that have a target."
     if hidden.shape[:-1] != targets.shape:
@@ -115,7 +116,7 @@ def cross_entropy_at_targets(
     targets:Tensor,         # (...) token ids, or `ignore_index` where there is no target
     chunk_size:int=2048,    # Most positions whose logits exist at one time
     reduction:str='sum',    # 'sum' or 'mean' over the targets
-    ignore_index:int=-100,  # Marks a position without a target
+    ignore_index:int=IGNORE,  # Marks a position without a target
 )->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets in their order (n,) without graph
     "Cross-entropy of a language-model head, computed only at positions that have a target."
     rows, labels = labelled_positions(hidden, targets, len(weight), ignore_index)

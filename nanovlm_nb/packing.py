@@ -6,16 +6,21 @@
 from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from .config import IGNORE
 from .layout import Layout, slot_error
 
 # %% auto #0
-__all__ = ['IGNORE', 'utilisation', 'min_bins', 'spread', 'fill_up', 'pour', 'balanced_greedy_knapsack', 'pack', 'collate_packs']
+__all__ = ['utilisation', 'min_bins', 'spread', 'fill_up', 'pour', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs',
+           'Document', 'unpack']
 
 # %% ../nbs/24_packing.ipynb #23d58b4b
 def utilisation(
@@ -239,8 +244,6 @@ def balanced_greedy_knapsack(
     return sorted(sorted(item[-1] for item in g) for g in best)
 
 # %% ../nbs/24_packing.ipynb #ec9f89ee
-IGNORE = -100 # label of a position that has no target
-
 def _check_shapes(
     samples:list[dict], # Samples with `id`, `input_ids`, `labels`
 ):
@@ -278,7 +281,7 @@ def pack(
     pad_id:int,         # Token that fills the rest
     image_token_id:int|None=None, # Token that the vectors of pictures replace; None: not checked
     per_tile:int=0,     # Such tokens of a tile
-)->dict:                # input_ids, labels, attention_mask (T,); doc_lens, n_targets, images, ids: lists
+)->dict:                # The fields of a `Batch` but for `layout`, of one row
     "Lay samples one after the other into a sequence of fixed length."
     if not samples: raise ValueError("`samples` is empty: a pack needs at least one sample")
     _check_shapes(samples)
@@ -293,15 +296,27 @@ def pack(
     mask = torch.zeros(length, dtype=torch.long)
     mask[:n] = 1
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
-    return dict(joined, attention_mask=mask, doc_lens=doc_lens, n_targets=n_targets,
+    return dict(joined, attention_mask=mask, doc_lens=doc_lens, n_targets=n_targets, n_images=[len(s['images']) for s in samples],
                 images=[tiles for s in samples for tiles in s['images']], ids=[s['id'] for s in samples])
 
 # %% ../nbs/24_packing.ipynb #d3c26ef1
+class Batch(TypedDict):
+    "Packs that a step trains on together. A row is a pack, of documents in their order; what is no tensor has one list a row."
+    input_ids:Tensor # (B, T) int64
+    labels:Tensor # (B, T) int64, the id that follows; `IGNORE` where nothing is to be learnt
+    attention_mask:Tensor # (B, T) int64, 1 at tokens, 0 at padding
+    doc_lens:list[list[int]] # tokens of each document
+    n_targets:list[list[int]] # of them with a label
+    n_images:list[list[int]] # its pictures
+    images:list[list[Tensor]] # of the row, each (tiles, 3, side, side) uint8
+    ids:list[list[str]] # of its samples
+    layout:Layout # all that the device needs besides ids and pictures
+
 def collate_packs(
     packs:list[dict], # Packs of one length, as `pack` makes them
     image_token_id:int|None=None, # Token that the vectors of pictures replace; None: `layout.slots` is None
     pin:bool=False,   # Put ids and layout into pinned memory; needs a GPU
-)->dict:              # input_ids, labels, attention_mask (B, T); doc_lens, n_targets, images, ids: one list a row; layout
+)->Batch:             # In the order of `packs`
     "Join packs into a batch."
     if not packs: raise ValueError("`packs` is empty: a batch needs at least one pack")
     lengths = {len(p['input_ids']) for p in packs}
@@ -311,3 +326,31 @@ def collate_packs(
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
     if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
     return batch | dict(layout=layout)
+
+# %% ../nbs/24_packing.ipynb #d0c00001
+@dataclass(frozen=True, eq=False)
+class Document:
+    "A sample where it lies in a batch."
+    id:str             # Of the sample
+    row:int            # Its pack
+    span:slice         # Its positions in the pack
+    places:range       # Of its pictures in the pack's list
+    input_ids:Tensor   # (n,) its tokens
+    labels:Tensor      # (n,) the token that follows each, or `IGNORE`
+    images:list[Tensor] # Its pictures, each (tiles, 3, side, side)
+    n_targets:int      # Positions with a label
+
+    def as_sample(self)->dict: # `id`, `input_ids`, `labels`, `images`
+        "What `pack` takes."
+        return dict(id=self.id, input_ids=self.input_ids, labels=self.labels, images=self.images)
+
+def unpack(
+    batch:Batch, # As `collate_packs` makes it; `layout` is not needed
+)->Iterator[Document]: # Row by row, in their order
+    "The documents of a batch."
+    def stretches(sizes): return pairwise(accumulate(sizes, initial=0))
+    for row, (images, *lists) in enumerate(zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])):
+        ids, targets, lens, counts = lists
+        for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
+            span, places = slice(start, end), range(first, last)
+            yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span], images[first:last], n)

@@ -32,7 +32,7 @@ from .vision import ViT
 from .weights import load_vision_backbone,pth_path,with_tower
 from .vlm import VisionLanguageModel
 from .features import keep_features
-from .images import get_image_processor
+from .images import image_processor_of
 from .shapes import best_blind_guess
 from .dataset import Drops
 from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
@@ -56,7 +56,7 @@ def get_vision_model(
     cfg = with_tower(vlm_cfg)
     vit = ViT(cfg)
     load_vision_backbone(vit, cfg.vit_model_type)
-    return vit.eval().requires_grad_(False),get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, convention=cfg.image_convention)
+    return vit.eval().requires_grad_(False),image_processor_of(cfg)
 
 # %% ../nbs/34_run.ipynb #69cf2326
 def make_model(

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 import nanovlm_nb
 from .attention import choose_backend
-from .config import TrainConfig,VLMConfig,evolve,parse_args
+from .config import IGNORE,TrainConfig,VLMConfig,evolve,parse_args
 from .dist import Dist
 from .layout import TENSORS,Layout
 from .flops import count_flops,find_gpu
@@ -428,7 +428,7 @@ def nanovlm_loss(
     cos,sin = decoder.rotary_embd(torch.arange(T, device=x.device)[None])
     for block in decoder.blocks: x = _masked_block(block, x, cos, sin, mask)
     scores = decoder.head(decoder.norm(x))
-    return F.cross_entropy(scores.flatten(0,1), targets.flatten(), ignore_index=-100)
+    return F.cross_entropy(scores.flatten(0,1), targets.flatten(), ignore_index=IGNORE)
 
 # %% ../nbs/41_xray.ipynb #41c0de35
 FUSED,FOREACH = (16,12),(48,32) # bytes that AdamW reads and writes for a parameter: in one pass, in ten
@@ -509,7 +509,7 @@ def example_batch(
     targets = 2*text//3 if contents.targets is None else contents.targets
     if not 0<targets<text:
         raise ValueError(f'{tiles} tiles and {targets} targets do not fit into a document of {length}: give fewer')
-    ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), -100)
+    ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), IGNORE)
     ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
     pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
     sample = dict(input_ids=ids, labels=labels, images=[pixels] if tiles else [])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from nanovlm_nb.chat import encode_chat, expand_images, encode_prompt, get_image_string
 from nanovlm_nb.config import VLMConfig
 from nanovlm_nb.dataset import VQADataset, collate_padded
-from nanovlm_nb.images import get_image_processor, image_size, open_image, resize_dims
+from nanovlm_nb.images import image_processor_of, image_size, open_image, resize_dims
 from nanovlm_nb.tokens import check_tokenizer, get_tokenizer
 
 
@@ -34,7 +34,7 @@ def tokenizer(golden, cfg):
 @pytest.fixture(scope='module')
 def processor(cfg):
     "The image processor of the configuration."
-    return get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len)
+    return image_processor_of(cfg)
 
 
 @pytest.fixture(scope='module')

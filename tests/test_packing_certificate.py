@@ -8,7 +8,7 @@ import torch
 from nanovlm_nb import attention
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.dataset import VQADataset, read_row
-from nanovlm_nb.images import get_image_processor
+from nanovlm_nb.images import image_processor_of
 from nanovlm_nb.lanes import PackLoader, PackRules
 from nanovlm_nb.layout import Layout
 from nanovlm_nb.packing import collate_packs, pack
@@ -32,7 +32,7 @@ def samples(net):
     "Tokenised samples of the embedded data set, with and without a picture."
     cfg = net.cfg
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    processor = get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len)
+    processor = image_processor_of(cfg)
     data = VQADataset(shapes_dataset(400), tokenizer, processor, cfg.mp_image_token_length)
     return [data[i] for i in range(len(data))]
 
@@ -141,7 +141,7 @@ def piped(small_net):
     rows = [row | dict(images=[b.read() for b in row['images']]) for row in (read_row(rows, i) for i in range(len(rows)))]
     for row in rows[::7]: row['images'] = [b[:len(b)//2] for b in row['images']]
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    data = VQADataset(rows, tokenizer, get_image_processor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len), cfg.mp_image_token_length, max_sample_length=160)
+    data = VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length, max_sample_length=160)
     loader, batches = PackLoader(data, MapSource(rows), PackRules(384, tokenizer.pad_token_id, max_images=4, window=8), 4), []
     for epoch in range(20):
         loader.set_epoch(epoch)

@@ -97,6 +97,6 @@ def test_reproduces_the_references_six_updates(golden, tmp_path):
 def test_one_rank_with_fewer_batches_stops_all(caplog):
     class Uneven(Dist):
         def gather(self, obj): return [obj, []]
-    batch = dict(labels=torch.tensor([[1]]), attention_mask=torch.tensor([[1]]), doc_lens=[[1]], ids=[['a']], images=[[]])
+    batch = dict(labels=torch.tensor([[1]]), attention_mask=torch.tensor([[1]]), doc_lens=[[1]], n_targets=[[1]], ids=[['a']], images=[[]])
     assert gather_update([batch], Uneven()) is None
     assert 'all take 0' in caplog.text
