@@ -4,6 +4,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 from warm import Warm
 
@@ -11,6 +12,9 @@ from warm import Warm
 TINY = ('--vit_hidden_dim 32 --vit_n_heads 2 --vit_n_blocks 1 --lm_hidden_dim 32 --lm_inter_dim 64 --lm_n_heads 2 --lm_n_kv_heads 1 --lm_n_blocks 1 '
         '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
         '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --log_wandb False --progress_bar False').split()
+
+#: the variable that tells workers of xdist where the warm python is
+SHARED_WARM = 'NANOVLM_WARM_PYTHON'
 
 
 def environment(**more):
@@ -20,8 +24,9 @@ def environment(**more):
 
 @cache
 def warm():
-    "The warm python of this test process, see warm.py; conftest.py closes it."
-    return Warm(environment())
+    "The warm python of these tests, see warm.py; conftest.py closes it. Workers of xdist share the one of the process that has started them."
+    shared = os.environ.get(SHARED_WARM)
+    return SimpleNamespace(python=shared, close=lambda: None) if shared else Warm(environment())
 
 
 def start_of(args, env={}):

@@ -1,10 +1,14 @@
-"Fixtures that every test may ask for."
+"Fixtures that every test may ask for, and the order of the files."
+import gc
+import os
 from pathlib import Path
 
 import commands
 import pytest
-import torch
 
+#: the files that take longest, the longest first: with several workers none of them is begun when all others are done
+LONG = ('classify', 'evaluate', 'sharding', 'elastic', 'stages', 'histories', 'kills', 'docs', 'endings', 'inspect', 'packing_certificate', 'file_kills', 'doctor', 'cli',
+        'bad_updates', 'concepts', 'dist', 'stream', 'trainer', 'misuse', 'plan', 'images', 'failing_producer', 'gate', 'compiled', 'run', 'damage', 'late_ranks', 'text_only')
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -14,12 +18,21 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line('markers', 'slow: takes minutes; runs with --slow')
+    config.option.loadscopereorder = False  # xdist would begin with the files of many tests
+    if getattr(config.option, 'numprocesses', None) and not hasattr(config, 'workerinput'): os.environ[commands.SHARED_WARM] = commands.warm().python
 
 
 def pytest_collection_modifyitems(config, items):
+    place = {f'test_{name}': n for n, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     if config.getoption('--slow'): return
     for item in items:
         if 'slow' in item.keywords: item.add_marker(pytest.mark.skip(reason=f'takes minutes: pytest --slow {item.path.relative_to(ROOT)}'))
+
+
+def pytest_collection_finish():
+    "What has been imported stays: to search it for garbage again and again takes seconds."
+    gc.freeze()
 
 
 def pytest_sessionfinish(session):
@@ -49,6 +62,7 @@ def golden() -> Path:
 @pytest.fixture(scope='module')
 def one_thread():
     "Tensors this small are slowed down by threads, most of all on a busy machine."
+    import torch  # not above: the process that only hands out the tests needs none of it
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

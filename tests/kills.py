@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from commands import TINY, environment
+from commands import TINY, environment, start_of
 
 SCENES = 136  # in four parquet files; the first 16 are for validation
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch')
@@ -34,9 +34,10 @@ def command(name, ranks, workers, updates, *more):
     return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.train', *flags)]
 
 
-def start(cmd, cwd):
-    "A process group of its own, so that all of it can be killed."
-    return subprocess.Popen(cmd, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'), start_new_session=True)
+def start(cmd, cwd, fresh=True):
+    "A process group of its own, so that all of it can be killed; not fresh it is a warm python, whose loader workers see that it is gone."
+    args, env = (cmd, environment()) if fresh else start_of(cmd)
+    return subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'), start_new_session=True)
 
 
 def lines(run):
@@ -86,12 +87,13 @@ def undisturbed(cwd, ranks, workers, updates):
     return record(Path(cwd)/'checkpoints'/'whole')
 
 
-def disturbed(cwd, kills, ranks, workers, updates, seed=0, how=signal.SIGKILL):
+def disturbed(cwd, kills, ranks, workers, updates, seed=0, how=signal.SIGKILL, fresh=True):
     "The run with kills; returns its record and when it was killed."
     rng, run, when = random.Random(seed), Path(cwd)/'checkpoints'/'killed', []
     write_data(cwd)
-    for _ in range(kills): when.append(kill_once(start(command('killed', ranks, workers, updates), cwd), run, rng, updates, how))
-    subprocess.run(command('killed', ranks, workers, updates), cwd=cwd, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
+    for _ in range(kills): when.append(kill_once(start(command('killed', ranks, workers, updates), cwd, fresh), run, rng, updates, how))
+    ended = start(command('killed', ranks, workers, updates), cwd, fresh).wait(timeout=600)
+    assert ended == 0, (Path(cwd)/'stderr').read_text()[-3000:]
     return record(run), when
 
 

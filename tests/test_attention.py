@@ -3,7 +3,6 @@ import random
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from nanovlm_nb.attention import BACKENDS, Layout, attention, explicit_attention, varlen_attention
 from nanovlm_nb.config import VLMConfig
@@ -68,6 +67,7 @@ def test_autocast():
 
 
 def test_new_layouts_are_not_compiled_anew():
+    from torch._dynamo.testing import CompileCounter
     torch.manual_seed(0)
     torch._dynamo.reset()
     lm, counter = LanguageModel(CFG).eval(), CompileCounter()

@@ -11,7 +11,6 @@ import datasets
 import pytest
 import yaml
 from safetensors.torch import load_file
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 
 from commands import run, start_of
 from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, main, metrics_of, read_predictions
@@ -69,6 +68,7 @@ def whole(place):
 # --- what a run leaves behind
 
 def test_metrics_are_scikit_learns(place, whole):
+    from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
     judged, names, step = read_predictions(whole)
     best = next(r for r in log(place, 'whole') if r['step'] == step and 'eval/overall_accuracy' in r)
     by_set = {n: [j for j in judged if n == j.dataset] for n in ('numerals', 'figures')} | dict(overall=judged)

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from commands import TINY, train
 from nanovlm_nb.attention import problem_of
@@ -64,6 +63,7 @@ def picture(*shape, dtype): return torch.randint(0, 256, shape, dtype=dtype)
 
 
 def test_three_graphs_serve_all_batches():
+    from torch._dynamo.testing import CompileCounter
     rng, counter, seen = random.Random(0), CompileCounter(), []
     eager, compiled = twins(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1), backend=counter)
     tiles, documents = set(), set()

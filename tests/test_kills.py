@@ -9,9 +9,9 @@ from kills import disturbed, undisturbed
 def whole(tmp_path_factory): return undisturbed(tmp_path_factory.mktemp('whole'), 1, 1, 14)
 
 
-@pytest.mark.parametrize('how, kills', [(signal.SIGKILL, 3), (signal.SIGTERM, 1)])
-def test_same_run(whole, tmp_path, how, kills):
-    "Losses, gradients, samples and weights, bit for bit."
-    killed, when = disturbed(tmp_path, kills, 1, 1, 14, seed=3, how=how)
+@pytest.mark.parametrize('how, kills, fresh', [(signal.SIGKILL, 3, False), (signal.SIGTERM, 1, True)])
+def test_same_run(whole, tmp_path, how, kills, fresh):
+    "Losses, gradients, samples and weights, bit for bit. SIGTERM reaches the loader workers too."
+    killed, when = disturbed(tmp_path, kills, 1, 1, 14, seed=3, how=how, fresh=fresh)
     assert killed == whole, f'killed {when}\n{(tmp_path/"stderr").read_text()[-3000:]}'
     assert [f['step'] for f in killed[0] if 'batch_loss' in f] == list(range(1, 15))

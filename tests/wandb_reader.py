@@ -4,8 +4,6 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wandb.proto import wandb_internal_pb2 as pb
-
 BLOCK, HEADER, FULL, LAST = 32768, 7, 1, 4
 
 
@@ -48,6 +46,7 @@ def key_of(item) -> str:
 
 def read_wandb(run_dir) -> WandbRun:
     "The only offline run below `run_dir`."
+    from wandb.proto import wandb_internal_pb2 as pb
     files = sorted(Path(run_dir).glob('wandb/offline-run-*/*.wandb'))
     assert len(files) == 1, f'{len(files)} offline runs below {run_dir}, expected 1'
     run = WandbRun()
