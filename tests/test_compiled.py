@@ -1,16 +1,18 @@
 "Whole blocks are compiled, in few graphs that serve all batches; a step of full size asks for no value."
 import json
 import random
+import re
 
 import pytest
 import torch
 
 from commands import TINY, train
 from nanovlm_nb.attention import problem_of
+from nanovlm_nb.checkpoint import checkpoints, prune, sweep
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.language import KVCache
 from nanovlm_nb.layout import Layout
-from nanovlm_nb.optim import compile_blocks
+from nanovlm_nb.optim import COMPILED, compile_blocks
 from nanovlm_nb.packing import balanced_greedy_knapsack, collate_packs, pack
 from nanovlm_nb.vlm import VisionLanguageModel, VLMNet
 
@@ -94,6 +96,15 @@ def test_compiled_equals_eager(backend):
         assert max((a-b).abs().max() for a, b in zip(grads, wanted, strict=True)) <= 1e-5
 
 
+def test_what_is_compiled_stays_when_a_run_is_swept_and_is_no_checkpoint(tmp_path):
+    file = tmp_path/COMPILED/'fxgraph'/'ab'/'graph.tmp'
+    file.parent.mkdir(parents=True)
+    file.touch()
+    (tmp_path/'step_1.tmp').mkdir()
+    assert sweep(tmp_path) == ['step_1.tmp'] and file.is_file()
+    assert checkpoints(tmp_path) == [] and prune(tmp_path, 1) == [] and file.is_file()
+
+
 def test_the_tower_sees_few_shapes_in_an_epoch():
     rng = random.Random(2)
     tiles = [rng.choice((1, 1, 5, 9, 13, 17)) for _ in range(4000)]
@@ -119,6 +130,27 @@ def test_a_step_of_full_size_asks_for_no_value():
     with pytest.raises(RuntimeError, match='meta'): net(batch['input_ids'].to('meta'), images, doc_lens=batch['doc_lens'])
 
 
+def compilers_words(run):
+    "How many graphs a run has compiled, and how many compilations it found on disk, of how many."
+    lines = [line for line in (run/'train.log').read_text().splitlines() if 'compiled: the first update' in line]
+    return [[int(n) for n in re.findall(r'(\d+) graphs, (\d+) of (\d+)', line)[0]] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_second_start_finds_what_the_first_has_compiled(tmp_path):
+    "Two ranks compile at the same time into one directory; then the same run goes on."
+    flags = [*TINY, '--ask_samples', 0, '--max_val_batches', 1, '--eval_in_epochs', False, '--compile', True]
+    start = lambda name, updates, *more: train([*flags, '--run_name', name, '--max_training_steps', updates, *more], tmp_path, ranks=2, timeout=1800, fresh=True)
+    run = tmp_path/'checkpoints'/'run'
+    start('run', 2)
+    kept = {p.name for p in (run/COMPILED).iterdir()}
+    assert 'fxgraph' in kept
+    start('run', 3, '--resume', True)
+    (graphs, found, made), (again, found_again, all_again) = compilers_words(run)
+    assert graphs == again == made and found_again == all_again == made, 'nothing is compiled for a second time'
+    assert len(losses(run)) == 3
+
+
 def losses(run):
     "Loss of each update of a run."
     records = [json.loads(line) for line in (run/'log.jsonl').read_text().splitlines()]
@@ -126,7 +158,7 @@ def losses(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sharding', ['none', 'zero3'])
+@pytest.mark.parametrize('sharding', ['ddp', 'zero3'])
 def test_compiled_ranks_equal_eager_ones(tmp_path, sharding):
     flags = [*TINY, '--max_training_steps', 2, '--ask_samples', 0, '--dtype', 'float32', '--batch_size', 1, '--max_val_batches', 1, '--sharding', sharding]
     for name in ('True', 'False'): train([*flags, '--run_name', name, '--compile', name], tmp_path, ranks=2)
