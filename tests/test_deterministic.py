@@ -1,0 +1,59 @@
+"A run with `--deterministic` has only algorithms that repeat themselves, to its end; one that does not is an error in one line."
+import os
+import re
+
+import pytest
+import torch
+from commands import TINY
+
+from nanovlm_nb import trainer
+from nanovlm_nb.logs import read_log
+from nanovlm_nb.optim import WORKSPACE
+from nanovlm_nb.train import main
+
+FLAGS = [str(f) for f in [*TINY, '--max_training_steps', 3, '--eval_interval', 3, '--ask_samples', 2, '--use_lmms_eval', False]]
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(WORKSPACE, raising=False)
+
+
+def losses(name):
+    return [(r['batch_loss'], r['grad_norm']) for r in read_log(f'checkpoints/{name}/log.jsonl') if 'batch_loss' in r]
+
+
+def test_a_strict_run_trains_validates_saves_asks_and_gives_the_bits_of_a_plain_one(monkeypatch):
+    "Under errors, not warnings, and with memory that is NaN before it is written; on a CPU the plain run has the same bits."
+    seen, real = [], trainer.Trainer.train_step
+
+    def noted(self, update):
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), os.environ.get(WORKSPACE)))
+        return real(self, update)
+
+    monkeypatch.setattr(trainer.Trainer, 'train_step', noted)
+    for name, more in (('a', ['--deterministic']), ('b', [])):
+        assert main([*FLAGS, '--run_name', name, *more]) == 0
+    assert seen == [(True, False, ':4096:8')]*3+[(False, False, None)]*3
+    assert losses('a') == losses('b') and len(losses('a')) == 3
+
+
+def test_an_operation_without_a_twin_ends_the_run_in_one_line(monkeypatch, capfd):
+    real = trainer.Trainer.train_step
+
+    def adding_somehow(self, update):
+        if self.state.step == 1: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        return real(self, update)
+
+    monkeypatch.setattr(trainer.Trainer, 'train_step', adding_somehow)
+    with pytest.raises(SystemExit): main([*FLAGS, '--run_name', 'r', '--deterministic'])
+    said = capfd.readouterr().err
+    assert re.search(r'deterministic: put_ does not have a deterministic implementation.*step_0.*--deterministic False', said) and 'Traceback' not in said
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_workspace_that_promises_nothing_is_refused(monkeypatch, capfd):
+    monkeypatch.setenv(WORKSPACE, ':0:0')
+    with pytest.raises(SystemExit): main([*FLAGS, '--run_name', 'r', '--deterministic'])
+    assert 'unset it, or give :4096:8' in capfd.readouterr().err and not os.path.exists('checkpoints/r')
