@@ -11,10 +11,10 @@ from typing import NamedTuple
 from .config import TrainConfig, VLMConfig, evolve, updates_of_run
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES', 'SAVE_EARLY', 'SAVE_LATER',
-           'grouped', 'over_budget', 'capped_workers', 'more_workers', 'data_advice', 'communication_advice',
-           'other_advice', 'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line',
-           'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
+__all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES',
+           'SAVE_EARLY', 'SAVE_LATER', 'grouped', 'over_budget', 'capped_workers', 'loader_workers', 'more_workers',
+           'data_advice', 'communication_advice', 'other_advice', 'compute_advice', 'stability_advice', 'Remedy',
+           'memory_remedies', 'remedy_line', 'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
 
 # %% ../nbs/05_advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
@@ -49,6 +49,17 @@ def capped_workers(
     "How many loader processes a machine can bear."
     return wanted if cpus is None else min(wanted, max(cpus//ranks, 1))
 
+NANOVLMS,MOST_WORKERS = 3,16 # loader processes of a rank: nanoVLM's number, for a machine that is not known; a bound, since each holds packs in memory
+
+def loader_workers(
+    cfg:TrainConfig, # `num_workers`; `batch_size` and `gradient_accumulation_steps` limit what None stands for
+    cores:int|None=None, # of a rank; None: unknown
+)->int: # as given, or one for each core of the rank but one
+    "How many loader processes a rank starts."
+    if cfg.num_workers is not None: return cfg.num_workers
+    wanted = NANOVLMS if cores is None else max(1, min(cores-1, MOST_WORKERS))
+    return min(wanted, cfg.batch_size*cfg.gradient_accumulation_steps)
+
 def more_workers(
     cfg:TrainConfig, # `num_workers` now; `batch_size` and `gradient_accumulation_steps` limit it
     cpus:int|None=None, # processors of the machine
@@ -56,8 +67,9 @@ def more_workers(
 )->int|None: # None: there is no room for more
     "The next number of loader processes to try."
     room = capped_workers(cfg.batch_size*cfg.gradient_accumulation_steps, cpus, ranks)
-    steps = [min(w, room) for w in WORKERS if w>cfg.num_workers]
-    return steps[0] if steps and steps[0]>cfg.num_workers else None
+    now = loader_workers(cfg, None if cpus is None else max(cpus//ranks, 1))
+    steps = [min(w, room) for w in WORKERS if w>now]
+    return steps[0] if steps and steps[0]>now else None
 
 # %% ../nbs/05_advice.ipynb #a290496b
 def _has_lines(path): return path.endswith('.jsonl') or any(Path(path).glob('*.jsonl')) # such files are never streamed
@@ -72,7 +84,7 @@ def data_advice(
 )->list[str]: # what to change, the first first
     "For a run that waits for its data."
     more,c = more_workers(train_cfg, cpus, ranks),train_cfg
-    lines = [f'num_workers {c.num_workers} -> {more}'] if more else []
+    lines = [f'num_workers {loader_workers(c, None if cpus is None else max(cpus//ranks, 1))} -> {more}'] if more else []
     path = c.train_dataset_path
     if not c.stream_dataset and path!='shapes' and not _has_lines(path): lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
     if vlm_cfg.resize_to_max_side_len and vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append('resize_to_max_side_len False: small pictures stay small and are not cut into many tiles')
@@ -249,8 +261,8 @@ def lint(
     "Settings that are legal and perhaps not meant."
     c,notes = train_cfg,save_notes(train_cfg)
     if c.lr_schedule.startswith('minimind'): notes += range_notes(c, epochs)
-    most = capped_workers(c.num_workers, cpus, ranks)
-    if most<c.num_workers: notes.append(f'num_workers {c.num_workers} on each of {ranks} ranks, but the machine has {cpus} processors: {most} at most, more only hinder each other')
+    most = capped_workers(c.num_workers or 0, cpus, ranks)
+    if most<(c.num_workers or 0): notes.append(f'num_workers {c.num_workers} on each of {ranks} ranks, but the machine has {cpus} processors: {most} at most, more only hinder each other')
     if c.lr_mp>.001 and not c.warmup_ratio: notes.append(f'lr_mp {c.lr_mp:g} without a warm-up: the fresh projector sends noise into both backbones; give warmup_ratio 0.03')
     if c.max_grad_norm is None: notes.append('max_grad_norm is None: a single bad batch can throw the weights away; 1.0 is usual')
     if vlm_cfg.vlm_load_backbone_weights is False and vlm_cfg.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint: notes.append('vlm_load_backbone_weights is False: a model of this size starts from random weights')

@@ -415,7 +415,7 @@ class OptimFields:
     dtype:str = 'auto' # auto, bfloat16, float16 or float32
     max_grad_spike:float|None = None # skip an update whose gradient norm is so many times the usual one; None: only one that is not finite
     max_bad_updates:int = 10 # stop the run after so many skipped updates in a row
-    compile:bool = False # compile the blocks of both towers with torch.compile
+    compile:bool|None = None # compile the blocks of both towers with torch.compile; None: on a GPU, if the run is long enough to win back the time that it takes
     seed:int = 0 # seed of weights, data order and sampling
     _argument_group_name = 'optimizer'
 
@@ -459,7 +459,7 @@ class DataFields:
     images_path:str|None = None # directory of the pictures that JSON lines name; None: `images` beside the file
     custom_transforms:list[str] = field(default_factory=list) # changes of training pictures, each as module:function, called with a picture and a random.Random
     num_of_sequences:int = 128 # packs of a lane that are planned together
-    num_workers:int = 3 # loader processes of a rank for training
+    num_workers:int|None = None # loader processes of a rank for training; None: one for each core of the rank but one, at most 16 and a pack of an update each
     val_workers:int = 1 # loader processes of a rank for validation
     relevance_min_rating:int = 1 # turns with a lower rating are left out; a missing rating passes
     image_correspondence_min_rating:int = 1 # turns with a lower rating are left out
@@ -470,7 +470,8 @@ class DataFields:
     def check_data(self)->None:
         "Raise a ValueError where no data could come of it."
         _positive(self, 'max_images_per_example', 'max_images_per_knapsack', 'max_sample_length', 'num_of_sequences')
-        _at_least_0(self, 'val_size', 'num_workers', 'val_workers', *(f'{n}_min_rating' for n in ('relevance','image_correspondence','visual_dependency','formatting')))
+        _require(self.num_workers is None or self.num_workers>=0, f"num_workers is {self.num_workers}: give 0 or more, or None")
+        _at_least_0(self, 'val_size', 'val_workers', *(f'{n}_min_rating' for n in ('relevance','image_correspondence','visual_dependency','formatting')))
         for t in self.custom_transforms: _require(all(t.partition(':')[::2]), f"custom_transforms names {t!r}: give module:function")
         _require(self.data_cutoff_idx is None or self.data_cutoff_idx>0, f"data_cutoff_idx is {self.data_cutoff_idx}: give a number above 0, or None")
         _require(self.train_dataset_name, "train_dataset_name is empty: name a configuration, or `all`")
@@ -494,6 +495,7 @@ class EngineFields:
     language_checkpointing:bool = False # the same for the language model
     cache_features:bool = False # keep the features of a frozen vision tower instead of computing them in each epoch
     tile_multiple:int|None = None # fill the tiles of a micro-batch up with blank ones to a multiple of this, so that few shapes occur; None: 8 on a GPU, else 1
+    deterministic:bool = False # the same bits each time also on a GPU, or an error: only algorithms that add in a fixed order, which are slower
     peak_tflops:float|None = None # arithmetic of a device in TFLOP/s, for perf/mfu; None: as its name says, if it is known
     timeout_s:float = 1800. # seconds that a rank waits for the others before it gives up
     _argument_group_name = 'engine'
@@ -526,6 +528,7 @@ class ReportFields:
     load_from:str|None = None # checkpoint directory: with resume, to go on from; without, to take the weights of
     force_resume:bool = False # resume although the settings differ in what must not change
     stats_log_interval:int = 100 # updates between statistics
+    profile:int = 0 # updates near the start of which rank 0 writes a Chrome trace and a table of kernels, trace.json.gz and kernels.txt; 0: none
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # show a progress bar
     console_line:str = 'figures' # how an update is shown: all figures, or minimind, its line with the minutes left of the epoch, every stats_log_interval
@@ -537,16 +540,17 @@ class ReportFields:
     lmms_eval_limit:float|None = None # samples of a task; None: all
     lmms_eval_batch_size:int = 64 # questions answered at a time
     eval_backend:str = 'auto' # who evaluates checkpoints: slurm, subprocess (beside the training), in_process (the training waits); auto: slurm where it is, else subprocess
+    eval_gpus:str|None = None # cards of an evaluator beside the training, as CUDA_VISIBLE_DEVICES names them, '' for none; None: the last that no rank has
     eval_include_path:str|None = None # directory with tasks of your own
     eval_script:str = 'slurm/eval.slurm' # what sbatch is given
     eval_wait:float = 600. # seconds that a run waits at its end for evaluations still under way
     _argument_group_name = 'reports'
-    may_be_empty = ('notes','lmms_eval_tasks','wandb_entity')
+    may_be_empty = ('notes','lmms_eval_tasks','wandb_entity','eval_gpus')
 
     def check_report(self)->None:
         "Raise a ValueError where an interval or a limit makes no sense."
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
-        _at_least_0(self, 'save_interval', 'look_interval', 'ask_samples', 'eval_wait')
+        _at_least_0(self, 'save_interval', 'look_interval', 'ask_samples', 'profile', 'eval_wait')
         _one_name(self, 'run_name')
         _one_of(self, 'console_line', ('figures','minimind'))
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
@@ -601,10 +605,11 @@ def check_configs(
     _require(length<=pack, f"max_sample_length {length} > lm_max_length {pack}: lower the first or raise the second")
     picture = vlm_cfg.mp_image_token_length+1
     _require(picture<length, f"a picture takes {picture} tokens or more, max_sample_length is {length}: every sample with a picture would be dropped, raise max_sample_length")
+    _require(not train_cfg.deterministic or vlm_cfg.attn_backend!='flash', "deterministic and attn_backend flash: flash-attn's backward pass adds in the order in which threads arrive; give --attn_backend varlen or auto")
     lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
     for name in ('num_workers','val_workers'):
         workers = getattr(train_cfg, name)
-        _require(workers<=lanes, f"{name} {workers} > {lanes} packs of a rank in an update (batch_size x gradient_accumulation_steps): lower {name}")
+        _require(workers is None or workers<=lanes, f"{name} {workers} > {lanes} packs of a rank in an update (batch_size x gradient_accumulation_steps): lower {name}")
 
 # %% ../nbs/01_config.ipynb #740f2258
 _SHAPES_VLM = dict(
@@ -738,6 +743,7 @@ def _adapt(action, kind, doc, default):
     action.metavar = (get_origin(_plain(kind)) or _plain(kind)).__name__.upper()
     action.option_strings = action.option_strings[:1] # help shows one spelling; both are understood
     if NoneType in get_args(kind): action.type = _or_none(action.type)
+    if _plain(kind) is bool and action.nargs is None: action.nargs,action.const = '?',True
     if get_origin(kind) is dict: action.type = _json_value
 
 # %% ../nbs/01_config.ipynb #fb59a078

@@ -22,7 +22,7 @@ from .usage import Parser,UsageError,command
 from .config import TrainConfig,VLMConfig,evolve,parse_args,save_yaml,set_env
 from .dist import Dist,launchers,pick_device
 from .logs import read_log,wandb_mode
-from .advice import capped_workers,remedy_line
+from .advice import capped_workers,loader_workers,remedy_line
 from .attention import BACKENDS,Layout,attention,problem_of
 from .weights import language_config,pth_path,vision_config
 from .start import Start,foresee_start,is_pth,resolve_start
@@ -236,8 +236,9 @@ def check_workers(
     ranks:int=1, # ranks on this machine
 )->Check: # pass or fail
     "Are there processors for the loader?"
-    c,most = train_cfg,capped_workers(train_cfg.num_workers, cpus, ranks)
-    return Check('loader processes', PASS if most==c.num_workers else FAIL, f'{c.num_workers} for each of {ranks} rank{"s"*(ranks>1)}, {cpus} processor{"s"*(cpus>1)}', f'num_workers {c.num_workers} -> {most}')
+    n = loader_workers(train_cfg, max(cpus//ranks, 1))
+    most = capped_workers(n, cpus, ranks)
+    return Check('loader processes', PASS if most==n else FAIL, f'{n} for each of {ranks} rank{"s"*(ranks>1)}, {cpus} processor{"s"*(cpus>1)}', f'num_workers {n} -> {most}')
 
 def check_slurm(
     command:str='sinfo', # what to ask

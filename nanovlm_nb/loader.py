@@ -15,7 +15,8 @@ from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig,VLMConfig,check_configs,load_function
-from .dist import Dist
+from .advice import loader_workers
+from .dist import Dist,cores_of_rank
 from .images import UnreadableImage,image_processor_of,open_image
 from .tokens import check_tokenizer,get_tokenizer
 from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,load_configs
@@ -177,7 +178,7 @@ def get_dataloaders(
     custom_transforms = custom_transforms or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
     if custom_transforms and train_cfg.cache_features: raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out')
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    parts = zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (train_cfg.num_workers,train_cfg.val_workers), (None,train_cfg.max_val_batches))
+    parts = zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (loader_workers(train_cfg, cores_of_rank()),train_cfg.val_workers), (None,train_cfg.max_val_batches))
     train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers, most)
         for source,transforms,shuffle,workers,most in parts)
     train.samples.drops.merge(drops)

@@ -189,10 +189,10 @@ MODEL_REFUSED = {'vit_hidden_dim','vit_inter_dim','vit_patch_size','vit_img_size
 TRAIN_FINE = {'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks', # unless other parts train
     'batch_size','gradient_accumulation_steps', # unless their product is another
     'max_bad_updates','timeout_s','compile','num_workers','val_workers','sharding','offload_optimizer','offload_params','deepspeed_config','vision_checkpointing',
-    'language_checkpointing','cache_features','peak_tflops','tile_multiple','run_name','eval_in_epochs','eval_interval','look_interval','ask_samples','save_interval',
-    'max_keep_ckpts','async_save','save_vision','notes','resume','load_from','force_resume','stats_log_interval','resume_from_vlm_checkpoint','progress_bar','console_line',
+    'language_checkpointing','cache_features','peak_tflops','deterministic','tile_multiple','run_name','eval_in_epochs','eval_interval','look_interval','ask_samples','save_interval',
+    'max_keep_ckpts','async_save','save_vision','notes','resume','load_from','force_resume','stats_log_interval','profile','resume_from_vlm_checkpoint','progress_bar','console_line',
     'log_wandb','wandb_entity','wandb_project','use_lmms_eval','lmms_eval_tasks','lmms_eval_limit','lmms_eval_batch_size','eval_backend','eval_include_path',
-    'eval_script','eval_wait'}
+    'eval_script','eval_gpus','eval_wait'}
 TRAIN_CAREFUL = dict(
     images_path='the pictures there must be the same ones',
     max_val_batches='validation losses, and which is the best, are measured on other data',

@@ -24,10 +24,10 @@ from torch import nn
 
 from .usage import SAID,is_usage
 from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,updates_of_run,write_atomic
-from .dist import Dist,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
+from .dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
 from .manifest import has_digests
 from .logs import RunLog,plot_curves,read_log
-from .advice import advice,memory_remedies,save_notes
+from .advice import advice,loader_workers,memory_remedies,save_notes
 from .vision import ViT
 from .weights import load_vision_backbone,pth_path,with_tower
 from .vlm import VisionLanguageModel
@@ -37,7 +37,7 @@ from .shapes import best_blind_guess
 from .dataset import Drops
 from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from .shard import engine_lines
-from .optim import trainable_line
+from .optim import NO_TWIN,keep_compiled,same_bits,trainable_line
 from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
 from .checkpoint import MANIFEST,NEXT,checkpoints,find_checkpoint,last_checkpoint,read_state,recover,sweep
@@ -222,7 +222,7 @@ def advice_lines(
     total = sum(trainer.seconds.values())
     if total<ADVICE_AFTER_S: return []
     shares = {k:v/total for k,v in trainer.seconds.items()}
-    return advice(shares, trainer.cfg, trainer.base.cfg, unstable=trainer.state.skipped>0, cpus=os.cpu_count(), ranks=trainer.dist.world_size)
+    return advice(shares, evolve(trainer.cfg, compile=trainer.compiled), trainer.base.cfg, unstable=trainer.state.skipped>0, cpus=os.cpu_count(), ranks=trainer.dist.world_size)
 
 def report(
     trainer:Trainer, # after `train()`
@@ -382,6 +382,7 @@ class Ending:
         run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
         if place is not None: raise RunFailed(disk_is_full(place, run_dir, self.cfg, self.command())) from error
         if out_of_memory(error): raise RunFailed(self.no_memory(error)) from error
+        if self.cfg.deterministic and NO_TWIN in str(error): raise RunFailed(f'deterministic: {str(error).splitlines()[0]}. {what_is_left(run_dir).capitalize()}; without the promise of the same bits: {self.command(deterministic=False)}') from error
         if isinstance(error, Unstable): raise RunFailed(f'{error}. {what_is_left(run_dir).capitalize()}; to go on: {self.command()}') from error
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
@@ -499,7 +500,7 @@ def run_on(
     "Train on ranks that have already met."
     repo,line = on_master(dist, lambda: where_to_publish(vlm_cfg.hf_repo_name))
     vlm_cfg,train_cfg,_,changed = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size, asked.given))
-    set_threads(dist, train_cfg.num_workers)
+    set_threads(dist, loader_workers(train_cfg, cores_of_rank()))
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     before = look_before(run_dir)
     with hold(run_dir, dist, jobs), put_back(before, dist) as stays:
@@ -527,7 +528,8 @@ def run_in(
     own = checkpoint is not None and is_own(run_dir, checkpoint) # then nothing is moved before the checkpoint has been read
     if dist.is_master and own: leave_dashboard(run_dir, checkpoint)
     elif dist.is_master: note_start(run_dir, checkpoint, jobs)
-    with keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log, Ending(log, vlm_cfg, train_cfg, dist, command) as ending:
+    strict = same_bits(train_cfg.deterministic, dist.device.type, train_cfg.compile is not False)
+    with strict, keep_compiled(run_dir), keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log, Ending(log, vlm_cfg, train_cfg, dist, command) as ending:
         if (left := on_master(dist, lambda: sweep(run_dir))): log.info(f'removed, left by a start that was killed: {", ".join(left)}')
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
