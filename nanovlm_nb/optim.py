@@ -205,8 +205,8 @@ def keep_compiled(
     try: yield
     finally: os.environ.pop(CACHE_ENV, None)
 
-def has_compiled()->bool:
-    "Is there something that an earlier start has compiled?"
+def has_compiled()->bool: # is there?
+    "Has an earlier start compiled something that is still on the disk?"
     folder = os.environ.get(CACHE_ENV)
     return folder is not None and any(Path(folder).glob('fxgraph/*'))
 
