@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FORESEEN_MFU', 'FIRST', 'WARM', 'PAUSE_S', 'ASK_SLURM_EVERY', 'UNWATCHED', 'TRACE', 'KERNELS', 'ROWS', 'Update',
            'describe', 'packing_stats', 'digest', 'sources_of', 'add_by_source', 'gather_update', 'TrainState',
-           'GradientExchange', 'exchange_gradients', 'Trainer', 'foreseen_seconds', 'read_once', 'Unstable',
-           'write_profile', 'profiled']
+           'GradientExchange', 'exchange_gradients', 'Trainer', 'foreseen_seconds', 'read_once', 'write_profile',
+           'profiled', 'Unstable']
 
 # %% ../nbs/32_trainer.ipynb #2fe0ee13
 import gc,hashlib,json,logging,os,threading,time
@@ -853,6 +853,43 @@ def due(self:Trainer,
     "Has a multiple of `interval` updates been made?"
     return interval>0 and self.state.step%interval==0
 
+# %% ../nbs/32_trainer.ipynb #7c0d4a02
+UNWATCHED,TRACE,KERNELS,ROWS = 3,'trace.json.gz','kernels.txt',40 # updates before the first that is profiled; the files; lines of the table
+
+def write_profile(
+    profiler:torch.profiler.profile, # of some updates
+    run_dir:Path, # directory of a run
+    updates:int, # that were watched
+    cuda:bool=False, # a GPU has computed
+)->None: # nothing
+    "A trace, and a table of what took longest."
+    by = 'self_device_time_total' if cuda else 'self_cpu_time_total'
+    table = profiler.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
+    write_atomic(run_dir/KERNELS, f'{updates} updates of rank 0, the longest first by {by}\n{table}\n')
+    profiler.export_chrome_trace(str(run_dir/TRACE))
+
+def profiled(
+    updates:Iterable[Update], # of a run
+    n:int, # how many are watched; 0: none
+    run_dir:Path, # directory of the run
+    cuda:bool=False, # a GPU computes
+    say:Callable=str, # takes a line for the log
+)->Iterator[Update]: # the same updates
+    "Watch some updates of a run, with what comes between them."
+    if not n:
+        yield from updates
+        return
+    kinds = [torch.profiler.ProfilerActivity.CPU]+[torch.profiler.ProfilerActivity.CUDA]*cuda
+    def done(profiler):
+        write_profile(profiler, run_dir, min(n, made-UNWATCHED), cuda)
+        say(f'profile: {run_dir/TRACE} and {run_dir/KERNELS}, {min(n, made-UNWATCHED)} updates of rank 0')
+    made,plan = 0,torch.profiler.schedule(wait=UNWATCHED-1, warmup=1, active=n, repeat=1)
+    with torch.profiler.profile(activities=kinds, schedule=plan, on_trace_ready=done) as profiler:
+        for update in updates:
+            yield update
+            made += 1
+            profiler.step()
+
 # %% ../nbs/32_trainer.ipynb #8e84d410
 class Unstable(FloatingPointError):
     "Too many updates in a row were skipped; the message says which, and what helps."
@@ -945,40 +982,3 @@ def train(self:Trainer)->TrainState: # where the run ended
     finally:
         gc.unfreeze()
         self.saver.wait()
-
-# %% ../nbs/32_trainer.ipynb #7c0d4a02
-UNWATCHED,TRACE,KERNELS,ROWS = 3,'trace.json.gz','kernels.txt',40 # updates before the first that is profiled; the files; lines of the table
-
-def write_profile(
-    profiler:torch.profiler.profile, # of some updates
-    run_dir:Path, # directory of a run
-    updates:int, # that were watched
-    cuda:bool=False, # a GPU has computed
-)->None: # nothing
-    "A trace, and a table of what took longest."
-    by = 'self_device_time_total' if cuda else 'self_cpu_time_total'
-    table = profiler.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
-    write_atomic(run_dir/KERNELS, f'{updates} updates of rank 0, the longest first by {by}\n{table}\n')
-    profiler.export_chrome_trace(str(run_dir/TRACE))
-
-def profiled(
-    updates:Iterable[Update], # of a run
-    n:int, # how many are watched; 0: none
-    run_dir:Path, # directory of the run
-    cuda:bool=False, # a GPU computes
-    say:Callable=str, # takes a line for the log
-)->Iterator[Update]: # the same updates
-    "Watch some updates of a run, with what comes between them."
-    if not n:
-        yield from updates
-        return
-    kinds = [torch.profiler.ProfilerActivity.CPU]+[torch.profiler.ProfilerActivity.CUDA]*cuda
-    def done(profiler):
-        write_profile(profiler, run_dir, min(n, made-UNWATCHED), cuda)
-        say(f'profile: {run_dir/TRACE} and {run_dir/KERNELS}, {min(n, made-UNWATCHED)} updates of rank 0')
-    made,plan = 0,torch.profiler.schedule(wait=UNWATCHED-1, warmup=1, active=n, repeat=1)
-    with torch.profiler.profile(activities=kinds, schedule=plan, on_trace_ready=done) as profiler:
-        for update in updates:
-            yield update
-            made += 1
-            profiler.step()
