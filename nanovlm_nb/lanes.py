@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from .dist import Dist,seed_worker
 from .dataset import Dropped,Plan,VQADataset
+from .sources import keep_split
 from .config import IGNORE
 from .packing import balanced_greedy_knapsack,collate_packs,pack
 
@@ -489,6 +490,7 @@ class PackLoader:
         "Go on where a run stood; an error if the order of the packs would not be the same."
         first = state['rules'].get('first', state['rules']['window']) # at first all windows were of one size
         if first != self.rules.first: self.lay_out(replace(self.rules, first=first))
+        keep_split(self.source, state)
         check_state(state, self)
         self.epoch,self.states = state['epoch'],[LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
 

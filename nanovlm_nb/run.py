@@ -533,7 +533,6 @@ def run_in(
         if (left := on_master(dist, lambda: sweep(run_dir))): log.info(f'removed, left by a start that was killed: {", ".join(left)}')
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
-        log.info(size_line(trainer.train_loader.source, trainer.val_loader.source))
         for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *save_notes(train_cfg), *changed, *engine_lines(train_cfg, dist), *lines]: log.info(line)
         if stop is not None: trainer.stop = stop
         use_evals(trainer)
@@ -542,6 +541,7 @@ def run_in(
             if dist.is_master and own: note_start(run_dir, checkpoint, jobs, config_before)
         if checkpoint is not None: trainer.load(checkpoint, train_cfg.force_resume, True, move)
         else: begin_anew(trainer)
+        log.info(size_line(trainer.train_loader.source, trainer.val_loader.source)) # a run that goes on keeps its split
         use_frozen_tower(trainer, checkpoint)
         if checkpoint is not None and not own: settle_in(trainer)
         if dist.is_master: write_record(run_dir, vlm_cfg, train_cfg)

@@ -14,8 +14,10 @@ import torch
 
 from .usage import Parser,at_least,command
 from .config import evolve,load_yaml
+from .sources import keep_split
 from .loader import get_dataloaders
 from .look import VIEWS,look_panel,reader
+from .checkpoint import find_checkpoint
 from .ask import load_asker
 
 # %% ../nbs/48_sight.ipynb #8cdb8a77
@@ -53,6 +55,8 @@ def main(
     asker = load_asker(a.checkpoint)
     _,cfg = load_yaml(a.config or find_config(a.checkpoint))
     _,val = get_dataloaders(evolve(cfg, val_workers=0, num_workers=0, cache_features=False), asker.model.cfg, tokenizer=asker.tokenizer)
+    state = Path(find_checkpoint(a.checkpoint))/'trainer_state.json'
+    if a.config is None and state.is_file(): keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))
     with torch.inference_mode(): panel = look_panel(reader(asker.model), islice(val, a.batches or cfg.max_val_batches), asker.model.cfg)
     sys.stdout.write((json.dumps(panel) if a.json else panel_table(panel))+'\n')
 

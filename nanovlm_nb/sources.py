@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['COUNTED', 'READ_ROWS', 'READ_BYTES', 'RESHARD_BELOW', 'FOOTERS', 'SMALL', 'VAL_SHARES', 'logger', 'PATIENCE',
            'PAUSE_S', 'LONGEST_PAUSE_S', 'GONE', 'Permutation', 'as_row', 'Joined', 'MapSource', 'footer', 'RowGroups',
-           'Shard', 'count_rows', 'shares', 'lane_shares', 'heads', 'shares_of', 'quotas', 'guess_sizes',
+           'Shard', 'count_rows', 'shares', 'lane_shares', 'heads', 'shares_of', 'quotas', 'QuotaSplit', 'guess_sizes',
            'fitted_heads', 'no_room', 'Share', 'cut', 'Unreachable', 'network_errors', 'may_come_back', 'patiently',
-           'StreamSource', 'Mixture', 'Chain']
+           'StreamSource', 'Mixture', 'keep_split', 'Chain']
 
 # %% ../nbs/25_sources.ipynb #4d95c168
 import errno
@@ -134,8 +134,16 @@ class MapSource:
         self.seed,self.start,self.shuffle,self.name = seed,start,shuffle,name
         self.stop = len(rows) if stop is None else stop
         if not 0 <= start <= self.stop <= len(rows): raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
-        self.split = Permutation(len(rows), f'split {seed}') if (start, self.stop) != (0, len(rows)) else range(len(rows))
+        self.spread_as(True)
 
+    def spread_as(self,
+        spread:bool, # False: as runs split their rows that began before there were quotas
+    )->None: # nothing
+        "Say how the rows are split; before the first is read."
+        self.spread,n = spread,len(self.rows)
+        if (self.start, self.stop) == (0, n): self.split = range(n)
+        elif spread and isinstance(self.rows, Joined): self.split = QuotaSplit(self.rows.ends, self.start or self.stop, self.seed)
+        else: self.split = Permutation(n, f'split {self.seed}')
     def __len__(self)->int: # rows of an epoch
         "Number of rows in this part."
         return self.stop-self.start
@@ -181,7 +189,7 @@ class MapSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='map', rows=len(self.rows), start=self.start, stop=self.stop, seed=self.seed, shuffle=self.shuffle)
+        return dict(kind='map', rows=len(self.rows), start=self.start, stop=self.stop, seed=self.seed, shuffle=self.shuffle, spread=self.spread)
 
 # %% ../nbs/25_sources.ipynb #ba139905
 READ_ROWS = 32 # rows that are converted at a time
@@ -345,6 +353,32 @@ def quotas(
     missing,room = val_size-sum(given),[m-v for v,m in zip(given, most)]
     return [v+more for v,more in zip(given, shares_of(missing, room))] if missing else given
 
+# %% ../nbs/25_sources.ipynb #5a3b2502
+class QuotaSplit:
+    "Rows of several configurations in an order whose first ones, and hence the others, are shared out by size."
+    def __init__(self,
+        ends:list[int], # number of the row after the last of each configuration
+        first:int, # rows to be shared out, fewer than all
+        seed:int, # of the split
+    ):
+        "Derive quotas and orders."
+        self.starts,self.first = [0, *ends[:-1]],first
+        sizes = [b-a for a,b in zip(self.starts, ends)]
+        self.given = quotas(sizes, first)
+        self.ends = list(accumulate(self.given)),list(accumulate(n-v for n,v in zip(sizes, self.given)))
+        self.within = [Permutation(n, f'split {seed} {k}') for k,n in enumerate(sizes)]
+        self.mixed = Permutation(first, f'first {seed}'),Permutation(ends[-1]-first, f'others {seed}')
+
+    def __getitem__(self,
+        i:int, # place
+    )->int: # number of a row
+        "The row at place `i`."
+        part = int(i >= self.first)
+        place = self.mixed[part][i-part*self.first]
+        k = bisect_right(self.ends[part], place)
+        among = place-(self.ends[part][k-1] if k else 0) # rows of its configuration in this part
+        return self.starts[k]+self.within[k][among+part*self.given[k]]
+
 # %% ../nbs/25_sources.ipynb #a6c8d07f
 def guess_sizes(
     counted:dict[str,list[int|None]], # configuration -> rows of each of its shares; None: unknown
@@ -484,7 +518,14 @@ class StreamSource:
         "Cut the streams into shares."
         if part not in ('train', 'validation'): raise ValueError(f"part is {part!r}: choose 'train' or 'validation'")
         self.seed,self.part,self.limit,self.shuffle,self.patience,self.by_config = seed,part,limit,shuffle,patience,cut(streams)
+        self.spread = True
         self.divide(val_size)
+
+    def spread_as(self,
+        spread:bool, # False: as runs read them that began before there were quotas
+    )->None: # nothing
+        "Say in which order validation reads its shares: mixed, or one configuration after the other."
+        self.spread = spread
 
     def divide(self,
         val_size:int, # rows for validation
@@ -542,7 +583,7 @@ class StreamSource:
         "The rows of a lane, from a position on."
         done,start,served = at or (0, 0, 0)
         n = len(self.shares)
-        order = list(Permutation(n, f'{self.seed}/{epoch}')) if self.shuffle else list(range(n))
+        order = list(Permutation(n, f'{self.seed}/{epoch if self.shuffle else self.part}')) if self.shuffle or self.spread and self.part == 'validation' else list(range(n))
         mine,most = lane_shares(order, lane, lanes),None if self.limit is None else self.limit//lanes+(lane < self.limit%lanes)
         for j,(s,first,step) in enumerate(mine[done:], start=done):
             for i,row in self._read(self.shares[s], start, first, step):
@@ -559,7 +600,7 @@ class StreamSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='stream', shares=len(self.shares), val_size=self.val_size, part=self.part, limit=self.limit, seed=self.seed, shuffle=self.shuffle)
+        return dict(kind='stream', shares=len(self.shares), val_size=self.val_size, part=self.part, limit=self.limit, seed=self.seed, shuffle=self.shuffle, spread=self.spread)
 
 # %% ../nbs/25_sources.ipynb #0daa77c9
 class Mixture:
@@ -571,8 +612,14 @@ class Mixture:
         "Keep sources and weights."
         if len(weights) != len(sources) or not sources: raise ValueError(f'{len(weights)} weights for {len(sources)} sources: give one for each')
         if min(weights) <= 0: raise ValueError(f'weights {list(weights)} must be above 0: leave a source out instead')
-        self.sources,self.weights = sources,[w/sum(weights) for w in weights]
+        self.sources,self.weights,self.spread = sources,[w/sum(weights) for w in weights],True
 
+    def spread_as(self,
+        spread:bool, # False: as before there were quotas
+    )->None: # nothing
+        "Say how each source is split, and how a `Chain` is read."
+        self.spread = spread
+        for s in self.sources: s.spread_as(spread)
     def _open(self, k, lane, lanes, epoch, again, at): return self.sources[k].rows_of(lane, lanes, f'{epoch}.{again}' if again else epoch, at)
 
     def rows_of(self,
@@ -618,23 +665,45 @@ class Mixture:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='mixture', weights=self.weights, sources=[s.describe() for s in self.sources])
+        return dict(kind='mixture', weights=self.weights, spread=self.spread, sources=[s.describe() for s in self.sources])
+
+def keep_split(
+    source, # of a run that goes on, or of its validation
+    data:dict|None, # position of its data as a checkpoint has it
+)->None: # nothing
+    "Split and read rows as the run did when it began: no training row becomes a validation row."
+    if data is not None and hasattr(source, 'spread_as'): source.spread_as(data['source'].get('spread', False))
 
 class Chain(Mixture):
-    "Rows of several sources, one source after the other, each once: for validation."
+    "Rows of several sources, each once, by turns in proportion to what each has: for validation, which may read only the first ones."
     def __init__(self,
         sources:list, # `MapSource` or `StreamSource`
     ):
         "Keep the sources."
-        self.sources = sources
+        self.sources,self.spread = sources,True
 
     def rows_of(self,
         lane:int, # 0 to lanes-1
         lanes:int, # how many
         epoch:int|str, # chooses the orders
-        at:list|None=None, # (sources done, position in the next)
+        at:list|None=None, # (rows drawn, position) of each source; None: the beginning
     )->Iterator[tuple[list,dict|Dropped]]: # (position after it, row), or what was dropped
         "The rows of a lane, from a position on."
+        if not self.spread: return (yield from self._one_after_the_other(lane, lanes, epoch, at))
+        state = [list(s) for s in at] if at else [[0, None] for _ in self.sources]
+        readers = [self._open(k, lane, lanes, epoch, 0, pos) for k,(_,pos) in enumerate(state)]
+        sizes = [sum(n or 0 for n,_ in s.sizes().values()) or 1 for s in self.sources]
+        left = list(range(len(readers)))
+        while left:
+            k = min(left, key=lambda k: ((state[k][0]+1)/sizes[k], k))
+            pos,row = next(readers[k], (None, None))
+            if row is None:
+                left.remove(k)
+                continue
+            state[k] = [state[k][0]+1, pos]
+            yield [list(s) for s in state],row if isinstance(row, Dropped) else row|dict(part=k)
+
+    def _one_after_the_other(self, lane, lanes, epoch, at):
         done,inner = at or (0, None)
         for k in range(done, len(self.sources)):
             for pos,row in self._open(k, lane, lanes, epoch, 0, inner if k == done else None):
@@ -642,4 +711,4 @@ class Chain(Mixture):
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='chain', sources=[s.describe() for s in self.sources])
+        return dict(kind='chain', spread=self.spread, sources=[s.describe() for s in self.sources])

@@ -33,7 +33,7 @@ from .flops import COMPONENTS,GPUS,count_flops,mfu,pairs,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,clip_gradients,checked_lr,compile_blocks,compile_counts,decide_compile,has_compiled,make_optimizer,make_scaler,set_lrs,training_parts
 from .dataset import DROPPED,DropFile,Drops,read_dropped
-from .sources import Unreachable
+from .sources import Unreachable,keep_split
 from .packing import Batch
 from .lanes import merge_states
 from .evals import Evaluations
@@ -585,7 +585,8 @@ def place_data(self:Trainer,
     data:dict, # `merge_states` of the run that was
     force:bool=False, # if it does not fit, begin the next epoch
 )->int: # the epoch where the data stand
-    "Put the data where they stood."
+    "Put the data where they stood, and let validation keep its rows."
+    keep_split(getattr(self.val_loader, 'source', None), data)
     try: self.train_loader.load_state_dict(data)
     except ValueError as e:
         if not force: raise
