@@ -7,8 +7,8 @@ import commands
 import pytest
 
 #: the files that take longest, the longest first: with several workers none of them is begun when all others are done
-LONG = ('classify', 'evaluate', 'sharding', 'elastic', 'stages', 'histories', 'kills', 'docs', 'endings', 'inspect', 'packing_certificate', 'file_kills', 'doctor', 'cli',
-        'bad_updates', 'concepts', 'dist', 'stream', 'trainer', 'misuse', 'plan', 'images', 'failing_producer', 'gate', 'compiled', 'run', 'damage', 'late_ranks', 'text_only')
+LONG = ('sharding', 'stages', 'classify', 'evaluate', 'kills', 'elastic', 'bad_updates', 'packing_certificate', 'docs', 'endings', 'inspect', 'doctor', 'cli', 'gate', 'export',
+        'concepts', 'histories', 'dist', 'stream', 'trainer', 'misuse', 'plan', 'flops', 'failing_producer', 'jsonl', 'late_ranks', 'text_only', 'damage', 'run', 'compiled', 'file_kills')
 ROOT = Path(__file__).resolve().parent.parent
 
 

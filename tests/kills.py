@@ -56,16 +56,22 @@ def wait_for(process, reached, timeout=300):
     return False
 
 
+def stands(run):
+    "The update of the last checkpoint; 0 before the first update."
+    pointer = run/'last_checkpoint'
+    return int(pointer.read_text().strip().removeprefix('step_')) if pointer.exists() else 0
+
+
 def kill_once(process, run, rng, updates, how):
-    "Kill a process group at a random moment; says when."
-    before = lines(run)
+    "Kill a process group at a random moment after its first checkpoint, so that there is something to go on from; says when."
+    before, stood = lines(run), stands(run)
     if rng.random() < .4:
-        hit = wait_for(process, lambda: any(run.glob('step_*.tmp')))
+        hit = wait_for(process, lambda: stands(run) > stood and any(run.glob('step_*.tmp')))
         when = 'inside a save'
         time.sleep(rng.random()*.2)
     else:
         target = rng.randint(before+1, max(before+1, min(before+4, updates-1)))
-        hit = wait_for(process, lambda: lines(run) >= target)
+        hit = wait_for(process, lambda: stands(run) > stood and lines(run) >= target)
         when = f'after update {target}'
         time.sleep(rng.random()*.1)
     if hit and process.poll() is None: os.killpg(process.pid, how)
