@@ -85,6 +85,7 @@ SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` 
 def load_sources(
     train_cfg:TrainConfig, # path, names, weights, sizes and seed
     drops:Drops|None=None, # counts lines that cannot be rows
+    patience:float=0., # seconds that a network may be away at the start
 )->tuple: # for training, for validation; they share no row
     "The sources of the data set that a config names."
     c,path = train_cfg,Path(train_cfg.train_dataset_path)
@@ -92,7 +93,7 @@ def load_sources(
         rows = [shapes_dataset(n, split, c.seed) for n,split in ((c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation'))]
         return MapSource(rows[0], c.seed),MapSource(rows[1], c.seed, 0, c.val_size, shuffle=False)
     if path.suffix=='.jsonl' or any(path.glob('*.jsonl')): return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
-    data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset)
+    data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset, patience=patience)
     if c.train_dataset_weights: return mixed_pair(weighted_pairs(c, data, weights_of(c, list(data))), weights_of(c, list(data)))
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx, c.timeout_s/2)
     rows = Joined(data) if len(data)>1 else next(iter(data.values()))
@@ -172,13 +173,14 @@ def get_dataloaders(
     dist:Dist=Dist(), # who we are
     tokenizer:PreTrainedTokenizerBase|None=None, # default: `load_tokenizer(vlm_cfg)`
     custom_transforms=(), # augmentations of the training pictures; default: those that the config names
+    patience:float=0., # seconds that a network may be away at the start
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     check_configs(vlm_cfg, train_cfg)
     custom_transforms = custom_transforms or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
     if custom_transforms and train_cfg.cache_features: raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out')
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    parts = zip(load_sources(train_cfg, drops), (custom_transforms,()), (True,False), (loader_workers(train_cfg, cores_of_rank()),train_cfg.val_workers), (None,train_cfg.max_val_batches))
+    parts = zip(load_sources(train_cfg, drops, patience), (custom_transforms,()), (True,False), (loader_workers(train_cfg, cores_of_rank()),train_cfg.val_workers), (None,train_cfg.max_val_batches))
     train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers, most)
         for source,transforms,shuffle,workers,most in parts)
     train.samples.drops.merge(drops)

@@ -6,9 +6,10 @@
 __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'IN_PROCESS', 'WRITTEN_ANEW', 'get_vision_model', 'make_model',
            'hold', 'runs_folder', 'checkpoint_around', 'run_path', 'make_run_dir', 'keep_configs', 'ask_held_out',
            'report_drops', 'time_split', 'results', 'advice_lines', 'report', 'publish_best', 'plan_resume',
-           'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change', 'Ending', 'open_log',
-           'make_trainer', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'run_on', 'run_in',
-           'train_to_the_end', 'settle_in', 'begin_anew', 'millions', 'run']
+           'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change', 'Ending', 'start_patience',
+           'on_each_rank', 'interrupted_if_unreachable', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals',
+           'Before', 'look_before', 'put_back', 'run_on', 'run_in', 'train_to_the_end', 'settle_in', 'begin_anew',
+           'millions', 'run']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,re,shutil,signal,threading
@@ -34,7 +35,7 @@ from .vlm import VisionLanguageModel
 from .features import keep_features
 from .images import image_processor_of
 from .shapes import best_blind_guess
-from .dataset import Drops
+from .dataset import Drops,Unreachable,until_reached
 from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from .shard import engine_lines
 from .optim import NO_TWIN,keep_compiled,same_bits,trainable_line
@@ -232,7 +233,10 @@ def report(
     "Rank 0 sums up the run."
     log,step = trainer.log,trainer.state.step
     report_drops(drops, log, step)
-    rows = first_rows(trainer.val_loader.source, ask_samples)
+    try: rows = first_rows(trainer.val_loader.source, ask_samples)
+    except Unreachable as e:
+        rows = []
+        log.info(f'no held-out question is asked: {e}')
     scores = ask_held_out(log.run_dir, rows, log, step) if rows else {}
     plot_curves(read_log(log.run_dir/'log.jsonl'), log.run_dir/'curves.png')
     log.info(f'time: {time_split(trainer.seconds)}')
@@ -388,6 +392,41 @@ class Ending:
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
         elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm_doctor --config {run_dir/"config.yaml"}` tries its data, disk, memory and a short run')
 
+# %% ../nbs/34_run.ipynb #c0de3402
+def start_patience(
+    train_cfg:TrainConfig, # `timeout_s`
+    dist:Dist, # who has started this rank
+    resuming:bool, # there is something to go on with
+)->float: # seconds; 0: somebody is looking
+    "How long a start waits for a network that is away."
+    return train_cfg.timeout_s/2 if resuming or launchers(dist) else 0. # the other ranks wait twice as long
+
+def on_each_rank(
+    name:str, # what is read, for the log
+    read:Callable, # called without arguments, until a network that is away has come back
+    dist:Dist, # all ranks must call
+    patience:float, # seconds
+): # what it returns
+    "Read what every rank needs; if one cannot reach it, all raise `Unreachable`."
+    found,lost = None,None
+    try: found = until_reached(name, read, patience)
+    except Unreachable as e: lost = str(e)
+    if (said := next(filter(None, dist.gather(lost)), None)): raise Unreachable(said)
+    return found
+
+@contextmanager
+def interrupted_if_unreachable(
+    log:RunLog, # says so
+    end:Callable, # from `keep_status`
+    patience:float, # from `start_patience`; 0: it is an error
+)->Iterator[None]: # nothing
+    "A start that cannot have its data ends the run as a signal would: a scheduler starts it again."
+    try: yield
+    except Unreachable as e:
+        if not patience: raise
+        log.info(f'the data cannot be reached, the run ends as if a signal had come: {str(e).strip().splitlines()[-1]}')
+        end('interrupted')
+
 # %% ../nbs/34_run.ipynb #3115024f
 def open_log(
     run_dir:Path, # directory of the run
@@ -410,10 +449,13 @@ def make_trainer(
 )->Trainer: # ready to train, or to `load`
     "All parts of a run, put together; every rank must call."
     set_seed(train_cfg.seed)
-    tokenizer = load_tokenizer(vlm_cfg)
-    loaders = get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer)
+    wait = start_patience(train_cfg, dist, resuming)
+    tokenizer = on_each_rank(vlm_cfg.lm_tokenizer, lambda: load_tokenizer(vlm_cfg), dist, wait)
+    def load(): return get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer, patience=wait)
+    loaders = on_each_rank(train_cfg.train_dataset_path, load, dist, wait)
     dist.barrier()
-    return Trainer(make_model(vlm_cfg, train_cfg, resuming), train_cfg, *loaders, log, dist, tokenizer, schedule)
+    model = on_each_rank('a backbone', lambda: make_model(vlm_cfg, train_cfg, resuming), dist, wait)
+    return Trainer(model, train_cfg, *loaders, log, dist, tokenizer, schedule)
 
 # %% ../nbs/34_run.ipynb #2c339ad8
 def use_frozen_tower(
@@ -529,7 +571,7 @@ def run_in(
     if dist.is_master and own: leave_dashboard(run_dir, checkpoint)
     elif dist.is_master: note_start(run_dir, checkpoint, jobs)
     strict = same_bits(train_cfg.deterministic, dist.device.type, train_cfg.compile is not False)
-    with strict, keep_compiled(run_dir), keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log, Ending(log, vlm_cfg, train_cfg, dist, command) as ending:
+    with strict, keep_compiled(run_dir), keep_status(run_dir, dist) as end, open_log(run_dir, vlm_cfg, train_cfg, dist) as log, Ending(log, vlm_cfg, train_cfg, dist, command) as ending, interrupted_if_unreachable(log, end, start_patience(train_cfg, dist, checkpoint is not None)):
         if (left := on_master(dist, lambda: sweep(run_dir))): log.info(f'removed, left by a start that was killed: {", ".join(left)}')
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')

@@ -32,8 +32,8 @@ from .logs import EVAL_AXIS,Clock,RunLog,Stats
 from .flops import COMPONENTS,GPUS,count_flops,mfu,pairs,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,clip_gradients,checked_lr,compile_blocks,compile_counts,decide_compile,has_compiled,make_optimizer,make_scaler,set_lrs,training_parts
-from .dataset import DROPPED,DropFile,Drops,read_dropped
-from .sources import Unreachable,keep_split
+from .dataset import DROPPED,DropFile,Drops,Unreachable,read_dropped
+from .sources import keep_split
 from .packing import Batch
 from .lanes import merge_states
 from .evals import Evaluations

@@ -178,6 +178,9 @@ def asking_hub(
     logging.getLogger(__name__).warning('%s does not answer: %s is looked for among what was downloaded before', constants.ENDPOINT, name)
     constants.HF_HUB_OFFLINE = True # what the libraries look at before each request
     try: yield
+    except (OSError,ValueError) as e:
+        e.hub_is_away = True # not there today: another try may end otherwise
+        raise
     finally: constants.HF_HUB_OFFLINE = False
 
 # %% ../nbs/00_usage.ipynb #e5b10014

@@ -9,18 +9,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import datasets
 import pytest
 from huggingface_hub import constants, hf_file_system
+from huggingface_hub.utils import _http
 
 from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import config_names, load_configs
+from nanovlm_nb.dataset import Unreachable, config_names, load_configs
 from nanovlm_nb.dist import Dist, set_seed
 from nanovlm_nb.inspect import _stored_row
 from nanovlm_nb.labels import load_splits
-from nanovlm_nb.loader import load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.logs import read_log
 from nanovlm_nb.run import exit_code, run_on
 from nanovlm_nb.sources import StreamSource
 from nanovlm_nb.tokens import get_tokenizer
 from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.usage import is_usage
 from nanovlm_nb.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -96,11 +98,15 @@ def server(tmp_path_factory):
             texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))))).to_parquet(folder/f'{f}.parquet')
     made = Server(folder)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(datasets.config, 'HF_ENDPOINT', f'http://127.0.0.1:{made.port}')
+        address = f'http://127.0.0.1:{made.port}'
+        m.setattr(datasets.config, 'HF_ENDPOINT', address)
+        for name, value in dict(ENDPOINT=address, HUGGINGFACE_CO_URL_TEMPLATE=address+'/{repo_id}/resolve/{revision}/{filename}', HF_HUB_CACHE=str(folder.parent/'hub')).items():
+            m.setattr(constants, name, value)
         for name, value in dict(STREAMING_READ_MAX_RETRIES=2, STREAMING_READ_RETRY_INTERVAL=.1, STREAMING_OPEN_MAX_RETRIES=2, STREAMING_OPEN_RETRY_INTERVAL=.1).items():
             m.setattr(datasets.config, name, value)
-        for name in ('http_backoff', 'http_stream_backoff'):
-            if hasattr(hf_file_system, name): m.setattr(hf_file_system, name, partial(getattr(hf_file_system, name), max_retries=1, base_wait_time=.1))
+        for module in (hf_file_system, _http):
+            for name in ('http_backoff', 'http_stream_backoff'):
+                if hasattr(module, name): m.setattr(module, name, partial(getattr(module, name), max_retries=1, base_wait_time=.1))
         yield made
     if made.server: made.down()
 
@@ -214,3 +220,50 @@ def test_a_path_is_never_a_name(no_hub, caplog):
         with pytest.raises(FileNotFoundError, match='^./rows: there is no such file or directory'): ask('./rows')
     with pytest.raises(FileNotFoundError, match='./rows: there is no such file or directory'): load_splits('./rows')
     assert not caplog.records
+
+
+HUB = evolve(CFG, train_dataset_path='some/rows', train_dataset_name=('default',), max_training_steps=3, eval_in_epochs=False)
+
+
+def test_a_start_waits_for_the_server(server, caplog):
+    "Away when a run starts: every try is in the log, and the rows are all there."
+    timer = server.away(2.)
+    found = load_sources(HUB, patience=600.)[0]
+    timer.join()
+    assert len(found.shares) == 12
+    assert any('some/rows (default) cannot be read (ConnectionError' in m and 'tried again in 1 s' in m for m in caplog.messages)
+
+
+def test_a_data_set_that_cannot_be_reached_is_not_skipped(server, tmp_path, caplog):
+    "One of several that does not exist is a warning; one whose server is away must not be missing from the run without a word."
+    server.down()
+    try:
+        with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached'): load_configs('some/rows', ['default', 'other'], cache_dir=str(tmp_path))
+    finally: server.up()
+    assert not any('skipped' in m for m in caplog.messages)
+
+
+def test_away_at_the_start_for_good_interrupts_the_run(server, tmp_path, monkeypatch):
+    "No update was made: status interrupted and exit code 85, as a scheduler understands it; the same job, started again, trains."
+    vlm, cfg = evolve(VLM, vlm_checkpoint_path=str(tmp_path)), evolve(HUB, run_name='late')
+    monkeypatch.setenv('SLURM_JOB_ID', '7')
+    server.down()
+    try: run_dir = run_on(vlm, evolve(cfg, timeout_s=3.), Dist())
+    finally: server.up()
+    assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85)
+    said = (run_dir/'train.log').read_text()
+    assert 'the data cannot be reached' in said and 'tried again in 1 s' in said
+    monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
+    run_on(vlm, cfg, Dist())
+    assert (run_dir/'status').read_text() == 'done\n' and (run_dir/'step_3').is_dir()
+
+
+def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
+    "Nobody would start it again, and the one who did is looking: one line, and nothing is left behind."
+    for name in ('SLURM_JOB_ID', 'TORCHELASTIC_RUN_ID'): monkeypatch.delenv(name, raising=False)
+    server.down()
+    try:
+        with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached: see that the network is there') as e:
+            run_on(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), Dist())
+    finally: server.up()
+    assert is_usage(e.value) and not any(tmp_path.iterdir())
