@@ -23,11 +23,11 @@ class Warm:
         import subprocess
         import tempfile
         self.folder = tempfile.TemporaryDirectory(prefix='warm')
-        address, self.python = f'{self.folder.name}/socket', f'{self.folder.name}/python'
+        address, self.python = f'{os.path.basename(self.folder.name)}-{os.getpid()}', f'{self.folder.name}/python'  # no file: its path may have 107 characters
         with open(self.python, 'w') as f: f.write(f'#!/bin/sh\nexec {sys.executable} -IS {os.path.abspath(__file__)} ask {address} "$@"\n')
         os.chmod(self.python, 0o755)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
+            listener.bind(f'\0{address}')
             listener.listen(64)
             self.server = subprocess.Popen([sys.executable, os.path.abspath(__file__), 'serve', str(listener.fileno())], env=env, stdin=subprocess.PIPE,
                                            pass_fds=[listener.fileno()], start_new_session=True)
@@ -44,7 +44,7 @@ class Warm:
 def ask(address, args):
     "Have a command run, and end as it ends."
     conn = socket.socket(socket.AF_UNIX)
-    conn.connect(address)
+    conn.connect(f'\0{address}')
     words = '\0'.join([str(len(args)), os.getcwd(), *args, *(f'{k}={v}' for k, v in os.environ.items())]).encode('utf-8', 'surrogateescape')
     socket.send_fds(conn, [len(words).to_bytes(8, 'big')], [0, 1, 2])
     conn.sendall(words)
