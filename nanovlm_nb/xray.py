@@ -543,7 +543,7 @@ def meta_trainer(
     if vlm_cfg.use_moe:
         raise ValueError('use_moe is True: which tokens an expert gets depends on their values, and an x-ray has none')
     cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False,
-        offload_params=False, cache_features=False)
+        offload_params=False, cache_features=False, tile_multiple=train_cfg.tile_multiple or 8) # as on a GPU
     trainer = Trainer(meta_net(vlm_cfg), cfg, [], [], Unheard(), Dist(device=torch.device('meta')))
     trainer.model,trainer.optimizer.step = OnCard(trainer.model),Unheard().log
     return trainer

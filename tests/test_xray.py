@@ -119,3 +119,12 @@ def test_a_loop_over_documents(cfgs, sound, monkeypatch):
     assert not sound.loops
     assert x.loops == {line_of(one_by_one, 'is_causal=causal'): 2*PACK.documents}
     assert f'attention {2*PACK.documents} times in a block' in xray_text(x, find_card('H200'))
+
+
+def test_blank_tiles_are_charged(cfgs, sound):
+    "On a GPU 24 tiles are 24 and 26 are 32: the tower works for all of them, and what is useful counts those with a picture."
+    def tower(x): return sum(o.flops for o in x.ops if o.part == 'vision tower')
+    more = Contents(documents=13, tiles=1)
+    padded, bare = (xray(cfgs[0], evolve(cfgs[1], tile_multiple=n), example_batch(cfgs[0], 2, more)) for n in (None, 1))
+    assert tower(padded)/tower(bare) == pytest.approx(32/26)
+    assert padded.useful == bare.useful and tower(sound)/tower(bare) == pytest.approx(24/26)

@@ -463,6 +463,7 @@ def page(found: dict, b) -> str:
         f'# What is expected of one {CARD}', '',
         f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/measure.py --predict`. What was measured since then stands in RESULTS.md, beside these figures.', '',
         f"The micro-batch: 2 packs of {b.model.lm_max_length} positions, {d['tokens']} tokens, {d['tiles']} tiles, {d['targets']} targets; the preset `nanovlm`, bfloat16, all parts learn; batch 4 has twice as much. "
+        f'On a GPU the tiles of a micro-batch are filled up with blank ones to a multiple of {b.run.tile_multiple or 8}, and these are computed too. '
         f'Data are there when they are asked for; a tile takes {1e3*CORE_S:.1f} ms of a core, and each loader worker has one.', '',
         f'Assumed of the card and its host (`nbs/41_xray.ipynb` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
         'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.', '',
