@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, environment
+from commands import TINY, environment, train
 from kills import command, lines, record, undisturbed, wait_for, write_data
 
 from nanovlm_nb.checkpoint import checkpoints, missing_pieces, read_pointer
@@ -211,6 +211,42 @@ def test_a_full_disk_names_the_last_checkpoint(small_disk, quiet_run):
 def test_a_full_disk_at_five_points(small_disk, quiet_run, point, room):
     "Making the directory, the optimizer, the weights; the log of an update; the save after it."
     ends_full(small_disk, quiet_run, point, room)
+
+
+FILLS = """
+import os, shutil
+from pathlib import Path
+def rate(step, max_lr, max_steps):
+    "A rate that never changes; before update 4, rank 0 leaves ROOM bytes on the disk."
+    disk, log = Path('disk'), Path('disk/run/log.jsonl')
+    if step == 3 and 'ROOM' in os.environ and os.environ['RANK'] == '0' and log.exists() and log.read_text().count('batch_loss') == 3 and not (disk/'ballast').exists():
+        (disk/'ballast').write_bytes(b'0'*max(shutil.disk_usage(disk).free-int(os.environ['ROOM']), 0))
+    return max_lr
+"""
+
+
+def two_ranks(cwd, folder, *more, **env):
+    "The small run on two ranks, whose rate may fill the disk."
+    return train([*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder, '--lr_schedule', 'fills:rate', *more], cwd, ranks=2, check=False, PYTHONPATH=str(cwd), **env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('room, background', [(0, True), (0, False), (4096, True), (300_000, False)])
+def test_a_full_disk_leaves_no_rank_waiting(small_disk, tmp_path, room, background):
+    "Neither waits for the other: the command ends long before the ranks would give up; when there is room again, it goes on as if nothing had been."
+    (tmp_path/'fills.py').write_text(FILLS)
+    assert two_ranks(tmp_path, 'whole').returncode == 0
+    began = time.monotonic()
+    ended, run = two_ranks(tmp_path, 'disk', '--async_save', background, ROOM=str(room)), small_disk/'run'
+    assert ended.returncode and time.monotonic()-began < 200, ended.stderr[-4000:] # the ranks would wait for half an hour
+    said = [line.partition('no space left in')[2] for line in ended.stderr.splitlines() if 'no space left in' in line] # by the log, and mostly by the command
+    last = read_pointer(run)
+    assert len(set(said)) == 1 and len(said) <= 2 and not missing_pieces(last) and f'the last complete checkpoint is {last.name}. Make room' in said[0], ended.stderr[-6000:]
+    assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
+    (small_disk/'ballast').unlink()
+    again = two_ranks(tmp_path, 'disk', '--async_save', background, '--resume', 'True')
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert record(run) == record(tmp_path/'whole'/'run')
 
 
 # Memory
