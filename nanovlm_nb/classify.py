@@ -29,7 +29,7 @@ from torch import Tensor,nn
 from torch.nn import functional as F
 
 from .usage import Parser,command
-from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,check_known,evolve,preset,set_env,write_atomic
+from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused,set_env,write_atomic
 from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
 from .logs import RunLog
@@ -52,11 +52,11 @@ from .run import exit_code,run_on,stop_on_signals
 @dataclass
 class ClassConfig(VLMConfig):
     "A model that knows classes."
-    class_names:list[str]|None = None # at least two; their order is that of the scores
-    class_head:bool = True # score the classes with a head; False: score their names as answers
-    class_prompt:str = 'What is this?' # asked of every picture
-    class_weights:list[float]|None = None # what the loss of a picture of each class counts in training; None: 1
-    own_fields = VLMConfig.own_fields+('class_names','class_head','class_prompt','class_weights')
+    class_names:list[str]|None = refused(None, 'at least two; their order is that of the scores', own=True)
+    class_head:bool = refused(True, 'score the classes with a head; False: score their names as answers', own=True)
+    class_prompt:str = careful('What is this?', 'asked of every picture', 'from here on the model reads another question', own=True)
+    class_weights:list[float]|None = careful(None, 'what the loss of a picture of each class counts in training; None: 1',
+        'from here on pictures count differently', own=True)
 
     def __post_init__(self):
         super().__post_init__()

@@ -383,7 +383,7 @@ def _own_flags(argv):
     p.add_argument('--json', action='store_true', help='print the checks as JSON')
     own,rest = p.parse_known_args(config_first(argv))
     if own.gpus<1 or own.smoke<0: raise UsageError(f'--gpus is {own.gpus} and --smoke {own.smoke}: give 1 or more, and 0 or more')
-    if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
+    if {'-h','--help','--help_all'} & set(rest): sys.stdout.write(p.format_help()+'\n')
     return own,rest,p._option_string_actions
 
 @command('nanovlm_doctor')

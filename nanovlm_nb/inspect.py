@@ -568,7 +568,7 @@ def _own_flags(argv=None):
     p.add_argument('--html', default='inspect.html', metavar='FILE', help="page to write; '' writes none (default: %(default)s)")
     own,rest = p.parse_known_args(argv)
     if own.samples<1 or own.compare<0: raise UsageError(f'--samples is {own.samples} and --compare {own.compare}: give 1 or more, and 0 or more')
-    if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
+    if {'-h','--help','--help_all'} & set(rest): sys.stdout.write(p.format_help()+'\n')
     return own,rest,p._option_string_actions
 
 # %% ../nbs/41_inspect.ipynb #417d9689

@@ -112,7 +112,7 @@ def main(
     own.add_argument('--packs', type=at_least(1), default=PACKS, metavar='INT', help='packs of the batch (default: %(default)s)')
     own.add_argument('--tolerance', type=at_least(0, float), default=TOLERANCE, metavar='FLOAT', help='largest distance of gradients (default: %(default)s)')
     args,rest = own.parse_known_args(argv)
-    if {'-h','--help'} & set(rest): sys.stdout.write(own.format_help()+'\n')
+    if {'-h','--help','--help_all'} & set(rest): sys.stdout.write(own.format_help()+'\n')
     vlm_cfg,train_cfg,asked = parse_args(rest, 'nanovlm_check_invariance', own._option_string_actions)
     set_env()
     start = resolve_start(vlm_cfg, train_cfg, given=asked.given)

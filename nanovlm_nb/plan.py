@@ -537,7 +537,7 @@ def _own_flags(argv):
     p.add_argument('--claims', action='store_true', help="check what is said about nanoVLM's run")
     p.add_argument('--json', action='store_true', help='print the plan as JSON')
     own,rest = p.parse_known_args(config_first(argv))
-    if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
+    if {'-h','--help','--help_all'} & set(rest): sys.stdout.write(p.format_help()+'\n')
     return own,rest,p._option_string_actions
 
 # %% ../nbs/42_plan.ipynb #e82ef76e

@@ -764,7 +764,7 @@ def _own_flags(argv):
     p.add_argument('--lines', type=at_least(1), default=12, metavar='INT', help='lines of code to name (default: %(default)s)')
     p.add_argument('--json', action='store_true', help='print it as JSON')
     own,rest = p.parse_known_args(['--config', *argv] if argv and not argv[0].startswith('-') else list(argv))
-    if {'-h','--help'} & set(rest): sys.stdout.write(p.format_help()+'\n')
+    if {'-h','--help','--help_all'} & set(rest): sys.stdout.write(p.format_help()+'\n')
     return own,rest,p._option_string_actions
 
 @command('nanovlm_xray')

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import yaml
 from commands import run
 from fastcore.docments import docments
+
+from nanovlm_nb.config import TrainConfig, VLMConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
@@ -67,7 +70,7 @@ def test_public_names_are_documented(module):
         if inspect.isclass(value):
             if not (value.__dict__.get('__doc__') or '').strip(): missing.append(f'{name}: no docstring')
             own = [f for f in getattr(value, '__dataclass_fields__', {}) if f in value.__dict__.get('__annotations__', {})]
-            docs = docments(value) if own else {}
+            docs = (docments(value) | {n: f.metadata.get('help') for n, f in value.__dataclass_fields__.items() if f.metadata}) if own else {}
             missing += [f'{name}: no comment on `{f}`' for f in own if not docs.get(f)]
             for m, f in methods(value).items(): missing += documented(m, f)
             init = value.__dict__.get('__init__')
@@ -83,6 +86,17 @@ def test_no_star_imports_no_long_functions(module):
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= 45]
     assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
+
+
+def test_the_page_of_settings_shows_the_fields_as_they_are():
+    "Its saved tables: every field with its meaning and what a change does."
+    page = ROOT/'nbs'/'tutorials'/'settings.ipynb'
+    rows = ''.join(''.join(o['data']['text/markdown']) for c in cells(page, 'code') for o in c['outputs']).splitlines()
+    found = {re.sub(r'\W', '', r.split(' | ')[0]): r for r in rows}
+    for f in [*fields(VLMConfig), *fields(TrainConfig)]:
+        row = found[f.name]
+        assert f.metadata['help'].replace('|', '\\|') in row and f.metadata['resume'] in row and f.metadata['why'] in row, f.name
+        assert row.startswith('| **') == f.metadata['common'], f.name
 
 
 # --- notebooks

@@ -67,7 +67,7 @@ def load():
     import pkgutil
     import nanovlm_nb
     for name in (*IMPORTED, *(f'nanovlm_nb.{m.name}' for m in pkgutil.iter_modules(nanovlm_nb.__path__))): importlib.import_module(name)
-    nanovlm_nb.config.make_parser()  # reads the comments of the fields, once
+    nanovlm_nb.config.make_parser()
     gc.freeze()  # so that forks share what is here until they change it
     threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
     assert threads <= {'jemalloc_bg_thd'}, f'imports have started {threads}'  # the one of pyarrow, which minds forks
