@@ -76,6 +76,7 @@ class Server:
 
     def down(self):
         self.server.shutdown()
+        self.server.socket.shutdown(socket.SHUT_RDWR)  # loader processes hold a copy, which would go on listening
         self.server.server_close()
         self.server = None
 
