@@ -12,12 +12,13 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 import torch
 from PIL import Image, PngImagePlugin
 from torch.utils.data import DataLoader
 
 from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.dataset import RATINGS, Dropped, VQADataset, keep_turns, load_config, load_data, local_configs
+from nanovlm_nb.dataset import RATINGS, Dropped, Unreachable, VQADataset, keep_turns, load_config, load_data, local_configs
 from nanovlm_nb.loader import map_pair
 from nanovlm_nb.images import UnreadableImage, get_image_processor, image_size, open_image
 from nanovlm_nb.tokens import train_tokenizer
@@ -151,18 +152,21 @@ def test_split_folders(tmp_path, digits, cache):
 
 
 def test_hub_names(monkeypatch, caplog):
-    "A hub name goes to load_dataset with each configuration; one that is unreachable is skipped by name."
+    "A hub name goes to load_dataset with each configuration; one that does not exist is skipped by name, one that cannot be reached is an error."
     calls = []
     def load_dataset(path, name, split, cache_dir, streaming):
         calls.append((path, name, split))
-        if name == 'gone': raise ConnectionError("Couldn't reach the Hub")
+        if name == 'gone': raise datasets.exceptions.DatasetNotFoundError("Dataset doesn't exist on the Hub")
+        if name == 'away': raise ConnectionError("Couldn't reach the Hub")
         return datasets.Dataset.from_list([dict(images=[], texts=[dict(user='q', assistant=name)], source=name)])
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)  # so that nobody looks whether the hub answers
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     monkeypatch.setattr(datasets, 'get_dataset_config_names', lambda path: ['a', 'gone', 'b'])
     with caplog.at_level(logging.WARNING, 'nanovlm_nb'): data = load_data('someone/FineVision', ['all'])
     assert calls == [('someone/FineVision', n, 'train') for n in ('a', 'gone', 'b')]
     assert data['source'][:] == ['a', 'b']
-    assert [("skipped data set gone" in r.getMessage(), 'ConnectionError' in r.getMessage()) for r in caplog.records] == [(True, True)]
+    assert [("skipped data set gone" in r.getMessage(), 'DatasetNotFoundError' in r.getMessage()) for r in caplog.records] == [(True, True)]
+    with pytest.raises(Unreachable, match=r'someone/FineVision \(away\)'): load_data('someone/FineVision', ['a', 'away'])
     load_data('someone/FineVision')
     assert calls[-1] == ('someone/FineVision', 'default', 'train')
 
