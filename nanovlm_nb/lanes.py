@@ -18,7 +18,7 @@ from traceback import clear_frames
 import torch
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
-from .dist import Dist,seed_worker
+from .dist import Dist,check_socket_room,seed_worker
 from .dataset import Dropped,Plan,VQADataset
 from .sources import keep_split
 from .config import IGNORE
@@ -379,6 +379,7 @@ class PackLoader:
         mine = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         if num_workers > len(mine):
             raise ValueError(f'num_workers {num_workers} > {len(mine)} lanes of a rank (batch_size x gradient_accumulation_steps): lower num_workers, a worker without a lane has nothing to do')
+        if num_workers: check_socket_room()
         self.n,self.most,self.accumulation = len(mine)*dist.world_size,most,accumulation
         self.numbers = mine
         self.lay_out(rules)
