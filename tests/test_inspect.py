@@ -156,10 +156,11 @@ def test_json_lines(tmp_path, capsys):
 
 def test_what_cannot_be_loaded_at_all(tmp_path, few, capsys):
     datasets.Dataset.from_list([]).save_to_disk(tmp_path/'empty'/'default')
-    for path, more, said in ((tmp_path/'nowhere', [], 'nothing could be loaded'), (tmp_path/'empty', [], 'nothing could be loaded'),
-                             (few, ['--val_size', '999'], 'val_size 999 leaves no training rows')):
+    for path, more, said in ((tmp_path/'empty', [], 'nothing could be loaded'), (few, ['--val_size', '999'], 'val_size 999 leaves no training rows')):
         code, text = here(capsys, '--train_dataset_path', path, *more, '--html', '')
         assert code == 1 and said in text and len(faults(text)) == 1
+    with pytest.raises(SystemExit, match='2'): here(capsys, '--train_dataset_path', tmp_path/'nowhere', '--html', '')
+    assert capsys.readouterr().err.endswith(f"{tmp_path/'nowhere'}: there is no such file or directory: correct the path\n")
 
 
 # --- faults of the data and of the configuration, by the command itself
