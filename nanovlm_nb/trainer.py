@@ -884,8 +884,10 @@ def profiled(
         return
     kinds = [torch.profiler.ProfilerActivity.CPU]+[torch.profiler.ProfilerActivity.CUDA]*cuda
     def done(profiler):
-        write_profile(profiler, run_dir, min(n, made-UNWATCHED), cuda)
-        say(f'profile: {run_dir/TRACE} and {run_dir/KERNELS}, {min(n, made-UNWATCHED)} updates of rank 0')
+        seen = min(n, made-UNWATCHED)
+        if seen<1: return say(f'profile: nothing is written, the first {UNWATCHED} updates are not watched and there were {made}')
+        write_profile(profiler, run_dir, seen, cuda)
+        say(f'profile: {run_dir/TRACE} and {run_dir/KERNELS}, {seen} updates of rank 0')
     made,plan = 0,torch.profiler.schedule(wait=UNWATCHED-1, warmup=1, active=n, repeat=1)
     with torch.profiler.profile(activities=kinds, schedule=plan, on_trace_ready=done) as profiler:
         for update in updates:
