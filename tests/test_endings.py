@@ -239,9 +239,9 @@ def test_a_full_disk_leaves_no_rank_waiting(small_disk, tmp_path, room, backgrou
     began = time.monotonic()
     ended, run = two_ranks(tmp_path, 'disk', '--async_save', background, ROOM=str(room)), small_disk/'run'
     assert ended.returncode and time.monotonic()-began < 200, ended.stderr[-4000:] # the ranks would wait for half an hour
-    said = [line.partition('no space left in')[2] for line in ended.stderr.splitlines() if 'no space left in' in line] # by the log and by the command, once each
+    said = [line.partition('no space left in')[2] for line in ended.stderr.splitlines() if 'no space left in' in line] # by the log, and by the command unless another rank's fault came first
     last = read_pointer(run)
-    assert len(set(said)) == 1 and len(said) == 2 and not missing_pieces(last) and f'the last complete checkpoint is {last.name}. Make room' in said[0], ended.stderr[-6000:]
+    assert len(set(said)) == 1 and len(said) <= 2 and not missing_pieces(last) and f'the last complete checkpoint is {last.name}. Make room' in said[0], ended.stderr[-6000:]
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     again = two_ranks(tmp_path, 'disk', '--async_save', background, '--resume', 'True')
