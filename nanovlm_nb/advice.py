@@ -19,16 +19,20 @@ __all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'NANOVLMS', 'MOST_WORKER
 # %% ../nbs/05_advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
 LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
-PARTS = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other') # finer parts of the time -> what they belong to
+# finer parts of the time -> what they belong to
+PARTS = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
 
 def grouped(
-    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`, or the finer ones of `PARTS`; what was not measured is left out
+    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`, or those of `PARTS`
 )->dict[str,float]: # only the four
     "Shares of the time as the targets name them."
     known = ('compute',*MOST)
     unknown = set(shares)-set(known)-set(PARTS)
-    if unknown: raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *PARTS))}")
-    if shares and not .99<sum(shares.values())<1.01: raise ValueError(f"the shares add up to {sum(shares.values()):.2f}: give shares of the whole time, which make 1")
+    if unknown:
+        raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *PARTS))}")
+    if shares and not .99<sum(shares.values())<1.01:
+        raise ValueError(f"the shares add up to {sum(shares.values()):.2f}: "
+                         "give shares of the whole time, which make 1")
     sums = {k:sum(v for name,v in shares.items() if PARTS.get(name, name)==k) for k in known}
     return {k:v for k,v in sums.items() if k in {PARTS.get(name, name) for name in shares}}
 
@@ -49,10 +53,11 @@ def capped_workers(
     "How many loader processes a machine can bear."
     return wanted if cpus is None else min(wanted, max(cpus//ranks, 1))
 
-NANOVLMS,MOST_WORKERS = 3,16 # loader processes of a rank: nanoVLM's number, for a machine that is not known; a bound, since each holds packs in memory
+NANOVLMS = 3      # loader processes of a rank in nanoVLM, for a machine that is not known
+MOST_WORKERS = 16 # a bound, since each of them holds packs in memory
 
 def loader_workers(
-    cfg:TrainConfig, # `num_workers`; `batch_size` and `gradient_accumulation_steps` limit what None stands for
+    cfg:TrainConfig, # `num_workers`; the packs of an update limit what None stands for
     cores:int|None=None, # of a rank; None: unknown
 )->int: # as given, or one for each core of the rank but one
     "How many loader processes a rank starts."
@@ -72,7 +77,9 @@ def more_workers(
     return steps[0] if steps and steps[0]>now else None
 
 # %% ../nbs/05_advice.ipynb #a290496b
-def _has_lines(path): return path.endswith('.jsonl') or any(Path(path).glob('*.jsonl')) # such files are never streamed
+def _has_lines(path):
+    "Such files are never streamed."
+    return path.endswith('.jsonl') or any(Path(path).glob('*.jsonl'))
 
 def _percent(share): return f'{100*share:.0f} %'
 
@@ -84,11 +91,17 @@ def data_advice(
 )->list[str]: # what to change, the first first
     "For a run that waits for its data."
     more,c = more_workers(train_cfg, cpus, ranks),train_cfg
-    lines = [f'num_workers {loader_workers(c, None if cpus is None else max(cpus//ranks, 1))} -> {more}'] if more else []
+    lines = ([f'num_workers {loader_workers(c, None if cpus is None else max(cpus//ranks, 1))} -> {more}']
+             if more else [])
     path = c.train_dataset_path
-    if not c.stream_dataset and path!='shapes' and not _has_lines(path): lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
-    if vlm_cfg.resize_to_max_side_len and vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append('resize_to_max_side_len False: small pictures stay small and are not cut into many tiles')
-    if vlm_cfg.max_img_size>vlm_cfg.vit_img_size: lines.append(f'max_img_size {vlm_cfg.max_img_size} -> {_smaller_picture(vlm_cfg)}: fewer pixels to decode and resize')
+    if not c.stream_dataset and path!='shapes' and not _has_lines(path):
+        lines.append('stream_dataset True, if the disk is slow: files are then read from front to back')
+    if vlm_cfg.resize_to_max_side_len and vlm_cfg.max_img_size>vlm_cfg.vit_img_size:
+        lines.append('resize_to_max_side_len False: '
+                     'small pictures stay small and are not cut into many tiles')
+    if vlm_cfg.max_img_size>vlm_cfg.vit_img_size:
+        lines.append(f'max_img_size {vlm_cfg.max_img_size} -> {_smaller_picture(vlm_cfg)}: '
+                     'fewer pixels to decode and resize')
     return lines
 
 def _smaller_picture(cfg): return max(cfg.max_img_size//cfg.vit_img_size//2, 1)*cfg.vit_img_size
@@ -99,9 +112,14 @@ def communication_advice(
 )->list[str]: # what to change, the first first
     "For a run that waits for other ranks."
     c = train_cfg
-    lines = ['sharding zero3 -> zero2, if the weights fit: they are then not fetched in every block'] if c.sharding=='zero3' else []
-    if c.gradient_accumulation_steps<16: lines.append(f'gradient_accumulation_steps {c.gradient_accumulation_steps} -> 16: fewer exchanges; an update then has {16/c.gradient_accumulation_steps:.3g} times as many packs, unless batch_size goes down')
-    return lines+['balance the ranks: max_tiles_per_knapsack limits what the fullest pack costs, and the others wait for it'] if c.max_tiles_per_knapsack is None else lines
+    lines = (['sharding zero3 -> zero2, if the weights fit: they are then not fetched in every block']
+             if c.sharding=='zero3' else [])
+    if c.gradient_accumulation_steps<16:
+        lines.append(f'gradient_accumulation_steps {c.gradient_accumulation_steps} -> 16: fewer exchanges; '
+                     f'an update then has {16/c.gradient_accumulation_steps:.3g} times as many packs, '
+                     'unless batch_size goes down')
+    return (lines+['balance the ranks: max_tiles_per_knapsack limits what the fullest pack costs, '
+                   'and the others wait for it'] if c.max_tiles_per_knapsack is None else lines)
 
 def other_advice(
     train_cfg:TrainConfig, # optimizer, log and checkpoints
@@ -109,12 +127,17 @@ def other_advice(
 )->list[str]: # what to change, the first first
     "For a run that spends its time beside forward and backward."
     c,part = train_cfg,lambda name: shares.get(name, 0)>MOST['other']/2
-    lines = [f'eval_interval {c.eval_interval} -> {2*c.eval_interval}, or fewer max_val_batches than {c.max_val_batches}'] if part('validation') else []
-    if part('checkpoint') and c.save_interval: lines.append(f'save_interval {c.save_interval} -> {2*c.save_interval}')
-    lines += ['offload_optimizer False: the update is then made on the accelerator'] if c.offload_optimizer else []
+    lines = ([f'eval_interval {c.eval_interval} -> {2*c.eval_interval}, '
+              f'or fewer max_val_batches than {c.max_val_batches}'] if part('validation') else [])
+    if part('checkpoint') and c.save_interval:
+        lines.append(f'save_interval {c.save_interval} -> {2*c.save_interval}')
+    lines += (['offload_optimizer False: the update is then made on the accelerator']
+              if c.offload_optimizer else [])
     if not c.async_save: lines.append('async_save True: checkpoints are written while training goes on')
     if c.stats_log_interval<100: lines.append(f'stats_log_interval {c.stats_log_interval} -> 100')
-    if c.gradient_accumulation_steps<16: lines.append(f'gradient_accumulation_steps {c.gradient_accumulation_steps} -> 16: fewer optimizer steps for the same packs')
+    if c.gradient_accumulation_steps<16:
+        lines.append(f'gradient_accumulation_steps {c.gradient_accumulation_steps} -> 16: '
+                     'fewer optimizer steps for the same packs')
     return lines
 
 def compute_advice(
@@ -124,8 +147,12 @@ def compute_advice(
     c = train_cfg
     lines = [] if c.compile else ['compile True']
     if c.dtype=='float32': lines.append('dtype float32 -> auto: matrix products in 16 bits')
-    if c.language_checkpointing or c.vision_checkpointing: lines.append('language_checkpointing and vision_checkpointing False, if the memory allows it: nothing is then computed twice')
-    if c.batch_size<4: lines.append(f'batch_size {c.batch_size} -> {2*c.batch_size} with half of gradient_accumulation_steps, if the memory allows it')
+    if c.language_checkpointing or c.vision_checkpointing:
+        lines.append('language_checkpointing and vision_checkpointing False, if the memory allows it: '
+                     'nothing is then computed twice')
+    if c.batch_size<4:
+        lines.append(f'batch_size {c.batch_size} -> {2*c.batch_size} with '
+                     'half of gradient_accumulation_steps, if the memory allows it')
     return lines
 
 # %% ../nbs/05_advice.ipynb #eedaaff6
@@ -136,10 +163,12 @@ def stability_advice(
     c = train_cfg
     lines = [f'lr_mp {c.lr_mp:g} -> {.001 if c.lr_mp>.001 else c.lr_mp/2:g}'] if c.lr_mp else []
     lines.append(f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}')
-    rates = {n:getattr(c, n) for n in (('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',))}
+    rates = {n:getattr(c, n) for n in (('lr_vision_backbone','lr_language_backbone')
+                                       if c.lr_backbones is None else ('lr_backbones',))}
     lines += [f'{n} {lr:g} -> {lr/2:g}' for n,lr in rates.items() if lr]
     clip = '1.0' if c.max_grad_norm is None else f'{c.max_grad_norm/2:g}'
-    return [*lines, f'max_grad_norm {c.max_grad_norm} -> {clip}: a lower threshold, since a higher one lets larger steps through']
+    return [*lines, f'max_grad_norm {c.max_grad_norm} -> {clip}: '
+                    'a lower threshold, since a higher one lets larger steps through']
 
 # %% ../nbs/05_advice.ipynb #d2eae117
 class Remedy(NamedTuple):
@@ -163,7 +192,7 @@ def _smaller_pictures(cfg):
 MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is short
 
 def _keeps_activations(cfg, part):
-    "A tower that is frozen is not gone through backwards; the language model always is, since the projector lies before it."
+    "A frozen tower is not gone through backwards; the language model always is, for the projector's sake."
     return part=='language' or (cfg.lr_vision_backbone if cfg.lr_backbones is None else cfg.lr_backbones)>0
 
 def memory_remedies(
@@ -175,13 +204,24 @@ def memory_remedies(
     "What to change when memory is short."
     v,t = vlm_cfg,train_cfg
     found = list(_smaller_batches(t))
-    if t.max_images_per_knapsack>MAX_IMAGES: found.append(Remedy(dict(max_images_per_knapsack=MAX_IMAGES, max_images_per_example=min(t.max_images_per_example, MAX_IMAGES)), 'packs with many pictures are split'))
-    if v.lm_max_length>MAX_LENGTH: found.append(Remedy(dict(lm_max_length=MAX_LENGTH, max_sample_length=min(t.max_sample_length, MAX_LENGTH)), 'samples that are longer are dropped, and an update has fewer tokens'))
-    found += [Remedy({f'{part}_checkpointing':True}, 'up to a third more arithmetic') for part in ('language','vision') if not getattr(t, f'{part}_checkpointing') and _keeps_activations(t, part)]
+    if t.max_images_per_knapsack>MAX_IMAGES:
+        found.append(Remedy(dict(max_images_per_knapsack=MAX_IMAGES, max_images_per_example=min(
+            t.max_images_per_example, MAX_IMAGES)), 'packs with many pictures are split'))
+    if v.lm_max_length>MAX_LENGTH:
+        found.append(
+            Remedy(dict(lm_max_length=MAX_LENGTH, max_sample_length=min(t.max_sample_length, MAX_LENGTH)),
+                   'samples that are longer are dropped, and an update has fewer tokens'))
+    found += [Remedy({f'{part}_checkpointing':True}, 'up to a third more arithmetic')
+              for part in ('language','vision')
+              if not getattr(t, f'{part}_checkpointing') and _keeps_activations(t, part)]
     found += _smaller_pictures(v)
-    if t.max_tiles_per_knapsack is None: found.append(Remedy(dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
-    if world_size>1: found += [Remedy(dict(sharding=s), 'more traffic between ranks') for s in ('zero2','zero3')[('ddp','zero2','zero3').index(t.sharding):]]
-    if not t.offload_optimizer and device!='cpu': found.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
+    if t.max_tiles_per_knapsack is None:
+        found.append(Remedy(dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
+    if world_size>1:
+        found += [Remedy(dict(sharding=s), 'more traffic between ranks')
+                  for s in ('zero2','zero3')[('ddp','zero2','zero3').index(t.sharding):]]
+    if not t.offload_optimizer and device!='cpu':
+        found.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
     return found
 
 # %% ../nbs/05_advice.ipynb #effcae7d
@@ -205,7 +245,7 @@ def advice(
     train_cfg:TrainConfig, # the run
     vlm_cfg:VLMConfig|None=None, # the model; None: nanoVLM's
     oom:bool=False, # memory ran out
-    keeps:Callable|None=None, # `keeps(changes)`: may a run that has begun go on with them? None: it has not begun
+    keeps:Callable|None=None, # `keeps(changes)`: may a run go on with them? None: it has not begun
     unstable:bool=False, # the loss or the gradient norm jumped
     cpus:int|None=None, # processors of the machine
     ranks:int=1, # ranks on this machine
@@ -213,13 +253,18 @@ def advice(
 )->list[str]: # a line for each thing that is not in order, with what to change
     "What to do about a run."
     v,c,sums,missed = vlm_cfg or VLMConfig(),train_cfg,grouped(shares),over_budget(shares)
-    recipes = dict(data=lambda: data_advice(v, c, cpus, ranks), communication=lambda: communication_advice(c), other=lambda: other_advice(c, shares))
+    recipes = dict(data=lambda: data_advice(v, c, cpus, ranks), communication=lambda: communication_advice(c),
+                   other=lambda: other_advice(c, shares))
     lines = memory_lines(memory_remedies(v, c, ranks, device), keeps) if oom else []
     if unstable: lines.append('unstable: '+'; '.join(stability_advice(c)))
     for kind in (k for k in missed if k!='compute'):
-        lines.append(f"{kind} takes {_percent(sums[kind])} of the time, at most {_percent(MOST[kind])} is fine: {'; '.join(recipes[kind]()) or 'no setting is left to change'}")
-    if 'compute' in missed: lines.append(f"forward and backward have {_percent(sums['compute'])} of the time, {_percent(LEAST_COMPUTE)} or more is fine: see the other shares")
-    if shares and not missed and (faster := compute_advice(c)): lines.append(f"the time is well spent; to go faster: {'; '.join(faster)}")
+        lines.append(f"{kind} takes {_percent(sums[kind])} of the time, at most {_percent(MOST[kind])} "
+                     f"is fine: {'; '.join(recipes[kind]()) or 'no setting is left to change'}")
+    if 'compute' in missed:
+        lines.append(f"forward and backward have {_percent(sums['compute'])} of the time, "
+                     f"{_percent(LEAST_COMPUTE)} or more is fine: see the other shares")
+    if shares and not missed and (faster := compute_advice(c)):
+        lines.append(f"the time is well spent; to go faster: {'; '.join(faster)}")
     return lines
 
 # %% ../nbs/05_advice.ipynb #ef7c37d6
@@ -232,12 +277,16 @@ def save_notes(
     "What is odd about the checkpoints."
     c = train_cfg
     every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
-    if not every: return ['save_interval is 0 and eval_in_epochs False: the only checkpoint is the one at the end']
-    advised = f'{SAVE_EARLY[0]} to {SAVE_EARLY[1]} with max_keep_ckpts 3 while you try whether a run works, {SAVE_LATER[0]} to {SAVE_LATER[1]} with max_keep_ckpts 1 later'
-    lines = [f'a checkpoint every {every} updates: {advised}'] if not SAVE_EARLY[0]<=every<=SAVE_LATER[1] else []
+    if not every:
+        return ['save_interval is 0 and eval_in_epochs False: the only checkpoint is the one at the end']
+    advised = (f'{SAVE_EARLY[0]} to {SAVE_EARLY[1]} with max_keep_ckpts 3 while you try whether a run works, '
+               f'{SAVE_LATER[0]} to {SAVE_LATER[1]} with max_keep_ckpts 1 later')
+    lines = ([f'a checkpoint every {every} updates: {advised}']
+             if not SAVE_EARLY[0]<=every<=SAVE_LATER[1] else [])
     updates = updates_of_run(c)
     if c.max_keep_ckpts!=-1 or updates is not None and updates//every<=3: return lines
-    return lines+[f'max_keep_ckpts is -1: all {"" if updates is None else f"{updates//every} "}checkpoints stay on the disk; {advised}']
+    return lines+['max_keep_ckpts is -1: all '
+                  f'{"" if updates is None else f"{updates//every} "}checkpoints stay on the disk; {advised}']
 
 def range_notes(
     train_cfg:TrainConfig, # rates and batch
@@ -245,9 +294,12 @@ def range_notes(
 )->list[str]: # a line for each value outside
     "What is outside the ranges of MiniMind-V's pretraining."
     c = train_cfg
-    rates = {c.lr_mp, *((c.lr_vision_backbone, c.lr_language_backbone) if c.lr_backbones is None else (c.lr_backbones,))}-{0}
-    given = [('epochs', epochs or c.max_epochs), ('batch_size', c.batch_size), *(('learning rate', lr) for lr in sorted(rates))]
-    return [f'{name} {x:g} is outside {MINIMIND_RANGES[name][0]:g} to {MINIMIND_RANGES[name][1]:g}, the range of MiniMind-V' for name,x in given
+    rates = {c.lr_mp, *((c.lr_vision_backbone, c.lr_language_backbone)
+                        if c.lr_backbones is None else (c.lr_backbones,))}-{0}
+    given = [('epochs', epochs or c.max_epochs), ('batch_size', c.batch_size),
+             *(('learning rate', lr) for lr in sorted(rates))]
+    return [f'{name} {x:g} is outside {MINIMIND_RANGES[name][0]:g} to {MINIMIND_RANGES[name][1]:g}, '
+            'the range of MiniMind-V' for name,x in given
         if x is not None and not MINIMIND_RANGES[name][0]<=x<=MINIMIND_RANGES[name][1]]
 
 # %% ../nbs/05_advice.ipynb #e8d0096d
@@ -262,8 +314,15 @@ def lint(
     c,notes = train_cfg,save_notes(train_cfg)
     if c.lr_schedule.startswith('minimind'): notes += range_notes(c, epochs)
     most = capped_workers(c.num_workers or 0, cpus, ranks)
-    if most<(c.num_workers or 0): notes.append(f'num_workers {c.num_workers} on each of {ranks} ranks, but the machine has {cpus} processors: {most} at most, more only hinder each other')
-    if c.lr_mp>.001 and not c.warmup_ratio: notes.append(f'lr_mp {c.lr_mp:g} without a warm-up: the fresh projector sends noise into both backbones; give warmup_ratio 0.03')
-    if c.max_grad_norm is None: notes.append('max_grad_norm is None: a single bad batch can throw the weights away; 1.0 is usual')
-    if vlm_cfg.vlm_load_backbone_weights is False and vlm_cfg.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint: notes.append('vlm_load_backbone_weights is False: a model of this size starts from random weights')
+    if most<(c.num_workers or 0):
+        notes.append(f'num_workers {c.num_workers} on each of {ranks} ranks, '
+                     f'but the machine has {cpus} processors: {most} at most, more only hinder each other')
+    if c.lr_mp>.001 and not c.warmup_ratio:
+        notes.append(f'lr_mp {c.lr_mp:g} without a warm-up: '
+                     'the fresh projector sends noise into both backbones; give warmup_ratio 0.03')
+    if c.max_grad_norm is None:
+        notes.append('max_grad_norm is None: a single bad batch can throw the weights away; 1.0 is usual')
+    if (vlm_cfg.vlm_load_backbone_weights is False
+        and vlm_cfg.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint):
+        notes.append('vlm_load_backbone_weights is False: a model of this size starts from random weights')
     return notes

@@ -83,9 +83,12 @@ def sdpa_attention(
 )->Tensor: # (B, H, T, D) mixed values
     "Fused attention, with the block-diagonal mask if there is a layout."
     if layout is None and _short_bf16(q):
-        with torch.autocast('cpu', enabled=False): return sdpa_attention(q.float(), k.float(), v.float(), None, causal, dropout_p).bfloat16()
+        with torch.autocast('cpu', enabled=False):
+            return sdpa_attention(q.float(), k.float(), v.float(), None, causal, dropout_p).bfloat16()
     group = q.shape[1]//k.shape[1]
-    if layout is None: return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=causal, enable_gqa=group>1)
+    if layout is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=causal, enable_gqa=group>1)
     mask = document_mask(layout, causal, q.device)
     k,v = (x.repeat_interleave(group, 1) for x in (k,v))
     return _zero_padding(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p), layout)
@@ -139,7 +142,8 @@ def flash_attention(
     lens,real = [n for row in layout.doc_lens for n in row],layout.document_ids(q.device).flatten()>0
     ends = torch.tensor([0,*accumulate(lens)], dtype=torch.int32, device=q.device)
     flat = [x.transpose(1,2).flatten(0,1)[real] for x in (q,k,v)]
-    mixed = flash_attn_varlen_func(*flat, ends, ends, max(lens), max(lens), dropout_p=dropout_p, causal=causal)
+    mixed = flash_attn_varlen_func(*flat, ends, ends, max(lens), max(lens), dropout_p=dropout_p,
+                                   causal=causal)
     out = mixed.new_zeros(B*T, H, D).index_put((real.nonzero()[:,0],), mixed)
     return out.view(B, T, H, D).transpose(1,2)
 
@@ -217,7 +221,8 @@ def varlen_options(
     shared:bool, # several queries to a key
 )->dict: # keyword arguments for it
     "How this release of torch is told what attention is wanted."
-    options = dict(window_size=(-1, 0 if causal else -1)) if 'window_size' in names else dict(is_causal=causal)
+    options = (dict(window_size=(-1, 0 if causal else -1))
+               if 'window_size' in names else dict(is_causal=causal))
     return options|(dict(enable_gqa=shared) if 'enable_gqa' in names else {})
 
 def varlen_attention(
@@ -226,7 +231,7 @@ def varlen_attention(
     v:Tensor, # (B, Hkv, T, D) values
     layout:Layout|None, # where the documents are; None: one a row
     causal:bool, # keys after the query are forbidden
-    dropout_p:float, # share of the attention weights that is dropped; the kernel knows none, `sdpa` takes over
+    dropout_p:float, # share of the attention weights that is dropped; above 0 `sdpa` takes over
 )->Tensor: # (B, H, T, D) mixed values
     "All documents of all rows in one call, without a mask."
     if dropout_p: return sdpa_attention(q, k, v, layout, causal, dropout_p)
@@ -249,7 +254,8 @@ def _torch_varlen(q, k, v, cu, longest, causal):
     return varlen_attn(q, k, v, cu, cu, longest, longest, **options)
 
 # %% ../nbs/10_attention.ipynb #40a263cf
-BACKENDS = dict(explicit=explicit_attention, sdpa=sdpa_attention, docs=docs_attention, varlen=varlen_attention, flash=flash_attention)
+BACKENDS = dict(explicit=explicit_attention, sdpa=sdpa_attention, docs=docs_attention,
+                varlen=varlen_attention, flash=flash_attention)
 MAY_FAIL = ('flash','varlen') # backends that not every machine and every torch can run
 
 @lru_cache(maxsize=None)
@@ -269,7 +275,7 @@ def choose_backend(
     device:torch.device, # where attention is computed
     dtype:torch.dtype=torch.float32, # of queries, keys and values
 )->str: # a name in `BACKENDS`
-    "The backend to use; one that cannot be used gives way to the next in the order of `auto`, the last is `explicit`."
+    "The backend to use; one that cannot be used gives way to the next of `auto`, at last to `explicit`."
     if backend!='auto' and backend not in BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}: choose auto, {', '.join(BACKENDS)}")
     wished = _order(layout, device.type, dtype) if backend=='auto' else [backend]
@@ -290,22 +296,29 @@ log = logging.getLogger(__name__)
 
 @lru_cache(maxsize=None)
 def _log_backend(asked, chosen, documents, device):
-    log.info('attention on %s, %s: backend %s%s', device, 'documents' if documents else 'full rows', chosen, '' if asked!='auto' else ' (auto)')
+    log.info('attention on %s, %s: backend %s%s', device, 'documents' if documents else 'full rows', chosen,
+             '' if asked!='auto' else ' (auto)')
 
 @lru_cache(maxsize=None)
 def _log_fallback(order, found, device, dtype):
     for name in order:
         if name==found: break
-        log.warning('attention on %s: backend %s cannot be used, %s', device, name, problem_of(name, device, dtype))
+        log.warning('attention on %s: backend %s cannot be used, %s', device, name,
+                    problem_of(name, device, dtype))
     log.warning('attention on %s: backend %s instead of %s', device, found, order[0])
 
 def _check(q, k, v):
-    if q.shape[1]%k.shape[1]: raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: use a multiple")
-    if k.shape!=v.shape: raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)} differ in shape: give one value a key")
+    if q.shape[1]%k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly: "
+                         "use a multiple")
+    if k.shape!=v.shape:
+        raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)} differ in shape: "
+                         "give one value a key")
 
 def _check_layout(q, layout):
     have,want = (q.shape[0],q.shape[2]), tuple(layout.documents.shape)
-    if have!=want: raise ValueError(f"queries have (B, T) = {have}, the layout {want}: make the layout of this batch")
+    if have!=want:
+        raise ValueError(f"queries have (B, T) = {have}, the layout {want}: make the layout of this batch")
 
 # %% ../nbs/10_attention.ipynb #d5529264
 @torch.compiler.assume_constant_result
@@ -320,7 +333,8 @@ def _in_graph(backend, kind, dtype):
 def _with_layout(q, k, v, layout, causal, backend, dropout_p):
     _check_layout(q, layout)
     if torch.compiler.is_compiling():
-        return BACKENDS[_in_graph(backend, q.device.type, _kernel_dtype(q))](q, k, v, layout, causal, dropout_p)
+        attend = BACKENDS[_in_graph(backend, q.device.type, _kernel_dtype(q))]
+        return attend(q, k, v, layout, causal, dropout_p)
     if layout.is_full: return attention(q, k, v, None, causal, backend, dropout_p)
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
     name = choose_backend(backend, layout, q.device, _kernel_dtype(q))
@@ -354,5 +368,6 @@ def cached_attention(
     (B,H,T,D),(Hkv,S) = q.shape, k.shape[1:3]
     if T>S: raise ValueError(f"{T} queries, but {S} keys: those of the new tokens belong to the keys")
     mask = key_mask[:,None,None]
-    if T>1: mask = (mask & torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S-T)).repeat(1, 1, H//Hkv, 1)
+    if T>1:
+        mask = (mask & torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S-T)).repeat(1, 1, H//Hkv, 1)
     return F.scaled_dot_product_attention(q.reshape(B, Hkv, -1, D), k, v, attn_mask=mask).reshape(B, H, T, D)

@@ -39,7 +39,8 @@ def _plain(kind):
     "A type without the None beside it."
     return next(k for k in get_args(kind) if k is not NoneType) if NoneType in get_args(kind) else kind
 
-def _wrong(name, value, kind): return ValueError(f"{name} is {value!r}: give {kind if get_origin(kind) else kind.__name__}")
+def _wrong(name, value, kind):
+    return ValueError(f"{name} is {value!r}: give {kind if get_origin(kind) else kind.__name__}")
 
 def _number(name, value, kind):
     try: number = float(value)
@@ -54,7 +55,8 @@ def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() els
 
 def _read_json(file):
     try: return json.loads(file.read_text(encoding='utf-8'))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e: raise ValueError(f"{file} is no JSON ({e}): correct it, or give another") from e
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{file} is no JSON ({e}): correct it, or give another") from e
 
 def _default(f): return f.default if f.default_factory is MISSING else f.default_factory()
 
@@ -63,12 +65,14 @@ def _require(ok, message):
 
 def _filled(name, value):
     texts = value if isinstance(value, list) else [value]
-    _require(all(not isinstance(t, str) or t.strip() for t in texts), f"{name} is empty: give a value, or leave it out")
+    _require(all(not isinstance(t, str) or t.strip() for t in texts),
+             f"{name} is empty: give a value, or leave it out")
 
 def _one_name(cfg, name):
     text = getattr(cfg, name)
     bad = text is not None and (text in ('.','..') or any(c in text for c in '/\\\0'))
-    _require(not bad, f"{name} is {text!r}, but it names one directory: leave out / and \\, and give another than . and ..")
+    _require(not bad, f"{name} is {text!r}, but it names one directory: "
+                      "leave out / and \\, and give another than . and ..")
 
 def _positive(cfg, *names):
     for n in names: _require(getattr(cfg, n)>0, f"{n} is {getattr(cfg, n)}: give a number above 0")
@@ -87,27 +91,42 @@ def _divides(cfg, name, by):
     _require(n%d==0, f"{name} {n} is no multiple of {by} {d}: change one of them")
 
 def _one_of(cfg, name, options):
-    _require(getattr(cfg, name) in options, f"{name} is {getattr(cfg, name)!r}: give one of {', '.join(options)}")
+    _require(getattr(cfg, name) in options,
+             f"{name} is {getattr(cfg, name)!r}: give one of {', '.join(options)}")
 
 # %% ../nbs/01_config.ipynb #c17e5a02
 ELSEWHERE = dict(
-    epochs='max_epochs', num_epochs='max_epochs', num_train_epochs='max_epochs', max_steps='max_training_steps', max_iters='max_training_steps',
-    train_samples='max_training_samples', schedule_in='max_training_samples', max_train_samples='data_cutoff_idx for the data and max_training_samples for the run',
-    learning_rate='lr_mp for the projector and lr_backbones for both backbones', lr='lr_mp for the projector and lr_backbones for both backbones',
-    per_device_train_batch_size='batch_size', micro_batch_size='batch_size', accumulation_steps='gradient_accumulation_steps',
-    grad_accum_steps='gradient_accumulation_steps', grad_clip='max_grad_norm', clip_grad='max_grad_norm', lr_scheduler_type='lr_schedule',
+    epochs='max_epochs', num_epochs='max_epochs', num_train_epochs='max_epochs',
+    max_steps='max_training_steps', max_iters='max_training_steps',
+    train_samples='max_training_samples', schedule_in='max_training_samples',
+    max_train_samples='data_cutoff_idx for the data and max_training_samples for the run',
+    learning_rate='lr_mp for the projector and lr_backbones for both backbones',
+    lr='lr_mp for the projector and lr_backbones for both backbones',
+    per_device_train_batch_size='batch_size', micro_batch_size='batch_size',
+    accumulation_steps='gradient_accumulation_steps',
+    grad_accum_steps='gradient_accumulation_steps', grad_clip='max_grad_norm', clip_grad='max_grad_norm',
+    lr_scheduler_type='lr_schedule',
     warmup_steps='warmup_ratio, a share of the updates', warmup_iters='warmup_ratio, a share of the updates',
-    out_dir='vlm_checkpoint_path', output_dir='vlm_checkpoint_path', save_dir='vlm_checkpoint_path', work_dir='vlm_checkpoint_path',
+    out_dir='vlm_checkpoint_path', output_dir='vlm_checkpoint_path', save_dir='vlm_checkpoint_path',
+    work_dir='vlm_checkpoint_path',
     data_path='train_dataset_path', dataset='train_dataset_path', dataset_name='train_dataset_path',
-    max_seq_len='lm_max_length for a pack and max_sample_length for a sample', max_length='lm_max_length for a pack and max_sample_length for a sample',
+    max_seq_len='lm_max_length for a pack and max_sample_length for a sample',
+    max_length='lm_max_length for a pack and max_sample_length for a sample',
     dim='lm_hidden_dim', hidden_size='lm_hidden_dim', n_layers='lm_n_blocks', num_hidden_layers='lm_n_blocks',
-    from_weight='load_from', from_resume='resume', resume_from='resume with load_from', resume_from_checkpoint='resume with load_from',
-    freeze_llm='lr_language_backbone 0', unfreeze_layers='language_last_blocks', use_compile='compile', torch_compile='compile',
-    gradient_checkpointing='vision_checkpointing and language_checkpointing', use_wandb='log_wandb', report_to='log_wandb', project='wandb_project',
-    log_interval='stats_log_interval', logging_steps='stats_log_interval', eval_steps='eval_interval', save_steps='save_interval',
-    save_total_limit='max_keep_ckpts', dataloader_num_workers='num_workers', bf16='dtype bfloat16', fp16='dtype float16', deepspeed='deepspeed_config',
-    pretrained_name='vit_model_type and lm_model_type, or load_from', model_name_or_path='vit_model_type and lm_model_type, or load_from',
-    ddp='nothing: torchrun says so', local_rank='nothing: torchrun says so', device='nothing: CUDA is taken where there is one') # name in another project -> here
+    from_weight='load_from', from_resume='resume', resume_from='resume with load_from',
+    resume_from_checkpoint='resume with load_from',
+    freeze_llm='lr_language_backbone 0', unfreeze_layers='language_last_blocks', use_compile='compile',
+    torch_compile='compile',
+    gradient_checkpointing='vision_checkpointing and language_checkpointing', use_wandb='log_wandb',
+    report_to='log_wandb', project='wandb_project',
+    log_interval='stats_log_interval', logging_steps='stats_log_interval', eval_steps='eval_interval',
+    save_steps='save_interval',
+    save_total_limit='max_keep_ckpts', dataloader_num_workers='num_workers', bf16='dtype bfloat16',
+    fp16='dtype float16', deepspeed='deepspeed_config',
+    pretrained_name='vit_model_type and lm_model_type, or load_from',
+    model_name_or_path='vit_model_type and lm_model_type, or load_from',
+    ddp='nothing: torchrun says so', local_rank='nothing: torchrun says so',
+    device='nothing: CUDA is taken where there is one') # name in another project -> here
 
 def elsewhere(
     name:str, # what was given, e.g. `--grad-clip` or `train.grad_clip`
@@ -130,7 +149,8 @@ def check_known(
         if name in known: continue
         if (here := elsewhere(name)): raise ValueError(f"unknown {what} `{name}`: here it is {here}")
         near = nearest(name, known)
-        remedy = f"did you mean `{near}`?" if near else f"give one of {', '.join(known)}" if len(known)<=FEW else "no name is near"
+        remedy = (f"did you mean `{near}`?" if near
+                  else f"give one of {', '.join(known)}" if len(known)<=FEW else "no name is near")
         raise ValueError(f"unknown {what} `{name}`: {remedy}")
 
 # %% ../nbs/01_config.ipynb #9c466963
@@ -139,13 +159,14 @@ def as_type(
     value:Any, # what was given
     kind:type, # the annotation of the field, e.g. `int`, `float|None`, `list[str]`
 )->Any: # the value as `kind`
-    "Convert where the meaning is clear: numbers as text, integers as floats, tuples as lists; else raise a ValueError."
+    "Convert where the meaning is clear (text to numbers, integers to floats, tuples to lists), or refuse."
     if value is None and NoneType in get_args(kind): return None
     kind = _plain(kind)
     outer,inner = get_origin(kind),get_args(kind)
     if outer is list and isinstance(value, (str,int,float)) and not isinstance(value, bool): value = [value]
     if outer is list and isinstance(value, (list,tuple)): return [as_type(name, v, inner[0]) for v in value]
-    if outer is dict and isinstance(value, dict): return {k:as_type(name, v, inner[1]) for k,v in value.items()}
+    if outer is dict and isinstance(value, dict):
+        return {k:as_type(name, v, inner[1]) for k,v in value.items()}
     if kind in (int,float) and not isinstance(value, bool): return _number(name, value, kind)
     if type(value) is kind: return value
     raise _wrong(name, value, kind)
@@ -183,12 +204,13 @@ class Config:
 
     def to_json(self)->str: # text of a JSON file
         "The fields as JSON; fields that nanoVLM does not know only where they differ from their default."
-        hidden = {f.name for f in fields(self) if f.name in self.own_fields() and getattr(self, f.name)==_default(f)}
+        hidden = {f.name for f in fields(self)
+                  if f.name in self.own_fields() and getattr(self, f.name)==_default(f)}
         return json.dumps({k:v for k,v in self.to_dict().items() if k not in hidden}, indent=4)
 
     def save(self,
         path:str|Path, # file to write, or a directory that gets a `config.json`
-    )->None: # nothing
+    )->None:
         "Write `to_json()` to a file."
         _json_file(path).write_text(self.to_json(), encoding='utf-8')
 
@@ -200,7 +222,8 @@ class Config:
         return cls.from_dict(_read_json(_json_file(path)))
 
 # %% ../nbs/01_config.ipynb #73fec314
-CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + "
+                 "message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
 def _image_tokens():
@@ -217,7 +240,8 @@ FINE,CAREFUL,REFUSED = 'fine','careful','refused' # what a change means for a ru
 def _field(default, help, resume, why, common=False, own=False, weights='bound'):
     about = dict(help=help, resume=resume, why=why, common=common, own=own, weights=weights)
     if isinstance(default, (list,dict)): default = partial(deepcopy, default)
-    return field(default_factory=default, metadata=about) if callable(default) else field(default=default, metadata=about)
+    return (field(default_factory=default, metadata=about)
+            if callable(default) else field(default=default, metadata=about))
 
 def fine(
     default:Any, # value, or a function that makes one
@@ -278,11 +302,13 @@ class VisionFields:
 
     def check_vision(self)->None:
         "Raise a ValueError where the numbers cannot make a vision tower."
-        _positive(self, 'vit_hidden_dim', 'vit_patch_size', 'vit_img_size', 'vit_n_heads', 'vit_n_blocks', 'vit_ln_eps')
+        _positive(self, 'vit_hidden_dim', 'vit_patch_size', 'vit_img_size', 'vit_n_heads',
+                  'vit_n_blocks', 'vit_ln_eps')
         _divides(self, 'vit_hidden_dim', 'vit_n_heads')
         _divides(self, 'vit_img_size', 'vit_patch_size')
         _one_of(self, 'vit_activation', ('gelu_pytorch_tanh','gelu','quick_gelu'))
-        _require(self.vit_cls_flag or not self.vit_keep_patches, "vit_keep_patches leaves out a class token, but vit_cls_flag is False: set one of them")
+        _require(self.vit_cls_flag or not self.vit_keep_patches,
+                 "vit_keep_patches leaves out a class token, but vit_cls_flag is False: set one of them")
         _require(0<=self.vit_dropout<1, f"vit_dropout is {self.vit_dropout}: give a share, 0 <= p < 1")
 
 # %% ../nbs/01_config.ipynb #e8ee6a2c
@@ -331,19 +357,25 @@ class LanguageFields:
 
     def check_language(self)->None:
         "Raise a ValueError where the numbers cannot make a language model."
-        _positive(self, 'lm_hidden_dim', 'lm_inter_dim', 'lm_rms_eps', 'lm_re_base', 'lm_max_position_embeddings',
-            'lm_base_vocab_size', 'lm_n_heads', 'lm_n_kv_heads', 'lm_n_blocks', 'lm_max_length', 'lm_attn_scaling')
+        _positive(self, 'lm_hidden_dim', 'lm_inter_dim', 'lm_rms_eps', 'lm_re_base',
+                  'lm_max_position_embeddings', 'lm_base_vocab_size', 'lm_n_heads', 'lm_n_kv_heads',
+                  'lm_n_blocks', 'lm_max_length', 'lm_attn_scaling')
         if self.lm_head_dim is None: _divides(self, 'lm_hidden_dim', 'lm_n_heads')
         _divides(self, 'lm_n_heads', 'lm_n_kv_heads')
-        head, name = self.head_width, 'lm_hidden_dim/lm_n_heads' if self.lm_head_dim is None else 'lm_head_dim'
-        _require(head>0 and head%2==0, f"{name} is {head}, but rotary embedding needs an even width: change one of them")
+        head = self.head_width
+        name = 'lm_hidden_dim/lm_n_heads' if self.lm_head_dim is None else 'lm_head_dim'
+        _require(head>0 and head%2==0,
+                 f"{name} is {head}, but rotary embedding needs an even width: change one of them")
         _require(0<=self.lm_dropout<1, f"lm_dropout is {self.lm_dropout}: give a share, 0 <= p < 1")
         _positive(self, 'moe_experts', 'moe_top_k')
         _at_least_0(self, 'moe_shared_experts', 'moe_aux_weight')
-        _require(self.moe_top_k<=self.moe_experts, f"moe_top_k {self.moe_top_k} > moe_experts {self.moe_experts}: lower the first or raise the second")
+        _require(self.moe_top_k<=self.moe_experts,
+                 f"moe_top_k {self.moe_top_k} > moe_experts {self.moe_experts}: "
+                 "lower the first or raise the second")
 
 # %% ../nbs/01_config.ipynb #868b7011
-ATTN_BACKENDS = ('auto','explicit','sdpa','docs','varlen','flash') # those of `attention`, which takes torch to import
+# those of `attention`, which takes torch to import
+ATTN_BACKENDS = ('auto','explicit','sdpa','docs','varlen','flash')
 
 @dataclass
 class BridgeFields:
@@ -392,15 +424,20 @@ class BridgeFields:
         _require(min(self.pixel_std)>0, f"pixel_std is {self.pixel_std}: give numbers above 0")
         _divides(self, 'max_img_size', 'vit_img_size')
         _require(patches%self.mp_pixel_shuffle_factor==0,
-            f"a tile has {patches} patches a side, no multiple of mp_pixel_shuffle_factor {self.mp_pixel_shuffle_factor}: change one of them")
+            f"a tile has {patches} patches a side, "
+            f"no multiple of mp_pixel_shuffle_factor {self.mp_pixel_shuffle_factor}: change one of them")
         _one_of(self, 'image_convention', ('nanovlm','smolvlm'))
         _one_of(self, 'attn_backend', ATTN_BACKENDS)
-        _require(self.image_convention=='nanovlm' or {'fake_image_token','global_image_token'} <= self.vlm_extra_tokens.keys(),
-            "image_convention smolvlm needs `fake_image_token` and `global_image_token` in vlm_extra_tokens: add them, or leave vlm_extra_tokens out")
-        _require('image_token' in self.vlm_extra_tokens, "vlm_extra_tokens has no `image_token`: add one, e.g. '<|image|>'")
+        _require(self.image_convention=='nanovlm'
+                 or {'fake_image_token','global_image_token'} <= self.vlm_extra_tokens.keys(),
+            "image_convention smolvlm needs `fake_image_token` and `global_image_token` in vlm_extra_tokens: "
+            "add them, or leave vlm_extra_tokens out")
+        _require('image_token' in self.vlm_extra_tokens,
+                 "vlm_extra_tokens has no `image_token`: add one, e.g. '<|image|>'")
         n = self.max_img_size//self.vit_img_size
         _require(n==1 or f'r{n}c{n}' in self.vlm_extra_tokens,
-            f"max_img_size {self.max_img_size} allows {n} x {n} tiles, but vlm_extra_tokens has no `r{n}c{n}`: add tokens or lower max_img_size")
+            f"max_img_size {self.max_img_size} allows {n} x {n} tiles, "
+            f"but vlm_extra_tokens has no `r{n}c{n}`: add tokens or lower max_img_size")
 
 # %% ../nbs/01_config.ipynb #8b05fcb5
 @dataclass
@@ -408,7 +445,8 @@ class VLMConfig(BridgeFields, LanguageFields, VisionFields, Config):
     "The model: everything that is needed to build it and to load its weights."
     def __post_init__(self):
         self.convert()
-        if self.image_convention=='smolvlm' and self.vlm_extra_tokens==_image_tokens(): self.vlm_extra_tokens = _smolvlm_tokens()
+        if self.image_convention=='smolvlm' and self.vlm_extra_tokens==_image_tokens():
+            self.vlm_extra_tokens = _smolvlm_tokens()
         self.check_vision()
         self.check_language()
         self.check_bridge()
@@ -434,7 +472,8 @@ class VLMConfig(BridgeFields, LanguageFields, VisionFields, Config):
     def derived(self)->dict: # field name -> value that follows from the other fields
         "Values of the fields that may be left out."
         extra = len(self.vlm_extra_tokens)
-        return dict(vit_inter_dim=4*self.vit_hidden_dim, extra_token_amount=extra, lm_vocab_size=self.lm_base_vocab_size+extra,
+        return dict(vit_inter_dim=4*self.vit_hidden_dim, extra_token_amount=extra,
+                    lm_vocab_size=self.lm_base_vocab_size+extra,
             mp_image_token_length=(self.patches_per_side//self.mp_pixel_shuffle_factor)**2)
 
     def check_derived(self)->None:
@@ -442,11 +481,15 @@ class VLMConfig(BridgeFields, LanguageFields, VisionFields, Config):
         d = self.derived()
         _positive(self, 'vit_inter_dim')
         for n in ('mp_image_token_length','extra_token_amount'):
-            _require(getattr(self, n)==d[n], f"{n} is {getattr(self, n)}, but the other fields make {d[n]}: leave it out or change them")
+            _require(getattr(self, n)==d[n],
+                     f"{n} is {getattr(self, n)}, but the other fields make {d[n]}: "
+                     "leave it out or change them")
         _require(self.lm_vocab_size>=d['lm_vocab_size'],
-            f"lm_vocab_size {self.lm_vocab_size} is too small for {d['lm_vocab_size']} tokens: leave it out or raise it")
+            f"lm_vocab_size {self.lm_vocab_size} is too small for {d['lm_vocab_size']} tokens: "
+            "leave it out or raise it")
         _require(self.lm_max_length>self.mp_image_token_length,
-            f"lm_max_length {self.lm_max_length} leaves no room beside the {self.mp_image_token_length} tokens of a picture: raise it")
+            f"lm_max_length {self.lm_max_length} leaves no room beside the "
+            f"{self.mp_image_token_length} tokens of a picture: raise it")
 
 # %% ../nbs/01_config.ipynb #a87821c9
 def evolve(
@@ -486,11 +529,13 @@ class OptimFields:
     batch_size:int = fine(2, 'packs of a micro-batch on one rank', common=True)
     gradient_accumulation_steps:int = fine(8, 'micro-batches of an update', common=True)
     max_training_steps:int = careful(40000, 'updates of the run',
-        'the learning rate follows the length of the run: it jumps to where the new schedule stands', common=True)
+        'the learning rate follows the length of the run: '
+        'it jumps to where the new schedule stands', common=True)
     max_training_samples:int|None = careful(None,
         'samples of the run, in place of max_training_steps: the learning rate follows samples, whatever '
         'the size of an update; None: it follows updates',
-        'the learning rate follows the length of the run: it jumps to where the new schedule stands', common=True)
+        'the learning rate follows the length of the run: '
+        'it jumps to where the new schedule stands', common=True)
     max_epochs:int|None = careful(None,
         'end after so many passes over the data, if that is sooner; None: no limit',
         'the learning rate follows the length of the run, which is found anew', common=True)
@@ -511,7 +556,8 @@ class OptimFields:
 
     def check_optim(self)->None:
         "Raise a ValueError where the numbers cannot make an update."
-        _at_least_0(self, 'lr_mp', 'lr_vision_backbone', 'lr_language_backbone', 'weight_decay', 'warmup_ratio', 'min_lr_ratio', 'seed')
+        _at_least_0(self, 'lr_mp', 'lr_vision_backbone', 'lr_language_backbone', 'weight_decay',
+                    'warmup_ratio', 'min_lr_ratio', 'seed')
         _positive(self, 'batch_size', 'gradient_accumulation_steps', 'max_training_steps', 'max_bad_updates')
         for n in ('lr_backbones','max_grad_norm'):
             v = getattr(self, n)
@@ -520,15 +566,21 @@ class OptimFields:
             v = getattr(self, n)
             _require(v is None or v>0, f"{n} is {v}: give 1 or more, or None")
         samples,epochs = self.max_training_samples,self.max_epochs
-        _require(samples is None or epochs is None, f"max_training_samples {samples} and max_epochs {epochs} both end the run: set one of them to None")
+        _require(samples is None or epochs is None,
+                 f"max_training_samples {samples} and max_epochs {epochs} both end the run: "
+                 "set one of them to None")
         spike = self.max_grad_spike
         _require(spike is None or spike>1, f"max_grad_spike is {spike}: give a factor above 1, or None")
-        _require(len(self.betas)==2 and all(0<=b<1 for b in self.betas), f"betas is {self.betas}: give two numbers, 0 <= b < 1")
-        _require(self.warmup_ratio<=1 and self.min_lr_ratio<=1, "warmup_ratio and min_lr_ratio are shares: give 1 or less")
+        _require(len(self.betas)==2 and all(0<=b<1 for b in self.betas),
+                 f"betas is {self.betas}: give two numbers, 0 <= b < 1")
+        _require(self.warmup_ratio<=1 and self.min_lr_ratio<=1,
+                 "warmup_ratio and min_lr_ratio are shares: give 1 or less")
         if self.max_grad_norm==0: self.max_grad_norm = None # a norm of 0 would leave nothing of the gradient
         _require(self.seed<2**32, f"seed is {self.seed}: give a number from 0 to {2**32-1}")
         known = SCHEDULES if ':' not in self.lr_schedule else [self.lr_schedule]
-        _require(self.lr_schedule in known, f"lr_schedule is {self.lr_schedule!r}: give one of {', '.join(SCHEDULES)}, or module:function of your own")
+        _require(self.lr_schedule in known,
+                 f"lr_schedule is {self.lr_schedule!r}: give one of {', '.join(SCHEDULES)}, "
+                 "or module:function of your own")
         _one_of(self, 'loss_average', ('tokens','micro_batches'))
         _one_of(self, 'dtype', ('auto','bfloat16','float16','float32'))
 
@@ -574,19 +626,29 @@ class DataFields:
 
     def check_data(self)->None:
         "Raise a ValueError where no data could come of it."
-        _positive(self, 'max_images_per_example', 'max_images_per_knapsack', 'max_sample_length', 'num_of_sequences')
-        _require(self.num_workers is None or self.num_workers>=0, f"num_workers is {self.num_workers}: give 0 or more, or None")
-        _at_least_0(self, 'val_size', 'val_workers', *(f'{n}_min_rating' for n in ('relevance','image_correspondence','visual_dependency','formatting')))
-        for t in self.custom_transforms: _require(all(t.partition(':')[::2]), f"custom_transforms names {t!r}: give module:function")
-        _require(self.data_cutoff_idx is None or self.data_cutoff_idx>0, f"data_cutoff_idx is {self.data_cutoff_idx}: give a number above 0, or None")
+        _positive(self, 'max_images_per_example', 'max_images_per_knapsack', 'max_sample_length',
+                  'num_of_sequences')
+        _require(self.num_workers is None or self.num_workers>=0,
+                 f"num_workers is {self.num_workers}: give 0 or more, or None")
+        _at_least_0(self, 'val_size', 'val_workers', *(
+            f'{n}_min_rating' for n in ('relevance','image_correspondence','visual_dependency','formatting')))
+        for t in self.custom_transforms:
+            _require(all(t.partition(':')[::2]), f"custom_transforms names {t!r}: give module:function")
+        _require(self.data_cutoff_idx is None or self.data_cutoff_idx>0,
+                 f"data_cutoff_idx is {self.data_cutoff_idx}: give a number above 0, or None")
         _require(self.train_dataset_name, "train_dataset_name is empty: name a configuration, or `all`")
         _require(self.max_images_per_example<=self.max_images_per_knapsack,
-            f"max_images_per_example {self.max_images_per_example} does not fit into a pack of max_images_per_knapsack "
+            f"max_images_per_example {self.max_images_per_example} "
+            "does not fit into a pack of max_images_per_knapsack "
             f"{self.max_images_per_knapsack}: lower the first or raise the second")
         weights,names = self.train_dataset_weights,self.train_dataset_name
-        _require(self.max_tiles_per_knapsack is None or self.max_tiles_per_knapsack>0, f"max_tiles_per_knapsack is {self.max_tiles_per_knapsack}: give a number above 0, or None")
-        _require(not weights or min(weights)>0, f"train_dataset_weights {weights} must be above 0: leave a configuration out instead")
-        _require(not weights or {'all','shards'}&set(names) or len(weights)==len(names), f"{len(weights)} train_dataset_weights for {len(names)} names in train_dataset_name: give one for each")
+        _require(self.max_tiles_per_knapsack is None or self.max_tiles_per_knapsack>0,
+                 f"max_tiles_per_knapsack is {self.max_tiles_per_knapsack}: give a number above 0, or None")
+        _require(not weights or min(weights)>0,
+                 f"train_dataset_weights {weights} must be above 0: leave a configuration out instead")
+        _require(not weights or {'all','shards'}&set(names) or len(weights)==len(names),
+                 f"{len(weights)} train_dataset_weights for {len(names)} names in train_dataset_name: "
+                 "give one for each")
 
 # %% ../nbs/01_config.ipynb #21f1bdd2
 @dataclass
@@ -620,10 +682,13 @@ class EngineFields:
         "Raise a ValueError where the pieces do not go together."
         _positive(self, 'timeout_s')
         _one_of(self, 'sharding', ('ddp','zero2','zero3'))
-        _require(not self.offload_params or self.sharding=='zero3', f"offload_params needs sharding zero3, not {self.sharding}: with {self.sharding} "
+        _require(not self.offload_params or self.sharding=='zero3',
+                 f"offload_params needs sharding zero3, not {self.sharding}: with {self.sharding} "
             "every rank holds all weights all the time; give --sharding zero3, or offload_optimizer alone")
-        _require(self.tile_multiple is None or self.tile_multiple>0, f"tile_multiple is {self.tile_multiple}: give a number above 0, or None")
-        _require(self.peak_tflops is None or self.peak_tflops>0, f"peak_tflops is {self.peak_tflops}: give a number above 0, or None")
+        _require(self.tile_multiple is None or self.tile_multiple>0,
+                 f"tile_multiple is {self.tile_multiple}: give a number above 0, or None")
+        _require(self.peak_tflops is None or self.peak_tflops>0,
+                 f"peak_tflops is {self.peak_tflops}: give a number above 0, or None")
 
 # %% ../nbs/01_config.ipynb #62f388ec
 @dataclass
@@ -665,7 +730,8 @@ class ReportFields:
     wandb_entity:str|None = fine('HuggingFace', 'whose account; None: yours', common=True)
     wandb_project:str = fine('nanoVLM', 'project there', common=True)
     use_lmms_eval:bool = fine(True, 'evaluate checkpoints with lmms-eval', common=True)
-    lmms_eval_tasks:str = fine('mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa',
+    lmms_eval_tasks:str = fine(
+        'mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa',
         'tasks, separated by commas', common=True)
     lmms_eval_limit:float|None = fine(None, 'samples of a task; None: all')
     lmms_eval_batch_size:int = fine(64, 'questions answered at a time')
@@ -689,9 +755,12 @@ class ReportFields:
         _one_of(self, 'console_line', ('figures','minimind'))
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
         limit = self.lmms_eval_limit
-        _require(limit is None or limit>0, f"lmms_eval_limit is {limit}: give a number of samples, a share below 1, or None for all")
-        _require(self.max_keep_ckpts==-1 or self.max_keep_ckpts>0, f"max_keep_ckpts is {self.max_keep_ckpts}: give 1 or more, or -1 for all")
-        _require(not (self.load_from and self.resume_from_vlm_checkpoint), "load_from and resume_from_vlm_checkpoint both name weights: give one")
+        _require(limit is None or limit>0,
+                 f"lmms_eval_limit is {limit}: give a number of samples, a share below 1, or None for all")
+        _require(self.max_keep_ckpts==-1 or self.max_keep_ckpts>0,
+                 f"max_keep_ckpts is {self.max_keep_ckpts}: give 1 or more, or -1 for all")
+        _require(not (self.load_from and self.resume_from_vlm_checkpoint),
+                 "load_from and resume_from_vlm_checkpoint both name weights: give one")
 
 # %% ../nbs/01_config.ipynb #56d5d990
 @dataclass
@@ -709,20 +778,31 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
     @property
     def lr_backbone_pair(self)->tuple[float,float]: # of the vision tower, of the language model
         "The backbones' learning rates, joint or not."
-        return (self.lr_vision_backbone,self.lr_language_backbone) if self.lr_backbones is None else (self.lr_backbones,)*2
+        return ((self.lr_vision_backbone,self.lr_language_backbone)
+                if self.lr_backbones is None else (self.lr_backbones,)*2)
 
     def check_frozen(self)->None:
         "Raise a ValueError where something needs a frozen part, and it trains, or the reverse."
         vision,language = self.lr_backbone_pair
-        _require(not (self.cache_features and self.custom_transforms), "cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out")
-        for name,on,why in (('cache_features',self.cache_features,'its features change with every update'), ('save_vision False',not self.save_vision,'it would be lost')):
-            _require(not on or vision==0, f"{name} needs a frozen vision tower, but it trains with rate {vision} and {why}: set lr_vision_backbone (or lr_backbones) to 0")
-        _require(not self.cache_features or self.sharding=='ddp', f"cache_features and sharding {self.sharding}: ranks that share out a tower must all use it at the same time, set sharding to ddp or cache_features to False")
-        _require(self.language_last_blocks is None or language>0, f"language_last_blocks is {self.language_last_blocks}, but the language model's learning rate is 0: raise it, or set language_last_blocks to None")
+        _require(not (self.cache_features and self.custom_transforms),
+                 "cache_features with custom_transforms: changed pictures are new ones in each epoch, "
+                 "and keeping their features fills the disk; leave one of them out")
+        for name,on,why in (('cache_features',self.cache_features,'its features change with every update'),
+                            ('save_vision False',not self.save_vision,'it would be lost')):
+            _require(not on or vision==0,
+                     f"{name} needs a frozen vision tower, but it trains with rate {vision} and {why}: "
+                     "set lr_vision_backbone (or lr_backbones) to 0")
+        _require(not self.cache_features or self.sharding=='ddp',
+                 f"cache_features and sharding {self.sharding}: ranks that share out a tower must "
+                 "all use it at the same time, set sharding to ddp or cache_features to False")
+        _require(self.language_last_blocks is None or language>0,
+                 f"language_last_blocks is {self.language_last_blocks}, "
+                 "but the language model's learning rate is 0: raise it, or set language_last_blocks to None")
 
     def check_evals(self)->None:
         "Raise a ValueError where checkpoints cannot be evaluated as asked."
-        _require(self.eval_backend!='in_process' or self.sharding=='ddp', f"eval_backend in_process and sharding {self.sharding}: ranks that share out a model "
+        _require(self.eval_backend!='in_process' or self.sharding=='ddp',
+                 f"eval_backend in_process and sharding {self.sharding}: ranks that share out a model "
             "must all use it at the same time; give eval_backend subprocess")
 
     def schedule_kwargs(self)->dict: # keyword arguments of `get_schedule`
@@ -736,45 +816,57 @@ def check_configs(
 )->None: # nothing, if they fit
     "Raise a ValueError where the model and the run contradict each other."
     length,pack = train_cfg.max_sample_length,vlm_cfg.lm_max_length
-    _require(length<=pack, f"max_sample_length {length} > lm_max_length {pack}: lower the first or raise the second")
+    _require(length<=pack, f"max_sample_length {length} > lm_max_length {pack}: "
+                           "lower the first or raise the second")
     picture = vlm_cfg.mp_image_token_length+1
-    _require(picture<length, f"a picture takes {picture} tokens or more, max_sample_length is {length}: every sample with a picture would be dropped, raise max_sample_length")
-    _require(not train_cfg.deterministic or vlm_cfg.attn_backend!='flash', "deterministic and attn_backend flash: flash-attn's backward pass adds in the order in which threads arrive; give --attn_backend varlen or auto")
+    _require(picture<length, f"a picture takes {picture} tokens or more, max_sample_length is {length}: "
+                             "every sample with a picture would be dropped, raise max_sample_length")
+    _require(not train_cfg.deterministic or vlm_cfg.attn_backend!='flash',
+             "deterministic and attn_backend flash: flash-attn's backward pass adds "
+             "in the order in which threads arrive; give --attn_backend varlen or auto")
     lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
     for name in ('num_workers','val_workers'):
         workers = getattr(train_cfg, name)
-        _require(workers is None or workers<=lanes, f"{name} {workers} > {lanes} packs of a rank in an update (batch_size x gradient_accumulation_steps): lower {name}")
+        _require(workers is None or workers<=lanes,
+                 f"{name} {workers} > {lanes} packs of a rank in an update "
+                 f"(batch_size x gradient_accumulation_steps): lower {name}")
 
 # %% ../nbs/01_config.ipynb #740f2258
-_SHAPES_VLM = dict(
-    vit_hidden_dim=128, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=3, vit_model_type='shapes-vit',
-    lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024, lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2,
-    lm_n_blocks=3, lm_max_length=512, lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
+_SHAPES_VLM = dict(vit_hidden_dim=128, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=3,
+    vit_model_type='shapes-vit', lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024,
+    lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=3, lm_max_length=512,
+    lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
     vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
-_SHAPES_TRAIN = dict(
-    lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99], lr_schedule='wsd', min_lr_ratio=.02, batch_size=2,
-    gradient_accumulation_steps=1, max_training_steps=4000, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
-    val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0, eval_interval=500, ask_samples=400,
-    max_keep_ckpts=-1, wandb_entity=None, use_lmms_eval=False) # its checkpoints are small
-_MINIMIND_VLM = dict(
-    vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512, lm_inter_dim=1408, lm_re_base=1_000_000,
-    lm_max_position_embeddings=32768, lm_base_vocab_size=6400, lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640,
-    lm_model_type='minimind', lm_tokenizer='model', mp_pixel_shuffle_factor=1, max_img_size=224,
+_SHAPES_TRAIN = dict(lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99],
+    lr_schedule='wsd', min_lr_ratio=.02, batch_size=2, gradient_accumulation_steps=1,
+    max_training_steps=4000, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
+    val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0,
+    eval_interval=500, ask_samples=400, wandb_entity=None, use_lmms_eval=False,
+    max_keep_ckpts=-1) # its checkpoints are small
+_MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512,
+    lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768, lm_base_vocab_size=6400,
+    lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640, lm_model_type='minimind',
+    lm_tokenizer='model', mp_pixel_shuffle_factor=1, max_img_size=224,
     vlm_extra_tokens={'image_token':'<|image|>', 'global_image_token':'<|global_image|>'},
     hf_repo_name=None, pixel_mean=.5, pixel_std=.5)
-_MINIMIND_TRAIN = dict(
-    lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16, gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
-    train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False, val_size=1000, max_sample_length=640, num_workers=1,
-    load_from='out/lm_{dim}{_moe}.pth', save_vision=False, wandb_entity=None, use_lmms_eval=False)
-_BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'}) # a picture stands in the text without an announcement
-_MINIMIND_CLIP = _MINIMIND_VLM | _BARE | dict(
-    vit_model_type='openai/clip-vit-base-patch16', vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False,
-    vit_activation='quick_gelu', mp_kind='linear_bias', pixel_mean=[.48145466,.4578275,.40821073], pixel_std=[.26862954,.26130258,.27577711])
-_MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(
-    vit_img_size=256, max_img_size=256, vit_patch_size=32, vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768, lm_inter_dim=2432,
-    lm_n_kv_heads=4, lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0, moe_aux_weight=5e-4, mp_kind='mlp')
-PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}), nanovlm_native=(dict(resize_to_max_side_len=False),{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
-    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)), minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
+_MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16,
+    gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
+    train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False, val_size=1000,
+    max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth', save_vision=False,
+    wandb_entity=None, use_lmms_eval=False)
+# a picture stands in the text without an announcement
+_BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
+_MINIMIND_CLIP = _MINIMIND_VLM | _BARE | dict(vit_model_type='openai/clip-vit-base-patch16',
+    vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False,
+    vit_activation='quick_gelu', mp_kind='linear_bias', pixel_mean=[.48145466,.4578275,.40821073],
+    pixel_std=[.26862954,.26130258,.27577711])
+_MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(vit_img_size=256, max_img_size=256, vit_patch_size=32,
+    vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768, lm_inter_dim=2432, lm_n_kv_heads=4,
+    lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0, moe_aux_weight=5e-4, mp_kind='mlp')
+PRESETS = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}),
+    nanovlm_native=(dict(resize_to_max_side_len=False),{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
+    minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
+    minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
     minimind3=(_MINIMIND3_VLM,_MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')))
 
 # %% ../nbs/01_config.ipynb #e6403d13
@@ -807,7 +899,7 @@ def save_yaml(
     path:str|Path, # file to write
     vlm_cfg:VLMConfig, # section `vlm`
     train_cfg:TrainConfig, # section `train`
-)->None: # nothing
+)->None:
     "Write all fields of both configurations."
     sections = dict(vlm=vlm_cfg.to_dict(), train=train_cfg.to_dict())
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
@@ -818,11 +910,14 @@ def read_yaml(
 )->tuple[str|None,dict,dict]: # preset or None, fields of the model, fields of the run
     "Read the sections of a file and check that every name in them exists."
     try: sections = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as e: raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
-    if not isinstance(sections, dict): raise ValueError(f"{path} holds no sections: start it with `train:` or `vlm:`")
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(sections, dict):
+        raise ValueError(f"{path} holds no sections: start it with `train:` or `vlm:`")
     check_known(list(sections), ['preset','vlm','train'], f'section in {path}')
     name,vlm,train = sections.get('preset'),sections.get('vlm') or {},sections.get('train') or {}
-    if not (isinstance(vlm, dict) and isinstance(train, dict)): raise ValueError(f"{path}: `vlm` and `train` hold lines of the form `field: value`")
+    if not (isinstance(vlm, dict) and isinstance(train, dict)):
+        raise ValueError(f"{path}: `vlm` and `train` hold lines of the form `field: value`")
     known = [f'{s}.{f.name}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for f in fields(c)]
     check_known([f'vlm.{k}' for k in vlm] + [f'train.{k}' for k in train], known, f'key in {path}')
     return name,vlm,train
@@ -911,7 +1006,8 @@ def check_flags(
     _require(flag, f"`{rest[0]}` belongs to no flag: write --FIELD VALUE")
     flag = flag.split('=')[0].replace('-','_').replace('__','--',1)
     here,near = elsewhere(flag),nearest(flag, known)
-    remedy = f"here it is {here}" if here else f"did you mean `{near}`?" if near else "--help shows those that exist"
+    remedy = (f"here it is {here}" if here
+              else f"did you mean `{near}`?" if near else "--help shows those that exist")
     raise UsageError(f"unknown flag `{flag}`: {remedy}")
 
 # %% ../nbs/01_config.ipynb #974a2952
@@ -919,7 +1015,7 @@ def parse_args(
     argv:list[str]|None=None, # arguments; default: those of the process
     prog:str='nanovlm_train', # name of the command in its help
     own:Iterable[str]=(), # flags of the command itself, which one may have meant
-)->tuple[VLMConfig,TrainConfig,Namespace]: # the model, the run, and what was asked for: `preset`, `config`, and `given`, the fields that a flag or the file names
+)->tuple[VLMConfig,TrainConfig,Namespace]: # model, run, and `preset`, `config`, `given` (fields named)
     "Preset, file and flags, the later ones winning."
     parser = make_parser(prog)
     args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(_FIELDS, MISSING)))
@@ -930,16 +1026,20 @@ def parse_args(
     vlm = evolve(vlm, **{f.name:given[f.name] for f in fields(vlm) if f.name in given})
     train = evolve(train, **{f.name:given[f.name] for f in fields(train) if f.name in given})
     check_configs(vlm, train)
-    _require(train.max_training_samples is None or 'max_training_steps' not in given, f"max_training_steps {train.max_training_steps} has no effect "
-        f"beside max_training_samples {train.max_training_samples}: leave it out, or give --max_training_samples None")
-    names = {*given, *(n for section in read_yaml(args.config)[1:] for n in section)} if args.config else {*given}
+    _require(train.max_training_samples is None or 'max_training_steps' not in given,
+             f"max_training_steps {train.max_training_steps} has no effect "
+        f"beside max_training_samples {train.max_training_samples}: "
+        "leave it out, or give --max_training_samples None")
+    names = ({*given, *(n for section in read_yaml(args.config)[1:] for n in section)}
+             if args.config else {*given})
     return vlm,train,Namespace(preset=args.preset, config=args.config, given=names)
 
 # %% ../nbs/01_config.ipynb #22971d6d
 def set_env()->None:
     "Set what tokenizers and torch read at their import, unless the user has."
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-    if 'PYTORCH_ALLOC_CONF' not in os.environ: os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
+    if 'PYTORCH_ALLOC_CONF' not in os.environ:
+        os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
     if 'torch' not in sys.modules: os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 
 # %% ../nbs/01_config.ipynb #71709120
@@ -968,7 +1068,8 @@ def length_of_run(
 )->str: # e.g. '4000 updates'
     "The length of a run in its own unit."
     c = train_cfg
-    return f'{c.max_training_steps} updates' if c.max_training_samples is None else f'{c.max_training_samples} samples'
+    if c.max_training_samples is not None: return f'{c.max_training_samples} samples'
+    return f'{c.max_training_steps} updates'
 
 # %% ../nbs/01_config.ipynb #e5a20004
 def load_function(
@@ -978,8 +1079,10 @@ def load_function(
     "Import a user's function."
     module,_,function = name.partition(':')
     try: found = import_module(module)
-    except ModuleNotFoundError as e: raise ValueError(f"{field} {name!r}: no module {e.name!r}; is its folder on PYTHONPATH?") from e
-    if not callable(getattr(found, function, None)): raise ValueError(f"{field} {name!r}: module {module!r} has no function {function!r}")
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{field} {name!r}: no module {e.name!r}; is its folder on PYTHONPATH?") from e
+    if not callable(getattr(found, function, None)):
+        raise ValueError(f"{field} {name!r}: module {module!r} has no function {function!r}")
     return getattr(found, function)
 
 # %% ../nbs/01_config.ipynb #70cc083e
@@ -992,7 +1095,8 @@ def projector_advice(
     "What is unusual in a run that trains only the projector."
     c = train_cfg
     if any(c.lr_backbone_pair): return []
-    values = dict(max_epochs=c.max_epochs, packs_of_an_update=effective_batch_size(c, world_size), lr_mp=c.lr_mp)
+    values = dict(max_epochs=c.max_epochs, packs_of_an_update=effective_batch_size(c, world_size),
+                  lr_mp=c.lr_mp)
     return [f"{name} is {v}: for a projector alone, {low} to {high} is usual" for name,v in values.items()
         for low,high in [PROJECTOR_RANGES[name]] if v is not None and not low<=v<=high]
 
@@ -1007,8 +1111,10 @@ def get_run_name(
     if train_cfg.run_name: return train_cfg.run_name
     vit,lm = (m.rstrip('/').split('/')[-1] for m in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type))
     joint = train_cfg.lr_backbones
-    vision,language = (train_cfg.lr_vision_backbone,train_cfg.lr_language_backbone) if joint is None else (joint,joint)
+    vision,language = ((train_cfg.lr_vision_backbone,train_cfg.lr_language_backbone)
+                       if joint is None else (joint,joint))
     lrs = f'lr_vision_{vision}-language_{language}-{train_cfg.lr_mp}'
-    length = train_cfg.max_training_steps if train_cfg.max_training_samples is None else length_of_run(train_cfg).replace(' ', '')
+    length = (train_cfg.max_training_steps if train_cfg.max_training_samples is None
+              else length_of_run(train_cfg).replace(' ', ''))
     return (f'nanoVLM_{vit}_{vlm_cfg.max_img_size}_mp{vlm_cfg.mp_pixel_shuffle_factor}_{lm}_{world_size}xGPU_'
         f'bs{effective_batch_size(train_cfg, world_size)}_{length}_{lrs}_{now or datetime.now():%m%d-%H%M%S}')

@@ -65,8 +65,9 @@ def _explain(what, rank, world_size, timeout_s):
     "Turn the failure of a collective into a message that says what to do."
     try: yield
     except RuntimeError as e: raise RuntimeError(
-        f"rank {rank} of {world_size}: `{what}` failed, its timeout is {timeout_s:g} s. Every rank must make this call: look into "
-        f"the logs for one that ended or went another way; if one is only slow, raise timeout_s. The cause: {e}") from e
+        f"rank {rank} of {world_size}: `{what}` failed, its timeout is {timeout_s:g} s. "
+        "Every rank must make this call: look into the logs for one that ended or went another way; "
+        f"if one is only slow, raise timeout_s. The cause: {e}") from e
 
 # %% ../nbs/00_dist.ipynb #ec522d15
 @dataclass(frozen=True)
@@ -108,14 +109,15 @@ class Dist(FromGather):
     def barrier(self)->None:
         "Wait until all ranks are here; a rank that stays away is named."
         if self.world_size==1: return
-        with self._explain('barrier'): c10d.monitored_barrier(self.cpu_group, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
+        with self._explain('barrier'):
+            c10d.monitored_barrier(self.cpu_group, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
 
 # %% ../nbs/00_dist.ipynb #a17c0a61
 def on_master(
     dist:Dist, # all ranks must call
     fn:Callable, # what rank 0 does
 ): # what `fn` returned, on every rank
-    "Do something on rank 0 and tell all ranks; a ValueError or OSError is raised on all of them, so that none waits."
+    "Do something on rank 0 and tell all ranks; its ValueError or OSError is raised on all: none waits."
     result = error = None
     if dist.is_master:
         try: result = fn()
@@ -130,9 +132,12 @@ def launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None
     needed = ('RANK','WORLD_SIZE','MASTER_ADDR','MASTER_PORT')
     missing = [n for n in needed if n not in os.environ]
     if not {'RANK','WORLD_SIZE'} - set(missing): return None
-    if missing: raise ValueError(f"the environment has no {', '.join(missing)}: start with torchrun, or unset RANK and WORLD_SIZE to run alone")
+    if missing:
+        raise ValueError(f"the environment has no {', '.join(missing)}: "
+                         "start with torchrun, or unset RANK and WORLD_SIZE to run alone")
     rank,world_size = int(os.environ['RANK']),int(os.environ['WORLD_SIZE'])
-    if not 0<=rank<world_size: raise ValueError(f"RANK is {rank} of WORLD_SIZE {world_size}: ranks go from 0 to {world_size-1}")
+    if not 0<=rank<world_size:
+        raise ValueError(f"RANK is {rank} of WORLD_SIZE {world_size}: ranks go from 0 to {world_size-1}")
     return dict(rank=rank, world_size=world_size, local_rank=int(os.environ.get('LOCAL_RANK', rank)))
 
 # %% ../nbs/00_dist.ipynb #befde26e
@@ -162,9 +167,11 @@ def _agree(
     return me
 
 def _agent_store(rank, world_size, timeout_s):
-    "Where the ranks of this attempt exchange addresses, and its number; None lets torch choose, when no agent of torchrun keeps a store."
-    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True': return None,int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
-    store = c10d.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False, timeout=timedelta(seconds=timeout_s))
+    "Where the ranks of this attempt meet, and its number; None: torch chooses, torchrun keeps no store."
+    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True':
+        return None,int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+    store = c10d.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False,
+                          timeout=timedelta(seconds=timeout_s))
     corner = _agree(store, rank, world_size, timeout_s)
     return c10d.PrefixStore(corner, store),int(corner.split('/')[0])
 
@@ -182,15 +189,19 @@ def init_dist(
     wait = timedelta(seconds=timeout_s)
     with _explain('init_dist', env['rank'], env['world_size'], timeout_s):
         store,attempt = _agent_store(env['rank'], env['world_size'], timeout_s)
-        c10d.init_process_group('cpu:gloo,cuda:nccl' if device.type=='cuda' else 'gloo', store=store, rank=env['rank'], world_size=env['world_size'], timeout=wait)
-        return Dist(**env, device=device, cpu_group=c10d.new_group(backend='gloo', timeout=wait), timeout_s=timeout_s, attempt=attempt)
+        c10d.init_process_group('cpu:gloo,cuda:nccl' if device.type=='cuda' else 'gloo', store=store,
+                                rank=env['rank'], world_size=env['world_size'], timeout=wait)
+        return Dist(**env, device=device, cpu_group=c10d.new_group(backend='gloo', timeout=wait),
+                    timeout_s=timeout_s, attempt=attempt)
 
 # %% ../nbs/00_dist.ipynb #8c3fb2fa
 def _rank_device(kind, local_rank):
     "The device of a launched rank: one GPU each, else the CPU, since gloo has no other."
     if kind!='cuda': return torch.device('cpu')
     n = torch.cuda.device_count()
-    if local_rank>=n: raise ValueError(f"local rank {local_rank} has no GPU, this machine has {n}: start at most {n} processes on it")
+    if local_rank>=n:
+        raise ValueError(f"local rank {local_rank} has no GPU, this machine has {n}: "
+                         f"start at most {n} processes on it")
     torch.cuda.set_device(local_rank)
     return torch.device('cuda', local_rank)
 
@@ -201,7 +212,8 @@ def launchers(
     "The jobs that this process belongs to, the innermost first."
     env,found = os.environ,{}
     if 'TORCHELASTIC_RUN_ID' in env:
-        job = env['TORCHELASTIC_RUN_ID'] if env['TORCHELASTIC_RUN_ID']!='none' else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} {os.getppid()}"
+        job = (env['TORCHELASTIC_RUN_ID'] if env['TORCHELASTIC_RUN_ID']!='none'
+               else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} {os.getppid()}")
         found[f'torchrun {job}'] = dist.attempt
     if 'SLURM_JOB_ID' in env: found[f"slurm {env['SLURM_JOB_ID']}"] = int(env.get('SLURM_RESTART_COUNT', 0))
     return found
@@ -250,7 +262,8 @@ def is_sharded(
     "Whether every rank holds only its part of the weights."
     return isinstance(model, FSDPModule)
 
-_BUFFERS = next(n for n in ('forward_sync_buffers','broadcast_buffers') if n in inspect.signature(DistributedDataParallel).parameters)
+_BUFFERS = next(n for n in ('forward_sync_buffers','broadcast_buffers')
+                if n in inspect.signature(DistributedDataParallel).parameters)
 
 def wrap_model(
     model:nn.Module, # on its device
@@ -268,7 +281,8 @@ def unwrap_model(
 )->nn.Module: # the plain model
     "Take off all wrappers."
     while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, '_orig_mod', None)
+        wrapped = isinstance(model, DistributedDataParallel)
+        inner = model.module if wrapped else getattr(model, '_orig_mod', None)
         if inner is None: return model
         model = inner
 
@@ -288,7 +302,7 @@ def synchronized_batches(
     loader:Iterable, # batches of this rank
     dist:Dist, # this process
     idle:Callable|None=None, # makes a batch without effect; None: no rank goes on when one has ended
-)->Iterator: # as many batches on each rank as the rank with the fewest has; with `idle`, as the one with the most
+)->Iterator: # as many batches on each rank as the shortest has; with `idle`, as the longest
     "Yield batches until the first rank has no more, or until the last has none."
     batches = (b for b in loader if b is not None and len(b))
     while True:
@@ -319,7 +333,7 @@ WORKER_GRACE_S = 30 # seconds that a loader worker lives on after SIGTERM
 
 def set_seed(
     seed:int, # 0 <= seed < 2**32
-)->None: # nothing
+)->None:
     "Seed Python, numpy and torch, on all devices."
     if not 0<=seed<2**32: raise ValueError(f"seed is {seed}: give a number from 0 to 2**32-1")
     random.seed(seed)
@@ -334,18 +348,22 @@ def shield_worker()->None:
 
 def seed_worker(
     worker_id:int, # number of the worker, unused: torch's seed already differs between workers
-)->None: # nothing
-    "Seed Python and numpy inside a loader worker, and shield it from signals; give it to `DataLoader(worker_init_fn=...)`."
+)->None:
+    "A `worker_init_fn` for `DataLoader`: seed Python and numpy in a worker, and shield it from signals."
     if get_worker_info() is not None: shield_worker()
     seed = torch.initial_seed() % 2**32
     random.seed(seed)
     np.random.seed(seed)
 
 # %% ../nbs/00_dist.ipynb #50c4e701
-SOCKET_NAME,BEHIND = 107,32 # bytes of a socket's name on Linux; of them those that `multiprocessing` puts behind the directory
+# bytes of a socket's name on Linux; of them those that `multiprocessing` puts behind the directory
+SOCKET_NAME,BEHIND = 107,32
 
 def check_socket_room()->None:
     "Raise a ValueError if the temporary directory's name is too long for the sockets of loader workers."
     folder = tempfile.gettempdir()
     size,most = len(os.fsencode(folder)),SOCKET_NAME-BEHIND
-    if size>most: raise ValueError(f'the temporary directory {folder} has a name of {size} bytes, loader workers can use at most {most}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')
+    if size>most:
+        raise ValueError(f'the temporary directory {folder} has a name of {size} bytes, '
+                         f'loader workers can use at most {most}: '
+                         'set TMPDIR to a shorter one, or num_workers and val_workers to 0')

@@ -60,13 +60,14 @@ class FeatureCache:
         if not self.path(key).is_file(): return None
         raw = np.fromfile(self.path(key), dtype=np.uint8)
         kept = raw[:-SUM]
-        if len(raw)==self.bytes_per_tile and zlib.crc32(kept).to_bytes(SUM, 'little')==raw[-SUM:].tobytes(): return torch.from_numpy(kept).view(self.dtype).view(self.shape)
+        if len(raw)==self.bytes_per_tile and zlib.crc32(kept).to_bytes(SUM, 'little')==raw[-SUM:].tobytes():
+            return torch.from_numpy(kept).view(self.dtype).view(self.shape)
         logger.warning('%s is damaged: its features are made again', self.path(key))
 
     def write(self,
         key:str, # from `tile_key`
         features:Tensor, # (P, D) on the CPU, of `dtype`
-    )->None: # nothing
+    )->None:
         "Features to disk."
         path,tmp = self.path(key),self.folder/'tmp'/f'{key}.{os.getpid()}'
         for p in (path,tmp): p.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +100,9 @@ def keep_features(
     dtype:torch.dtype=torch.float32, # precision of the matrix products
 )->FeatureCache: # `model.features`
     "Let a model compute the features of each tile once."
-    if trains(model.vision_encoder): raise ValueError("the vision tower trains, so its features change with every update: set lr_vision_backbone to 0, or cache_features to False")
+    if trains(model.vision_encoder):
+        raise ValueError("the vision tower trains, so its features change with every update: "
+                         "set lr_vision_backbone to 0, or cache_features to False")
     cfg = model.cfg
     how = dict(normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std], dtype=torch.float64))
     name = f"{fingerprint(model.vision_encoder.state_dict() | how)[:12]}_{str(dtype).removeprefix('torch.')}"

@@ -50,14 +50,17 @@ def pairs(
     return sum(pairs(n) if isinstance(n, (list,tuple)) else n*n for n in doc_lens)
 
 # %% ../nbs/18_flops.ipynb #bdf1cf84
-DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs', head='targets') # part -> the count that it grows with
+# part -> the count that it grows with
+DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs', head='targets')
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
 
 def _check_trains(trains, last_blocks, cfg):
     unknown = set(trains)-set(COMPONENTS)
-    if unknown: raise ValueError(f"trains names {sorted(unknown)[0]!r}: the components are {', '.join(COMPONENTS)}")
+    if unknown:
+        raise ValueError(f"trains names {sorted(unknown)[0]!r}: the components are {', '.join(COMPONENTS)}")
     if last_blocks is not None and not 0 < last_blocks <= cfg.lm_n_blocks:
-        raise ValueError(f"last_blocks is {last_blocks}, but the language model has {cfg.lm_n_blocks} blocks: give 1 to {cfg.lm_n_blocks}, or None for all of it")
+        raise ValueError(f"last_blocks is {last_blocks}, but the language model has "
+                         f"{cfg.lm_n_blocks} blocks: give 1 to {cfg.lm_n_blocks}, or None for all of it")
 
 # %% ../nbs/18_flops.ipynb #4642b89b
 def vision_flops(
@@ -82,7 +85,8 @@ def projector_flops(
     "The projector on one tile."
     weights = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2*cfg.lm_hidden_dim
     second = matrix_flops(cfg.lm_hidden_dim**2, trained, trained or passed).times(cfg.mp_kind=='mlp')
-    return matrix_flops(weights, trained, passed or cfg.mp_kind=='mlp' and trained).plus(second).times(cfg.mp_image_token_length)
+    through = passed or cfg.mp_kind=='mlp' and trained
+    return matrix_flops(weights, trained, through).plus(second).times(cfg.mp_image_token_length)
 
 # %% ../nbs/18_flops.ipynb #1c200bb6
 def mlp_weights(
@@ -90,7 +94,8 @@ def mlp_weights(
 )->int: # numbers that one position is multiplied with
     "The gated layer of a block, or the experts that a position visits."
     one = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
-    return (cfg.moe_top_k+cfg.moe_shared_experts)*one + cfg.lm_hidden_dim*cfg.moe_experts if cfg.use_moe else one
+    if not cfg.use_moe: return one
+    return (cfg.moe_top_k+cfg.moe_shared_experts)*one + cfg.lm_hidden_dim*cfg.moe_experts
 
 def block_weights(
     cfg:VLMConfig, # reads the `lm_*` and `moe_*` fields
@@ -106,11 +111,15 @@ def language_flops(
     checkpointing:bool=False, # its blocks are computed again in the backward pass
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "The language model."
-    L,D,W,whole = cfg.lm_n_blocks, cfg.lm_hidden_dim, cfg.lm_n_heads*cfg.head_width, 'decoder' in trains and last_blocks is None
+    L = cfg.lm_n_blocks
+    D = cfg.lm_hidden_dim
+    W = cfg.lm_n_heads*cfg.head_width
+    whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
     passed = L if whole or {'MP','vision_encoder'} & set(trains) else learning
     w,again = block_weights(cfg), passed*checkpointing
-    last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim # with experts, the mixture of their answers needs these
+    # with experts, the mixture of their answers needs these
+    last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
     return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)),
         attention=Flops(4*W*L, 8*W*passed, again*4*W), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
@@ -138,15 +147,19 @@ def step_flops(
     targets:int, # positions with a target
     positions:int|None=None, # rows times length, padding included; None: there is no padding
     trains:Iterable[str]=COMPONENTS, # components that learn
-    **how, # `last_blocks`, `vision_checkpointing`, `language_checkpointing`, `cache_features`, see `unit_flops`
+    **how, # `last_blocks`, `vision_checkpointing` and others of `unit_flops`
 )->dict[str,Flops]: # part -> arithmetic; `padding` is waste
     "Arithmetic of forward and backward of one batch."
-    units,lens = unit_flops(vlm_cfg, trains, **how),[n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
+    units = unit_flops(vlm_cfg, trains, **how)
+    lens = [n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
     tokens = sum(lens)
     positions = tokens if positions is None else positions
-    if positions<tokens: raise ValueError(f"{positions} positions for documents of {tokens} tokens: positions counts padding too")
+    if positions<tokens:
+        raise ValueError(f"{positions} positions for documents of {tokens} tokens: "
+                         "positions counts padding too")
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
-    return {part:units[part].times(counts[c]) for part,c in DRIVERS.items()} | dict(padding=units['blocks'].times(positions-tokens))
+    parts = {part:units[part].times(counts[c]) for part,c in DRIVERS.items()}
+    return parts | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../nbs/18_flops.ipynb #7faf9cd0
 WASTE = ('padding',)
@@ -169,11 +182,15 @@ class Gpu(NamedTuple):
     tflops:float # dense bfloat16 (V100, T4: float16) TFLOP/s
     memory:float # GiB
 
-GPUS = {'B200':Gpu(2250, 180), 'H200 NVL':Gpu(835, 141), 'H200':Gpu(989, 141), 'GH200':Gpu(989, 96), 'H100 PCIe':Gpu(756, 80), 'H100 NVL':Gpu(835, 94),
-    'H100':Gpu(989, 80), 'A100 40GB':Gpu(312, 40), 'A100':Gpu(312, 80), 'L40S':Gpu(362, 48), 'L4':Gpu(121, 24), 'A40':Gpu(150, 48), 'A30':Gpu(165, 24), 'A10G':Gpu(70, 24),
-    'A10':Gpu(125, 24), 'RTX 6000 Ada':Gpu(364, 48), 'RTX A6000':Gpu(155, 48), 'RTX 5090':Gpu(210, 32), 'RTX 4090':Gpu(165, 24), 'RTX 3090':Gpu(71, 24),
-    'V100':Gpu(125, 32), 'T4':Gpu(65, 16), 'MI300X':Gpu(1307, 192), 'MI250X':Gpu(383, 128)} # name -> device; of two that fit a name the first counts
-LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'} # words of names that stand for another chip, or for a part of one
+# name -> device; of two that fit a name the first counts
+GPUS = {'B200':Gpu(2250, 180), 'H200 NVL':Gpu(835, 141), 'H200':Gpu(989, 141), 'GH200':Gpu(989, 96),
+    'H100 PCIe':Gpu(756, 80), 'H100 NVL':Gpu(835, 94), 'H100':Gpu(989, 80), 'A100 40GB':Gpu(312, 40),
+    'A100':Gpu(312, 80), 'L40S':Gpu(362, 48), 'L4':Gpu(121, 24), 'A40':Gpu(150, 48), 'A30':Gpu(165, 24),
+    'A10G':Gpu(70, 24), 'A10':Gpu(125, 24), 'RTX 6000 Ada':Gpu(364, 48), 'RTX A6000':Gpu(155, 48),
+    'RTX 5090':Gpu(210, 32), 'RTX 4090':Gpu(165, 24), 'RTX 3090':Gpu(71, 24), 'V100':Gpu(125, 32),
+    'T4':Gpu(65, 16), 'MI300X':Gpu(1307, 192), 'MI250X':Gpu(383, 128)}
+# words of names that stand for another chip, or for a part of one
+LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}
 
 def _words(name): return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
 

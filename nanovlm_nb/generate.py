@@ -41,14 +41,17 @@ def sample(
     top_k:int=0, # see `top_k_top_p_filtering`
     top_p:float=1.0, # see `top_k_top_p_filtering`
     greedy:bool=False, # take the best token and draw nothing
-    generator:torch.Generator|Sequence[torch.Generator]|None=None, # source of randomness on the device of `logits`, or one for each row
+    generator:torch.Generator|Sequence[torch.Generator]|None=None, # on the device of `logits`, or one a row
 )->Tensor: # (B,) long, one token id a row
     "Choose the next token of each row."
     if greedy: return logits.argmax(-1)
-    if temperature <= 0: raise ValueError(f"temperature is {temperature}: give one above 0, or greedy=True for the best token")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}: give one above 0, or greedy=True for the best token")
     probs = top_k_top_p_filtering(logits.float()/temperature, top_k, top_p).softmax(-1)
-    if not isinstance(generator, Sequence): return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
-    if len(generator) != len(probs): raise ValueError(f"{len(generator)} generators for {len(probs)} rows: give one, or one a row")
+    if not isinstance(generator, Sequence):
+        return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    if len(generator) != len(probs):
+        raise ValueError(f"{len(generator)} generators for {len(probs)} rows: give one, or one a row")
     return torch.cat([torch.multinomial(p, 1, generator=g) for p,g in zip(probs, generator)])
 
 # %% ../nbs/16_generate.ipynb #e8ff58ab
@@ -70,7 +73,11 @@ class Picker:
         mask:Tensor|None=None, # (B, T) 0 at their padding
         **sampling, # see `sample`
     ):
-        self.penalty, self.prompt, self.mask, self.sampling, self.seen = repetition_penalty, prompt, mask, sampling, None
+        self.penalty = repetition_penalty
+        self.prompt = prompt
+        self.mask = mask
+        self.sampling = sampling
+        self.seen = None
 
     def _start(self, logits):
         seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -96,11 +103,12 @@ def stream_ids(
     pick:Callable[[Tensor], Tensor]=partial(sample, greedy=True), # (B, V) scores -> (B,) tokens
     eos_token_id:int|Sequence[int]|None=None, # end token or tokens; None never stops early
     pad_token_id:int|None=None, # filler after a row's end; the (first) end token if not given
-    ended:Callable[[Tensor], Tensor]|None=None, # (B,) tokens -> (B,) bool, rows that end here for another reason
+    ended:Callable[[Tensor], Tensor]|None=None, # (B,) tokens -> (B,) bool, rows that end for another reason
 )->Iterator[Tensor]: # (B,) long, the next token of each row
     "Choose tokens, one a row at a time, until every row has ended or `max_new_tokens` are there."
     if max_new_tokens < 0: raise ValueError(f"max_new_tokens is {max_new_tokens}: give 0 or more")
-    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    ends = ([] if eos_token_id is None
+            else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id))
     fill = pad_token_id if pad_token_id is not None else ends[0] if ends else 0
     ends = torch.tensor(ends, dtype=torch.long, device=logits.device)
     done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
@@ -130,7 +138,8 @@ class TextStream:
         tokenizer, # decodes
         stop:Sequence[str]=(), # texts that end the answer
     ):
-        if isinstance(stop, str) or not all(stop): raise ValueError(f"stop is {stop!r}: give a list of texts, none of them empty")
+        if isinstance(stop, str) or not all(stop):
+            raise ValueError(f"stop is {stop!r}: give a list of texts, none of them empty")
         self.tokenizer, self.stop, self.ids, self.text, self.stopped = tokenizer, stop, [], '', False
 
     def decoded(self)->str: # without special tokens, up to a stop string
@@ -176,14 +185,16 @@ class TextStreams:
         eos_token_id:int|Sequence[int]=(), # tokens that end an answer; what follows them is filler
     ):
         self.rows, self.pieces = [TextStream(tokenizer, stop) for _ in range(n)], ['']*n
-        self.ends, self.done = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id), [False]*n
+        self.ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+        self.done = [False]*n
 
     def __call__(self,
         ids:Tensor, # (B,) the next token of each row
     )->Tensor: # (B,) bool, rows that are complete
         "Take a token a row; `pieces` then holds what each row adds to its text."
         self.pieces = ['' if done else row.add(i) for row,i,done in zip(self.rows, ids.tolist(), self.done)]
-        self.done = [d or row.stopped or i in self.ends for d,row,i in zip(self.done, self.rows, ids.tolist())]
+        self.done = [d or row.stopped or i in self.ends
+                     for d,row,i in zip(self.done, self.rows, ids.tolist())]
         return torch.tensor(self.done)
 
     def finish(self)->list[str]: # what each row had held back

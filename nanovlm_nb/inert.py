@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner,FileSystemReader
-from torch.distributed.checkpoint.metadata import (BytesStorageMetadata,ChunkStorageMetadata,Metadata,MetadataIndex,StorageMeta,
-    TensorProperties,TensorStorageMetadata)
+from torch.distributed.checkpoint.metadata import (BytesStorageMetadata, ChunkStorageMetadata, Metadata,
+    MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata)
 
 # %% ../nbs/07_inert.ipynb #b20600e9
-NOT_PLAIN = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError) # what a damaged pickle may raise
+# what a damaged pickle may raise
+NOT_PLAIN = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, KeyError, IndexError,
+             AttributeError, EOFError)
 
 def load_plain(
     file, # path, or a file that is open
@@ -25,15 +27,22 @@ def load_plain(
     try: return torch.load(file, map_location='cpu', weights_only=True)
     except NOT_PLAIN as e:
         wish = re.search(r'(?:GLOBAL:?|[Cc]lass|[Ff]unction) ([\w.]+)', str(e))
-        why = f"it wants to call {wish[1]}, which weights do not need" if wish else 'it is damaged, or something else'
-        raise ValueError(f"{file if isinstance(file, (str,Path)) else 'a stored value'} is refused: {why}") from e
+        why = (f"it wants to call {wish[1]}, "
+               "which weights do not need" if wish else 'it is damaged, or something else')
+        raise ValueError(f"{file if isinstance(file, (str,Path)) else 'a stored value'} "
+                         f"is refused: {why}") from e
 
 # %% ../nbs/07_inert.ipynb #b20600da
-_DTYPES = {str(d):d for d in vars(torch).values() if isinstance(d, torch.dtype)} # 'torch.float32' -> torch.float32
+# 'torch.float32' -> torch.float32
+_DTYPES = {str(d):d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _METADATA = 'torch.distributed.checkpoint.metadata.'
-_NAMES = _DTYPES.keys()|{_METADATA+n for n in ('Metadata','TensorStorageMetadata','ChunkStorageMetadata','BytesStorageMetadata','TensorProperties',
-    '_MEM_FORMAT_ENCODING','MetadataIndex','StorageMeta')}|{'torch.distributed.checkpoint.filesystem._StorageInfo', 'torch.Size', 'torch.serialization._get_layout',
-    'pathlib.PosixPath', 'pathlib.WindowsPath', 'pathlib._local.PosixPath', 'pathlib._local.WindowsPath', 'builtins.getattr'} # the last: how Python 3.10 writes an enumeration
+_CLASSES = {_METADATA+n for n in (
+    'Metadata','TensorStorageMetadata','ChunkStorageMetadata','BytesStorageMetadata','TensorProperties',
+    '_MEM_FORMAT_ENCODING','MetadataIndex','StorageMeta')}
+_NAMES = _DTYPES.keys()|_CLASSES|{
+    'torch.distributed.checkpoint.filesystem._StorageInfo', 'torch.Size', 'torch.serialization._get_layout',
+    'pathlib.PosixPath', 'pathlib.WindowsPath', 'pathlib._local.PosixPath', 'pathlib._local.WindowsPath',
+    'builtins.getattr'} # the last: how Python 3.10 writes an enumeration
 
 class Record:
     "What a pickle wanted to make: its name, arguments and state."
@@ -61,7 +70,8 @@ class Inert(pickle.Unpickler):
     )->type: # a `Record`, of this reading alone
         "A class that does nothing, for a name that the format has."
         full = f'{module}.{name}'
-        if full not in _NAMES: raise pickle.UnpicklingError(f'it wants to call {full}, which no optimizer state needs')
+        if full not in _NAMES:
+            raise pickle.UnpicklingError(f'it wants to call {full}, which no optimizer state needs')
         return self.made.setdefault(full, type(full, (Record,), {}))
 
 # %% ../nbs/07_inert.ipynb #b20600dd
@@ -93,7 +103,8 @@ def _stored(record):
     state = _is(dict, _called(_METADATA+'TensorStorageMetadata', record))
     pieces = [_is(dict, _called(_METADATA+'ChunkStorageMetadata', c)) for c in _is(list, state['chunks'])]
     dtype = _dtype(_is(tuple, _called(_METADATA+'TensorProperties', state['properties']))[0])
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), _shape(state['size']), [ChunkStorageMetadata(_shape(c['offsets']), _shape(c['sizes'])) for c in pieces])
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), _shape(state['size']), [
+        ChunkStorageMetadata(_shape(c['offsets']), _shape(c['sizes'])) for c in pieces])
 
 @dataclass(frozen=True)
 class Place:
@@ -107,7 +118,8 @@ def _place(record, files):
     "Where an entry is."
     state = _is(dict, _called('torch.distributed.checkpoint.filesystem._StorageInfo', record))
     if state.get('transform_descriptors'): raise ValueError('its bytes are stored in another form')
-    if state['relative_path'] not in files: raise ValueError(f"it names the file {state['relative_path']!r}, which is not there")
+    if state['relative_path'] not in files:
+        raise ValueError(f"it names the file {state['relative_path']!r}, which is not there")
     return Place(state['relative_path'], _is(int, state['offset']), _is(int, state['length']))
 
 def _index(record):
@@ -116,7 +128,9 @@ def _index(record):
     return MetadataIndex(_is(str, state['fqn']), _shape(state.get('offset')), state.get('index'))
 
 # %% ../nbs/07_inert.ipynb #b20600de
-BROKEN = (pickle.PickleError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, ImportError, RecursionError, OverflowError) # what reading a damaged pickle may raise
+# what reading a damaged pickle may raise
+BROKEN = (pickle.PickleError, ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError,
+          ImportError, RecursionError, OverflowError)
 
 def read_metadata(
     folder:Path, # with `.metadata` and the files of the ranks
@@ -125,7 +139,8 @@ def read_metadata(
     folder = Path(folder)
     files = {p.name for p in folder.iterdir() if p.is_file()}
     try:
-        with (folder/'.metadata').open('rb') as f: state = _is(dict, _called(_METADATA+'Metadata', Inert(f).load()))
+        with (folder/'.metadata').open('rb') as f:
+            state = _is(dict, _called(_METADATA+'Metadata', Inert(f).load()))
         entries = {_is(str, name):_stored(r) for name,r in _is(dict, state['state_dict_metadata']).items()}
         places = {_index(i):_place(r, files) for i,r in _is(dict, state['storage_data']).items()}
     except BROKEN as e: raise ValueError(f'{folder/".metadata"} is refused: {e or type(e).__name__}') from e
@@ -137,7 +152,7 @@ class PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self,
         read_item, # which entry
         value:io.BytesIO, # its bytes
-    )->None: # nothing
+    )->None:
         "Take over a value that is no tensor."
         safe = io.BytesIO()
         torch.save(load_plain(value), safe)

@@ -83,13 +83,14 @@ class KVCache:
         self.key_mask,self.positions = None, None
 
     def advance(self,
-        x:Tensor, # (B, T, D) what is read now: the prompt at first, the same number of tokens for all rows afterwards
+        x:Tensor, # (B, T, D) what is read now: the prompt at first, then as many tokens for each row
         layout:Layout|None=None, # where the prompts are; None: they fill their rows
     )->Tensor: # (B, T) positions of what is read now
         "Make room for the next columns; once for all blocks."
         B,T = x.shape[:2]
         if self.length+T>self.max_length:
-            raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.max_length}: give it a larger max_length")
+            raise ValueError(f"{self.length} + {T} tokens do not fit into a cache of {self.max_length}: "
+                             "give it a larger max_length")
         if self.length==0: return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
@@ -99,7 +100,9 @@ class KVCache:
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
         bad = [b for b,lens in enumerate(layout.doc_lens) if len(lens)!=1]
-        if bad: raise ValueError(f"row {bad[0]} has {len(layout.doc_lens[bad[0]])} documents: a cache holds one a row")
+        if bad:
+            raise ValueError(f"row {bad[0]} has {len(layout.doc_lens[bad[0]])} documents: "
+                             "a cache holds one a row")
         self.key_mask = torch.zeros(B, self.max_length, dtype=torch.bool, device=device)
         self.key_mask[:,:T] = layout.document_ids(device)>0
         self.positions,self.length = self.key_mask.sum(1), T
@@ -121,18 +124,20 @@ class KVCache:
     def go_back(self,
         length:int, # columns to keep
         max_length:int, # columns from now on
-    )->None: # nothing
+    )->None:
         "Forget the columns after the first `length`, and make room for others."
-        if not 0<length<=self.length: raise ValueError(f"cannot go back to {length} columns: the cache has read {self.length}")
+        if not 0<length<=self.length:
+            raise ValueError(f"cannot go back to {length} columns: the cache has read {self.length}")
         self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
-        self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()} for kept in (self.k,self.v))
+        self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()}
+                         for kept in (self.k,self.v))
         self.positions,self.length,self.max_length = self.key_mask.sum(1), length, max_length
 
 # %% ../nbs/12_language.ipynb #de1e0472
 class LanguageModelGroupedQueryAttention(nn.Module):
     "Causal self-attention inside documents, with shared keys."
     def __init__(self,
-        cfg:VLMConfig, # reads `lm_hidden_dim`, `head_width`, `lm_n_heads`, `lm_n_kv_heads`, `lm_qkv_bias`, `lm_qk_norm`, `lm_dropout`, `attn_backend`
+        cfg:VLMConfig, # reads the sizes of heads, `lm_qkv_bias`, `lm_qk_norm`, `lm_dropout`, `attn_backend`
         index:int=0, # number of the block, its place in a cache
     ):
         super().__init__()
@@ -141,7 +146,8 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         widths = [n*self.head_dim for n in (cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_n_kv_heads)]
         self.q_proj,self.k_proj,self.v_proj = (nn.Linear(dim, w, bias=cfg.lm_qkv_bias) for w in widths)
         self.out_proj = nn.Linear(widths[0], dim, bias=False)
-        self.q_norm,self.k_norm = (RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm,self.k_norm = (RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity()
+                                   for _ in range(2))
         self.resid_dropout = nn.Dropout(cfg.lm_dropout)
 
     def forward(self,
@@ -152,7 +158,8 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         cache:KVCache|None=None, # what was read before
     )->Tensor: # (B, T, D) what each position gathered
         "Mix the positions of each document."
-        q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
+                 for p in (self.q_proj, self.k_proj, self.v_proj))
         q,k = apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin)
         if cache is not None: past = cache.append(self.index, k, v)
         if cache is not None and cache.length>x.shape[1]: out = cached_attention(q, *past)
@@ -186,7 +193,8 @@ def balance_loss(
     n = probs.shape[-1]
     real = torch.ones_like(probs[...,0]) if real is None else real.to(probs.dtype)
     tokens = real.sum(1, keepdim=True).clamp(min=1)
-    visits = torch.zeros_like(probs[:,0]).scatter_add(1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1))
+    visits = torch.zeros_like(probs[:,0]).scatter_add(
+        1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1))
     share,mean = visits/(tokens*chosen.shape[-1]), (probs*real[...,None]).sum(1)/tokens
     return n*(share*mean).sum(1)
 
@@ -194,7 +202,7 @@ def balance_loss(
 class LanguageModelMoE(nn.Module):
     "Experts, of which a router chooses some for each token."
     def __init__(self,
-        cfg:VLMConfig, # reads `moe_experts`, `moe_top_k`, `moe_shared_experts` and the fields of `LanguageModelMLP`
+        cfg:VLMConfig, # reads `moe_*` and the fields of `LanguageModelMLP`
     ):
         super().__init__()
         self.top_k = cfg.moe_top_k
@@ -204,9 +212,10 @@ class LanguageModelMoE(nn.Module):
 
     def route(self,
         x:Tensor, # (B, T, D) normed hidden states
-    )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of the chosen experts, each (B, T, k)
+    )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
         "Which experts each token visits, and what their answers count."
-        with torch.autocast(x.device.type, enabled=False): probs = self.router(x.to(self.router.weight.dtype)).float().softmax(-1)
+        with torch.autocast(x.device.type, enabled=False):
+            probs = self.router(x.to(self.router.weight.dtype)).float().softmax(-1)
         best,chosen = probs.topk(self.top_k)
         return probs, best/best.sum(-1, keepdim=True), chosen
 
@@ -219,7 +228,8 @@ class LanguageModelMoE(nn.Module):
         visits = chosen.flatten()
         order = visits.argsort(stable=True)
         parts = x.flatten(0,1)[order//self.top_k].split(visits.bincount(minlength=len(self.experts)).tolist())
-        answers = torch.cat([e(p) for e,p in zip(self.experts, parts)])[order.argsort()].view(*chosen.shape, x.shape[-1])
+        answers = torch.cat([e(p) for e,p in zip(self.experts, parts)])[order.argsort()]
+        answers = answers.view(*chosen.shape, x.shape[-1])
         out = (answers*weights[...,None].to(answers.dtype)).sum(2)
         for e in self.shared: out = out+e(x)
         if not self.training: return out,None
@@ -242,7 +252,7 @@ class LanguageModelBlock(nn.Module):
         sin:Tensor, # (B, 1, T, head width) sines
         layout:Layout|None=None, # where the documents are; None: one a row
         cache:KVCache|None=None, # what was read before
-    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also what `LanguageModelMoE` gives besides
+    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also their balance loss
         "One round of reading and thinking."
         x = x+self.attn(self.norm1(x), cos, sin, layout, cache)
         if isinstance(self.mlp, LanguageModelMLP): return x+self.mlp(self.norm2(x))
@@ -253,7 +263,7 @@ class LanguageModelBlock(nn.Module):
 def init_language_weights(
     module:nn.Module, # a part of the model; others are left alone
     std:float=.02, # standard deviation of matrices
-)->None: # nothing
+)->None:
     "Fresh weights for one module; `LanguageModel` applies it to all of its own."
     if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
@@ -269,7 +279,8 @@ def _positions(x, layout, position_ids, cache):
         made = cache.advance(x, layout)
         return made if position_ids is None else position_ids
     if position_ids is not None: return position_ids
-    return torch.arange(x.shape[1], device=x.device)[None] if layout is None else layout.position_ids(x.device)
+    return (torch.arange(x.shape[1], device=x.device)[None]
+            if layout is None else layout.position_ids(x.device))
 
 # %% ../nbs/12_language.ipynb #5f2eb3ae
 class LanguageModel(nn.Module):
@@ -287,14 +298,15 @@ class LanguageModel(nn.Module):
         self.apply(partial(init_language_weights, std=cfg.init_std))
         if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
 
-    @torch.compiler.disable(recursive=False) # it is written in Python what differs from batch to batch; blocks are what is compiled
+    # it is written in Python what differs from batch to batch; blocks are what is compiled
+    @torch.compiler.disable(recursive=False)
     def forward(self,
         x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
         layout:Layout|None=None, # where the documents are; None: one a row
         position_ids:Tensor|None=None, # (B, T) positions; None: from the cache or the layout
         cache:KVCache|None=None, # what was read before; it is extended
         with_balance:bool=False, # return the experts' balance losses too
-    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states after the last norm, `head` makes scores of them; balance losses (B,), summed over blocks, None if there are none
+    )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) states after the last norm; (B,) balance losses or None
         "Read a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
         if layout is not None: layout = layout.to(x.device).bare()
@@ -302,7 +314,8 @@ class LanguageModel(nn.Module):
         recompute,balances = self.recompute and torch.is_grad_enabled() and cache is None, []
         with _stance(self.blocks, cache):
             for block in self.blocks:
-                x = checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False) if recompute else block(x, cos, sin, layout, cache)
+                x = (checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False)
+                     if recompute else block(x, cos, sin, layout, cache))
                 if self.cfg.use_moe: x,balance = x; balances.append(balance)
         balances = [b for b in balances if b is not None]
         return (self.norm(x), sum(balances) if balances else None) if with_balance else self.norm(x)

@@ -17,15 +17,18 @@ from .config import IGNORE
 
 # %% ../nbs/08_layout.ipynb #2c881adc
 def _check_row(b, lens, start, T):
-    if any(n<1 for n in lens): raise ValueError(f"row {b} has document lengths {list(lens)}: each must be at least 1")
+    if any(n<1 for n in lens):
+        raise ValueError(f"row {b} has document lengths {list(lens)}: each must be at least 1")
     if start<0: raise ValueError(f"row {b} starts at {start}: give 0 or more")
     if start+sum(lens)>T:
-        raise ValueError(f"row {b}: documents end at {start+sum(lens)}, but a row has {T} positions: shorten them or lengthen the row")
+        raise ValueError(f"row {b}: documents end at {start+sum(lens)}, but a row has {T} positions: "
+                         "shorten them or lengthen the row")
 
 def _mask_span(b, row):
     if not any(row): return 0,0
     start,end = row.index(True), len(row)-row[::-1].index(True)
-    if not all(row[start:end]): raise ValueError(f"attention_mask has a gap in row {b}: padding must be on the left or on the right")
+    if not all(row[start:end]):
+        raise ValueError(f"attention_mask has a gap in row {b}: padding must be on the left or on the right")
     return start,end
 
 def _row_spans(lens, start):
@@ -75,13 +78,15 @@ def check_bounds(
 
 # %% ../nbs/08_layout.ipynb #08a1000d
 def slot_error(
-    places:Sequence[tuple[str,int,int]], # (name, image tokens in its text, tiles of its pictures) of samples or rows
+    places:Sequence[tuple[str,int,int]], # (name, image tokens, tiles of its pictures) of samples or rows
     per_tile:int, # image tokens that a tile yields
 )->str|None: # None: all agree
     "Where text and pictures disagree, and what helps."
-    wrong = [f"{where}: {slots} image tokens in the text, {n*per_tile} from the pictures ({n} tiles x {per_tile})"
+    wrong = [f"{where}: {slots} image tokens in the text, "
+             f"{n*per_tile} from the pictures ({n} tiles x {per_tile})"
              for where,slots,n in places if slots!=n*per_tile]
-    return '; '.join(wrong)+". Make the image string with the model's mp_image_token_length and do not cut it" if wrong else None
+    if not wrong: return None
+    return '; '.join(wrong)+". Make the image string with the model's mp_image_token_length and do not cut it"
 
 # %% ../nbs/08_layout.ipynb #6d4e2c97
 TENSORS = ('cu','documents','positions','slots','at','targets') # of a `Layout`
@@ -92,19 +97,21 @@ class Layout:
     doc_lens:tuple # per row, a tuple of the lengths of its documents, in order
     T:int # positions of a row, padding included
     starts:tuple # per row, the position where its first document begins
-    slots:Tensor|None = field(default=None, compare=False, repr=False) # (n,) positions of image tokens; None: not looked for
-    at:Tensor|None = field(default=None, compare=False, repr=False) # (m,) positions with a target; None: there are no labels
+    slots:Tensor|None = field(default=None, compare=False, repr=False) # (n,) image tokens; None: not sought
+    at:Tensor|None = field(default=None, compare=False, repr=False) # (m,) places with a target
     targets:Tensor|None = field(default=None, compare=False, repr=False) # (m,) their targets
     bounds:tuple|None = field(default=None, compare=False, repr=False) # the lowest and the highest of these
-    cu:Tensor|None = field(default=None, compare=False, repr=False) # (n,) int32 ends of documents and gaps, see `document_tensors`
-    documents:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) number of the document, 0 at padding
-    positions:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) position inside the document
+    cu:Tensor|None = field(default=None, compare=False, repr=False) # (n,) int32, see `document_tensors`
+    documents:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) which one, 0 at padding
+    positions:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) inside the document
 
     def __post_init__(self):
         if self.cu is not None: return
-        if len(self.starts)!=len(self.doc_lens): raise ValueError(f"{len(self.starts)} starts for {len(self.doc_lens)} rows: give one a row")
+        if len(self.starts)!=len(self.doc_lens):
+            raise ValueError(f"{len(self.starts)} starts for {len(self.doc_lens)} rows: give one a row")
         for b,(lens,start) in enumerate(zip(self.doc_lens, self.starts)): _check_row(b, lens, start, self.T)
-        for name,x in document_tensors(self.doc_lens, self.T, self.starts).items(): object.__setattr__(self, name, x)
+        for name,x in document_tensors(self.doc_lens, self.T, self.starts).items():
+            object.__setattr__(self, name, x)
 
     @classmethod
     def from_doc_lens(cls,
@@ -120,7 +127,8 @@ class Layout:
     )->'Layout': # one document a row
         "The layout of rows that are padded on either side."
         spans = [_mask_span(b, row) for b,row in enumerate(attention_mask.bool().tolist())]
-        return cls(tuple((e-s,) if e>s else () for s,e in spans), attention_mask.shape[1], tuple(s for s,e in spans))
+        return cls(tuple((e-s,) if e>s else () for s,e in spans), attention_mask.shape[1],
+                   tuple(s for s,e in spans))
 
     @classmethod
     def of(cls,
@@ -128,12 +136,13 @@ class Layout:
         image_token_id:int|None=None, # marks the slots; None: they are not looked for
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one document a row
-        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its documents from the left; wins over the mask
+        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its documents; wins over the mask
     )->'Layout': # without mask and lengths each row is one document
         "The layout of a whole batch."
         B,T = input_ids.shape
         if targets is not None and targets.shape!=input_ids.shape:
-            raise ValueError(f"targets {tuple(targets.shape)} do not match input_ids {(B,T)}: one target per position")
+            raise ValueError(f"targets {tuple(targets.shape)} do not match input_ids {(B,T)}: "
+                             "one target per position")
         if doc_lens is None and attention_mask is not None: made = cls.from_mask(attention_mask)
         else: made = cls.from_doc_lens([[T]*(T>0)]*B if doc_lens is None else doc_lens, T)
         slots = None if image_token_id is None else (input_ids.flatten()==image_token_id).nonzero().squeeze(1)
@@ -170,10 +179,11 @@ class Layout:
         "The same layout on a device; to a GPU without waiting."
         device = torch.device(device)
         if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)): return self
-        return self.once(('to',device), lambda: self.each(lambda x: x.to(device, non_blocking=device.type!='cpu')))
+        return self.once(('to',device),
+                         lambda: self.each(lambda x: x.to(device, non_blocking=device.type!='cpu')))
 
     def bare(self)->'Layout': # without slots and targets
-        "What attention reads. A compiled block is bound to the shapes of all that it is given, and these change from batch to batch."
+        "What attention reads, and no more: a compiled block is bound to the shapes of all that it is given."
         return self.once('bare', lambda: replace(self, slots=None, at=None, targets=None, bounds=None))
 
     def document_ids(self,

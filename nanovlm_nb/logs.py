@@ -67,7 +67,7 @@ class JsonLines:
     def close(self,
         failed:bool=False, # Whether the run ended with an error
     ):
-        "Make sure that the file is on the disk, and let go of it; after an error, a full disk does not hide that error."
+        "See the file onto the disk and let go of it; a full disk does not hide an error before it."
         if self.file.closed: return
         with suppress(OSError) if failed else nullcontext():
             try: os.fsync(self.file.fileno())
@@ -92,7 +92,10 @@ def say_foreign(
     foreign:list[bytes], # from `json_lines`
 ):
     "Warn about lines that were passed over."
-    if foreign: logging.getLogger('nanovlm_nb').warning('%s: %d line%s passed over, not ours or damaged, the first is %r', path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
+    if foreign:
+        logging.getLogger('nanovlm_nb').warning(
+            '%s: %d line%s passed over, not ours or damaged, the first is %r',
+            path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
 
 def read_log(
     path:str|Path, # A log.jsonl
@@ -109,8 +112,10 @@ def describe(
     total_steps:int|None=None,  # Updates in the whole run
 )->str:                         # One line
     "Step and figures in a line for people."
-    shown = {k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str) or k.startswith('training_stats/'))}
-    return ' | '.join([f'step {step}'+(f'/{total_steps}' if total_steps else '')]+[f'{k} {v:.4g}' for k,v in shown.items()])
+    shown = {k: float(v) for k,v in metrics.items()
+             if not (v is None or isinstance(v, str) or k.startswith('training_stats/'))}
+    return ' | '.join(
+        [f'step {step}'+(f'/{total_steps}' if total_steps else '')]+[f'{k} {v:.4g}' for k,v in shown.items()])
 
 # %% ../nbs/03_logs.ipynb #f0120002
 def minimind_line(
@@ -125,7 +130,8 @@ def minimind_line(
     epoch, at = divmod(step-1, size)
     lr = max((float(v) for k,v in metrics.items() if k.startswith('lr_')), default=0.)
     minutes = 0 if seconds!=seconds else int(seconds*(size-at-1)/60)
-    return f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:"
+    return (f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) "
+            f"loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:")
 
 # %% ../nbs/03_logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
@@ -167,9 +173,11 @@ class TextLog:
         self.start = self.start or (step, time.monotonic())
         if 'batch_loss' in metrics and step%self.every: return
         done, seconds = step-self.start[0], time.monotonic()-self.start[1]
-        eta = f' | eta {timedelta(seconds=round(seconds/done*(self.total_steps-step)))}' if self.total_steps and done else ''
+        eta = (f' | eta {timedelta(seconds=round(seconds/done*(self.total_steps-step)))}'
+               if self.total_steps and done else '')
         left = seconds/done if done else nan
-        if self.epochs and 'batch_loss' in metrics: self.logger.info(minimind_line(metrics, step, self.total_steps, self.epochs, left))
+        if self.epochs and 'batch_loss' in metrics:
+            self.logger.info(minimind_line(metrics, step, self.total_steps, self.epochs, left))
         else: self.logger.info(describe(metrics, step, self.total_steps)+eta)
 
     def length(self,
@@ -195,7 +203,8 @@ class Bar:
         show:bool|None=None,        # None: only on a terminal or in a notebook
     ):
         from tqdm.auto import tqdm as auto
-        self.bar = auto(total=total_steps, disable=None if show is None else not show, unit='update', dynamic_ncols=True)
+        self.bar = auto(total=total_steps, disable=None if show is None else not show, unit='update',
+                        dynamic_ncols=True)
 
     def log(self,
         metrics:dict, # Figures by name
@@ -203,7 +212,8 @@ class Bar:
     ):
         "Move to the step and show loss and tokens per second."
         names = dict(batch_loss='loss', val_loss='val_loss', tokens_per_second='tokens/s')
-        self.bar.set_postfix({names[k]: f'{float(v):.4g}' for k,v in metrics.items() if k in names and v is not None}, refresh=False)
+        self.bar.set_postfix({names[k]: f'{float(v):.4g}'
+                              for k,v in metrics.items() if k in names and v is not None}, refresh=False)
         with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
 
     def length(self,
@@ -228,7 +238,8 @@ class _NeverFatal:
         if kind is None or not issubclass(kind, Exception): return False
         if not self.failed:
             logging.getLogger('nanovlm_nb').warning(
-                f"wandb failed and is off for the rest of this run ({kind.__name__}: {error}); log.jsonl has all figures. "
+                f"wandb failed and is off for the rest of this run ({kind.__name__}: "
+                f"{error}); log.jsonl has all figures. "
                 "Try WANDB_MODE=offline, or --log_wandb False")
         self.failed = True
         return True
@@ -247,7 +258,7 @@ def wandb_mode(
 def wandb_id(
     run_dir:str|Path, # Directory of the run
 )->str: # Eight hexadecimal digits
-    "The id under which wandb knows a run; made when it is first asked for, or when the file holds something else."
+    "The id under which wandb knows a run; made when it is first asked for, or when the file is damaged."
     path = Path(run_dir)/'wandb_id'
     known = path.read_bytes().strip() if path.is_file() else b''
     if re.fullmatch(rb'[0-9a-f]{8}', known): return known.decode()
@@ -268,7 +279,8 @@ class WandbLog:
         self.run, self.guard = None, _NeverFatal()
         with self.guard:
             import wandb
-            self.run = wandb.init(entity=entity, project=project, name=run_name, config=config, dir=str(run_dir), id=wandb_id(run_dir), resume='allow',
+            self.run = wandb.init(entity=entity, project=project, name=run_name, config=config,
+                                  dir=str(run_dir), id=wandb_id(run_dir), resume='allow',
                                   mode=wandb_mode(wandb), settings=wandb.Settings(silent=True, console='off'))
             self.run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
 
@@ -321,7 +333,8 @@ class RunLog:
         self.run_dir, self.sinks = Path(run_dir), []
         if not dist.is_master: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        makers = [lambda: JsonLines(self.run_dir/'log.jsonl'), lambda: TextLog(self.run_dir/'train.log', total_steps, console_every, console_epochs)]
+        makers = [lambda: JsonLines(self.run_dir/'log.jsonl'),
+                  lambda: TextLog(self.run_dir/'train.log', total_steps, console_every, console_epochs)]
         if log_wandb: makers.append(lambda: WandbLog(self.run_dir, config or {}, run_name, entity, project))
         self.sinks = _open_all([*makers, lambda: Bar(total_steps, None if progress else False)])
 
@@ -346,7 +359,7 @@ class RunLog:
 
     def cut(self,
         position:int|None, # from `position`, when a checkpoint was made
-    )->None: # nothing
+    )->None:
         "Go back to where the record stood: what a killed run did after its last checkpoint is done again."
         if self.sinks and position is not None: self.sinks[0].cut(position)
 
@@ -382,7 +395,8 @@ class Stats:
         *values:float, # Any number of figures
     ):
         "Remember figures of this rank."
-        if name not in self.values: raise ValueError(f"statistic {name!r} is unknown: use one of {', '.join(self.names)}")
+        if name not in self.values:
+            raise ValueError(f"statistic {name!r} is unknown: use one of {', '.join(self.names)}")
         self.values[name] += map(float, values)
 
     def aggregate(self,
@@ -393,8 +407,9 @@ class Stats:
         self.values = {name: [] for name in self.names}
         for name in self.names:
             every = [x for values in gathered for x in values[name]]
-            if every: out |= {f'training_stats/avg_{name}': sum(every)/len(every), f'training_stats/max_{name}': max(every),
-                              f'training_stats/min_{name}': min(every)}
+            if not every: continue
+            out |= {f'training_stats/avg_{name}': sum(every)/len(every),
+                    f'training_stats/max_{name}': max(every), f'training_stats/min_{name}': min(every)}
         return out
 
 # %% ../nbs/03_logs.ipynb #a2ebe5e1
@@ -419,7 +434,8 @@ class Clock:
         name:str, # One of `Clock.names`
     )->Iterator[None]:
         "What happens inside is work of this kind."
-        if name not in self.seconds: raise ValueError(f"work {name!r} is unknown: use one of {', '.join(self.names)}")
+        if name not in self.seconds:
+            raise ValueError(f"work {name!r} is unknown: use one of {', '.join(self.names)}")
         self.charge()
         self.doing.append(name)
         try: yield
@@ -450,9 +466,12 @@ def plot_curves(
 )->Figure:                      # Three panels
     "Loss, learning rates and gradient norm over the steps of a run."
     records = list(records)
-    names = ['batch_loss', 'val_loss', 'grad_norm']+sorted({k for r in records for k in r if k.startswith('lr_')})
+    rates = sorted({k for r in records for k in r if k.startswith('lr_')})
+    names = ['batch_loss', 'val_loss', 'grad_norm', *rates]
     series = {n: [(r['step'], nan if r[n] is None else r[n]) for r in records if n in r] for n in names}
-    if not any(series.values()): raise ValueError(f"none of {len(records)} records has a loss, a learning rate or a gradient norm: is this a log.jsonl?")
+    if not any(series.values()):
+        raise ValueError(f"none of {len(records)} records has a loss, "
+                         "a learning rate or a gradient norm: is this a log.jsonl?")
     fig = Figure(figsize=(9, 2.6), dpi=80, layout='constrained')
     panels = fig.subplots(1, 3)
     for name, points in series.items():

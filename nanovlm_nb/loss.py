@@ -24,7 +24,8 @@ def labelled_positions(
 )->tuple[Tensor,Tensor]:    # (n, D) hidden states with a target, (n,) their targets
     "Keep the positions that have a target."
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"targets {tuple(targets.shape)} do not match hidden {tuple(hidden.shape)}: one target per position")
+        raise ValueError(f"targets {tuple(targets.shape)} do not match hidden {tuple(hidden.shape)}: "
+                         "one target per position")
     found = target_tensors(targets, ignore_index)
     check_bounds(found['bounds'], vocab_size)
     at, labels = (found[name].to(hidden.device, non_blocking=True) for name in ('at', 'targets'))
@@ -44,7 +45,8 @@ def _chunk(
     total = logits.exp_().sum(1, keepdim=True)
     each = (total.log()-picked).squeeze(1)
     if not grads: return each, None
-    return each, logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1)).to(rows.dtype)
+    return (each,
+            logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1)).to(rows.dtype))
 
 # %% ../nbs/14_loss.ipynb #b99395c8
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -59,8 +61,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         want_weight:bool, # Compute the gradient of `weight`
     )->tuple[Tensor,Tensor]: # Sum of the losses, (n,) the losses without graph, float32
         "Loss over all chunks, gradients kept for `backward`."
-        device, known = rows.device.type, torch.amp.is_autocast_available(rows.device.type) # the meta device knows no autocast
-        dtype = torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else rows.dtype
+        # the meta device knows no autocast
+        device, known = rows.device.type, torch.amp.is_autocast_available(rows.device.type)
+        dtype = (torch.get_autocast_dtype(device)
+                 if known and torch.is_autocast_enabled(device) else rows.dtype)
         if dtype == torch.float16: dtype = torch.float32
         each = torch.empty(len(rows), device=rows.device)
         d_rows = torch.empty_like(rows) if want_rows else None
@@ -84,7 +88,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         _:Tensor,    # Of the single losses, which have none
     )->tuple:        # Gradients of `rows` and `weight`, None for the rest
         "Scale what the forward pass computed, in place."
-        if ctx.grads is None: raise RuntimeError("the chunked loss can be differentiated once: call it again instead of retain_graph=True")
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss can be differentiated once: "
+                               "call it again instead of retain_graph=True")
         d_rows, d_weight = (None if g is None else g.mul_(grad) for g in ctx.grads)
         ctx.grads = None
         return d_rows, d_weight, None, None, None, None
@@ -98,8 +104,11 @@ def cross_entropy(
     reduction:str='sum',    # 'sum' or 'mean' over the targets
 )->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets (n,) without graph
     "Cross-entropy of a language-model head; no value is asked for."
-    if reduction not in ('sum', 'mean'): raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
-    if chunk_size < 1: raise ValueError(f"chunk_size {chunk_size} < 1: use the number of positions whose logits fit in memory")
+    if reduction not in ('sum', 'mean'):
+        raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size {chunk_size} < 1: "
+                         "use the number of positions whose logits fit in memory")
     n = len(rows)
     if n <= chunk_size:
         each = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='none')
@@ -117,7 +126,7 @@ def cross_entropy_at_targets(
     chunk_size:int=2048,    # Most positions whose logits exist at one time
     reduction:str='sum',    # 'sum' or 'mean' over the targets
     ignore_index:int=IGNORE,  # Marks a position without a target
-)->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets in their order (n,) without graph
+)->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets (n,) without graph
     "Cross-entropy of a language-model head, computed only at positions that have a target."
     rows, labels = labelled_positions(hidden, targets, len(weight), ignore_index)
     return cross_entropy(rows, weight, labels, chunk_size, reduction)

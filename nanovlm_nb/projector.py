@@ -32,13 +32,17 @@ def pixel_shuffle(
 class ModalityProjector(nn.Module):
     "Pixel shuffle, then one matrix to the width of the language model, or two with a bend between them."
     def __init__(self,
-        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_pixel_shuffle_factor`, `mp_kind`, `init_std`
+        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_*`, `init_std`
     ):
         super().__init__()
         self.factor,width = cfg.mp_pixel_shuffle_factor,cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
         self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
-        if cfg.mp_kind!='mlp': self.norm,self.out = nn.Identity(),nn.Identity() # one for each call, as hooks expect
-        else: self.norm,self.out = nn.LayerNorm(width),nn.Sequential(nn.GELU(), _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std))
+        # one for each call, as hooks expect
+        if cfg.mp_kind!='mlp': self.norm,self.out = nn.Identity(),nn.Identity()
+        else:
+            self.norm = nn.LayerNorm(width)
+            self.out = nn.Sequential(nn.GELU(),
+                                     _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std))
 
     def forward(self,
         x:Tensor, # (N, P, vit_hidden_dim) patch features

@@ -21,7 +21,8 @@ def warmup(
 )->float:                # Factor on the learning rate, above 0 and at most 1
     "Linear climb to 1, never above it."
     if max_steps < 1: raise ValueError(f"max_steps {max_steps} < 1: a schedule needs at least one step")
-    if not 0 <= ratio <= 1: raise ValueError(f"warmup_ratio {ratio} is not between 0 and 1: it is a share of the steps")
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"warmup_ratio {ratio} is not between 0 and 1: it is a share of the steps")
     return min(1., (step+1)/(ratio*max_steps)) if ratio else 1.
 
 # %% ../nbs/02_schedule.ipynb #ac12de0e
@@ -70,9 +71,11 @@ def wsd(
 )->float:                     # Learning rate of this update
     "Linear warm-up, constant, linear descent over the last `decay_ratio` of the steps."
     if not 0 <= decay_ratio <= 1-warmup_ratio:
-        raise ValueError(f"decay_ratio {decay_ratio} does not fit beside warmup_ratio {warmup_ratio}: together they are at most 1")
+        raise ValueError(f"decay_ratio {decay_ratio} does not fit beside warmup_ratio {warmup_ratio}: "
+                         "together they are at most 1")
     left = (max_steps-step)/(decay_ratio*max_steps) if decay_ratio else float(step < max_steps)
-    return max_lr*min(warmup(step, max_steps, warmup_ratio), min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left)))
+    return max_lr*min(warmup(step, max_steps, warmup_ratio),
+                      min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left)))
 
 # %% ../nbs/02_schedule.ipynb #5e584644
 def _schedules(
@@ -95,7 +98,8 @@ def get_schedule(
     if ':' in schedule: return load_function(schedule, 'lr_schedule')
     named = _schedules(warmup_ratio, min_lr_ratio)
     if schedule in named: return named[schedule]
-    raise ValueError(f"lr_schedule {schedule!r} is unknown: use one of {', '.join(named)}, or 'module:function' for your own")
+    raise ValueError(f"lr_schedule {schedule!r} is unknown: "
+                     f"use one of {', '.join(named)}, or 'module:function' for your own")
 
 # %% ../nbs/02_schedule.ipynb #5a3b2e02
 def in_samples(

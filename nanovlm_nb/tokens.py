@@ -24,12 +24,16 @@ def train_bpe(
 )->Tokenizer: # a bare tokenizer of the `tokenizers` library
     "Learn a byte-level BPE vocabulary; digits stay single."
     smallest = len(SPECIAL_TOKENS) + 256
-    if vocab_size < smallest: raise ValueError(f'vocab_size {vocab_size} is below {smallest}, the special tokens and the 256 bytes: raise it')
+    if vocab_size < smallest:
+        raise ValueError(f'vocab_size {vocab_size} is below {smallest}, '
+                         'the special tokens and the 256 bytes: raise it')
     if isinstance(texts, str): raise ValueError('`texts` is one string: pass a list of strings')
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS),
+                                  show_progress=False,
                                   initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
     tok.train_from_iterator(texts, trainer)
     return tok
@@ -38,13 +42,14 @@ def train_bpe(
 def train_tokenizer(
     texts:list[str], # what to learn from
     vocab_size:int,  # upper limit of the base vocabulary (without extra tokens)
-    extra_special_tokens:dict[str,str]|None=None, # attribute name -> token text, added after the base vocabulary
+    extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
     chat_template:str|None=None, # Jinja template that turns messages into one text
 )->PreTrainedTokenizerBase: # as `get_tokenizer` returns it
     "Train a small byte-level BPE tokenizer with SmolLM2's special tokens."
     end, bos, eos = SPECIAL_TOKENS
     kwargs = _extras(extra_special_tokens, chat_template)
-    tok = PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos, eos_token=eos, unk_token=end, pad_token=eos, **kwargs)
+    tok = PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos, eos_token=eos,
+                                  unk_token=end, pad_token=eos, **kwargs)
     return _check_extras(tok, extra_special_tokens)
 
 # %% ../nbs/04_tokens.ipynb #87b55391
@@ -63,25 +68,31 @@ def _check_extras(tokenizer, extra_special_tokens):
     for name,token in (extra_special_tokens or {}).items():
         ids = tokenizer.encode(token, add_special_tokens=False)
         if ids != [getattr(tokenizer, f'{name}_id')]:
-            raise ValueError(f'extra token {name}={token!r} is read as {ids}, not as one id: give it a text of its own')
+            raise ValueError(f'extra token {name}={token!r} is read as {ids}, not as one id: '
+                             'give it a text of its own')
     return tokenizer
 
 # %% ../nbs/04_tokens.ipynb #628387b7
 def get_tokenizer(
     name:str, # a hub id, or a directory with `tokenizer.json`
-    extra_special_tokens:dict[str,str]|None=None, # attribute name -> token text, added after the base vocabulary
-    chat_template:str|None=None, # Jinja template that turns messages into one text; None keeps the tokenizer's own
+    extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
+    chat_template:str|None=None, # Jinja template, from messages to one text; None keeps the tokenizer's own
 )->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
     "Load a tokenizer and add the extra tokens."
     from transformers import AutoTokenizer # knows every model there is: a second to import
     if not Path(name).is_dir(): check_hub_name(name)
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
     try:
-        with nullcontext() if Path(name).is_dir() else asking_hub(name): tok = AutoTokenizer.from_pretrained(name, **how)
+        with nullcontext() if Path(name).is_dir() else asking_hub(name):
+            tok = AutoTokenizer.from_pretrained(name, **how)
     except (OSError, ValueError) as e: raise OSError(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} "
         "Correct the name or the path; for one of the hub see that the network is there") from e
-    if not tok.is_fast: raise ValueError(f'{name} has no fast tokenizer (tokenizer.json); the loss mask needs its character offsets: convert it first')
-    if tok.eos_token is None: raise ValueError(f'{name} has no eos_token: generation could not stop; set it in tokenizer_config.json')
+    if not tok.is_fast:
+        raise ValueError(f'{name} has no fast tokenizer (tokenizer.json); '
+                         'the loss mask needs its character offsets: convert it first')
+    if tok.eos_token is None:
+        raise ValueError(f'{name} has no eos_token: '
+                         'generation could not stop; set it in tokenizer_config.json')
     tok.pad_token = tok.eos_token
     return _check_extras(tok, extra_special_tokens)
 
@@ -93,9 +104,12 @@ def check_tokenizer(
     "Raise if a tokenizer writes other ids than a model configuration expects."
     n, base = len(tokenizer), vlm_cfg.lm_base_vocab_size
     if n > vlm_cfg.lm_vocab_size:
-        raise ValueError(f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: set lm_base_vocab_size to {n-len(vlm_cfg.vlm_extra_tokens)}')
+        raise ValueError(f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
+                         f'set lm_base_vocab_size to {n-len(vlm_cfg.vlm_extra_tokens)}')
     for i,(name,token) in enumerate(vlm_cfg.vlm_extra_tokens.items()):
         got = getattr(tokenizer, f'{name}_id', None)
-        if got is None: raise ValueError(f'the tokenizer lacks {name} ({token}): pass vlm_extra_tokens to get_tokenizer')
+        if got is None:
+            raise ValueError(f'the tokenizer lacks {name} ({token}): pass vlm_extra_tokens to get_tokenizer')
         if got != base+i:
-            raise ValueError(f'the tokenizer has {token} at id {got}, the model expects {base+i}: set lm_base_vocab_size to {got-i}')
+            raise ValueError(f'the tokenizer has {token} at id {got}, the model expects {base+i}: '
+                             f'set lm_base_vocab_size to {got-i}')

@@ -149,7 +149,8 @@ def check_hub_name(
     "Raise for what can be nothing but a path."
     text = str(name)
     if text.startswith(('hf://','buckets/')): return
-    if text.startswith(('.','/','~')) or '\\' in text or text.count('/')>1: raise FileNotFoundError(f'{name}: {REMEDIES[errno.ENOENT]}')
+    if text.startswith(('.','/','~')) or '\\' in text or text.count('/')>1:
+        raise FileNotFoundError(f'{name}: {REMEDIES[errno.ENOENT]}')
 
 def hub_answers(
     address:str, # of the hub, or of a mirror
@@ -158,7 +159,9 @@ def hub_answers(
     "Does it take a connection?"
     at = urlsplit(address)
     for last in (False,True):
-        try: socket.create_connection((at.hostname, at.port or (80 if at.scheme=='http' else 443)), wait_s).close()
+        try:
+            socket.create_connection((at.hostname, at.port or (80 if at.scheme=='http' else 443)),
+                                     wait_s).close()
         except OSError:
             if not last: time.sleep(1)
         else: return True
@@ -168,14 +171,17 @@ def hub_answers(
 def asking_hub(
     name:str|Path, # which is not here
 )->Iterator[None]: # a `with` block; FileNotFoundError if the name is a path
-    "Inside, the libraries ask the hub for a name; if it does not answer, only for what was downloaded before."
+    "Inside, the libraries ask the hub for a name; if it does not answer, only the disk."
     from urllib.request import getproxies # half of Python's network, which a command without hub needs not
     from huggingface_hub import constants
     check_hub_name(name)
-    if constants.HF_HUB_OFFLINE or getproxies() or hub_answers(constants.ENDPOINT): # whether a proxy reaches it, only the proxy knows
+    # whether a proxy reaches it, only the proxy knows
+    if constants.HF_HUB_OFFLINE or getproxies() or hub_answers(constants.ENDPOINT):
         yield
         return
-    logging.getLogger(__name__).warning('%s does not answer: %s is looked for among what was downloaded before', constants.ENDPOINT, name)
+    log = logging.getLogger(__name__)
+    log.warning('%s does not answer: %s is looked for among what was downloaded before',
+                constants.ENDPOINT, name)
     constants.HF_HUB_OFFLINE = True # what the libraries look at before each request
     try: yield
     except (OSError,ValueError) as e:
@@ -203,7 +209,7 @@ def first_to_tell()->bool: # True in one process of a torchrun on this machine, 
 def tell_once(
     line:str, # for the terminal
 )->None:
-    "Write a line for all ranks. Another waits until it is written: the first one that ends makes torchrun end the rest."
+    "Write a line for all ranks. Others wait for it: the first one that ends makes torchrun end the rest."
     word = _word_of_all()
     if first_to_tell():
         sys.stderr.write(line+'\n'); sys.stderr.flush()
@@ -225,7 +231,7 @@ def refuse(
 def command(
     prog:str, # its name in messages
 )->Callable: # decorator of `main(argv)`
-    "Let a command end errors of use with one line; `--debug`, or NANOVLM_DEBUG=1, shows the traceback instead."
+    "Let a command end errors of use with one line; `--debug` or NANOVLM_DEBUG=1 shows the traceback."
     def decorate(main):
         @wraps(main)
         def with_one_line(argv=None):

@@ -34,7 +34,8 @@ class ViTPatchEmbeddings(nn.Module):
     )->Tensor: # (N, P, D) patch vectors; P+1 with a class token, which comes first
         "Cut, embed, add positions."
         if images.shape[1:]!=(3,self.side,self.side):
-            raise ValueError(f"tiles have shape {tuple(images.shape)}: this tower takes (N, 3, {self.side}, {self.side}), see vit_img_size")
+            raise ValueError(f"tiles have shape {tuple(images.shape)}: "
+                             f"this tower takes (N, 3, {self.side}, {self.side}), see vit_img_size")
         x = self.conv(images).flatten(2).transpose(1,2)
         if self.cls_token is not None: x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         return x+self.position_embedding
@@ -60,7 +61,8 @@ class ViTMultiHeadAttention(nn.Module):
         return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
 
 # %% ../nbs/11_vision.ipynb #9a9bd399
-ACTIVATIONS = dict(gelu_pytorch_tanh=partial(F.gelu, approximate='tanh'), gelu=F.gelu, quick_gelu=lambda x: x*torch.sigmoid(1.702*x))
+ACTIVATIONS = dict(gelu_pytorch_tanh=partial(F.gelu, approximate='tanh'), gelu=F.gelu,
+                   quick_gelu=lambda x: x*torch.sigmoid(1.702*x))
 
 class ViTMLP(nn.Module):
     "Two layers on each patch."
@@ -86,7 +88,8 @@ class LayerNorm(nn.LayerNorm):
         x:Tensor, # (..., D)
     )->Tensor: # (..., D), same dtype
         "Mean 0 and variance 1, then scale and shift."
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype),
+                            self.bias.to(x.dtype), self.eps)
 
 # %% ../nbs/11_vision.ipynb #c9a92cdc
 class ViTBlock(nn.Module):
@@ -111,7 +114,7 @@ class ViTBlock(nn.Module):
 def init_vision_weights(
     module:nn.Module, # a part of the tower; others are left alone
     std:float=.02, # standard deviation of matrices
-)->None: # nothing
+)->None:
     "Fresh weights for one module; `ViT` applies it to all of its own."
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         nn.init.normal_(module.weight, std=std)
@@ -129,7 +132,8 @@ class ViT(nn.Module):
         self.patch_embedding = ViTPatchEmbeddings(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
-        norm = lambda wanted: nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps) if wanted else nn.Identity()
+        norm = (lambda wanted:
+            nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps) if wanted else nn.Identity())
         self.pre_norm,self.layer_norm = norm(cfg.vit_pre_norm), norm(cfg.vit_post_norm)
         self.apply(partial(init_vision_weights, std=cfg.init_std))
 

@@ -29,8 +29,8 @@ from .loss import cross_entropy
 from .projector import ModalityProjector
 from .tokens import get_tokenizer
 from .vision import ViT
-from .weights import (fingerprint, language_config, load_language_backbone, load_pth, load_vision_backbone, load_weights,
-                                read_checkpoint, resolve_checkpoint, with_tower, write_checkpoint)
+from .weights import (fingerprint, language_config, load_language_backbone, load_pth,
+    load_vision_backbone, load_weights, read_checkpoint, resolve_checkpoint, with_tower, write_checkpoint)
 
 # %% ../nbs/17_vlm.ipynb #2026a3af
 def flatten_tiles(
@@ -39,10 +39,12 @@ def flatten_tiles(
     "The stacks of tiles in `images`."
     if images is None: return []
     if isinstance(images, (list, tuple)): return [t for item in images for t in flatten_tiles(item)]
-    if not isinstance(images, Tensor): raise TypeError(f"images holds a {type(images).__name__}: give tensors of tiles, (n, 3, S, S)")
+    if not isinstance(images, Tensor):
+        raise TypeError(f"images holds a {type(images).__name__}: give tensors of tiles, (n, 3, S, S)")
     stack = images[None] if images.ndim == 3 else images
     if stack.ndim != 4 or stack.shape[1] != 3:
-        raise ValueError(f"images holds a tensor of shape {tuple(images.shape)}: a stack of tiles is (n, 3, S, S)")
+        raise ValueError(f"images holds a tensor of shape {tuple(images.shape)}: "
+                         "a stack of tiles is (n, 3, S, S)")
     return [stack] if len(stack) else []
 
 # %% ../nbs/17_vlm.ipynb #443882ab
@@ -57,7 +59,8 @@ def to_pixels(
     stacks = flatten_tiles(images)
     if not stacks: return None
     kinds = {t.dtype == torch.uint8 for t in stacks}
-    if len(kinds) > 1: raise ValueError("images mixes byte tiles (0-255) and float tiles (0-1): give one kind")
+    if len(kinds) > 1:
+        raise ValueError("images mixes byte tiles (0-255) and float tiles (0-1): give one kind")
     moved = [t.to(device, non_blocking=True) for t in stacks]
     blank = moved[0].new_zeros(-sum(map(len, moved)) % multiple, *moved[0].shape[1:])
     x = torch.cat([*moved, blank])
@@ -65,7 +68,8 @@ def to_pixels(
     if ([*mean], [*std]) == ([0], [1]): return x
     if len(mean) == len(std) == 1: return (x-mean[0])/std[0]
     (mean, std), colours = ([*n]*3 if len(n) == 1 else n for n in (mean, std)), x.unbind(1)
-    return torch.stack([(c-m)/s for c,m,s in zip(colours, mean, std)], 1) # plain numbers: nothing is copied to the device
+    # plain numbers: nothing is copied to the device
+    return torch.stack([(c-m)/s for c,m,s in zip(colours, mean, std)], 1)
 
 # %% ../nbs/17_vlm.ipynb #fc5d7dcf
 def check_slots(
@@ -75,12 +79,16 @@ def check_slots(
 )->None:
     "Raise a `ValueError` that names the rows whose text and pictures disagree."
     count = lambda o: sum(map(len, flatten_tiles(o)))
-    rows = images if isinstance(images, (list, tuple)) and images and all(isinstance(o, (list, tuple)) for o in images) else None
+    rows = (images if isinstance(images, (list, tuple)) and images
+            and all(isinstance(o, (list, tuple)) for o in images) else None)
     if not count(images): rows = rows or [[]]*len(slots)
     if rows and len(rows) != len(slots):
-        raise ValueError(f"images is a list of {len(rows)} rows, input_ids has {len(slots)}: give one list of pictures a row")
+        raise ValueError(f"images is a list of {len(rows)} rows, input_ids has {len(slots)}: "
+                         "give one list of pictures a row")
     if rows: pairs = [(f'row {i}', s, count(o)) for i,(s,o) in enumerate(zip(slots, rows))]
-    else: pairs = [('row 0' if len(slots) == 1 else f'all {len(slots)} rows together, {slots} by row', sum(slots), count(images))]
+    else:
+        pairs = [('row 0' if len(slots) == 1 else f'all {len(slots)} rows together, {slots} by row',
+                  sum(slots), count(images))]
     error = slot_error(pairs, per_tile)
     if error: raise ValueError(error)
 
@@ -125,7 +133,9 @@ class VLMNet(nn.Module):
         cfg:VLMConfig, # sizes of all parts
     ):
         super().__init__()
-        if cfg.vit_cls_flag and not cfg.vit_keep_patches: raise ValueError("vit_cls_flag gives one vector a tile and no patches to project: set it to False, or vit_keep_patches to True")
+        if cfg.vit_cls_flag and not cfg.vit_keep_patches:
+            raise ValueError("vit_cls_flag gives one vector a tile and no patches to project: "
+                             "set it to False, or vit_keep_patches to True")
         self.cfg = cfg
         self.vision_encoder, self.MP, self.decoder = ViT(cfg), ModalityProjector(cfg), LanguageModel(cfg)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
@@ -145,16 +155,18 @@ class VLMNet(nn.Module):
         images, # see `flatten_tiles`; at least one tile
     )->Tensor: # (N, P, vit_hidden_dim)
         "Features of tiles; without a graph if the tower is frozen."
-        w,n = self.decoder.token_embedding.weight, sum(map(len, flatten_tiles(images))) # `w` is whole and on the device even if the model is sharded and put away on the CPU
+        # `w` is whole and on the device even if the model is sharded and put away on the CPU
+        w,n = self.decoder.token_embedding.weight, sum(map(len, flatten_tiles(images)))
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains(self.vision_encoder)):
             pixels = to_pixels(images, w.device, self.cfg.pixel_mean, self.cfg.pixel_std, self.tile_multiple)
             return self.vision_encoder(pixels.to(w.dtype))[:n]
 
     def _nothing(self, x):
-        "0 with a graph to the parameters of what sees and trains, without arithmetic; None if no gradient is awaited. A sharded tower must run: other ranks gather its weights with ours."
+        "0 with a graph to what sees and trains; None if nothing does. A sharded tower must run, for others."
         if is_sharded(self): return 0*self.MP(self.see(x.new_zeros(1, 3, *[self.cfg.vit_img_size]*2))).sum()
         if not (self.training and torch.is_grad_enabled()): return None
-        touched = [p.flatten()[:1].sum() for part in (self.vision_encoder, self.MP) for p in part.parameters() if p.requires_grad]
+        touched = [p.flatten()[:1].sum() for part in (self.vision_encoder, self.MP)
+                   for p in part.parameters() if p.requires_grad]
         return 0*torch.stack(touched).sum() if touched else None
 
     def layout_of(self,
@@ -193,10 +205,10 @@ class VLMNet(nn.Module):
         input_ids:Tensor, # (B, T) token ids
         images=None, # see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one sample a row
-        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its samples from the left; instead of a mask
+        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its samples; instead of a mask
         with_balance:bool=False, # see `LanguageModel.forward`
         layout:Layout|None=None, # of this batch; instead of mask and lengths
-    )->Tensor|tuple[Tensor, Tensor|None]: # (B, T, lm_hidden_dim) after the last norm; the experts' balance losses (B,)
+    )->Tensor|tuple[Tensor, Tensor|None]: # (B, T, lm_hidden_dim) after the last norm; (B,) balance losses
         "Hidden states; those at padding mean nothing."
         if layout is None: layout = self.layout_of(input_ids, images, attention_mask, doc_lens=doc_lens)
         return self.decoder(self.embed(input_ids, images, layout), layout=layout, with_balance=with_balance)
@@ -218,7 +230,8 @@ class VLMNet(nn.Module):
         if layout.at is None: return logits, None
         head = self.decoder.head.weight
         rows = rows_with_target(h, layout, len(head))
-        loss, self.target_losses = cross_entropy(rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
+        loss, self.target_losses = cross_entropy(
+            rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*targets_by_row(layout)).sum()
         return logits, loss + (unbalanced/max(len(rows), 1) if reduction == 'mean' else unbalanced)
@@ -232,7 +245,8 @@ class Reader:
         room:int, # how many vectors may follow the prompt
         use_cache:bool=True, # keep keys and values, or read all again each time
     ):
-        if not mask[:, -1].all(): raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
+        if not mask[:, -1].all():
+            raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
         self.decoder, self.mask, self.seen = decoder, mask, None
         self.cache = KVCache(mask.shape[1] + room) if use_cache else None
 
@@ -257,10 +271,11 @@ class Reader:
     def go_back(self,
         length:int, # vectors to keep, padding included
         room:int, # how many may follow
-    )->None: # nothing
+    )->None:
         "Forget what was read after the first `length` vectors."
         if self.cache is not None: return self.cache.go_back(length, length + room)
-        if not 0 < length <= self.seen.shape[1]: raise ValueError(f"cannot go back to {length} vectors: {self.seen.shape[1]} were read")
+        if not 0 < length <= self.seen.shape[1]:
+            raise ValueError(f"cannot go back to {length} vectors: {self.seen.shape[1]} were read")
         self.seen, self.mask = self.seen[:, :length], self.mask[:, :length]
 
 # %% ../nbs/17_vlm.ipynb #8e810794
@@ -281,7 +296,7 @@ def written_at_once(
 # %% ../nbs/17_vlm.ipynb #df372578
 def find_tokenizer(
     path:Path, # directory of a checkpoint
-    name:str, # `lm_tokenizer` of its configuration: a hub id, or a directory, also relative to the checkpoint or beside it
+    name:str, # its `lm_tokenizer`: a hub id, or a directory, also relative to the checkpoint or beside it
 )->str: # a directory, or the name unchanged
     "Where the tokenizer of a checkpoint is."
     places = [path, path/name, path.parent/name]
@@ -308,7 +323,8 @@ model = VisionLanguageModel.from_pretrained('{repo_id}')
 
 {more}
 """
-UNTOLD = '## Training\n\nNothing is recorded: the weights were uploaded from memory, without the directory of a run.'
+UNTOLD = ('## Training\n\nNothing is recorded: '
+          'the weights were uploaded from memory, without the directory of a run.')
 
 # %% ../nbs/17_vlm.ipynb #a0180063
 def describe_model(
@@ -318,9 +334,14 @@ def describe_model(
     "What a model is, in numbers."
     side,tile = cfg.max_img_size//cfg.vit_img_size, cfg.vit_img_size
     return [f'{parameters/1e6:.1f} million parameters',
-        f'vision: {cfg.vit_n_blocks} blocks of {cfg.vit_hidden_dim}, tiles of {tile} x {tile} pixels in patches of {cfg.vit_patch_size}, from {cfg.vit_model_type}'+' (random start)'*(not cfg.vlm_load_backbone_weights),
-        f'language: {cfg.lm_n_blocks} blocks of {cfg.lm_hidden_dim}, {cfg.lm_vocab_size} tokens, {cfg.lm_max_position_embeddings} positions, from {cfg.lm_model_type}'+' (random start)'*(not cfg.vlm_load_backbone_weights),
-        f'pictures: up to {side} x {side} tiles, {cfg.mp_image_token_length} tokens a tile, {cfg.image_convention} convention, pixels (x - {_plain(cfg.pixel_mean)})/{_plain(cfg.pixel_std)}']
+        f'vision: {cfg.vit_n_blocks} blocks of {cfg.vit_hidden_dim}, '
+        f'tiles of {tile} x {tile} pixels in patches of {cfg.vit_patch_size}, '
+        f'from {cfg.vit_model_type}'+' (random start)'*(not cfg.vlm_load_backbone_weights),
+        f'language: {cfg.lm_n_blocks} blocks of {cfg.lm_hidden_dim}, '
+        f'{cfg.lm_vocab_size} tokens, {cfg.lm_max_position_embeddings} positions, '
+        f'from {cfg.lm_model_type}'+' (random start)'*(not cfg.vlm_load_backbone_weights),
+        f'pictures: up to {side} x {side} tiles, {cfg.mp_image_token_length} tokens a tile, '
+        f'{cfg.image_convention} convention, pixels (x - {_plain(cfg.pixel_mean)})/{_plain(cfg.pixel_std)}']
 
 def _plain(values): return values[0] if len(values) == 1 else values
 
@@ -336,11 +357,12 @@ VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: wher
 def load_noted_tower(
     model:nn.Module, # with `vision_encoder`, whose weights are set
     note:dict, # `vit_model_type` and `sha256`, from `VISION_NOTE`
-)->None: # nothing
+)->None:
     "Take the vision tower from its backbone; a ValueError if it is not the one that the note means."
     load_vision_backbone(model.vision_encoder, note['vit_model_type'])
     if fingerprint(model.vision_encoder.state_dict()) != note['sha256']:
-        raise ValueError(f"{note['vit_model_type']} is not the vision tower that this checkpoint was trained with (its weights have another fingerprint): find the version of that time")
+        raise ValueError(f"{note['vit_model_type']} is not the vision tower that this checkpoint was "
+                         "trained with (its weights have another fingerprint): find the version of that time")
 
 # %% ../nbs/17_vlm.ipynb #49311d04
 class Pretrained:
@@ -348,23 +370,24 @@ class Pretrained:
     config_class = VLMConfig # what config.json holds
     vision_note = None # what `VISION_NOTE` will say, if checkpoints leave out the vision tower
 
-    def leave_vision_out(self)->None: # nothing
+    def leave_vision_out(self)->None:
         "From now on save without the vision tower, which must be its backbone's and frozen."
         self.vision_note = None
         name, fresh = self.cfg.vit_model_type, ViT(self.cfg)
         load_vision_backbone(fresh, name)
         sha = fingerprint(fresh.state_dict())
         if fingerprint(self.vision_encoder.state_dict()) != sha:
-            raise ValueError(f"the vision tower is not that of {name}, it has other weights, and would be lost: keep it in checkpoints (save_vision True)")
+            raise ValueError(f"the vision tower is not that of {name}, it has other weights, "
+                             "and would be lost: keep it in checkpoints (save_vision True)")
         self.vision_note = dict(vit_model_type=name, sha256=sha)
 
     @classmethod
     def from_pretrained(cls,
         path:str|Path, # directory of a checkpoint, or a hub id
-        cfg:VLMConfig|None=None, # used in place of the checkpoint's, e.g. with another `max_img_size`; its weights must fit
+        cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
         checked:bool=False, # its files were compared with its manifest already
     )->'VisionLanguageModel': # on the CPU, in eval mode
-        "Load what `save_pretrained` or nanoVLM wrote; if it has a manifest, its files must be as they were written."
+        "Load what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
         folder = resolve_checkpoint(path)
         if not checked: check_files(folder)
         saved, state = read_checkpoint(folder, cls.config_class)
@@ -380,18 +403,23 @@ class Pretrained:
     def save_pretrained(self,
         save_directory:str|Path, # made if missing
         tokenizer=None, # saved along if it is not from the hub; default: the model's own
-        known_as:str|Path|None=None, # where the directory will be moved to, or its hub id; default: where it is
-        state:dict[str,Tensor]|None=None, # weights by name, e.g. a copy made earlier; default: the model's own
+        known_as:str|Path|None=None, # where the directory will be, or its hub id; default: where it is
+        state:dict[str,Tensor]|None=None, # weights by name, e.g. an earlier copy; default: the model's own
     )->None:
         "Write config.json, model.safetensors and a local tokenizer's files, all or nothing."
         tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
-        from_hub = tokenizer is None or tokenizer.name_or_path == self.cfg.lm_tokenizer and not Path(self.cfg.lm_tokenizer).is_dir()
+        from_hub = (tokenizer is None or tokenizer.name_or_path == self.cfg.lm_tokenizer
+                    and not Path(self.cfg.lm_tokenizer).is_dir())
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=str(known_as or save_directory))
         state = self.state_dict() if state is None else state
-        if self.vision_note and trains(self.vision_encoder): raise ValueError("the vision tower trains and would be lost: keep it in checkpoints (save_vision True)")
+        if self.vision_note and trains(self.vision_encoder):
+            raise ValueError("the vision tower trains and would be lost: "
+                             "keep it in checkpoints (save_vision True)")
         with written_at_once(save_directory) as tmp:
-            write_checkpoint(tmp, {k: w for k,w in state.items() if not (self.vision_note and k.startswith('vision_encoder.'))}, cfg)
-            if self.vision_note: (tmp/VISION_NOTE).write_text(json.dumps(self.vision_note, indent=1)+'\n', encoding='utf-8')
+            write_checkpoint(tmp, {k: w for k,w in state.items()
+                                   if not (self.vision_note and k.startswith('vision_encoder.'))}, cfg)
+            if self.vision_note:
+                (tmp/VISION_NOTE).write_text(json.dumps(self.vision_note, indent=1)+'\n', encoding='utf-8')
             if not from_hub: tokenizer.save_pretrained(tmp)
 
     def push_to_hub(self,
@@ -399,14 +427,15 @@ class Pretrained:
         private:bool=False, # for a new repository
         tokenizer=None, # see `save_pretrained`
         api:HfApi|None=None, # client; default: one with your login
-        training:str=UNTOLD, # Markdown for the card about data, results and limits; of a run: `record.training_card`
+        training:str=UNTOLD, # Markdown about data, results and limits; of a run: `record.training_card`
     )->None:
         "Upload the checkpoint and a model card to the Hugging Face hub."
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:
             self.save_pretrained(tmp, tokenizer, known_as=repo_id)
             lines = describe_model(self.cfg, sum(p.numel() for p in self.parameters()))
-            (Path(tmp)/'README.md').write_text(MODEL_CARD.format(repo_id=repo_id, model=bullets(lines), more=training), encoding='utf-8')
+            (Path(tmp)/'README.md').write_text(
+                MODEL_CARD.format(repo_id=repo_id, model=bullets(lines), more=training), encoding='utf-8')
             api.create_repo(repo_id, private=private, exist_ok=True)
             api.upload_folder(repo_id=repo_id, folder_path=tmp, commit_message='Upload checkpoint')
 
@@ -428,22 +457,26 @@ class VisionLanguageModel(Pretrained, VLMNet):
     def from_pth(cls,
         path:str|Path, # a `.pth` file of MiniMind's kind, see `load_pth`
         cfg:VLMConfig, # sizes; the file does not know them
-        load_backbone:bool=True, # take a vision tower that the file lacks, and its sizes, from its backbone, else random weights
+        load_backbone:bool=True, # take a vision tower that the file lacks from its backbone
     )->'VisionLanguageModel': # on the CPU, in training mode
         "Start from a language model's file, or from that of an earlier stage."
         if load_backbone: cfg = with_tower(cfg)
         model = cls(cfg, load_backbone=False)
         absent = load_pth(model, path)
-        if 'vision_encoder' in absent and load_backbone: load_vision_backbone(model.vision_encoder, cfg.vit_model_type)
+        if 'vision_encoder' in absent and load_backbone:
+            load_vision_backbone(model.vision_encoder, cfg.vit_model_type)
         anew = [part for part in absent if part == 'MP' or not load_backbone]
-        if anew: logging.getLogger(__name__).warning('%s has no %s: random weights there', path, ' and '.join(anew))
+        if anew:
+            log = logging.getLogger(__name__)
+            log.warning('%s has no %s: random weights there', path, ' and '.join(anew))
         return model
 
     @property
     def tokenizer(self): # with the image tokens as attributes
         "The tokenizer, loaded when first asked for."
         if self._tokenizer is None:
-            self._tokenizer = get_tokenizer(self.tokenizer_source, self.cfg.vlm_extra_tokens, self.cfg.lm_chat_template)
+            self._tokenizer = get_tokenizer(self.tokenizer_source, self.cfg.vlm_extra_tokens,
+                                            self.cfg.lm_chat_template)
         return self._tokenizer
 
     @tokenizer.setter
@@ -453,12 +486,12 @@ class VisionLanguageModel(Pretrained, VLMNet):
 
     @torch.no_grad()
     def stream(self,
-        input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what follows the text that it has read
+        input_ids:Tensor, # (B, T) prompts, padded on the left; with `reader` what follows what it has read
         images=None, # see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         max_new_tokens:int=5, # upper limit
         use_cache:bool=True, # see `Reader`
-        eos_token_id:int|Sequence[int]|None=None, # end token or tokens; None asks the tokenizer, () never ends early
+        eos_token_id:int|Sequence[int]|None=None, # end tokens; None asks the tokenizer, () never ends early
         ended:Callable|None=None, # see `stream_ids`
         reader:Reader|None=None, # one that has read the beginning of the conversation, with room for the rest
         **sampling, # see `Picker`
@@ -468,7 +501,8 @@ class VisionLanguageModel(Pretrained, VLMNet):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         reader = reader or Reader(self.decoder, mask, max_new_tokens, use_cache)
         scores = reader.read(self.embed(input_ids, images))
-        yield from stream_ids(reader.step, scores, max_new_tokens, Picker(**dict(prompt=input_ids, mask=mask) | sampling), eos_token_id, ended=ended)
+        picker = Picker(**dict(prompt=input_ids, mask=mask) | sampling)
+        yield from stream_ids(reader.step, scores, max_new_tokens, picker, eos_token_id, ended=ended)
 
     def generate(self,
         input_ids:Tensor, # (B, T) prompts, padded on the left
@@ -480,12 +514,14 @@ class VisionLanguageModel(Pretrained, VLMNet):
         temperature:float=.5, # divides the scores before both
         greedy:bool=False, # take the best token and draw nothing
         use_cache:bool=True, # see `Reader`
-        eos_token_id:int|Sequence[int]|None=None, # end token or tokens; None asks the tokenizer, () never ends early
-        generator:torch.Generator|Sequence[torch.Generator]|None=None, # source of randomness on the model's device, or one for each row
+        eos_token_id:int|Sequence[int]|None=None, # end tokens; None asks the tokenizer, () never ends early
+        generator:torch.Generator|Sequence[torch.Generator]|None=None, # on the model's device, or one a row
         repetition_penalty:float=1., # see `penalise_repeats`; prompts count
         ended:Callable|None=None, # see `stream_ids`
     )->Tensor: # (B, new) ids; each row holds its end token, then filler
         "All of `stream`'s tokens at once."
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, generator=generator, repetition_penalty=repetition_penalty)
-        new = list(self.stream(input_ids, images, attention_mask, max_new_tokens, use_cache, eos_token_id, ended, **sampling))
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy, generator=generator,
+                        repetition_penalty=repetition_penalty)
+        new = list(self.stream(input_ids, images, attention_mask, max_new_tokens, use_cache, eos_token_id,
+                               ended, **sampling))
         return torch.stack(new, 1) if new else input_ids.new_empty(len(input_ids), 0)

@@ -43,7 +43,8 @@ def resolve_checkpoint(
     if Path(name).is_dir(): return Path(name)
     try: return Path(snapshot_download(str(name), allow_patterns=['*.json', 'model*.safetensors']))
     except (OSError,ValueError) as e:
-        raise FileNotFoundError(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): check the name and the connection") from e
+        raise FileNotFoundError(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
+                                "check the name and the connection") from e
 
 def _json(folder, *names):
     "The first of some JSON files that is there, else nothing."
@@ -65,7 +66,9 @@ def tensor_files(
     "Which tensors there are and where; an index lists the files of a large checkpoint."
     index,single = folder/'model.safetensors.index.json', folder/'model.safetensors'
     if index.exists(): return {k:(folder/f,k) for k,f in json.loads(index.read_text())['weight_map'].items()}
-    if not single.exists(): raise FileNotFoundError(f"{folder.name} has neither model.safetensors nor an index of several: is it a checkpoint?")
+    if not single.exists():
+        raise FileNotFoundError(f"{folder.name} has neither model.safetensors nor an index of several: "
+                                "is it a checkpoint?")
     with open_tensors(single) as f: return {k:(single,k) for k in f.keys()}
 
 # %% ../nbs/15_weights.ipynb #32c7a058
@@ -103,8 +106,9 @@ SIGLIP = Family('vision_config', 'vision_model.', {
         'blocks.*.ln2.*': 'encoder.layers.*.layer_norm2.*',
         'blocks.*.mlp.*.*': 'encoder.layers.*.mlp.*.*',
         'layer_norm.*': 'post_layernorm.*'},
-    dict(vit_hidden_dim='hidden_size', vit_inter_dim='intermediate_size', vit_patch_size='patch_size', vit_img_size='image_size',
-        vit_n_heads='num_attention_heads', vit_n_blocks='num_hidden_layers', vit_ln_eps='layer_norm_eps', vit_activation='hidden_act'),
+    dict(vit_hidden_dim='hidden_size', vit_inter_dim='intermediate_size', vit_patch_size='patch_size',
+        vit_img_size='image_size', vit_n_heads='num_attention_heads', vit_n_blocks='num_hidden_layers',
+        vit_ln_eps='layer_norm_eps', vit_activation='hidden_act'),
     dict(num_channels=3),
     ('text_model.*', 'vision_model.head.*', 'logit_*', '*.position_ids'))
 
@@ -128,17 +132,22 @@ LLAMA = Family('', 'model.', {
         'blocks.*.mlp.*.weight': 'layers.*.mlp.*.weight',
         'norm.weight': 'norm.weight',
         'head.weight': '/lm_head.weight'},
-    dict(lm_hidden_dim='hidden_size', lm_inter_dim='intermediate_size', lm_rms_eps='rms_norm_eps', lm_n_heads='num_attention_heads',
-        lm_n_kv_heads='num_key_value_heads', lm_n_blocks='num_hidden_layers', lm_base_vocab_size='vocab_size'),
+    dict(lm_hidden_dim='hidden_size', lm_inter_dim='intermediate_size', lm_rms_eps='rms_norm_eps',
+        lm_n_heads='num_attention_heads', lm_n_kv_heads='num_key_value_heads',
+        lm_n_blocks='num_hidden_layers', lm_base_vocab_size='vocab_size'),
     dict(hidden_act='silu', attention_bias=False, mlp_bias=False),
     ('*.inv_freq',))
 
 QWEN2 = replace(LLAMA, names=LLAMA.names | {'blocks.*.attn.*_proj.bias': 'layers.*.self_attn.*_proj.bias'},
     requires=dict(hidden_act='silu', use_sliding_window=False), fixed=dict(lm_qkv_bias=True))
-QWEN3 = replace(LLAMA, names=LLAMA.names | {'blocks.*.attn.*_norm.weight': 'layers.*.self_attn.*_norm.weight'},
-    requires=dict(hidden_act='silu', attention_bias=False, use_sliding_window=False), fixed=dict(lm_qk_norm=True))
+QWEN3 = replace(LLAMA,
+                names=LLAMA.names | {'blocks.*.attn.*_norm.weight': 'layers.*.self_attn.*_norm.weight'},
+    requires=dict(hidden_act='silu', attention_bias=False, use_sliding_window=False),
+    fixed=dict(lm_qk_norm=True))
 
-FAMILIES = dict(siglip=SIGLIP, siglip_vision_model=SIGLIP, clip=CLIP, clip_vision_model=CLIP, llama=LLAMA, qwen2=QWEN2, qwen3=QWEN3) # by `model_type`
+# by `model_type`
+FAMILIES = dict(siglip=SIGLIP, siglip_vision_model=SIGLIP, clip=CLIP, clip_vision_model=CLIP, llama=LLAMA,
+                qwen2=QWEN2, qwen3=QWEN3)
 
 # %% ../nbs/15_weights.ipynb #c3eac819
 def their_names(
@@ -150,7 +159,8 @@ def their_names(
         found = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
         if not found: continue
         theirs = [theirs] if isinstance(theirs, str) else theirs
-        return [_with_prefix(re.sub(r'\*', lambda _, parts=iter(found.groups()): next(parts), t), family.prefix) for t in theirs]
+        return [_with_prefix(re.sub(r'\*', lambda _, parts=iter(found.groups()): next(parts), t),
+                             family.prefix) for t in theirs]
     return []
 
 def _with_prefix(name, prefix): return name[1:] if name[0]=='/' else prefix+name
@@ -158,22 +168,28 @@ def _with_prefix(name, prefix): return name[1:] if name[0]=='/' else prefix+name
 # %% ../nbs/15_weights.ipynb #44355539
 def _their_config(folder):
     "What transformers makes of a `config.json`."
-    from transformers import AutoConfig # knows every model there is: a second to import, and most runs have no such checkpoint
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False) # code of theirs is not asked about, it is refused
+    # knows every model there is: a second to import, and most runs have no such checkpoint
+    from transformers import AutoConfig
+    # code of theirs is not asked about, it is refused
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 def _family(config, name, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
     family = FAMILIES.get(config.model_type)
     known = [k for k,f in FAMILIES.items() if wanted in f.fields]
     if family is None or wanted not in family.fields:
-        raise ValueError(f"{name} is a checkpoint of type {config.model_type!r}: types that can be read here are {', '.join(known)}")
+        raise ValueError(f"{name} is a checkpoint of type {config.model_type!r}: "
+                         f"types that can be read here are {', '.join(known)}")
     part = getattr(config, family.part, config) if family.part else config
     for field,value in family.requires.items():
         have = getattr(part, field, value)
-        if have!=value: raise ValueError(f"{name} has {field} {have!r}, but only {value!r} is built here: choose another backbone")
+        if have!=value:
+            raise ValueError(f"{name} has {field} {have!r}, but only {value!r} is built here: "
+                             "choose another backbone")
     return family,part
 
-def _our_fields(family, part): return {ours:getattr(part, theirs) for ours,theirs in family.fields.items()} | family.fixed
+def _our_fields(family, part):
+    return {ours:getattr(part, theirs) for ours,theirs in family.fields.items()} | family.fixed
 
 def _decoder_fields(family, part, name):
     "All our numbers of a decoder, from its configuration."
@@ -191,7 +207,9 @@ def _known_tokens(folder, rows):
 def _rope_base(part, name):
     rope = getattr(part, 'rope_parameters', None) or getattr(part, 'rope_scaling', None) or {}
     kind = rope.get('rope_type', 'default')
-    if kind!='default': raise ValueError(f"{name} has rope_type {kind!r}, but only 'default' is built here: choose another backbone")
+    if kind!='default':
+        raise ValueError(f"{name} has rope_type {kind!r}, but only 'default' is built here: "
+                         "choose another backbone")
     base = rope['rope_theta'] if 'rope_theta' in rope else part.rope_theta
     return int(base) if int(base)==base else base
 
@@ -215,7 +233,8 @@ def _pixels(p, default=.5):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
     mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
-    return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std) # what is that small stands for 0, see `37_export`
+    # what is that small stands for 0, see `37_export`
+    return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
 def pixel_config(
     name:str|Path, # directory or hub name of a vision backbone
@@ -243,15 +262,18 @@ def load_weights(
     module:nn.Module, # receives the weights
     state:dict, # name -> tensor, of any dtype and device
     source:str, # where the weights come from, for messages
-)->None: # nothing
+)->None:
     "Copy every tensor to its place, or none."
     own = module.state_dict()
     missing,extra = sorted(own.keys()-state.keys()), sorted(state.keys()-own.keys())
     if missing: raise ValueError(f"{source} lacks {_some(missing)}: is it a checkpoint of this model?")
-    if extra: raise ValueError(f"{source} has tensors without a place: {_some(extra)}; is it a checkpoint of this model?")
+    if extra:
+        raise ValueError(f"{source} has tensors without a place: "
+                         f"{_some(extra)}; is it a checkpoint of this model?")
     for k,w in own.items():
         if w.shape!=state[k].shape:
-            raise ValueError(f"{source}: {k} has shape {tuple(state[k].shape)}, the model wants {tuple(w.shape)}; compare the configurations")
+            raise ValueError(f"{source}: {k} has shape {tuple(state[k].shape)}, "
+                             f"the model wants {tuple(w.shape)}; compare the configurations")
     with torch.no_grad():
         for k,w in own.items(): w.copy_(state[k])
 
@@ -270,29 +292,35 @@ def _translated(own, files, names_of, ignore, name):
     missing = sorted(set(used)-files.keys())
     if missing: raise ValueError(f"{name} lacks {_some(missing)}: does the configuration fit this backbone?")
     left = sorted(k for k in files.keys()-set(used) if not any(fnmatch(k, p) for p in ignore))
-    if left: raise ValueError(f"{name} has tensors without a place: {_some(left)}; does the configuration fit this backbone?")
+    if left:
+        raise ValueError(f"{name} has tensors without a place: "
+                         f"{_some(left)}; does the configuration fit this backbone?")
     theirs = read_tensors(files, dict.fromkeys(used))
     return {k:torch.cat([theirs[n] for n in names]) for k,names in sources.items() if names}
 
 def _shaped(state):
     "Positions and the class token have two axes more here than theirs."
-    return {k:w.view(1, -1, w.shape[-1]) if k.endswith(('position_embedding','cls_token')) else w for k,w in state.items()}
+    return {k:w.view(1, -1, w.shape[-1]) if k.endswith(('position_embedding','cls_token')) else w
+            for k,w in state.items()}
 
 def _check_fields(cfg, fields, name):
     for k,v in fields.items():
-        if getattr(cfg, k)!=v: raise ValueError(f"{k} is {getattr(cfg, k)}, but {name} has {v}: take the fields of the backbone's own configuration")
+        if getattr(cfg, k)!=v:
+            raise ValueError(f"{k} is {getattr(cfg, k)}, but {name} has {v}: "
+                             "take the fields of the backbone's own configuration")
 
 # %% ../nbs/15_weights.ipynb #268f6979
 def load_vision_backbone(
     vit:ViT, # receives the weights
     name:str|Path, # directory or hub name
-)->None: # nothing
+)->None:
     "Weights of a vision backbone."
     folder = resolve_checkpoint(name)
     family,_ = _family(_their_config(folder), name, 'vit_hidden_dim')
     _check_fields(vit.cfg, vision_config(folder), name)
     own = vit.state_dict()
-    state = _translated(own, _prefixed(tensor_files(folder), family.prefix), partial(their_names, family=family), family.ignore, name)
+    state = _translated(own, _prefixed(tensor_files(folder), family.prefix),
+                        partial(their_names, family=family), family.ignore, name)
     load_weights(vit, _shaped(state) | {k:torch.zeros_like(own[k]) for k in family.zeros}, str(name))
 
 # %% ../nbs/15_weights.ipynb #8a04c4ca
@@ -305,9 +333,11 @@ def _with_head(files, embed): return {'lm_head.weight':files[embed]} | files
 def load_language_backbone(
     lm:LanguageModel, # receives the weights
     name:str|Path, # directory or hub name
-)->None: # nothing
+)->None:
     "Weights of a language backbone; rows of tokens that it does not know are made anew."
-    if lm.cfg.use_moe: raise ValueError(f"{name} has one MLP a block and no experts, but use_moe is True: set it to False, or start from a .pth file with experts (load_from)")
+    if lm.cfg.use_moe:
+        raise ValueError(f"{name} has one MLP a block and no experts, but use_moe is True: "
+                         "set it to False, or start from a .pth file with experts (load_from)")
     folder,embed,head = resolve_checkpoint(name), 'token_embedding.weight', 'head.weight'
     fields,(family,_) = language_config(folder), _family(_their_config(folder), name, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
@@ -329,13 +359,14 @@ def write_checkpoint(
     folder:str|Path, # directory, made if needed
     state:dict, # state dict of the model
     cfg:VLMConfig, # its configuration
-)->None: # nothing
+)->None:
     "Write `config.json` and `model.safetensors`."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tied = cfg.lm_tie_weights and {HEAD,EMBED} <= state.keys()
     if tied and not torch.equal(state[HEAD], state[EMBED]):
-        raise ValueError(f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
+        raise ValueError(f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: "
+                         "tie them or set it to False")
     keep = {k:w.detach().cpu().contiguous() for k,w in state.items() if not (tied and k==EMBED)}
     save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
     cfg.save(folder/'config.json')
@@ -346,7 +377,8 @@ def checkpoint_config(
 )->VLMConfig: # without reading a tensor
     "The configuration of what `read_checkpoint` reads."
     folder = resolve_checkpoint(name)
-    if _json(folder, 'config.json').get('model_type') in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
+    if _json(folder, 'config.json').get('model_type') in WHOLE:
+        return kind.from_dict(smolvlm_config(folder).to_dict())
     return kind.load(folder/'config.json')
 
 def read_checkpoint(
@@ -371,22 +403,28 @@ def smolvlm_names(
     "Where a tensor of a whole model is in SmolVLM."
     part,rest = name.split('.', 1)
     if part=='MP': return ['model.connector.modality_projection.'+rest]
-    family = replace(SIGLIP, prefix='model.vision_model.') if part=='vision_encoder' else replace(text, prefix='model.text_model.')
+    family = (replace(SIGLIP, prefix='model.vision_model.')
+              if part=='vision_encoder' else replace(text, prefix='model.text_model.'))
     return their_names(rest, family)
 
 def text_type(
     cfg:VLMConfig, # reads `lm_qkv_bias`, `lm_qk_norm`
 )->str: # llama, qwen2 or qwen3
     "What transformers calls such a decoder."
-    if cfg.lm_qkv_bias and cfg.lm_qk_norm: raise ValueError("lm_qkv_bias and lm_qk_norm together are no decoder that transformers has: set one to False")
+    if cfg.lm_qkv_bias and cfg.lm_qk_norm:
+        raise ValueError("lm_qkv_bias and lm_qk_norm together are no decoder that transformers has: "
+                         "set one to False")
     return 'qwen2' if cfg.lm_qkv_bias else 'qwen3' if cfg.lm_qk_norm else 'llama'
 
 # %% ../nbs/15_weights.ipynb #ccf467a4
 def _expressible(cfg):
     "Raise where SmolVLM has no such network."
-    plain = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False, vit_pre_norm=False, vit_post_norm=True)
+    plain = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False, vit_pre_norm=False,
+                 vit_post_norm=True)
     for k,v in plain.items():
-        if getattr(cfg, k)!=v: raise ValueError(f"{k} is {getattr(cfg, k)}, but SmolVLM has {v}: this model cannot be written as one")
+        if getattr(cfg, k)!=v:
+            raise ValueError(f"{k} is {getattr(cfg, k)}, but SmolVLM has {v}: "
+                             "this model cannot be written as one")
 
 def to_smolvlm(
     state:dict, # state dict of a whole model
@@ -400,43 +438,58 @@ def to_smolvlm(
     for k,w in state.items():
         names = smolvlm_names(k, FAMILIES[text])
         w = w[0] if k.endswith('position_embedding') else w
-        if not (cfg.lm_tie_weights and k==HEAD): tensors |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(max(len(names), 1)))}
-    decoder = named(LLAMA) | dict(model_type=text, vocab_size=cfg.lm_vocab_size, head_dim=cfg.head_width, max_position_embeddings=cfg.lm_max_position_embeddings,
-        hidden_act='silu', rope_parameters=dict(rope_type='default', rope_theta=float(cfg.lm_re_base)), tie_word_embeddings=cfg.lm_tie_weights)
+        if not (cfg.lm_tie_weights and k==HEAD):
+            tensors |= {n:t.detach().cpu().contiguous().clone()
+                        for n,t in zip(names, w.chunk(max(len(names), 1)))}
+    decoder = named(LLAMA) | dict(model_type=text, vocab_size=cfg.lm_vocab_size, head_dim=cfg.head_width,
+                                  max_position_embeddings=cfg.lm_max_position_embeddings,
+        hidden_act='silu', rope_parameters=dict(rope_type='default', rope_theta=float(cfg.lm_re_base)),
+        tie_word_embeddings=cfg.lm_tie_weights)
     title = dict(smolvlm='SmolVLM', idefics3='Idefics3')[kind]
-    return dict(model_type=kind, architectures=[f'{title}ForConditionalGeneration'], image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
-        tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3), text_config=decoder), tensors
+    return dict(model_type=kind, architectures=[f'{title}ForConditionalGeneration'],
+                image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
+        tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3),
+        text_config=decoder), tensors
 
 # %% ../nbs/15_weights.ipynb #8cdca1b4
 def _extra_tokens(folder, image_id):
     "First id of the added tokens around the image token, and name -> token in the order of ids."
-    added = {t['id']:t['content'] for t in _json(folder, 'tokenizer.json').get('added_tokens', [])} or {image_id:'<image>'}
+    added = ({t['id']:t['content'] for t in _json(folder, 'tokenizer.json').get('added_tokens', [])}
+             or {image_id:'<image>'})
     first,end = image_id, image_id
     while first-1 in added and first>1: first -= 1
     while end in added: end += 1
-    names = {t:n for c in ('nanovlm','smolvlm') for n,t in VLMConfig(image_convention=c).vlm_extra_tokens.items()}
+    names = {t:n for c in ('nanovlm','smolvlm')
+             for n,t in VLMConfig(image_convention=c).vlm_extra_tokens.items()}
     found = {names.get(added[i], f'token_{i}'):added[i] for i in range(first, end)}
     return first,found
 
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
-    p = _json(folder, 'preprocessor_config.json') or _json(folder, 'processor_config.json').get('image_processor', {})
+    p = (_json(folder, 'preprocessor_config.json')
+         or _json(folder, 'processor_config.json').get('image_processor', {}))
     if not p: return dict(max_img_size=tile, resize_to_max_side_len=True)
     side,cut = p['size']['longest_edge'], p['max_image_size']['longest_edge']
-    if cut!=tile or side%tile: raise ValueError(f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, but the tower sees {tile}: it must divide both")
-    return dict(max_img_size=side if p.get('do_image_splitting', True) else tile, resize_to_max_side_len=True) | _pixels(p)
+    if cut!=tile or side%tile:
+        raise ValueError(f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
+                         f"but the tower sees {tile}: it must divide both")
+    return dict(max_img_size=side if p.get('do_image_splitting', True) else tile,
+                resize_to_max_side_len=True) | _pixels(p)
 
 def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
     if not (folder/'tokenizer.json').is_file(): return {}
     jinja,place = folder/'chat_template.jinja', "message['content'][0]['type'] == 'image'"
-    template = jinja.read_text(encoding='utf-8') if jinja.is_file() else _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template')
+    template = (jinja.read_text(encoding='utf-8') if jinja.is_file()
+                else _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template'))
     if not template: return dict(lm_tokenizer=str(folder))
-    return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(place, "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"))
+    return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(
+        place, "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"))
 
 # %% ../nbs/15_weights.ipynb #248c0f98
 OWN_CONFIG = 'nanovlm_config.json' # in a directory that we wrote for transformers: our configuration
-AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [{'role': m['role'], 'content': [{'type': 'text', 'text': m['content']}]}] %}"
+AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [{'role': "
+            "m['role'], 'content': [{'type': 'text', 'text': m['content']}]}] %}"
     "{% endfor %}{% set messages = ns.all %}") # before a chat template that wants contents as lists
 
 def smolvlm_config(
@@ -447,13 +500,19 @@ def smolvlm_config(
     if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
     config = _their_config(folder)
     text = FAMILIES.get(config.text_config.model_type)
-    if text is None or 'lm_hidden_dim' not in text.fields: raise ValueError(f"{name} has a {config.text_config.model_type} inside: only llama, qwen2 and qwen3 are built here")
-    vision,decoder = _our_fields(SIGLIP, config.vision_config), _decoder_fields(text, config.text_config, name)
+    if text is None or 'lm_hidden_dim' not in text.fields:
+        raise ValueError(f"{name} has a {config.text_config.model_type} inside: "
+                         "only llama, qwen2 and qwen3 are built here")
+    vision = _our_fields(SIGLIP, config.vision_config)
+    decoder = _decoder_fields(text, config.text_config, name)
     first,extra = _extra_tokens(folder, config.image_token_id)
     smol = {'fake_image_token','global_image_token'} <= extra.keys()
-    return VLMConfig(**vision | decoder | _picture_fields(folder, vision['vit_img_size']) | _chat_fields(folder) | dict(lm_base_vocab_size=first,
-        lm_vocab_size=config.text_config.vocab_size, vlm_extra_tokens=extra, lm_tie_weights=config.tie_word_embeddings, image_convention='smolvlm' if smol else 'nanovlm',
-        mp_pixel_shuffle_factor=config.scale_factor, vit_model_type=str(name), lm_model_type=str(name), hf_repo_name=None))
+    pictures = _picture_fields(folder, vision['vit_img_size'])
+    return VLMConfig(**vision | decoder | pictures | _chat_fields(folder) | dict(
+        lm_base_vocab_size=first, lm_vocab_size=config.text_config.vocab_size, vlm_extra_tokens=extra,
+        lm_tie_weights=config.tie_word_embeddings, image_convention='smolvlm' if smol else 'nanovlm',
+        mp_pixel_shuffle_factor=config.scale_factor, vit_model_type=str(name), lm_model_type=str(name),
+        hf_repo_name=None))
 
 def from_smolvlm(
     name:str|Path, # directory or hub name of a SmolVLM or Idefics3
@@ -461,9 +520,13 @@ def from_smolvlm(
     "Read a whole model of transformers."
     folder = resolve_checkpoint(name)
     cfg,embed = smolvlm_config(folder), 'model.text_model.embed_tokens.weight'
-    with torch.device('meta'): own = nn.ModuleDict(dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg), decoder=LanguageModel(cfg))).state_dict()
+    with torch.device('meta'):
+        own = nn.ModuleDict(dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
+                                 decoder=LanguageModel(cfg))).state_dict()
     files = tensor_files(folder)
-    state = _translated(own, _with_head(files, embed) if cfg.lm_tie_weights else files, partial(smolvlm_names, text=FAMILIES[text_type(cfg)]), ('*.inv_freq','*.position_ids'), name)
+    state = _translated(own, _with_head(files, embed) if cfg.lm_tie_weights else files,
+                        partial(smolvlm_names, text=FAMILIES[text_type(cfg)]),
+                        ('*.inv_freq','*.position_ids'), name)
     return cfg, _shaped(state) | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
 
 # %% ../nbs/15_weights.ipynb #b37d0206
@@ -491,7 +554,8 @@ _GATED = dict(gate_proj='w1', down_proj='w2', up_proj='w3')
 MINIMIND = Family('', 'model.', {
         'blocks.*.mlp.router.weight': 'layers.*.mlp.gate.weight',
         'blocks.*.mlp.experts.*.*.weight': 'layers.*.mlp.experts.*.*.weight',
-        'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'} | QWEN3.names, {}, {}, ('*.freqs_cos','*.freqs_sin','freqs_*'))
+        'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'} | QWEN3.names, {}, {}, (
+            '*.freqs_cos','*.freqs_sin','freqs_*'))
 MINIMIND_EARLY = Family('', '', {
         'token_embedding.weight': 'tok_embeddings.weight',
         'blocks.*.norm1.weight': 'layers.*.attention_norm.weight',
@@ -499,8 +563,10 @@ MINIMIND_EARLY = Family('', '', {
         'blocks.*.attn.out_proj.weight': 'layers.*.attention.wo.weight',
         'blocks.*.norm2.weight': 'layers.*.ffn_norm.weight',
         'blocks.*.mlp.router.weight': 'layers.*.feed_forward.gate.weight',
-        **{f'blocks.*.mlp.experts.*.{k}.weight': f'layers.*.feed_forward.experts.*.{w}.weight' for k,w in _GATED.items()},
-        **{f'blocks.*.mlp.shared.0.{k}.weight': f'layers.*.feed_forward.shared_experts.{w}.weight' for k,w in _GATED.items()},
+        **{f'blocks.*.mlp.experts.*.{k}.weight': f'layers.*.feed_forward.experts.*.{w}.weight'
+           for k,w in _GATED.items()},
+        **{f'blocks.*.mlp.shared.0.{k}.weight': f'layers.*.feed_forward.shared_experts.{w}.weight'
+           for k,w in _GATED.items()},
         **{f'blocks.*.mlp.{k}.weight': f'layers.*.feed_forward.{w}.weight' for k,w in _GATED.items()},
         'norm.weight': 'norm.weight',
         'head.weight': 'output.weight'}, {}, {}, ('pos_cis','*.mask'))
@@ -508,7 +574,9 @@ PTH_NAMES = dict(minimind=MINIMIND, minimind_early=MINIMIND_EARLY, own=None) # w
 
 VISION_PROJ = dict(
     linear_bias={f'MP.proj.{x}':f'vision_proj.vision_proj.0.{x}' for x in ('weight','bias')},
-    mlp={f'MP.{ours}.{x}':f'vision_proj.mlp.{i}.{x}' for ours,i in (('norm',0),('proj',1),('out.1',3)) for x in ('weight','bias')}) # kind of projector -> our tensor -> MiniMind-V's
+    mlp={f'MP.{ours}.{x}':f'vision_proj.mlp.{i}.{x}'
+         for ours,i in (('norm',0),('proj',1),('out.1',3))
+         for x in ('weight','bias')}) # kind of projector -> our tensor -> MiniMind-V's
 
 # %% ../nbs/15_weights.ipynb #4f1da7c8
 def halves(
@@ -529,32 +597,45 @@ def neighbours(
 def _unwrapped(state, path):
     "Tensors by name; of what MiniMind keeps to resume, the model."
     state = state.get('model', state) if isinstance(state, dict) else None
-    if not state or not all(isinstance(w, torch.Tensor) for w in state.values()): raise ValueError(f"{path} holds no tensors by name: give a file of weights")
+    if not state or not all(isinstance(w, torch.Tensor) for w in state.values()):
+        raise ValueError(f"{path} holds no tensors by name: give a file of weights")
     return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w for k,w in state.items()}
 
 def _decoder_names(state, lm, path):
     "The language model's tensors under our names, and those of the file that are not part of it."
     early = 'tok_embeddings.weight' in state
-    family,embed,head = (MINIMIND_EARLY,'tok_embeddings.weight','output.weight') if early else (MINIMIND,'model.embed_tokens.weight','lm_head.weight')
+    family,embed,head = ((MINIMIND_EARLY,'tok_embeddings.weight','output.weight')
+                         if early else (MINIMIND,'model.embed_tokens.weight','lm_head.weight'))
     state = {head:state[embed]}|state if embed in state else state
     own = [k for k in lm.state_dict() if k!='rotary_embd.inv_freq']
     theirs = {k:n for k in own for n in their_names(k, family)}
-    if (none := [k for k in own if k not in theirs]): raise ValueError(f"{path} is of MiniMind's early kind, which has no {_some(none)}: set moe_shared_experts to 1, lm_qk_norm to False")
+    if (none := [k for k in own if k not in theirs]):
+        raise ValueError(f"{path} is of MiniMind's early kind, which has no {_some(none)}: "
+                         "set moe_shared_experts to 1, lm_qk_norm to False")
     missing = sorted(set(theirs.values())-state.keys())
-    if missing: raise ValueError(f"{path} lacks {_some(missing)}: do use_moe and the numbers of the language model fit this file?")
-    turn = lambda k,w: halves(w, lm.cfg.head_width) if early and k.endswith(('q_proj.weight','k_proj.weight')) else w
-    left = {k:w for k,w in state.items() if k not in theirs.values() and not any(fnmatch(k, p) for p in (*family.ignore,'vision_encoder.*'))}
-    return {'decoder.'+k:turn(k, state[n]) for k,n in theirs.items()}|{'decoder.rotary_embd.inv_freq':lm.rotary_embd.inv_freq}, left
+    if missing:
+        raise ValueError(f"{path} lacks {_some(missing)}: "
+                         "do use_moe and the numbers of the language model fit this file?")
+    turn = (lambda k,w: halves(w, lm.cfg.head_width)
+            if early and k.endswith(('q_proj.weight','k_proj.weight')) else w)
+    left = {k:w for k,w in state.items() if k not in theirs.values()
+            and not any(fnmatch(k, p) for p in (*family.ignore,'vision_encoder.*'))}
+    found = {'decoder.'+k:turn(k, state[n]) for k,n in theirs.items()}
+    return found|{'decoder.rotary_embd.inv_freq':lm.rotary_embd.inv_freq}, left
 
 def _projector_names(left, kind, path):
     "What is not of the language model, the projector's tensors under our names."
-    left = {k.replace('vision_proj.0.', 'vision_proj.vision_proj.0.', 1) if k.startswith('vision_proj.0.') else k:w for k,w in left.items()}
+    left = {k.replace('vision_proj.0.', 'vision_proj.vision_proj.0.', 1)
+            if k.startswith('vision_proj.0.') else k:w for k,w in left.items()}
     found = next((k for k,names in VISION_PROJ.items() if set(names.values())<=left.keys()), None)
     if found is None: return left
     ours = {n:k for k,n in VISION_PROJ[found].items()}
     made = {ours.get(k, k):w for k,w in left.items()}
-    if kind=='linear' and found=='linear_bias' and not made['MP.proj.bias'].any(): return {k:w for k,w in made.items() if k!='MP.proj.bias'}
-    if kind!=found: raise ValueError(f"{path} has a projector of kind {found}, the model one of kind {kind}: set mp_kind to {found}")
+    if kind=='linear' and found=='linear_bias' and not made['MP.proj.bias'].any():
+        return {k:w for k,w in made.items() if k!='MP.proj.bias'}
+    if kind!=found:
+        raise ValueError(f"{path} has a projector of kind {found}, "
+                         f"the model one of kind {kind}: set mp_kind to {found}")
     return made
 
 def _our_names(state, model, path):
@@ -567,13 +648,16 @@ def _our_names(state, model, path):
 def load_pth(
     model:nn.Module, # with `vision_encoder`, `MP`, `decoder`; receives the weights
     path:str|Path, # a `.pth` file of MiniMind, of MiniMind-V or of ours
-)->list[str]: # parts that the file lacks and that stay as they were: none, `vision_encoder`, or `vision_encoder` and `MP`
+)->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Weights of a language model, or of a whole model that may lack its vision tower."
-    if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}: train a language model first, or give load_from another file")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}: "
+                                "train a language model first, or give load_from another file")
     lm,own = model.decoder,model.state_dict()
     state = _our_names(load_plain(path), model, path)
     for k in (EMBED,HEAD):
-        if k in state and len(state[k])==lm.cfg.lm_base_vocab_size<lm.cfg.lm_vocab_size: state[k] = _extended(state[k], lm.cfg.lm_vocab_size)
+        if k in state and len(state[k])==lm.cfg.lm_base_vocab_size<lm.cfg.lm_vocab_size:
+            state[k] = _extended(state[k], lm.cfg.lm_vocab_size)
     if lm.cfg.lm_tie_weights and EMBED in state: state[HEAD] = state[EMBED]
     absent = [part for part in ('vision_encoder','MP') if not any(k.startswith(part+'.') for k in state)]
     if absent==['MP']: absent = []
@@ -586,7 +670,9 @@ def _minimind_can(cfg, names):
     plain = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True, mp_pixel_shuffle_factor=1)
     early = dict(lm_qk_norm=False, lm_head_dim=None) | (dict(moe_shared_experts=1) if cfg.use_moe else {})
     for k,v in (plain | (early if names=='minimind_early' else {})).items():
-        if getattr(cfg, k)!=v: raise ValueError(f"{k} is {getattr(cfg, k)}, but {names} has {v}: this model cannot be written as one, give the names own")
+        if getattr(cfg, k)!=v:
+            raise ValueError(f"{k} is {getattr(cfg, k)}, but {names} has {v}: "
+                             "this model cannot be written as one, give the names own")
 
 def to_minimind(
     state:dict, # state dict of a whole model; its vision tower is left out
@@ -598,12 +684,15 @@ def to_minimind(
     out,family = {},PTH_NAMES[names]
     for k,w in state.items():
         if k.startswith('decoder.') and (found := their_names(k.removeprefix('decoder.'), family)):
-            if names=='minimind_early' and k.endswith(('q_proj.weight','k_proj.weight')): w = neighbours(w, cfg.head_width)
+            if names=='minimind_early' and k.endswith(('q_proj.weight','k_proj.weight')):
+                w = neighbours(w, cfg.head_width)
             out[found[0]] = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
     proj = {k:w for k,w in state.items() if k.startswith('MP.')}
-    if cfg.mp_kind=='linear' and proj: proj['MP.proj.bias'] = proj['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)
+    if cfg.mp_kind=='linear' and proj:
+        proj['MP.proj.bias'] = proj['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)
     table = VISION_PROJ['mlp' if cfg.mp_kind=='mlp' else 'linear_bias']
-    return {k:w.detach().cpu().contiguous().clone() for k,w in (out|{table[k]:w for k,w in proj.items()}).items()}
+    return {k:w.detach().cpu().contiguous().clone()
+            for k,w in (out|{table[k]:w for k,w in proj.items()}).items()}
 
 def save_pth(
     folder:str|Path, # directory, made if needed
@@ -614,7 +703,9 @@ def save_pth(
 )->Path: # the file, e.g. `pretrain_vlm_512.pth`
     "Write MiniMind's file of its pretraining stage."
     if names not in PTH_NAMES: raise ValueError(f"names is {names!r}: give one of {', '.join(PTH_NAMES)}")
-    if names=='own': tensors = {k:w.detach().cpu() for k,w in state.items() if vision or not k.startswith('vision_encoder.')}
+    if names=='own':
+        tensors = {k:w.detach().cpu() for k,w in state.items()
+                   if vision or not k.startswith('vision_encoder.')}
     else: tensors = to_minimind(state, cfg, names)
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)

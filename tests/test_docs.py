@@ -48,7 +48,7 @@ def documented(name: str, f) -> list[str]:
     signature = inspect.signature(f)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # fastcore reads no comment of theirs
     wanted = [n for n, p in signature.parameters.items() if n not in ('self', 'cls', 'ctx') and p.kind not in starred]
-    if signature.return_annotation not in (None, inspect.Signature.empty): wanted.append('return')
+    if signature.return_annotation not in ('None', None, inspect.Signature.empty): wanted.append('return')
     return missing + [f'{name}: no comment on `{p}`' for p in wanted if not docs.get(p)]
 
 
