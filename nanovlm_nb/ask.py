@@ -23,7 +23,7 @@ from .chat import encode_prompt,get_image_string
 from .generate import TextStreams
 from .images import UnreadableImage,image_processor_of,open_image
 from .vlm import Reader,VisionLanguageModel
-from .checkpoint import find_checkpoint
+from .run_dir import find_checkpoint
 
 # %% ../nbs/33_ask.ipynb #e6f35a6f
 def left_pad(

@@ -29,7 +29,8 @@ from torch import Tensor,nn
 from torch.nn import functional as F
 
 from .usage import Parser,command
-from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused,set_env,write_atomic
+from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused,set_env
+from .files import write_atomic
 from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
 from .language import KVCache,init_language_weights
 from .logs import RunLog
@@ -42,7 +43,7 @@ from .loader import load_tokenizer,pack_loader
 from .labels import ClassData,load_classes
 from .weights import checkpoint_config,resolve_checkpoint
 from .vlm import VisionLanguageModel,find_tokenizer,rows_with_target,targets_by_row
-from .checkpoint import checkpoints,find_checkpoint
+from .run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints,find_checkpoint
 from .optim import autocast
 from .trainer import Trainer
 from .ask import left_pad
@@ -399,7 +400,7 @@ class ClassTrainer(Trainer):
     )->None: # nothing
         "Go on where a checkpoint stands."
         super().load(checkpoint, force, checked, then)
-        state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
+        state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
         best = self.log.run_dir/f"step_{state['best_model_step']}"
         kept = on_master(self.dist, best.is_dir) # not if it was left behind, or is another run's
         if kept: self.best = {k:state[k] for k in self.best}
@@ -420,18 +421,18 @@ def write_predictions(
     "Keep what an evaluation found."
     rows = [dict(id=j.id, dataset=j.dataset, label=names[j.label], predicted=names[j.predicted], loss=j.loss) for j in judged]
     head = json.dumps(dict(step=step, names=names), ensure_ascii=False)[:-1]
-    return write_atomic(run_dir/'predictions.json', head+', "rows": [\n'+',\n'.join(json.dumps(r, ensure_ascii=False) for r in rows)+'\n]}\n')
+    return write_atomic(run_dir/PREDICTIONS, head+', "rows": [\n'+',\n'.join(json.dumps(r, ensure_ascii=False) for r in rows)+'\n]}\n')
 
 def read_predictions(
     run_dir:str|Path, # directory of a run
 )->tuple[list[Judged],list[str],int]: # pictures, names of the classes, update of the model
     "Read what `write_predictions` wrote."
-    d = json.loads((Path(run_dir)/'predictions.json').read_text(encoding='utf-8'))
+    d = json.loads((Path(run_dir)/PREDICTIONS).read_text(encoding='utf-8'))
     number = {n:i for i,n in enumerate(d['names'])}
     return [Judged(i, r['id'], r['dataset'], number[r['label']], number[r['predicted']], r['loss']) for i,r in enumerate(d['rows'])],d['names'],d['step']
 
 # %% ../nbs/46_classify.ipynb #9a5cbf9d
-LOGS = ('train.log','log.jsonl','predictions.json','confusion.png','curves.png')
+LOGS = (TEXT_LOG,LOG,PREDICTIONS,'confusion.png','curves.png')
 
 def _links(folder, wanted):
     "Let a folder hold exactly these links."
@@ -674,7 +675,7 @@ def make_class_trainer(
     check_run(settings, cfg, train_cfg)
     set_seed(train_cfg.seed)
     tokenizer = load_tokenizer(cfg)
-    if dist.is_master: settings.save(log.run_dir/'classify.yaml')
+    if dist.is_master: settings.save(log.run_dir/CLASSIFY)
     changes = (wiggle,)*settings.training.augment
     loaders = [pack_loader(MapSource(rows, train_cfg.seed, shuffle=shuffle), ClassSamples(cfg, tokenizer, transforms), cfg, train_cfg, dist, shuffle, workers)
         for rows,transforms,shuffle,workers in ((data.train, changes, True, train_cfg.num_workers), (data.val, (), False, train_cfg.val_workers))]
@@ -695,7 +696,7 @@ def classify_again(
     "The command that goes on with a run, as `endings.go_on` says it of others."
     launch = f'torchrun --nproc_per_node {dist.world_size} -m nanovlm_nb.classify' if dist.world_size>1 else 'nanovlm_classify'
     first = f', after {", ".join(f"{k}: {v}" for k,v in changes.items())} was written into the file' if changes else ''
-    return f'{launch} --config {shlex.quote(str(Path(run_dir)/"classify.yaml"))} --run_name {shlex.quote(Path(run_dir).name)} --resume_from latest{first}'
+    return f'{launch} --config {shlex.quote(str(Path(run_dir)/CLASSIFY))} --run_name {shlex.quote(Path(run_dir).name)} --resume_from latest{first}'
 
 def classify_on(
     settings:Settings, # the file
@@ -707,7 +708,7 @@ def classify_on(
     t = settings.training
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
     run_dir = run_on(*configs_of(settings, data, dist.world_size), dist, stop=stop, make=partial(make_class_trainer, settings, data), asked=Namespace(given=None, config=config), command=classify_again)
-    if dist.is_master and (run_dir/'predictions.json').exists():
+    if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']
         plot_confusion(confusion(judged, len(names)), names, run_dir/'confusion.png', f'update {step}: {accuracy:.1%} right')

@@ -6,9 +6,9 @@
 __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL', 'REFUSED', 'ATTN_BACKENDS', 'SCHEDULES', 'PRESETS',
            'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful', 'refused',
            'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields', 'DataFields',
-           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'write_atomic', 'save_yaml',
-           'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size',
-           'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
+           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'save_yaml', 'read_yaml',
+           'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run',
+           'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
 
 # %% ../nbs/01_config.ipynb #58358344
 import json
@@ -17,7 +17,6 @@ import os
 import sys
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from datetime import datetime
@@ -29,6 +28,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from .files import write_atomic
 from .usage import Parser, UsageError, nearest
 
 # %% ../nbs/01_config.ipynb #1a6e0e01
@@ -877,22 +877,6 @@ def preset(
     check_known([str(name)], list(PRESETS), 'preset')
     vlm,train = PRESETS[name]
     return VLMConfig(**vlm),TrainConfig(**train)
-
-# %% ../nbs/01_config.ipynb #a70f11c1
-def write_atomic(
-    path:str|Path, # file to write, in a directory that exists
-    content:str|bytes, # its new content; text is written as UTF-8
-    by:str='', # sets writers of the same file apart
-)->Path: # `path`
-    "Replace the content of a file in one step: a reader, or a crash, sees the old content or the new one."
-    path = Path(path); tmp = path.with_name(f'{path.name}{by and "."}{by}.tmp')
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        with tmp.open('wb') as f: f.write(data); f.flush(); os.fsync(f.fileno())
-        return tmp.replace(path)
-    except OSError:
-        with suppress(OSError): tmp.unlink()
-        raise
 
 # %% ../nbs/01_config.ipynb #12e1b890
 def save_yaml(

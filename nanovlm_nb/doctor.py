@@ -21,7 +21,8 @@ import torch
 from .usage import Parser,UsageError,command
 from .config import TrainConfig,VLMConfig,evolve,parse_args,save_yaml,set_env
 from .dist import Dist,launchers,pick_device
-from .logs import read_log,wandb_mode
+from .run_dir import read_log
+from .logs import wandb_mode
 from .advice import capped_workers,loader_workers,remedy_line
 from .attention import BACKENDS,Layout,attention,problem_of
 from .weights import language_config,pth_path,vision_config

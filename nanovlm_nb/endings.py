@@ -16,7 +16,7 @@ import torch
 
 from .config import TrainConfig
 from .dist import Dist
-from .checkpoint import LOCK,last_checkpoint
+from .run_dir import CONFIG,LOCK,last_checkpoint
 
 # %% ../nbs/33_endings.ipynb #e0d10007
 def causes(
@@ -76,7 +76,7 @@ def go_on(
     nodes = f'--nnodes {dist.world_size//local} (as before) ' if local<dist.world_size else ''
     launch = f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train' if dist.world_size>1 else 'nanovlm_train'
     fields = dict(run_name=Path(run_dir).name, resume=True)|(dict(load_from=None) if train_cfg.load_from else {})|changes
-    return ' '.join([launch, '--config', shlex.quote(str(Path(run_dir)/'config.yaml')), *(f'--{k} {shlex.quote(str(v))}' for k,v in fields.items())])
+    return ' '.join([launch, '--config', shlex.quote(str(Path(run_dir)/CONFIG)), *(f'--{k} {shlex.quote(str(v))}' for k,v in fields.items())])
 
 # %% ../nbs/33_endings.ipynb #e0d1000d
 class RunFailed(OSError):

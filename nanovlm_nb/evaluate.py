@@ -26,7 +26,8 @@ from .usage import Parser,UsageError,at_least,command
 from .dist import Dist
 from .evals import MISSING,has_lmms_eval,result_values,task_file,task_names,write_json
 from .shapes import shapes_dataset
-from .checkpoint import find_checkpoint,rng_state,set_rng_state
+from .run_dir import find_checkpoint
+from .checkpoint import rng_state,set_rng_state
 from .ask import Asker,answer_all,load_asker,questions_of
 from .lmms import NanoVLM
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from .usage import Parser, UsageError, command
-from .checkpoint import find_checkpoint
+from .run_dir import find_checkpoint
 from .config import VLMConfig
 from .vlm import VisionLanguageModel, written_at_once
 from .weights import AS_PARTS, OWN_CONFIG, WHOLE, to_smolvlm

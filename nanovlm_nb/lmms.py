@@ -13,7 +13,7 @@ import torch
 
 from .config import IGNORE
 from .chat import encode_chat
-from .checkpoint import find_checkpoint
+from .run_dir import find_checkpoint
 from .ask import Asker
 
 # %% ../nbs/44_lmms.ipynb #d754bf1f

@@ -16,11 +16,12 @@ from tqdm import tqdm
 
 from .usage import is_usage
 from .dist import Dist
-from .config import write_atomic
+from .files import write_atomic
+from .run_dir import LOG,TEXT_LOG,WANDB_ID
 
 # %% auto #0
-__all__ = ['EVAL_AXIS', 'JsonLines', 'json_lines', 'say_foreign', 'read_log', 'describe', 'minimind_line', 'TextLog', 'Bar',
-           'wandb_mode', 'wandb_id', 'WandbLog', 'RunLog', 'Stats', 'Clock', 'plot_curves']
+__all__ = ['EVAL_AXIS', 'JsonLines', 'describe', 'minimind_line', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog',
+           'RunLog', 'Stats', 'Clock', 'plot_curves']
 
 # %% ../nbs/03_logs.ipynb #82442ecc
 def _plain(
@@ -72,38 +73,6 @@ class JsonLines:
         with suppress(OSError) if failed else nullcontext():
             try: os.fsync(self.file.fileno())
             finally: self.file.close()
-
-# %% ../nbs/03_logs.ipynb #b5403ccb
-def json_lines(
-    path:str|Path, # a file with one JSON object a line
-    key:str,       # an integer that each record has
-)->tuple[list[dict], list[bytes]]: # records in order, and the lines that are none
-    "Read a file line by line; a torn last line, without its end, is no line yet."
-    records, foreign = [], []
-    for line in Path(path).read_bytes().split(b'\n')[:-1]:
-        try: record = json.loads(line)
-        except (ValueError, RecursionError): record = None
-        if isinstance(record, dict) and type(record.get(key)) is int: records.append(record)
-        else: foreign.append(line)
-    return records, foreign
-
-def say_foreign(
-    path:str|Path,       # the file
-    foreign:list[bytes], # from `json_lines`
-):
-    "Warn about lines that were passed over."
-    if foreign:
-        logging.getLogger('nanovlm_nb').warning(
-            '%s: %d line%s passed over, not ours or damaged, the first is %r',
-            path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
-
-def read_log(
-    path:str|Path, # A log.jsonl
-)->list[dict]:     # Its records in order
-    "Read a log back; lines that are not ours are passed over, and said."
-    records, foreign = json_lines(path, 'step')
-    say_foreign(path, foreign)
-    return records
 
 # %% ../nbs/03_logs.ipynb #b66fe781
 def describe(
@@ -259,7 +228,7 @@ def wandb_id(
     run_dir:str|Path, # Directory of the run
 )->str: # Eight hexadecimal digits
     "The id under which wandb knows a run; made when it is first asked for, or when the file is damaged."
-    path = Path(run_dir)/'wandb_id'
+    path = Path(run_dir)/WANDB_ID
     known = path.read_bytes().strip() if path.is_file() else b''
     if re.fullmatch(rb'[0-9a-f]{8}', known): return known.decode()
     return write_atomic(path, secrets.token_hex(4)+'\n').read_text().strip()
@@ -333,8 +302,8 @@ class RunLog:
         self.run_dir, self.sinks = Path(run_dir), []
         if not dist.is_master: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        makers = [lambda: JsonLines(self.run_dir/'log.jsonl'),
-                  lambda: TextLog(self.run_dir/'train.log', total_steps, console_every, console_epochs)]
+        makers = [lambda: JsonLines(self.run_dir/LOG),
+                  lambda: TextLog(self.run_dir/TEXT_LOG, total_steps, console_every, console_epochs)]
         if log_wandb: makers.append(lambda: WandbLog(self.run_dir, config or {}, run_name, entity, project))
         self.sinks = _open_all([*makers, lambda: Bar(total_steps, None if progress else False)])
 

@@ -23,6 +23,7 @@ import torch
 
 from .usage import Parser,command
 from .config import TrainConfig,VLMConfig,effective_batch_size,evolve,parse_args,updates_of_run
+from .run_dir import LOG
 from .advice import Remedy,lint,memory_remedies
 from .flops import GPUS,all_flops,find_gpu,step_flops,useful_flops
 from .vlm import VLMNet
@@ -289,8 +290,8 @@ def pack_of_run(
     vlm_cfg:VLMConfig, # length of a pack of the run that is planned
 )->Pack: # averages over its updates, for packs of the new length
     "What packs were like in a run."
-    from nanovlm_nb.logs import read_log # matplotlib takes half a second
-    records = [r for r in read_log(Path(run)/'log.jsonl') if 'tiles_per_pack' in r]
+    from nanovlm_nb.run_dir import read_log # matplotlib takes half a second
+    records = [r for r in read_log(Path(run)/LOG) if 'tiles_per_pack' in r]
     if not records: raise ValueError(f"{run} has no update in its log.jsonl: give the directory of a run that has trained")
     tokens = mean(r['utilisation'] for r in records)*vlm_cfg.lm_max_length
     per_token = lambda name: sum(r[name] for r in records)/sum(r['tokens'] for r in records)

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from .usage import Parser,command
-from .logs import describe,read_log
+from .logs import describe
+from .run_dir import LOG,STATUS,TEXT_LOG,read_log
 from .checkpoint import list_checkpoints
 
 # %% ../nbs/44_plot.ipynb #45e269c1
@@ -37,9 +38,9 @@ def load_run(
     path:str|Path, # directory of a run, or its log.jsonl
 )->Run: # its records
     "Read a run."
-    log = Path(path)/'log.jsonl' if Path(path).is_dir() else Path(path)
+    log = Path(path)/LOG if Path(path).is_dir() else Path(path)
     if not log.is_file(): raise FileNotFoundError(f"there is no {log}: give the directory of a run that has begun to train")
-    text = log.with_name('train.log')
+    text = log.with_name(TEXT_LOG)
     return Run(log.absolute().parent.name, read_log(log), restarts_in(text.read_text(encoding='utf-8', errors='replace')) if text.is_file() else [])
 
 # %% ../nbs/44_plot.ipynb #b0065d6f
@@ -186,10 +187,10 @@ def status_lines(
     "How a run stands."
     run,now = load_run(path),time.time() if now is None else now
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    state = (folder/'status').read_text(encoding='utf-8').strip() if (folder/'status').is_file() else 'unknown (no status file)'
+    state = (folder/STATUS).read_text(encoding='utf-8').strip() if (folder/STATUS).is_file() else 'unknown (no status file)'
     latest = {k:v for r in run.records for k,v in r.items() if k in SHOWN}
     lines = [f'{run.name}: {state}'+(f', went on {len(run.restarts)} time{"s"*(len(run.restarts)>1)}' if run.restarts else '')]
-    lines.append(f"{describe(latest, run.records[-1]['step'])} ({_ago(now-(folder/'log.jsonl').stat().st_mtime)})" if run.records else 'no update yet')
+    lines.append(f"{describe(latest, run.records[-1]['step'])} ({_ago(now-(folder/LOG).stat().st_mtime)})" if run.records else 'no update yet')
     return [*lines, *(list_checkpoints(folder, now)[:1] or ['no checkpoint yet']), *gpu_lines()]
 
 # %% ../nbs/44_plot.ipynb #b86b8342

@@ -15,10 +15,10 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError,HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from .config import TrainConfig,VLMConfig,length_of_run,load_yaml,write_atomic
-from .logs import read_log
+from .config import TrainConfig,VLMConfig,length_of_run,load_yaml
+from .files import write_atomic
+from .run_dir import ANSWER_TABLE,BEST,CONFIG,LOG,RECORD,read_log,read_pointer
 from .vlm import VisionLanguageModel,bullets
-from .checkpoint import read_pointer
 
 # %% ../nbs/33_record.ipynb #c916672a
 OWN = {'run_name','notes','resume','load_from'} # different in every run
@@ -48,10 +48,10 @@ def write_record(
     results:list[str]|None=None, # lines about what came of it; None: it has just begun
 )->Path: # `run_dir/record.md`
     "Write the page, or bring it up to date."
-    path,before = Path(run_dir)/'record.md',previous_run(run_dir)
+    path,before = Path(run_dir)/RECORD,previous_run(run_dir)
     text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     yours = text[text.index(YOURS[:15]):] if YOURS[:15] in text else YOURS
-    try: found = changes(load_yaml(before/'config.yaml'), (vlm_cfg,train_cfg)) if before else []
+    try: found = changes(load_yaml(before/CONFIG), (vlm_cfg,train_cfg)) if before else []
     except ValueError as e: found = [f'cannot be compared: {e}']
     what = f'Changed since {before.name}' if before else 'Changed'
     parts = [f'# {Path(run_dir).name}', train_cfg.notes or '(no notes: give --notes "what this run tries")',
@@ -68,7 +68,7 @@ def _data_lines(c):
 
 def _result_lines(run_dir):
     "What was measured: of the whole run, and of the best checkpoint."
-    log,lines = read_log(run_dir/'log.jsonl') if (run_dir/'log.jsonl').is_file() else [], []
+    log,lines = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else [], []
     losses = [(r['val_loss'],r['step']) for r in log if 'val_loss' in r]
     if losses: lines.append('validation loss {:.4f} at update {}, the best of {}'.format(*min(losses), len(losses)))
     if log: lines.append(f"{max(r['step'] for r in log)} updates done, {max((r.get('samples', 0) for r in log))} samples")
@@ -76,8 +76,8 @@ def _result_lines(run_dir):
 
 def _answer_table(run_dir):
     "Held-out questions by kind, and the number asked."
-    if not (run_dir/'answers.json').is_file(): return '',0
-    scores = json.loads((run_dir/'answers.json').read_text(encoding='utf-8'))
+    if not (run_dir/ANSWER_TABLE).is_file(): return '',0
+    scores = json.loads((run_dir/ANSWER_TABLE).read_text(encoding='utf-8'))
     rows = ['| kind | asked | '+' | '.join(scores)+' |', '|---'*(len(scores)+2)+'|']
     for kind,(_,n) in scores['answers'].items(): rows.append(f'| {kind} | {n} | '+' | '.join(f'{100*right/of:.1f} %' for right,of in (s[kind] for s in scores.values()))+' |')
     return '\n'.join(rows), scores['answers']['all'][1]
@@ -99,8 +99,8 @@ def training_card(
 )->str: # Markdown: training, results, limits
     "What a run's directory knows about its model."
     run_dir = Path(run_dir)
-    vlm_cfg,c = load_yaml(run_dir/'config.yaml')
-    record = (run_dir/'record.md').read_text(encoding='utf-8', errors='backslashreplace') if (run_dir/'record.md').is_file() else ''
+    vlm_cfg,c = load_yaml(run_dir/CONFIG)
+    record = (run_dir/RECORD).read_text(encoding='utf-8', errors='backslashreplace') if (run_dir/RECORD).is_file() else ''
     table,asked = _answer_table(run_dir)
     results = bullets(_result_lines(run_dir)) or 'Nothing was measured.'
     parts = ['## Training', c.notes or '', bullets(_data_lines(c)), '## Results', results, table, _said(record), '## Limits', bullets(_limit_lines(vlm_cfg, asked))]
@@ -131,7 +131,7 @@ def publish(
 )->bool: # whether it was uploaded
     "Upload the best checkpoint of a run with its card, to a private repository if there is none yet; without validation, the last."
     if not repo_id: return False
-    best = read_pointer(Path(run_dir), 'best_checkpoint') or read_pointer(Path(run_dir))
+    best = read_pointer(Path(run_dir), BEST) or read_pointer(Path(run_dir))
     if best is None: raise ValueError(f'{run_dir} has no checkpoint: train at least to the first one')
     VisionLanguageModel.from_pretrained(best).push_to_hub(repo_id, private=True, api=api, training=training_card(run_dir))
     return True

@@ -19,10 +19,10 @@ import torch
 from .usage import Parser,UsageError,at_least,command
 from .config import TrainConfig,VLMConfig,evolve,load_yaml,set_env,updates_of_run
 from .dist import Dist,pick_device
-from .logs import RunLog,read_log
+from .logs import RunLog
+from .run_dir import CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
 from .packing import Batch,Document,collate_packs,pack,unpack
 from .optim import clip_gradients
-from .checkpoint import branch,missing_pieces,step_of
 from .guard import read_bad_updates
 from .trainer import Trainer,Update
 from .run import make_trainer
@@ -53,8 +53,8 @@ def trainer_before(
 )->Iterator[tuple[Trainer,Update]]: # a trainer that has made all updates before this one, and this one
     "Repeat a run up to an update."
     checkpoint = checkpoint_before(run_dir, update)
-    state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
-    vlm_cfg,train_cfg = load_yaml(run_dir/'config.yaml')
+    state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
+    vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG)
     most = updates_of_run(train_cfg)
     if most is not None and update>most: raise ValueError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), progress=False) as log:
@@ -147,12 +147,12 @@ def main(
     p.add_argument('--worst', type=at_least(1), default=10, help='samples to show')
     a = p.parse_args(argv)
     set_env()
-    if not (a.run_dir/'config.yaml').is_file(): raise UsageError(f'{a.run_dir} holds no config.yaml: give the directory of a run')
+    if not (a.run_dir/CONFIG).is_file(): raise UsageError(f'{a.run_dir} holds no config.yaml: give the directory of a run')
     skipped = read_bad_updates(a.run_dir)
     if a.update is None and not skipped: raise UsageError(f'{a.run_dir} has skipped no update: say which one you mean')
     n = a.update or skipped[-1]['update']
     with trainer_before(a.run_dir, n) as (trainer,update): found = whole_update(trainer, update),judge_samples(trainer, update)
-    was = next((r for r in read_log(a.run_dir/'log.jsonl') if r['step']==n and 'batch_loss' in r), None)
+    was = next((r for r in read_log(a.run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
     sys.stdout.write(f'update {n}: '+'\n'.join(tell(update, *found[0], found[1], was, a.worst))+'\n')
     return int(any(v.suspect for v in found[1]))
 

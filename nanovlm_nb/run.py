@@ -24,10 +24,14 @@ from typing import NamedTuple
 from torch import nn
 
 from .usage import SAID,is_usage
-from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,updates_of_run,write_atomic
+from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,updates_of_run
+from .files import write_atomic
 from .dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
-from .manifest import has_digests
-from .logs import RunLog,plot_curves,read_log
+from .files import has_digests
+from .logs import RunLog,plot_curves
+from .run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG,NEXT,STATUS
+from .run_dir import WANDB_ID,checkpoints,find_checkpoint,last_checkpoint,read_log,read_state
+from .run_dir import recover,sweep
 from .advice import advice,loader_workers,memory_remedies,save_notes
 from .vision import ViT
 from .weights import load_vision_backbone,pth_path,with_tower
@@ -41,7 +45,7 @@ from .shard import engine_lines
 from .optim import NO_TWIN,keep_compiled,same_bits,trainable_line
 from .guard import forget_bad_updates
 from .evals import Evaluations,choose_backend,possible_tasks
-from .checkpoint import MANIFEST,NEXT,checkpoints,find_checkpoint,last_checkpoint,read_state,recover,sweep
+from .files import MANIFEST
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume,is_again,is_own,leave_dashboard,note_start,rate_lines
 from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
@@ -97,7 +101,7 @@ def runs_folder(
     "Where runs live: never in the checkpoint that one begins with, but beside the run that made it, or else in `checkpoints`."
     if not train_cfg.resume_from_vlm_checkpoint: return Path(vlm_cfg.vlm_checkpoint_path)
     run_dir = Path(find_checkpoint(vlm_cfg.vlm_checkpoint_path)).parent
-    return run_dir.parent if (run_dir/'config.yaml').is_file() else Path(VLMConfig.vlm_checkpoint_path)
+    return run_dir.parent if (run_dir/CONFIG).is_file() else Path(VLMConfig.vlm_checkpoint_path)
 
 def checkpoint_around(
     folder:Path, # need not be there
@@ -108,12 +112,12 @@ def checkpoint_around(
 
 def _run_path(vlm_cfg, c, dist):
     parent,before = runs_folder(vlm_cfg, c),Path(vlm_cfg.vlm_checkpoint_path)
-    if c.run_name: return before/c.run_name if c.resume and (before/c.run_name/'last_checkpoint').is_file() else parent/c.run_name
+    if c.run_name: return before/c.run_name if c.resume and (before/c.run_name/LAST).is_file() else parent/c.run_name
     if (earlier := on_master(dist, lambda: earlier_run(parent, launchers(dist)))): return earlier
     if c.resume:
         if not c.load_from or is_pth(c.load_from): raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
         given = Path(c.load_from).resolve()
-        run_dir = given if (given/'last_checkpoint').is_file() else given.parent
+        run_dir = given if (given/LAST).is_file() else given.parent
         return run_dir.parent if re.fullmatch(r'abandoned_\d+', run_dir.name) else run_dir
     return parent/dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size))
 
@@ -140,8 +144,8 @@ def make_run_dir(
     def make():
         run_dir.mkdir(parents=True, exist_ok=True)
         own = Path(config).read_bytes() if config else None # before anything is replaced: it may be the run's
-        if (run_dir/'config.yaml').is_file() and not (run_dir/'configs').is_dir(): keep_configs(run_dir)
-        save_yaml(run_dir/'config.yaml', vlm_cfg, train_cfg)
+        if (run_dir/CONFIG).is_file() and not (run_dir/CONFIGS).is_dir(): keep_configs(run_dir)
+        save_yaml(run_dir/CONFIG, vlm_cfg, train_cfg)
         keep_configs(run_dir, own)
     on_master(dist, make)
     return run_dir
@@ -151,15 +155,14 @@ def keep_configs(
     own:bytes|None=None, # the user's own file, if there was one
 )->None: # nothing
     "Keep the configuration of this start in `configs`, with the user's file as it was, unless it is that of the start before."
-    folder = run_dir/'configs'
+    folder = run_dir/CONFIGS
     folder.mkdir(exist_ok=True)
-    used,found = (run_dir/'config.yaml').read_bytes(),sorted(p for p in folder.glob('*.yaml') if p.stem.isdigit())
+    used,found = (run_dir/CONFIG).read_bytes(),sorted(p for p in folder.glob('*.yaml') if p.stem.isdigit())
     last = found[-1] if found else None
     if last and last.read_bytes()==used and (own is None or (given := last.with_suffix('.given.yaml')).is_file() and given.read_bytes()==own): return
     new = folder/f'{int(last.stem)+1 if last else 1:03d}.yaml'
     if own is not None: new.with_suffix('.given.yaml').write_bytes(own)
     new.write_bytes(used)
-
 
 # %% ../nbs/34_run.ipynb #19bbc265
 def ask_held_out(
@@ -177,7 +180,7 @@ def ask_held_out(
         scores['blind guess'] = {kind:(round(guess[kind]*n), n) for kind,(_,n) in scores['answers'].items()}
     log.info('held-out questions\n'+accuracy_table(scores))
     log.log({f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}, step)
-    write_atomic(run_dir/'answers.json', json.dumps(scores, indent=1)+'\n')
+    write_atomic(run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
     if any(r.images for r in seen): plot_answers(seen, run_dir/'samples.png')
     return scores
 
@@ -191,7 +194,7 @@ def report_drops(
     counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in (d.counts|({'cut_turns':sum(d.cut.values())} if d.cut else {})).items()}
     log.info('left out: '+(', '.join(f'{k[6:]} {n}' for k,n in counts.items()) or 'nothing'))
     if counts: log.log(counts, step)
-    write_atomic(log.run_dir/'drops.json', json.dumps({split:d.reasons for split,d in drops.items()}, indent=1)+'\n')
+    write_atomic(log.run_dir/DROP_LIST, json.dumps({split:d.reasons for split,d in drops.items()}, indent=1)+'\n')
 
 # %% ../nbs/34_run.ipynb #eff98414
 def time_split(
@@ -238,7 +241,7 @@ def report(
         rows = []
         log.info(f'no held-out question is asked: {e}')
     scores = ask_held_out(log.run_dir, rows, log, step) if rows else {}
-    plot_curves(read_log(log.run_dir/'log.jsonl'), log.run_dir/'curves.png')
+    plot_curves(read_log(log.run_dir/LOG), log.run_dir/'curves.png')
     log.info(f'time: {time_split(trainer.seconds)}')
     for line in advice_lines(trainer): log.info(line)
     write_record(log.run_dir, trainer.base.cfg, trainer.cfg, results(trainer, scores))
@@ -308,7 +311,7 @@ def set_status(
 )->None: # nothing
     "Write down how a run stands; on a full disk there is still the room of the word before."
     if not dist.is_master: return
-    file = run_dir/'status'
+    file = run_dir/STATUS
     try: write_atomic(file, status+'\n')
     except OSError:
         with file.open('r+', encoding='utf-8') as f:
@@ -331,7 +334,7 @@ def exit_code(
     run_dir:Path, # of a run that has ended
 )->int: # 0, or `INTERRUPTED`
     "What a process should end with."
-    return INTERRUPTED if (run_dir/'status').read_text(encoding='utf-8').strip()=='interrupted' else 0
+    return INTERRUPTED if (run_dir/STATUS).read_text(encoding='utf-8').strip()=='interrupted' else 0
 
 # %% ../nbs/34_run.ipynb #5e1d1002
 def may_change(
@@ -390,7 +393,7 @@ class Ending:
         if isinstance(error, Unstable): raise RunFailed(f'{error}. {what_is_left(run_dir).capitalize()}; to go on: {self.command()}') from error
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
-        elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm_doctor --config {run_dir/"config.yaml"}` tries its data, disk, memory and a short run')
+        elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm_doctor --config {run_dir/CONFIG}` tries its data, disk, memory and a short run')
 
 # %% ../nbs/34_run.ipynb #c0de3402
 def start_patience(
@@ -469,7 +472,7 @@ def use_frozen_tower(
         saved.leave_vision_out()
         model.vision_note = saved.vision_note
     if not c.cache_features: return
-    cache = keep_features(model, trainer.log.run_dir/'features', trainer.dtype)
+    cache = keep_features(model, trainer.log.run_dir/FEATURE_CACHE, trainer.dtype)
     trainer.log.info(f'features: {cache.bytes_per_tile/1e6:.3f} MB on disk for each different tile, in {cache.folder}')
 
 # %% ../nbs/34_run.ipynb #f3d4bf60
@@ -488,7 +491,7 @@ def use_evals(
     if tasks and backend=='in_process': trainer.evaluate_here,trainer.eval_tasks = import_module(IN_PROCESS).cli_evaluate,tasks
 
 # %% ../nbs/34_run.ipynb #e5d10002
-WRITTEN_ANEW = ('config.yaml','status','job','last_checkpoint',NEXT,'wandb_id') # small files of a run's directory that every start writes
+WRITTEN_ANEW = (CONFIG,STATUS,JOB,LAST,NEXT,WANDB_ID) # small files of a run's directory that every start writes
 
 class Before(NamedTuple):
     "What a start has found."
@@ -503,7 +506,7 @@ def look_before(
     "Remember what there is."
     run_dir = run_dir.absolute()
     new = next((p for p in [*reversed(run_dir.parents), run_dir] if not p.exists()), None)
-    return Before(run_dir, new, {n:(run_dir/n).read_bytes() for n in WRITTEN_ANEW if (run_dir/n).is_file()}, _names(run_dir/'configs'))
+    return Before(run_dir, new, {n:(run_dir/n).read_bytes() for n in WRITTEN_ANEW if (run_dir/n).is_file()}, _names(run_dir/CONFIGS))
 
 def _names(folder): return {p.name for p in folder.iterdir()} if folder.is_dir() else None
 
@@ -512,7 +515,7 @@ def _restore(before):
     for name in WRITTEN_ANEW:
         if name in before.files: (before.run_dir/name).write_bytes(before.files[name])
         else: (before.run_dir/name).unlink(missing_ok=True)
-    configs = before.run_dir/'configs'
+    configs = before.run_dir/CONFIGS
     for name in (_names(configs) or set())-(before.configs or set()): (configs/name).unlink()
     if before.configs is None and configs.is_dir(): configs.rmdir()
 
@@ -546,7 +549,7 @@ def run_on(
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     before = look_before(run_dir)
     with hold(run_dir, dist, jobs), put_back(before, dist) as stays:
-        return run_in(run_dir, vlm_cfg, train_cfg, dist, schedule, stop, make, jobs, repo, [*changed, *filter(None, [line])], command, stays, asked.config, before.files.get('config.yaml'))
+        return run_in(run_dir, vlm_cfg, train_cfg, dist, schedule, stop, make, jobs, repo, [*changed, *filter(None, [line])], command, stays, asked.config, before.files.get(CONFIG))
 
 def run_in(
     run_dir:Path, # its directory, held by this run alone

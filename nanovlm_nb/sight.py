@@ -17,7 +17,7 @@ from .config import evolve,load_yaml
 from .sources import keep_split
 from .loader import get_dataloaders
 from .look import VIEWS,look_panel,reader
-from .checkpoint import find_checkpoint
+from .run_dir import CONFIG,TRAINER_STATE,find_checkpoint
 from .ask import load_asker
 
 # %% ../nbs/48_sight.ipynb #8cdb8a77
@@ -25,7 +25,7 @@ def find_config(
     checkpoint:str|Path, # a run directory, or a checkpoint in one
 )->Path: # its config.yaml
     "The configuration of a checkpoint's run."
-    places = [Path(checkpoint)/'config.yaml',Path(checkpoint).resolve().parent/'config.yaml']
+    places = [Path(checkpoint)/CONFIG,Path(checkpoint).resolve().parent/CONFIG]
     found = next((p for p in places if p.is_file()), None)
     if found is None: raise FileNotFoundError(f'{checkpoint} has no config.yaml, nor has its parent: give the file with --config')
     return found
@@ -55,7 +55,7 @@ def main(
     asker = load_asker(a.checkpoint)
     _,cfg = load_yaml(a.config or find_config(a.checkpoint))
     _,val = get_dataloaders(evolve(cfg, val_workers=0, num_workers=0, cache_features=False), asker.model.cfg, tokenizer=asker.tokenizer)
-    state = Path(find_checkpoint(a.checkpoint))/'trainer_state.json'
+    state = Path(find_checkpoint(a.checkpoint))/TRAINER_STATE
     if a.config is None and state.is_file(): keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))
     with torch.inference_mode(): panel = look_panel(reader(asker.model), islice(val, a.batches or cfg.max_val_batches), asker.model.cfg)
     sys.stdout.write((json.dumps(panel) if a.json else panel_table(panel))+'\n')

@@ -15,7 +15,7 @@ from .config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
 from .weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
 from .vlm import find_tokenizer
 from .deepspeed_json import read_deepspeed
-from .checkpoint import find_checkpoint
+from .run_dir import find_checkpoint
 
 # %% ../nbs/32_start.ipynb #e5a10006
 def is_pth(

@@ -24,7 +24,8 @@ from torch import Tensor,nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run,write_atomic
+from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
+from .files import write_atomic
 from .advice import MOST,advice,stability_advice
 from .dist import Dist,no_sync,on_master,synchronized_batches,wrap_model
 from .schedule import get_schedule,in_samples
@@ -32,12 +33,13 @@ from .logs import EVAL_AXIS,Clock,RunLog,Stats
 from .flops import COMPONENTS,GPUS,count_flops,mfu,pairs,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,clip_gradients,checked_lr,compile_blocks,compile_counts,decide_compile,has_compiled,make_optimizer,make_scaler,set_lrs,training_parts
-from .dataset import DROPPED,DropFile,Drops,Unreachable,read_dropped
+from .run_dir import BEST,DROPPED,TRAINER_STATE,best_kept,prune,write_pointer
+from .dataset import DropFile,Drops,Unreachable,read_dropped
 from .sources import keep_split
 from .packing import Batch
 from .lanes import merge_states
 from .evals import Evaluations
-from .checkpoint import Saver,best_kept,check_checkpoint,load_optimizer,prune,set_rng_state,write_pointer
+from .checkpoint import Saver,check_checkpoint,load_optimizer,set_rng_state
 from .look import look_panel
 from .guard import NormGuard,forget_bad_updates,write_bad_update
 
@@ -565,7 +567,7 @@ def mark_best(self:Trainer)->None: # nothing; every rank must call
     self.saver.wait()
     if not self.dist.broadcast(path.is_dir()): self.save(); self.saver.wait() # before the first update; or it lies in the directory of another run
     if not self.dist.is_master: return
-    write_pointer(self.log.run_dir, 'best_checkpoint', path)
+    write_pointer(self.log.run_dir, BEST, path)
     prune(self.log.run_dir, self.cfg.max_keep_ckpts)
 
 # %% ../nbs/32_trainer.ipynb #dc5c81c0
@@ -622,7 +624,7 @@ def load(self:Trainer,
 )->None: # nothing
     "Go on where a checkpoint stands; every rank must call. Raises `FileNotFoundError` if something is missing, ValueError if it is damaged."
     if not checked: check_checkpoint(checkpoint, dist=self.dist)
-    state = json.loads((checkpoint/'trainer_state.json').read_text(encoding='utf-8'))
+    state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     state.setdefault('began', None)
     if state['data'] is not None: state['epoch'] = self.place_data(state['data'], force)
     if state['data'] is not None and state['epoch']>state['data']['epoch']: state['began'] = state['step'] # the rest of an epoch was left out

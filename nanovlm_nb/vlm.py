@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .layout import Layout, check_bounds, slot_error
 from .config import VLMConfig, evolve
-from .manifest import check_files
+from .files import check_files
 from .dist import is_sharded
 from .generate import Picker, stream_ids
 from .language import KVCache, LanguageModel

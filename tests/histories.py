@@ -14,7 +14,7 @@ from pathlib import Path
 
 from commands import TINY, start_of
 
-from nanovlm_nb.checkpoint import checkpoints, missing_pieces, prune, stands_at
+from nanovlm_nb.run_dir import checkpoints, missing_pieces, prune, stands_at
 from nanovlm_nb.resume import main as check_resume
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')

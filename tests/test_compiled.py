@@ -8,11 +8,12 @@ import torch
 
 from commands import TINY, train
 from nanovlm_nb.attention import problem_of
-from nanovlm_nb.checkpoint import checkpoints, prune, sweep
+from nanovlm_nb.run_dir import checkpoints, prune, sweep
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.language import KVCache
 from nanovlm_nb.layout import Layout
-from nanovlm_nb.optim import COMPILED, compile_blocks
+from nanovlm_nb.run_dir import COMPILED
+from nanovlm_nb.optim import compile_blocks
 from nanovlm_nb.packing import balanced_greedy_knapsack, collate_packs, pack
 from nanovlm_nb.vlm import VisionLanguageModel, VLMNet
 

@@ -7,7 +7,7 @@ import pytest
 from commands import TINY, run, train
 
 from nanovlm_nb.config import load_yaml, save_yaml
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.plan import bookkeeping, changed_batch, epoch_at
 from nanovlm_nb.resume import main as check_resume
 from nanovlm_nb.schedule import warmup_cosine

@@ -14,12 +14,13 @@ from commands import TINY, train
 from kills import record
 
 from nanovlm_nb.chat import answer_frame
-from nanovlm_nb.checkpoint import check_checkpoint, last_checkpoint, load_optimizer
+from nanovlm_nb.checkpoint import check_checkpoint, load_optimizer
+from nanovlm_nb.run_dir import last_checkpoint
 from nanovlm_nb.classify import Settings
 from nanovlm_nb.config import load_yaml, parse_args
 from nanovlm_nb.dist import Dist
 from nanovlm_nb.inert import PlainReader
-from nanovlm_nb.manifest import MANIFEST, write_manifest
+from nanovlm_nb.files import MANIFEST, write_manifest
 from nanovlm_nb.optim import make_optimizer
 from nanovlm_nb.resume import given_checkpoint
 from nanovlm_nb.run import plan_resume, run

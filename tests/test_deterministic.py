@@ -7,7 +7,7 @@ import torch
 from commands import TINY
 
 from nanovlm_nb import trainer
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.optim import WORKSPACE
 from nanovlm_nb.train import main
 

@@ -15,7 +15,7 @@ import torch
 from commands import TINY, environment, train
 from kills import command, lines, record, undisturbed, wait_for, write_data
 
-from nanovlm_nb.checkpoint import checkpoints, missing_pieces, read_pointer
+from nanovlm_nb.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.config import parse_args
 from nanovlm_nb.dist import Dist
 from nanovlm_nb.endings import RunFailed
@@ -309,7 +309,7 @@ def test_a_system_without_posix_signals_and_open_directories(tmp_path, monkeypat
     "What Windows lacks is not asked for."
     import threading
 
-    from nanovlm_nb.checkpoint import fsync_tree
+    from nanovlm_nb.files import fsync_tree
     from nanovlm_nb.run import stop_on_signals
     opened, os_open = [], os.open
     monkeypatch.delattr(os, 'O_DIRECTORY')

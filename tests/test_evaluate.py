@@ -17,7 +17,7 @@ from kills import wait_for
 from nanovlm_nb.ask import Asker, answer_all, questions_of
 from nanovlm_nb.evals import has_lmms_eval
 from nanovlm_nb.evaluate import read_rows, write_tasks
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
 FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True', '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',

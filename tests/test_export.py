@@ -16,11 +16,11 @@ from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Co
 
 from nanovlm_nb.ask import Asker
 from nanovlm_nb.chat import encode_chat, get_image_string
-from nanovlm_nb.checkpoint import read_pointer
+from nanovlm_nb.run_dir import read_pointer
 from nanovlm_nb.config import VLMConfig, evolve, load_yaml
 from nanovlm_nb.export import export_smolvlm, main, picture_rules
 from nanovlm_nb.images import get_image_processor
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.tokens import train_tokenizer
 from nanovlm_nb.train import main as nanovlm_train
 from nanovlm_nb.vlm import VisionLanguageModel

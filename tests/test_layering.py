@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERED = re.compile(r'(\d\d)_(\w+)\.ipynb')
-TORCH_FREE = ('usage', 'config', 'schedule', 'advice', 'flops')
+TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 
 
@@ -77,3 +77,18 @@ def test_pure_modules_do_no_io(module):
     names |= {n.module or '' for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not [n for n in names if n.startswith(('torch.distributed', 'datasets', 'PIL', 'pathlib', 'os'))]
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, 'id', '') == 'open']
+
+
+def constants(path: Path) -> set[str]:
+    "String constants of a module, without its docstrings."
+    tree = ast.parse(path.read_text(encoding='utf-8'))
+    said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in said}
+
+
+def test_file_names_of_a_run_are_spelled_in_one_module():
+    names = {n for n in constants(ROOT/'nanovlm_nb'/'run_dir.py') if re.fullmatch(r'\w+(\.(jsonl?|yaml|log|md)|_checkpoint)', n)}
+    assert {'log.jsonl', 'config.yaml', 'last_checkpoint'} <= names
+    names -= {'config.json'}  # of a model, as transformers calls it
+    for module in sorted(set(MODULES) - {'run_dir'}):
+        assert not names & constants(ROOT/'nanovlm_nb'/f'{module}.py'), f'{module} spells a file name that run_dir has'

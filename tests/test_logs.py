@@ -8,7 +8,8 @@ from wandb_reader import read_wandb
 
 from nanovlm_nb.config import TrainConfig, VLMConfig
 from nanovlm_nb.dist import Dist, destroy_dist, init_dist
-from nanovlm_nb.logs import RunLog, Stats, read_log
+from nanovlm_nb.logs import RunLog, Stats
+from nanovlm_nb.run_dir import read_log
 
 
 @pytest.fixture

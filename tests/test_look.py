@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from commands import TINY, run, train
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.look import VIEWS
 
 

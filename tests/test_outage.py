@@ -17,7 +17,7 @@ from nanovlm_nb.dist import Dist, set_seed
 from nanovlm_nb.inspect import _stored_row
 from nanovlm_nb.labels import load_splits
 from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples, pack_loader
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.run import exit_code, run_on
 from nanovlm_nb.sources import StreamSource
 from nanovlm_nb.tokens import get_tokenizer

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from commands import TINY, train
 
-from nanovlm_nb.checkpoint import read_pointer
+from nanovlm_nb.run_dir import read_pointer
 from nanovlm_nb.config import load_yaml
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.record import publish, training_card, where_to_publish
 from nanovlm_nb.vlm import VisionLanguageModel
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
 from nanovlm_nb.config import load_yaml, parse_args
-from nanovlm_nb.logs import read_log
+from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.start import with_sizes
 from nanovlm_nb.shapes import shapes_dataset
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from commands import TINY, start_of
 
-from nanovlm_nb.checkpoint import LOCK
+from nanovlm_nb.run_dir import LOCK
 from nanovlm_nb.checkpoint import main as list_checkpoints
 from nanovlm_nb.config import parse_args
 from nanovlm_nb.dist import Dist
