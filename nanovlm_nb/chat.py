@@ -27,11 +27,14 @@ def get_image_string(
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->str: # to be put before the first question
     "The placeholders of a sample's pictures."
-    if convention == 'smolvlm': return ''.join(_smolvlm_picture(tokenizer, rows, cols, mp_image_token_length) for rows,cols in splitted_image_counts)
+    if convention == 'smolvlm':
+        return ''.join(_smolvlm_picture(tokenizer, rows, cols, mp_image_token_length)
+                       for rows,cols in splitted_image_counts)
     parts, features = [], tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
         if len(splitted_image_counts) > 1: parts.append(f'<image: {i}>')
-        if rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None: # a picture without an announcement, as in MiniMind-V
+        # a picture without an announcement, as in MiniMind-V
+        if rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None:
             parts.append(features)
             continue
         names = ['global_image_token']
@@ -43,7 +46,8 @@ def get_image_string(
 def _tile_token(tokenizer, name, rows, cols):
     "Text of a tile's token; an error names the remedy."
     if (token := getattr(tokenizer, name, None)) is None:
-        raise ValueError(f'no token {name} for a picture of {rows} x {cols} tiles: lower max_img_size (the default tokens reach 8 tiles a side), '
+        raise ValueError(f'no token {name} for a picture of {rows} x {cols} tiles: '
+                         'lower max_img_size (the default tokens reach 8 tiles a side), '
                          'or add the token to vlm_extra_tokens')
     return token
 
@@ -51,7 +55,8 @@ def _smolvlm_picture(tokenizer, rows, cols, n):
     "Placeholders of one picture in SmolVLM's convention."
     fake, features = _tile_token(tokenizer, 'fake_image_token', rows, cols), tokenizer.image_token*n
     tile = lambda name: fake + _tile_token(tokenizer, name, rows, cols) + features
-    lines = [''.join(tile(f'r{r+1}c{c+1}') for c in range(cols))+'\n' for r in range(rows)] + ['\n'] if rows*cols > 1 else []
+    lines = ([''.join(tile(f'r{r+1}c{c+1}') for c in range(cols))+'\n' for r in range(rows)] + ['\n']
+             if rows*cols > 1 else [])
     return ''.join(lines) + tile('global_image_token') + fake
 
 # %% ../nbs/21_chat.ipynb #2d8f5934
@@ -67,7 +72,9 @@ def neutralise(
     tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`, when there are many texts
 )->str: # looks the same, holds no special token
     "Break every special token that a text spells out."
-    pattern, text, n = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer), text or '', 1
+    pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
+    text = text or ''
+    n = 1
     within, instead = _absent(pattern, '\u200b\u2060\ufeff'), _absent(pattern, '\ufffd?_')
     while n: text, n = pattern.subn(lambda m: m[0][0]+within+m[0][1:] if len(m[0]) > 1 else instead, text)
     return text
@@ -78,7 +85,7 @@ def _absent(pattern, wanted):
 
 # %% ../nbs/21_chat.ipynb #9da96e57
 def to_messages(
-    tokenizer:PreTrainedTokenizerBase|re.Pattern, # whose special tokens are neutralised; or its `special_pattern`
+    tokenizer:PreTrainedTokenizerBase|re.Pattern, # whose special tokens go; or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
     image_string:str='', # placeholders from `get_image_string`
     system:str|None=None, # text of a system turn
@@ -88,19 +95,26 @@ def to_messages(
     special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     messages = [] if system is None else [dict(role='system', content=neutralise(system, special))]
     for i,turn in enumerate(texts):
-        messages.append(dict(role='user', content=(image_string if i == 0 else '') + neutralise(turn['user'], special)))
-        if 'assistant' in turn: messages.append(dict(role='assistant', content=neutralise(turn['assistant'], special)))
-        elif i < len(texts)-1: raise ValueError(f'turn {i} of {len(texts)} has no answer: only the last may lack one')
+        pictures = image_string if i == 0 else ''
+        messages.append(dict(role='user', content=pictures + neutralise(turn['user'], special)))
+        if 'assistant' in turn:
+            messages.append(dict(role='assistant', content=neutralise(turn['assistant'], special)))
+        elif i < len(texts)-1:
+            raise ValueError(f'turn {i} of {len(texts)} has no answer: only the last may lack one')
     return messages
 
 # %% ../nbs/21_chat.ipynb #2abb23ce
-_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) # what a template may raise
+# what a template may raise
+_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 def _render(tokenizer, messages, prompt=False):
     "Messages as one text; `prompt` ends it where the answer would begin."
-    if tokenizer.chat_template is None: raise ValueError('the tokenizer has no chat template: pass lm_chat_template to get_tokenizer')
+    if tokenizer.chat_template is None:
+        raise ValueError('the tokenizer has no chat template: pass lm_chat_template to get_tokenizer')
     try: return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except _FAILS as e: raise ValueError(f'the chat template of {tokenizer.name_or_path or "the tokenizer"} fails: {type(e).__name__}: {e}') from e
+    except _FAILS as e:
+        raise ValueError(f'the chat template of {tokenizer.name_or_path or "the tokenizer"} fails: '
+                         f'{type(e).__name__}: {e}') from e
 
 # %% ../nbs/21_chat.ipynb #bbf6d039
 class AnswerFrame(NamedTuple):
@@ -117,7 +131,9 @@ def answer_frame(
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text, prompt = _render(tokenizer, chat), _render(tokenizer, chat[:1], prompt=True)
     lead, found, end = text[len(prompt):].partition(a)
-    if not (text.startswith(prompt) and found) or lead.strip(): raise ValueError('the chat template writes another text before an answer in training than for generation')
+    if not (text.startswith(prompt) and found) or lead.strip():
+        raise ValueError('the chat template writes another text '
+                         'before an answer in training than for generation')
     between = prompt[prompt.index(q)+len(q):]
     stem = between.rstrip(' ')
     return AnswerFrame(stem, end, between[len(stem):]+lead)
@@ -127,7 +143,7 @@ def answer_spans(
     text:str, # the whole conversation, rendered
     messages:list[dict], # its messages, from `to_messages`
     frame:AnswerFrame, # from `answer_frame`
-)->list[tuple[int,int]]: # (start, end) characters of each answer with the spaces before it and its end-of-turn
+)->list[tuple[int,int]]: # (start, end) of each answer, from the spaces before it to its end-of-turn
     "Where the answers stand in a rendered conversation."
     between, end, lead = frame
     spans, cursor = [], 0
@@ -135,7 +151,9 @@ def answer_spans(
         if answer['role'] != 'assistant': continue
         head, body = question['content'] + between, lead + answer['content'] + end
         found = text.find(head + body, cursor)
-        if found < 0: raise ValueError(f'the chat template changed the turn {answer["content"][:40]!r}: its answer cannot be found')
+        if found < 0:
+            raise ValueError(f'the chat template changed the turn {answer["content"][:40]!r}: '
+                             'its answer cannot be found')
         cursor = found + len(head) + len(body)
         spans.append((cursor-len(body), cursor))
     return spans
@@ -156,14 +174,15 @@ def encode_chat(
     texts:list[dict], # turns {'user', 'assistant'}
     image_string:str='', # placeholders from `get_image_string`
     system:str|None=None, # text of a system turn
-    frame:AnswerFrame|None=None, # from `answer_frame`, when there are many samples; None asks the template again
-    special:re.Pattern|None=None, # from `special_pattern`, when there are many samples; None asks the tokenizer again
-)->tuple[Tensor,Tensor]: # ids (T,) and labels (T,), int64; labels are shifted by one, -100 where nothing is to be learned
+    frame:AnswerFrame|None=None, # from `answer_frame`, for many samples; None asks the template again
+    special:re.Pattern|None=None, # from `special_pattern`, for many samples; None asks the tokenizer again
+)->tuple[Tensor,Tensor]: # ids and labels, (T,) int64; labels shifted by one, -100 where nothing is learned
     "Tokenise a conversation once; only answers have labels."
     messages = to_messages(special or tokenizer, texts, image_string, system)
     text = _render(tokenizer, messages)
     ids, offsets = _encode(tokenizer, text)
-    ids, chars = np.array(ids, dtype=np.int64), np.fromiter(chain.from_iterable(offsets), np.int64, 2*len(ids)).reshape(-1, 2)
+    chars = np.fromiter(chain.from_iterable(offsets), np.int64, 2*len(ids)).reshape(-1, 2)
+    ids = np.array(ids, dtype=np.int64)
     labels = np.full_like(ids, IGNORE)
     for start,end in answer_spans(text, messages, frame or answer_frame(tokenizer)):
         targets = np.flatnonzero((chars[:,0] >= start) & (chars[:,1] <= end))
@@ -180,8 +199,10 @@ def encode_prompt(
 )->Tensor: # ids (T,), int64
     "Ids of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
-    if texts and 'assistant' in texts[-1]: raise ValueError('the last turn has an answer already: leave its `assistant` out')
-    text = _render(tokenizer, to_messages(tokenizer, texts, image_string, system), prompt=True).rstrip(' ') # spaces are the answer's, see `answer_frame`
+    if texts and 'assistant' in texts[-1]:
+        raise ValueError('the last turn has an answer already: leave its `assistant` out')
+    # spaces are the answer's, see `answer_frame`
+    text = _render(tokenizer, to_messages(tokenizer, texts, image_string, system), prompt=True).rstrip(' ')
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
 
 # %% ../nbs/21_chat.ipynb #30ac1093

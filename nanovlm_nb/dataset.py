@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class Dropped(Exception):
     "A sample that is left out: its id, the reason in one word, and details."
     def __init__(self,
         id:str, # the sample
-        reason:str, # 'no_turns', 'bad_row', 'ratings', 'too_many_images', 'too_many_tiles', 'unreadable_image', 'too_long' or 'unreadable_shard'
+        reason:str, # a key of `REMEDIES`
         detail:str='', # what exactly, for the log
     ):
         "Say which sample and why."
@@ -75,8 +76,11 @@ class Dropped(Exception):
 
 # %% ../nbs/22_dataset.ipynb #b77adc3b
 logger = logging.getLogger(__name__)
-REMEDIES = dict(no_turns='give every row a list of turns in `texts`', bad_row='write `texts` as a list of {user, assistant}', ratings='lower the rating limits (relevance_min_rating and others)',
-    too_many_images='raise max_images_per_example', too_many_tiles='raise max_tiles_per_knapsack', too_long='raise max_sample_length', unreadable_image='put the pictures where the rows say',
+REMEDIES = dict(no_turns='give every row a list of turns in `texts`',
+    bad_row='write `texts` as a list of {user, assistant}',
+    ratings='lower the rating limits (relevance_min_rating and others)',
+    too_many_images='raise max_images_per_example', too_many_tiles='raise max_tiles_per_knapsack',
+    too_long='raise max_sample_length', unreadable_image='put the pictures where the rows say',
     unreadable_shard='download the files again') # reason -> what helps
 
 @dataclass
@@ -92,7 +96,8 @@ class Drops:
         "Count a sample once, and log it."
         if dropped.id in self.reasons: return
         self.reasons[dropped.id] = dropped.reason
-        self.first.setdefault(dropped.reason, f'{dropped.id}: {dropped.detail}' if dropped.detail else dropped.id)
+        self.first.setdefault(dropped.reason,
+                              f'{dropped.id}: {dropped.detail}' if dropped.detail else dropped.id)
         logger.info('dropped %s: %s %s', dropped.id, dropped.reason, dropped.detail)
 
     def merge(self,
@@ -119,7 +124,8 @@ class Drops:
         cut:int, # likewise
     )->'Drops': # the others
         "What was found since."
-        return Drops(dict(islice(self.reasons.items(), reasons, None)), dict(islice(self.cut.items(), cut, None)), dict(self.first))
+        return Drops(dict(islice(self.reasons.items(), reasons, None)),
+                     dict(islice(self.cut.items(), cut, None)), dict(self.first))
 
     @property
     def summary(self)->dict: # JSON-able, of a few lines
@@ -133,7 +139,8 @@ class Drops:
         reason,n = Counter(self.reasons.values()).most_common(1)[0]
         case = self.first.get(reason) or self.ids(reason)[0]
         remedy = f'; {REMEDIES[reason]}' if reason in REMEDIES else ''
-        return f"{n} of {len(self.reasons)} rows that were left out are '{reason}', for example {case}{remedy}"
+        return (f"{n} of {len(self.reasons)} rows that were left out are '{reason}', "
+                f"for example {case}{remedy}")
 
 # %% ../nbs/22_dataset.ipynb #b0de0002
 def read_dropped(
@@ -165,19 +172,23 @@ class DropFile:
         drops:dict[str,Drops], # all that was left out so far, by split
     )->int: # bytes of the file
         "Append what is new; it is on the disk then."
-        lines = [dict(split=split, id=id)|{kind:value} for split,d in drops.items() for kind,values in (('reason', d.reasons), ('cut', d.cut))
+        lines = [dict(split=split, id=id)|{kind:value} for split,d in drops.items()
+            for kind,values in (('reason', d.reasons), ('cut', d.cut))
             for id,value in islice(values.items(), self.written[split,kind], None)]
         self.count(drops)
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
         with self.path.open('ab') as f:
-            f.write(b''.join(json.dumps(line).encode()+b'\n' for line in lines)); f.flush(); os.fsync(f.fileno())
+            f.write(b''.join(json.dumps(line).encode()+b'\n' for line in lines))
+            f.flush()
+            os.fsync(f.fileno())
             return f.tell()
 
     def count(self,
         drops:dict[str,Drops], # from `read_dropped`
     )->None:
         "Take what these hold for written."
-        self.written.update({(split,kind):len(values)-self.written[split,kind] for split,d in drops.items() for kind,values in (('reason', d.reasons), ('cut', d.cut))})
+        self.written.update({(split,kind):len(values)-self.written[split,kind] for split,d in drops.items()
+                             for kind,values in (('reason', d.reasons), ('cut', d.cut))})
 
     def cut(self,
         size:int, # from `add`, when a checkpoint was made
@@ -195,11 +206,13 @@ def _in_place(array):
     "The values of a binary array where they lie; a scalar of arrow would be a copy."
     if array.null_count == len(array): return [None]*len(array)
     _, ends, data = array.buffers()
-    at = np.frombuffer(ends, np.int64 if pa.types.is_large_binary(array.type) else np.int32)[array.offset:][:len(array)+1].tolist()
-    return [data.slice(start, end-start) if valid else None for valid,start,end in zip(array.is_valid().to_pylist(), at, at[1:])]
+    kind = np.int64 if pa.types.is_large_binary(array.type) else np.int32
+    at = np.frombuffer(ends, kind)[array.offset:][:len(array)+1].tolist()
+    return [data.slice(start, end-start) if valid else None
+            for valid,start,end in zip(array.is_valid().to_pylist(), at, at[1:])]
 
 class PictureFile(io.RawIOBase):
-    "A file over bytes that are not copied before they are read; unlike arrow's, one that PIL can seek beyond its end."
+    "A file over bytes that are not copied before they are read; unlike arrow's, PIL can seek beyond its end."
     def __init__(self,
         buffer, # bytes, or anything that gives a memoryview of bytes
     ):
@@ -242,7 +255,8 @@ def _pictures(r):
     found = images.values
     if not isinstance(found, pa.StructArray): return [None]*len(found) # a column without a single picture
     fields = dict(zip((f.name for f in found.type), found.flatten()))
-    return [path if data is None else PictureFile(data) for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
+    return [path if data is None else PictureFile(data)
+            for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
 
 def _from_table(r):
     "A row of arrow as a dictionary; its pictures stay where they are."
@@ -280,10 +294,13 @@ def check_form(
     "Raise `Dropped` for a row without turns, or with turns or ratings of another form than FineVision's."
     id, texts = row['id'], row.get('texts')
     if texts is None or (isinstance(texts, list) and not texts): raise Dropped(id, 'no_turns')
-    if not isinstance(texts, list) or not all(map(_is_turn, texts)): raise Dropped(id, 'bad_row', f'`texts` must be a list of {{user, assistant}} strings, it is {texts!r:.80}')
+    if not isinstance(texts, list) or not all(map(_is_turn, texts)):
+        raise Dropped(id, 'bad_row',
+                      f'`texts` must be a list of {{user, assistant}} strings, it is {texts!r:.80}')
     for key in (f'{name}_ratings' for name in RATINGS):
         values = row.get(key)
-        if values is not None and not (isinstance(values, list) and all(isinstance(v, (int, float, type(None))) for v in values)):
+        if values is None: continue
+        if not isinstance(values, list) or not all(isinstance(v, (int, float, type(None))) for v in values):
             raise Dropped(id, 'bad_row', f'`{key}` must be a list of numbers, it is {values!r:.80}')
 
 # %% ../nbs/22_dataset.ipynb #c36d38e6
@@ -296,8 +313,10 @@ def check_row(
     "What remains of a row, from text and headers; raises `Dropped` if nothing does."
     check_form(row)
     id, n = row['id'], len(row['images'])
-    if not (turns := keep_turns(row, minimums)): raise Dropped(id, 'ratings', f"none of {len(row['texts'])} turns passes {minimums}")
-    if max_images is not None and n > max_images: raise Dropped(id, 'too_many_images', f'{n} images, at most {max_images}')
+    if not (turns := keep_turns(row, minimums)):
+        raise Dropped(id, 'ratings', f"none of {len(row['texts'])} turns passes {minimums}")
+    if max_images is not None and n > max_images:
+        raise Dropped(id, 'too_many_images', f'{n} images, at most {max_images}')
     try: return turns, [image_processor.grid(*image_size(im)) for im in row['images']]
     except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
 
@@ -335,7 +354,7 @@ class Plan:
 class BaseDataset(torch.utils.data.Dataset):
     "Rows in FineVision's schema, and what a sample made of them will measure."
     def __init__(self,
-        dataset:datasets.Dataset|list[dict], # rows with `images`, `texts`, perhaps ratings, `source` and `row_id`
+        dataset:datasets.Dataset|list[dict], # rows: `images`, `texts`, perhaps ratings, `source`, `row_id`
         tokenizer:PreTrainedTokenizerBase, # from `get_tokenizer`
         image_processor:ImageProcessor, # from `get_image_processor`
         mp_image_token_length:int, # placeholders per tile
@@ -348,8 +367,12 @@ class BaseDataset(torch.utils.data.Dataset):
     ):
         "Keep the rows, the tools and the rules."
         self.rows = dataset.with_format('arrow') if isinstance(dataset, datasets.Dataset) else dataset
-        self.tokenizer, self.image_processor, self.mp_image_token_length = tokenizer, image_processor, mp_image_token_length
-        self.minimums = dict(zip(RATINGS, (relevance_min_rating, image_correspondence_min_rating, visual_dependency_min_rating, formatting_min_rating)))
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.mp_image_token_length = mp_image_token_length
+        minimums = (relevance_min_rating, image_correspondence_min_rating,
+                    visual_dependency_min_rating, formatting_min_rating)
+        self.minimums = dict(zip(RATINGS, minimums))
         self.max_sample_length, self.max_images_per_example = max_sample_length, max_images_per_example
         self.frame, self.special, self.drops = answer_frame(tokenizer), special_pattern(tokenizer), Drops()
 
@@ -362,8 +385,10 @@ class BaseDataset(torch.utils.data.Dataset):
     )->Plan: # the sample without its pictures
         "Plan a sample; raises `Dropped` if it is left out."
         turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
-        ids, labels = encode_chat(self.tokenizer, turns, get_image_string(self.tokenizer, grids, 1, self.image_processor.convention), frame=self.frame, special=self.special)
-        made = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), grids, len(ids), len(row['texts'])-len(turns))
+        pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
+        ids, labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
+        made = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32),
+                    labels.numpy().astype(np.int32), grids, len(ids), len(row['texts'])-len(turns))
         made.tokens += made.tiles*(self.mp_image_token_length-1)
         check_length(made.id, made.tokens, self.max_sample_length)
         return made
@@ -388,7 +413,8 @@ class VQADataset(BaseDataset):
         "Decode the pictures of a planned sample; raises `Dropped` if one cannot be read."
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
-        ids, labels = expand_images(torch.from_numpy(plan.ids), torch.from_numpy(plan.labels), self.tokenizer.image_token_id, self.mp_image_token_length)
+        ids, labels = expand_images(torch.from_numpy(plan.ids), torch.from_numpy(plan.labels),
+                                    self.tokenizer.image_token_id, self.mp_image_token_length)
         return dict(id=plan.id, source=plan.source, input_ids=ids, labels=labels, images=tiles)
 
     def load_row(self,
@@ -414,7 +440,8 @@ class VQADataset(BaseDataset):
         except Dropped as d: return self.drops.add(d)
 
 # %% ../nbs/22_dataset.ipynb #62536dd9
-SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'} # folder names that `datasets` takes for splits
+# folder names that `datasets` takes for splits
+SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'}
 
 def _is_saved(folder): return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
 
@@ -423,7 +450,8 @@ def local_configs(
 )->list[str]: # names of its subfolders with data, in natural order
     "Configurations of a local data set."
     subs = [p for p in Path(path).iterdir() if p.is_dir() and (_is_saved(p) or any(p.rglob('*.parquet')))]
-    return sorted((p.name for p in subs), key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
+    return sorted((p.name for p in subs),
+                  key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
 
 def config_names(
     path:str|Path, # a folder, a file or a hub name
@@ -443,7 +471,8 @@ def config_names(
 
 # %% ../nbs/22_dataset.ipynb #fc93185d
 COLUMNS = ('images', 'texts', *(f'{r}_ratings' for r in RATINGS), 'source', 'row_id')
-FILES = {'.parquet': 'parquet', '.arrow': 'arrow', '.json': 'json', '.jsonl': 'json'} # ending of a file -> how `datasets` calls it
+# ending of a file -> how `datasets` calls it
+FILES = {'.parquet': 'parquet', '.arrow': 'arrow', '.json': 'json', '.jsonl': 'json'}
 SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for streaming
 
 def load_config(
@@ -454,16 +483,21 @@ def load_config(
     streaming:bool=False, # read while training, without a copy
 )->datasets.Dataset|datasets.IterableDataset: # the columns of `COLUMNS` that it has
     "Load one configuration and check its schema."
-    if Path(path).is_file(): return _conform(_load_file(Path(path), split, cache_dir, streaming), Path(path).stem)
+    if Path(path).is_file():
+        return _conform(_load_file(Path(path), split, cache_dir, streaming), Path(path).stem)
     folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
-    if folder.is_dir() and folder == Path(path) and name != 'default': raise FileNotFoundError(f'no folder {name} in {path}; there are {local_configs(path)}')
+    if folder.is_dir() and folder == Path(path) and name != 'default':
+        raise FileNotFoundError(f'no folder {name} in {path}; there are {local_configs(path)}')
     if _is_saved(folder):
         ds = datasets.load_from_disk(str(folder))
-        if isinstance(ds, datasets.DatasetDict): ds = ds[split] if split in ds else _fail(f'no split {split}: there are {list(ds)}')
+        if isinstance(ds, datasets.DatasetDict):
+            ds = ds[split] if split in ds else _fail(f'no split {split}: there are {list(ds)}')
         if streaming and len(ds): ds = ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
-    elif folder.is_dir(): ds = datasets.load_dataset(str(folder), split=split, cache_dir=cache_dir, streaming=streaming)
+    elif folder.is_dir():
+        ds = datasets.load_dataset(str(folder), split=split, cache_dir=cache_dir, streaming=streaming)
     else:
-        with asking_hub(path): ds = datasets.load_dataset(str(path), name, split=split, cache_dir=cache_dir, streaming=streaming)
+        with asking_hub(path):
+            ds = datasets.load_dataset(str(path), name, split=split, cache_dir=cache_dir, streaming=streaming)
     return _conform(ds, name)
 
 # %% ../nbs/22_dataset.ipynb #18fe4b8b
@@ -471,26 +505,35 @@ def _fail(message): raise ValueError(message)
 
 def _load_file(path, split, cache_dir, streaming):
     "The rows of one file."
-    if path.suffix not in FILES: _fail(f'{path} is no data set: give a file that ends in {", ".join(FILES)}, a folder of such files or a hub name')
-    return datasets.load_dataset(FILES[path.suffix], data_files={split: str(path)}, split=split, cache_dir=cache_dir, streaming=streaming)
+    if path.suffix not in FILES:
+        _fail(f'{path} is no data set: '
+              f'give a file that ends in {", ".join(FILES)}, a folder of such files or a hub name')
+    return datasets.load_dataset(FILES[path.suffix], data_files={split: str(path)}, split=split,
+                                 cache_dir=cache_dir, streaming=streaming)
 
 def _conform(ds, name):
     "FineVision's columns only; an error if `texts` is not a list of turns."
     whole = isinstance(ds, datasets.Dataset)
     if whole and not len(ds): _fail('it has no rows')
-    if ds.features is None: ds = ds.cast(datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(batch_size=1)).schema))
+    if ds.features is None:
+        first = next(ds.with_format('arrow').iter(batch_size=1))
+        ds = ds.cast(datasets.Features.from_arrow_schema(first.schema))
     texts = getattr(ds.features.get('texts'), 'feature', None)
     if not isinstance(texts, dict) or not {'user', 'assistant'} <= set(texts):
-        _fail(f"column `texts` must be a list of {{user, assistant}}, it is {ds.features.get('texts')}; the columns are {ds.column_names}")
+        _fail(f"column `texts` must be a list of {{user, assistant}}, it is {ds.features.get('texts')}; "
+              f"the columns are {ds.column_names}")
     ds = ds.select_columns([c for c in COLUMNS if c in ds.column_names])
     images = datasets.List(datasets.Image())
-    if 'images' in ds.column_names and ds.features['images'] not in (images, datasets.List(datasets.Value('null'))): ds = ds.cast_column('images', images)
+    fits = (images, datasets.List(datasets.Value('null')))
+    if 'images' in ds.column_names and ds.features['images'] not in fits:
+        ds = ds.cast_column('images', images)
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
 
 # %% ../nbs/22_dataset.ipynb #c0de2202
 PATIENCE = 900. # seconds without an answer
 PAUSE_S,LONGEST_PAUSE_S = 1.,60. # seconds until the second try, and between later ones at most
-GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ESTALE} # what the system says of a network that is away
+# what the system says of a network that is away
+GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ESTALE}
 
 class Unreachable(OSError):
     "Data that could not be had for too long; the run may try again later."
@@ -498,7 +541,8 @@ class Unreachable(OSError):
 def network_errors()->tuple[type[Exception],...]: # for `except`
     "Errors of the network, of those libraries that were imported, and of `datasets`."
     names = dict(aiohttp='ClientError', httpx='HTTPError', httpx2='HTTPError', requests='RequestException')
-    return (OSError, DatasetsError, *(getattr(sys.modules[m], name) for m,name in names.items() if m in sys.modules))
+    return (OSError, DatasetsError,
+            *(getattr(sys.modules[m], name) for m,name in names.items() if m in sys.modules))
 
 def _is_offline(e):
     "Does it say that the network shall not be used?"
@@ -516,7 +560,8 @@ def may_come_back(
     if isinstance(status, int): return status >= 500 or status in (408, 429)
     if isinstance(e, (ConnectionError, TimeoutError, socket.gaierror, *network_errors()[2:])): return True
     if getattr(e, 'errno', None) is not None and not isinstance(e, FileNotFoundError): return e.errno in GONE
-    return isinstance(e.__cause__, network_errors()) and may_come_back(e.__cause__) # in other words, such as fsspec's "no such file"
+    # in other words, such as fsspec's "no such file"
+    return isinstance(e.__cause__, network_errors()) and may_come_back(e.__cause__)
 
 class Waiting:
     "How long something has not answered."
@@ -528,7 +573,7 @@ class Waiting:
         self.name,self.patience = name,patience
         self.answered()
 
-    def answered(self)->None: # nothing
+    def answered(self)->None:
         "Begin to count anew."
         self.since,self.pause = None,PAUSE_S
 
@@ -540,8 +585,11 @@ class Waiting:
         if not may_come_back(e): raise e
         self.since = self.since or time.monotonic()
         waited,said = time.monotonic()-self.since,f'{type(e).__name__}: {e}'.strip(': ')
-        if not self.patience: raise Unreachable(f'{self.name} cannot be reached: see that the network is there, or give what lies here ({said})') from e
-        if waited+self.pause > self.patience: raise Unreachable(f'{self.name} could not be read for {waited:.0f} s: {said}') from e
+        if not self.patience:
+            raise Unreachable(f'{self.name} cannot be reached: '
+                              f'see that the network is there, or give what lies here ({said})') from e
+        if waited+self.pause > self.patience:
+            raise Unreachable(f'{self.name} could not be read for {waited:.0f} s: {said}') from e
         logger.warning('%s cannot be read%s (%s): tried again in %.0f s', self.name, where, said, self.pause)
         time.sleep(self.pause)
         self.pause = min(2*self.pause, LONGEST_PAUSE_S)
@@ -571,10 +619,15 @@ def load_configs(
     "Load configurations; a failed one is a warning that names it."
     data = {}
     for name in until_reached(str(path), lambda: config_names(path, names), patience):
-        try: data[name] = until_reached(f'{path} ({name})', lambda: load_config(path, name, split, cache_dir, streaming), patience)
+        try:
+            load = partial(load_config, path, name, split, cache_dir, streaming)
+            data[name] = until_reached(f'{path} ({name})', load, patience)
         except Unreachable: raise # it was not looked at
-        except LOAD_ERRORS as e: logger.warning('skipped data set %s of %s: %s: %s', name, path, type(e).__name__, e)
-    if not data: raise ValueError(f'No valid datasets were loaded. Check train_dataset_path={path} and train_dataset_name={list(names)}; the log says why each failed.')
+        except LOAD_ERRORS as e:
+            logger.warning('skipped data set %s of %s: %s: %s', name, path, type(e).__name__, e)
+    if not data:
+        raise ValueError(f'No valid datasets were loaded. Check train_dataset_path={path} '
+                         f'and train_dataset_name={list(names)}; the log says why each failed.')
     return data
 
 def load_data(
@@ -585,7 +638,8 @@ def load_data(
 )->datasets.Dataset: # all rows, one configuration after the other
     "Load and concatenate configurations."
     parts = list(load_configs(path, names, split, cache_dir).values())
-    if len({str(p.features.get('row_id')) for p in parts}) > 1: parts = [p.remove_columns([c for c in p.column_names if c == 'row_id']) for p in parts]
+    if len({str(p.features.get('row_id')) for p in parts}) > 1:
+        parts = [p.remove_columns([c for c in p.column_names if c == 'row_id']) for p in parts]
     return datasets.concatenate_datasets(parts)
 
 # %% ../nbs/22_dataset.ipynb #a97b91ca
@@ -599,8 +653,11 @@ def collate_padded(
     if not samples: raise ValueError('every sample of the batch was dropped')
     longest = max(samples, key=lambda s: len(s['input_ids']))
     T = len(longest['input_ids']) if max_length is None else max_length
-    if len(longest['input_ids']) > T: raise ValueError(f"sample {longest['id']} has {len(longest['input_ids'])} tokens, max_length is {T}: lower max_sample_length")
+    if len(longest['input_ids']) > T:
+        raise ValueError(f"sample {longest['id']} has {len(longest['input_ids'])} tokens, max_length is {T}: "
+                         "lower max_sample_length")
     def rows(values, fill): return torch.stack([F.pad(v, (T-len(v), 0), value=fill) for v in values])
     ids = [s['input_ids'] for s in samples]
-    return dict(input_ids=rows(ids, pad_id), labels=rows([s['labels'] for s in samples], IGNORE), attention_mask=rows([torch.ones_like(x) for x in ids], 0),
+    return dict(input_ids=rows(ids, pad_id), labels=rows([s['labels'] for s in samples], IGNORE),
+                attention_mask=rows([torch.ones_like(x) for x in ids], 0),
                 images=[s['images'] for s in samples], ids=[s['id'] for s in samples])

@@ -44,11 +44,15 @@ def batch_sizes(
     names = ('train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulation_steps')
     total,micro,steps = given = [_take(flat, n) for n in names]
     for n,v in zip(names, given):
-        if v is not None and (type(v) is not int or v<1): raise ValueError(f"{n} is {v!r}: give a whole number above 0, or auto")
-    if micro is None: micro = train_cfg.batch_size if total is None or steps is None else total//(steps*world_size)
-    if steps is None: steps = train_cfg.gradient_accumulation_steps if total is None else total//(micro*world_size)
+        if v is not None and (type(v) is not int or v<1):
+            raise ValueError(f"{n} is {v!r}: give a whole number above 0, or auto")
+    if micro is None:
+        micro = train_cfg.batch_size if total is None or steps is None else total//(steps*world_size)
+    if steps is None:
+        steps = train_cfg.gradient_accumulation_steps if total is None else total//(micro*world_size)
     if total not in (None, micro*steps*world_size): raise ValueError(
-        f"train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: "
+        f"train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} "
+        f"(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: "
         "change one of the four, or give auto for one of the first three")
     return dict(batch_size=(micro, names[1]), gradient_accumulation_steps=(steps, names[2]))
 
@@ -70,9 +74,12 @@ def zero(
         if on is not None: found[field] = (on, key)
     old = _take(flat, z+'cpu_offload') # its name before there were two
     if old is not None: found.setdefault('offload_optimizer', (bool(old), z+'cpu_offload'))
-    if found.get('offload_params', (False,))[0] and stage in (0,1,2): raise ValueError(f"zero_optimization.offload_param needs stage 3, not {stage}: "
-        "before that every rank holds all weights; set stage 3, or leave out offload_param and keep offload_optimizer")
-    return found,['zero_optimization.stage 1 becomes zero2: gradients are shared out besides the state of the optimizer']*(stage==1)
+    if found.get('offload_params', (False,))[0] and stage in (0,1,2):
+        raise ValueError(f"zero_optimization.offload_param needs stage 3, not {stage}: "
+                         "before that every rank holds all weights; "
+                         "set stage 3, or leave out offload_param and keep offload_optimizer")
+    return found,['zero_optimization.stage 1 becomes zero2: '
+                  'gradients are shared out besides the state of the optimizer']*(stage==1)
 
 # %% ../nbs/30_deepspeed_json.ipynb #e63f88b5
 _SWITCH = {True:True, False:False}
@@ -84,7 +91,8 @@ def precision(
     bf16,fp16 = (_one_of(flat, f'{k}.enabled', _SWITCH, 'give true, false or auto') for k in ('bf16','fp16'))
     if bf16 and fp16: raise ValueError('bf16.enabled and fp16.enabled are both true: choose one')
     if bf16 is None and fp16 is None: return {}
-    return dict(dtype=('bfloat16','bf16.enabled') if bf16 else ('float16','fp16.enabled') if fp16 else ('float32','bf16.enabled and fp16.enabled'))
+    return dict(dtype=('bfloat16','bf16.enabled') if bf16
+                else ('float16','fp16.enabled') if fp16 else ('float32','bf16.enabled and fp16.enabled'))
 
 # %% ../nbs/30_deepspeed_json.ipynb #e5671857
 def optimizer(
@@ -95,9 +103,12 @@ def optimizer(
     p,found = 'optimizer.params.',{}
     kind = _take(flat, 'optimizer.type')
     if str(kind).lower() not in ('none','adam','adamw') or flat.pop(p+'adam_w_mode', True) is False:
-        raise ValueError(f"optimizer.type {kind} (adam_w_mode on) is not there: this trainer has AdamW; give AdamW, or leave out the section")
+        raise ValueError(f"optimizer.type {kind} (adam_w_mode on) is not there: "
+                         "this trainer has AdamW; give AdamW, or leave out the section")
     lr = _take(flat, p+'lr')
-    if lr is not None: found |= {n:(lr, p+'lr') for n in ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones') if getattr(train_cfg, n)}
+    if lr is not None:
+        found |= {n:(lr, p+'lr') for n in ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones')
+                  if getattr(train_cfg, n)}
     for n in ('betas','weight_decay'):
         if (v := _take(flat, p+n)) is not None: found[n] = (v, p+n)
     return found
@@ -106,7 +117,9 @@ def optimizer(
 def _updates(flat, key, samples):
     "A number of updates; an error if the run counts samples."
     found = _take(flat, key)
-    if found is not None and samples is not None: raise ValueError(f"{key} {found} counts updates, and max_training_samples {samples} counts samples: leave one of them out; a climb is a share in warmup_ratio")
+    if found is not None and samples is not None:
+        raise ValueError(f"{key} {found} counts updates, and max_training_samples {samples} counts samples: "
+                         "leave one of them out; a climb is a share in warmup_ratio")
     return found
 
 def scheduler(
@@ -118,13 +131,18 @@ def scheduler(
     kind = _take(flat, 'scheduler.type')
     if kind is None: return found
     floor = {'WarmupLR':1., 'WarmupCosineLR':flat.pop(p+'cos_min_ratio', .0001)}.get(kind)
-    if floor is None: raise ValueError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, or leave out the section and set lr_schedule to a module:function of yours")
+    if floor is None:
+        raise ValueError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, "
+                         "or leave out the section and set lr_schedule to a module:function of yours")
     found |= dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
-    total,climb = (_updates(flat, p+n, train_cfg.max_training_samples) for n in ('total_num_steps','warmup_num_steps'))
+    total,climb = (_updates(flat, p+n, train_cfg.max_training_samples)
+                   for n in ('total_num_steps','warmup_num_steps'))
     if total is not None: found['max_training_steps'] = (total, p+'total_num_steps')
     updates = total or train_cfg.max_training_steps
     if climb is not None:
-        if climb>updates: raise ValueError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: lower it, or raise max_training_steps")
+        if climb>updates:
+            raise ValueError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: "
+                             "lower it, or raise max_training_steps")
         found['warmup_ratio'] = (climb/updates, p+'warmup_num_steps')
     return found
 
@@ -133,7 +151,9 @@ def _peak(flat):
     "Use the schedule's peak as the optimizer's rate; two different ones are an error."
     peak,lr = _take(flat, 'scheduler.params.warmup_max_lr'),flat.get('optimizer.params.lr', 'auto')
     if peak is None: return
-    if lr not in ('auto', peak): raise ValueError(f"scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {lr}: give one of them, or auto")
+    if lr not in ('auto', peak):
+        raise ValueError(f"scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {lr}: "
+                         "give one of them, or auto")
     flat['optimizer.params.lr'] = peak
 
 # %% ../nbs/30_deepspeed_json.ipynb #3f3f1d8b
@@ -151,25 +171,32 @@ def leftovers(
     return lines + ([f"no equivalent, left out: {', '.join(out)}"] if out else [])
 
 # %% ../nbs/30_deepspeed_json.ipynb #e5f10002
-_OFFLOAD = dict.fromkeys('device nvme_path pin_memory buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init ratio'.split())
-_ZERO = '''stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size contiguous_gradients
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold
-    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save sub_group_size elastic_checkpoint ignore_unused_parameters round_robin_gradients
-    load_from_fp32_weights legacy_stage1 cpu_offload cpu_offload_params cpu_offload_use_pin_memory zero_hpz_partition_size
-    zero_quantized_weights zero_quantized_gradients mics_shard_size mics_hierarchical_params_gather memory_efficient_linear'''
-_HALF = '''enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
-    fp16_master_weights_and_grads immediate_grad_update check_grad_overflow'''
-_PARAMS = '''lr betas eps weight_decay torch_adam adam_w_mode fused bias_correction momentum warmup_min_lr warmup_max_lr
-    warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio'''
+_OFFLOAD = dict.fromkeys('device nvme_path pin_memory buffer_count buffer_size '
+                         'max_in_cpu pipeline_read pipeline_write fast_init ratio'.split())
+_ZERO = '''stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
+    contiguous_gradients stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save sub_group_size elastic_checkpoint ignore_unused_parameters
+    round_robin_gradients load_from_fp32_weights legacy_stage1 cpu_offload cpu_offload_params
+    cpu_offload_use_pin_memory zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients
+    mics_shard_size mics_hierarchical_params_gather memory_efficient_linear'''
+_HALF = '''enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis
+    consecutive_hysteresis min_loss_scale fp16_master_weights_and_grads immediate_grad_update
+    check_grad_overflow'''
+_PARAMS = '''lr betas eps weight_decay torch_adam adam_w_mode fused bias_correction momentum warmup_min_lr
+    warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio'''
 _KIND = dict(type=None, params=dict.fromkeys(_PARAMS.split()))
-_OTHER = '''train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping communication_data_type
-    prescale_gradients gradient_predivide_factor sparse_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state amp flops_profiler activation_checkpointing sparse_attention
-    data_efficiency curriculum_learning tensorboard wandb csv_monitor comms_logger compression_training autotuning elasticity aio
-    checkpoint data_types pipeline hybrid_engine compile tensor_parallel'''
-KNOWN = dict.fromkeys(_OTHER.split())|dict(optimizer=_KIND, scheduler=_KIND, fp16=dict.fromkeys(_HALF.split()), bf16=dict.fromkeys(_HALF.split()),
-    zero_optimization=dict.fromkeys(_ZERO.split())|dict(offload_param=_OFFLOAD, offload_optimizer=_OFFLOAD)) # DeepSpeed's names; a section holds its own
+_OTHER = '''train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+    communication_data_type prescale_gradients gradient_predivide_factor sparse_gradients
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print wall_clock_breakdown
+    memory_breakdown dump_state amp flops_profiler activation_checkpointing sparse_attention
+    data_efficiency curriculum_learning tensorboard wandb csv_monitor comms_logger compression_training
+    autotuning elasticity aio checkpoint data_types pipeline hybrid_engine compile tensor_parallel'''
+# DeepSpeed's names; a section holds its own
+KNOWN = dict.fromkeys(_OTHER.split())|dict(optimizer=_KIND, scheduler=_KIND,
+    fp16=dict.fromkeys(_HALF.split()), bf16=dict.fromkeys(_HALF.split()),
+    zero_optimization=dict.fromkeys(_ZERO.split())|dict(offload_param=_OFFLOAD, offload_optimizer=_OFFLOAD))
 LIKE = .8 # of 1; similarity from which on an unknown name is taken for a misspelt one
 
 def check_names(
@@ -177,13 +204,16 @@ def check_names(
     known:dict=KNOWN, # names of this section -> names inside, or None
     prefix:str='', # keys of the sections around it, each with a dot
 )->None: # nothing, if no name is misspelt
-    "Raise a ValueError about a name that looks like one of DeepSpeed's, and about a value where a section belongs."
+    "Raise a ValueError about a name that looks like one of DeepSpeed's, and about a value for a section."
     for name,value in settings.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=LIKE)
-        if name not in known and near: raise ValueError(f"{prefix}{name} is unknown: did you mean {prefix}{near[0]}?")
+        if name not in known and near:
+            raise ValueError(f"{prefix}{name} is unknown: did you mean {prefix}{near[0]}?")
         inside = known.get(name)
         if inside is None: continue
-        if not isinstance(value, dict): raise ValueError(f"{prefix}{name} is {value!r}: give a section in braces, with {', '.join(list(inside)[:3])} or others")
+        if not isinstance(value, dict):
+            raise ValueError(f"{prefix}{name} is {value!r}: "
+                             f"give a section in braces, with {', '.join(list(inside)[:3])} or others")
         check_names(value, inside, f'{prefix}{name}.')
 
 # %% ../nbs/30_deepspeed_json.ipynb #12682eb8
@@ -193,12 +223,14 @@ def translate(
     world_size:int, # ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Apply DeepSpeed's settings to a run."
-    if 'bfloat16' in settings: settings = {'bf16' if k=='bfloat16' else k:v for k,v in settings.items()} # its older name
+    # its older name
+    if 'bfloat16' in settings: settings = {'bf16' if k=='bfloat16' else k:v for k,v in settings.items()}
     check_names(settings)
     flat = flatten(settings)
     _peak(flat)
     found,lines = zero(flat)
-    found |= batch_sizes(flat, train_cfg, world_size)|precision(flat)|optimizer(flat, train_cfg)|scheduler(flat, train_cfg)
+    found |= batch_sizes(flat, train_cfg, world_size)|precision(flat)
+    found |= optimizer(flat, train_cfg)|scheduler(flat, train_cfg)
     clip = _take(flat, 'gradient_clipping')
     if clip is not None: found['max_grad_norm'] = (clip or None, 'gradient_clipping')
     changed = {n:o for n,o in found.items() if getattr(train_cfg, n)!=o[0]}
@@ -212,7 +244,10 @@ def read_deepspeed(
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Read a file and apply it; it wins over the settings of the run."
     try: settings = json.loads(Path(path).read_text(encoding='utf-8'))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e: raise ValueError(f"deepspeed_config {path} is no JSON: {e}") from e
-    if not isinstance(settings, dict): raise ValueError(f"deepspeed_config {path} holds a {type(settings).__name__}: give sections in braces")
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"deepspeed_config {path} is no JSON: {e}") from e
+    if not isinstance(settings, dict):
+        raise ValueError(f"deepspeed_config {path} holds a {type(settings).__name__}: "
+                         "give sections in braces")
     cfg,lines = translate(settings, train_cfg, world_size)
     return cfg,[f'deepspeed_config {path}: {line}' for line in lines]

@@ -22,7 +22,7 @@ LEAST = 20 # norms before anything is unusual
 class NormGuard:
     "Judges gradient norms by those that came before."
     def __init__(self,
-        factor:float|None=None, # a norm so many times the usual one is a spike; None: only what is not finite is bad
+        factor:float|None=None, # a norm so many times the usual is a spike; None: only what is not finite
     ):
         self.factor,self.norms = factor,deque(maxlen=WINDOW)
 
@@ -41,7 +41,7 @@ class NormGuard:
 
     def add(self,
         norm:float, # gradient norm of an update that was made
-    )->None: # nothing
+    )->None:
         "From now on it counts."
         self.norms.append(norm)
 
@@ -67,12 +67,14 @@ def write_bad_update(
     with (Path(run_dir)/BAD_UPDATES).open('a+b') as f:
         if f.tell(): f.seek(-1, os.SEEK_END)
         torn = f.read(1) not in (b'', b'\n')
-        f.write(b'\n'*torn+json.dumps(record).encode()+b'\n'); f.flush(); os.fsync(f.fileno())
+        f.write(b'\n'*torn+json.dumps(record).encode()+b'\n')
+        f.flush()
+        os.fsync(f.fileno())
 
 def forget_bad_updates(
     run_dir:Path, # directory of the run
     after:int, # last update that stays
-)->None: # nothing
+)->None:
     "Remove the lines of updates that will be made again, all at once."
     found,foreign = _lines(run_dir)
     kept = [json.dumps(r).encode() for r in found if r['update']<=after]

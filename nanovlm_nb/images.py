@@ -43,7 +43,8 @@ def resize_dims(
 
 # %% ../nbs/20_images.ipynb #78def7eb
 MAX_PNG_TEXT = 100*1024*1024 # bytes of one text chunk in a PNG, after decompression
-MAX_PIXELS = 1024**3//4//3   # pixels of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
+# pixels of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
+MAX_PIXELS = 1024**3//4//3
 
 class UnreadableImage(ValueError):
     "A picture that cannot be decoded; the message says why."
@@ -52,17 +53,22 @@ def _measured(im):
     "The opened picture, if its size makes sense and unpacking it runs no program."
     w, h = im.size
     if min(w, h) < 1: raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
-    if w*h > MAX_PIXELS: raise UnreadableImage(f'{w} x {h} pixels are more than the limit of {MAX_PIXELS:,}: scale the picture down')
-    if im.format == 'EPS': raise UnreadableImage('EPS is a program for Ghostscript and no picture: convert it to PNG')
+    if w*h > MAX_PIXELS:
+        raise UnreadableImage(f'{w} x {h} pixels are more than the limit of {MAX_PIXELS:,}: '
+                              'scale the picture down')
+    if im.format == 'EPS':
+        raise UnreadableImage('EPS is a program for Ghostscript and no picture: convert it to PNG')
     return im
 
 # %% ../nbs/20_images.ipynb #5e2ec360
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError, AttributeError, # what PIL raises on damaged files
-          Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError, MemoryError)
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
+          AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError,
+          MemoryError) # what PIL raises on damaged files
 
 def _unreadable(e):
     "An error of PIL as `UnreadableImage`."
-    remedy = f' Scale the picture down, to {MAX_PIXELS:,} pixels at most' if isinstance(e, Image.DecompressionBombError) else ''
+    remedy = (f' Scale the picture down, to {MAX_PIXELS:,} pixels at most'
+              if isinstance(e, Image.DecompressionBombError) else '')
     return UnreadableImage(f'{type(e).__name__}: {e}{remedy}')
 
 def _file(src):
@@ -71,36 +77,42 @@ def _file(src):
     if src is None: raise UnreadableImage('neither bytes nor path: the picture is missing')
     if isinstance(src, (bytes, bytearray, memoryview)): return io.BytesIO(src)
     if isinstance(src, (str, os.PathLike)) or hasattr(src, 'read'): return src
-    raise UnreadableImage(f'{src!r:.40} is a {type(src).__name__}: a picture is bytes, a file name, an open file, a PIL image or a dictionary with `bytes` and `path`')
+    raise UnreadableImage(f'{src!r:.40} is a {type(src).__name__}: a picture is bytes, '
+                          'a file name, an open file, a PIL image or a dictionary with `bytes` and `path`')
 
 def _title(file):
     "How to call a file in a message."
-    if isinstance(file, io.BytesIO): return f'{len(file.getvalue())} bytes that start with {file.getvalue()[:12]}'
+    if isinstance(file, io.BytesIO):
+        return f'{len(file.getvalue())} bytes that start with {file.getvalue()[:12]}'
     return f'file {file}' if isinstance(file, (str, os.PathLike)) else 'an open file'
 
 def _lift_limits():
     "Accept long texts, and do not warn of pictures that `_measured` refuses."
     PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, MAX_PNG_TEXT)
     PngImagePlugin.MAX_TEXT_MEMORY = max(PngImagePlugin.MAX_TEXT_MEMORY, MAX_PNG_TEXT)
-    if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters: warnings.simplefilter('ignore', Image.DecompressionBombWarning)
+    if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
+        warnings.simplefilter('ignore', Image.DecompressionBombWarning)
 
 # %% ../nbs/20_images.ipynb #384766f5
 def open_header(
-    src:Image.Image|bytes|str|Path|dict|io.IOBase, # picture, encoded bytes, file name, open file, or `datasets`' {'bytes', 'path'}
+    src:Image.Image|bytes|str|Path|dict|io.IOBase, # picture, bytes, file, or `datasets`' {'bytes', 'path'}
 )->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     if isinstance(src, Image.Image): return _measured(src)
     file = _file(src)
     _lift_limits()
     try: im = Image.open(file)
-    except UnidentifiedImageError as e: raise UnreadableImage(f'cannot identify {_title(file)}: no format that PIL knows') from e
+    except UnidentifiedImageError as e:
+        raise UnreadableImage(f'cannot identify {_title(file)}: no format that PIL knows') from e
     except BROKEN as e: raise _unreadable(e) from e
     return _measured(im)
 
 # %% ../nbs/20_images.ipynb #360ea662
-_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps what may hold the flag
+# where PIL keeps what may hold the flag
+_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'}
 _T = Image.Transpose
-_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270, 7: _T.TRANSVERSE, 8: _T.ROTATE_90}
+_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270,
+          7: _T.TRANSVERSE, 8: _T.ROTATE_90}
 
 def _orientation(im):
     "EXIF orientation 1 to 8 that is still to be applied, without decoding pixels."
@@ -127,7 +139,8 @@ def image_size(
 def _rgb(im):
     "Any mode to RGB."
     if im.mode == 'RGB': return im
-    if im.mode == 'F': raise ValueError('mode F (floating point) has no agreed range: convert the picture to 8 bits first')
+    if im.mode == 'F':
+        raise ValueError('mode F (floating point) has no agreed range: convert the picture to 8 bits first')
     if im.mode.startswith('I'): im = Image.fromarray((np.asarray(im).clip(0, 65535)>>8).astype(np.uint8))
     if im.mode == 'P' and 'transparency' in im.info: im = im.convert('RGBA')
     return im.convert('RGB')
@@ -152,7 +165,8 @@ def split_tiles(
 )->Tensor: # (rows*cols, 3, tile, tile), row by row
     "Cut a picture into square tiles."
     c, h, w = x.shape
-    if h % tile or w % tile: raise ValueError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
+    if h % tile or w % tile:
+        raise ValueError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
     return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1, c, tile, tile)
 
 # %% ../nbs/20_images.ipynb #4941aebe
@@ -173,12 +187,14 @@ def global_view(
 )->Tensor: # (1, 3, tile, tile) uint8
     "The whole picture as one tile."
     _, h, w = x.shape
-    if h % tile or w % tile: raise ValueError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
+    if h % tile or w % tile:
+        raise ValueError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
     n = h//tile
     whole, weights = torch.int16 if 255*2*n*n < 2**15 else torch.int32, _shrink(torch.ones(h, 1), n)
     def shrink(plane):
         rows = _shrink(plane.to(whole), n).float()[None,None]
-        return F.interpolate(rows, size=(tile, tile), mode='bilinear', antialias=True, align_corners=False)/weights
+        shrunk = F.interpolate(rows, size=(tile, tile), mode='bilinear', antialias=True, align_corners=False)
+        return shrunk/weights
     return torch.cat([shrink(plane) for plane in x], dim=1).round_().to(torch.uint8)
 
 # %% ../nbs/20_images.ipynb #f8d1b34c
@@ -190,7 +206,9 @@ def smolvlm_sizes(
 )->tuple[tuple[int,int],tuple[int,int]]: # (width, height) after the first and after the second resize
     "Sizes that a picture passes through on its way to SmolVLM's tiles."
     if min(w, h) < 1: raise ValueError(f'a picture of {w} x {h} pixels has nothing to show')
-    if max_side > 4096: raise ValueError(f'max_img_size {max_side} is more than the 4096 pixels at which SmolVLM stops: lower it')
+    if max_side > 4096:
+        raise ValueError(f'max_img_size {max_side} is more than the 4096 pixels at which SmolVLM stops: '
+                         'lower it')
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
@@ -225,19 +243,27 @@ class ImageProcessor:
     max_img_size:int # longest side after resizing, pixels
     splitted_image_size:int # side of a tile, pixels: the vision tower's `vit_img_size`
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
-    custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` changes the decoded RGB picture; defined in a module, so that loader workers can have it
-    reducing_gap:float|None=None # 1 or more: shrink in two steps, as Pillow's `thumbnail` does; faster for large pictures, pixels differ a little
+    custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
+    reducing_gap:float|None=None # 1 or more: shrink in two steps, as Pillow's `thumbnail`; faster, not exact
     convention:str='nanovlm' # or smolvlm, see `smolvlm_tiles`
 
     def __post_init__(self):
         m, s, gap = self.max_img_size, self.splitted_image_size, self.reducing_gap
-        if s < 1 or m < s or m % s: raise ValueError(f'max_img_size {m} must be a multiple of the tile size {s}: try {max(1, round(m/max(s, 1)))*s}')
+        if s < 1 or m < s or m % s:
+            raise ValueError(f'max_img_size {m} must be a multiple of the tile size {s}: '
+                             f'try {max(1, round(m/max(s, 1)))*s}')
         if gap is not None and gap < 1: raise ValueError(f'reducing_gap is {gap}: give 1 or more, or None')
-        if self.convention not in ('nanovlm', 'smolvlm'): raise ValueError(f'convention is {self.convention!r}: give nanovlm or smolvlm')
-        if self.convention == 'smolvlm' and not self.resize_to_max_side_len: raise ValueError('SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
-        if callable(self.custom_transforms): raise TypeError(f'custom_transforms is {_name(self.custom_transforms)}: give a tuple of transforms')
+        if self.convention not in ('nanovlm', 'smolvlm'):
+            raise ValueError(f'convention is {self.convention!r}: give nanovlm or smolvlm')
+        if self.convention == 'smolvlm' and not self.resize_to_max_side_len:
+            raise ValueError('SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
+        if callable(self.custom_transforms):
+            raise TypeError(f'custom_transforms is {_name(self.custom_transforms)}: '
+                            'give a tuple of transforms')
         for t in self.custom_transforms:
-            if not callable(t): raise TypeError(f'custom_transforms holds {t!r}, which cannot be called: give transform(image, rng) -> image')
+            if not callable(t):
+                raise TypeError(f'custom_transforms holds {t!r}, which cannot be called: '
+                                'give transform(image, rng) -> image')
         object.__setattr__(self, 'custom_transforms', tuple(self.custom_transforms))
 
     def grid(self,
@@ -259,7 +285,7 @@ class ImageProcessor:
         return rows*cols + (rows*cols > 1)
 
     def _draft(self, im, size):
-        "Let a JPEG decode to a half, a quarter or an eighth, if that is still `reducing_gap` times as large as `size`."
+        "Let a JPEG decode to a half, a quarter or an eighth, if that is still `reducing_gap` times `size`."
         w, h = (round(n*self.reducing_gap) for n in size)
         im.draft(None, (h, w) if _orientation(im) in (5, 6, 7, 8) else (w, h))
 
@@ -267,25 +293,30 @@ class ImageProcessor:
         "The picture after all custom transforms, whose grid it must keep."
         for t in self.custom_transforms:
             new = t(im, rng)
-            if not isinstance(new, Image.Image): raise TypeError(f'custom transform {_name(t)} returned a {type(new).__name__}: return a PIL image')
+            if not isinstance(new, Image.Image):
+                raise TypeError(f'custom transform {_name(t)} returned a {type(new).__name__}: '
+                                'return a PIL image')
             if (was := self.grid(*im.size)) != (now := self.grid(*new.size)):
-                raise ValueError(f'custom transform {_name(t)} made {new.size} of {im.size}, which is a grid of {now} tiles and not of {was}, '
+                raise ValueError(f'custom transform {_name(t)} made {new.size} of {im.size}, '
+                                 f'which is a grid of {now} tiles and not of {was}, '
                                  'as the sample was planned: let it return a picture of the size it gets')
             im = _rgb(new)
         return im
 
     def __call__(self,
         image:Image.Image|bytes|str|Path|dict|io.IOBase, # whatever `open_image` takes
-        rng:random.Random|None=None, # chance for the custom transforms; None: `random.Random(0)`, always the same
-    )->tuple[Tensor,tuple[int,int]]: # uint8 tiles (n, 3, S, S), global view first if n > 1, with smolvlm last; (rows, columns)
+        rng:random.Random|None=None, # chance for the custom transforms; None: always the same
+    )->tuple[Tensor,tuple[int,int]]: # uint8 tiles (n, 3, S, S), the global view first (smolvlm: last); grid
         "Tiles and grid of a picture."
         file, s = open_header(image), self.splitted_image_size
         rows, cols = self.grid(*image_size(file))
         size = cols*s, rows*s
         if self.reducing_gap and not self.custom_transforms and file is not image: self._draft(file, size)
         im = open_image(file)
-        if self.custom_transforms: im = self._augment(im.copy() if im is image else im, rng or random.Random(0))
-        if self.convention == 'smolvlm': return smolvlm_tiles(im, self.max_img_size, s, self.reducing_gap), (rows, cols)
+        if self.custom_transforms:
+            im = self._augment(im.copy() if im is image else im, rng or random.Random(0))
+        if self.convention == 'smolvlm':
+            return smolvlm_tiles(im, self.max_img_size, s, self.reducing_gap), (rows, cols)
         x = _planes(im.resize(size, Image.Resampling.BICUBIC, reducing_gap=self.reducing_gap))
         tiles = split_tiles(x, s)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
@@ -300,11 +331,13 @@ def get_image_processor(
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->ImageProcessor: # callable on pictures
     "The image processor, by nanoVLM's name."
-    return ImageProcessor(max_img_size, splitted_image_size, resize_to_max_side_len, custom_transforms, reducing_gap, convention)
+    return ImageProcessor(max_img_size, splitted_image_size, resize_to_max_side_len, custom_transforms,
+                          reducing_gap, convention)
 
 def image_processor_of(
-    cfg:VLMConfig, # of a model: its tile, its largest picture, whether small ones are enlarged, its convention
+    cfg:VLMConfig, # of a model: tile, largest picture, whether small ones are enlarged, convention
     custom_transforms:tuple[Callable,...]=(), # augmentations of training
 )->ImageProcessor: # callable on pictures
     "What a model's pictures go through, in training and ever after."
-    return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms, convention=cfg.image_convention)
+    return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms,
+                          convention=cfg.image_convention)

@@ -32,15 +32,17 @@ from .dataset import Dropped, Drops, read_row
 
 # %% ../nbs/27_jsonl.ipynb #47c47a3e
 def pair_turns(
-    conversations:list[dict], # messages {'role', 'content'}; a system text first, if any, then user and assistant by turns
+    conversations:list[dict], # messages {'role', 'content'}: perhaps a system text, then user, assistant
 )->list[dict]: # turns {'user', 'assistant'}; the system text stands before the first question
     "Messages in pairs; a ValueError says what is wrong with them."
-    if not isinstance(conversations, list) or not all(isinstance(m, dict) and isinstance(m.get('content'), str) for m in conversations):
+    is_message = lambda m: isinstance(m, dict) and isinstance(m.get('content'), str)
+    if not isinstance(conversations, list) or not all(map(is_message, conversations)):
         raise ValueError('`conversations` must be a list of {role, content} with texts')
     system = [m['content'] for m in conversations[:1] if m.get('role') == 'system']
     said, roles = conversations[len(system):], [m.get('role') for m in conversations[len(system):]]
     if not said or roles != ['user', 'assistant']*(len(said)//2):
-        raise ValueError(f'the roles are {roles}: a question of the user and an answer of the assistant must take turns')
+        raise ValueError(f'the roles are {roles}: '
+                         'a question of the user and an answer of the assistant must take turns')
     first, *rest = [m['content'] for m in said[::2]]
     questions = ['\n\n'.join([*system, first]), *rest]
     return [dict(user=q, assistant=a['content']) for q,a in zip(questions, said[1::2])]
@@ -90,7 +92,8 @@ def images_first(
 def _names(image):
     "File names of the pictures of a line."
     names = image.split(',') if isinstance(image, str) else image or []
-    if not all(isinstance(n, str) for n in names): raise ValueError(f'`image` is {image!r}: give a file name, or several with commas between them')
+    if not all(isinstance(n, str) for n in names):
+        raise ValueError(f'`image` is {image!r}: give a file name, or several with commas between them')
     return [n.strip() for n in names if n.strip()]
 
 def _parse(line, id):
@@ -101,7 +104,9 @@ def _parse(line, id):
         names, texts = _names(data.get('image')), pair_turns(data.get('conversations'))
         json.dumps([names, texts], ensure_ascii=False).encode()
         return names, texts
-    except (ValueError, TypeError) as e: raise Dropped(id, 'bad_line', f'{e}; write one object a line, with `conversations` and perhaps `image`') from e
+    except (ValueError, TypeError) as e:
+        raise Dropped(id, 'bad_line',
+                      f'{e}; write one object a line, with `conversations` and perhaps `image`') from e
 
 # %% ../nbs/27_jsonl.ipynb #74c581e7
 logger = logging.getLogger(__name__)
@@ -116,12 +121,15 @@ def read_line(
     paths, marks = [Path(images_path)/n for n in names], sum(t['user'].count(MARK) for t in texts)
     lost = [p for p in paths if not p.is_file()]
     if lost: raise Dropped(id, 'missing_image', f'no file {lost[0]}: put it there, or correct `image`')
-    if marks and not paths: raise Dropped(id, 'missing_image', f'{MARK} in a question, but no picture: name it in `image`')
-    if marks > len(paths): logger.info('%s: %d marks for %d pictures, the last ones are ignored', id, marks, len(paths))
+    if marks and not paths:
+        raise Dropped(id, 'missing_image', f'{MARK} in a question, but no picture: name it in `image`')
+    if marks > len(paths):
+        logger.info('%s: %d marks for %d pictures, the last ones are ignored', id, marks, len(paths))
     return [str(p) for p in paths], settle_marks(texts, len(paths))
 
 # %% ../nbs/27_jsonl.ipynb #a8807ea8
-FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()), texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))),
+FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()),
+    texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))),
     source=datasets.Value('string'), row_id=datasets.Value('int64')))
 PIECE = 10_000 # lines that are Python objects at the same time
 
@@ -130,7 +138,8 @@ def jsonl_files(
 )->list[Path]: # the file, or the folder's `*.jsonl` in the order of their names
     "Files of JSON lines."
     found = sorted(Path(path).glob('*.jsonl')) if Path(path).is_dir() else [Path(path)]
-    if not found or not found[0].is_file(): raise FileNotFoundError(f'no JSON lines at {path}: give a file, or a folder with *.jsonl in it')
+    if not found or not found[0].is_file():
+        raise FileNotFoundError(f'no JSON lines at {path}: give a file, or a folder with *.jsonl in it')
     return found
 
 def _leave_out(d, drops):
@@ -150,20 +159,23 @@ def read_jsonl(
             if not line.strip(): continue
             try: paths, texts = read_line(line, f'{file.stem}/{number}', folder)
             except Dropped as d: _leave_out(d, drops)
-            else: yield dict(images=[dict(path=p, bytes=None) for p in paths], texts=texts, source=file.stem, row_id=number)
+            else:
+                yield dict(images=[dict(path=p, bytes=None) for p in paths], texts=texts, source=file.stem,
+                           row_id=number)
 
 # %% ../nbs/27_jsonl.ipynb #7c264398
 def jsonl_rows(
     data_path:str|Path, # a file of JSON lines, or a folder of such files
     images_path:str|Path|None=None, # folder of the pictures; None: `images` beside the file
     drops:Drops|None=None, # counts lines that are left out, if you want to see which
-    marks:bool=False, # keep `<image>` in the questions; else they are made for pictures that stand before them
-)->datasets.Dataset: # columns `images` (paths), `texts`, `source` (name of the file), `row_id` (number of the line)
+    marks:bool=False, # keep `<image>` in the questions; else pictures stand before them
+)->datasets.Dataset: # columns `images` (paths), `texts`, `source` (the file), `row_id` (the line)
     "JSON lines as rows for the packed trainer."
     drops, pieces = Drops() if drops is None else drops, []
     rows = (row for file in jsonl_files(data_path) for row in read_jsonl(file, images_path, drops))
     if not marks: rows = (row | dict(texts=images_first(row['texts'])) for row in rows)
-    while piece := list(islice(rows, PIECE)): pieces.append(datasets.Dataset.from_list(piece, features=FEATURES))
+    while piece := list(islice(rows, PIECE)):
+        pieces.append(datasets.Dataset.from_list(piece, features=FEATURES))
     if not pieces: raise ValueError(f'no line of {data_path} can be used: {drops.blame or "it is empty"}')
     if drops.reasons: logger.warning('%s: lines left out: %s; level INFO names each', data_path, drops.counts)
     return datasets.concatenate_datasets(pieces)
@@ -203,7 +215,7 @@ def encode_messages(
 # %% ../nbs/27_jsonl.ipynb #fdfe6418
 def pixel_tensor(
     picture:Image.Image|bytes|str|Path, # whatever `open_image` takes
-    preprocess:Callable, # RGB picture -> (3, H, W), (1, 3, H, W), a mapping with `pixel_values`, or (tiles, grid)
+    preprocess:Callable, # RGB picture -> (3, H, W), (1, 3, H, W), dict with `pixel_values`, or (tiles, grid)
 )->Tensor: # (3, H, W)
     "Decode a picture and preprocess it."
     out = preprocess(open_image(picture))
@@ -211,7 +223,9 @@ def pixel_tensor(
     if isinstance(out, (tuple, list)) and len(out): out = out[0]
     out = torch.as_tensor(out)
     out = out[0] if out.ndim == 4 and len(out) == 1 else out
-    if out.ndim != 3 or len(out) != 3: raise ValueError(f'preprocess makes {tuple(out.shape)} of a picture: it must give one tensor (3, H, W)')
+    if out.ndim != 3 or len(out) != 3:
+        raise ValueError(f'preprocess makes {tuple(out.shape)} of a picture: '
+                         'it must give one tensor (3, H, W)')
     return out
 
 # %% ../nbs/27_jsonl.ipynb #3be7d59b
@@ -230,14 +244,20 @@ class VLMDataset(Dataset):
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
         self.rows = jsonl_rows(data_path, images_path, self.bad_lines, marks=True).with_format('arrow')
-        self.tokenizer, self.preprocess, self.image_special_token, self.max_length = tokenizer, preprocess, image_special_token, max_length
-        self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False) # as many as the model has features for a picture
+        self.tokenizer = tokenizer
+        self.preprocess = preprocess
+        self.image_special_token = image_special_token
+        self.max_length = max_length
+        # as many as the model has features for a picture
+        self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
         self.frame, self.special = answer_frame(tokenizer), special_pattern(tokenizer)
-        if tokenizer.pad_token_id is None: raise ValueError('the tokenizer has no pad_token: set it, to eos_token for example')
+        if tokenizer.pad_token_id is None:
+            raise ValueError('the tokenizer has no pad_token: set it, to eos_token for example')
         self.no_pixels = pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]
         try: self.encode(dict(id='', images=[None], texts=[dict(user=MARK+'\n', assistant='')]))
         except Dropped as d: raise ValueError(f'not even a picture alone can be used: {d.detail}') from d
-        self.reason, self.lost = (torch.zeros(len(self.rows), dtype=torch.int32).share_memory_() for _ in range(2))
+        self.reason, self.lost = (torch.zeros(len(self.rows), dtype=torch.int32).share_memory_()
+                                  for _ in range(2))
 
     def __len__(self)->int: # usable lines
         "Number of items."
@@ -247,11 +267,16 @@ class VLMDataset(Dataset):
         row:dict, # from `read_row`
     )->tuple[Tensor,Tensor]: # ids (T,) and target (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
-        ids, target = encode_messages(self.tokenizer, mark_messages(row['texts'], self.image_special_token, self.special), self.frame)
+        messages = mark_messages(row['texts'], self.image_special_token, self.special)
+        ids, target = encode_messages(self.tokenizer, messages, self.frame)
         n, found, L = len(row['images']), count_runs(ids, self.image_ids), self.max_length
-        if found != n: raise Dropped(row['id'], 'placeholders', f'{found} runs of placeholders for {n} pictures: take a special token as image_special_token')
+        if found != n:
+            raise Dropped(row['id'], 'placeholders',
+                          f'{found} runs of placeholders for {n} pictures: '
+                          'take a special token as image_special_token')
         if not target[:L].any() or count_runs(ids[:L], self.image_ids) < n:
-            raise Dropped(row['id'], 'too_long', f'of {len(ids)} tokens, {L} hold no answer or not all pictures: raise max_length')
+            raise Dropped(row['id'], 'too_long',
+                          f'of {len(ids)} tokens, {L} hold no answer or not all pictures: raise max_length')
         return ids, target
 
     def pixels(self,
@@ -274,7 +299,7 @@ class VLMDataset(Dataset):
 
     def __getitem__(self,
         i:int, # index
-    )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,) int64; pixel_tensors (pictures, 3, H, W)
+    )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,) int64; pixels (pictures, 3, H, W)
         "An item; one without targets if the line is left out."
         row = read_row(self.rows, i)
         try: (ids, target), pixels = self.encode(row), self.pixels(row)
@@ -288,8 +313,11 @@ class VLMDataset(Dataset):
     @property
     def drops(self)->Drops: # `cut` holds the number of tokens that a sample lost
         "What was left out or cut so far, bad lines included."
-        def by_id(values): return {read_row(self.rows, i)['id']: int(values[i]) for i in values.nonzero().flatten().tolist()}
-        return Drops(self.bad_lines.reasons | {id: REASONS[r-1] for id,r in by_id(self.reason).items()}, by_id(self.lost))
+        def by_id(values):
+            found = values.nonzero().flatten().tolist()
+            return {read_row(self.rows, i)['id']: int(values[i]) for i in found}
+        return Drops(self.bad_lines.reasons | {id: REASONS[r-1] for id,r in by_id(self.reason).items()},
+                     by_id(self.lost))
 
 # %% ../nbs/27_jsonl.ipynb #dadf7a53
 def get_sampler(
@@ -299,12 +327,13 @@ def get_sampler(
     seed:int=0, # of the order, the same on all ranks
 )->DistributedSampler|None: # None when there are no other ranks; call `set_epoch` before each epoch
     "This rank's share of a data set."
-    return DistributedSampler(dataset, dist.world_size, dist.rank, shuffle=shuffle, seed=seed) if dist.world_size > 1 else None
+    return (DistributedSampler(dataset, dist.world_size, dist.rank, shuffle=shuffle, seed=seed)
+            if dist.world_size > 1 else None)
 
 # %% ../nbs/27_jsonl.ipynb #01b8c2f2
 def collate_items(
     items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
-)->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1); per row its pictures (n, 3, H, W)
+)->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1); pictures a row (n, 3, H, W)
     "Items as a batch."
     if not items: raise ValueError('`items` is empty: a batch needs at least one')
     X, Y, loss_mask, pixels = zip(*items)
@@ -331,6 +360,7 @@ def jsonl_loader(
 )->DataLoader: # batches as from `collate_items`; with ranks, call `.sampler.set_epoch` before each epoch
     "A plain loader of padded items."
     sampler = get_sampler(dataset, dist, shuffle, seed)
-    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=shuffle and sampler is None, drop_last=False, collate_fn=collate_items,
+    return DataLoader(dataset, batch_size, sampler=sampler, shuffle=shuffle and sampler is None,
+        drop_last=False, collate_fn=collate_items,
         num_workers=default_workers() if num_workers is None else num_workers, worker_init_fn=seed_worker,
         pin_memory=dist.device.type == 'cuda', generator=torch.Generator().manual_seed(seed))

@@ -25,7 +25,8 @@ from .usage import asking_hub
 from .shapes import SHAPES,draw_scene,held_out,make_scene
 
 # %% ../nbs/29_labels.ipynb #d13b8154
-IMAGE_COLUMNS,LABEL_COLUMNS = ('image','img','picture','images'),('label','labels','fine_label','class','category','texts')
+IMAGE_COLUMNS = ('image','img','picture','images')
+LABEL_COLUMNS = ('label','labels','fine_label','class','category','texts')
 
 def find_column(
     columns:list[str], # of a data set
@@ -34,18 +35,20 @@ def find_column(
 )->str: # the first of `known` that is there
     "The column that holds something."
     found = next((c for c in known if c in columns), None)
-    if found is None: raise ValueError(f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
+    if found is None:
+        raise ValueError(f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
     return found
 
 def find_label(
     ds:datasets.Dataset, # with a column of labels
-)->tuple[list,list[str]|None]: # a label a row: a name, or a number; the names of the numbers, None if there are none
+)->tuple[list,list[str]|None]: # a row's label, a name or a number; the names of the numbers, if any
     "The labels of a data set as they are written."
     key = find_column(ds.column_names, LABEL_COLUMNS, 'labels')
     values = ds.select_columns([key])[key][:]
     if key!='texts': return values,getattr(ds.features[key], 'names', None)
     if (bad := next((i for i,turns in enumerate(values) if len(turns)!=1), None)) is not None:
-        raise ValueError(f'row {bad} has {len(values[bad])} turns: a labelled picture has one, whose answer is the name of its class')
+        raise ValueError(f'row {bad} has {len(values[bad])} turns: '
+                         'a labelled picture has one, whose answer is the name of its class')
     return [turns[0]['assistant'] for turns in values],None
 
 # %% ../nbs/29_labels.ipynb #f0946ff2
@@ -56,7 +59,8 @@ def _png(image):
 
 def _labelled(rows, names): # rows: (picture, number of its class)
     features = datasets.Features(dict(image=datasets.Image(), label=datasets.ClassLabel(names=names)))
-    return datasets.Dataset.from_list([dict(image=_png(im), label=label) for im,label in rows], features=features)
+    return datasets.Dataset.from_list([dict(image=_png(im), label=label) for im,label in rows],
+                                      features=features)
 
 TEST_DIGITS = 500 # the last ones
 
@@ -65,11 +69,15 @@ def digits_splits(
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
     try: from sklearn.datasets import load_digits
-    except ImportError as e: raise ImportError('the data set `digits` comes with scikit-learn: pip install scikit-learn') from e
+    except ImportError as e:
+        raise ImportError('the data set `digits` comes with scikit-learn: pip install scikit-learn') from e
     bunch = load_digits()
-    enlarged = lambda x: Image.fromarray((x*(255/16)).round().astype(np.uint8)).resize((side,side), Image.Resampling.BICUBIC)
+    def enlarged(x):
+        grey = Image.fromarray((x*(255/16)).round().astype(np.uint8))
+        return grey.resize((side,side), Image.Resampling.BICUBIC)
     rows = [(enlarged(x), y) for x,y in zip(bunch.images, bunch.target.tolist())]
-    return {split:_labelled(part, [str(i) for i in range(10)]) for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
+    return {split:_labelled(part, [str(i) for i in range(10)])
+            for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
 
 def shapes_splits(
     sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
@@ -80,7 +88,8 @@ def shapes_splits(
         rng,rows = random.Random(f'classes {split}'),[]
         while len(rows)<n:
             scene = make_scene('one', rng)
-            if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]: rows.append((draw_scene(scene, rng), len(rows)%len(SHAPES)))
+            if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]:
+                rows.append((draw_scene(scene, rng), len(rows)%len(SHAPES)))
         splits[split] = _labelled(rows, list(SHAPES))
     return splits
 
@@ -95,7 +104,8 @@ def load_splits(
     folder = Path(path)
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
-        with nullcontext() if folder.is_dir() else asking_hub(path): found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+        with nullcontext() if folder.is_dir() else asking_hub(path):
+            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
     except OSError as e:
         what = 'digits, shapes, a folder, or a name on the hub'
         raise FileNotFoundError(f'data set {path} cannot be read ({e}): give {what}') from e
@@ -150,7 +160,8 @@ class ClassRows:
         "A row."
         part,j = self.where(i)
         [pictures] = part.rows[j].values()
-        return dict(images=pictures if isinstance(pictures, list) else [pictures], label=part.labels[j], source=part.name, row_id=f'{part.split}{j}')
+        return dict(images=pictures if isinstance(pictures, list) else [pictures], label=part.labels[j],
+                    source=part.name, row_id=f'{part.split}{j}')
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "What is right, without a look at the pictures."
@@ -172,7 +183,8 @@ def _undecoded(ds):
     "The pictures of a data set as they are kept."
     key = find_column(ds.column_names, IMAGE_COLUMNS, 'pictures')
     kind = datasets.Image(decode=False)
-    return ds.select_columns([key]).cast_column(key, datasets.List(kind) if isinstance(ds.features[key], datasets.List) else kind)
+    several = isinstance(ds.features[key], datasets.List)
+    return ds.select_columns([key]).cast_column(key, datasets.List(kind) if several else kind)
 
 def _numbered(ds, names):
     "The labels of a data set as numbers in a list of names."
@@ -189,10 +201,12 @@ class ClassData:
     train:ClassRows # of all data sets
     val:ClassRows # of all data sets
 
-    def balanced(self)->list[float]: # one per class; weighted, all classes count the same, and the mean over the rows is 1
+    def balanced(self)->list[float]: # one a class: weighted, all count the same; the mean over the rows is 1
         "Weights against classes of unequal size, as scikit-learn's 'balanced'."
         counts = np.bincount([l for p in self.train.parts for l in p.labels], minlength=len(self.names))
-        if not counts.all(): raise ValueError(f'no training picture of class {self.names[int(counts.argmin())]}: it cannot be balanced')
+        if not counts.all():
+            raise ValueError(f'no training picture of class {self.names[int(counts.argmin())]}: '
+                             'it cannot be balanced')
         return (counts.sum()/(len(counts)*counts)).tolist()
 
 def load_classes(
@@ -202,8 +216,10 @@ def load_classes(
 )->ClassData: # their rows in the order of `paths`
     "Load several data sets."
     short = [Path(p).name for p in paths]
-    if len(set(short))<len(short): raise ValueError(f'data sets {short} have equal names: rename a folder, metrics go by these names')
+    if len(set(short))<len(short):
+        raise ValueError(f'data sets {short} have equal names: rename a folder, metrics go by these names')
     pairs = {name:split_pair(load_splits(p), val_share, seed) for name,p in zip(short, paths)}
     names = list(dict.fromkeys(n for pair in pairs.values() for n in names_of(pair.values())))
-    parts = {name:[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()] for name,pair in pairs.items()}
+    parts = {name:[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]
+             for name,pair in pairs.items()}
     return ClassData(names, *(ClassRows([two[k] for two in parts.values()]) for k in (0,1)))

@@ -43,7 +43,8 @@ class PackRules:
 
     def __post_init__(self):
         for name in ('length', 'window', 'first'):
-            if getattr(self, name) < 1: raise ValueError(f'{name} is {getattr(self, name)}: it must be at least 1')
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} is {getattr(self, name)}: it must be at least 1')
 
     def over(self,
         before:int, # packs of the epoch so far
@@ -76,7 +77,8 @@ class naming:
     def __enter__(self): pass
 
     def __exit__(self, kind, e, tb):
-        if isinstance(e, Exception) and not isinstance(e, Dropped): raise RuntimeError(f'sample {self.id}: {kind.__name__}: {e}') from e
+        if isinstance(e, Exception) and not isinstance(e, Dropped):
+            raise RuntimeError(f'sample {self.id}: {kind.__name__}: {e}') from e
 
 # %% ../nbs/26_lanes.ipynb #12bfe1a5
 class Window:
@@ -87,13 +89,20 @@ class Window:
         most_tiles:int|None=None, # of a sample; None: any number
     ):
         "An empty window."
-        self.items,self.drops,self.cut,self.tokens,self.end,self.enough,self.most_tiles,self.full = [],[],{},0,end,enough,most_tiles,False
+        self.items = []
+        self.drops = []
+        self.cut = {}
+        self.tokens = 0
+        self.end = end
+        self.enough = enough
+        self.most_tiles = most_tiles
+        self.full = False
 
     def read(self,
         rows:Iterator, # (position after it, row), from a source's `rows_of`
         samples:VQADataset, # makes the plan
         source, # says what to keep of a row
-    )->None: # nothing
+    )->None:
         "Plan one more row."
         position,row = next(rows, (None, None))
         if row is None:
@@ -108,9 +117,10 @@ class Window:
     def add(self,
         plan:Plan, # of a sample
         held, # how to find its pictures
-    )->None: # nothing
+    )->None:
         "Take a sample in; raises `Dropped` if it fits into no pack."
-        if self.most_tiles and plan.tiles > self.most_tiles: raise Dropped(plan.id, 'too_many_tiles', f'{plan.tiles} tiles, a pack holds {self.most_tiles}')
+        if self.most_tiles and plan.tiles > self.most_tiles:
+            raise Dropped(plan.id, 'too_many_tiles', f'{plan.tiles} tiles, a pack holds {self.most_tiles}')
         self.items.append((plan, held))
         self.tokens += plan.tokens
         self.full = self.tokens >= self.enough
@@ -154,7 +164,8 @@ def empty_pack(
     pad_id:int, # token id of the padding
 )->dict: # as `packing.pack` returns it, with no document in it
     "A pack of padding only."
-    return dict(input_ids=torch.full((length,), pad_id), labels=torch.full((length,), IGNORE), attention_mask=torch.zeros(length, dtype=torch.long),
+    return dict(input_ids=torch.full((length,), pad_id), labels=torch.full((length,), IGNORE),
+        attention_mask=torch.zeros(length, dtype=torch.long),
         doc_lens=[], n_targets=[], n_images=[], images=[], ids=[])
 
 # %% ../nbs/26_lanes.ipynb #f940efed
@@ -179,7 +190,8 @@ class Lane:
         tokens,images,tiles = map(list, zip(*sizes)) if sizes else ([], [], [])
         limits = dict(tile_counts=tiles, max_tiles=r.max_tiles) if r.max_tiles else {}
         groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, **limits)
-        order = take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch) if r.shuffle else range(len(groups))
+        order = (take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch)
+                 if r.shuffle else range(len(groups)))
         return [[items[i] for i in groups[g]] for g in order]
 
     def decode(self,
@@ -190,9 +202,11 @@ class Lane:
         found,drops = [],[]
         for p,held in members:
             try:
-                with naming(p.id): found.append(self.samples.finish(p, held, random.Random(f'{self.rules.seed}/{epoch}/{p.id}')))
+                chance = random.Random(f'{self.rules.seed}/{epoch}/{p.id}')
+                with naming(p.id): found.append(self.samples.finish(p, held, chance))
             except Dropped as d: drops.append(d.args)
-        size,slots = (self.rules.length,self.rules.pad_id),(self.samples.tokenizer.image_token_id,self.samples.mp_image_token_length)
+        size = (self.rules.length,self.rules.pad_id)
+        slots = (self.samples.tokenizer.image_token_id,self.samples.mp_image_token_length)
         return (pack(found, *size, *slots) if found else empty_pack(*size))|dict(drops=drops)
 
     def window(self,
@@ -229,15 +243,17 @@ class Lane:
 
     def planned(self,
         state:LaneState, # where to begin
-    )->Iterator[tuple]: # (samples of a pack, state after it, what was dropped, what was cut); at the end None for the samples
-        "The packs of the rest of an epoch before they are decoded. The next window fills while one is given away, and a pack that was given away is let go."
+    )->Iterator[tuple]: # (samples of a pack, state after it, dropped, cut); at the end None for the samples
+        "The packs of the rest of an epoch before they are decoded; the next window fills meanwhile."
         rows = self.source.rows_of(self.number, self.lanes, state.epoch, state.at)
         window = self.fill(self.window(state.at, state.before), rows)
         while window.items:
-            plan = self.plan(window, state)[:None if self.rules.most is None else self.rules.most-state.before]
+            most = None if self.rules.most is None else self.rules.most-state.before
+            plan = self.plan(window, state)[:most]
             n,items,window.items = len(plan),len(window.items),[]
             after = LaneState(state.epoch, window.end, state.before+n)
-            following,ahead = self.window(window.end, after.before),items*self.rules.packs(after.before)//n**2+1
+            following = self.window(window.end, after.before)
+            ahead = items*self.rules.packs(after.before)//n**2+1
             for j in range(n):
                 members,plan[j] = plan[j],None
                 if j < state.emitted: continue
@@ -253,7 +269,7 @@ class Lane:
 
     def packs(self,
         state:LaneState, # where to begin
-    )->Iterator[dict]: # as `packing.pack` makes them, with `lane`, `state` after it, `drops`, `cut` and `done`
+    )->Iterator[dict]: # as of `packing.pack`, with `lane`, `state` after it, `drops`, `cut` and `done`
         "The packs of the rest of an epoch, then empty ones without end."
         r,kept = self.rules,self.kept is not None and state == LaneState()
         for members,state,drops,cut in self.kept if kept else self.planned(state):
@@ -268,7 +284,8 @@ class Lane:
         done:bool=False, # is the epoch over?
     )->dict: # the pack with all that
         "Write on a pack where it comes from."
-        return made|dict(lane=self.number, state=state.to_list(), drops=drops+made['drops'], cut=cut, done=done)
+        return made|dict(lane=self.number, state=state.to_list(), drops=drops+made['drops'],
+                         cut=cut, done=done)
 
 # %% ../nbs/26_lanes.ipynb #0027cc20
 def ship(
@@ -321,8 +338,10 @@ def sizes_of(
 )->dict: # JSON-able
     "What decides which rows stay, and how long they are."
     s,p = samples,samples.image_processor
-    return dict(minimums=s.minimums, max_sample_length=s.max_sample_length, max_images_per_example=s.max_images_per_example, tile_tokens=s.mp_image_token_length,
-        max_img_size=p.max_img_size, tile=p.splitted_image_size, resize_to_max_side_len=p.resize_to_max_side_len)
+    return dict(minimums=s.minimums, max_sample_length=s.max_sample_length,
+        max_images_per_example=s.max_images_per_example, tile_tokens=s.mp_image_token_length,
+        max_img_size=p.max_img_size, tile=p.splitted_image_size,
+        resize_to_max_side_len=p.resize_to_max_side_len)
 
 # %% ../nbs/26_lanes.ipynb #29c97750
 def _same(x): return x
@@ -335,8 +354,11 @@ class _letting_go:
 
     def __exit__(self, kind, e, tb):
         clear_frames(tb)
-        if self.num_workers and isinstance(e, (EOFError, ConnectionError, FileNotFoundError)) and not str(e).startswith('Caught'): # torch's word for what a worker raised
-            raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). Was it killed for its memory? Lower num_workers or num_of_sequences') from e
+        cut_off = isinstance(e, (EOFError, ConnectionError, FileNotFoundError))
+        raised_there = str(e).startswith('Caught') # torch's word for what a worker raised
+        if self.num_workers and cut_off and not raised_there:
+            raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). '
+                               'Was it killed for its memory? Lower num_workers or num_of_sequences') from e
 
 PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count its updates
 PROBED = 1_024 # rows that stand for all in a stream, or where there are more
@@ -370,15 +392,17 @@ class PackLoader:
         accumulation:int=1, # micro-batches of a rank in an update
         dist:Dist=Dist(), # who we are
         num_workers:int=0, # processes that plan and decode; 0: this one, when asked
-        pin_memory:bool=False, # hand out what the model reads in memory that a GPU can read while others compute
-        most:int|None=None, # micro-batches of this rank that an epoch has at most, always the same ones: they are planned once; None: all
+        pin_memory:bool=False, # hand out what the model reads in memory from which a GPU copies by itself
+        most:int|None=None, # micro-batches of this rank in an epoch, always the same, planned once; None: all
     ):
         "Lay out the lanes."
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory = num_workers,pin_memory
         mine = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         if num_workers > len(mine):
-            raise ValueError(f'num_workers {num_workers} > {len(mine)} lanes of a rank (batch_size x gradient_accumulation_steps): lower num_workers, a worker without a lane has nothing to do')
+            raise ValueError(f'num_workers {num_workers} > {len(mine)} lanes of a rank '
+                             '(batch_size x gradient_accumulation_steps): '
+                             'lower num_workers, a worker without a lane has nothing to do')
         if num_workers: check_socket_room()
         self.n,self.most,self.accumulation = len(mine)*dist.world_size,most,accumulation
         self.numbers = mine
@@ -387,15 +411,17 @@ class PackLoader:
 
     def lay_out(self,
         rules:PackRules, # how to pack
-    )->None: # nothing
+    )->None:
         "Make the lanes; those of a later micro-batch may have one pack less to give."
         self.rules = rules
         def asked(m): return None if self.most is None else max(-(-(self.most-m)//self.accumulation), 0)
-        self.lanes = [Lane(self.samples, self.source, replace(rules, most=asked(j//self.batch_size)), k, self.n) for j,k in enumerate(self.numbers)]
+        self.lanes = [
+            Lane(self.samples, self.source, replace(rules, most=asked(j//self.batch_size)), k, self.n)
+            for j,k in enumerate(self.numbers)]
 
     def set_epoch(self,
         epoch:int, # from 0
-    )->None: # nothing
+    )->None:
         "Go to the beginning of an epoch."
         self.epoch,self.states = epoch,[LaneState(epoch)]*len(self.lanes)
 
@@ -409,7 +435,8 @@ class PackLoader:
         n,turns = self.num_workers,-(-len(self.lanes)//max(self.num_workers, 1))
         self.keep()
         more = dict(prefetch_factor=max(2, turns)) if n else {}
-        return DataLoader(LaneDataset(self.lanes, self.states), batch_size=None, collate_fn=_same, num_workers=n, worker_init_fn=seed_worker,
+        return DataLoader(LaneDataset(self.lanes, self.states), batch_size=None, collate_fn=_same,
+            num_workers=n, worker_init_fn=seed_worker,
             pin_memory=self.pin_memory, generator=torch.Generator().manual_seed(self.rules.seed), **more)
 
     def updates(self)->Iterator[list[dict]]: # the packs of this rank, one per lane, for each update
@@ -455,7 +482,8 @@ class PackLoader:
                 window.read(iter([row]), self.samples, self.source)
                 read += 1
         r,plans = self.rules,[p for p,_ in window.items]
-        limits = [(sum(p.tokens for p in plans), r.length), (sum(p.images for p in plans), r.max_images), (sum(p.tiles for p in plans), r.max_tiles)]
+        limits = [(sum(p.tokens for p in plans), r.length), (sum(p.images for p in plans), r.max_images),
+                  (sum(p.tiles for p in plans), r.max_tiles)]
         return max(n/most for n,most in limits if most)/read if plans else None
 
     def updates_left(self,
@@ -467,7 +495,9 @@ class PackLoader:
         if self.source.at_random and rows <= PLANNED:
             measured = Measured(self.samples)
             lanes = [replace(lane, samples=measured) for lane in self.lanes]
-            def packs(e): return max(lane.count(s) for lane,s in zip(lanes, self.states if e == self.epoch else [LaneState(e)]*len(lanes)))
+            def packs(e):
+                states = self.states if e == self.epoch else [LaneState(e)]*len(lanes)
+                return max(lane.count(s) for lane,s in zip(lanes, states))
             return sum(max(self.dist.gather(packs(e))) for e in left),True
         share = None if rows is None else self.probe()
         share = self.dist.gather(share)[0]
@@ -477,23 +507,26 @@ class PackLoader:
 
     def idle(self)->dict: # a micro-batch
         "A batch of padding, for a rank that has no data left while others have."
-        made = empty_pack(self.rules.length, self.rules.pad_id)|dict(drops=[], lane=None, state=None, cut={}, done=True)
+        empty = empty_pack(self.rules.length, self.rules.pad_id)
+        made = empty|dict(drops=[], lane=None, state=None, cut={}, done=True)
         return self.collate([made]*self.batch_size)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "Where the lanes stand, and what that depends on."
         states = {str(lane.number):s.to_list() for lane,s in zip(self.lanes, self.states)}
-        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(), samples=sizes_of(self.samples), states=states)
+        return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(),
+                    samples=sizes_of(self.samples), states=states)
 
     def load_state_dict(self,
         state:dict, # of this rank, or of all ranks (`merge_states`)
-    )->None: # nothing
+    )->None:
         "Go on where a run stood; an error if the order of the packs would not be the same."
         first = state['rules'].get('first', state['rules']['window']) # at first all windows were of one size
         if first != self.rules.first: self.lay_out(replace(self.rules, first=first))
         keep_split(self.source, state)
         check_state(state, self)
-        self.epoch,self.states = state['epoch'],[LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
+        self.epoch = state['epoch']
+        self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
 
 # %% ../nbs/26_lanes.ipynb #8256f5fd
 def merge_states(
@@ -509,9 +542,14 @@ def check_state(
     "Raise a ValueError that names what is not as it was."
     now = loader.state_dict()
     if state['lanes'] != now['lanes']:
-        raise ValueError(f"the state has {state['lanes']} lanes, this run has {now['lanes']}: choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, "
+        raise ValueError(f"the state has {state['lanes']} lanes, this run has {now['lanes']}: "
+                         f"choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, "
                          f"or set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}")
-    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source', 'samples') for name,was in state[k].items() if was != now[k].get(name)]
-    if changed: raise ValueError(f"the order of the packs has changed: {'; '.join(changed)}. Set them as they were, or set_epoch({state['epoch']+1}) to begin the next epoch")
+    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source', 'samples')
+               for name,was in state[k].items() if was != now[k].get(name)]
+    if changed:
+        raise ValueError(f"the order of the packs has changed: {'; '.join(changed)}. "
+                         f"Set them as they were, or set_epoch({state['epoch']+1}) to begin the next epoch")
     missing = now['states'].keys()-state['states'].keys()
-    if missing: raise ValueError(f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
+    if missing:
+        raise ValueError(f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')

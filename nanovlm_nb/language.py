@@ -316,6 +316,8 @@ class LanguageModel(nn.Module):
             for block in self.blocks:
                 x = (checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False)
                      if recompute else block(x, cos, sin, layout, cache))
-                if self.cfg.use_moe: x,balance = x; balances.append(balance)
+                if self.cfg.use_moe:
+                    x,balance = x
+                    balances.append(balance)
         balances = [b for b in balances if b is not None]
         return (self.norm(x), sum(balances) if balances else None) if with_balance else self.norm(x)

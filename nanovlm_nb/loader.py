@@ -32,7 +32,8 @@ def load_tokenizer(
     "The tokenizer of a config; 'shapes' is trained on the spot."
     extra,template = vlm_cfg.vlm_extra_tokens,vlm_cfg.lm_chat_template
     shapes = vlm_cfg.lm_tokenizer=='shapes'
-    tokenizer = shapes_tokenizer(extra, template, vlm_cfg.lm_base_vocab_size) if shapes else get_tokenizer(vlm_cfg.lm_tokenizer, extra, template)
+    tokenizer = (shapes_tokenizer(extra, template, vlm_cfg.lm_base_vocab_size)
+                 if shapes else get_tokenizer(vlm_cfg.lm_tokenizer, extra, template))
     check_tokenizer(tokenizer, vlm_cfg)
     return tokenizer
 
@@ -48,7 +49,8 @@ def map_pair(
     n = len(rows)
     if not 0 <= val_size < n: raise ValueError(no_room(val_size, n))
     stop = n if cutoff is None else min(n, val_size+cutoff)
-    return MapSource(rows, seed, val_size, stop, name=name),MapSource(rows, seed, 0, val_size, shuffle=False, name=name)
+    train = MapSource(rows, seed, val_size, stop, name=name)
+    return train,MapSource(rows, seed, 0, val_size, shuffle=False, name=name)
 
 def stream_pair(
     streams:dict[str,IterableDataset], # name of a configuration -> its rows
@@ -90,11 +92,16 @@ def load_sources(
     "The sources of the data set that a config names."
     c,path = train_cfg,Path(train_cfg.train_dataset_path)
     if c.train_dataset_path=='shapes':
-        rows = [shapes_dataset(n, split, c.seed) for n,split in ((c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation'))]
+        parts = (c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation')
+        rows = [shapes_dataset(n, split, c.seed) for n,split in parts]
         return MapSource(rows[0], c.seed),MapSource(rows[1], c.seed, 0, c.val_size, shuffle=False)
-    if path.suffix=='.jsonl' or any(path.glob('*.jsonl')): return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
-    data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset, patience=patience)
-    if c.train_dataset_weights: return mixed_pair(weighted_pairs(c, data, weights_of(c, list(data))), weights_of(c, list(data)))
+    if path.suffix=='.jsonl' or any(path.glob('*.jsonl')):
+        return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
+    data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,
+                        patience=patience)
+    if c.train_dataset_weights:
+        weights = weights_of(c, list(data))
+        return mixed_pair(weighted_pairs(c, data, weights), weights)
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx, c.timeout_s/2)
     rows = Joined(data) if len(data)>1 else next(iter(data.values()))
     return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
@@ -109,8 +116,10 @@ def weighted_pairs(
     if not c.stream_dataset:
         sizes = val_rows(list(map(len, data.values())), c.val_size, weights)
         return [map_pair(ds, c.seed, v, n, name) for (name,ds),v,n in zip(data.items(), sizes, limits)]
-    sources = [StreamSource({name:ds}, c.seed, limit=n, patience=c.timeout_s/2) for (name,ds),n in zip(data.items(), limits)]
-    for s,v in zip(sources, val_rows([n for s in sources for n,_ in s.sizes().values()], c.val_size, weights)): s.divide(v)
+    sources = [StreamSource({name:ds}, c.seed, limit=n, patience=c.timeout_s/2)
+               for (name,ds),n in zip(data.items(), limits)]
+    sizes = [n for s in sources for n,_ in s.sizes().values()]
+    for s,v in zip(sources, val_rows(sizes, c.val_size, weights)): s.divide(v)
     return [(s, s.held_out()) for s in sources]
 
 def weights_of(
@@ -118,8 +127,11 @@ def weights_of(
     loaded:list[str], # configurations that could be loaded, in order
 )->list[float]: # one for each of these
     "The weights of what could be loaded."
-    names,weights = config_names(train_cfg.train_dataset_path, train_cfg.train_dataset_name),train_cfg.train_dataset_weights
-    if len(names) != len(weights): raise ValueError(f'{len(weights)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
+    names = config_names(train_cfg.train_dataset_path, train_cfg.train_dataset_name)
+    weights = train_cfg.train_dataset_weights
+    if len(names) != len(weights):
+        raise ValueError(f'{len(weights)} train_dataset_weights for {len(names)} configurations {names}: '
+                         'give one for each')
     return [w for name,w in zip(names, weights) if name in loaded]
 
 # %% ../nbs/28_loader.ipynb #4c81fa27
@@ -131,9 +143,11 @@ def size_line(
     def shown(n, exact): return '?' if n is None else f'{n}' if exact else f'~{n}'
     def total(sizes):
         known = None not in [n for n,_ in sizes.values()]
-        return shown(sum(n for n,_ in sizes.values()) if known else None, all(exact for _,exact in sizes.values()))
+        return shown(sum(n for n,_ in sizes.values()) if known else None,
+                     all(exact for _,exact in sizes.values()))
     parts = dict(training=train.sizes(), validation=val.sizes())
-    by_config = [f'{name} {shown(*n)} + {shown(*parts["validation"].get(name, (0, True)))}' for name,n in parts['training'].items()]
+    by_config = [f'{name} {shown(*n)} + {shown(*parts["validation"].get(name, (0, True)))}'
+                 for name,n in parts['training'].items()]
     rows = ' and '.join(f'{total(sizes)} for {part}' for part,sizes in parts.items())
     return f'rows: {rows}'+(f' ({", ".join(by_config)})' if len(by_config)>1 else '')
 
@@ -148,7 +162,8 @@ def make_samples(
     "What makes samples of rows, as a config says."
     processor = image_processor_of(vlm_cfg, custom_transforms)
     limits = {f'{name}_min_rating':getattr(train_cfg, f'{name}_min_rating') for name in RATINGS}
-    limits |= dict(max_sample_length=train_cfg.max_sample_length, max_images_per_example=train_cfg.max_images_per_example)
+    limits |= dict(max_sample_length=train_cfg.max_sample_length,
+                   max_images_per_example=train_cfg.max_images_per_example)
     return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length, **limits)
 
 def pack_loader(
@@ -163,9 +178,11 @@ def pack_loader(
 )->PackLoader: # batches as `packing.collate_packs` makes them
     "A loader of this rank's micro-batches."
     c,window = train_cfg,train_cfg.num_of_sequences
-    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack, c.max_tiles_per_knapsack, window, c.seed, shuffle)
+    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack,
+                      c.max_tiles_per_knapsack, window, c.seed, shuffle)
     if most is not None: rules = replace(rules, first=window) # what is asked for is planned as a whole
-    return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers, dist.device.type=='cuda', most)
+    return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers,
+                      dist.device.type=='cuda', most)
 
 def get_dataloaders(
     train_cfg:TrainConfig, # data, filters, packing, workers
@@ -177,11 +194,17 @@ def get_dataloaders(
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     check_configs(vlm_cfg, train_cfg)
-    custom_transforms = custom_transforms or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
-    if custom_transforms and train_cfg.cache_features: raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, and keeping their features fills the disk; leave one of them out')
+    custom_transforms = (custom_transforms
+                         or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms])
+    if custom_transforms and train_cfg.cache_features:
+        raise ValueError('cache_features with custom_transforms: changed pictures are new ones '
+                         'in each epoch, and keeping their features fills the disk; leave one of them out')
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    parts = zip(load_sources(train_cfg, drops, patience), (custom_transforms,()), (True,False), (loader_workers(train_cfg, cores_of_rank()),train_cfg.val_workers), (None,train_cfg.max_val_batches))
-    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg, train_cfg, dist, shuffle, workers, most)
+    parts = zip(load_sources(train_cfg, drops, patience), (custom_transforms,()),
+                (True,False), (loader_workers(train_cfg, cores_of_rank()),train_cfg.val_workers),
+                (None,train_cfg.max_val_batches))
+    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg,
+                             train_cfg, dist, shuffle, workers, most)
         for source,transforms,shuffle,workers,most in parts)
     train.samples.drops.merge(drops)
     return train,val

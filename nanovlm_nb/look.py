@@ -48,7 +48,7 @@ class Strangers:
 
     def exchange(self,
         batch:Batch, # of validation
-    )->tuple[list,Tensor]: # pictures of other samples, a list a pack; labels (B, T), -100 where no other picture was found
+    )->tuple[list,Tensor]: # pictures of other samples, a list a pack; labels (B, T), -100 where none is
         "Replace each sample's pictures."
         images,labels = [list(row) for row in batch['images']],torch.full_like(batch['labels'], IGNORE)
         for doc in unpack(batch):
@@ -73,7 +73,8 @@ def text_only(
         n = int(k.sum())
         new[row,:n],marks[row,:n] = ids[row][k],labels[row][k]
     lens = [[int(p.sum()) for p in k[:sum(lens)].split(lens)] for k,lens in zip(keep, batch['doc_lens'])]
-    return dict(input_ids=new, labels=marks, doc_lens=[[n for n in row if n] for row in lens], images=[[] for _ in lens])
+    return dict(input_ids=new, labels=marks, doc_lens=[[n for n in row if n] for row in lens],
+                images=[[] for _ in lens])
 
 # %% ../nbs/31_look.ipynb #9a7e0a03
 def of_texts(
@@ -92,7 +93,8 @@ def text_figures(
     answers:int, # answers
 )->dict[str,float]: # `look/text_loss`, `look/text_accuracy`, `look/text_answers`; empty without text
     "The figures of texts, if there were any."
-    return {'look/text_loss':loss/targets, 'look/text_accuracy':right/answers, 'look/text_answers':answers} if targets else {}
+    return ({'look/text_loss':loss/targets, 'look/text_accuracy':right/answers, 'look/text_answers':answers}
+            if targets else {})
 
 # %% ../nbs/31_look.ipynb #3ad5d3ac
 @dataclass
@@ -106,15 +108,18 @@ class Score:
     def add(self,
         logits:Tensor, # (B, T, V) scores
         labels:Tensor, # (B, T) the token that follows, -100 where none is to be known
-    )->None: # nothing
+    )->None:
         "Count a batch."
         is_target = labels!=IGNORE
-        runs = (is_target & ~torch.nn.functional.pad(is_target, (1,-1))).flatten().cumsum(0)[is_target.flatten()]
+        begins = is_target & ~torch.nn.functional.pad(is_target, (1,-1))
+        runs = begins.flatten().cumsum(0)[is_target.flatten()]
         found,wanted = logits[is_target].float(),labels[is_target]
         wrong = torch.bincount(runs[found.argmax(-1)!=wanted], minlength=1)
         answers = int(runs.max()) if len(runs) else 0
         self.loss += cross_entropy(found, wanted, reduction='sum').item()
-        self.targets += len(wanted); self.answers += answers; self.right += answers-int((wrong>0).sum())
+        self.targets += len(wanted)
+        self.answers += answers
+        self.right += answers-int((wrong>0).sum())
 
 # %% ../nbs/31_look.ipynb #76d253b1
 VIEWS = ('', '_shuffled', '_blank', '_text')
@@ -135,7 +140,7 @@ def look_panel(
     batches:Iterable[dict], # validation data, the same number on each rank
     cfg:VLMConfig, # of the model
     dist:Dist=Dist(), # the ranks
-)->dict[str,float]: # `look/val_loss`, `look/accuracy`, each also with _shuffled, _blank and _text; `look/answers`, and what `text_figures` gives
+)->dict[str,float]: # `look/val_loss`, `look/accuracy`, also _shuffled, _blank, _text; `look/answers`
     "How the model does with the right picture, and without; every rank must call."
     scores,texts,strangers = {name:Score() for name in VIEWS},Score(),Strangers(cfg)
     for batch in batches:
@@ -145,9 +150,13 @@ def look_panel(
             if name==VIEWS[0]: texts.add(found, of_texts(batch))
     sums = lambda s: [sum(x) for x in zip(*dist.gather((s.loss, s.targets, s.right, s.answers)))]
     total = {name:sums(s) for name,s in scores.items()}
-    if not total[''][1]: raise ValueError('no sample has a picture that can be exchanged for one with the same grid: raise val_size or max_val_batches, or set look_interval to 0')
+    if not total[''][1]:
+        raise ValueError('no sample has a picture that can be exchanged for one with the same grid: '
+                         'raise val_size or max_val_batches, or set look_interval to 0')
     losses,right = ({name:t[i]/t[i+1] for name,t in total.items()} for i in (0,2))
-    return {f'look/val_loss{n}':v for n,v in losses.items()} | {f'look/accuracy{n}':v for n,v in right.items()} | {'look/answers':total[''][3]} | text_figures(*sums(texts))
+    return {**{f'look/val_loss{n}':v for n,v in losses.items()},
+            **{f'look/accuracy{n}':v for n,v in right.items()},
+            'look/answers':total[''][3], **text_figures(*sums(texts))}
 
 # %% ../nbs/31_look.ipynb #df587ccc
 def reader(
@@ -155,5 +164,7 @@ def reader(
 )->Callable[[dict],Tensor]: # for `look_panel`
     "Scores of a model for what is in a batch."
     device = model.MP.proj.weight.device
-    def read(batch): return model(batch['input_ids'].to(device), batch['images'], doc_lens=batch['doc_lens'])[0].cpu()
+    def read(batch):
+        hidden,_ = model(batch['input_ids'].to(device), batch['images'], doc_lens=batch['doc_lens'])
+        return hidden.cpu()
     return read

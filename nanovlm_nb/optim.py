@@ -35,7 +35,8 @@ def component_lrs(
 def _training_parts(component, lr, last_blocks):
     "Freeze a component; thaw, and return, what trains with this rate."
     if last_blocks and last_blocks>len(component.blocks):
-        raise ValueError(f'language_last_blocks is {last_blocks}, but the language model has {len(component.blocks)} blocks: give fewer, or None to train all of it')
+        raise ValueError(f'language_last_blocks is {last_blocks}, but the language model '
+                         f'has {len(component.blocks)} blocks: give fewer, or None to train all of it')
     component.requires_grad_(False).eval()
     parts = [] if lr<=0 else [component] if last_blocks is None else [*component.blocks[-last_blocks:]]
     for p in parts: p.requires_grad_(True).train()
@@ -51,7 +52,9 @@ def param_groups(
     groups = []
     for name,lr in lrs.items():
         parts = _training_parts(getattr(model, name), lr, last_blocks if name=='decoder' else None)
-        if parts: groups.append(dict(name=name, params=[p for part in parts for p in part.parameters()], lr=lr, max_lr=lr))
+        if parts:
+            groups.append(dict(name=name, params=[p for part in parts for p in part.parameters()],
+                               lr=lr, max_lr=lr))
     if not groups: raise ValueError(f'every learning rate is 0 ({lrs}): nothing would train')
     return groups
 
@@ -61,7 +64,7 @@ def make_optimizer(
     train_cfg:TrainConfig, # learning rates, `betas`, `weight_decay`
     kind:type=torch.optim.AdamW, # or another class with its arguments, such as `OffloadedAdamW`
 )->torch.optim.AdamW: # one group per component that trains
-    "AdamW over the model's components, frozen ones left out; `new_parts` that a model has besides train like the projector, which begins from nothing too."
+    "AdamW over the components that train; `new_parts` train like the projector, as new as they are."
     lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     groups = param_groups(model, lrs, train_cfg.language_last_blocks)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
@@ -75,20 +78,26 @@ def trainable_line(
     "How many millions of parameters train, after a check that they are those that the optimizer was given."
     declared = {id(p):g['name'] for g in optimizer.param_groups for p in g['params']}
     for name,p in model.named_parameters():
-        if p.requires_grad!=(id(p) in declared): raise ValueError(f'{name} {"asks for a gradient, but no learning rate is meant for it" if p.requires_grad else "has a learning rate, but is frozen"}: '
-            'freeze and thaw with the learning rates and language_last_blocks, before the optimizer is made')
+        if p.requires_grad==(id(p) in declared): continue
+        wrong = ('asks for a gradient, but no learning rate is meant for it' if p.requires_grad
+                 else 'has a learning rate, but is frozen')
+        raise ValueError(f'{name} {wrong}: freeze and thaw with the learning rates and language_last_blocks, '
+                         'before the optimizer is made')
     size = lambda ps: sum(p.numel() for p in ps)/1e6
     groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
-    return f'trainable: {sum(n for _,n in groups):.3f} M of {size(model.parameters()):.3f} M ({", ".join(f"{name} {n:.3f}" for name,n in groups)})'
+    each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
+    return f'trainable: {sum(n for _,n in groups):.3f} M of {size(model.parameters()):.3f} M ({each})'
 
 # %% ../nbs/30_optim.ipynb #46ac9e51
 def training_parts(
     train:dict, # fields of a `TrainConfig`; missing ones have their default
 )->dict[str,str]: # component -> what of it trains
     "Which parts of the model a run trains."
-    cfg = TrainConfig(**{k:v for k,v in train.items() if k in ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks')})
+    told = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks')
+    cfg = TrainConfig(**{k:v for k,v in train.items() if k in told})
     last = cfg.language_last_blocks
-    return {name:f'the last {last} blocks' if last and name=='decoder' else 'all' for name,lr in component_lrs(cfg).items() if lr>0}
+    return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
+            for name,lr in component_lrs(cfg).items() if lr>0}
 
 # %% ../nbs/30_optim.ipynb #6521a191
 def checked_lr(
@@ -103,7 +112,8 @@ def checked_lr(
     except TypeError: is_rate = False
     if is_rate: return float(lr)
     name = getattr(schedule, '__name__', schedule)
-    raise ValueError(f'the schedule {name} returned {lr!r} for step {step} of {max_steps}: it must return a learning rate, 0 or more')
+    raise ValueError(f'the schedule {name} returned {lr!r} for step {step} of {max_steps}: '
+                     'it must return a learning rate, 0 or more')
 
 def set_lrs(
     optimizer:torch.optim.Optimizer, # groups with `name` and `max_lr`
@@ -164,7 +174,8 @@ def compile_blocks(
 
 # %% ../nbs/30_optim.ipynb #7c0d1a02
 SAVED = .2 # share of an update's time that compiled blocks save at least
-COLD_S,WARM_S = 120.,20. # seconds by which a start with the compiler is longer; the same if an earlier start has kept what it made
+# seconds by which a start with the compiler is longer; the same if an earlier start has kept what it made
+COLD_S,WARM_S = 120.,20.
 
 def pays_to_compile(
     updates:int, # of the whole run
@@ -211,29 +222,36 @@ def has_compiled()->bool: # is there?
     folder = os.environ.get(CACHE_ENV)
     return folder is not None and any(Path(folder).glob('fxgraph/*'))
 
-def compile_counts()->dict[str,int]: # `graphs` that this process has traced, and how many of their compilations were `found` on disk or `made`
+def compile_counts()->dict[str,int]: # `graphs` traced by this process; compilations `found` on disk or `made`
     "What compiling came to so far."
     from torch._dynamo.utils import counters
     kept = counters['inductor']
-    return dict(graphs=counters['stats']['unique_graphs'], found=kept['fxgraph_cache_hit'], made=kept['fxgraph_cache_miss'])
+    return dict(graphs=counters['stats']['unique_graphs'], found=kept['fxgraph_cache_hit'],
+                made=kept['fxgraph_cache_miss'])
 
 # %% ../nbs/30_optim.ipynb #7c0d3a02
-WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8') # cuBLAS' variable, and the values with which it repeats itself
+# cuBLAS' variable, and the values with which it repeats itself
+WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
 NO_TWIN = 'does not have a deterministic implementation' # how PyTorch says it
 
 def check_same_bits(
     kind:str, # of the device, e.g. `cuda`
     workspace:str|None, # what the environment says to cuBLAS
-)->None: # nothing
+)->None:
     "Raise a ValueError if the same bits cannot be promised."
-    if kind not in ('cuda','cpu'): raise ValueError(f'deterministic: nobody promises the same bits on {kind}, leave it out or take another device')
-    if workspace not in (None,*FIXED_SIZES): raise ValueError(f'deterministic: {WORKSPACE} is {workspace!r}, with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
+    if kind not in ('cuda','cpu'):
+        raise ValueError(f'deterministic: nobody promises the same bits on {kind}, '
+                         'leave it out or take another device')
+    if workspace not in (None,*FIXED_SIZES):
+        raise ValueError(f'deterministic: {WORKSPACE} is {workspace!r}, '
+                         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
 
 def _strict_compiler():
     "The compiler's own switch; a ValueError if this release of torch has none."
     from torch._inductor import config # importing it takes seconds
     if hasattr(config, 'deterministic'): return config.patch(deterministic=True)
-    raise ValueError(f'deterministic: the compiler of torch {torch.__version__} chooses kernels by the clock: give --compile False, or take a later torch')
+    raise ValueError(f'deterministic: the compiler of torch {torch.__version__} '
+                     'chooses kernels by the clock: give --compile False, or take a later torch')
 @contextmanager
 def same_bits(
     on:bool, # False: leave everything as it is
@@ -246,8 +264,10 @@ def same_bits(
         return
     check_same_bits(kind, os.environ.get(WORKSPACE))
     attention = torch.backends.cuda
-    before = [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()]
-    kernels = attention.cudnn_sdp_enabled(),attention.mem_efficient_sdp_enabled(),torch.backends.cudnn.benchmark
+    before = [torch.are_deterministic_algorithms_enabled(),
+              torch.is_deterministic_algorithms_warn_only_enabled()]
+    kernels = (attention.cudnn_sdp_enabled(),attention.mem_efficient_sdp_enabled(),
+               torch.backends.cudnn.benchmark)
     compiler = _strict_compiler() if compiles and kind=='cuda' else nullcontext()
     ours = WORKSPACE not in os.environ
     os.environ.setdefault(WORKSPACE, FIXED_SIZES[0])

@@ -29,7 +29,8 @@ def utilisation(
     capacity:int,           # Tokens that a bin holds
 )->float:                   # Share of positions that hold a token, 0 to 1
     "Tokens packed divided by positions paid for."
-    if not groups: raise ValueError("`groups` is empty: utilisation of no bins is undefined; pack at least one item")
+    if not groups:
+        raise ValueError("`groups` is empty: utilisation of no bins is undefined; pack at least one item")
     return sum(lengths[i] for g in groups for i in g)/(len(groups)*capacity)
 
 # %% ../nbs/24_packing.ipynb #43ae4ae0
@@ -40,9 +41,10 @@ def _items(
     max_images:int|None,        # Images that a bin holds; None: any number
     tile_counts:list[int]|None, # Tiles of each item; None where `max_tiles` is
     max_tiles:int|None,         # Tiles that a bin holds; None: any number
-)->tuple[list[tuple],tuple]:    # Items (three costs, index) and the three limits, both with the scarcest first
+)->tuple[list[tuple],tuple]:    # Items (three costs, index) and the three limits, the scarcest first
     "One tuple an item, the scarcest cost in front."
-    if max_tiles is not None and tile_counts is None: raise ValueError(f"max_tiles {max_tiles} but no tile_counts: give the tiles of each item")
+    if max_tiles is not None and tile_counts is None:
+        raise ValueError(f"max_tiles {max_tiles} but no tile_counts: give the tiles of each item")
     given = [(lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)]
     costs = [([int(n) for n in counts], max(int(most), 1)) for counts, most in given if most is not None]
     costs.sort(key=lambda cost: -sum(cost[0])/cost[1])
@@ -56,7 +58,8 @@ def _least(
     limits:tuple,        # Most of each cost in a bin
 )->int:                  # No packing uses fewer bins than this
     "The bound of `min_bins` for items."
-    bounds = (max(-(-sum(costs)//most), sum([2*n > most for n in costs])) for costs, most in zip(zip(*items), limits))
+    bounds = (max(-(-sum(costs)//most), sum([2*n > most for n in costs]))
+              for costs, most in zip(zip(*items), limits))
     return max(bounds, default=0)
 
 # %% ../nbs/24_packing.ipynb #16a5dbf9
@@ -72,7 +75,8 @@ def min_bins(
     return _least(*_items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles))
 
 # %% ../nbs/24_packing.ipynb #18b0ef29
-_REMEDIES = dict(images='lower max_images_per_example', tiles='lower max_img_size') # what makes an item smaller
+# what makes an item smaller
+_REMEDIES = dict(images='lower max_images_per_example', tiles='lower max_img_size')
 
 def _check_lengths(
     lengths:list[int], # Tokens of each item
@@ -82,7 +86,9 @@ def _check_lengths(
     if capacity < 1: raise ValueError(f"capacity {capacity} < 1: a pack needs at least one position")
     for i, n in enumerate(lengths):
         if n < 1: raise ValueError(f"item {i} has {n} tokens: drop empty samples before packing")
-        if n > capacity: raise ValueError(f"item {i} has {n} tokens > capacity {capacity}: raise lm_max_length or lower max_sample_length")
+        if n > capacity:
+            raise ValueError(f"item {i} has {n} tokens > capacity {capacity}: "
+                             "raise lm_max_length or lower max_sample_length")
 
 def _check_counts(
     what:str,         # 'images' or 'tiles'
@@ -92,11 +98,13 @@ def _check_counts(
 ):
     "Raise `ValueError` for images or tiles that no packing can satisfy."
     if most is not None and most < 0: raise ValueError(f"max_{what} {most} < 0: use None for no limit")
-    if len(counts) != n_items: raise ValueError(f"{n_items} lengths but {len(counts)} {what[:-1]} counts: give one of each per item")
+    if len(counts) != n_items:
+        raise ValueError(f"{n_items} lengths but {len(counts)} {what[:-1]} counts: give one of each per item")
     for i, n in enumerate(counts):
         if n < 0: raise ValueError(f"item {i} has {n} {what}: count them again, a sample has none or more")
         if most is not None and n > most:
-            raise ValueError(f"item {i} has {n} {what} > max_{what} {most}: raise max_{what}_per_knapsack or {_REMEDIES[what]}")
+            raise ValueError(f"item {i} has {n} {what} > max_{what} {most}: "
+                             f"raise max_{what}_per_knapsack or {_REMEDIES[what]}")
 
 # %% ../nbs/24_packing.ipynb #5b5ee066
 def _level(
@@ -141,7 +149,8 @@ def fill_up(
     groups, n, m, t = [], -1, -1, -1
     for _ in items:
         above = (n+1,)
-        fits = [(q[j], j, q) for q in waiting.values() if (j := bisect_right(q, above)-1) >= 0 and q[j][1] <= m and q[j][2] <= t]
+        fits = [(q[j], j, q) for q in waiting.values()
+                if (j := bisect_right(q, above)-1) >= 0 and q[j][1] <= m and q[j][2] <= t]
         if not fits:
             groups.append([])
             n, m, t = limits
@@ -199,7 +208,8 @@ def _refill(
         if not open_sums: break
         load = open_sums.bit_length()+now
         taken, left = _choose(pool, sums, load, limits)
-        if sum([m for _,m,_,_ in taken]) <= most_m and sum([t for _,_,t,_ in taken]) <= most_t: return taken, left
+        if sum([m for _,m,_,_ in taken]) <= most_m and sum([t for _,_,t,_ in taken]) <= most_t:
+            return taken, left
         open_sums ^= 1<<load-now-1
     return group, more
 
@@ -217,7 +227,8 @@ def pour(
     for load, b in loads[spare:]:
         group = groups[b]
         if load < limits[0] and loose:
-            group, left = _refill(group, [loose.popleft() for _ in range(min(reach, len(loose)))], limits, tries)
+            near = [loose.popleft() for _ in range(min(reach, len(loose)))]
+            group, left = _refill(group, near, limits, tries)
             loose.extend(left)
         full.append(group)
     return full + spread(loose, limits, _least(loose, limits))
@@ -251,7 +262,8 @@ def _check_shapes(
     for s in samples:
         ids, labels = s['input_ids'].shape, s['labels'].shape
         if ids != labels or len(ids) != 1 or not ids[0]:
-            raise ValueError(f"sample {s['id']!r}: input_ids {tuple(ids)} and labels {tuple(labels)} must be 1-D, equally long and not empty")
+            raise ValueError(f"sample {s['id']!r}: input_ids {tuple(ids)} and "
+                             f"labels {tuple(labels)} must be 1-D, equally long and not empty")
 
 def _check_ends(
     samples:list[dict],  # Samples with `id`
@@ -262,7 +274,8 @@ def _check_ends(
     last = labels[torch.tensor(list(accumulate(doc_lens)))-1]
     if (leaks := last != IGNORE).any():
         k = int(leaks.nonzero()[0])
-        raise ValueError(f"sample {samples[k]['id']!r}: last label is {int(last[k])}, not {IGNORE}: shift the labels within the sample, "
+        raise ValueError(f"sample {samples[k]['id']!r}: "
+                         f"last label is {int(last[k])}, not {IGNORE}: shift the labels within the sample, "
                          "or its last position would be trained on the document packed after it")
 
 def _check_slots(
@@ -271,7 +284,8 @@ def _check_slots(
     per_tile:int,        # Such tokens of a tile
 ):
     "Raise `ValueError` if text and pictures of a sample disagree."
-    places = [(f"sample {s['id']!r}", int((s['input_ids'] == image_token_id).sum()), sum(map(len, s['images']))) for s in samples]
+    places = [(f"sample {s['id']!r}", int((s['input_ids'] == image_token_id).sum()),
+               sum(map(len, s['images']))) for s in samples]
     if error := slot_error(places, per_tile): raise ValueError(error)
 
 # %% ../nbs/24_packing.ipynb #17a278c1
@@ -289,19 +303,21 @@ def pack(
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
     if n > length:
-        raise ValueError(f"{len(samples)} samples have {n} tokens > length {length}: plan them with balanced_greedy_knapsack(capacity={length})")
+        raise ValueError(f"{len(samples)} samples have {n} tokens > length {length}: "
+                         f"plan them with balanced_greedy_knapsack(capacity={length})")
     joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
               for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
     _check_ends(samples, doc_lens, joined['labels'])
     mask = torch.zeros(length, dtype=torch.long)
     mask[:n] = 1
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
-    return dict(joined, attention_mask=mask, doc_lens=doc_lens, n_targets=n_targets, n_images=[len(s['images']) for s in samples],
+    return dict(joined, attention_mask=mask, doc_lens=doc_lens, n_targets=n_targets,
+                n_images=[len(s['images']) for s in samples],
                 images=[tiles for s in samples for tiles in s['images']], ids=[s['id'] for s in samples])
 
 # %% ../nbs/24_packing.ipynb #d3c26ef1
 class Batch(TypedDict):
-    "Packs that a step trains on together. A row is a pack, of documents in their order; what is no tensor has one list a row."
+    "Packs that a step trains on together, one a row; what is no tensor has one list a row."
     input_ids:Tensor # (B, T) int64
     labels:Tensor # (B, T) int64, the id that follows; `IGNORE` where nothing is to be learnt
     attention_mask:Tensor # (B, T) int64, 1 at tokens, 0 at padding
@@ -320,7 +336,8 @@ def collate_packs(
     "Join packs into a batch."
     if not packs: raise ValueError("`packs` is empty: a batch needs at least one pack")
     lengths = {len(p['input_ids']) for p in packs}
-    if len(lengths) > 1: raise ValueError(f"packs of lengths {sorted(lengths)} cannot share a batch: pack them to one length")
+    if len(lengths) > 1:
+        raise ValueError(f"packs of lengths {sorted(lengths)} cannot share a batch: pack them to one length")
     batch = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
              for k,v in packs[0].items()}
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
@@ -349,8 +366,10 @@ def unpack(
 )->Iterator[Document]: # Row by row, in their order
     "The documents of a batch."
     def stretches(sizes): return pairwise(accumulate(sizes, initial=0))
-    for row, (images, *lists) in enumerate(zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])):
+    rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
+    for row, (images, *lists) in enumerate(rows):
         ids, targets, lens, counts = lists
         for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
             span, places = slice(start, end), range(first, last)
-            yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span], images[first:last], n)
+            yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],
+                           images[first:last], n)

@@ -79,7 +79,8 @@ def held_out(
     return int(hashlib.sha1(str(scene).encode()).hexdigest(), 16)%8 == 0
 
 # %% ../nbs/23_shapes.ipynb #83d143a0
-def _ring(n, radius=1., down=0.): return [(radius*math.sin(2*math.pi*i/n), down-radius*math.cos(2*math.pi*i/n)) for i in range(n)]
+def _ring(n, radius=1., down=0.):
+    return [(radius*math.sin(2*math.pi*i/n), down-radius*math.cos(2*math.pi*i/n)) for i in range(n)]
 
 def _box(x, y): return [(-x,-y), (x,-y), (x,y), (-x,y)]
 
@@ -90,7 +91,8 @@ def outline(
     "A shape of about one unit around the origin."
     a = .36 # half the width of an arm
     cross = [(-a,-1), (a,-1), (a,-a), (1,-a), (1,a), (a,a), (a,1), (-a,1), (-a,a), (-1,a), (-1,-a), (-a,-a)]
-    polygons = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_box(.85, .85)], bar=[_box(1, a)],
+    polygons = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_box(.85, .85)],
+        bar=[_box(1, a)],
         triangle=[_ring(3, 1.15, .2)], cross=[cross])
     if shape not in polygons: raise ValueError(f'unknown shape {shape!r}: choose from {", ".join(SHAPES)}')
     return polygons[shape]
@@ -112,7 +114,8 @@ def draw_scene(
         radius = scale*rng.uniform(*SIZES[thing.size])
         x, y = (first+step*k+rng.uniform(-1.5, 1.5) for k in (col, row))
         for polygon,paint in zip(outline(thing.shape), (_tint(COLOURS[thing.colour], rng, 12), ground)):
-            ImageDraw.Draw(image).polygon([(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon], fill=paint)
+            corners = [(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon]
+            ImageDraw.Draw(image).polygon(corners, fill=paint)
     return image.reduce(4)
 
 # %% ../nbs/23_shapes.ipynb #ec7b48a7
@@ -137,7 +140,8 @@ def plain_turn(
     rng:random.Random, # chooses the wording
 )->Turn: # kind, question and answer
     "A question about what is there."
-    if kind not in QUESTIONS: raise ValueError(f'unknown kind of question {kind!r}: choose from {", ".join(QUESTIONS)}')
+    if kind not in QUESTIONS:
+        raise ValueError(f'unknown kind of question {kind!r}: choose from {", ".join(QUESTIONS)}')
     thing = scene.things[0]
     answers = thing._asdict() | dict(count=NUMBERS[len(scene.things)], describe=f'a {thing}')
     return Turn(kind, rng.choice(QUESTIONS[kind]), answers[kind])
@@ -178,7 +182,8 @@ def text_turn(
     rng:random.Random, # chooses the wording
 )->Turn: # kind, question and answer
     "A question that its own words answer."
-    if kind not in Thing._fields: raise ValueError(f'a thing has no {kind!r}: choose from {", ".join(Thing._fields)}')
+    if kind not in Thing._fields:
+        raise ValueError(f'a thing has no {kind!r}: choose from {", ".join(Thing._fields)}')
     return Turn('text', f'Imagine a {scene}. {rng.choice(QUESTIONS[kind])}', getattr(scene.things[0], kind))
 
 question_kinds = (*QUESTIONS, 'yes_no', 'pair', 'text')
@@ -193,8 +198,10 @@ def plan_turns(
     if sort == 'text': return [(text_turn, k) for k in rng.sample(Thing._fields, 2)]
     if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
     if sort == 'one' and rng.random() < .2: return [(plain_turn, 'describe')]
-    kinds = rng.sample(('colour', 'shape', 'count') if sort == 'group' else Thing._fields, 3 if sort == 'group' else 4)
-    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.2 if sort == 'group' else .3) else None
+    kinds = (rng.sample(('colour', 'shape', 'count'), 3) if sort == 'group'
+             else rng.sample(Thing._fields, 4))
+    claim = (rng.choice([k for k in kinds if k in CLAIMS])
+             if rng.random() < (.2 if sort == 'group' else .3) else None)
     return [(yes_no_turn if k == claim else plain_turn, k) for k in kinds]
 
 # %% ../nbs/23_shapes.ipynb #6093798b
@@ -209,8 +216,10 @@ def balanced(
 
 # %% ../nbs/23_shapes.ipynb #6ac0d7ba
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')
-_FEATURES = Features(dict(images=List(ImageFeature()), texts=List(dict(user=Value('string'), assistant=Value('string'))),
-    **{f'{r}_ratings':List(Value('int64')) for r in RATINGS}, source=Value('string'), kinds=List(Value('string')),
+_FEATURES = Features(dict(images=List(ImageFeature()),
+    texts=List(dict(user=Value('string'), assistant=Value('string'))),
+    **{f'{r}_ratings':List(Value('int64')) for r in RATINGS}, source=Value('string'),
+    kinds=List(Value('string')),
     scene=Value('string'), row_id=Value('string')))
 
 def _png(image):
@@ -221,8 +230,10 @@ def _png(image):
 def _row(row_id, scene, turns, rng):
     "A row of the data set."
     drawn = scene.sort != 'text'
-    ratings = {f'{r}_ratings':[5]*len(turns) for r in RATINGS} | ({} if drawn else dict(visual_dependency_ratings=[1]*len(turns)))
-    return dict(images=[_png(draw_scene(scene, rng))] if drawn else [], texts=[dict(user=t.user, assistant=t.assistant) for t in turns],
+    ratings = {f'{r}_ratings':[5]*len(turns) for r in RATINGS}
+    if not drawn: ratings['visual_dependency_ratings'] = [1]*len(turns)
+    return dict(images=[_png(draw_scene(scene, rng))] if drawn else [],
+        texts=[dict(user=t.user, assistant=t.assistant) for t in turns],
         source='shapes', kinds=[t.kind for t in turns], scene=str(scene), row_id=row_id, **ratings)
 
 # %% ../nbs/23_shapes.ipynb #5dbe6626
@@ -234,7 +245,8 @@ def _conversation(split, given, rng):
     plan, candidates = plan_turns(sort, rng), []
     while len(candidates) < 4:
         scene = make_scene(sort, rng)
-        if held_out(scene) == (split == 'validation'): candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
+        if held_out(scene) == (split == 'validation'):
+            candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
     return balanced(candidates, given)
 
 def shapes_dataset(
@@ -246,7 +258,8 @@ def shapes_dataset(
     if split not in SPLITS: raise ValueError(f'split is {split!r}: choose from {", ".join(SPLITS)}')
     if n < 1: raise ValueError(f'{n} rows: ask for one or more')
     rng, given = random.Random(f'{split} {seed}'), Counter()
-    return Dataset.from_list([_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)], features=_FEATURES)
+    return Dataset.from_list([_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)],
+                             features=_FEATURES)
 
 # %% ../nbs/23_shapes.ipynb #1d148ca5
 def plot_scenes(
@@ -258,7 +271,8 @@ def plot_scenes(
     if not rows: raise ValueError('no row has a picture to draw')
     lines = -(-len(rows)//columns)
     fig = Figure(figsize=(1.7*columns, 1.7*lines), dpi=60)
-    for ax in (grid := fig.subplots(lines, columns, squeeze=False, gridspec_kw=dict(hspace=1., wspace=.8))).flat: ax.axis('off')
+    grid = fig.subplots(lines, columns, squeeze=False, gridspec_kw=dict(hspace=1., wspace=.8))
+    for ax in grid.flat: ax.axis('off')
     for ax,r in zip(grid.flat, rows):
         ax.imshow(r['images'][0], interpolation='nearest')
         turns = [fill(f"{t['user']} {t['assistant'].upper()}", 34) for t in r['texts']]
@@ -273,10 +287,12 @@ def shapes_tokenizer(
 )->PreTrainedTokenizerBase: # always the same one
     "Train the tokenizer of this data set."
     rng, given = random.Random(0), Counter()
-    texts = [f'user\n{t.user} assistant\n{t.assistant}\n' for _ in range(1000) for t in _conversation('train', given, rng)[1]]
+    texts = [f'user\n{t.user} assistant\n{t.assistant}\n'
+             for _ in range(1000) for t in _conversation('train', given, rng)[1]]
     tokenizer = train_tokenizer(texts, vocab_size, extra_special_tokens, chat_template)
     got = len(tokenizer)-len(extra_special_tokens or {})
-    if got != vocab_size: raise ValueError(f'vocab_size {vocab_size} is more than the texts give: choose {got} or less')
+    if got != vocab_size:
+        raise ValueError(f'vocab_size {vocab_size} is more than the texts give: choose {got} or less')
     return tokenizer
 
 # %% ../nbs/23_shapes.ipynb #e0341cc6
@@ -284,7 +300,8 @@ def best_blind_guess(
     rows:Iterable[dict], # with `texts` and `kinds`
 )->dict[str,float]: # kind -> share of answers guessed, and 'all'
     "Exact match of the commonest answer to the very same question."
-    turns = [(k, t['user'], t['assistant']) for row in rows for k,t in zip(row['kinds'], row['texts'], strict=True)]
+    turns = [(k, t['user'], t['assistant']) for row in rows
+             for k,t in zip(row['kinds'], row['texts'], strict=True)]
     if not turns: raise ValueError('no questions: pass rows with `texts` and `kinds`')
     answers, right = defaultdict(Counter), defaultdict(list)
     for _,question,answer in turns: answers[question][answer] += 1

@@ -13,9 +13,11 @@ from itertools import chain
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, set_model_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
 from torch.distributed.tensor import DTensor, Shard
 
 from .config import TrainConfig
@@ -29,16 +31,18 @@ def bytes_per_parameter(
     world_size:int=1, # ranks
     copy:int=2, # bytes of a gathered weight: 2 in bfloat16, 4 in float32
     accumulating:bool=False, # several micro-batches per update
-)->dict[str,float]: # `weights`, `gradients` and `moments`: bytes on each rank at the peak; zero3 gathers a block at a time besides
+)->dict[str,float]: # `weights`, `gradients`, `moments`: bytes on each rank, without zero3's block in use
     "Memory of a parameter that trains."
-    if sharding not in SHARDINGS: raise ValueError(f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
+    if sharding not in SHARDINGS:
+        raise ValueError(f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
     if world_size<1: raise ValueError(f"world_size is {world_size}: give the number of ranks")
     if sharding=='ddp' or world_size==1: return dict(weights=4, gradients=4, moments=8)
-    return dict(weights=4/world_size+copy*(sharding=='zero2'), gradients=4 if accumulating else 4/world_size, moments=8/world_size)
+    return dict(weights=4/world_size+copy*(sharding=='zero2'), gradients=4 if accumulating else 4/world_size,
+                moments=8/world_size)
 
 # %% ../nbs/30_shard.ipynb #fd0e8030
 def _placement(n):
-    "Which dimension is cut: the first, unless it has fewer rows than there are ranks and another can be divided."
+    "Which dimension is cut: the first, unless it has fewer rows than ranks and another can be divided."
     def place(p):
         even = [d for d,size in enumerate(p.shape) if size%n==0]
         return Shard(even[0] if p.shape[0]<n and even else 0)
@@ -56,8 +60,10 @@ def shard_model(
     for t in chain(model.parameters(), model.buffers()): c10d.broadcast(t.detach(), 0, group=dist.cpu_group)
     n,kind = dist.world_size,dist.device.type
     offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
-    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=_placement(n), offload_policy=offload)
-    policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=_placement(n),
+                   offload_policy=offload)
+    policy = lambda dtype: MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
         fully_shard(unit, reshard_after_forward=sharding=='zero3', mp_policy=policy(dtype), **options)
     fully_shard(model, mp_policy=policy(torch.float32), **options)
@@ -78,10 +84,16 @@ def engine_lines(
 )->list[str]: # lines for the log; empty for plain DDP
     "What the engine's settings mean for this run."
     c,n,lines = train_cfg,dist.world_size,[]
-    if c.sharding!='ddp': lines.append(f'sharding {c.sharding}: one process has nobody to share with, it keeps everything' if n==1 else
-        f"sharding {c.sharding}: each of {n} ranks keeps 1/{n} of the gradients and of the optimizer's state" + (', and of the weights' if c.sharding=='zero3' else ''))
-    if c.offload_params: lines.append('offload_params: one process keeps its weights on the device' if n==1 else 'offload_params: weights and the update are in the memory of the CPU')
-    if c.offload_optimizer and not _params_are_on_cpu(c, dist): lines.append("offload_optimizer: the optimizer's state and the update are in the memory of the CPU")
+    if c.sharding!='ddp' and n==1:
+        lines.append(f'sharding {c.sharding}: one process has nobody to share with, it keeps everything')
+    elif c.sharding!='ddp':
+        lines.append(f"sharding {c.sharding}: each of {n} ranks keeps 1/{n} of the gradients and of "
+                     "the optimizer's state" + (', and of the weights' if c.sharding=='zero3' else ''))
+    if c.offload_params:
+        lines.append('offload_params: one process keeps its weights on the device'
+                     if n==1 else 'offload_params: weights and the update are in the memory of the CPU')
+    if c.offload_optimizer and not _params_are_on_cpu(c, dist):
+        lines.append("offload_optimizer: the optimizer's state and the update are in the memory of the CPU")
     return lines
 
 def _params_are_on_cpu(train_cfg, dist): return train_cfg.offload_params and dist.world_size>1
@@ -97,18 +109,22 @@ def reshard(
 
 def full_weights(
     model:nn.Module, # every rank must call
-)->dict[str,Tensor]: # name -> whole tensor; if the model is sharded, in the CPU's memory of rank 0 and empty elsewhere
+)->dict[str,Tensor]: # name -> whole tensor; of a sharded model on rank 0's CPU, and empty elsewhere
     "A state dict that a plain model can load."
     if not is_sharded(model): return model.state_dict()
-    return get_model_state_dict(reshard(model), options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return get_model_state_dict(reshard(model),
+                                options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 def load_full_weights(
     model:nn.Module, # plain or sharded
     weights:dict[str,Tensor], # name -> whole tensor, on every rank
-)->None: # nothing
+)->None:
     "Load a plain model's state dict, in pieces if need be."
-    wrong = sorted(set(reshard(model).state_dict()) ^ set(weights)) # FSDP would leave these as they are and say nothing
-    if wrong: raise RuntimeError(f"weights and model do not have the same names: {', '.join(wrong)} on one side only")
+    # FSDP would leave these as they are and say nothing
+    wrong = sorted(set(reshard(model).state_dict()) ^ set(weights))
+    if wrong:
+        raise RuntimeError("weights and model do not have the same names: "
+                           f"{', '.join(wrong)} on one side only")
     if is_sharded(model): set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     else: model.load_state_dict(weights)
 
@@ -127,9 +143,13 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _begin(self):
         "An AdamW on copies of the weights as they are now."
-        self.worker = torch.optim.AdamW([_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups], fused=True)
+        on_cpu = lambda ps: [_on_cpu(p) for p in ps]
+        groups = [_options(g)|dict(params=on_cpu(g['params'])) for g in self.param_groups]
+        self.worker = torch.optim.AdamW(groups, fused=True)
 
-    def _pairs(self): return [(p,c) for ours,its in zip(self.param_groups, self.worker.param_groups) for p,c in zip(ours['params'], its['params'])]
+    def _pairs(self):
+        return [(p,c) for ours,its in zip(self.param_groups, self.worker.param_groups)
+                for p,c in zip(ours['params'], its['params'])]
 
     @torch.no_grad()
     def step(self,
@@ -142,7 +162,9 @@ class OffloadedAdamW(torch.optim.AdamW):
         for p,c in self._pairs(): c.grad = None if p.grad is None else _on_cpu(p.grad)
         self.worker.step()
         for p,c in self._pairs():
-            if c.grad is not None: p.copy_(c); self.state[p] = self.worker.state[c]
+            if c.grad is not None:
+                p.copy_(c)
+                self.state[p] = self.worker.state[c]
         self.worker.zero_grad()
         return loss
 
@@ -153,7 +175,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         self._begin()
         self.worker.load_state_dict(state_dict)
         for ours,its in zip(self.param_groups, self.worker.param_groups):
-            ours.update(_options(its)); its['fused'],its['foreach'] = True,None
+            ours.update(_options(its))
+            its['fused'],its['foreach'] = True,None
         self.state.update({p:self.worker.state[c] for p,c in self._pairs() if c in self.worker.state})
 
 # %% ../nbs/30_shard.ipynb #93699ff3
@@ -162,16 +185,18 @@ def optimizer_class(
     dist:Dist, # this rank
 )->type: # a class of optimizers
     "AdamW where the weights are, or on the CPU."
-    return OffloadedAdamW if train_cfg.offload_optimizer and not _params_are_on_cpu(train_cfg, dist) else torch.optim.AdamW
+    offloads = train_cfg.offload_optimizer and not _params_are_on_cpu(train_cfg, dist)
+    return OffloadedAdamW if offloads else torch.optim.AdamW
 
 def _fresh(p):
     "AdamW's state of a parameter that has made no step."
-    return dict(step=torch.zeros((), device=p.device if p.device.type=='cuda' else 'cpu'), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    return dict(step=torch.zeros((), device=p.device if p.device.type=='cuda' else 'cpu'),
+                exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
 def begin_state(
     optimizer:torch.optim.AdamW, # or `OffloadedAdamW`
-)->None: # nothing
-    "Make the state that AdamW would make with the first gradient of a parameter, so that all of it can be saved and loaded."
+)->None:
+    "Make the state that AdamW would make with a first gradient, so that all of it can be saved and loaded."
     offloaded = isinstance(optimizer, OffloadedAdamW)
     if offloaded and optimizer.worker is None: optimizer._begin()
     pairs = optimizer._pairs() if offloaded else [(p,p) for g in optimizer.param_groups for p in g['params']]

@@ -77,7 +77,8 @@ def as_row(
     "A row, or why it cannot be read."
     place = i if place is None else place
     try: row = to_row(r, place)
-    except UnicodeDecodeError as e: return Dropped(f"{name or 'sample'}/{place}", 'bad_row', f'a text is not UTF-8: {e}')
+    except UnicodeDecodeError as e:
+        return Dropped(f"{name or 'sample'}/{place}", 'bad_row', f'a text is not UTF-8: {e}')
     if name is None: return row
     return row|dict(id=f"{name}/{place if row.get('row_id') is None else row['row_id']}")
 
@@ -89,7 +90,8 @@ class Joined:
     ):
         "Keep the rows where they are."
         self.names = list(parts)
-        self.parts = [p.with_format('arrow') if isinstance(p, datasets.Dataset) else p for p in parts.values()]
+        self.parts = [p.with_format('arrow') if isinstance(p, datasets.Dataset) else p
+                      for p in parts.values()]
         self.ends = list(accumulate(map(len, self.parts)))
 
     def __len__(self)->int: # of all
@@ -127,16 +129,18 @@ class MapSource:
         self.rows = rows.with_format('arrow') if isinstance(rows, datasets.Dataset) else rows
         self.seed,self.start,self.shuffle,self.name = seed,start,shuffle,name
         self.stop = len(rows) if stop is None else stop
-        if not 0 <= start <= self.stop <= len(rows): raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
+        if not 0 <= start <= self.stop <= len(rows):
+            raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
         self.spread_as(True)
 
     def spread_as(self,
         spread:bool, # False: as runs split their rows that began before there were quotas
-    )->None: # nothing
+    )->None:
         "Say how the rows are split; before the first is read."
         self.spread,n = spread,len(self.rows)
         if (self.start, self.stop) == (0, n): self.split = range(n)
-        elif spread and isinstance(self.rows, Joined): self.split = QuotaSplit(self.rows.ends, self.start or self.stop, self.seed)
+        elif spread and isinstance(self.rows, Joined):
+            self.split = QuotaSplit(self.rows.ends, self.start or self.stop, self.seed)
         else: self.split = Permutation(n, f'split {self.seed}')
     def __len__(self)->int: # rows of an epoch
         "Number of rows in this part."
@@ -148,12 +152,14 @@ class MapSource:
         "A row, of this part or of another."
         return self.rows.row(i) if isinstance(self.rows, Joined) else as_row(self.rows[i], i, self.name)
 
-    def sizes(self)->dict[str,tuple[int,bool]]: # rows, and whether they were counted; without a configuration's name it is 'rows'
+    def sizes(self)->dict[str,tuple[int,bool]]: # configuration (or 'rows') -> rows, whether they were counted
         "Rows of this part by configuration."
         if not isinstance(self.rows, Joined): return {self.name or 'rows': (len(self), True)}
-        found = Counter(self.rows.place(self.split[i])[0] for i in range(self.start, min(self.stop, self.start+COUNTED)))
+        found = Counter(self.rows.place(self.split[i])[0]
+                        for i in range(self.start, min(self.stop, self.start+COUNTED)))
         whole = len(self) <= COUNTED
-        return {name:(found[k] if whole else round(found[k]*len(self)/COUNTED), whole) for k,name in enumerate(self.rows.names)}
+        return {name:(found[k] if whole else round(found[k]*len(self)/COUNTED), whole)
+                for k,name in enumerate(self.rows.names)}
 
     @property
     def at_random(self)->bool: # True
@@ -183,13 +189,16 @@ class MapSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='map', rows=len(self.rows), start=self.start, stop=self.stop, seed=self.seed, shuffle=self.shuffle, spread=self.spread)
+        return dict(kind='map', rows=len(self.rows), start=self.start, stop=self.stop, seed=self.seed,
+                    shuffle=self.shuffle, spread=self.spread)
 
 # %% ../nbs/25_sources.ipynb #ba139905
 READ_ROWS = 32 # rows that are converted at a time
 READ_BYTES = 2**20 # bytes of a column that are asked for at a time
 
-def _damaged(e): return isinstance(e, (pa.ArrowException, CastError)) or (type(e) is OSError and e.errno is None) # arrow's own errors, not the network's
+def _damaged(e):
+    "Arrow's own errors, not the network's."
+    return isinstance(e, (pa.ArrowException, CastError)) or (type(e) is OSError and e.errno is None)
 
 def footer(
     file:str, # path or address of a parquet file
@@ -225,7 +234,8 @@ class RowGroups:
             _check_columns(file.schema_arrow, self.known.arrow_schema)
             (written,wanted),meta,at = (f.arrow_schema for f in (self.written, self.wanted)),file.metadata,0
             left = list(range(meta.num_row_groups) if self.groups is None else self.groups)
-            while left and at+meta.row_group(left[0]).num_rows <= start: at += meta.row_group(left.pop(0)).num_rows
+            while left and at+meta.row_group(left[0]).num_rows <= start:
+                at += meta.row_group(left.pop(0)).num_rows
             columns = [c for c in self.written if c in file.schema_arrow.names]
             for batch in file.iter_batches(READ_ROWS, left, columns, use_threads=False) if left else ():
                 table = table_cast(pa.Table.from_batches([batch]), written)
@@ -252,16 +262,17 @@ class Shard:
             at += len(table)
 
 def _steps(ds):
-    "How a stream is made, from its last step to what it reads, in the words of `datasets`: no public name leads there."
+    "How a stream is made, from its last step to what it reads; `datasets` has no public name for it."
     found = [getattr(ds, '_ex_iterable', None)]
     while hasattr(found[-1], 'ex_iterable'): found.append(found[-1].ex_iterable)
     return found
 
 def _parquet(ds):
-    "What reads the files of a stream, if these are parquet files from which columns are chosen and nothing else."
+    "What reads the files of a stream, if it takes columns from parquet files and does nothing else."
     *steps,first = _steps(ds)
     reader = getattr(getattr(first, 'generate_tables_fn', None), '__self__', None)
-    plain = isinstance(reader, Parquet) and reader.config.filters is None and all(type(s) is SelectColumnsIterable for s in steps)
+    plain = (isinstance(reader, Parquet) and reader.config.filters is None
+             and all(type(s) is SelectColumnsIterable for s in steps))
     return reader if plain else None
 
 def _shards(ds):
@@ -272,15 +283,19 @@ def _shards(ds):
 def _row_groups(ds, reader):
     "The parts of parquet files, with their sizes."
     read,known = _steps(ds)[-1].kwargs,reader.info.features
-    make = partial(RowGroups, written=datasets.Features({c:known[c] for c in ds.features}), wanted=ds.features, known=known)
+    make = partial(RowGroups, written=datasets.Features({c:known[c] for c in ds.features}),
+                   wanted=ds.features, known=known)
     parts = [(str(f), groups) for f,groups in zip(read['files'], read['row_groups_list'])]
     asked = list(dict.fromkeys(f for f,_ in parts))[:FOOTERS]
     with ThreadPoolExecutor(8) as pool: sizes = dict(zip(asked, pool.map(footer, asked)))
     for file,groups in parts:
         known_sizes = sizes.get(file)
         if known_sizes is None: yield make(file, groups),None
-        elif groups is None and len(parts) < RESHARD_BELOW: yield from ((make(file, (g,)), n) for g,n in enumerate(known_sizes))
-        else: yield make(file, groups),sum(known_sizes) if groups is None else sum(known_sizes[g] for g in groups)
+        elif groups is None and len(parts) < RESHARD_BELOW:
+            yield from ((make(file, (g,)), n) for g,n in enumerate(known_sizes))
+        else:
+            size = sum(known_sizes) if groups is None else sum(known_sizes[g] for g in groups)
+            yield make(file, groups),size
 
 def count_rows(
     ds:datasets.IterableDataset, # one shard
@@ -289,7 +304,8 @@ def count_rows(
     inside = getattr(_steps(ds)[-1], 'kwargs', {})
     if 'shards' in inside: return sum(map(len, inside['shards']))
     files = inside.get('files') or inside.get('base_files') or []
-    if not files or any(not isinstance(f, str) or not Path(f).is_file() or Path(f).stat().st_size > SMALL for f in files): return None
+    small = lambda f: isinstance(f, str) and Path(f).is_file() and Path(f).stat().st_size <= SMALL
+    if not files or not all(map(small, files)): return None
     try: return sum(len(t) for t in ds.iter(batch_size=1000))
     except (OSError, pa.ArrowException, CastError): return None
 
@@ -349,7 +365,7 @@ def quotas(
 
 # %% ../nbs/25_sources.ipynb #5a3b2502
 class QuotaSplit:
-    "Rows of several configurations in an order whose first ones, and hence the others, are shared out by size."
+    "Rows of several configurations in an order whose first ones, and hence the others, go by size."
     def __init__(self,
         ends:list[int], # number of the row after the last of each configuration
         first:int, # rows to be shared out, fewer than all
@@ -410,8 +426,11 @@ def no_room(
     rows:float, # that there are
 )->str: # a sentence with a value that works
     "What to say when no training rows are left."
-    if rows <= 1: return f'val_size {val_size} leaves no training rows of {rows:.0f}: one row cannot be both, add rows or set val_size and eval_in_epochs off (0 and False)'
-    return f'val_size {val_size} leaves no training rows of {rows:.0f}: set it to {max(1, int(rows/10))} or so'
+    if rows <= 1:
+        return (f'val_size {val_size} leaves no training rows of {rows:.0f}: '
+                'one row cannot be both, add rows or set val_size and eval_in_epochs off (0 and False)')
+    return (f'val_size {val_size} leaves no training rows of {rows:.0f}: '
+            f'set it to {max(1, int(rows/10))} or so')
 
 # %% ../nbs/25_sources.ipynb #da3e1c1d
 @dataclass
@@ -440,7 +459,8 @@ def cut(
     streams:dict[str,datasets.IterableDataset], # name of a configuration -> its rows
 )->dict[str,list[Share]]: # by configuration, all of them for training
     "Streams as shares, with their sizes."
-    return {name:[Share(name, i, part, n) for i,(part,n) in enumerate(shares(ds))] for name,ds in streams.items()}
+    return {name:[Share(name, i, part, n) for i,(part,n) in enumerate(shares(ds))]
+            for name,ds in streams.items()}
 
 # %% ../nbs/25_sources.ipynb #f0de0002
 def patiently(
@@ -480,7 +500,8 @@ class StreamSource:
         patience:float=PATIENCE, # seconds that a network may be away
     ):
         "Cut the streams into shares."
-        if part not in ('train', 'validation'): raise ValueError(f"part is {part!r}: choose 'train' or 'validation'")
+        if part not in ('train', 'validation'):
+            raise ValueError(f"part is {part!r}: choose 'train' or 'validation'")
         self.seed,self.part,self.limit,self.shuffle,self.patience = seed,part,limit,shuffle,patience
         self.by_config = until_reached(', '.join(streams), lambda: cut(streams), patience)
         self.spread = True
@@ -488,23 +509,27 @@ class StreamSource:
 
     def spread_as(self,
         spread:bool, # False: as runs read them that began before there were quotas
-    )->None: # nothing
+    )->None:
         "Say in which order validation reads its shares: mixed, or one configuration after the other."
         self.spread = spread
 
     def divide(self,
         val_size:int, # rows for validation
-    )->None: # nothing
+    )->None:
         "Say which rows are for validation; before the first is read."
         every = [s for found in self.by_config.values() for s in found]
-        found = fitted_heads({name:[s.size for s in shares] for name,shares in self.by_config.items()}, val_size)
+        sizes = {name:[s.size for s in shares] for name,shares in self.by_config.items()}
+        found = fitted_heads(sizes, val_size)
         for share,head in zip(every, found): share.head = head
         self.val_size,self.shares = val_size,[s for s in every if s.head or self.part == 'train']
 
     def held_out(self)->'StreamSource': # always in the same order
         "The validation part of the same rows."
         other = copy(self)
-        other.part,other.limit,other.shuffle,other.shares = 'validation',None,False,[s for s in self.shares if s.head]
+        other.part = 'validation'
+        other.limit = None
+        other.shuffle = False
+        other.shares = [s for s in self.shares if s.head]
         return other
 
     def sizes(self)->dict[str,tuple[int|None,bool]]: # rows, None if unknown; whether they were counted
@@ -513,7 +538,8 @@ class StreamSource:
         def rows(name, head):
             if self.part == 'validation': return head
             return None if guessed is None else round(sum(guessed[name]))-head
-        return {name:(rows(name, sum(s.head for s in found)), all(s.size is not None for s in found)) for name,found in self.by_config.items()}
+        return {name:(rows(name, sum(s.head for s in found)), all(s.size is not None for s in found))
+                for name,found in self.by_config.items()}
 
     @property
     def at_random(self)->bool: # False
@@ -527,7 +553,7 @@ class StreamSource:
         return sum(sizes) if self.limit is None else min(sum(sizes), self.limit)
 
     def _read(self, share, start, first, step):
-        "(rows done, row) of a share that belong to this part and to this lane; one `Dropped` if it is damaged."
+        "(rows done, row) of a share for this part and this lane; one `Dropped` if it is damaged."
         low,high = (share.head, None) if self.part == 'train' else (0, share.head)
         rows = patiently(share.name, share.read, max(start, low), self.patience)
         while True:
@@ -548,8 +574,11 @@ class StreamSource:
         "The rows of a lane, from a position on."
         done,start,served = at or (0, 0, 0)
         n = len(self.shares)
-        order = list(Permutation(n, f'{self.seed}/{epoch if self.shuffle else self.part}')) if self.shuffle or self.spread and self.part == 'validation' else list(range(n))
-        mine,most = lane_shares(order, lane, lanes),None if self.limit is None else self.limit//lanes+(lane < self.limit%lanes)
+        mixes = self.shuffle or self.spread and self.part == 'validation'
+        seed = f'{self.seed}/{epoch if self.shuffle else self.part}'
+        order = list(Permutation(n, seed)) if mixes else list(range(n))
+        mine = lane_shares(order, lane, lanes)
+        most = None if self.limit is None else self.limit//lanes+(lane < self.limit%lanes)
         for j,(s,first,step) in enumerate(mine[done:], start=done):
             for i,row in self._read(self.shares[s], start, first, step):
                 if served == most: return
@@ -565,7 +594,8 @@ class StreamSource:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='stream', shares=len(self.shares), val_size=self.val_size, part=self.part, limit=self.limit, seed=self.seed, shuffle=self.shuffle, spread=self.spread)
+        return dict(kind='stream', shares=len(self.shares), val_size=self.val_size, part=self.part,
+                    limit=self.limit, seed=self.seed, shuffle=self.shuffle, spread=self.spread)
 
 # %% ../nbs/25_sources.ipynb #0daa77c9
 class Mixture:
@@ -575,17 +605,20 @@ class Mixture:
         weights:list[float], # one per source, above 0, of any sum
     ):
         "Keep sources and weights."
-        if len(weights) != len(sources) or not sources: raise ValueError(f'{len(weights)} weights for {len(sources)} sources: give one for each')
-        if min(weights) <= 0: raise ValueError(f'weights {list(weights)} must be above 0: leave a source out instead')
+        if len(weights) != len(sources) or not sources:
+            raise ValueError(f'{len(weights)} weights for {len(sources)} sources: give one for each')
+        if min(weights) <= 0:
+            raise ValueError(f'weights {list(weights)} must be above 0: leave a source out instead')
         self.sources,self.weights,self.spread = sources,[w/sum(weights) for w in weights],True
 
     def spread_as(self,
         spread:bool, # False: as before there were quotas
-    )->None: # nothing
+    )->None:
         "Say how each source is split, and how a `Chain` is read."
         self.spread = spread
         for s in self.sources: s.spread_as(spread)
-    def _open(self, k, lane, lanes, epoch, again, at): return self.sources[k].rows_of(lane, lanes, f'{epoch}.{again}' if again else epoch, at)
+    def _open(self, k, lane, lanes, epoch, again, at):
+        return self.sources[k].rows_of(lane, lanes, f'{epoch}.{again}' if again else epoch, at)
 
     def rows_of(self,
         lane:int, # 0 to lanes-1
@@ -601,7 +634,8 @@ class Mixture:
             drawn,again,last = state[k]
             pos,row = next(readers[k], (None, None))
             if row is None:
-                state[k] = [drawn+(last is None), again+1, None] # a pass with nothing for this lane counts as a row, or we would ask forever
+                # a pass with nothing for this lane counts as a row, or we would ask forever
+                state[k] = [drawn+(last is None), again+1, None]
                 if all(passes for _,passes,_ in state): return
                 readers[k] = self._open(k, lane, lanes, epoch, again+1, None)
                 continue
@@ -630,17 +664,19 @@ class Mixture:
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
-        return dict(kind='mixture', weights=self.weights, spread=self.spread, sources=[s.describe() for s in self.sources])
+        return dict(kind='mixture', weights=self.weights, spread=self.spread,
+                    sources=[s.describe() for s in self.sources])
 
 def keep_split(
     source, # of a run that goes on, or of its validation
     data:dict|None, # position of its data as a checkpoint has it
-)->None: # nothing
+)->None:
     "Split and read rows as the run did when it began: no training row becomes a validation row."
-    if data is not None and hasattr(source, 'spread_as'): source.spread_as(data['source'].get('spread', False))
+    if data is not None and hasattr(source, 'spread_as'):
+        source.spread_as(data['source'].get('spread', False))
 
 class Chain(Mixture):
-    "Rows of several sources, each once, by turns in proportion to what each has: for validation, which may read only the first ones."
+    "Rows of several sources, each once, by turns in proportion to size: validation reads the first ones."
     def __init__(self,
         sources:list, # `MapSource` or `StreamSource`
     ):

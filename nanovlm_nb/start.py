@@ -49,7 +49,9 @@ def check_given(
     "Keep what was given; a ValueError where the weights cannot be what was given."
     for name in sorted(given&found.keys()&fields_with('bound')):
         asked = getattr(vlm_cfg, name)
-        if asked!=found[name]: raise ValueError(f'{name} is {asked!r}, but {weights} was trained with {found[name]!r}: leave {name} out, its weights are another model')
+        if asked!=found[name]:
+            raise ValueError(f'{name} is {asked!r}, but {weights} was trained with {found[name]!r}: '
+                             f'leave {name} out, its weights are another model')
     return {name:value for name,value in found.items() if name not in given}
 
 def with_backbone_sizes(
@@ -59,7 +61,8 @@ def with_backbone_sizes(
     "Take the sizes of both backbones, if the run begins with their weights."
     c = vlm_cfg
     if not c.vlm_load_backbone_weights: return c
-    return evolve(c, **check_given(c, tower_fields(c), given, c.vit_model_type), **check_given(c, language_config(c.lm_model_type), given, c.lm_model_type))
+    return evolve(c, **check_given(c, tower_fields(c), given, c.vit_model_type),
+                  **check_given(c, language_config(c.lm_model_type), given, c.lm_model_type))
 
 # %% ../nbs/32_start.ipynb #09289685
 def given_fields(
@@ -67,7 +70,8 @@ def given_fields(
 )->set[str]: # names of fields
     "What was chosen by hand: it is the value of no preset."
     plain = [preset(p)[0] for p in PRESETS if p!='nanovlm_native']
-    return {f.name for f in fields(VLMConfig) if all(getattr(vlm_cfg, f.name)!=getattr(p, f.name) for p in plain)}
+    return {f.name for f in fields(VLMConfig)
+            if all(getattr(vlm_cfg, f.name)!=getattr(p, f.name) for p in plain)}
 
 def with_saved_sizes(
     vlm_cfg:VLMConfig, # as the user gave it
@@ -77,7 +81,8 @@ def with_saved_sizes(
     "Let what was not given follow the checkpoint."
     saved = checkpoint_config(weights)
     follow = check_given(vlm_cfg, asdict(saved), given_fields(vlm_cfg) if given is None else given, weights)
-    if 'lm_tokenizer' in follow: follow['lm_tokenizer'] = find_tokenizer(resolve_checkpoint(weights), saved.lm_tokenizer)
+    if 'lm_tokenizer' in follow:
+        follow['lm_tokenizer'] = find_tokenizer(resolve_checkpoint(weights), saved.lm_tokenizer)
     return evolve(vlm_cfg, **{name:value for name,value in follow.items() if name not in fields_with('run')})
 
 # %% ../nbs/32_start.ipynb #e5a10008
@@ -89,7 +94,8 @@ def with_sizes(
     "Sizes of the checkpoint or of the backbones that the run begins with."
     weights = weights_of_start(vlm_cfg, train_cfg)
     if weights: return with_saved_sizes(vlm_cfg, weights, given) if type(vlm_cfg) is VLMConfig else vlm_cfg
-    return vlm_cfg if is_pth(train_cfg.load_from) else with_backbone_sizes(vlm_cfg, given or set()) # a `.pth` file has no backbone of language
+    # a `.pth` file has no backbone of language
+    return vlm_cfg if is_pth(train_cfg.load_from) else with_backbone_sizes(vlm_cfg, given or set())
 
 def followed(
     given:VLMConfig, # as the user gave it
@@ -141,7 +147,8 @@ def name_weights(
     weights,c = weights_of_start(vlm_cfg, train_cfg),train_cfg
     given = vlm_cfg.vlm_checkpoint_path if c.resume_from_vlm_checkpoint else c.load_from
     if weights is None or weights==given: return vlm_cfg,c,[]
-    line = f'{given} is the directory of a run: it begins with the best checkpoint there, {Path(weights).name}'
+    line = (f'{given} is the directory of a run: '
+            f'it begins with the best checkpoint there, {Path(weights).name}')
     if c.resume_from_vlm_checkpoint: return evolve(vlm_cfg, vlm_checkpoint_path=weights),c,[line]
     return vlm_cfg,evolve(c, load_from=weights),[line]
 
@@ -159,4 +166,5 @@ def foresee_start(
         if train_cfg.deepspeed_config and not Path(train_cfg.deepspeed_config).is_file(): raise
         start = resolve_start(evolve(vlm_cfg, vlm_load_backbone_weights=False), train_cfg, world_size, given)
         note = f'sizes are those that were given, for the backbones cannot be read here: {e}'
-        return start._replace(vlm_cfg=vlm_cfg, origin=origin_of(vlm_cfg, train_cfg), lines=[note,*start.lines])
+        return start._replace(vlm_cfg=vlm_cfg, origin=origin_of(vlm_cfg, train_cfg),
+                              lines=[note,*start.lines])

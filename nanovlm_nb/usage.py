@@ -212,7 +212,8 @@ def tell_once(
     "Write a line for all ranks. Others wait for it: the first one that ends makes torchrun end the rest."
     word = _word_of_all()
     if first_to_tell():
-        sys.stderr.write(line+'\n'); sys.stderr.flush()
+        sys.stderr.write(line+'\n')
+        sys.stderr.flush()
         with suppress(OSError, AttributeError): word.write_text('told', encoding='utf-8')
         return
     deadline = time.monotonic()+WAIT_S
