@@ -21,7 +21,7 @@ from nanovlm_nb.config import TrainConfig, VLMConfig
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if not any(part[0] in '_.' for part in p.relative_to(NBS).parts))
-MODULES = sorted(p.stem for p in (ROOT/'nanovlm_nb').glob('*.py') if p.stem[0] != '_')
+MODULES = sorted('.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.stem[0] != '_')
 by_name = pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda p: p.stem)
 
 

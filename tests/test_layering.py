@@ -10,45 +10,60 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NUMBERED = re.compile(r'(\d\d)_(\w+)\.ipynb')
+NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
 TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
+LATER = {('run', 'evaluate'),  # by name, so that a run without evaluations does not load it
+         ('evals', 'evaluate'), ('eval_jobs', 'evaluate')}  # starts it as a process of its own
 
 
-def numbers() -> dict[str, int]:
-    "Module name -> number of its notebook."
-    found = [NUMBERED.fullmatch(p.name) for p in (ROOT/'nbs').glob('*.ipynb')]
-    return {m[2]: int(m[1]) for m in found if m}
+def exports(notebook: Path) -> str:
+    "The module that a notebook becomes, below the package: its `default_exp`."
+    cells = json.loads(notebook.read_text(encoding='utf-8'))['cells']
+    return next(m[1] for c in cells for m in [re.match(r'#\| ?default_exp ([\w.]+)', ''.join(c['source']))] if m)
+
+
+NOTEBOOKS = {exports(p): p for p in sorted((ROOT/'nbs').glob('??_*.ipynb'))}
+MODULES = sorted(NOTEBOOKS)
+
+
+def source(module: str) -> Path: return ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py"
+
+
+def number(module: str) -> int: return int(NOTEBOOKS[module].name[:2])
+
+
+def named(name: str) -> str:
+    "The module of that name, in whatever package."
+    return next(m for m in MODULES if m.split('.')[-1] == name)
 
 
 def imported(module: str) -> set[str]:
-    "Modules of the package that a module imports, anywhere in its code."
-    path = ROOT/'nanovlm_nb'/f'{module}.py'
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        if isinstance(node, ast.ImportFrom) and node.level == 1: names |= {node.module} if node.module else {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or '').startswith('nanovlm_nb.'): names.add(node.module.split('.')[1])
-        elif isinstance(node, ast.Import): names |= {a.name.split('.')[1] for a in node.names if a.name.startswith('nanovlm_nb.')}
-    return names
-
-
-MODULES = sorted(m for m in numbers() if (ROOT/'nanovlm_nb'/f'{m}.py').exists())
+    "Modules of the package that a module imports anywhere in its code, or names in a string."
+    names, here = set(), module.split('.')
+    for node in ast.walk(ast.parse(source(module).read_text(encoding='utf-8'))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[:len(here)-node.level] + (node.module.split('.') if node.module else [])
+            names |= {'.'.join(base)} if node.module else {'.'.join([*base, a.name]) for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or '').startswith('nanovlm_nb.'): names.add(node.module.partition('.')[2])
+        elif isinstance(node, ast.Import): names |= {a.name.partition('.')[2] for a in node.names if a.name.startswith('nanovlm_nb.')}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str): names |= {m for m in MODULES if re.match(rf'nanovlm_nb\.{m}\b', node.value)}
+    return names - {module} - {m for m in MODULES if (here[-1], m.split('.')[-1]) in LATER}
 
 
 def test_every_numbered_notebook_has_one_module_and_the_reverse():
-    stems = [NUMBERED.fullmatch(p.name)[2] for p in (ROOT/'nbs').glob('??_*.ipynb')]
-    assert len(stems) == len(set(stems))
-    modules = {p.stem for p in (ROOT/'nanovlm_nb').glob('*.py')} - {'__init__', '_modidx'}
-    assert modules == set(stems)
+    assert all(NOTEBOOK.fullmatch(p.name)[2] == m for m, p in NOTEBOOKS.items()), 'the name of a notebook is its number and its module'
+    assert len(NOTEBOOKS) == len(list((ROOT/'nbs').glob('??_*.ipynb')))
+    modules = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name[0] != '_'}
+    assert modules == set(MODULES)
 
 
 @pytest.mark.parametrize('module', MODULES)
 def test_imports_go_to_lower_numbers(module):
-    number = numbers()
     for other in imported(module):
-        assert other in number, f'{module} imports {other}, which has no notebook'
-        assert number[other] < number[module], f'{number[module]}_{module} imports {number[other]}_{other}'
-        assert {number[other]//10, number[module]//10} != {1, 2}, f'model and data import each other: {module}, {other}'
+        assert other in NOTEBOOKS, f'{module} imports {other}, which has no notebook'
+        assert number(other) < number(module), f'{number(module)}_{module} imports {number(other)}_{other}'
+        assert {number(other)//10, number(module)//10} != {1, 2}, f'model and data import each other: {module}, {other}'
 
 
 def loaded_by(code: str) -> set[str]:
@@ -65,14 +80,12 @@ def test_the_package_imports_nothing():
 
 @pytest.mark.parametrize('module', TORCH_FREE)
 def test_light_modules_import_nothing_heavy(module):
-    if module not in MODULES: pytest.skip(f'no {module} yet')
-    assert not loaded_by(f'import nanovlm_nb.{module}')
+    assert not loaded_by(f'import nanovlm_nb.{named(module)}')
 
 
 @pytest.mark.parametrize('module', ['schedule', 'packing'])
 def test_pure_modules_do_no_io(module):
-    if module not in MODULES: pytest.skip(f'no {module} yet')
-    tree = ast.parse((ROOT/'nanovlm_nb'/f'{module}.py').read_text(encoding='utf-8'))
+    tree = ast.parse(source(named(module)).read_text(encoding='utf-8'))
     names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module or '' for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not [n for n in names if n.startswith(('torch.distributed', 'datasets', 'PIL', 'pathlib', 'os'))]
@@ -87,8 +100,8 @@ def constants(path: Path) -> set[str]:
 
 
 def test_file_names_of_a_run_are_spelled_in_one_module():
-    names = {n for n in constants(ROOT/'nanovlm_nb'/'run_dir.py') if re.fullmatch(r'\w+(\.(jsonl?|yaml|log|md)|_checkpoint)', n)}
+    names = {n for n in constants(source(named('run_dir'))) if re.fullmatch(r'\w+(\.(jsonl?|yaml|log|md)|_checkpoint)', n)}
     assert {'log.jsonl', 'config.yaml', 'last_checkpoint'} <= names
     names -= {'config.json'}  # of a model, as transformers calls it
-    for module in sorted(set(MODULES) - {'run_dir'}):
-        assert not names & constants(ROOT/'nanovlm_nb'/f'{module}.py'), f'{module} spells a file name that run_dir has'
+    for module in sorted(set(MODULES) - {named('run_dir')}):
+        assert not names & constants(source(module)), f'{module} spells a file name that run_dir has'

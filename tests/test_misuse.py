@@ -299,7 +299,7 @@ def test_no_clipping():
 def test_every_flag_that_is_named_exists():
     "In messages, advice, help and documents: a flag that nobody understands is a wrong remedy."
     known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug'}
-    sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').glob('*.py') if p.name != '_modidx.py'}
+    sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name != '_modidx.py'}
     for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r'var\((--\w+)\)', text))  # also the colours of a page
     known |= {f'--{name}' for name in ('tiles', 'targets', 'documents')}  # of nanovlm_plan, made in a loop
     assert not {f: p.name for p, text in sources.items() for f in flags_in(text) if f not in known | OF_OTHERS}
@@ -313,7 +313,7 @@ def test_every_setting_that_a_message_asks_for_exists():
     "`raise timeout_s` helps nobody who cannot."
     fields = {f.name for c in (VLMConfig, TrainConfig) for f in dataclasses.fields(c)}
     asked = {}
-    for path in (ROOT/'nanovlm_nb').glob('*.py'):
+    for path in (ROOT/'nanovlm_nb').rglob('*.py'):
         strings = ' '.join(n.value for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(n, ast.Constant) and isinstance(n.value, str))
         asked |= {name: path.name for name in re.findall(r'\b(?:raise|lower|set|leave out|give) (?:--)?([a-z]+(?:_[a-z]+)+)\b', strings)}
     assert len(asked) > 20 and not {n: p for n, p in asked.items() if n not in fields | NO_SETTINGS}

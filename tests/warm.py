@@ -66,7 +66,7 @@ def load():
     import importlib
     import pkgutil
     import nanovlm_nb
-    for name in (*IMPORTED, *(f'nanovlm_nb.{m.name}' for m in pkgutil.iter_modules(nanovlm_nb.__path__))): importlib.import_module(name)
+    for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
     nanovlm_nb.config.make_parser()
     gc.freeze()  # so that forks share what is here until they change it
     threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
