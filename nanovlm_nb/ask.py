@@ -71,8 +71,12 @@ class Asker:
         "What the model sees of some pictures."
         tiles,grids = [],[]
         for image in images:
-            t,g = self.image_processor(image); tiles.append(t); grids.append(g)
-        return tiles,get_image_string(self.tokenizer, grids, self.model.cfg.mp_image_token_length, self.image_processor.convention) if grids else ''
+            t,g = self.image_processor(image)
+            tiles.append(t)
+            grids.append(g)
+        if not grids: return tiles,''
+        a_tile,convention = self.model.cfg.mp_image_token_length,self.image_processor.convention
+        return tiles,get_image_string(self.tokenizer, grids, a_tile, convention)
 
     def prompt(self,
         images:Iterable[Image.Image], # pictures that the question is about, may be empty
@@ -88,7 +92,8 @@ class Asker:
     )->None: # nothing, if they fit
         "Raise a ValueError where prompt and answer need more positions than the model has."
         if n+max_new_tokens>(most := self.model.cfg.lm_max_position_embeddings):
-            raise ValueError(f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {most} positions of the model: '
+            raise ValueError(f'{n} tokens of a prompt and {max_new_tokens} of its answer '
+                             f'are more than the {most} positions of the model: '
                 'give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
 
     def ends(self,
@@ -97,7 +102,8 @@ class Asker:
         "What ends an answer; a text that is a special token counts as its id."
         special = {t:i for t,i in zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids)}
         stop = [special.get(s, s) for s in stop]
-        return [s for s in stop if isinstance(s, str)],[self.tokenizer.eos_token_id,*(s for s in stop if isinstance(s, int))]
+        ids = [self.tokenizer.eos_token_id, *(s for s in stop if isinstance(s, int))]
+        return [s for s in stop if isinstance(s, str)],ids
 
     def sampling(self,
         how:dict, # what the caller gave
@@ -109,7 +115,7 @@ class Asker:
         questions:list[tuple], # (pictures, question or turns) pairs
         max_new_tokens:int=32, # longest answer in tokens
         stop:Sequence[str|int]=(), # see `ends`
-        **sampling, # `temperature`, `top_k`, `top_p`, `repetition_penalty`, `generator`, see `Picker`; greedy when nothing is given
+        **sampling, # `temperature`, `top_k` and others of `Picker`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answer several questions in one batch, piece by piece."
         if not questions: raise ValueError('no question: give a list of (pictures, question) pairs')
@@ -118,7 +124,9 @@ class Asker:
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         texts,tokens = self.ends(stop)
         streams = TextStreams(self.tokenizer, len(questions), texts, tokens)
-        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens, eos_token_id=tokens, ended=streams, **self.sampling(sampling)): yield streams.pieces
+        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens, eos_token_id=tokens, ended=streams,
+                                   **self.sampling(sampling)):
+            yield streams.pieces
         yield streams.finish()
 
     def __call__(self,
@@ -128,7 +136,8 @@ class Asker:
         **sampling, # see `stream`
     )->list[str]: # answers without special tokens
         "Answer several questions in one batch."
-        return [''.join(pieces).strip() for pieces in zip(*self.stream(questions, max_new_tokens, stop, **sampling))]
+        return [''.join(pieces).strip()
+                for pieces in zip(*self.stream(questions, max_new_tokens, stop, **sampling))]
 
 # %% ../nbs/33_ask.ipynb #9feaf652
 class Chat:
@@ -167,15 +176,19 @@ class Chat:
         stop:Sequence[str|int]=(), # see `Asker.ends`
         **sampling, # see `Asker.stream`
     )->Iterator[str]: # pieces of the answer
-        "Say something, and get the answer piece by piece; a question whose answer is not listened to the end leaves no trace."
+        "Say something, and get the answer piece by piece; only an answer heard to its end is remembered."
         a,turns = self.asker,[*self.turns, dict(user=question)]
         ids = encode_prompt(a.tokenizer, turns, self.image_string).tolist()
         a.check_length(len(ids), max_new_tokens)
         n,(texts,tokens) = self.prepare(ids, max_new_tokens),a.ends(stop)
-        row,streams,unread = torch.tensor([ids], device=a.device),TextStreams(a.tokenizer, 1, texts, tokens),ids
-        for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens, eos_token_id=tokens, ended=streams, reader=self.reader,
-                **dict(prompt=row, mask=None)|a.sampling(sampling)):
-            self.known,unread = self.known+unread,new.tolist() # the model reads a token when the next one is asked for
+        row = torch.tensor([ids], device=a.device)
+        streams = TextStreams(a.tokenizer, 1, texts, tokens)
+        unread = ids
+        how = dict(prompt=row, mask=None)|a.sampling(sampling)
+        for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens,
+                                  eos_token_id=tokens, ended=streams, reader=self.reader, **how):
+            # the model reads a token when the next one is asked for
+            self.known,unread = self.known+unread,new.tolist()
             yield streams.pieces[0]
         yield streams.finish()[0]
         self.turns = [*turns[:-1], dict(user=question, assistant=streams.texts[0].strip())]
@@ -282,7 +295,10 @@ def open_pictures(
     "All pictures; those that cannot be used are named together."
     found,problems = [],[]
     for name in names:
-        try: found.append(open_image(name) if Path(name).is_file() else problems.append(f'{name}: there is no such file'))
+        if not Path(name).is_file():
+            problems.append(f'{name}: there is no such file')
+            continue
+        try: found.append(open_image(name))
         except UnreadableImage as e: problems.append(f'{name}: {e}')
     if problems: raise UsageError('; '.join(problems)+': give picture files that can be read')
     return found

@@ -33,7 +33,8 @@ class Talk:
     @property
     def messages(self)->list[dict]: # `role` and `content`
         "The turns so far, as a page shows them."
-        return [dict(role=role, content=turn[key]) for turn in (self.chat.turns if self.chat else []) for role,key in (('user','user'),('assistant','assistant'))]
+        return [dict(role=role, content=turn[key]) for turn in (self.chat.turns if self.chat else [])
+                for role,key in (('user','user'),('assistant','assistant'))]
 
 # %% ../nbs/47_chat_page.ipynb #9708fa96
 def respond(
@@ -46,17 +47,21 @@ def respond(
 )->Iterator[tuple[list[dict],Image.Image|None]]: # messages so far; the heat map, at the end
     "Answer, piece by piece."
     if not question.strip(): return (yield talk.messages,None)
-    how,said,asked = dict(temperature=temperature) if temperature else {},'',dict(role='user', content=question.strip())
+    how = dict(temperature=temperature) if temperature else {}
+    said = ''
+    asked = dict(role='user', content=question.strip())
     try:
         chat = talk.about(asker, file)
         before = talk.messages
         for piece in chat.stream(question.strip(), max_new_tokens, **how):
             said += piece
             yield [*before, asked, dict(role='assistant', content=said)],None
-    except (UnreadableImage, ValueError) as e: return (yield [*talk.messages, asked, dict(role='assistant', content=f'Not answered: {e}')],None)
+    except (UnreadableImage, ValueError) as e:
+        return (yield [*talk.messages, asked, dict(role='assistant', content=f'Not answered: {e}')],None)
     if talk.image is None: return (yield talk.messages,None)
     turns = [*chat.turns[:-1], dict(user=question.strip())]
-    yield talk.messages,overlay(talk.image, answer_heat(asker, [talk.image], turns, chat.turns[-1]['assistant'])[0])
+    heat = answer_heat(asker, [talk.image], turns, chat.turns[-1]['assistant'])[0]
+    yield talk.messages,overlay(talk.image, heat)
 
 # %% ../nbs/47_chat_page.ipynb #cfc432ed
 def build_page(
@@ -67,18 +72,21 @@ def build_page(
     "The page."
     import gradio as gr
     def ask(talk, file, question, temperature):
-        for messages,heat in respond(asker, talk, file, question, max_new_tokens, temperature): yield talk,messages,heat,''
+        for messages,heat in respond(asker, talk, file, question, max_new_tokens, temperature):
+            yield talk,messages,heat,''
     def anew(): return Talk(),[],None
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         talk = gr.State(Talk)
         gr.Markdown(f'# {title}')
         with gr.Row():
             with gr.Column():
-                picture = gr.Image(type='filepath', label='Picture', sources=['upload','clipboard'], elem_id='picture')
+                picture = gr.Image(type='filepath', label='Picture', sources=['upload','clipboard'],
+                                   elem_id='picture')
                 heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat')
             with gr.Column():
                 messages = gr.Chatbot(label='Conversation', elem_id='conversation', render_markdown=False)
-                question = gr.Textbox(label='Question', placeholder='Ask something about the picture', elem_id='question')
+                question = gr.Textbox(
+                    label='Question', placeholder='Ask something about the picture', elem_id='question')
                 temperature = gr.Slider(0, 2, 0, label='Temperature; 0 takes the most likely word')
                 clear = gr.Button('New conversation')
         question.submit(ask, [talk, picture, question, temperature], [talk, messages, heat, question])

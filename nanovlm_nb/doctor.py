@@ -28,7 +28,8 @@ from .attention import BACKENDS,Layout,attention,problem_of
 from .weights import language_config,pth_path,vision_config
 from .start import Start,foresee_start,is_pth,resolve_start
 from .run import plan_resume,run_path
-from .plan import GB,USABLE,checkpoint_bytes,checkpoints_kept,config_first,memory,sizes,until_it_fits
+from nanovlm_nb.plan import (GB,USABLE,checkpoint_bytes,checkpoints_kept,config_first,memory,sizes,
+    until_it_fits)
 
 # %% ../nbs/43_doctor.ipynb #b5718ede
 PASS,FAIL,SKIP = 'pass','fail','skip'
@@ -44,7 +45,11 @@ def check_lines(
     checks:Iterable[Check], # one after the other
 )->list[str]: # lines for a terminal
     "Checks as people read them."
-    return [line for c in checks for line in [f'{c.state}  {c.name:<20} {c.text}']+[f'      -> {c.remedy}']*(c.state==FAIL and bool(c.remedy))]
+    lines = []
+    for c in checks:
+        lines.append(f'{c.state}  {c.name:<20} {c.text}')
+        if c.state==FAIL and c.remedy: lines.append(f'      -> {c.remedy}')
+    return lines
 
 def exit_code(
     checks:Iterable[Check], # of an examination
@@ -69,13 +74,15 @@ def check_version(
 )->Check: # pass or fail
     "Is something new enough?"
     if found is None: return Check(name, FAIL, f'not installed, {floor} or newer is needed', remedy)
-    return Check(name, PASS if version(found)>=version(floor) else FAIL, f'{found} ({floor} or newer)', remedy)
+    return Check(name, PASS if version(found)>=version(floor) else FAIL,
+                 f'{found} ({floor} or newer)', remedy)
 
 def floors(
     requires:list[str], # requirements of a package, e.g. 'torch>=2.9'
 )->dict[str,str]: # package -> oldest version; those of extras are left out
     "What a package asks for."
-    return {m[1]:m[2] for r in requires if 'extra' not in r and (m := re.match(r'([\w.-]+)[^;]*?>=\s*([\d.]+)', r))}
+    return {m[1]:m[2] for r in requires
+            if 'extra' not in r and (m := re.match(r'([\w.-]+)[^;]*?>=\s*([\d.]+)', r))}
 
 # %% ../nbs/43_doctor.ipynb #de8d6d44
 def installed(
@@ -87,16 +94,21 @@ def installed(
 
 def package_checks()->list[Check]: # Python and each requirement of nanovlm_nb
     "Python and packages."
-    if installed('nanovlm_nb') is None: return [Check('nanovlm_nb', FAIL, 'not installed', 'pip install -e . in its repository')]
+    if installed('nanovlm_nb') is None:
+        return [Check('nanovlm_nb', FAIL, 'not installed', 'pip install -e . in its repository')]
     python = version(metadata.metadata('nanovlm_nb')['Requires-Python'] or '>=3.10')
     needs = floors(metadata.requires('nanovlm_nb') or [])
-    return [check_version('python', platform.python_version(), '.'.join(map(str, python)), 'make an environment with a newer Python'),
-        *(check_version(name, installed(name), floor, f"pip install '{name}>={floor}'") for name,floor in needs.items())]
+    return [check_version('python', platform.python_version(), '.'.join(map(str, python)),
+                          'make an environment with a newer Python'),
+        *(check_version(name, installed(name), floor, f"pip install '{name}>={floor}'")
+          for name,floor in needs.items())]
 
 # %% ../nbs/43_doctor.ipynb #3357e6d3
 CUDA_FLOOR = '11.8'
-DRIVERS = {13:'580.65', 12:'525.60', 11:'450.80'} # major version of CUDA -> oldest driver (NVIDIA, CUDA compatibility)
-FLASH_FLOORS = dict(GLIBC='2.32', CUDA='11.8', torch='2.0', **{'flash-attn':'2.0'}) # of FlashAttention's wheels
+# major version of CUDA -> oldest driver (NVIDIA, CUDA compatibility)
+DRIVERS = {13:'580.65', 12:'525.60', 11:'450.80'}
+# of FlashAttention's wheels
+FLASH_FLOORS = dict(GLIBC='2.32', CUDA='11.8', torch='2.0', **{'flash-attn':'2.0'})
 
 def check_cuda(
     gpus:int, # devices that torch sees
@@ -104,12 +116,20 @@ def check_cuda(
     driver:str|None, # of the devices; None: there is no nvidia-smi
 )->Check: # skip without GPUs
     "Do torch, CUDA and the driver go together?"
-    if cuda is None and driver: return Check('CUDA', FAIL, f'torch is built without CUDA, but there is a GPU with driver {driver}', 'install a CUDA build of torch: see pytorch.org')
-    if not gpus and driver: return Check('CUDA', FAIL, f'torch {cuda} sees no GPU, driver {driver}', f'update the driver to {DRIVERS.get(version(cuda)[0], "the newest")} or newer, or unset CUDA_VISIBLE_DEVICES')
+    if cuda is None and driver:
+        return Check('CUDA', FAIL, f'torch is built without CUDA, but there is a GPU with driver {driver}',
+                     'install a CUDA build of torch: see pytorch.org')
+    if not gpus and driver:
+        return Check('CUDA', FAIL, f'torch {cuda} sees no GPU, driver {driver}',
+                     f'update the driver to {DRIVERS.get(version(cuda)[0], "the newest")} or newer, '
+                     'or unset CUDA_VISIBLE_DEVICES')
     if not gpus or cuda is None: return Check('CUDA', SKIP, 'no GPU here: training is on the CPU')
     floor = DRIVERS.get(version(cuda)[0], '0')
-    if version(cuda)<version(CUDA_FLOOR): return Check('CUDA', FAIL, f'{cuda} ({CUDA_FLOOR} or newer)', 'install a newer build of torch')
-    if driver and version(driver)<version(floor): return Check('CUDA', FAIL, f'{cuda} with driver {driver}, which is too old for it', f'update the driver to {floor} or newer')
+    if version(cuda)<version(CUDA_FLOOR):
+        return Check('CUDA', FAIL, f'{cuda} ({CUDA_FLOOR} or newer)', 'install a newer build of torch')
+    if driver and version(driver)<version(floor):
+        return Check('CUDA', FAIL, f'{cuda} with driver {driver}, which is too old for it',
+                     f'update the driver to {floor} or newer')
     return Check('CUDA', PASS, f'{cuda}, {gpus} GPU{"s"*(gpus>1)}, driver {driver or "unknown"}')
 
 def check_flash(
@@ -119,11 +139,15 @@ def check_flash(
     flash:str|None, # of flash-attn; None: not installed
 )->Check: # skip without flash-attn
     "Can FlashAttention's wheels be loaded here?"
-    if flash is None: return Check('flash-attn', SKIP, "not installed, and not needed: torch's fused attention is used")
+    if flash is None:
+        return Check('flash-attn', SKIP, "not installed, and not needed: torch's fused attention is used")
     found = {'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}
-    wrong = [f'{k} {found[k] or "is missing"} ({floor} or newer)' for k,floor in FLASH_FLOORS.items() if found[k] is None or version(found[k])<version(floor)]
+    wrong = [f'{k} {found[k] or "is missing"} ({floor} or newer)'
+             for k,floor in FLASH_FLOORS.items() if found[k] is None or version(found[k])<version(floor)]
     if not wrong: return Check('flash-attn', PASS, f'{flash}, GLIBC {glibc}')
-    return Check('flash-attn', FAIL, '; '.join(wrong), 'pip uninstall flash-attn, or build it from source here: pip install flash-attn --no-build-isolation --no-binary flash-attn')
+    return Check('flash-attn', FAIL, '; '.join(wrong),
+                 'pip uninstall flash-attn, or build it from source here: '
+                 'pip install flash-attn --no-build-isolation --no-binary flash-attn')
 
 # %% ../nbs/43_doctor.ipynb #570c042f
 def driver_version(
@@ -131,14 +155,16 @@ def driver_version(
 )->str|None: # None: there is no driver that answers
     "The version of the GPUs' driver."
     if shutil.which(command) is None: return None
-    done = subprocess.run([command, '--query-gpu=driver_version', '--format=csv,noheader'], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([command, '--query-gpu=driver_version', '--format=csv,noheader'],
+                          capture_output=True, text=True, timeout=30)
     found = re.search(r'^\d+\.\d+', done.stdout.strip())
     return found[0] if done.returncode==0 and found else None
 
 def machine_checks()->list[Check]: # CUDA and flash-attn
     "What this machine has."
     glibc = platform.libc_ver()[1] or None
-    return [check_cuda(torch.cuda.device_count(), torch.version.cuda, driver_version()), check_flash(glibc, torch.version.cuda, torch.__version__, installed('flash-attn'))]
+    return [check_cuda(torch.cuda.device_count(), torch.version.cuda, driver_version()),
+            check_flash(glibc, torch.version.cuda, torch.__version__, installed('flash-attn'))]
 
 # %% ../nbs/43_doctor.ipynb #04f20d9f
 def try_backend(
@@ -148,14 +174,21 @@ def try_backend(
 )->Check: # skip when it cannot be used here and the run does not name it
     "Compute attention of a few positions, in the precision of training."
     dtype,most = (torch.bfloat16,5e-2) if device.type=='cuda' else (torch.float32,1e-2)
-    if name in BACKENDS and (why := problem_of(name, device.type, dtype)): return Check(f'attention {name}', FAIL if name==wanted else SKIP,
-        f'cannot be used on {device.type}: {why.splitlines()[0]}', 'leave --attn_backend out: auto takes one that can')
+    if name in BACKENDS and (why := problem_of(name, device.type, dtype)):
+        return Check(f'attention {name}', FAIL if name==wanted else SKIP,
+                     f'cannot be used on {device.type}: {why.splitlines()[0]}',
+                     'leave --attn_backend out: auto takes one that can')
     generator = torch.Generator().manual_seed(0)
     q,k,v = (torch.randn(1, 2, 12, 8, generator=generator).to(device, dtype) for _ in range(3))
     layout = Layout.from_doc_lens([[5,4,2]], 12)
-    try: error = (attention(q, k, v, layout, backend=name)-attention(q, k, v, layout, backend='explicit')).abs().max().item()
-    except (RuntimeError, ValueError) as e: return Check(f'attention {name}', FAIL, f'{type(e).__name__}: {str(e).splitlines()[0]}', 'give another --attn_backend, e.g. explicit')
-    return Check(f'attention {name}', PASS if error<most else FAIL, f'on {device.type}, off by {error:.0e}', 'give another --attn_backend, e.g. explicit')
+    try:
+        found,exact = (attention(q, k, v, layout, backend=n) for n in (name,'explicit'))
+        error = (found-exact).abs().max().item()
+    except (RuntimeError, ValueError) as e:
+        return Check(f'attention {name}', FAIL, f'{type(e).__name__}: {str(e).splitlines()[0]}',
+                     'give another --attn_backend, e.g. explicit')
+    return Check(f'attention {name}', PASS if error<most else FAIL, f'on {device.type}, off by {error:.0e}',
+                 'give another --attn_backend, e.g. explicit')
 
 # %% ../nbs/43_doctor.ipynb #274cf9ef
 def existing(
@@ -172,7 +205,8 @@ def check_disk(
 )->Check: # pass or fail
     "Is there room for the checkpoints?"
     text = f'{free/GB:.1f} GiB are free, {n} checkpoint{"s"*(n>1)} of {one/GB:.2f} GiB take {n*one/GB:.1f}'
-    return Check('disk', PASS if n*one<=free else FAIL, text, 'lower max_keep_ckpts, raise eval_interval, or give another vlm_checkpoint_path')
+    return Check('disk', PASS if n*one<=free else FAIL, text,
+                 'lower max_keep_ckpts, raise eval_interval, or give another vlm_checkpoint_path')
 
 def try_write(
     folder:str|Path, # where a run would make its directory
@@ -181,7 +215,9 @@ def try_write(
     there = existing(folder)
     try:
         with tempfile.TemporaryFile(dir=there) as f: f.write(b'x')
-    except OSError as e: return Check('checkpoint directory', FAIL, f'{folder} cannot be written: {e.strerror}', 'give another vlm_checkpoint_path, or ask for the right to write there')
+    except OSError as e:
+        return Check('checkpoint directory', FAIL, f'{folder} cannot be written: {e.strerror}',
+                     'give another vlm_checkpoint_path, or ask for the right to write there')
     return Check('checkpoint directory', PASS, f'{folder} can be written')
 
 # %% ../nbs/43_doctor.ipynb #10f82178
@@ -193,7 +229,9 @@ def attempt(
 )->Check: # pass or fail
     "Try something."
     try: return Check(name, PASS, fn())
-    except errors as e: return Check(name, FAIL, f'{type(e).__name__}: {(str(e).strip() or "no row").splitlines()[0]}', remedy)
+    except errors as e:
+        first = (str(e).strip() or 'no row').splitlines()[0]
+        return Check(name, FAIL, f'{type(e).__name__}: {first}', remedy)
 
 def data_checks(
     vlm_cfg:VLMConfig, # tokenizer and backbones
@@ -203,13 +241,22 @@ def data_checks(
     from nanovlm_nb.dataset import LOAD_ERRORS
     from nanovlm_nb.loader import load_sources,load_tokenizer
     v,path = vlm_cfg,train_cfg.train_dataset_path
-    def first_row(): return f'{path}, first row {next(iter(load_sources(train_cfg)[0].rows_of(0, 1, 0)))[1]["id"]}'
-    def backbones(): return ', '.join(str(n) for n,read in ((v.vit_model_type, vision_config), (v.lm_model_type, language_config)) if read(n))
-    hub = 'correct its name or its path; for one of the hub see that the network is there, or unset HF_HUB_OFFLINE, or copy it here and give the directory'
-    checks = [attempt('data set', first_row, f'train_dataset_path: {hub}', (*LOAD_ERRORS,RuntimeError,StopIteration,KeyError,TypeError)),
-        attempt('tokenizer', lambda: f'{v.lm_tokenizer}, {len(load_tokenizer(v))} tokens', f'lm_tokenizer: {hub}')]
-    if not v.vlm_load_backbone_weights: return [*checks, Check('backbones', SKIP, 'weights are random: vlm_load_backbone_weights is False')]
-    return [*checks, attempt('backbones', backbones, f'vit_model_type and lm_model_type: {hub}; or vlm_load_backbone_weights False')]
+    def first_row():
+        _,row,*_ = next(iter(load_sources(train_cfg)[0].rows_of(0, 1, 0)))
+        return f'{path}, first row {row["id"]}'
+    def backbones():
+        pairs = (v.vit_model_type, vision_config),(v.lm_model_type, language_config)
+        return ', '.join(str(name) for name,read in pairs if read(name))
+    hub = ('correct its name or its path; for one of the hub see that the network is there, '
+           'or unset HF_HUB_OFFLINE, or copy it here and give the directory')
+    checks = [attempt('data set', first_row, f'train_dataset_path: {hub}',
+                      (*LOAD_ERRORS,RuntimeError,StopIteration,KeyError,TypeError)),
+        attempt('tokenizer', lambda: f'{v.lm_tokenizer}, {len(load_tokenizer(v))} tokens',
+                f'lm_tokenizer: {hub}')]
+    if not v.vlm_load_backbone_weights:
+        return [*checks, Check('backbones', SKIP, 'weights are random: vlm_load_backbone_weights is False')]
+    return [*checks, attempt('backbones', backbones,
+                             f'vit_model_type and lm_model_type: {hub}; or vlm_load_backbone_weights False')]
 
 # %% ../nbs/43_doctor.ipynb #f617839f
 def check_wandb(
@@ -220,7 +267,8 @@ def check_wandb(
     "Will figures arrive at wandb?"
     if not asked: return Check('wandb', SKIP, 'log_wandb is False: figures stay in log.jsonl')
     if mode=='online' or chosen: return Check('wandb', PASS, mode)
-    return Check('wandb', FAIL, 'not logged in: the run would be recorded here only', 'wandb login; or say that it is meant: WANDB_MODE=offline, or --log_wandb False')
+    return Check('wandb', FAIL, 'not logged in: the run would be recorded here only',
+                 'wandb login; or say that it is meant: WANDB_MODE=offline, or --log_wandb False')
 
 def wandb_check(
     train_cfg:TrainConfig, # `log_wandb`
@@ -239,15 +287,20 @@ def check_workers(
     "Are there processors for the loader?"
     n = loader_workers(train_cfg, max(cpus//ranks, 1))
     most = capped_workers(n, cpus, ranks)
-    return Check('loader processes', PASS if most==n else FAIL, f'{n} for each of {ranks} rank{"s"*(ranks>1)}, {cpus} processor{"s"*(cpus>1)}', f'num_workers {n} -> {most}')
+    return Check('loader processes', PASS if most==n else FAIL,
+                 f'{n} for each of {ranks} rank{"s"*(ranks>1)}, {cpus} processor{"s"*(cpus>1)}',
+                 f'num_workers {n} -> {most}')
 
 def check_slurm(
     command:str='sinfo', # what to ask
 )->Check: # skip without Slurm
     "Does a scheduler answer?"
-    if shutil.which(command) is None: return Check('Slurm', SKIP, f'no {command} here: start runs with torchrun')
+    if shutil.which(command) is None:
+        return Check('Slurm', SKIP, f'no {command} here: start runs with torchrun')
     done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True, text=True, timeout=60)
-    if done.returncode: return Check('Slurm', FAIL, (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0], 'ask the administrators; or start runs with torchrun')
+    if done.returncode:
+        why = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
+        return Check('Slurm', FAIL, why, 'ask the administrators; or start runs with torchrun')
     return Check('Slurm', PASS, f'{len(done.stdout.splitlines())} groups of nodes')
 
 PATIENCE_S = 20. # seconds that a process gets to end after SIGTERM, with all that it has started
@@ -257,7 +310,7 @@ def run_to_end(
     timeout_s:float, # seconds that it may take
     **how, # for `subprocess.Popen`
 )->subprocess.CompletedProcess: # raises subprocess.TimeoutExpired when the time is over
-    "Run a command, and leave nothing of it behind: torchrun ends its workers when it is asked to end, and cannot when it is killed."
+    "Run a command, and leave nothing of it behind: torchrun ends its workers when asked to, not when killed."
     p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
     try:
         out,err = p.communicate(timeout=timeout_s)
@@ -277,13 +330,19 @@ def two_processes(
     timeout_s:float=120., # until they must have met
 )->Check: # pass or fail
     "Let torchrun start two processes that exchange their numbers by gloo."
-    code = "from nanovlm_nb.dist import init_dist,destroy_dist; d = init_dist('cpu'); assert d.gather(d.rank)==[0,1]; destroy_dist()"
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '--no-python', sys.executable, '-c', code]
-    remedy = 'see that the host name resolves (getent hosts $(hostname)) and that a firewall leaves local ports alone; GLOO_SOCKET_IFNAME=lo uses no network'
+    code = ("from nanovlm_nb.dist import init_dist,destroy_dist; "
+            "d = init_dist('cpu'); assert d.gather(d.rank)==[0,1]; destroy_dist()")
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2',
+               '--no-python', sys.executable, '-c', code]
+    remedy = ('see that the host name resolves (getent hosts $(hostname)) and that '
+              'a firewall leaves local ports alone; GLOO_SOCKET_IFNAME=lo uses no network')
     try: done = run_to_end(command, timeout_s, env={**os.environ, 'OMP_NUM_THREADS':'1'})
-    except subprocess.TimeoutExpired: return Check('two processes', FAIL, f'did not meet in {timeout_s:g} s', remedy)
-    last = next((l for l in reversed(done.stderr.splitlines()) if 'Error' in l), f'ended with {done.returncode}').strip()
-    return Check('two processes', PASS, 'torchrun and gloo') if done.returncode==0 else Check('two processes', FAIL, last, remedy)
+    except subprocess.TimeoutExpired:
+        return Check('two processes', FAIL, f'did not meet in {timeout_s:g} s', remedy)
+    last = next((l for l in reversed(done.stderr.splitlines()) if 'Error' in l),
+                f'ended with {done.returncode}').strip()
+    if done.returncode: return Check('two processes', FAIL, last, remedy)
+    return Check('two processes', PASS, 'torchrun and gloo')
 
 # %% ../nbs/43_doctor.ipynb #19573343
 def smoke_run(
@@ -293,17 +352,23 @@ def smoke_run(
     timeout_s:float=1800., # until they must be made
 )->Check: # pass or fail
     "Train a few updates in a process of its own."
-    small = evolve(train_cfg, max_training_steps=updates, max_training_samples=None, eval_in_epochs=False, save_interval=0, ask_samples=0, log_wandb=False, progress_bar=False, resume=False, deepspeed_config=None, run_name='smoke')
+    small = evolve(train_cfg, max_training_steps=updates, max_training_samples=None, eval_in_epochs=False,
+                   save_interval=0, ask_samples=0, log_wandb=False, progress_bar=False, resume=False,
+                   deepspeed_config=None, run_name='smoke')
     with tempfile.TemporaryDirectory() as folder:
-        save_yaml(f'{folder}/config.yaml', evolve(vlm_cfg, vlm_checkpoint_path=folder) if not train_cfg.resume_from_vlm_checkpoint else vlm_cfg, small)
+        if not train_cfg.resume_from_vlm_checkpoint: vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder)
+        save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
         command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml']
         try: done = run_to_end(command, timeout_s, cwd=folder)
-        except subprocess.TimeoutExpired: return Check('short run', FAIL, f'not over after {timeout_s:g} s', 'plan it with nanovlm_plan: this machine may be too slow')
+        except subprocess.TimeoutExpired:
+            return Check('short run', FAIL, f'not over after {timeout_s:g} s',
+                         'plan it with nanovlm_plan: this machine may be too slow')
         log = next(Path(folder).rglob('smoke/log.jsonl'), None)
         losses = [r['batch_loss'] for r in read_log(log) if 'batch_loss' in r] if log else []
     if done.returncode or len(losses)!=updates or None in losses:
         last = (done.stderr.strip().splitlines() or [f'ended with {done.returncode}'])[-1]
-        return Check('short run', FAIL, f'{len(losses)} of {updates} updates: {last}', 'start nanovlm_train with the same settings and read its messages')
+        return Check('short run', FAIL, f'{len(losses)} of {updates} updates: {last}',
+                     'start nanovlm_train with the same settings and read its messages')
     return Check('short run', PASS, f'{updates} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}')
 
 # %% ../nbs/43_doctor.ipynb #01697dc8
@@ -318,7 +383,9 @@ def check_memory(
     found = sizes(vlm_cfg, train_cfg)
     need = memory(vlm_cfg, train_cfg, gpus, found).total/GB
     steps = until_it_fits(vlm_cfg, train_cfg, gpus, gib, found)
-    return Check('memory', PASS if need<=USABLE*gib else FAIL, f'{need:.1f} GiB for the fullest packs, {gib:.1f} GiB on a GPU, of which {USABLE:.0%} can be planned with', '; then '.join(remedy_line(r) for r,_ in steps) or 'a larger GPU')
+    return Check('memory', PASS if need<=USABLE*gib else FAIL,
+                 f'{need:.1f} GiB for the fullest packs, {gib:.1f} GiB on a GPU, of which {USABLE:.0%} '
+                 'can be planned with', '; then '.join(remedy_line(r) for r,_ in steps) or 'a larger GPU')
 
 def check_gpus(
     asked:int, # ranks on this machine
@@ -326,9 +393,12 @@ def check_gpus(
 )->Check: # one rank on a machine without GPUs trains on its CPU
     "Has every rank a GPU?"
     many = lambda n: f'{n} GPU{"s"*(n!=1)}'
-    if asked>max(found, 1): return Check('GPUs', FAIL, f'--gpus {asked}, but there {"is" if found==1 else "are"} {many(found)}',
-        f'--gpus {found}' if found else f'look on a machine with {many(asked)}; without --gpus, training on this CPU is looked at')
-    return Check('GPUs', PASS, f'{asked} of {many(found)}') if found else Check('GPUs', SKIP, 'none: one rank trains on the CPU')
+    if asked>max(found, 1):
+        elsewhere = f'look on a machine with {many(asked)}; without --gpus, training on this CPU is looked at'
+        return Check('GPUs', FAIL, f'--gpus {asked}, but there {"is" if found==1 else "are"} {many(found)}',
+                     f'--gpus {found}' if found else elsewhere)
+    if not found: return Check('GPUs', SKIP, 'none: one rank trains on the CPU')
+    return Check('GPUs', PASS, f'{asked} of {many(found)}')
 
 def check_start(
     vlm_cfg:VLMConfig, # as the user gave it
@@ -340,12 +410,15 @@ def check_start(
     try:
         start = resolve_start(vlm_cfg, train_cfg, gpus, given)
         file = train_cfg.load_from if is_pth(train_cfg.load_from) and not train_cfg.resume else None
-        if file and not (path := pth_path(file, start.vlm_cfg)).is_file(): raise FileNotFoundError(f'there is no file {path}')
-        path,_ = plan_resume(start.vlm_cfg, start.train_cfg, run_path(start.vlm_cfg, start.train_cfg, Dist()), gpus, launchers())
+        if file and not (path := pth_path(file, start.vlm_cfg)).is_file():
+            raise FileNotFoundError(f'there is no file {path}')
+        path,_ = plan_resume(start.vlm_cfg, start.train_cfg, run_path(start.vlm_cfg, start.train_cfg, Dist()),
+                             gpus, launchers())
     except (OSError, ValueError) as e:
         try: start = foresee_start(vlm_cfg, train_cfg, gpus, given)
         except (OSError, ValueError): start = Start(vlm_cfg, train_cfg, 'nothing', [])
-        return Check('start', FAIL, ' '.join(str(e).split()), 'do what the message says: nanovlm_train would refuse to start'),start
+        return Check('start', FAIL, ' '.join(str(e).split()),
+                     'do what the message says: nanovlm_train would refuse to start'),start
     return Check('start', PASS, f'goes on from {path}' if path else f'from {start.origin}'),start
 
 def examine(
@@ -364,9 +437,12 @@ def examine(
     yield found
     vlm_cfg,train_cfg = start.vlm_cfg,start.train_cfg
     yield from (try_backend(name, device, vlm_cfg.attn_backend) for name in BACKENDS)
-    yield check_memory(vlm_cfg, train_cfg, gpus, torch.cuda.get_device_properties(0).total_memory/GB if device.type=='cuda' else None)
-    yield check_workers(train_cfg, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(), gpus)
-    yield check_disk(shutil.disk_usage(existing(vlm_cfg.vlm_checkpoint_path)).free, checkpoint_bytes(vlm_cfg, train_cfg), checkpoints_kept(train_cfg))
+    yield check_memory(vlm_cfg, train_cfg, gpus,
+                       torch.cuda.get_device_properties(0).total_memory/GB if device.type=='cuda' else None)
+    yield check_workers(train_cfg, len(os.sched_getaffinity(0))
+                        if hasattr(os, 'sched_getaffinity') else os.cpu_count(), gpus)
+    yield check_disk(shutil.disk_usage(existing(vlm_cfg.vlm_checkpoint_path)).free,
+                     checkpoint_bytes(vlm_cfg, train_cfg), checkpoints_kept(train_cfg))
     yield try_write(vlm_cfg.vlm_checkpoint_path)
     yield from data_checks(vlm_cfg, train_cfg)
     yield wandb_check(train_cfg)

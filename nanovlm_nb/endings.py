@@ -28,16 +28,19 @@ def causes(
         e = left.pop(0)
         if e is None or any(e is f for f in found): continue
         found.append(e)
-        left += [e.__cause__, e.__context__] # torch's writer hides a full disk in the second, and has the first as well
+        # torch's writer hides a full disk in the second, and has the first as well
+        left += [e.__cause__, e.__context__]
     return found
 
-NO_MEMORY = ('out of memory',"can't allocate memory",'not enough memory') # how CUDA, its libraries and the CPU say it
+# how CUDA, its libraries and the CPU say it
+NO_MEMORY = ('out of memory',"can't allocate memory",'not enough memory')
 
 def out_of_memory(
     error:BaseException, # as it arrived
 )->bool: # of the device or of the machine
     "Did memory run out?"
-    return any(isinstance(e, (MemoryError, torch.OutOfMemoryError)) or isinstance(e, RuntimeError) and any(t in str(e) for t in NO_MEMORY) for e in causes(error))
+    return any(isinstance(e, (MemoryError, torch.OutOfMemoryError))
+               or isinstance(e, RuntimeError) and any(t in str(e) for t in NO_MEMORY) for e in causes(error))
 
 FULL = {getattr(errno, name) for name in ('ENOSPC','EDQUOT') if hasattr(errno, name)} # no space, no quota
 
@@ -48,8 +51,10 @@ def full_place(
     "The directory in which there was no space left."
     for e in causes(error):
         if 'shared memory' in str(e) or '/torch_' in str(e): return Path('/dev/shm')
-        if isinstance(e, RuntimeError) and 'unexpected pos' in str(e): return Path(run_dir) # what torch's writer says when a write was cut short
-        if isinstance(e, OSError) and e.errno in FULL: return Path(e.filename).parent if isinstance(e.filename, str) else Path(run_dir)
+        # what torch's writer says when a write was cut short
+        if isinstance(e, RuntimeError) and 'unexpected pos' in str(e): return Path(run_dir)
+        if isinstance(e, OSError) and e.errno in FULL:
+            return Path(e.filename).parent if isinstance(e.filename, str) else Path(run_dir)
 
 # %% ../nbs/33_endings.ipynb #e0d1000a
 def last_complete(
@@ -74,9 +79,13 @@ def go_on(
     "The command that goes on with a run."
     local = int(os.environ.get('LOCAL_WORLD_SIZE', dist.world_size))
     nodes = f'--nnodes {dist.world_size//local} (as before) ' if local<dist.world_size else ''
-    launch = f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train' if dist.world_size>1 else 'nanovlm_train'
-    fields = dict(run_name=Path(run_dir).name, resume=True)|(dict(load_from=None) if train_cfg.load_from else {})|changes
-    return ' '.join([launch, '--config', shlex.quote(str(Path(run_dir)/CONFIG)), *(f'--{k} {shlex.quote(str(v))}' for k,v in fields.items())])
+    launch = (f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train'
+              if dist.world_size>1 else 'nanovlm_train')
+    fields = dict(run_name=Path(run_dir).name, resume=True)
+    if train_cfg.load_from: fields['load_from'] = None
+    fields |= changes
+    return ' '.join([launch, '--config', shlex.quote(str(Path(run_dir)/CONFIG)),
+                     *(f'--{k} {shlex.quote(str(v))}' for k,v in fields.items())])
 
 # %% ../nbs/33_endings.ipynb #e0d1000d
 class RunFailed(OSError):
@@ -90,15 +99,22 @@ def disk_is_full(
 )->str: # a sentence
     "What to say about a full disk."
     kept = sorted(p.name for p in Path(run_dir).glob('step_*'))
-    fewer = f' (a run keeps {train_cfg.max_keep_ckpts} checkpoints and the best: lower max_keep_ckpts)' if train_cfg.max_keep_ckpts>1 and len(kept)>1 else ''
-    fewer = f' ({len(kept)} checkpoints are kept, for max_keep_ckpts is -1: give a number)' if train_cfg.max_keep_ckpts==-1 and len(kept)>1 else fewer
-    if place==Path('/dev/shm'): fewer = ' (loader workers send their packs through it: lower num_workers, or give the container more with --shm-size)'
+    most,fewer = train_cfg.max_keep_ckpts,''
+    if most>1 and len(kept)>1:
+        fewer = f' (a run keeps {most} checkpoints and the best: lower max_keep_ckpts)'
+    if most==-1 and len(kept)>1:
+        fewer = f' ({len(kept)} checkpoints are kept, for max_keep_ckpts is -1: give a number)'
+    if place==Path('/dev/shm'):
+        fewer = (' (loader workers send their packs through it: '
+                 'lower num_workers, or give the container more with --shm-size)')
     return f'no space left in {place}: {what_is_left(run_dir)}. Make room{fewer}, then: {command}'
 
 # %% ../nbs/33_endings.ipynb #e0d10010
 def machine()->str: # '' where the system does not say
     "What process numbers belong to: this kernel since it was started, and this container."
-    try: return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError: return ''
 
 def began(
@@ -134,13 +150,14 @@ def read_lock(
 
 def is_alive(
     path:Path, # a lock
-    jobs:dict[str,int]={}, # from `dist.launchers`: those that were started before have ended their earlier start
+    jobs:dict[str,int]={}, # from `dist.launchers`: one that was started again has ended its earlier start
     beat_s:float=BEAT_S, # seconds between two signs of life
 )->bool: # False too if it lets go meanwhile
     "Does the holder of a directory live?"
     count,holder = read_lock(path)
     if holder is not None and any(n and job in holder.jobs for job,n in jobs.items()): return False
-    if holder is not None and holder.machine and holder.machine==machine(): return began(holder.pid)==holder.began
+    if holder is not None and holder.machine and holder.machine==machine():
+        return began(holder.pid)==holder.began
     for _ in range(BEATS):
         time.sleep(beat_s)
         now,_ = read_lock(path)
@@ -157,7 +174,8 @@ class RunLock:
     ):
         self.path,self.jobs,self.beat_s,me = Path(run_dir)/LOCK,jobs,beat_s,os.getpid()
         self.held,self.ended = False,threading.Event()
-        self.me = Holder(socket.gethostname(), me, machine(), began(me), time.strftime('%Y-%m-%d %H:%M:%S'), list(jobs))
+        self.me = Holder(socket.gethostname(), me, machine(), began(me),
+                         time.strftime('%Y-%m-%d %H:%M:%S'), list(jobs))
 
     def take(self)->None: # nothing; a ValueError says who holds it
         "Be the holder."
@@ -165,7 +183,8 @@ class RunLock:
         while not self._create():
             holder = read_lock(self.path)[1]
             if is_alive(self.path, self.jobs, self.beat_s): raise ValueError(
-                f'{self.path.parent} is in use by {holder or "a process that has just begun"}: wait for its end, stop it, or give another run_name')
+                f'{self.path.parent} is in use by {holder or "a process that has just begun"}: '
+                'wait for its end, stop it, or give another run_name')
             self._bury(holder)
         self.held = True
         threading.Thread(target=self._beat, name='lock', daemon=True).start()
@@ -173,7 +192,8 @@ class RunLock:
     def _create(self):
         "Write the file unless there is one."
         try:
-            with self.path.open('x', encoding='utf-8') as f: f.write(f'{0:010}\n{json.dumps(self.me._asdict())}\n')
+            with self.path.open('x', encoding='utf-8') as f:
+                f.write(f'{0:010}\n{json.dumps(self.me._asdict())}\n')
         except FileExistsError: return False
         return True
 

@@ -32,7 +32,8 @@ from .ask import Asker,answer_all,load_asker,questions_of
 from .lmms import NanoVLM
 
 # %% ../nbs/45_evaluate.ipynb #728a6bc3
-_ROW = datasets.Features(dict(images=datasets.List(datasets.Image()), texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))),
+_ROW = datasets.Features(dict(images=datasets.List(datasets.Image()),
+    texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))),
     kinds=datasets.List(datasets.Value('string')), source=datasets.Value('string')))
 
 def shape_questions(
@@ -40,7 +41,8 @@ def shape_questions(
     seed:int=0, # another seed, other scenes
 )->list[dict]: # rows with one question
     "Held-out scenes, question by question."
-    return [dict(images=row['images'], texts=[t], kinds=[k], source='shapes') for row in shapes_dataset(n, 'validation', seed)
+    return [dict(images=row['images'], texts=[t], kinds=[k], source='shapes')
+        for row in shapes_dataset(n, 'validation', seed)
         for t,k in zip(row['texts'], row['kinds'])]
 
 def digit_questions(
@@ -48,10 +50,12 @@ def digit_questions(
 )->list[dict]: # rows with one question
     "Handwritten digits of 8 x 8 pixels."
     try: from sklearn.datasets import load_digits
-    except ImportError: raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from None
+    except ImportError:
+        raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from None
     data = load_digits()
     picture = lambda grey: Image.fromarray((grey*255/16).round().astype(np.uint8)).convert('RGB')
-    return [dict(images=[picture(im)], texts=[dict(user='Which digit is this?', assistant=str(d))], kinds=['digit'], source='digits')
+    return [dict(images=[picture(im)], texts=[dict(user='Which digit is this?', assistant=str(d))],
+                 kinds=['digit'], source='digits')
         for im,d in islice(zip(data.images, data.target), n)]
 
 # %% ../nbs/45_evaluate.ipynb #1d27216b
@@ -72,9 +76,11 @@ def write_tasks(
     names:Sequence[str]=OWN_TASKS, # those that are wanted
 )->Path: # `folder`, for `--include_path`
     "Write tasks that come with the package."
-    folder = Path(folder); folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for source in files('nanovlm_nb').joinpath('tasks').iterdir():
-        if source.name.endswith('.yaml'): (folder/source.name).write_text(source.read_text(encoding='utf-8'), encoding='utf-8')
+        if source.name.endswith('.yaml'):
+            (folder/source.name).write_text(source.read_text(encoding='utf-8'), encoding='utf-8')
     if 'shapes' in names: write_rows(folder/'shapes.parquet', shape_questions(n_scenes))
     if {'digits','digits_choice'}&set(names): write_rows(folder/'digits.parquet', digit_questions(n_digits))
     return folder
@@ -86,7 +92,8 @@ def read_rows(
     "Read a question file."
     total = read_metadata(path).num_rows
     n = total if limit is None else math.ceil(total*limit) if limit<1 else int(limit)
-    return list(islice(datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True), n))
+    return list(islice(datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True),
+                       n))
 
 # %% ../nbs/45_evaluate.ipynb #f04b922d
 def exact_match(
@@ -109,7 +116,8 @@ def flat_figures(
 )->dict[str,float]: # 'task_name' -> value; standard errors and what is no number are left out
     "The figures of lmms-eval's tasks."
     number = lambda v: isinstance(v, (int,float,np.number)) and not isinstance(v, bool) and math.isfinite(v)
-    return {f"{task}_{name.split(',')[0]}":float(v) for task,values in results.items() for name,v in values.items() if number(v) and 'stderr' not in name}
+    return {f"{task}_{name.split(',')[0]}":float(v) for task,values in results.items()
+            for name,v in values.items() if number(v) and 'stderr' not in name}
 
 # %% ../nbs/45_evaluate.ipynb #11a03f87
 @cache
@@ -128,17 +136,25 @@ def through_lmms_eval(
     from lmms_eval.evaluator import simple_evaluate
     from tenacity import RetryError
     manager,chance = _task_manager(args.include_path),rng_state()
-    if task not in manager.all_tasks: raise ValueError(f'lmms-eval has no task {task!r}: `python -m lmms_eval --tasks list` shows all, --include_path adds more')
-    try: found = simple_evaluate(model=NanoVLM(asker=asker, batch_size=args.batch_size), tasks=[task], limit=args.limit, batch_size=args.batch_size,
-        device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args, process_docs_parallel=1,
+    if task not in manager.all_tasks:
+        raise ValueError(f'lmms-eval has no task {task!r}: '
+                         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
+    model = NanoVLM(asker=asker, batch_size=args.batch_size)
+    try: found = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
+        device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
+        process_docs_parallel=1,
         distributed_executor_backend='accelerate' if dist.world_size==1 else 'torchrun')
-    except RetryError as e: raise RuntimeError(f'lmms-eval has tried {task} {e.last_attempt.attempt_number} times') from e.last_attempt.exception()
+    except RetryError as e:
+        raise RuntimeError(f'lmms-eval has tried {task} '
+                           f'{e.last_attempt.attempt_number} times') from e.last_attempt.exception()
     finally: set_rng_state(chance)
-    return found and (flat_figures(found['results']), {t:n['effective'] for t,n in found['n-samples'].items()})
+    return found and (
+        flat_figures(found['results']), {t:n['effective'] for t,n in found['n-samples'].items()})
 
 # %% ../nbs/45_evaluate.ipynb #f411817d
 logger = logging.getLogger(__name__)
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+             TypeError, ValueError)
 
 def evaluate_task(
     asker:Asker, # the model
@@ -155,8 +171,8 @@ def evaluate_task(
     return ({f'{path.stem}_exact_match':share},{path.stem:n}) if dist.is_master else None
 
 def cli_evaluate(
-    args:Namespace, # `model`, `tasks`, `limit`, `batch_size`, `process_with_media`, `device`, perhaps `include_path` and `dist`
-)->dict|None: # 'tasks' that are done, 'results', 'samples', 'failed' with messages; None on other ranks than 0
+    args:Namespace, # `model`, `tasks`, `limit`, `batch_size`, `device` and others, see `main`
+)->dict|None: # 'tasks' done, 'results', 'samples', 'failed' with messages; None on other ranks than 0
     "Evaluate a model in memory."
     args = Namespace(**dict(include_path=None, dist=Dist())|vars(args))
     model,was,dist = args.model.to(args.device),args.model.training,args.dist
@@ -174,7 +190,10 @@ def _add(found, task, asker, args, dist):
         logger.exception('task %s failed', task)
         found['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
         return
-    if new: found['tasks'].append(task); found['results'] |= new[0]; found['samples'] |= new[1]
+    if new:
+        found['tasks'].append(task)
+        found['results'] |= new[0]
+        found['samples'] |= new[1]
 
 # %% ../nbs/45_evaluate.ipynb #0dc413e0
 def evaluate_into(
@@ -199,8 +218,10 @@ def results_table(
 )->str: # a line for each figure
     "Figures for eyes."
     width = max(map(len, values['results']), default=6)
-    lines = [f"{'figure':<{width}}  {'value':>10}", *(f'{k:<{width}}  {v:>10.4f}' for k,v in values['results'].items())]
-    return '\n'.join([*lines, 'samples: '+(', '.join(f'{k} {n}' for k,n in values['samples'].items()) or 'none')])
+    lines = [f"{'figure':<{width}}  {'value':>10}",
+             *(f'{k:<{width}}  {v:>10.4f}' for k,v in values['results'].items())]
+    samples = ', '.join(f'{k} {n}' for k,n in values['samples'].items()) or 'none'
+    return '\n'.join([*lines, f'samples: {samples}'])
 
 # %% ../nbs/45_evaluate.ipynb #aa431dbf
 def make_parser()->Parser: # of `nanovlm_eval`

@@ -27,16 +27,22 @@ def picture_rules(
     cfg:VLMConfig, # reads `max_img_size`, `vit_img_size`, `pixel_mean`, `pixel_std`
 )->dict: # contents of preprocessor_config.json
     "What transformers does to a picture."
-    side,(means,stds) = dict(longest_edge=cfg.max_img_size), (v*3 if len(v)==1 else v for v in (cfg.pixel_mean, cfg.pixel_std))
+    side = dict(longest_edge=cfg.max_img_size)
+    means,stds = (v*3 if len(v)==1 else v for v in (cfg.pixel_mean, cfg.pixel_std))
     means = [m-HAIR*float(m*255).is_integer() for m in means]
-    return dict(image_processor_type='Idefics3ImageProcessor', processor_class='Idefics3Processor', do_convert_rgb=True, do_resize=True, size=side, resample=1,
-        do_image_splitting=True, max_image_size=dict(longest_edge=cfg.vit_img_size), do_rescale=True, rescale_factor=1/255,
+    return dict(image_processor_type='Idefics3ImageProcessor', processor_class='Idefics3Processor',
+        do_convert_rgb=True, do_resize=True, size=side, resample=1, do_image_splitting=True,
+        max_image_size=dict(longest_edge=cfg.vit_img_size), do_rescale=True, rescale_factor=1/255,
         do_normalize=True, image_mean=means, image_std=[*stds], do_pad=True)
 
 # %% ../nbs/37_export.ipynb #a835ae79
-AS_TEXT = ("{% set ns = namespace(all=[], text='') %}{% for m in messages %}{% if m['content'] is string %}{% set ns.text = m['content'] %}{% else %}"
-    "{% set ns.text = '' %}{% for p in m['content'] %}{% set ns.text = ns.text + (IMAGE if p['type'] == 'image' else p['text']) %}{% endfor %}{% endif %}"
-    "{% set ns.all = ns.all + [{'role': m['role'], 'content': ns.text}] %}{% endfor %}{% set messages = ns.all %}")
+AS_TEXT = (
+    "{% set ns = namespace(all=[], text='') %}{% for m in messages %}"
+    "{% if m['content'] is string %}{% set ns.text = m['content'] %}{% else %}"
+    "{% set ns.text = '' %}{% for p in m['content'] %}"
+    "{% set ns.text = ns.text + (IMAGE if p['type'] == 'image' else p['text']) %}{% endfor %}{% endif %}"
+    "{% set ns.all = ns.all + [{'role': m['role'], 'content': ns.text}] %}{% endfor %}"
+    "{% set messages = ns.all %}")
 
 def chat_template(
     cfg:VLMConfig, # reads `lm_chat_template`, `vlm_extra_tokens`
@@ -49,14 +55,15 @@ def _write_json(path, values): path.write_text(json.dumps(values, indent=2)+'\n'
 
 def _ends(tokenizer):
     "Tokens that `generate` must know."
-    return dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id)
+    return dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+                bos_token_id=tokenizer.bos_token_id)
 
 # %% ../nbs/37_export.ipynb #022e0f9d
 def export_smolvlm(
     model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, # directory to write, made if missing
     kind:str='smolvlm', # or idefics3: what transformers shall call it
-)->None: # nothing
+)->None:
     "Write a model for transformers."
     cfg,tokenizer = model.cfg,copy.deepcopy(model.tokenizer)
     config,tensors = to_smolvlm(model.state_dict(), cfg, kind)
@@ -69,7 +76,8 @@ def export_smolvlm(
         cfg.save(tmp/OWN_CONFIG)
         if cfg.image_convention!='smolvlm': return
         _write_json(tmp/'preprocessor_config.json', picture_rules(cfg))
-        _write_json(tmp/'processor_config.json', dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
+        _write_json(tmp/'processor_config.json',
+                    dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
 
 # %% ../nbs/37_export.ipynb #3c4481dd
 FORMATS = (*WHOLE, 'nanovlm') # what can be written

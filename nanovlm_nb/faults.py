@@ -73,7 +73,8 @@ class Rules:
     )->str: # what they say, with placeholders counted
         "Tokens for a reader."
         image = self.tokenizer.image_token
-        return re.sub(f'({re.escape(image)}){{2,}}', lambda m: f'{len(m[0])//len(image)} × {image}', self.tokenizer.decode(ids))
+        return re.sub(f'({re.escape(image)}){{2,}}', lambda m: f'{len(m[0])//len(image)} × {image}',
+                      self.tokenizer.decode(ids))
 
     @property
     def minimums(self)->dict[str,int]: # name of a rating -> lowest value that passes
@@ -88,10 +89,12 @@ class Rules:
         return image_processor_of(self.vlm_cfg)
 
     @cached_property
-    def markers(self)->dict[int,tuple[int,int]]: # token id -> (row, column) from 1; (0, 0) is the whole picture
+    def markers(self)->dict[int,tuple[int,int]]: # token id -> (row, column) from 1; (0, 0): the whole
         "Tokens that stand before the placeholders of a tile."
-        extra = {name:self.tokenizer.convert_tokens_to_ids(token) for name,token in self.vlm_cfg.vlm_extra_tokens.items()}
-        cells = {i:re.fullmatch(r'r(\d+)c(\d+)', 'r0c0' if name=='global_image_token' else name) for name,i in extra.items()}
+        extra = {name:self.tokenizer.convert_tokens_to_ids(token)
+                 for name,token in self.vlm_cfg.vlm_extra_tokens.items()}
+        cells = {i:re.fullmatch(r'r(\d+)c(\d+)', 'r0c0' if name=='global_image_token' else name)
+                 for name,i in extra.items()}
         return {i:(int(m[1]), int(m[2])) for i,m in cells.items() if m}
 
     @cached_property
@@ -103,9 +106,11 @@ class Rules:
 def tokens_of(sample:dict, # `input_ids`, `labels`, perhaps `attention_mask`, one-dimensional
 )->tuple[list[int],list[int]]: # ids and labels without padding
     "The tokens of a sample as lists."
-    ids,labels,mask = (x.tolist() if hasattr(x := sample.get(k), 'tolist') else x for k in ('input_ids','labels','attention_mask'))
+    ids,labels,mask = (x.tolist() if hasattr(x := sample.get(k), 'tolist') else x
+                       for k in ('input_ids','labels','attention_mask'))
     if len(ids)!=len(labels) or any(isinstance(x, list) for x in ids[:1]):
-        raise ValueError(f"sample {sample.get('id')}: {len(ids)} ids and {len(labels)} labels: give one row of each, equally long")
+        raise ValueError(f"sample {sample.get('id')}: "
+                         f"{len(ids)} ids and {len(labels)} labels: give one row of each, equally long")
     keep = [t for t in range(len(ids)) if mask is None or mask[t]]
     return [ids[t] for t in keep],[labels[t] for t in keep]
 
@@ -140,7 +145,9 @@ def answers_in(
         start = bisect_left(starts, header.end())
         stop = next((t for t in range(start, len(ids)) if ids[t]==frame.opening), len(ids))
         end = next((t for t in range(start, stop) if ids[t]==frame.end), None)
-        if end is not None: stop = next((t for t in range(end+1, len(ids)) if not frame.tail.startswith(''.join(pieces[end+1:t+1]))), len(ids))
+        if end is not None:
+            stop = next((t for t in range(end+1, len(ids))
+                         if not frame.tail.startswith(''.join(pieces[end+1:t+1]))), len(ids))
         found.append(Answer(start, end, stop))
     return found
 
@@ -149,7 +156,7 @@ def pictures_in(
     ids:list[int], # tokens
     rules:Rules, # image token and markers
 )->list[list]: # for each picture a list of [(row, column) or None, placeholders]
-    "Tiles of each picture, as the tokens tell them; (0, 0) is the whole picture, None a tile without a marker."
+    "Tiles of each picture, as the tokens tell them; (0, 0): the whole picture, None: no marker."
     image,pictures,before = rules.tokenizer.image_token_id,[],None
     for i in ids:
         cell = rules.markers.get(i)
@@ -187,7 +194,7 @@ def tiles_of(
 @dataclass
 class Sample:
     "A sample, and what the checks ask about it."
-    given:dict # `id`, `input_ids`, `labels`; perhaps `attention_mask`, `images` (tiles), `pictures` (originals), `texts`
+    given:dict # `id`, `input_ids`, `labels`; perhaps `attention_mask`, `images` (tiles), `pictures`, `texts`
     rules:Rules # what it is measured against
 
     def __post_init__(self):
@@ -199,8 +206,10 @@ class Sample:
         self.answers = answers_in(self.ids, rules)
         self.taught = [a for a in self.answers if not self.learned.isdisjoint(range(a.start, a.stop))]
         self.tiles,self.told = [tiles_of(im, rules) for im in self.images],pictures_in(self.ids, rules)
-        self.placeholders,self.wanted = self.ids.count(image),sum(self.tiles)*rules.vlm_cfg.mp_image_token_length
-        self.torn = any(i==image or i in rules.markers for i in self.ids[-1:]) or (self.ids[:1]==[image] and len(self.ids)>1)
+        self.placeholders = self.ids.count(image)
+        self.wanted = sum(self.tiles)*rules.vlm_cfg.mp_image_token_length
+        self.torn = (any(i==image or i in rules.markers for i in self.ids[-1:])
+                     or (self.ids[:1]==[image] and len(self.ids)>1))
 
     def quote(self,
         places:list[int], # of tokens
@@ -212,8 +221,10 @@ class Sample:
 def check_targets(s:Sample, # with labels
 )->Iterator[Fault]: # none, or one
     "All labels are masked."
-    if all(l==IGNORE for l in s.labels): yield Fault('no_target', s.id, f'none of its {len(s.labels)} tokens is a target',
-        'see why the answer is masked: it is empty, the mask is inverted, or the sample was cut before the answer')
+    if any(l!=IGNORE for l in s.labels): return
+    yield Fault('no_target', s.id, f'none of its {len(s.labels)} tokens is a target',
+        'see why the answer is masked: '
+        'it is empty, the mask is inverted, or the sample was cut before the answer')
 
 # %% ../nbs/40_faults.ipynb #0a57ed22
 SHIFTS = { # places between a token and its label -> what happened
@@ -227,16 +238,22 @@ def check_shift(s:Sample, # with labels
 )->Iterator[Fault]: # none, or one
     "Labels are not the next tokens."
     lost,why = [a for a in s.taught if a.start not in s.learned],''
-    if s.shift!=1 or s.misfits: why = SHIFTS[s.shift]+f'; {s.misfits} of {len(s.learned)} fit no place'*bool(s.misfits)
-    elif lost: why = f'{len(lost)} of {len(s.answers)} answers are learned without their first token: the mask was not shifted with the labels'
-    if why: yield Fault('label_shift', s.id, why, 'make labels[t] = input_ids[t+1] once, with -100 at the last place; mask first, then shift')
+    if s.shift!=1 or s.misfits:
+        why = SHIFTS[s.shift]+f'; {s.misfits} of {len(s.learned)} fit no place'*bool(s.misfits)
+    elif lost:
+        why = (f'{len(lost)} of {len(s.answers)} answers are learned without their first token: '
+               'the mask was not shifted with the labels')
+    if why:
+        yield Fault('label_shift', s.id, why,
+            'make labels[t] = input_ids[t+1] once, with -100 at the last place; mask first, then shift')
 
 # %% ../nbs/40_faults.ipynb #f28ce661
 def _foreign(s):
     "Answers that are learned, but are none of the texts'."
     from nanovlm_nb.chat import neutralise
     known = {neutralise(t['assistant'], s.rules.tokenizer).strip() for t in s.texts}
-    return [a for a in s.taught if known and s.rules.tokenizer.decode(s.ids[a.start:a.end]).strip() not in known]
+    return [a for a in s.taught
+            if known and s.rules.tokenizer.decode(s.ids[a.start:a.end]).strip() not in known]
 
 # %% ../nbs/40_faults.ipynb #583fa102
 def check_prompt(s:Sample, # with labels, perhaps texts
@@ -246,7 +263,8 @@ def check_prompt(s:Sample, # with labels, perhaps texts
     outside = sorted(t for t in s.learned-inside if 0<=t<len(s.ids))
     first = [t for n,t in enumerate(outside) if t==outside[0]+n]
     if outside and s.answers: yield Fault('prompt_learned', s.id,
-        f'{len(outside)} learned tokens are no part of an answer: {s.quote(first)}', 'mask every label outside the answers with -100')
+        f'{len(outside)} learned tokens are no part of an answer: {s.quote(first)}',
+        'mask every label outside the answers with -100')
     for a in _foreign(s)[:1]: yield Fault('prompt_learned', s.id,
         f'{s.quote(range(a.start, a.stop))} is learned, but it is none of the answers in `texts`',
         'break special tokens that a text spells out with `neutralise`, and look for swapped roles')
@@ -259,31 +277,39 @@ def check_end(s:Sample, # with labels
     if not endless: return
     end,same = s.quote([endless[0].end]),s.rules.tokenizer.pad_token_id==s.rules.frame.end
     why = f'; the padding token is {end} too: labels equal to it were masked'*same
-    yield Fault('answer_end', s.id, f'{len(endless)} of {len(s.answers)} answers are learned without their end {end}{why}',
-        'mask padding by its place (attention_mask), not by its id: a model that never learns the end never stops')
+    yield Fault('answer_end', s.id,
+        f'{len(endless)} of {len(s.answers)} answers are learned without their end {end}{why}',
+        'mask padding by its place (attention_mask), not by its id: '
+        'a model that never learns the end never stops')
 
 # %% ../nbs/40_faults.ipynb #ad38dbe6
 def check_cut(s:Sample, # with tiles
 )->Iterator[Fault]: # none, or one
     "A picture, or a part of it, was cut away from the text."
     if s.placeholders<s.wanted and (s.torn or len(s.told)<len(s.tiles)):
-        yield Fault('image_cut', s.id, f'{s.placeholders} of {s.wanted} placeholders of its pictures ({len(s.tiles)}) are left: the text was cut',
-            'do not cut a sample that is too long: leave it out, or raise max_sample_length and lm_max_length')
+        yield Fault('image_cut', s.id,
+            f'{s.placeholders} of {s.wanted} placeholders of its pictures ({len(s.tiles)}) are left: '
+            'the text was cut',
+            'do not cut a sample that is too long: '
+            'leave it out, or raise max_sample_length and lm_max_length')
 
 # %% ../nbs/40_faults.ipynb #7755bbbc
 def _grid_wrong(picture, n, true):
     "Why the tokens of a picture do not fit its `n` tiles and its true grid; None: they do."
     cells,(rows,cols) = [c for c,_ in picture if c and c!=(0, 0)],grid_of(picture)
-    if cells and cells!=list(product(range(1, rows+1), range(1, cols+1))): return f'its tokens {cells} are no grid'
+    if cells and cells!=list(product(range(1, rows+1), range(1, cols+1))):
+        return f'its tokens {cells} are no grid'
     if len(picture)!=n: return f'its tokens tell {len(picture)} tiles ({rows} x {cols}), it has {n}'
-    if true and true!=(rows, cols): return f'its tokens tell {rows} x {cols} tiles, its size gives {true[0]} x {true[1]}'
+    if true and true!=(rows, cols):
+        return f'its tokens tell {rows} x {cols} tiles, its size gives {true[0]} x {true[1]}'
 
 # %% ../nbs/40_faults.ipynb #7e56f263
 def check_grid(s:Sample, # with tiles, perhaps pictures
 )->Iterator[Fault]: # one for each picture that is wrong
     "Tiles and the row and column tokens of a picture differ."
     if len(s.told)!=len(s.tiles) or s.torn: return
-    true = [s.rules.processor.grid(*size) if (size := _size(p)) else None for p in s.given.get('pictures') or []]
+    true = [s.rules.processor.grid(*size) if (size := _size(p)) else None
+            for p in s.given.get('pictures') or []]
     for k,(picture,n) in enumerate(zip(s.told, s.tiles)):
         wrong = _grid_wrong(picture, n, true[k] if k<len(true) else None)
         if wrong: yield Fault('tile_grid', s.id, f'picture {k}: {wrong}',
@@ -298,14 +324,16 @@ def check_placeholders(s:Sample, # with tiles
     if (s.placeholders==s.wanted and not odd) or [*check_cut(s), *check_grid(s)]: return
     where = f', and a tile with {odd[0]} instead of {each}' if odd else ''
     yield Fault('placeholders', s.id, f'{s.placeholders} placeholders for {s.wanted} features{where}',
-        f'write {each} of {s.rules.tokenizer.image_token} for each tile (mp_image_token_length), and none in the texts')
+        f'write {each} of {s.rules.tokenizer.image_token} for each tile (mp_image_token_length), '
+        'and none in the texts')
 
 # %% ../nbs/40_faults.ipynb #eeb914b2
 def _broken(image, side):
     "Why a picture or a stack of tiles cannot be used; None: it can."
     from nanovlm_nb.images import UnreadableImage,open_image
     if (shape := getattr(image, 'shape', None)) is not None:
-        if tuple(shape[-3:])!=(3, side, side): return f'tiles of shape {tuple(shape)}, not (n, 3, {side}, {side})'
+        if tuple(shape[-3:])!=(3, side, side):
+            return f'tiles of shape {tuple(shape)}, not (n, 3, {side}, {side})'
         return None if (image==image).all() else 'values that are no numbers'
     try: open_image(image)
     except UnreadableImage as e: return str(e)
@@ -316,7 +344,8 @@ def check_pictures(s:Sample, # with tiles, or with pictures in their place
     "A picture is corrupt or missing."
     for k,image in enumerate(s.images):
         if why := _broken(image, s.rules.vlm_cfg.vit_img_size):
-            yield Fault('corrupt_picture', s.id, f'picture {k}: {why}', 'replace the file, or take the sample out of the data set')
+            yield Fault('corrupt_picture', s.id, f'picture {k}: {why}',
+                        'replace the file, or take the sample out of the data set')
 
 # %% ../nbs/40_faults.ipynb #bb06be76
 def check_length(s:Sample, # with tokens
@@ -324,7 +353,9 @@ def check_length(s:Sample, # with tokens
     "A sample is too long."
     n,most,pack = len(s.ids),s.rules.train_cfg.max_sample_length,s.rules.vlm_cfg.lm_max_length
     if n>=most or n>pack:
-        yield Fault('too_long', s.id, f'{n} tokens; allowed are {most-1} (max_sample_length {most}), a pack holds {pack} (lm_max_length)',
+        yield Fault('too_long', s.id,
+            f'{n} tokens; allowed are {most-1} (max_sample_length {most}), '
+            f'a pack holds {pack} (lm_max_length)',
             'raise both, lower max_img_size, or shorten the sample')
 
 # %% ../nbs/40_faults.ipynb #3ebd09db
@@ -332,27 +363,41 @@ def _template_wrong(turns, tok):
     "Pairs of what is wrong with the template and what to do, for a conversation."
     from nanovlm_nb.chat import to_messages
     messages = to_messages(tok, turns)
-    text,question,prompt,at = _render(tok, messages),_render(tok, messages[:1]),_render(tok, messages[:1], True),0
+    text = _render(tok, messages)
+    question = _render(tok, messages[:1])
+    prompt = _render(tok, messages[:1], True)
+    at = 0
     for m in messages:
         found = text.find(m['content'], at)
-        if found<0: yield f"it changes the text of the {m['role']}: {_shorten(m['content'])!r} is not in what it writes", \
-            'write message.content unchanged, for every message'
+        if found<0:
+            yield (f"it changes the text of the {m['role']}: "
+                   f"{_shorten(m['content'])!r} is not in what it writes",
+                   'write message.content unchanged, for every message')
         at = found+len(m['content'])
-    if prompt==question: yield 'it writes nothing to ask for an answer', 'write the header of an assistant if add_generation_prompt'
+    if prompt==question:
+        yield ('it writes nothing to ask for an answer',
+               'write the header of an assistant if add_generation_prompt')
     if _render(tok, [messages[0]|dict(role='assistant')])==question:
-        yield 'it writes a user and an assistant alike: roles are missing', 'write message.role in front of each message'
-    if not re.match(re.escape(prompt)+r'\s*'+re.escape(messages[1]['content']), text): # spaces are the answer's
-        yield f'in training an answer does not begin as in generation, behind {_shorten(prompt[-40:])!r}', 'write the same header in both'
-    if tok.eos_token not in text[at:]: yield f'no end of turn {tok.eos_token!r} behind the last answer', f'write {tok.eos_token} behind each message'
+        yield ('it writes a user and an assistant alike: roles are missing',
+               'write message.role in front of each message')
+    # spaces are the answer's
+    if not re.match(re.escape(prompt)+r'\s*'+re.escape(messages[1]['content']), text):
+        yield (f'in training an answer does not begin as in generation, behind {_shorten(prompt[-40:])!r}',
+               'write the same header in both')
+    if tok.eos_token not in text[at:]:
+        yield (f'no end of turn {tok.eos_token!r} behind the last answer',
+               f'write {tok.eos_token} behind each message')
 
 # %% ../nbs/40_faults.ipynb #8e7d3a8f
 def check_template(s:Sample, # perhaps with texts
 )->Iterator[Fault]: # none, or one
     "The chat template is unfit for training."
     from jinja2 import TemplateError
-    turns = [t for t in s.texts if t['assistant'] is not None] or [dict(user='Which colour?', assistant='Red.')]
+    turns = ([t for t in s.texts if t['assistant'] is not None]
+             or [dict(user='Which colour?', assistant='Red.')])
     try: wrong = next(_template_wrong(turns, s.rules.tokenizer), None)
-    except (ValueError,TemplateError) as e: wrong = f'it fails: {e}','correct it, or leave lm_chat_template at its default'
+    except (ValueError,TemplateError) as e:
+        wrong = f'it fails: {e}','correct it, or leave lm_chat_template at its default'
     if wrong: yield Fault('chat_template', s.id, wrong[0], f'lm_chat_template: {wrong[1]}')
 
 # %% ../nbs/40_faults.ipynb #3a444f2a
@@ -361,9 +406,14 @@ def check_roles(s:Sample, # with labels
     "The tokens are no chat as the template writes it."
     if not s.learned or not (frame := s.rules.frame): return
     wrong = ''
-    if not s.answers: wrong = f'no answer begins with {frame.header.replace("Ċ", chr(10))!r}: roles are missing'
-    elif s.answers[-1].end is None: wrong = f'its last answer has no end of turn {s.rules.text([frame.end])!r}'
-    if wrong: yield Fault('chat_template', s.id, wrong, 'encode with the template of the configuration (apply_chat_template), and do not cut afterwards')
+    if not s.answers:
+        wrong = f'no answer begins with {frame.header.replace("Ċ", chr(10))!r}: roles are missing'
+    elif s.answers[-1].end is None:
+        wrong = f'its last answer has no end of turn {s.rules.text([frame.end])!r}'
+    if wrong:
+        yield Fault('chat_template', s.id, wrong,
+                    'encode with the template of the configuration (apply_chat_template), '
+                    'and do not cut afterwards')
 
 # %% ../nbs/40_faults.ipynb #c383eccb
 FORM = 'give `texts` as a list of {user, assistant}, and ratings as lists of numbers'
@@ -376,12 +426,14 @@ def check_columns(row:dict, # a row as it is stored, with `id`
     for name in (n for n in row if n not in known):
         typo = difflib.get_close_matches(name, [c for c in known if c not in row], n=1)
         near = (typo or difflib.get_close_matches(name, COLUMNS, n=1, cutoff=0))[0]
-        message,remedy = f'unknown column `{name}` is ignored: did you mean `{near}`?',f'rename it to `{near}`, or leave it out'
+        message = f'unknown column `{name}` is ignored: did you mean `{near}`?'
+        remedy = f'rename it to `{near}`, or leave it out'
         yield Fault('columns', row['id'], message, remedy, warning=not typo)
     try: check_form(row)
     except Dropped as d:
         there = ', '.join(c for c in row if c!='id')
-        if 'texts' not in row: yield Fault('columns', row['id'], f'column `texts` is missing; there are {there}', FORM)
+        if 'texts' not in row:
+            yield Fault('columns', row['id'], f'column `texts` is missing; there are {there}', FORM)
         elif d.reason=='bad_row': yield Fault('columns', row['id'], d.detail, FORM)
 
 # %% ../nbs/40_faults.ipynb #6f7946d3
@@ -395,14 +447,17 @@ def check_ratings(
     if 2*len(lost)<=len(rows): return
     by = {name:sum(not keep_turns(r, {name:least}) for r in rows) for name,least in minimums.items()}
     worst = max(by, key=by.get)
-    yield Fault('ratings', lost[0], f'{len(lost)} of {len(rows)} samples have no turn that passes, {by[worst]} because of {worst}_min_rating {minimums[worst]}',
+    yield Fault('ratings', lost[0],
+        f'{len(lost)} of {len(rows)} samples have no turn that passes, '
+        f'{by[worst]} because of {worst}_min_rating {minimums[worst]}',
         f'lower {worst}_min_rating, or look at {worst}_ratings', warning=len(lost)<len(rows))
 
 # %% ../nbs/40_faults.ipynb #a2842a60
 def _bytes(picture):
     "The bytes of whatever stands for a picture."
     if isinstance(picture, dict): return _bytes(picture.get('bytes') or picture.get('path'))
-    if isinstance(picture, (str,Path)): return Path(picture).read_bytes() if Path(picture).is_file() else str(picture).encode()
+    if isinstance(picture, (str,Path)):
+        return Path(picture).read_bytes() if Path(picture).is_file() else str(picture).encode()
     if hasattr(picture, 'read'):
         picture.seek(0)
         return picture.read()
@@ -430,10 +485,11 @@ def check_overlap(
         if p in by_print: where = f'its contents are also in validation, as {by_print[p]}'
         elif i in ids: where = 'its id is also in validation, with other contents'
         else: continue
-        yield Fault('in_both_splits', i, where, 'take it out of one of the two, or remove duplicates before the split')
+        yield Fault('in_both_splits', i, where,
+                    'take it out of one of the two, or remove duplicates before the split')
 
 # %% ../nbs/40_faults.ipynb #2faa2aea
-def check_batch(batch:dict, # `labels`, `attention_mask` (B, T) and perhaps `ids`, as `collate_packs` makes them
+def check_batch(batch:dict, # `labels`, `attention_mask` (B, T), perhaps `ids`, as of `collate_packs`
 )->Iterator[Fault]: # one for each pack with samples, but without targets
     "A pack or a whole batch has no target."
     labels,masks = batch['labels'].tolist(),batch.get('attention_mask')
@@ -441,11 +497,13 @@ def check_batch(batch:dict, # `labels`, `attention_mask` (B, T) and perhaps `ids
     full = [r for r in empty if masks is None or any(masks[r].tolist())]
     for r in full or (empty[:1] if len(empty)==len(labels) else []):
         name = ', '.join(map(str, batch['ids'][r])) or 'padding' if batch.get('ids') else f'row {r}'
-        yield Fault('no_target_in_pack', name, f'pack {r} of {len(labels)} has no target', 'see why its samples have none; leave them out before packing')
+        yield Fault('no_target_in_pack', name, f'pack {r} of {len(labels)} has no target',
+                    'see why its samples have none; leave them out before packing')
 
 # %% ../nbs/40_faults.ipynb #6d5422e3
 DROPS = dict( # reason of `Dropped` -> kind of fault and remedy; other reasons are a matter of choice
-    too_long=('too_long', 'raise max_sample_length (and lm_max_length), lower max_img_size, or shorten the sample'),
+    too_long=('too_long',
+              'raise max_sample_length (and lm_max_length), lower max_img_size, or shorten the sample'),
     unreadable_image=('corrupt_picture', 'replace the file, or take the sample out of the data set'),
     unreadable_shard=('corrupt_picture', 'copy the file again: it is damaged'),
     missing_image=('corrupt_picture', 'put the file there, or correct `image`'),

@@ -43,7 +43,8 @@ def record_attention(
     found = {}
     def keep(module, args):
         x,cos,sin = args[:3]
-        q,k = (p(h).unflatten(-1, (-1,module.head_dim)).transpose(1,2) for p,h in ((module.q_proj, x[:,rows]), (module.k_proj, x)))
+        q,k = (p(h).unflatten(-1, (-1,module.head_dim)).transpose(1,2)
+               for p,h in ((module.q_proj, x[:,rows]), (module.k_proj, x)))
         q,k = apply_rotary(q, cos[:,:,rows], sin[:,:,rows]),apply_rotary(k, cos, sin)
         found[module.index] = attention_weights(q, k, rows)
     hooks = [decoder.blocks[b].attn.register_forward_pre_hook(keep) for b in blocks]
@@ -55,7 +56,7 @@ def record_attention(
 SPREAD = .75 # width (standard deviation) of a token's spot, in sides of its square
 
 def _spots(n, cells):
-    "How much of each of `cells` spots in a row falls on each of `n` pixels; a spot sums to 1 were there no border."
+    "How much of each of `cells` spots in a row falls on each of `n` pixels; without border a spot sums to 1."
     at,mid = (torch.arange(n)+.5)/n,(torch.arange(cells)+.5)/cells
     width = SPREAD/cells
     return torch.exp(-(at[:,None]-mid)**2/(2*width**2))/(width*n*(2*torch.pi)**.5)
@@ -78,7 +79,8 @@ class Heat:
         side = isqrt(stack.shape[1])
         stack = stack.unflatten(1, (side,side))
         whole,tiles = (stack[0],stack[1:]) if n>1 else (None,stack)
-        return cls(whole, tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side), (rows,cols))
+        mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side)
+        return cls(whole, mosaic, (rows,cols))
 
     @property
     def share(self)->float: # 0 to 1
@@ -122,10 +124,12 @@ def answer_heat(
     if not images: raise ValueError('no picture: there is nothing to look at')
     model,c = asker.model,asker.model.cfg
     prompt,tiles = asker.prompt(images, question)
-    ids = torch.tensor([prompt+asker.tokenizer(answer, add_special_tokens=False)['input_ids']], device=asker.device)
+    ids = torch.tensor([prompt+asker.tokenizer(answer, add_special_tokens=False)['input_ids']],
+                       device=asker.device)
     slots = (ids[0]==c.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
-    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device) # the last token is said and not read
+    # the last token is said and not read
+    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
     with record_attention(model.decoder, blocks, rows) as found: model.decoder(model.embed(ids, tiles))
     weights = torch.stack([found[b][0] for b in blocks])

@@ -19,7 +19,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any,NamedTuple
 
-from fastcore.xml import B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Main,Meta,P,Safe,Small,Span,Style,Summary,Table,Td,Th,Title,Tr,to_xml
+from fastcore.xml import (B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Main,Meta,P,Safe,Small,Span,
+    Style,Summary,Table,Td,Th,Title,Tr,to_xml)
 
 from .usage import Parser,UsageError,asking_hub,command
 from .config import IGNORE,TrainConfig,VLMConfig,evolve,parse_args,set_env
@@ -36,7 +37,8 @@ def _tiles_text(ids, rules):
 # %% ../nbs/41_inspect.ipynb #32a876cb
 def _runs_of(s):
     "[(text, state)] of a sample; a state is '', 'special', 'image', 'learned' or 'wrong'."
-    pictures,special = {s.rules.tokenizer.image_token_id, *s.rules.markers},set(s.rules.tokenizer.all_special_ids)
+    pictures = {s.rules.tokenizer.image_token_id, *s.rules.markers}
+    special = set(s.rules.tokenizer.all_special_ids)
     def state(i, label):
         if label!=IGNORE: return 'learned' if label==i else 'wrong'
         return 'image' if i in pictures else 'special' if i in special else ''
@@ -69,7 +71,8 @@ def _thumbnails(image):
     if (shape := getattr(image, 'shape', None)) is None:
         try: return [_as_uri(open_image(image))]
         except UnreadableImage: return []
-    return [_as_uri(_as_picture(t)) for t in image.reshape(-1, *shape[-3:])] if len(shape)>2 and shape[-3]==3 else []
+    return ([_as_uri(_as_picture(t)) for t in image.reshape(-1, *shape[-3:])]
+            if len(shape)>2 and shape[-3]==3 else [])
 
 # %% ../nbs/41_inspect.ipynb #b11aea8c
 @dataclass
@@ -86,9 +89,11 @@ def _count(n, what): return f"{n} {what}{'s'*(n!=1)}"
 
 def _make_card(s, kinds=()):
     "What is kept of a sample to be shown."
-    size = f"{len(s.ids)} tokens, {sum(l!=IGNORE for l in s.labels)} learned, {_count(len(s.images), 'picture')}"
+    size = (f"{len(s.ids)} tokens, {sum(l!=IGNORE for l in s.labels)} learned, "
+            f"{_count(len(s.images), 'picture')}")
     grids = [*map(grid_of, s.told), *[(1, 1)]*len(s.images)]
-    return Card(s.id, size, _runs_of(s), [(grid, _thumbnails(im)) for grid,im in zip(grids, s.images)], list(kinds))
+    return Card(s.id, size, _runs_of(s),
+                [(grid, _thumbnails(im)) for grid,im in zip(grids, s.images)], list(kinds))
 
 # %% ../nbs/41_inspect.ipynb #7bf11f34
 CARDS = 12 # samples to show, and as many with faults
@@ -112,13 +117,14 @@ class Report:
     faults:list[Fault] = field(default_factory=list) # in the order of their discovery
     asked:Counter = field(default_factory=Counter) # kind -> how many things were checked
     parts:Counter = field(default_factory=Counter) # 'training' and 'validation' -> rows that were looked at
-    sizes:dict[str,list] = field(default_factory=lambda: {k:[] for k in ('tokens','targets','images','tiles')}) # of each sample
+    sizes:dict[str,list] = field( # of each sample
+        default_factory=lambda: {k:[] for k in ('tokens','targets','images','tiles')})
     drops:dict[str,str] = field(default_factory=dict) # id -> reason
     packs:list[Pack] = field(default_factory=list) # in their order
     cards:list[Card] = field(default_factory=list) # to be shown
     seconds:Counter = field(default_factory=Counter) # for planning and for decoding
     notes:list[str] = field(default_factory=list) # what could not be inspected, and why
-    tiles:Counter = field(default_factory=Counter) # 'now' and 'own': tiles of the pictures, and what they would be at their own size
+    tiles:Counter = field(default_factory=Counter) # 'now': tiles of the pictures; 'own': at their own size
 
     @property
     def errors(self)->list[Fault]: # faults that are no warnings
@@ -137,7 +143,7 @@ class Report:
 
     def add(self,
         sample:dict, # as for `Sample`
-    )->None: # nothing
+    )->None:
         "Check, measure and perhaps keep a sample."
         s = Sample(sample, self.rules)
         kinds = list(dict.fromkeys(f.kind for f in self.ask('texts', s)+self.ask('sample', s)))
@@ -147,7 +153,7 @@ class Report:
 
     def add_batch(self,
         batch:dict, # as `collate_packs` makes it
-    )->None: # nothing
+    )->None:
         "Check and measure packs."
         self.ask('batch', batch)
         rows = zip(batch.get('ids') or [], batch.get('doc_lens') or [])
@@ -155,7 +161,7 @@ class Report:
 
     def drop(self,
         dropped:Exception, # a `Dropped` of the pipeline
-    )->None: # nothing
+    )->None:
         "Count what was left out."
         self.drops[dropped.id] = dropped.reason
         self.ask('drop', dropped)
@@ -163,9 +169,10 @@ class Report:
     def stop(self,
         id:str, # the sample
         error:Exception, # what the pipeline raised
-    )->None: # nothing
+    )->None:
         "Note what would end the run."
-        self.faults.append(Fault('stops_the_run', id, f'{type(error).__name__}: {error}', 'do what the message says, or take the sample out'))
+        self.faults.append(Fault('stops_the_run', id, f'{type(error).__name__}: {error}',
+                                 'do what the message says, or take the sample out'))
 
 # %% ../nbs/41_inspect.ipynb #56e21341
 def _documents(batch, rules):
@@ -175,7 +182,8 @@ def _documents(batch, rules):
         lengths = batch['doc_lens'][r] if batch.get('doc_lens') else [len(row)]
         names = batch['ids'][r] if batch.get('ids') else [f'row {r}']*len(lengths)
         for n,name in zip(lengths, names):
-            doc = {key:batch[key][r][at:at+n] for key in ('input_ids','labels','attention_mask') if batch.get(key) is not None}
+            doc = {key:batch[key][r][at:at+n]
+                   for key in ('input_ids','labels','attention_mask') if batch.get(key) is not None}
             at += n
             mine = len(images) if at==sum(lengths) else len(pictures_in(tokens_of(doc)[0], rules))
             yield doc|dict(id=str(name), images=images[:mine])
@@ -248,17 +256,21 @@ def _by_kind(faults):
 def _verdict(report):
     "What came out, in one sentence."
     errors = report.errors
-    said = f"{_count(len(errors), 'fault')} in {_count(len({f.id for f in errors}), 'sample')}" if errors else 'no fault found'
+    said = (f"{_count(len(errors), 'fault')} in {_count(len({f.id for f in errors}), 'sample')}"
+            if errors else 'no fault found')
     return said+(f", {_count(n, 'warning')}" if (n := len(report.faults)-len(errors)) else '')
 
 # %% ../nbs/41_inspect.ipynb #bceba274
 def _figures(report):
     "What -> how much, in words."
     packs,n = report.packs,len(report.sizes['tokens'])
-    out = {'samples':', '.join([*(f'{m} of {part}' for part,m in report.parts.items()), f'{n} inspected, {len(report.drops)} left out'])}
+    out = {'samples':', '.join([*(f'{m} of {part}' for part,m in report.parts.items()),
+                                f'{n} inspected, {len(report.drops)} left out'])}
     for k,v in report.sizes.items():
         if v: out[f'{k} a sample'] = f'{min(v):g} to {max(v):g}, median {median(v):g}, mean {sum(v)/n:.4g}'
-    if packs: out['packs'] = f'{len(packs)} of {packs[0].length} positions, {sum(p.used for p in packs)/len(packs):.1%} used'
+    if packs:
+        out['packs'] = (f'{len(packs)} of {packs[0].length} positions, '
+                        f'{sum(p.used for p in packs)/len(packs):.1%} used')
     speeds = [f'{what} {n/max(t, 1e-9):.0f} samples/s' for what,t in report.seconds.items()]
     return out|({'speed of one process':', '.join(speeds)} if n and speeds else {})
 
@@ -267,13 +279,15 @@ def _ids(ids, most=5): return ', '.join(ids[:most])+(f' and {len(ids)-most} more
 
 def _drops_of(report):
     "Reason -> ids of what was left out."
-    return {reason:[i for i,r in report.drops.items() if r==reason] for reason in sorted(set(report.drops.values()))}
+    return {reason:[i for i,r in report.drops.items() if r==reason]
+            for reason in sorted(set(report.drops.values()))}
 
 # %% ../nbs/41_inspect.ipynb #36fc1161
 def _fault_lines(faults):
     "A kind of fault: the first message and remedy, and who has it."
     f,ids = faults[0],list(dict.fromkeys(f.id for f in faults))
-    return [f"{'warning' if f.warning else 'FAULT  '} {f.kind}: {_ids(ids)}", f'          {f.id}: {f.message}', f'          remedy: {f.remedy}']
+    return [f"{'warning' if f.warning else 'FAULT  '} {f.kind}: {_ids(ids)}",
+            f'          {f.id}: {f.message}', f'          remedy: {f.remedy}']
 
 # %% ../nbs/41_inspect.ipynb #85188924
 def _sorted_cards(report): return sorted(report.cards, key=lambda c: not c.kinds)
@@ -291,34 +305,56 @@ def summary(
     if report.packs: lines += ['', *(f'{_pack_line(p)} {p.used:.0%}' for p in report.packs[:4])]
     for card in _sorted_cards(report)[:2]:
         mark = 'green' if colour else '[[in brackets]]'
-        lines += ['', f"{card.id}: {card.size} ({mark}) {' '.join(card.kinds)}", ''.join(_marked(r, colour) for r in card.runs).rstrip()]
-    lines += ['', *(f'note: {n}' for n in report.notes), *(line for faults in _by_kind(report.faults).values() for line in _fault_lines(faults))]
+        lines += ['', f"{card.id}: {card.size} ({mark}) {' '.join(card.kinds)}",
+                  ''.join(_marked(r, colour) for r in card.runs).rstrip()]
+    lines += ['', *(f'note: {n}' for n in report.notes),
+              *(line for faults in _by_kind(report.faults).values() for line in _fault_lines(faults))]
     return '\n'.join([*lines, _verdict(report), ''])
 
 # %% ../nbs/41_inspect.ipynb #667f27e9
 CSS = """
-:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1c2330;--soft:#5b6576;--line:#dce1e9;--a:#4a7bd0;--b:#7fb0e6;--c:#2f4f8f;
+:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1c2330;--soft:#5b6576;--line:#dce1e9;
+--a:#4a7bd0;--b:#7fb0e6;--c:#2f4f8f;
 --good:#14683c;--goodbg:#d3f0dd;--bad:#a3211a;--badbg:#fbdfdc;--warn:#7a5200;--warnbg:#faecc6;--chip:#e4e9f4}
-@media (prefers-color-scheme:dark){:root{--bg:#12161d;--card:#1b212b;--ink:#e5e9f0;--soft:#9aa5b6;--line:#2f3846;--a:#5f8fe0;--b:#35598f;
---c:#9fc3f5;--good:#8fe0b0;--goodbg:#163d28;--bad:#ff9d94;--badbg:#4a1d1a;--warn:#f0c56a;--warnbg:#42330f;--chip:#2a3342}}
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:25px;margin:0 0 4px}h2{font-size:18px;margin:34px 0 10px}
-h3{font-size:14px;margin:0 0 6px;overflow-wrap:anywhere}h3 .soft{font-weight:400}p{margin:6px 0}small{font-size:13px}.soft{color:var(--soft)}
-code,.text{font:13px/1.55 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}summary{cursor:pointer;color:var(--soft);font-size:13px}
-.box{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;margin-bottom:14px;break-inside:avoid}
-.tag{border-radius:99px;padding:2px 9px;font-size:12px;font-weight:600;margin-left:6px}h1+.tag{font-size:15px;padding:5px 14px;margin:0}
-.good,.learned{background:var(--goodbg);color:var(--good)}.bad,.wrong{background:var(--badbg);color:var(--bad)}.warn{background:var(--warnbg);color:var(--warn)}
-.fault{border-left:5px solid var(--bad)}.fault.warning{border-color:var(--warn)}.learned,.wrong{border-radius:3px}.wrong{text-decoration:underline wavy}
-.facts{columns:420px;column-gap:30px}.facts p{margin:0;padding:4px 0;border-bottom:1px solid var(--line);break-inside:avoid;display:flex;gap:12px}
+@media (prefers-color-scheme:dark){:root{--bg:#12161d;--card:#1b212b;--ink:#e5e9f0;--soft:#9aa5b6;
+--line:#2f3846;--a:#5f8fe0;--b:#35598f;
+--c:#9fc3f5;--good:#8fe0b0;--goodbg:#163d28;--bad:#ff9d94;--badbg:#4a1d1a;--warn:#f0c56a;--warnbg:#42330f;
+--chip:#2a3342}}
+*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif}
+main{max-width:1180px;margin:0 auto;padding:28px 20px 60px}h1{font-size:25px;margin:0 0 4px}
+h2{font-size:18px;margin:34px 0 10px}
+h3{font-size:14px;margin:0 0 6px;overflow-wrap:anywhere}h3 .soft{font-weight:400}p{margin:6px 0}
+small{font-size:13px}.soft{color:var(--soft)}
+code,.text{font:13px/1.55 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
+summary{cursor:pointer;color:var(--soft);font-size:13px}
+.box{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;
+margin-bottom:14px;break-inside:avoid}
+.tag{border-radius:99px;padding:2px 9px;font-size:12px;font-weight:600;margin-left:6px}
+h1+.tag{font-size:15px;padding:5px 14px;margin:0}
+.good,.learned{background:var(--goodbg);color:var(--good)}
+.bad,.wrong{background:var(--badbg);color:var(--bad)}.warn{background:var(--warnbg);color:var(--warn)}
+.fault{border-left:5px solid var(--bad)}.fault.warning{border-color:var(--warn)}
+.learned,.wrong{border-radius:3px}.wrong{text-decoration:underline wavy}
+.facts{columns:420px;column-gap:30px}.facts p{margin:0;padding:4px 0;border-bottom:1px solid var(--line);
+break-inside:avoid;display:flex;gap:12px}
 .facts b{flex:0 0 150px;color:var(--soft)}table{border-collapse:collapse;width:100%;font-size:14px}
-td,th{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}
-.cards{columns:350px;column-gap:14px}.text{white-space:pre-wrap;margin-top:8px;max-height:520px;overflow:auto}.special{color:var(--soft)}
-.image{background:var(--chip);color:var(--soft);border-radius:9px;padding:0 7px;-webkit-box-decoration-break:clone;box-decoration-break:clone}
-.pictures{display:flex;flex-wrap:wrap;gap:10px;align-items:start}.pictures img{display:block;border-radius:3px}.tiles{display:grid;gap:2px}
-.spread{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(200px,1fr))}.bars{display:flex;align-items:end;gap:1px;height:80px}
-.bars i{flex:1;background:var(--a)}.ends{display:flex;justify-content:space-between;border-top:1px solid var(--line)}
-.packs{display:grid;grid-template-columns:1fr auto;gap:5px 10px}.pack{display:flex;height:22px;border-radius:4px;overflow:hidden}
-.pack i{background:var(--a);border-right:1px solid var(--card)}.pack i:nth-child(3n+2){background:var(--b)}.pack i:nth-child(3n){background:var(--c)}
+td,th{text-align:left;padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
+td.n,th.n{text-align:right;white-space:nowrap}
+.cards{columns:350px;column-gap:14px}.text{white-space:pre-wrap;margin-top:8px;max-height:520px;
+overflow:auto}.special{color:var(--soft)}
+.image{background:var(--chip);color:var(--soft);border-radius:9px;padding:0 7px;
+-webkit-box-decoration-break:clone;box-decoration-break:clone}
+.pictures{display:flex;flex-wrap:wrap;gap:10px;align-items:start}
+.pictures img{display:block;border-radius:3px}.tiles{display:grid;gap:2px}
+.spread{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(200px,1fr))}
+.bars{display:flex;align-items:end;gap:1px;height:80px}
+.bars i{flex:1;background:var(--a)}.ends{display:flex;justify-content:space-between;
+border-top:1px solid var(--line)}
+.packs{display:grid;grid-template-columns:1fr auto;gap:5px 10px}
+.pack{display:flex;height:22px;border-radius:4px;overflow:hidden}
+.pack i{background:var(--a);border-right:1px solid var(--card)}.pack i:nth-child(3n+2){background:var(--b)}
+.pack i:nth-child(3n){background:var(--c)}
 .pack i.pad{background:repeating-linear-gradient(45deg,var(--card) 0 5px,var(--line) 5px 8px)}
 """.strip()
 
@@ -328,7 +364,9 @@ def _picture(grid, uris):
     side = max(22, min(48, 200//grid[1]))
     whole,tiles = (uris[:1], uris[1:]) if len(uris)==grid[0]*grid[1]+1 else (uris, [])
     yield from (Img(src=u, width=THUMB, alt='picture') for u in whole)
-    if tiles: yield Div(*(Img(src=u, width=side, alt='tile') for u in tiles), cls='tiles', style=f'grid-template-columns:repeat({grid[1]},{side}px)')
+    if tiles:
+        yield Div(*(Img(src=u, width=side, alt='tile') for u in tiles), cls='tiles',
+                  style=f'grid-template-columns:repeat({grid[1]},{side}px)')
 
 # %% ../nbs/41_inspect.ipynb #c1cfe69f
 def _run(text, state):
@@ -340,7 +378,8 @@ def _run(text, state):
 def _card_box(card):
     "A sample with its pictures and its text."
     tags = [Span(k, cls='tag bad') for k in card.kinds]
-    return Div(H3(card.id, *tags, Br(), Span(card.size, cls='soft')), Div(*(x for p in card.pictures for x in _picture(*p)), cls='pictures'),
+    return Div(H3(card.id, *tags, Br(), Span(card.size, cls='soft')),
+        Div(*(x for p in card.pictures for x in _picture(*p)), cls='pictures'),
         Div(*(_run(*r) for r in card.runs), cls='text'), cls='box')
 
 # %% ../nbs/41_inspect.ipynb #e6ed8c9a
@@ -350,7 +389,8 @@ def _fault_box(faults, most=3):
     tag = Span('warning', cls='tag warn') if warning else Span(f'{len(ids)}', cls='tag bad')
     remedies = dict.fromkeys(f.remedy for f in faults[:most])
     rest = [Details(Summary(f'all {len(ids)}'), Code(', '.join(ids)))] if len(faults)>most else []
-    return Div(H3(kind, tag), *(P(B(f.id), ' ', f.message) for f in faults[:most]), *(P(f'→ {r}') for r in remedies), *rest,
+    return Div(H3(kind, tag), *(P(B(f.id), ' ', f.message) for f in faults[:most]),
+        *(P(f'→ {r}') for r in remedies), *rest,
         cls='box fault'+' warning'*warning)
 
 # %% ../nbs/41_inspect.ipynb #4efaefc8
@@ -361,7 +401,8 @@ def _checks_table(report):
     found,wrong = Counter(f.kind for f in report.faults),{f.kind for f in report.errors}
     def row(kind):
         mark = '✗' if kind in wrong else '!' if found[kind] else '✓' if report.asked[kind] else '–'
-        return _row((mark, Code(kind), '; '.join(c.title for c in CHECKS if c.kind==kind)), (report.asked[kind], found[kind]))
+        return _row((mark, Code(kind), '; '.join(c.title for c in CHECKS if c.kind==kind)),
+                    (report.asked[kind], found[kind]))
     return Table(_row(('', 'fault', 'what holds without it'), ('checked', 'found'), Th), *map(row, KINDS))
 
 # %% ../nbs/41_inspect.ipynb #801b1cc6
@@ -376,34 +417,45 @@ def _pack_bar(pack):
 def _histogram(title, values):
     "A box with a histogram."
     counts,low,width = _bins_of(values)
-    bars = [I(style=f'height:{100*c/max(counts):.1f}%', title=f'{low+k*width:g}: {c}') for k,c in enumerate(counts)]
+    bars = [I(style=f'height:{100*c/max(counts):.1f}%', title=f'{low+k*width:g}: {c}')
+            for k,c in enumerate(counts)]
     ends = [Small(f'{v:.4g}', cls='soft') for v in (min(values), max(values))]
-    return Div(H3(title, Br(), Span(f'median {median(values):.4g}', cls='soft')), Div(*bars, cls='bars'), Div(*ends, cls='ends'), cls='box')
+    return Div(H3(title, Br(), Span(f'median {median(values):.4g}', cls='soft')), Div(*bars, cls='bars'),
+               Div(*ends, cls='ends'), cls='box')
 
 # %% ../nbs/41_inspect.ipynb #c039c96f
 def _settings(report):
     "The part of the configurations that decides what the model sees, in words."
     v,t = report.rules.vlm_cfg,report.rules.train_cfg
-    return {'data':f'{t.train_dataset_path} ({", ".join(t.train_dataset_name)})'+', streamed'*t.stream_dataset, 'tokenizer':v.lm_tokenizer,
+    return {'data':f'{t.train_dataset_path} '
+                   f'({", ".join(t.train_dataset_name)})'+', streamed'*t.stream_dataset,
+        'tokenizer':v.lm_tokenizer,
         'lengths':f'samples below {t.max_sample_length}, packs of {v.lm_max_length}',
-        'pictures':f'tiles of {v.vit_img_size}, at most {v.max_img_size} a side, {v.mp_image_token_length} tokens a tile',
+        'pictures':f'tiles of {v.vit_img_size}, at most {v.max_img_size} a side, '
+                   f'{v.mp_image_token_length} tokens a tile',
         'lowest ratings':', '.join(f'{k} {r}' for k,r in report.rules.minimums.items())}
 
 # %% ../nbs/41_inspect.ipynb #f627d33c
 def _sections(report):
     "(heading, what stands below it), for all that there is."
-    spread = {f'{k} a sample':v for k,v in report.sizes.items()}|{'% of a pack used':[100*p.used for p in report.packs]}
+    spread = {f'{k} a sample':v for k,v in report.sizes.items()}
+    spread['% of a pack used'] = [100*p.used for p in report.packs]
     facts = (_figures(report)|_settings(report)).items()
     drops = [_row((Code(reason), _ids(ids, 20)), [len(ids)]) for reason,ids in _drops_of(report).items()]
-    legend = [Span('green', cls='learned'), ' is learned, ', Span('red', cls='wrong'), ' has a label that is another token, ',
+    legend = [Span('green', cls='learned'), ' is learned, ',
+        Span('red', cls='wrong'), ' has a label that is another token, ',
         Span('pills', cls='image'), ' are placeholders of pictures.']
     yield 'Faults', [_fault_box(faults) for faults in _by_kind(report.faults).values()]
     yield 'Figures', [Div(*(P(B(k), Span(v)) for k,v in facts), cls='box facts')]
-    if report.cards: yield 'Samples', [P(*legend, cls='soft'), Div(*map(_card_box, _sorted_cards(report)), cls='cards')]
-    if report.packs: yield 'Packs', [P('A bar is a pack, a part of it a document, the striped rest padding.', cls='soft'),
-        Div(*(x for p in report.packs[:16] for x in _pack_bar(p)), cls='box packs')]
-    yield 'How sizes are spread', [Div(*bars, cls='spread')] if (bars := [_histogram(k, v) for k,v in spread.items() if v]) else []
-    yield 'Left out', [Div(Table(_row(('reason', 'which'), ['samples'], Th), *drops), cls='box')] if drops else []
+    if report.cards:
+        yield 'Samples', [P(*legend, cls='soft'), Div(*map(_card_box, _sorted_cards(report)), cls='cards')]
+    if report.packs:
+        yield 'Packs', [P('A bar is a pack, a part of it a document, the striped rest padding.', cls='soft'),
+                        Div(*(x for p in report.packs[:16] for x in _pack_bar(p)), cls='box packs')]
+    bars = [_histogram(k, v) for k,v in spread.items() if v]
+    yield 'How sizes are spread', [Div(*bars, cls='spread')] if bars else []
+    table = Table(_row(('reason', 'which'), ['samples'], Th), *drops)
+    yield 'Left out', [Div(table, cls='box')] if drops else []
     yield 'What was checked', [Div(_checks_table(report), cls='box')]
 
 # %% ../nbs/41_inspect.ipynb #5a7b0153
@@ -412,7 +464,8 @@ def to_html(report:Report, # of an inspection
     "The report as one file."
     state = 'bad' if report.errors else 'warn' if report.faults else 'good'
     body = [x for title,below in _sections(report) if below for x in (H2(title), *below)]
-    head = Head(Meta(charset='utf-8'), Meta(name='viewport', content='width=device-width,initial-scale=1'), Title(report.title), Style(Safe(CSS)))
+    head = Head(Meta(charset='utf-8'), Meta(name='viewport', content='width=device-width,initial-scale=1'),
+                Title(report.title), Style(Safe(CSS)))
     top = H1(report.title),Span(_verdict(report), cls=f'tag {state}'),*(P(n, cls='box') for n in report.notes)
     return to_xml(Html(head, Body(Main(*top, *body)), lang='en'), indent=False)
 
@@ -421,8 +474,11 @@ def _stored(path, name):
     "A configuration as it is stored: all columns, pictures as bytes."
     import datasets
     from nanovlm_nb.dataset import FILES
-    file,folder,stream = Path(path),Path(path)/name if (Path(path)/name).is_dir() else Path(path),dict(split='train', streaming=True)
-    if file.is_file(): return datasets.load_dataset(FILES.get(file.suffix, file.suffix[1:]), data_files=str(file), **stream)
+    file = Path(path)
+    folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
+    stream = dict(split='train', streaming=True)
+    if file.is_file():
+        return datasets.load_dataset(FILES.get(file.suffix, file.suffix[1:]), data_files=str(file), **stream)
     if not folder.is_dir():
         with asking_hub(path): return datasets.load_dataset(str(path), name, **stream)
     try: ds = datasets.load_from_disk(str(folder))
@@ -446,13 +502,15 @@ def _look_at_stored(report):
             load_config(path, name, streaming=True)
             ok = True
         except (*LOAD_ERRORS,StopIteration,IndexError) as e:
-            if n==len(report.errors): report.faults.append(Fault('columns', name, f'it cannot be loaded: {type(e).__name__}: {e}',
+            if n<len(report.errors): continue
+            report.faults.append(Fault('columns', name, f'it cannot be loaded: {type(e).__name__}: {e}',
                 'correct the files, or take it out of train_dataset_name'))
     if not ok: report.notes.append('No sample was made: nothing could be loaded.')
     return ok
 
 # %% ../nbs/41_inspect.ipynb #033d8a67
-STOPS = (ValueError, TypeError, KeyError, RuntimeError, OSError) # what a row can make the pipeline raise, besides `Dropped`
+# what a row can make the pipeline raise, besides `Dropped`
+STOPS = (ValueError, TypeError, KeyError, RuntimeError, OSError)
 
 @contextmanager
 def _clock(seconds, what):
@@ -475,13 +533,17 @@ def _count_tiles(pictures, processor, report):
     if processor.convention!='nanovlm': return
     from nanovlm_nb.images import image_size
     own = replace(processor, resize_to_max_side_len=False)
-    for size in map(image_size, pictures): report.tiles += Counter(now=processor.n_tiles(*size), own=own.n_tiles(*size))
+    for size in map(image_size, pictures):
+        report.tiles += Counter(now=processor.n_tiles(*size), own=own.n_tiles(*size))
 
 def _note_enlarged(report):
     "Say so if that is most of the work."
     now,own = report.tiles['now'],report.tiles['own']
-    if now>=2*own>0: report.notes.append(f'small pictures are enlarged (resize_to_max_side_len): {now} tiles, at their own size they would be {own}, '
-        f'and the vision tower has {now/own:.1f} times the work; --resize_to_max_side_len False, or --preset nanovlm_native, leaves them as they are')
+    if not now>=2*own>0: return
+    report.notes.append(
+        f'small pictures are enlarged (resize_to_max_side_len): {now} tiles, '
+        f'at their own size they would be {own}, and the vision tower has {now/own:.1f} times the work; '
+        '--resize_to_max_side_len False, or --preset nanovlm_native, leaves them as they are')
 
 def _look_at(row, samples, report):
     "Put a row through the pipeline and to the checks; without `samples` only its texts are checked."
@@ -501,7 +563,7 @@ def _look_at(row, samples, report):
 
 # %% ../nbs/41_inspect.ipynb #15d184ba
 def _look_at_rows(source, part, samples, n, compare, report):
-    "Inspect the first `n` rows of a source: fingerprints of the first `compare`, and the `n` without pictures, if well-formed."
+    "Inspect the first `n` rows of a source, and take fingerprints of the first `compare`."
     from nanovlm_nb.dataset import Dropped
     prints,told = [],[]
     for k,(_,row) in zip(range(max(n, compare)), source.rows_of(0, 1, 0)):
@@ -526,7 +588,8 @@ def _look_at_packs(source, samples, n, report):
             if (seen := seen+sum(map(len, batch['ids'])))>=n: break
     except RuntimeError as e:
         report.notes.append(f'No more packs were made: {e}')
-        if not any(f.id in str(e) for f in report.errors): report.stop(m[1] if (m := re.match(r'sample (.+?): ', str(e))) else 'a pack', e)
+        if not any(f.id in str(e) for f in report.errors):
+            report.stop(m[1] if (m := re.match(r'sample (.+?): ', str(e))) else 'a pack', e)
 
 # %% ../nbs/41_inspect.ipynb #29be8ad8
 SAMPLES,COMPARED = 200,2000 # rows of training and of validation that are inspected, and that are compared

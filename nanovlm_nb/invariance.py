@@ -24,12 +24,13 @@ from .trainer import Trainer,gather_update
 from .run import make_model
 
 # %% ../nbs/36_invariance.ipynb #726548a3
-PACKS,SPLITS,TOLERANCE = 12,12,1e-6 # packs of the global batch; ways to split it; largest relative difference of float32 gradients
+# packs of the global batch; ways to split it; largest relative difference of float32 gradients
+PACKS,SPLITS,TOLERANCE = 12,12,1e-6
 
 def some_splits(
     packs:int, # of the global batch
     n:int=SPLITS, # ways wanted
-)->list[tuple[int,int,int]]: # at most `n` of (packs of a micro-batch, micro-batches, ranks), evenly chosen, the extremes included
+)->list[tuple[int,int,int]]: # at most `n` of (packs of a micro-batch, micro-batches, ranks), evenly chosen
     "Ways to split a batch."
     every = splits(packs)
     if len(every)<=n: return every
@@ -51,12 +52,16 @@ def gradient(
 )->tuple[Tensor,float]: # all gradients as one vector, on the CPU; loss
     "The update's gradient, computed as the split says."
     b,a,w = split
-    ranks = [[collate_packs([packs[k] for k in lanes_of(r, w, b, a)[m*b:(m+1)*b]]) for m in range(a)] for r in range(w)]
+    ranks = [[collate_packs([packs[k] for k in lanes_of(r, w, b, a)[m*b:(m+1)*b]]) for m in range(a)]
+             for r in range(w)]
     update = gather_update([m for rank in ranks for m in rank], Dist())
     alone,trainer.dist = trainer.dist,replace(trainer.dist, world_size=w)
-    try: losses = [trainer.forward_backward(m, replace(update, micro_batches=mine), True) for mine in ranks for m in mine]
+    try:
+        losses = [trainer.forward_backward(m, replace(update, micro_batches=mine), True)
+                  for mine in ranks for m in mine]
     finally: trainer.dist = alone
-    grads = [p.grad.flatten().cpu()/w for g in trainer.optimizer.param_groups for p in g['params'] if p.grad is not None]
+    grads = [p.grad.flatten().cpu()/w for g in trainer.optimizer.param_groups
+             for p in g['params'] if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)
     return torch.cat(grads),sum(l.item() for l in losses)/w
 
@@ -76,7 +81,8 @@ def check_splits(
 )->list[Row]: # a row for each split
     "Compute one update in many ways."
     vlm_cfg = evolve(vlm_cfg, lm_dropout=0., vit_dropout=0.)
-    train_cfg = evolve(train_cfg, batch_size=1, gradient_accumulation_steps=packs, num_workers=0, val_workers=0, dtype='float32', sharding='ddp', offload_params=False, async_save=False)
+    train_cfg = evolve(train_cfg, batch_size=1, gradient_accumulation_steps=packs, num_workers=0,
+                       val_workers=0, dtype='float32', sharding='ddp', offload_params=False, async_save=False)
     set_seed(train_cfg.seed)
     model = make_model(vlm_cfg, train_cfg)
     batch = first_packs(get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg))[0])

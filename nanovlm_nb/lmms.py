@@ -24,7 +24,8 @@ def encode_answer(
     "A question with its answer, as in training."
     images,question,answer = turn
     tiles,image_string = asker.tiles(images)
-    ids,labels = (x.tolist() for x in encode_chat(asker.tokenizer, [dict(user=question, assistant=answer)], image_string))
+    ids,labels = (x.tolist() for x in encode_chat(
+        asker.tokenizer, [dict(user=question, assistant=answer)], image_string))
     end = labels.index(asker.tokenizer.eos_token_id)+1 # what the template writes after it is not the answer's
     return ids[:end],labels[:end],tiles
 
@@ -41,8 +42,10 @@ def answer_losses(
     hidden = model.hidden(ids, [r[2] for r in rows], fill([[1]*len(r[0]) for r in rows], 0))
     where = labels!=IGNORE
     scores,targets,row = model.decoder.head(hidden[where]).float(),labels[where],where.nonzero()[:,0]
-    losses = torch.zeros(len(rows), device=asker.device).index_add_(0, row, torch.nn.functional.cross_entropy(scores, targets, reduction='none'))
-    wrong = torch.zeros(len(rows), device=asker.device).index_add_(0, row, (scores.argmax(-1)!=targets).float())
+    losses = torch.zeros(len(rows), device=asker.device).index_add_(
+        0, row, torch.nn.functional.cross_entropy(scores, targets, reduction='none'))
+    wrong = torch.zeros(len(rows), device=asker.device).index_add_(
+        0, row, (scores.argmax(-1)!=targets).float())
     return [(loss,w==0) for loss,w in zip(losses.tolist(), wrong.tolist())]
 
 # %% ../nbs/44_lmms.ipynb #86c2605f
@@ -59,7 +62,8 @@ def sampling_of(
     "How the answers of a task are to be drawn."
     temperature = float(options.get('temperature') or 0)
     if temperature<=0 or options.get('do_sample') is False: return {}
-    return dict(temperature=temperature, top_k=int(options.get('top_k') or 0), top_p=float(options.get('top_p') or 1))
+    return dict(temperature=temperature, top_k=int(options.get('top_k') or 0),
+                top_p=float(options.get('top_p') or 1))
 
 def stops_of(
     options:dict, # `generation_kwargs` of a task
@@ -100,10 +104,13 @@ class NanoVLM(lmms):
         asker:Asker|None=None, # a model in memory, in place of a checkpoint
     ):
         super().__init__()
-        if (pretrained is None)==(asker is None): raise ValueError('give a checkpoint: --model_args pretrained=DIR')
-        if not str(batch_size).isdigit() or int(batch_size)<1: raise ValueError(f'batch_size is {batch_size!r}: give the number of questions answered at a time')
+        if (pretrained is None)==(asker is None):
+            raise ValueError('give a checkpoint: --model_args pretrained=DIR')
+        if not str(batch_size).isdigit() or int(batch_size)<1:
+            raise ValueError(f'batch_size is {batch_size!r}: give the number of questions answered at a time')
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        self.asker = asker or Asker.from_checkpoint(find_checkpoint(pretrained), device and torch.device(device))
+        device = device and torch.device(device)
+        self.asker = asker or Asker.from_checkpoint(find_checkpoint(pretrained), device)
         self.batch_size,self.max_new_tokens = int(batch_size),int(max_new_tokens)
 
     @property
@@ -128,29 +135,35 @@ class NanoVLM(lmms):
         for part in batches(requests, self.batch_size, lambda r: repr(sorted(r.args[1].items()))):
             options = requests[part[0]].args[1]
             questions = [(self.pictures(*r.args[2:6]),r.args[0]) for r in (requests[i] for i in part)]
-            said = self.asker(questions, int(options.get('max_new_tokens') or self.max_new_tokens), stops_of(options), **sampling_of(options))
+            said = self.asker(questions, int(options.get('max_new_tokens') or self.max_new_tokens),
+                              stops_of(options), **sampling_of(options))
             for i,text in zip(part, said): answers[i] = text
         return answers
 
     def loglikelihood(self,
         requests:list, # with `args`: question, answer, finder of pictures, number, task, split
-    )->list[tuple[float,bool]]: # loss, the smaller the likelier; whether the answer is greedy; each pair `wrapped`
+    )->list[tuple[float,bool]]: # loss, the smaller the likelier; whether the answer is greedy; `wrapped`
         "Rate answers."
-        turns = [([] if len(r.args)==2 else self.pictures(*r.args[2:6]), r.args[0], self.answer(r)) for r in requests]
-        return [wrapped(o) for part in batches(turns, self.batch_size) for o in answer_losses(self.asker, [turns[i] for i in part])]
+        turns = [([] if len(r.args)==2 else self.pictures(*r.args[2:6]), r.args[0], self.answer(r))
+                 for r in requests]
+        return [wrapped(o) for part in batches(turns, self.batch_size)
+                for o in answer_losses(self.asker, [turns[i] for i in part])]
 
     def answer(self,
         request, # from `loglikelihood`
-    )->str: # without the space that lmms-eval puts between question and answer: here the template stands between
+    )->str: # without lmms-eval's space between question and answer: here the template stands there
         "The answer that is to be rated."
         answer = request.args[1]
-        return str(answer(self.task_dict[request.args[4]][request.args[5]][request.args[3]]) if callable(answer) else answer).strip()
+        if not callable(answer): return str(answer).strip()
+        row,task,split = request.args[3:6]
+        return str(answer(self.task_dict[task][split][row])).strip()
 
     def generate_until_multi_round(self,
         requests:list, # of a task in several rounds
     ):
         "Not possible."
-        raise NotImplementedError('nanovlm_nb answers each question by itself: leave tasks of several rounds (generate_until_multi_round) out')
+        raise NotImplementedError('nanovlm_nb answers each question by itself: '
+                                  'leave tasks of several rounds (generate_until_multi_round) out')
 
 # %% ../nbs/44_lmms.ipynb #30388770
 def manifest(): # a `ModelManifest` of lmms-eval

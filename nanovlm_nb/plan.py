@@ -51,16 +51,21 @@ def bookkeeping(
     epochs:int=1, # passes over the data
 )->Bookkeeping: # all counts
     "From a data set and a batch to numbers of iterations and updates."
-    if min(samples, batch_size, gpus, accumulation, epochs)<1: raise ValueError(f"{samples} samples, batch {batch_size}, {gpus} GPUs, accumulation {accumulation}, {epochs} epochs: give 1 or more of each")
+    if min(samples, batch_size, gpus, accumulation, epochs)<1:
+        raise ValueError(f"{samples} samples, batch {batch_size}, {gpus} GPUs, "
+                         f"accumulation {accumulation}, {epochs} epochs: give 1 or more of each")
     per_epoch = samples//(batch_size*gpus)
-    if per_epoch<1: raise ValueError(f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: lower batch_size")
-    return Bookkeeping(batch_size, gpus, accumulation, batch_size*gpus*accumulation, per_epoch, per_epoch*epochs, per_epoch*epochs//accumulation)
+    if per_epoch<1:
+        raise ValueError(f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
+                         "lower batch_size")
+    return Bookkeeping(batch_size, gpus, accumulation, batch_size*gpus*accumulation, per_epoch,
+                       per_epoch*epochs, per_epoch*epochs//accumulation)
 
 def is_update(
     iteration:int, # number of the iteration, from 1
     accumulation:int, # iterations of an update
 )->bool: # does the optimizer step after it?
-    "The counter of iterations goes up by one with every batch, the weights change with every `accumulation`-th."
+    "The counter of iterations goes up with every batch, the weights change with every `accumulation`-th."
     return iteration%accumulation==0
 
 # %% ../nbs/42_plan.ipynb #a320718e
@@ -68,7 +73,7 @@ def epoch_at(
     iteration:int, # iterations so far
     per_epoch:int, # iterations of an epoch
 )->float: # epochs so far
-    "Where a counter of iterations stands; also the `begin` of a schedule in epochs that is to go on from there."
+    "Where a counter of iterations stands; also the `begin` of a schedule in epochs that goes on from there."
     if per_epoch<1: raise ValueError(f"per_epoch is {per_epoch}: give the iterations of an epoch")
     return iteration/per_epoch
 
@@ -78,15 +83,22 @@ def changed_batch(
     after:Bookkeeping, # with which the run is to go on
     epochs:int, # of the whole run
 )->list[str]: # lines; empty when an iteration means the same
-    "What another batch does to a run that counts iterations. Shares are those of epochs as they are read, with one digit."
-    was,now = ((b.iterations_per_epoch, round(epoch_at(iteration, b.iterations_per_epoch), 1)) for b in (before, after))
+    "What another batch does to a run that counts iterations. Shares are of epochs as read, with one digit."
+    was,now = ((b.iterations_per_epoch, round(epoch_at(iteration, b.iterations_per_epoch), 1))
+               for b in (before, after))
     if was[0]==now[0]: return []
-    lines = [f'an epoch has {now[0]} iterations instead of {was[0]}: iteration {iteration} would stand for {now[1]} epochs instead of {was[1]}, {100*now[1]/epochs:.1f} % of the run instead of {100*was[1]/epochs:.1f} %',
-        f'a schedule in epochs would go on at {epoch_at(iteration, after.iterations_per_epoch):.2f} (its `begin`), one in iterations at {iteration} of {after.total_iterations}; one in samples or updates stays where it is']
+    lines = [f'an epoch has {now[0]} iterations instead of {was[0]}: '
+             f'iteration {iteration} would stand for {now[1]} epochs instead of {was[1]}, '
+             f'{100*now[1]/epochs:.1f} % of the run instead of {100*was[1]/epochs:.1f} %',
+        f'a schedule in epochs would go on at {epoch_at(iteration, after.iterations_per_epoch):.2f} '
+        f'(its `begin`), one in iterations at {iteration} of {after.total_iterations}; '
+        'one in samples or updates stays where it is']
     same = before.effective_batch==after.effective_batch
     kept = ', '.join(f'{b} x {w} x {a}' for b,a,w in splits(before.effective_batch, after.gpus))
     return lines+[f'the effective batch stays {before.effective_batch}' if same else
-        f'the effective batch becomes {after.effective_batch} instead of {before.effective_batch}: begin a new run, or keep it with batch x GPUs x accumulation = {kept or f"(not possible with {after.gpus} GPUs)"}']
+        f'the effective batch becomes {after.effective_batch} instead of {before.effective_batch}: '
+        'begin a new run, '
+        f'or keep it with batch x GPUs x accumulation = {kept or f"(not possible with {after.gpus} GPUs)"}']
 
 # %% ../nbs/42_plan.ipynb #94ecd055
 def linear_lr(
@@ -113,12 +125,15 @@ def epoch_schedule(
     warmup_epochs:float=0., # length of the climb
     start_factor:float=1e-5, # share of the rate at its beginning
     eta_min:float=0., # learning rate at the end
-): # `schedule(step, max_lr, max_steps) -> lr`, for `get_schedule` and the trainer; its length is in epochs, `max_steps` is ignored
+): # `schedule(step, max_lr, max_steps) -> lr` for the trainer; its length is in epochs, not `max_steps`
     "A climb and a cosine that are given in epochs."
     climb,end = warmup_epochs*updates_per_epoch,max_epochs*updates_per_epoch
-    if not 0<=climb<end: raise ValueError(f"warmup_epochs {warmup_epochs} of max_epochs {max_epochs}: the climb must end before the run")
+    if not 0<=climb<end:
+        raise ValueError(f"warmup_epochs {warmup_epochs} of max_epochs {max_epochs}: "
+                         "the climb must end before the run")
     def schedule(step, max_lr, max_steps=None):
-        return linear_lr(step, max_lr, climb, start_factor) if step<climb else cosine_annealing_lr(min(step, end)-climb, max_lr, end-climb, eta_min)
+        return (linear_lr(step, max_lr, climb, start_factor)
+                if step<climb else cosine_annealing_lr(min(step, end)-climb, max_lr, end-climb, eta_min))
     return schedule
 
 # %% ../nbs/42_plan.ipynb #ad1437cd
@@ -141,7 +156,8 @@ def sizes(
     found = {}
     for name,part in net.named_children():
         blocks = [_count(b.parameters()) for b in getattr(part, 'blocks', [])]
-        found[name] = Size(_count(part.parameters()), _count(p for p in part.parameters() if p.requires_grad), max(blocks, default=0), sum(blocks))
+        found[name] = Size(_count(part.parameters()), _count(p for p in part.parameters() if p.requires_grad),
+                           max(blocks, default=0), sum(blocks))
     return found
 
 # %% ../nbs/42_plan.ipynb #c558d316
@@ -175,7 +191,8 @@ def most_tiles(
     "As many tiles as a pack can hold: by its tokens, its images, and its limit of tiles."
     side = vlm_cfg.max_img_size//vlm_cfg.vit_img_size
     by_images = train_cfg.max_images_per_knapsack*(side*side+(side>1))
-    return min(vlm_cfg.lm_max_length//(vlm_cfg.mp_image_token_length+1), by_images, train_cfg.max_tiles_per_knapsack or by_images)
+    return min(vlm_cfg.lm_max_length//(vlm_cfg.mp_image_token_length+1), by_images,
+               train_cfg.max_tiles_per_knapsack or by_images)
 
 def activation_bytes(
     vlm_cfg:VLMConfig, # the model
@@ -189,10 +206,14 @@ def activation_bytes(
     learning = 0 if 'decoder' not in trains else c.language_last_blocks or n
     passing = n-learning if trains & {'MP','vision_encoder'} else 0
     seeing = v.vit_n_blocks if 'vision_encoder' in trains else 0
+    blocks = [language_bytes(v, a, True)]*learning+[language_bytes(v, a, False)]*passing
     towers = ((patches, v.vit_hidden_dim, [vision_bytes(v, a)]*seeing, c.vision_checkpointing),
-        (positions, v.lm_hidden_dim, [language_bytes(v, a, True)]*learning+[language_bytes(v, a, False)]*passing, c.language_checkpointing))
-    kept = sum(units*(4*width*len(blocks)+max(blocks, default=0) if again else sum(blocks)) for units,width,blocks,again in towers)
-    ends = patches*((3*v.vit_patch_size**2*a + 4*v.vit_hidden_dim)*(seeing>0) + v.vit_hidden_dim*a*('MP' in trains)) # pixels, last norm, projector
+        (positions, v.lm_hidden_dim, blocks, c.language_checkpointing))
+    kept = sum(units*(4*width*len(blocks)+max(blocks, default=0) if again else sum(blocks))
+               for units,width,blocks,again in towers)
+    # pixels, last norm, projector
+    ends = patches*((3*v.vit_patch_size**2*a + 4*v.vit_hidden_dim)*(seeing>0)
+                    + v.vit_hidden_dim*a*('MP' in trains))
     return kept + ends + positions*v.lm_hidden_dim*(4+8*whole)
 
 def logit_bytes(
@@ -233,11 +254,13 @@ def memory(
     sharding,trains = c.sharding if gpus>1 else 'ddp',{n for n,s in found.items() if s.trained}
     per = bytes_per_parameter(sharding, gpus, accumulating=c.gradient_accumulation_steps>1)
     a,blocks = 2 if c.dtype!='float32' else 0,sum(s.blocks for s in found.values())
-    gathered = dict(ddp=a*trained, zero2=(a or 4)*blocks, zero3=2*(a or 4)*max(s.largest_block for s in found.values()))[sharding]
+    gathered = dict(ddp=a*trained, zero2=(a or 4)*blocks,
+                    zero3=2*(a or 4)*max(s.largest_block for s in found.values()))[sharding]
     if sharding!='ddp': gathered += 4*(total-blocks) # embedding and norms
     away = c.offload_params and sharding=='zero3'
     return Memory(0 if away else total*4/(1 if sharding=='ddp' else gpus), gathered, trained*per['gradients'],
-        0 if away or c.offload_optimizer else trained*per['moments'], activation_bytes(vlm_cfg, c, trains), logit_bytes(vlm_cfg, c, trains))
+        0 if away or c.offload_optimizer else trained*per['moments'], activation_bytes(vlm_cfg, c, trains),
+        logit_bytes(vlm_cfg, c, trains))
 
 # %% ../nbs/42_plan.ipynb #86a35b03
 USABLE = .9 # share of a GPU's memory that a plan may fill
@@ -249,7 +272,8 @@ def change(
 )->tuple[VLMConfig,TrainConfig]: # both with the changes
     "Change fields, whichever configuration they belong to."
     ours = {f.name for f in fields(vlm_cfg)}
-    return evolve(vlm_cfg, **{k:v for k,v in changes.items() if k in ours}),evolve(train_cfg, **{k:v for k,v in changes.items() if k not in ours})
+    model = evolve(vlm_cfg, **{k:v for k,v in changes.items() if k in ours})
+    return model,evolve(train_cfg, **{k:v for k,v in changes.items() if k not in ours})
 
 def until_it_fits(
     vlm_cfg:VLMConfig, # the model
@@ -257,7 +281,7 @@ def until_it_fits(
     gpus:int, # ranks
     gib:float, # memory of a GPU
     parts:dict|None=None, # from `sizes`, to save time: no remedy changes it
-)->list[tuple[Remedy,float]]: # remedies and the bytes that are needed after each; the last may still be too many
+)->list[tuple[Remedy,float]]: # remedies and the bytes needed after each; the last may still be too many
     "What to change, in order, until a GPU is large enough."
     parts = parts or sizes(vlm_cfg, train_cfg)
     found,needed = [],memory(vlm_cfg, train_cfg, gpus, parts).total
@@ -292,10 +316,13 @@ def pack_of_run(
     "What packs were like in a run."
     from nanovlm_nb.run_dir import read_log # matplotlib takes half a second
     records = [r for r in read_log(Path(run)/LOG) if 'tiles_per_pack' in r]
-    if not records: raise ValueError(f"{run} has no update in its log.jsonl: give the directory of a run that has trained")
+    if not records:
+        raise ValueError(f"{run} has no update in its log.jsonl: "
+                         "give the directory of a run that has trained")
     tokens = mean(r['utilisation'] for r in records)*vlm_cfg.lm_max_length
     per_token = lambda name: sum(r[name] for r in records)/sum(r['tokens'] for r in records)
-    return Pack(mean(r['tiles_per_pack'] for r in records), per_token('target_tokens')*tokens, per_token('samples')*tokens, tokens)
+    return Pack(mean(r['tiles_per_pack'] for r in records), per_token('target_tokens')*tokens,
+                per_token('samples')*tokens, tokens)
 
 def update_flops(
     vlm_cfg:VLMConfig, # the model
@@ -305,9 +332,12 @@ def update_flops(
 )->dict[str,float]: # FLOPs of one GPU: `useful`, and `all` that it executes
     "Arithmetic of an update."
     c,n = train_cfg,train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    how = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None, vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing, cache_features=c.cache_features)
+    how = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None,
+               vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing,
+               cache_features=c.cache_features)
     lens = [pack.tokens/pack.documents]*max(round(pack.documents), 1)
-    parts = step_flops(vlm_cfg, pack.tiles*n, lens*n, pack.targets*n, n*max(vlm_cfg.lm_max_length, sum(lens)), trains, **how)
+    parts = step_flops(vlm_cfg, pack.tiles*n, lens*n, pack.targets*n, n*max(vlm_cfg.lm_max_length, sum(lens)),
+                       trains, **how)
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
 # %% ../nbs/42_plan.ipynb #c0de0002
@@ -324,7 +354,8 @@ def checkpoints_kept(
 )->int: # at the same time, with the best and the one that is being written
     "How many checkpoints lie on the disk."
     c = train_cfg
-    every = min([i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i] or [c.max_training_steps])
+    every = min([i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i]
+                or [c.max_training_steps])
     made = -(-c.max_training_steps//every)+1
     return made if c.max_keep_ckpts==-1 else min(made, c.max_keep_ckpts+2)
 
@@ -333,7 +364,7 @@ PICTURE = 200_000 # bytes of an encoded picture, where nothing was measured
 def reading(
     train_cfg:TrainConfig, # lanes, windows
     pack:Pack, # an average one
-)->dict: # `first` and `most`: samples that a rank reads before its first update, and holds later; `picture`: bytes; `lanes` of a rank
+)->dict: # samples read before the first update (`first`) and held later (`most`); `picture` bytes, `lanes`
     "What a rank reads and holds."
     from nanovlm_nb.lanes import PackRules # `datasets` takes a second
     c,lanes = train_cfg,train_cfg.batch_size*train_cfg.gradient_accumulation_steps
@@ -347,33 +378,38 @@ def enlargement(
     vlm_cfg:VLMConfig, # how pictures are cut
     train_cfg:TrainConfig, # what learns
     trains:set, # components that learn
-)->tuple[int,int,float]|None: # tiles of a small picture, those of its own size, how many times the arithmetic; None: it is not enlarged
+)->tuple[int,int,float]|None: # tiles of a small picture, at its own size, times the work; None: not enlarged
     "What it costs to enlarge a picture of `SMALL` pixels."
     v,c = vlm_cfg,evolve(train_cfg, batch_size=1, gradient_accumulation_steps=1)
     if not v.resize_to_max_side_len or v.image_convention!='nanovlm': return None
     side,own = v.max_img_size//v.vit_img_size,-(-min(SMALL, v.max_img_size)//v.vit_img_size)
     tiles = [n*n+(n>1) for n in (side, own)]
     if tiles[0]<=tiles[1]: return None
-    def work(n): return update_flops(v, c, Pack(n, 50, 1, n*(v.mp_image_token_length+1)+100), trains)['useful']
+    def work(n):
+        return update_flops(v, c, Pack(n, 50, 1, n*(v.mp_image_token_length+1)+100), trains)['useful']
     return tiles[0],tiles[1],work(tiles[0])/work(tiles[1])
 
 # %% ../nbs/42_plan.ipynb #92531776
 DEVICES = ('A100','H100','H200','L40S','RTX 4090') # whose time and memory a plan names, unless told otherwise
-COLUMNS = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(sharding='zero3'), 'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)} # of the table of memory
+# of the table of memory
+COLUMNS = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(sharding='zero3'),
+           'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)}
 
 def memory_table(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
     gpus:int, # ranks
     found:dict, # from `sizes`
-)->dict[str,dict]: # column -> part -> GiB; `kept` and `recomputed` are the activations and `total_*` what belongs to them
+)->dict[str,dict]: # column -> part -> GiB; activations are `kept` or `recomputed`, with their `total_*`
     "Memory for each way to share it out, with and without recomputation."
     table = {}
     for name,how in (COLUMNS if gpus>1 else {'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}).items():
         base = evolve(train_cfg, **(dict(sharding='ddp', offload_optimizer=False, offload_params=False)|how))
-        kept,again = (memory(vlm_cfg, evolve(base, vision_checkpointing=b, language_checkpointing=b), gpus, found) for b in (False,True))
+        kept,again = (memory(vlm_cfg, evolve(base, vision_checkpointing=b, language_checkpointing=b), gpus,
+                             found) for b in (False,True))
         row = {k:v/GB for k,v in kept._asdict().items() if k!='activations'}
-        table[name] = row|dict(kept=kept.activations/GB, recomputed=again.activations/GB, total_kept=kept.total/GB, total_recomputed=again.total/GB)
+        table[name] = row|dict(kept=kept.activations/GB, recomputed=again.activations/GB,
+                               total_kept=kept.total/GB, total_recomputed=again.total/GB)
     return table
 
 def on_device(
@@ -390,7 +426,8 @@ def on_device(
     if gpu is None: raise ValueError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
     fits,seconds = needed<=USABLE*gpu.memory*GB,seconds/(gpu.tflops*1e12)
     steps = [] if fits else until_it_fits(vlm_cfg, train_cfg, gpus, gpu.memory, found)
-    return dict(seconds=seconds, hours=seconds*train_cfg.max_training_steps/3600, memory=gpu.memory, fits=fits,
+    return dict(seconds=seconds, hours=seconds*train_cfg.max_training_steps/3600,
+        memory=gpu.memory, fits=fits,
         remedies=[dict(changes=r.changes, price=r.price, gib=n/GB) for r,n in steps])
 
 # %% ../nbs/42_plan.ipynb #3e3d84c0
@@ -408,26 +445,37 @@ def make_plan(
 )->dict: # sections of plain numbers and texts
     "What a run costs."
     v,c,pack = vlm_cfg,train_cfg,pack or typical_pack(vlm_cfg, train_cfg)
-    if gpus<1 or not 0<mfu<=1: raise ValueError(f"gpus is {gpus} and mfu {mfu}: give 1 or more, and a share of the peak")
+    if gpus<1 or not 0<mfu<=1:
+        raise ValueError(f"gpus is {gpus} and mfu {mfu}: give 1 or more, and a share of the peak")
     packs = effective_batch_size(c, gpus)
     c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
     found = sizes(v, c)
     trains,need = {n for n,s in found.items() if s.trained},memory(v, c, gpus, found)
     work,samples = update_flops(v, c, pack, trains),samples or c.data_cutoff_idx
-    plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples, pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
-        parameters={n:dict(total=s.total, trained=s.trained) for n,s in found.items()}, memory=memory_table(v, c, gpus, found),
+    plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
+        pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
+        parameters={n:dict(total=s.total, trained=s.trained) for n,s in found.items()},
+        memory=memory_table(v, c, gpus, found),
         needed={k:x/GB for k,x in (need._asdict()|dict(total=need.total)).items()}, setting=_setting(c, gpus),
-        work=dict(flops=work['all'], useful=work['useful'], packs=packs, tokens=packs*pack.tokens, all_tokens=packs*pack.tokens*c.max_training_steps),
+        work=dict(flops=work['all'], useful=work['useful'], packs=packs, tokens=packs*pack.tokens,
+                  all_tokens=packs*pack.tokens*c.max_training_steps),
         devices={d:on_device(v, c, gpus, found, d, need.total, work['all']/mfu) for d in devices},
-        batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps, splits=splits(packs, gpus)),
-        disk=dict(checkpoint=checkpoint_bytes(v, c), kept=checkpoints_kept(c)), reading=reading(c, pack), enlarged=enlargement(v, c, trains),
+        batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps,
+                   splits=splits(packs, gpus)),
+        disk=dict(checkpoint=checkpoint_bytes(v, c), kept=checkpoints_kept(c)), reading=reading(c, pack),
+        enlarged=enlargement(v, c, trains),
         notes=lint(v, c, ranks=gpus, epochs=epochs))
-    if samples: plan['epochs'] = bookkeeping(max(round(samples/pack.documents), 1), c.batch_size, gpus, c.gradient_accumulation_steps, epochs or c.max_epochs or 1)._asdict()|dict(
-        samples=samples, epochs=epochs or c.max_epochs or 1, passes=packs*pack.documents*c.max_training_steps/samples)
+    if not samples: return plan
+    passes,rows = epochs or c.max_epochs or 1,max(round(samples/pack.documents), 1)
+    books = bookkeeping(rows, c.batch_size, gpus, c.gradient_accumulation_steps, passes)
+    plan['epochs'] = books._asdict()|dict(samples=samples, epochs=passes,
+        passes=packs*pack.documents*c.max_training_steps/samples)
     return plan
 
 def _setting(cfg, gpus):
-    names = [cfg.sharding if gpus>1 else 'one GPU', *(n for n in ('offload_optimizer','offload_params','vision_checkpointing','language_checkpointing') if getattr(cfg, n))]
+    names = [cfg.sharding if gpus>1 else 'one GPU', *(
+        n for n in ('offload_optimizer','offload_params','vision_checkpointing','language_checkpointing')
+        if getattr(cfg, n))]
     return ', '.join(names)
 
 # %% ../nbs/42_plan.ipynb #49ac6fa1
@@ -439,60 +487,92 @@ def _rows(rows, first=28):
 
 def _parameters_text(plan):
     parts = plan['parameters']
-    both = dict(total=sum(p['total'] for p in parts.values()), trained=sum(p['trained'] for p in parts.values()))
-    rows = [(NAMES.get(n, n), f"{p['total']/1e6:.1f} M", f"{p['trained']/1e6:.1f} M" if p['trained'] else '-') for n,p in [*parts.items(), ('together', both)]]
+    both = dict(total=sum(p['total'] for p in parts.values()),
+                trained=sum(p['trained'] for p in parts.values()))
+    rows = [(NAMES.get(n, n), f"{p['total']/1e6:.1f} M", f"{p['trained']/1e6:.1f} M" if p['trained'] else '-')
+            for n,p in [*parts.items(), ('together', both)]]
     return _rows([('Parameters', 'all', 'trained'), *rows])
 
 def _memory_text(plan):
-    table,words = plan['memory'],dict(copies='16-bit and gathered copies', optimizer='optimizer', kept='activations, kept', recomputed='or recomputed', total_kept='together, kept', total_recomputed='together, recomputed')
+    table = plan['memory']
+    words = dict(copies='16-bit and gathered copies', optimizer='optimizer',
+                 kept='activations, kept', recomputed='or recomputed', total_kept='together, kept',
+                 total_recomputed='together, recomputed')
     first = next(iter(table.values()))
     rows = [(words.get(part, part), *(f'{row[part]:.1f}' for row in table.values())) for part in first]
-    full = f"with packs of {plan['pack_length']} tokens and {plan['most_tiles']} tiles, the fullest there can be"
-    saved = ', '.join(f"{name} saves {1-row['total_kept']/first['total_kept']:.0%}" for name,row in table.items() if row is not first)
-    return [*_rows([(f"GiB on each of {plan['gpus']} GPUs" if plan['gpus']>1 else 'GiB', *table), *rows]), f"  {saved}, recomputation {1-first['total_recomputed']/first['total_kept']:.0%}", f'  {full}', f"  as configured ({plan['setting']}): {plan['needed']['total']:.1f} GiB"]
+    full = (f"with packs of {plan['pack_length']} tokens and {plan['most_tiles']} tiles, "
+            "the fullest there can be")
+    saved = ', '.join(f"{name} saves {1-row['total_kept']/first['total_kept']:.0%}"
+                      for name,row in table.items() if row is not first)
+    return [*_rows([(f"GiB on each of {plan['gpus']} GPUs" if plan['gpus']>1 else 'GiB', *table), *rows]),
+            f"  {saved}, recomputation {1-first['total_recomputed']/first['total_kept']:.0%}", f'  {full}',
+            f"  as configured ({plan['setting']}): {plan['needed']['total']:.1f} GiB"]
 
 def _device_text(name, d):
-    head = f"{d['seconds']:.2f} s",f"{d['hours']:.1f} h",f"{d['memory']:g} GiB",'fits' if d['fits'] else 'too small'
+    verdict = 'fits' if d['fits'] else 'too small'
+    head = (f"{d['seconds']:.2f} s",f"{d['hours']:.1f} h",f"{d['memory']:g} GiB",verdict)
     lines = _rows([(name, *head)])
     enough = d['remedies'] and d['remedies'][-1]['gib']<=USABLE*d['memory']
-    for k,r in enumerate(d['remedies']): lines.append(f"      {'first' if k==0 else 'then '} {', '.join(f'{f} {v}' for f,v in r['changes'].items())}: {r['gib']:.1f} GiB ({r['price']})")
-    return lines if d['fits'] or enough else [*lines, '      and still too small: take a larger GPU or a smaller model']
+    for k,r in enumerate(d['remedies']):
+        lines.append(f"      {'first' if k==0 else 'then '} "
+                     f"{', '.join(f'{f} {v}' for f,v in r['changes'].items())}: "
+                     f"{r['gib']:.1f} GiB ({r['price']})")
+    if d['fits'] or enough: return lines
+    return [*lines, '      and still too small: take a larger GPU or a smaller model']
 
 def _work_text(plan):
     w,p = plan['work'],plan['pack']
-    length = f"{plan['updates']} updates" if plan['in_samples'] is None else f"{plan['in_samples']} samples, about {plan['updates']} updates"
-    average = f"an average pack: {p['tokens']:.0f} tokens, {p['tiles']:.1f} tiles, {p['targets']:.0f} targets, {p['documents']:.1f} samples"
-    return ['Work', f'  {average}', f"  an update: {w['packs']} packs, {w['tokens']:,.0f} tokens, {w['flops']/1e12:.0f} TFLOP on each GPU, {w['useful']/w['flops']:.0%} of them useful",
+    length = (f"{plan['updates']} updates" if plan['in_samples'] is None
+              else f"{plan['in_samples']} samples, about {plan['updates']} updates")
+    average = (f"an average pack: {p['tokens']:.0f} tokens, {p['tiles']:.1f} tiles, "
+               f"{p['targets']:.0f} targets, {p['documents']:.1f} samples")
+    return ['Work', f'  {average}',
+        f"  an update: {w['packs']} packs, {w['tokens']:,.0f} tokens, "
+        f"{w['flops']/1e12:.0f} TFLOP on each GPU, {w['useful']/w['flops']:.0%} of them useful",
         f"  {length}: {w['all_tokens']/1e9:.2f} billion tokens"]
 
 # %% ../nbs/42_plan.ipynb #cfd2f83f
 def _batch_text(plan):
     b = plan['batch']
     triples = ', '.join(f'{x} x {g} x {a}' for x,a,g in b['splits'])
-    return ["Batch (batch_size x GPUs x accumulation)", f"  {b['batch_size']} x {b['gpus']} x {b['accumulation']} = {plan['work']['packs']} packs an update; the same update: {triples}"]
+    return ["Batch (batch_size x GPUs x accumulation)",
+            f"  {b['batch_size']} x {b['gpus']} x {b['accumulation']} = "
+            f"{plan['work']['packs']} packs an update; the same update: {triples}"]
 
 def _epochs_text(plan):
     if 'epochs' not in plan: return []
     e = plan['epochs']
-    return ['Epochs', f"  {e['samples']} samples in packs of {plan['pack']['documents']:.1f}: {e['iterations_per_epoch']} iterations an epoch; {e['epochs']} epoch{'s'*(e['epochs']>1)}: {e['total_iterations']} iterations, {e['updates']} updates",
+    return ['Epochs',
+        f"  {e['samples']} samples in packs of {plan['pack']['documents']:.1f}: "
+        f"{e['iterations_per_epoch']} iterations an epoch; {e['epochs']} epoch{'s'*(e['epochs']>1)}: "
+        f"{e['total_iterations']} iterations, {e['updates']} updates",
         f"  {plan['updates']} updates as configured are {e['passes']:.1f} passes over the data"]
 
 def _storage_text(plan):
     d,r,e = plan['disk'],plan['reading'],plan['enlarged']
     gb = lambda n: f"{n*r['picture']/1e9:.1f} GB"
-    lines = ['Disk and data', f"  {d['kept']} checkpoint{'s'*(d['kept']>1)} at most, each of {d['checkpoint']/1e9:.1f} GB: {d['kept']*d['checkpoint']/1e9:.1f} GB",
-        f"  before its first update a rank reads about {r['first']} samples ({gb(r['first'])} with a picture of {r['picture']//1000} kB each); later its {r['lanes']} lanes hold up to {r['most']} ({gb(r['most'])} in a stream)"]
-    if e: lines.append(f"  small pictures are enlarged: one of {SMALL} pixels is {e[0]} tiles instead of {e[1]}, {e[2]:.1f} times its arithmetic; --preset nanovlm_native, or --resize_to_max_side_len False, leaves it as it is")
+    lines = ['Disk and data',
+        f"  {d['kept']} checkpoint{'s'*(d['kept']>1)} at most, "
+        f"each of {d['checkpoint']/1e9:.1f} GB: {d['kept']*d['checkpoint']/1e9:.1f} GB",
+        f"  before its first update a rank reads about {r['first']} samples "
+        f"({gb(r['first'])} with a picture of {r['picture']//1000} kB each); "
+        f"later its {r['lanes']} lanes hold up to {r['most']} ({gb(r['most'])} in a stream)"]
+    if e:
+        lines.append(f"  small pictures are enlarged: one of {SMALL} pixels "
+                     f"is {e[0]} tiles instead of {e[1]}, {e[2]:.1f} times its arithmetic; "
+                     "--preset nanovlm_native, or --resize_to_max_side_len False, leaves it as it is")
     return lines
 
 def plan_text(
     plan:dict, # from `make_plan`
 )->str: # lines for a terminal
     "A plan as people read it."
-    devices = [*_rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]), *(l for n,d in plan['devices'].items() for l in _device_text(n, d))]
+    devices = [*_rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]),
+               *(l for n,d in plan['devices'].items() for l in _device_text(n, d))]
     notes = ['Notes', *(f'  {n}' for n in plan['notes'])] if plan['notes'] else []
     start = [f"Starts from {plan['start']}"] if 'start' in plan else []
-    sections = start,_parameters_text(plan),_memory_text(plan),_work_text(plan),devices,_storage_text(plan),_batch_text(plan),_epochs_text(plan),notes
+    sections = (start, _parameters_text(plan), _memory_text(plan), _work_text(plan), devices,
+                _storage_text(plan), _batch_text(plan), _epochs_text(plan), notes)
     return '\n\n'.join('\n'.join(s) for s in sections if s)
 
 # %% ../nbs/42_plan.ipynb #70a15d32
@@ -505,10 +585,14 @@ def claims(
     size = {n:s.total for n,s in found.items()}
     state,more = (16*n/1e9 for n in (size['decoder'], size['vision_encoder']+size['MP']))
     need,tokens = memory(vlm_cfg, c, 1, found),c.batch_size*vlm_cfg.lm_max_length
-    return [f'1.4 s an update x {c.max_training_steps} updates = {1.4*c.max_training_steps/3600:.1f} h: correct',
-        f"17 GB a GPU: counts the {size['decoder']/1e6:.1f} M parameters of the language model alone, {state:.1f} GB with gradients and moments; the vision tower ({size['vision_encoder']/1e6:.1f} M) "
-        f"and the projector ({size['MP']/1e6:.1f} M) add {more:.1f} GB, and activations of full packs are {need.activations/1e9:.1f} GB unless they are recomputed",
-        f'1000 tokens a second on a GPU: contradicts 1.4 s for {c.batch_size} x {vlm_cfg.lm_max_length} tokens, which are {tokens/1.4:.0f} a second']
+    hours = 1.4*c.max_training_steps/3600
+    return [f'1.4 s an update x {c.max_training_steps} updates = {hours:.1f} h: correct',
+        f"17 GB a GPU: counts the {size['decoder']/1e6:.1f} M parameters of the language model alone, "
+        f"{state:.1f} GB with gradients and moments; the vision tower ({size['vision_encoder']/1e6:.1f} M) "
+        f"and the projector ({size['MP']/1e6:.1f} M) add {more:.1f} GB, "
+        f"and activations of full packs are {need.activations/1e9:.1f} GB unless they are recomputed",
+        f'1000 tokens a second on a GPU: contradicts 1.4 s for '
+        f'{c.batch_size} x {vlm_cfg.lm_max_length} tokens, which are {tokens/1.4:.0f} a second']
 
 # %% ../nbs/42_plan.ipynb #82f8603e
 def config_first(

@@ -39,9 +39,11 @@ def load_run(
 )->Run: # its records
     "Read a run."
     log = Path(path)/LOG if Path(path).is_dir() else Path(path)
-    if not log.is_file(): raise FileNotFoundError(f"there is no {log}: give the directory of a run that has begun to train")
+    if not log.is_file():
+        raise FileNotFoundError(f"there is no {log}: give the directory of a run that has begun to train")
     text = log.with_name(TEXT_LOG)
-    return Run(log.absolute().parent.name, read_log(log), restarts_in(text.read_text(encoding='utf-8', errors='replace')) if text.is_file() else [])
+    return Run(log.absolute().parent.name, read_log(log),
+               restarts_in(text.read_text(encoding='utf-8', errors='replace')) if text.is_file() else [])
 
 # %% ../nbs/44_plot.ipynb #b0065d6f
 AXES = ('updates','samples','hours')
@@ -53,7 +55,8 @@ def positions(
     "Where records stand on an axis."
     if x not in AXES: raise ValueError(f"x is {x!r}: give one of {', '.join(AXES)}")
     if x=='updates': return [r['step'] for r in records]
-    cost = (lambda r: r.get('samples', 0)) if x=='samples' else (lambda r: r['tokens']/r['tokens_per_second']/3600 if r.get('tokens_per_second') else 0)
+    cost = ((lambda r: r.get('samples', 0)) if x=='samples'
+            else (lambda r: r['tokens']/r['tokens_per_second']/3600 if r.get('tokens_per_second') else 0))
     return list(accumulate(cost(r) if 'batch_loss' in r else 0 for r in records))
 
 # %% ../nbs/44_plot.ipynb #bd77ea20
@@ -76,7 +79,8 @@ class Panel(NamedTuple):
     names:str # pattern of the figures' names
     log:bool=False # logarithmic axis
 
-PANELS = (Panel('loss', 'batch_loss|val_loss', True), Panel('learning rate', 'lr_.*', True), Panel('gradient norm', 'grad_norm', True),
+PANELS = (Panel('loss', 'batch_loss|val_loss', True), Panel('learning rate', 'lr_.*', True),
+    Panel('gradient norm', 'grad_norm', True),
     Panel('tokens per second', 'tokens_per_second'), Panel('share of time', 'time/.*'))
 
 def series(
@@ -85,7 +89,8 @@ def series(
     x:str='updates', # one of `AXES`
 )->tuple[list,list]: # positions and figures; nan where a figure was not finite
     "One curve."
-    points = [(p, nan if r[name] is None else r[name]) for p,r in zip(positions(run.records, x), run.records) if name in r]
+    points = [(p, nan if r[name] is None else r[name])
+              for p,r in zip(positions(run.records, x), run.records) if name in r]
     return tuple(map(list, zip(*points))) if points else ([], [])
 
 def figures(
@@ -120,7 +125,8 @@ class _Plain(LogFormatter):
 def _shares(ax, run, names, x):
     "What the time went to, as a stack."
     xs,ys = zip(*(series(run, n, x) for n in names))
-    ax.stackplot(xs[0], [[0. if v!=v else v for v in y] for y in ys], labels=[n.removeprefix('time/') for n in names])
+    ax.stackplot(xs[0], [[0. if v!=v else v for v in y] for y in ys],
+                 labels=[n.removeprefix('time/') for n in names])
     ax.set_ylim(0, 1)
     ax.legend(fontsize=7, reverse=True, loc='center left', bbox_to_anchor=(1, .5)).set_in_layout(False)
 
@@ -128,7 +134,8 @@ def _lines(ax, panel, runs, names, x, smooth):
     "One colour for each curve, or for each run if there are several."
     for i,run in enumerate(runs):
         for k,name in enumerate(names):
-            look = dict(label=name) if len(runs)==1 else dict(color=f'C{i}', ls=STYLES[k%len(STYLES)], label=run.name if k==0 else None)
+            look = (dict(label=name) if len(runs)==1
+                    else dict(color=f'C{i}', ls=STYLES[k%len(STYLES)], label=run.name if k==0 else None))
             _curve(ax, run, name, x, smooth, **look)
     if panel.log:
         ax.set_yscale('log')
@@ -153,7 +160,9 @@ def plot_runs(
 )->Figure: # as many panels as there are kinds of figures
     "Curves of runs."
     panels = [p for p in PANELS if figures(runs, p)]
-    if not panels: raise ValueError(f"no figures to draw in {', '.join(r.name for r in runs)}: has the run made an update?")
+    if not panels:
+        raise ValueError(f"no figures to draw in {', '.join(r.name for r in runs)}: "
+                         "has the run made an update?")
     rows = -(-len(panels)//3)
     fig = Figure(figsize=(3.2*min(len(panels), 3), 2.5*rows), dpi=80, layout='constrained')
     axes = list(fig.subplots(rows, min(len(panels), 3), squeeze=False).flat)
@@ -175,7 +184,8 @@ def gpu_lines(
 )->list[str]: # a line for each GPU; empty where there is none
     "How busy the GPUs of this machine are."
     if shutil.which(command) is None: return []
-    ask = [command, '--query-gpu=index,name,utilization.gpu,memory.used,memory.total', '--format=csv,noheader,nounits']
+    ask = [command, '--query-gpu=index,name,utilization.gpu,memory.used,memory.total',
+           '--format=csv,noheader,nounits']
     done = subprocess.run(ask, capture_output=True, text=True, timeout=20)
     cells = [[c.strip() for c in line.split(',')] for line in done.stdout.splitlines() if line.count(',')==4]
     return [f'GPU {i} {name}: {busy} % busy, {used} of {total} MiB' for i,name,busy,used,total in cells]
@@ -187,10 +197,13 @@ def status_lines(
     "How a run stands."
     run,now = load_run(path),time.time() if now is None else now
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    state = (folder/STATUS).read_text(encoding='utf-8').strip() if (folder/STATUS).is_file() else 'unknown (no status file)'
+    state = ((folder/STATUS).read_text(encoding='utf-8').strip()
+             if (folder/STATUS).is_file() else 'unknown (no status file)')
     latest = {k:v for r in run.records for k,v in r.items() if k in SHOWN}
-    lines = [f'{run.name}: {state}'+(f', went on {len(run.restarts)} time{"s"*(len(run.restarts)>1)}' if run.restarts else '')]
-    lines.append(f"{describe(latest, run.records[-1]['step'])} ({_ago(now-(folder/LOG).stat().st_mtime)})" if run.records else 'no update yet')
+    n = len(run.restarts)
+    lines = [f'{run.name}: {state}'+(f', went on {n} time{"s"*(n>1)}' if n else '')]
+    lines.append(f"{describe(latest, run.records[-1]['step'])} ({_ago(now-(folder/LOG).stat().st_mtime)})"
+                 if run.records else 'no update yet')
     return [*lines, *(list_checkpoints(folder, now)[:1] or ['no checkpoint yet']), *gpu_lines()]
 
 # %% ../nbs/44_plot.ipynb #b86b8342

@@ -27,7 +27,8 @@ def previous_run(
     run_dir:Path, # directory of a run
 )->Path|None: # None: it is the first in its folder
     "The run beside it that was configured last."
-    others = [p for p in Path(run_dir).absolute().parent.glob('*/config.yaml') if p.parent.name!=Path(run_dir).name]
+    others = [p for p in Path(run_dir).absolute().parent.glob('*/config.yaml')
+              if p.parent.name!=Path(run_dir).name]
     return max(others, key=lambda p: p.stat().st_mtime).parent if others else None
 
 def changes(
@@ -35,7 +36,8 @@ def changes(
     now:tuple[VLMConfig,TrainConfig], # of another
 )->list[str]: # a line per field that differs: name, old value, new value
     "What changed from one run to another."
-    pairs = [(f.name,getattr(a, f.name),getattr(b, f.name)) for a,b in zip(before, now) for f in fields(a) if f.name not in OWN]
+    pairs = [(f.name,getattr(a, f.name),getattr(b, f.name))
+             for a,b in zip(before, now) for f in fields(a) if f.name not in OWN]
     return [f'{name}: {a!r} -> {b!r}' for name,a,b in pairs if a!=b]
 
 # %% ../nbs/33_record.ipynb #dcc6f191
@@ -54,8 +56,9 @@ def write_record(
     try: found = changes(load_yaml(before/CONFIG), (vlm_cfg,train_cfg)) if before else []
     except ValueError as e: found = [f'cannot be compared: {e}']
     what = f'Changed since {before.name}' if before else 'Changed'
+    none = 'nothing' if before else 'the first run of its folder'
     parts = [f'# {Path(run_dir).name}', train_cfg.notes or '(no notes: give --notes "what this run tries")',
-        f'## {what}', bullets(found) or ('nothing' if before else 'the first run of its folder'), '## Results', bullets(results or []) or 'still running']
+             f'## {what}', bullets(found) or none, '## Results', bullets(results or []) or 'still running']
     return write_atomic(path, '\n\n'.join(parts)+'\n\n'+yours)
 
 # %% ../nbs/33_record.ipynb #31473c82
@@ -63,15 +66,21 @@ def _data_lines(c):
     "What was trained on."
     names = '' if c.train_dataset_name==['default'] else f' ({", ".join(c.train_dataset_name)})'
     first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
-    lines = [f'data: {c.train_dataset_path}{names}{first}', f'learning rates: projector {c.lr_mp}, vision {c.lr_vision_backbone}, language {c.lr_language_backbone}']
-    return lines+[f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to {length_of_run(c)}, seed {c.seed}']
+    lines = [f'data: {c.train_dataset_path}{names}{first}',
+             f'learning rates: projector {c.lr_mp}, vision {c.lr_vision_backbone}, '
+             f'language {c.lr_language_backbone}']
+    return lines+[f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, '
+                  f'up to {length_of_run(c)}, seed {c.seed}']
 
 def _result_lines(run_dir):
     "What was measured: of the whole run, and of the best checkpoint."
     log,lines = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else [], []
     losses = [(r['val_loss'],r['step']) for r in log if 'val_loss' in r]
-    if losses: lines.append('validation loss {:.4f} at update {}, the best of {}'.format(*min(losses), len(losses)))
-    if log: lines.append(f"{max(r['step'] for r in log)} updates done, {max((r.get('samples', 0) for r in log))} samples")
+    if losses:
+        lines.append('validation loss {:.4f} at update {}, the best of {}'.format(*min(losses), len(losses)))
+    if log:
+        lines.append(f"{max(r['step'] for r in log)} updates done, "
+                     f"{max((r.get('samples', 0) for r in log))} samples")
     return lines
 
 def _answer_table(run_dir):
@@ -79,14 +88,19 @@ def _answer_table(run_dir):
     if not (run_dir/ANSWER_TABLE).is_file(): return '',0
     scores = json.loads((run_dir/ANSWER_TABLE).read_text(encoding='utf-8'))
     rows = ['| kind | asked | '+' | '.join(scores)+' |', '|---'*(len(scores)+2)+'|']
-    for kind,(_,n) in scores['answers'].items(): rows.append(f'| {kind} | {n} | '+' | '.join(f'{100*right/of:.1f} %' for right,of in (s[kind] for s in scores.values()))+' |')
+    for kind,(_,n) in scores['answers'].items():
+        shares = (f'{100*right/of:.1f} %' for right,of in (s[kind] for s in scores.values()))
+        rows.append(f'| {kind} | {n} | '+' | '.join(shares)+' |')
     return '\n'.join(rows), scores['answers']['all'][1]
 
 def _limit_lines(vlm_cfg, asked):
     "What not to expect."
-    lines = [f'pictures are seen at {vlm_cfg.max_img_size} pixels a side at most; text and pictures together were at most {vlm_cfg.lm_max_length} tokens in training']
-    lines.append(f'measured on {asked} held-out questions of the training data only' if asked else 'no question was asked to measure its answers: only the loss is known')
-    return lines+['answers may be wrong or invented, and carry what its data and backbones carry; nothing was done about safety']
+    lines = [f'pictures are seen at {vlm_cfg.max_img_size} pixels a side at most; '
+             f'text and pictures together were at most {vlm_cfg.lm_max_length} tokens in training']
+    lines.append(f'measured on {asked} held-out questions of the training data only'
+                 if asked else 'no question was asked to measure its answers: only the loss is known')
+    return lines+['answers may be wrong or invented, and carry what its data and backbones carry; '
+                  'nothing was done about safety']
 
 def _said(record):
     "What was written into the page by hand."
@@ -100,14 +114,17 @@ def training_card(
     "What a run's directory knows about its model."
     run_dir = Path(run_dir)
     vlm_cfg,c = load_yaml(run_dir/CONFIG)
-    record = (run_dir/RECORD).read_text(encoding='utf-8', errors='backslashreplace') if (run_dir/RECORD).is_file() else ''
+    path = run_dir/RECORD
+    record = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     table,asked = _answer_table(run_dir)
     results = bullets(_result_lines(run_dir)) or 'Nothing was measured.'
-    parts = ['## Training', c.notes or '', bullets(_data_lines(c)), '## Results', results, table, _said(record), '## Limits', bullets(_limit_lines(vlm_cfg, asked))]
+    parts = ['## Training', c.notes or '', bullets(_data_lines(c)), '## Results', results, table,
+             _said(record), '## Limits', bullets(_limit_lines(vlm_cfg, asked))]
     return '\n\n'.join(p for p in parts if p)
 
 # %% ../nbs/33_record.ipynb #424c5dca
-HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0]) # what `publish` may raise; the last is that of the client's HTTP library, without connection
+# what `publish` may raise; the last is that of the client's HTTP library, without connection
+HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 UNASKED = VLMConfig.hf_repo_name # a default that is nobody's repository
 
 def where_to_publish(
@@ -118,10 +135,13 @@ def where_to_publish(
     if not name: return None,''
     if name==UNASKED: return None,f'nothing will be published: hf_repo_name is {name}, without an owner'
     try: validate_repo_id(name)
-    except HFValidationError as e: raise ValueError(f'hf_repo_name {name!r} is not a name on the hub: give owner/name. {e}') from e
+    except HFValidationError as e:
+        raise ValueError(f'hf_repo_name {name!r} is not a name on the hub: give owner/name. {e}') from e
     if '/' in name: return name,''
     try: owner = (api or HfApi()).whoami()['name']
-    except HUB_ERRORS as e: raise ValueError(f'hf_repo_name {name} has no owner, and the hub does not say who you are ({type(e).__name__}): give owner/{name}, or log in with `hf auth login`') from e
+    except HUB_ERRORS as e:
+        raise ValueError(f'hf_repo_name {name} has no owner, and the hub does not say who you are '
+                         f'({type(e).__name__}): give owner/{name}, or log in with `hf auth login`') from e
     return f'{owner}/{name}',f'the best model will be published as {owner}/{name}'
 
 def publish(
@@ -129,9 +149,10 @@ def publish(
     repo_id:str|None, # owner/name on the hub, see `where_to_publish`; None: nowhere
     api:HfApi|None=None, # client; default: one with your login
 )->bool: # whether it was uploaded
-    "Upload the best checkpoint of a run with its card, to a private repository if there is none yet; without validation, the last."
+    "Upload the best checkpoint of a run (without validation the last) with its card, privately if anew."
     if not repo_id: return False
     best = read_pointer(Path(run_dir), BEST) or read_pointer(Path(run_dir))
     if best is None: raise ValueError(f'{run_dir} has no checkpoint: train at least to the first one')
-    VisionLanguageModel.from_pretrained(best).push_to_hub(repo_id, private=True, api=api, training=training_card(run_dir))
+    VisionLanguageModel.from_pretrained(best).push_to_hub(
+        repo_id, private=True, api=api, training=training_card(run_dir))
     return True

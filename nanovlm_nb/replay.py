@@ -34,7 +34,9 @@ def checkpoint_before(
 )->Path: # the newest complete checkpoint of an earlier update, on the way to where the run stands
     "Where the way to an update begins."
     found = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
-    if not found: raise FileNotFoundError(f'{run_dir} has no complete checkpoint before update {update}: it keeps max_keep_ckpts of them, choose a later update')
+    if not found:
+        raise FileNotFoundError(f'{run_dir} has no complete checkpoint before update {update}: '
+                                'it keeps max_keep_ckpts of them, choose a later update')
     return found[-1]
 
 def alone(
@@ -42,8 +44,10 @@ def alone(
     lanes:int, # packs of its updates
 )->TrainConfig: # the same updates, made by one process that reports nowhere
     "What one process must do to make the updates of many."
-    return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0, val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
-        sharding='ddp', offload_params=False, log_wandb=False, progress_bar=False, async_save=False, ask_samples=0)
+    return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0,
+        val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
+        sharding='ddp', offload_params=False, log_wandb=False, progress_bar=False, async_save=False,
+        ask_samples=0)
 
 # %% ../nbs/36_replay.ipynb #730eda6a
 @contextmanager
@@ -56,9 +60,11 @@ def trainer_before(
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG)
     most = updates_of_run(train_cfg)
-    if most is not None and update>most: raise ValueError(f'update {update} was never made: the run has {most}')
+    if most is not None and update>most:
+        raise ValueError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), progress=False) as log:
-        trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log, Dist(device=pick_device()), resuming=True)
+        trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
+                               Dist(device=pick_device()), resuming=True)
         trainer.load(checkpoint)
         trainer.model.train()
         for u in trainer.updates():

@@ -27,7 +27,9 @@ def find_config(
     "The configuration of a checkpoint's run."
     places = [Path(checkpoint)/CONFIG,Path(checkpoint).resolve().parent/CONFIG]
     found = next((p for p in places if p.is_file()), None)
-    if found is None: raise FileNotFoundError(f'{checkpoint} has no config.yaml, nor has its parent: give the file with --config')
+    if found is None:
+        raise FileNotFoundError(f'{checkpoint} has no config.yaml, nor has its parent: '
+                                'give the file with --config')
     return found
 
 def panel_table(

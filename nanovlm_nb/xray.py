@@ -41,9 +41,11 @@ from .vision import ViTBlock
 from .vlm import VLMNet
 
 # %% ../nbs/41_xray.ipynb #41c0de06
-LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, torch.bmm,
+LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__,
+    torch.mm, torch.bmm,
     torch.addmm, F.scaled_dot_product_attention} # computed in bfloat16
-UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax, Tensor.softmax, torch.rsqrt, Tensor.sum, torch.sum,
+UPPER = {F.layer_norm, torch.layer_norm, F.cross_entropy, F.softmax, Tensor.softmax, torch.rsqrt,
+    Tensor.sum, torch.sum,
     Tensor.exp} # computed in float32
 
 def fused_attention(
@@ -59,14 +61,16 @@ def fused_attention(
     "The kernel that `scaled_dot_product_attention` takes on CUDA."
     if enable_gqa: k,v = (x.repeat_interleave(q.shape[1]//k.shape[1], 1) for x in (k,v))
     aten = torch.ops.aten
-    if attn_mask is None: return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     if attn_mask.is_floating_point(): bias = attn_mask.to(q.dtype)
     else: bias = q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 class LikeCuda(TorchFunctionMode):
-    "Autocast to bfloat16 and fused attention, for meta tensors; one use is one region, a weight is cast once in it."
+    "Autocast to bfloat16 and fused attention, for meta tensors; a weight is cast once in one use."
     def __enter__(self):
         self.casts,self.before = {},torch.is_autocast_enabled('cuda')
         torch.set_autocast_enabled('cuda', True) # so that code can switch it off
@@ -83,7 +87,8 @@ class LikeCuda(TorchFunctionMode):
         return self.casts[id(x)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs,dtype = kwargs or {},torch.bfloat16 if func in LOWER else torch.float32 if func in UPPER else None
+        kwargs = kwargs or {}
+        dtype = torch.bfloat16 if func in LOWER else torch.float32 if func in UPPER else None
         if dtype is not None and torch.is_autocast_enabled('cuda'):
             args,kwargs = [self._to(x, dtype) for x in args],{k:self._to(x, dtype) for k,x in kwargs.items()}
         return (fused_attention if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
@@ -91,7 +96,8 @@ class LikeCuda(TorchFunctionMode):
 # %% ../nbs/41_xray.ipynb #41c0de09
 PARTS = dict(vision='vision tower', projector='projector', language='language model', loss='loss',
     optim='update') # module -> part of the step
-BLOCKS = {ViTBlock.forward:'vision tower', LanguageModelBlock.forward:'language model'} # what is compiled as a whole
+# what is compiled as a whole
+BLOCKS = {ViTBlock.forward:'vision tower', LanguageModelBlock.forward:'language model'}
 NAIVE = ('nanovlm_loss','_masked_block') # of this module, what asks itself; the rest stands in for torch
 OTHER = 'around them' # embedding table, copies, what the trainer does
 
@@ -151,9 +157,11 @@ class Census(TorchDispatchMode):
     ):
         super().__init__()
         self.ops:list[Op] = []
-        self.memory:list[tuple[int,str,str]] = [] # bytes, part and line of what was allocated; less than 0 when it is freed
+        # bytes, part and line of what was allocated; less than 0 when it is freed
+        self.memory:list[tuple[int,str,str]] = []
         self.roots,self.documents = (str(Path(nanovlm_nb.__file__).parent), *map(str, roots)),documents
-        self.phase,self.kept_until = 'forward',0 # of the step; length of `memory` when the backward pass began
+        # of the step; length of `memory` when the backward pass began
+        self.phase,self.kept_until = 'forward',0
         self.before = 0 # the block of the last operation
         self.pinned = {x.untyped_storage()._cdata for x in pinned}
         self.blocks = {f.__code__:name for f,name in BLOCKS.items()}
@@ -189,7 +197,8 @@ class Census(TorchDispatchMode):
         if line or region: found = part or OTHER,line or '?',region
         elif node is None: found = OTHER,'?',0
         else: found = self.nodes.get(node._sequence_nr(), ('gradients','gradients',self.before))
-        if node is None or line or region: self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, found)
+        if node is None or line or region:
+            self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, found)
         self.before = found[2]
         return found[0],found[1],self.phase if node is None else 'backward',found[2]
 
@@ -226,7 +235,8 @@ class Census(TorchDispatchMode):
         outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         reads,writes = (self._sizes(xs, who) for xs in (inputs, outputs))
         kind = self._kind(func, name, inputs, outputs, reads, writes)
-        if kind=='copy' and not (kwargs.get('non_blocking') and inputs[0].untyped_storage()._cdata in self.pinned):
+        if kind=='copy' and not (kwargs.get('non_blocking')
+                                 and inputs[0].untyped_storage()._cdata in self.pinned):
             self._wait('unpinned copy', who, writes)
         wide = any(x.dtype==torch.float32 for x in inputs[:2]) # other inputs are sums of a softmax
         self.ops.append(Op(name, kind, *who, self._flops(func, args, kwargs, out), reads, writes, wide))
@@ -247,7 +257,7 @@ class Census(TorchDispatchMode):
         return torch.ones(inputs[0].shape, dtype=kwargs.get('dtype') or inputs[0].dtype)
 
     def _indexed(self, name, args, flags, who):
-        "Index by flags: as many are True as values were put there, or else all. One value for all is no wait."
+        "Index by flags: as many are True as values were put there, else all. One value for all is no wait."
         x,at = args[0],self._number(flags, *who[:2])
         if name=='index' or args[2].numel()>1: self._wait('boolean index', who)
         if name=='index': return x.new_empty(self.trues.get(at, flags.numel()), *x.shape[flags.ndim:])
@@ -258,7 +268,8 @@ class Census(TorchDispatchMode):
         "Arithmetic that the kernel does: with a causal mask flash attention leaves out half."
         given = dict(zip((a.name for a in func._schema.arguments), args))|kwargs
         causal = given.get('is_causal') or 0 in (given.get('window_size') or ())
-        if 'varlen' in func.__name__: return self._packed(given, causal)*(10 if 'backward' in func.__name__ else 4)
+        if 'varlen' in func.__name__:
+            return self._packed(given, causal)*(10 if 'backward' in func.__name__ else 4)
         if func.overloadpacket not in flop_registry: return 0
         return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)//(2 if causal else 1)
 
@@ -322,7 +333,8 @@ def _joined(run, last):
     return first._replace(name='fused', flops=0, reads=reads, writes=writes, compiled=True)
 
 # %% ../nbs/41_xray.ipynb #41c0de24
-BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555, 'A100':2.039, 'L40S':.864,
+BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555,
+    'A100':2.039, 'L40S':.864,
     'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
 
 class Card(NamedTuple):
@@ -402,7 +414,8 @@ def two_clocks(
 # %% ../nbs/41_xray.ipynb #41c0de31
 def _masked_block(block, x, cos, sin, mask):
     attn = block.attn
-    q,k,v = (p(block.norm1(x)).unflatten(-1, (-1,attn.head_dim)).transpose(1,2) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+    q,k,v = (p(block.norm1(x)).unflatten(-1, (-1,attn.head_dim)).transpose(1,2)
+             for p in (attn.q_proj, attn.k_proj, attn.v_proj))
     q,k = apply_rotary(q, cos, sin),apply_rotary(k, cos, sin)
     k,v = (y.repeat_interleave(q.shape[1]//k.shape[1], 1) for y in (k,v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
@@ -438,7 +451,8 @@ def adamw(
     moved:tuple[int,int]=FUSED, # bytes for each, read and written
 )->list[Op]: # what an update costs
     "The optimizer's step."
-    return [Op('adamw', 'pointwise', 'update', 'optim.py', 'update', 0, 0, {-1:moved[0]*parameters}, {-1:moved[1]*parameters})]
+    return [Op('adamw', 'pointwise', 'update', 'optim.py', 'update', 0, 0, {-1:moved[0]*parameters},
+               {-1:moved[1]*parameters})]
 
 def meta_net(
     cfg:VLMConfig, # sizes
@@ -474,7 +488,8 @@ def repeated(
     cfg:VLMConfig, # the whole one
 )->list[Op]: # as if they were of the whole one
     "Repeat what belongs to the first block of each tower."
-    times = {1:1+max(cfg.vit_n_blocks-SHORT, 0), 1+min(cfg.vit_n_blocks, SHORT):1+max(cfg.lm_n_blocks-SHORT, 0)}
+    times = {1:1+max(cfg.vit_n_blocks-SHORT, 0),
+             1+min(cfg.vit_n_blocks, SHORT):1+max(cfg.lm_n_blocks-SHORT, 0)}
     return [o for region,run in groupby(ops, lambda o: o.region) for o in list(run)*times.get(region, 1)]
 
 # %% ../nbs/41_xray.ipynb #41c0de47
@@ -508,7 +523,8 @@ def example_batch(
     text = length-tiles*v.mp_image_token_length
     targets = 2*text//3 if contents.targets is None else contents.targets
     if not 0<targets<text:
-        raise ValueError(f'{tiles} tiles and {targets} targets do not fit into a document of {length}: give fewer')
+        raise ValueError(f'{tiles} tiles and {targets} targets '
+                         f'do not fit into a document of {length}: give fewer')
     ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), IGNORE)
     ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
     pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
@@ -541,7 +557,8 @@ def meta_trainer(
 )->Trainer: # whose optimizer does not step
     "The trainer of a run, on the meta device."
     if vlm_cfg.use_moe:
-        raise ValueError('use_moe is True: which tokens an expert gets depends on their values, and an x-ray has none')
+        raise ValueError('use_moe is True: '
+                         'which tokens an expert gets depends on their values, and an x-ray has none')
     cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False,
         offload_params=False, cache_features=False, tile_multiple=train_cfg.tile_multiple or 8) # as on a GPU
     trainer = Trainer(meta_net(vlm_cfg), cfg, [], [], Unheard(), Dist(device=torch.device('meta')))
@@ -572,7 +589,8 @@ def look_through(
     c.hold([p.grad for p in learn if p.grad is not None], 'gradients')
     c.hold(moments, 'optimizer')
     update = gather_update([batch], trainer.dist)
-    choose_backend(trainer.base.cfg.attn_backend, batch['layout'], trainer.dist.device, torch.bfloat16) # tries it, once
+    # tries it, once
+    choose_backend(trainer.base.cfg.attn_backend, batch['layout'], trainer.dist.device, torch.bfloat16)
     with c: trainer.train_step(update)
     c.ops += adamw(sum(p.numel() for p in learn))
     return c
@@ -586,7 +604,8 @@ def together(
     for (phase,_,kind),run in groupby(ops, lambda o: (o.phase, o.phase=='update' and o.name, o.kind)):
         run = list(run)
         if phase!='update' or kind!='pointwise': out += run
-        else: out.append(run[0]._replace(reads=_all(o.reads for o in run), writes=_all(o.writes for o in run)))
+        else:
+            out.append(run[0]._replace(reads=_all(o.reads for o in run), writes=_all(o.writes for o in run)))
     return out
 
 def _all(sizes): return {s:n for found in sizes for s,n in found.items()}
@@ -614,7 +633,8 @@ class Xray(NamedTuple):
     @property
     def loops(self)->dict[str,int]: # line -> how often a block comes there in one pass
         "Where a block asks for attention more than once."
-        found = Counter((o.line, o.region, o.phase) for o in self.ops if o.kind in ('attention','masked') and o.region)
+        found = Counter((o.line, o.region, o.phase) for o in self.ops
+                        if o.kind in ('attention','masked') and o.region)
         return {line:n for (line,_,_),n in found.items() if n>1}
 
 def xray(
@@ -679,8 +699,10 @@ def pace(
     return Pace(micro.total, seconds, accumulation*x.tokens/seconds, share, 1-whole.busy/whole.total)
 
 # %% ../nbs/41_xray.ipynb #41c0de71
-CHANGES = [('dense mask', dict(attn_backend='sdpa'), False), ('one document after the other', dict(attn_backend='docs'), False),
-    ('variable-length attention', dict(attn_backend='auto'), False), ('and blocks compiled', dict(attn_backend='auto'), True)] # name, fields, compiled?
+CHANGES = [('dense mask', dict(attn_backend='sdpa'), False),
+    ('one document after the other', dict(attn_backend='docs'), False),
+    ('variable-length attention', dict(attn_backend='auto'), False),
+    ('and blocks compiled', dict(attn_backend='auto'), True)] # name, fields, compiled?
 
 def _scaled(ops, by):
     "The update of a larger network."
@@ -699,7 +721,8 @@ def quick_xray(
     whole = meta_trainer(vlm_cfg, train_cfg)
     d,by = describe(example_batch(vlm_cfg, rows, contents)),_learning(whole)/_learning(trainer)
     ops,compiled = (repeated(_scaled(o, by), vlm_cfg) for o in (x.ops, x.compiled))
-    return x._replace(ops=ops, compiled=compiled, useful=count_flops(whole.units, d['tiles'], d['tokens'], d['pairs'], d['targets']))
+    return x._replace(ops=ops, compiled=compiled,
+                      useful=count_flops(whole.units, d['tiles'], d['tokens'], d['pairs'], d['targets']))
 
 def _learning(trainer): return sum(p.numel() for g in trainer.optimizer.param_groups for p in g['params'])
 
@@ -711,10 +734,12 @@ def what_if(
 )->dict[str,Pace]: # change -> how fast
     "Changes, and what they bring."
     found,looked = {},{}
-    rows = [*CHANGES, (f'and batch_size {2*train_cfg.batch_size}', dict(attn_backend='auto', batch_size=2*train_cfg.batch_size), True)]
+    rows = [*CHANGES, (f'and batch_size {2*train_cfg.batch_size}',
+                       dict(attn_backend='auto', batch_size=2*train_cfg.batch_size), True)]
     for name,how,compiled in rows:
         key,size = tuple(how.items()),how.pop('batch_size', train_cfg.batch_size)
-        if key not in looked: looked[key] = quick_xray(evolve(vlm_cfg, **how), evolve(train_cfg, batch_size=size), contents)
+        if key not in looked:
+            looked[key] = quick_xray(evolve(vlm_cfg, **how), evolve(train_cfg, batch_size=size), contents)
         found[name] = pace(looked[key], card, train_cfg.gradient_accumulation_steps, compiled)
     return found
 
@@ -735,8 +760,11 @@ def _waits(x):
     leaks = [f'  {line}: matrix product in float32' for line in dict.fromkeys(o.line for o in x.leaks)]
     return ['Waits for the card', *found, *(['Slow without need', *loops, *leaks] if loops or leaks else [])]
 
-def _paces(paces): return [f'{"":<34}{"micro-batch":>12}{"update":>10}{"tokens/s":>12}{"MFU":>8}{"idle":>8}'] + [
-    f'  {name:<32}{1e3*p.micro:>9.0f} ms{p.update:>8.2f} s{p.tokens:>12,.0f}{p.mfu:>8.1%}{p.idle:>8.1%}' for name,p in paces.items()]
+def _paces(paces):
+    head = f'{"":<34}{"micro-batch":>12}{"update":>10}{"tokens/s":>12}{"MFU":>8}{"idle":>8}'
+    return [head, *(
+        f'  {name:<32}{1e3*p.micro:>9.0f} ms{p.update:>8.2f} s{p.tokens:>12,.0f}{p.mfu:>8.1%}{p.idle:>8.1%}'
+        for name,p in paces.items())]
 
 # %% ../nbs/41_xray.ipynb #41c0de75
 def xray_text(
