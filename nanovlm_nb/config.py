@@ -296,6 +296,9 @@ class VisionFields:
         own=True)
     vit_activation:str = refused('gelu_pytorch_tanh',
         'inside the MLP: gelu_pytorch_tanh, gelu or quick_gelu', own=True)
+    vit_bf16_residual:bool = careful(False,
+        'in bf16, keep the sum that runs through the blocks in bf16 as well: less memory, rounds more',
+        'sums are rounded where they were not', own=True, weights='run')
     vit_model_type:str = refused('google/siglip2-base-patch16-512',
         'backbone whose weights are loaded: hub name or directory', common=True, weights='any')
     _argument_group_name = 'vision tower'

@@ -7,6 +7,7 @@ __all__ = ['ACTIVATIONS', 'ViTPatchEmbeddings', 'ViTMultiHeadAttention', 'ViTMLP
            'ViT']
 
 # %% ../nbs/11_vision.ipynb #aa5df813
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -88,8 +89,9 @@ class LayerNorm(nn.LayerNorm):
         x:Tensor, # (..., D)
     )->Tensor: # (..., D), same dtype
         "Mean 0 and variance 1, then scale and shift."
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype),
-                            self.bias.to(x.dtype), self.eps)
+        weight,bias = self.weight.to(x.dtype),self.bias.to(x.dtype)
+        with nullcontext() if x.dtype==torch.float32 else torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 # %% ../nbs/11_vision.ipynb #c9a92cdc
 class ViTBlock(nn.Module):
@@ -141,7 +143,9 @@ class ViT(nn.Module):
         images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
     )->Tensor: # (N, P, D) patch features; (N, D) with a class token, unless `vit_keep_patches`
         "Features of N tiles."
-        x = self.pre_norm(self.dropout(self.patch_embedding(images)))
+        x,device = self.pre_norm(self.dropout(self.patch_embedding(images))),images.device.type
+        if self.cfg.vit_bf16_residual and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks: x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         if self.cfg.vit_cls_flag: x = x[:,1:] if self.cfg.vit_keep_patches else x[:,0]
