@@ -285,8 +285,8 @@ def save_notes(
              if not SAVE_EARLY[0]<=every<=SAVE_LATER[1] else [])
     updates = updates_of_run(c)
     if c.max_keep_ckpts!=-1 or updates is not None and updates//every<=3: return lines
-    return lines+['max_keep_ckpts is -1: all '
-                  f'{"" if updates is None else f"{updates//every} "}checkpoints stay on the disk; {advised}']
+    n = '' if updates is None else f'{updates//every} '
+    return lines+[f'max_keep_ckpts is -1: all {n}checkpoints stay on the disk; {advised}']
 
 def range_notes(
     train_cfg:TrainConfig, # rates and batch
@@ -298,9 +298,9 @@ def range_notes(
                         if c.lr_backbones is None else (c.lr_backbones,))}-{0}
     given = [('epochs', epochs or c.max_epochs), ('batch_size', c.batch_size),
              *(('learning rate', lr) for lr in sorted(rates))]
-    return [f'{name} {x:g} is outside {MINIMIND_RANGES[name][0]:g} to {MINIMIND_RANGES[name][1]:g}, '
-            'the range of MiniMind-V' for name,x in given
-        if x is not None and not MINIMIND_RANGES[name][0]<=x<=MINIMIND_RANGES[name][1]]
+    ranges = [(name,x,*MINIMIND_RANGES[name]) for name,x in given if x is not None]
+    return [f'{name} {x:g} is outside {low:g} to {high:g}, the range of MiniMind-V'
+            for name,x,low,high in ranges if not low<=x<=high]
 
 # %% ../nbs/05_advice.ipynb #e8d0096d
 def lint(

@@ -11,9 +11,9 @@ import json,sys
 from collections.abc import Iterable,Iterator,Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from safetensors import SafetensorError
 
@@ -24,6 +24,8 @@ from .generate import TextStreams
 from .images import UnreadableImage,image_processor_of,open_image
 from .vlm import Reader,VisionLanguageModel
 from .run_dir import find_checkpoint
+
+if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% ../nbs/33_ask.ipynb #e6f35a6f
 def left_pad(
@@ -274,8 +276,9 @@ def plot_answers(
     path:str|Path|None=None, # file to write, for example samples.png
     n:int=12, # most questions to draw
     columns:int=4, # pictures in a row
-)->Figure: # the figure
+)->'Figure': # the figure
     "Draw pictures with question, answer and, where it differs, the right answer."
+    from matplotlib.figure import Figure
     shown = [r for r in results if r.images][:n]
     if not shown: raise ValueError('no result has a picture to draw')
     rows = -(-len(shown)//columns)

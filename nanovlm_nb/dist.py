@@ -161,7 +161,9 @@ def _agree(
     while away:
         if time.monotonic()>end: raise RuntimeError(f'ranks {list(away)} did not come')
         for r in away:
-            if store.check([f'asks/{r}']): store.set(f"answer/{store.get(f'asks/{r}').decode()}", me)
+            if not store.check([f'asks/{r}']): continue
+            asked = store.get(f'asks/{r}').decode()
+            store.set(f'answer/{asked}', me)
         away = [r for r in away if not store.check([f'{me}/{r}'])]
         time.sleep(POLL_S)
     return me

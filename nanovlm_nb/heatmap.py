@@ -13,7 +13,6 @@ from math import isqrt
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from PIL import Image,ImageDraw
 from torch import Tensor
 
@@ -145,6 +144,7 @@ def overlay(
     longest:int=512, # longest side of the result, pixels
 )->Image.Image: # RGB, in the picture's proportions
     "Draw a heat map over a picture."
+    from matplotlib import colormaps
     if not 0<=strength<=1: raise ValueError(f'strength is {strength}: give 0 (the picture) to 1 (the heat)')
     scale = longest/max(image.size)
     w,h = (max(1, round(n*scale)) for n in image.size)

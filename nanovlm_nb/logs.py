@@ -10,14 +10,16 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from math import isfinite, nan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from .usage import is_usage
 from .dist import Dist
 from .files import write_atomic
 from .run_dir import LOG,TEXT_LOG,WANDB_ID
+
+if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% auto #0
 __all__ = ['EVAL_AXIS', 'JsonLines', 'describe', 'minimind_line', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog',
@@ -434,6 +436,7 @@ def plot_curves(
     path:str|Path|None=None,    # Where to save the picture; None: nowhere
 )->Figure:                      # Three panels
     "Loss, learning rates and gradient norm over the steps of a run."
+    from matplotlib.figure import Figure
     records = list(records)
     rates = sorted({k for r in records for k in r if k.startswith('lr_')})
     names = ['batch_loss', 'val_loss', 'grad_norm', *rates]

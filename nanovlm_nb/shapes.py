@@ -18,14 +18,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from textwrap import fill
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from datasets import Dataset, Features, Image as ImageFeature, List, Value
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
 from .tokens import train_tokenizer
+
+if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% ../nbs/23_shapes.ipynb #e6a05950
 COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255
@@ -265,8 +266,9 @@ def shapes_dataset(
 def plot_scenes(
     rows:Iterable[dict], # with `images` and `texts`; those without a picture are left out
     columns:int=4, # pictures side by side
-)->Figure: # pictures with their questions and answers below
+)->'Figure': # pictures with their questions and answers below
     "Draw pictures with their conversations."
+    from matplotlib.figure import Figure
     rows = [r for r in rows if r['images']]
     if not rows: raise ValueError('no row has a picture to draw')
     lines = -(-len(rows)//columns)

@@ -2,11 +2,13 @@
 import ast
 import importlib.util
 import inspect
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -86,6 +88,42 @@ def test_no_star_imports_no_long_functions(module):
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= 45]
     assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
+
+
+LINE = 110
+LONG_YET = {'files', 'run_dir', 'config', 'evals', 'checkpoint', 'trainer', 'ask', 'resume', 'run', 'invariance', 'replay', 'export', 'inspect',
+            'xray', 'plan', 'doctor', 'plot', 'evaluate', 'classify', 'chat_page', 'sight'}  # what is still to be done: take a name out with its last long line, put none in
+
+
+def exported(notebook: Path) -> list[str]:
+    "The code that a notebook exports, cell by cell."
+    return [c['source'] for c in cells(notebook, 'code') if re.match(r'#\| ?exports?\b', c['source'])]
+
+
+def called(notebook: Path) -> str: return re.sub(r'^\d+_', '', notebook.stem).split('.')[-1]
+
+
+@by_name
+def test_exported_lines_are_short(notebook):
+    "At most 110 characters, so that two files stand side by side and a line is read at a glance."
+    long = [line for code in exported(notebook) for line in code.splitlines() if len(line) > LINE]
+    assert not long or called(notebook) in LONG_YET, '\n'.join(long)
+
+
+def nested(f: ast.JoinedStr) -> bool:
+    "Whether an f-string is inside another."
+    return any(isinstance(n, ast.JoinedStr) for v in f.values if isinstance(v, ast.FormattedValue) for n in ast.walk(v.value))
+
+
+@by_name
+def test_exported_code_is_one_thing_after_the_other(notebook):
+    "One statement after the other, not behind a semicolon; no f-string in an f-string; no comment that nothing is returned."
+    for code in exported(notebook):
+        tree = ast.parse(code)
+        if called(notebook) not in LONG_YET:
+            assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) and nested(n)], code
+            assert not [t.line for t in tokenize.generate_tokens(io.StringIO(code).readline) if t.type == tokenize.OP and t.string == ';']
+            assert not re.search(r'->None: *# nothing$', code, re.MULTILINE), code
 
 
 def test_the_page_of_settings_shows_the_fields_as_they_are():

@@ -105,3 +105,8 @@ def test_file_names_of_a_run_are_spelled_in_one_module():
     names -= {'config.json'}  # of a model, as transformers calls it
     for module in sorted(set(MODULES) - {named('run_dir')}):
         assert not names & constants(source(module)), f'{module} spells a file name that run_dir has'
+
+
+def test_a_run_loads_neither_plots_nor_wandb():
+    "Most runs draw nothing and report nowhere: both are loaded where they are used."
+    assert not loaded_by(f"import nanovlm_nb.train, nanovlm_nb.{named('run')}") & {'matplotlib', 'wandb'}
