@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
-from itertools import accumulate,islice
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from .usage import Parser,command
 from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused,set_env
 from .files import write_atomic
-from .dist import Dist,destroy_dist,init_dist,on_master,set_seed,synchronized_batches
+from .dist import Dist,destroy_dist,init_dist,on_master,set_seed
 from .language import KVCache,init_language_weights
 from .logs import RunLog
 from .layout import Layout
@@ -352,10 +352,9 @@ class ClassTrainer(Trainer):
     def validate(self)->float|None: # mean loss of the pictures of all ranks; None: a signal came in between, or there is no picture
         "Evaluate every picture once."
         self.model.eval()
-        self.val_loader.set_epoch(0)
         mine = []
         with autocast(self.dist.device, self.dtype):
-            for batch in islice(synchronized_batches(self.val_loader, self.dist, self.val_loader.idle), self.cfg.max_val_batches):
+            for batch in self.validation_batches():
                 if self.stopped(): break
                 mine += self.judge(batch)
         self.model.train()

@@ -20,7 +20,8 @@ from .lanes import PackLoader,lanes_of
 from .loader import get_dataloaders,load_tokenizer
 from .start import resolve_start
 from .resume import splits
-from .trainer import Trainer,gather_update
+from .update import gather_update
+from .trainer import Trainer
 from .run import make_model
 
 # %% ../nbs/36_invariance.ipynb #726548a3

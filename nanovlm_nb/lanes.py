@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from .dist import Dist,check_socket_room,seed_worker
-from .dataset import Dropped,Plan,VQADataset
+from .dataset import Dropped,Drops,Plan,VQADataset
 from .sources import keep_split
 from .config import IGNORE
 from .packing import balanced_greedy_knapsack,collate_packs,pack
@@ -424,6 +424,11 @@ class PackLoader:
     )->None:
         "Go to the beginning of an epoch."
         self.epoch,self.states = epoch,[LaneState(epoch)]*len(self.lanes)
+
+    @property
+    def drops(self)->Drops: # with those of its workers
+        "What was left out so far."
+        return self.samples.drops
 
     def keep(self)->None:
         "Plan all that is asked for, if that is always the same; without effect when it was done."

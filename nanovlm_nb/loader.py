@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['SHAPES_SCENES', 'load_tokenizer', 'map_pair', 'stream_pair', 'mixed_pair', 'val_rows', 'load_sources',
-           'weighted_pairs', 'weights_of', 'size_line', 'make_samples', 'pack_loader', 'get_dataloaders', 'first_rows']
+           'weighted_pairs', 'weights_of', 'size_line', 'make_samples', 'pack_loader', 'get_dataloaders', 'first_rows',
+           'Loader', 'PlainLoader', 'as_loader']
 
 # %% ../nbs/28_loader.ipynb #a14a8938
+from collections.abc import Callable,Iterable,Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any,Protocol,runtime_checkable
 
 import datasets
 from datasets import Dataset,IterableDataset
@@ -22,6 +25,7 @@ from .tokens import check_tokenizer,get_tokenizer
 from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,load_configs
 from .shapes import shapes_dataset,shapes_tokenizer
 from .sources import PATIENCE,Chain,Joined,MapSource,Mixture,StreamSource,no_room,quotas,shares_of
+from .packing import Batch
 from .lanes import PackLoader,PackRules
 from .jsonl import jsonl_rows
 
@@ -222,3 +226,93 @@ def first_rows(
         try: result.append(row|dict(images=[open_image(im) for im in row['images']]))
         except UnreadableImage: continue
     return result
+
+# %% ../nbs/28_loader.ipynb #1d0a0e02
+@runtime_checkable
+class Loader(Protocol):
+    "This rank's micro-batches of an epoch, and where they stand."
+    @property
+    def epoch(self)->int: # from 0
+        "The epoch of which iteration gives the rest."
+    @property
+    def n(self)->int|None: # packs of an update, over all ranks; None: updates cannot be counted beforehand
+        "What a count of updates depends on."
+    @property
+    def source(self)->Any: # see `sources`; None: nothing is known about the rows
+        "Where rows come from."
+    @property
+    def drops(self)->Drops: # of this rank
+        "What was left out so far."
+    @property
+    def idle(self)->Callable[[],Batch]|None: # a method; None: there is no padding
+        "Makes a micro-batch without effect."
+    def __iter__(self)->Iterator[Batch]: # until the epoch ends
+        "The micro-batches of the rest of the epoch."
+    def set_epoch(self,
+        epoch:int, # from 0
+    )->None:
+        "Go to the beginning of an epoch."
+    def keep(self)->None:
+        "Plan all that will be asked for, if that is always the same."
+    def state_dict(self)->dict|None: # JSON-able, for `lanes.merge_states`; None: there is no position
+        "Where this rank's data stand after the last update that was handed out whole."
+    def load_state_dict(self,
+        state:dict, # of this rank, or of all
+    )->None:
+        "Go on there; a ValueError if the order of the batches would not be the same."
+    def updates_left(self,
+        epochs:int, # of the run
+    )->tuple[int|None,bool]: # None: nobody knows; were they counted?
+        "Updates from here to the end of the last of so many epochs; every rank must call."
+
+# %% ../nbs/28_loader.ipynb #1d0a0e04
+class PlainLoader:
+    "Batches that are the same in every epoch, as a `Loader`: no padding, no position, no count."
+    n = source = idle = None
+
+    def __init__(self,
+        batches:Iterable[Batch], # of this rank, as often as they are asked for
+    ):
+        self.batches,self.epoch,self.drops = batches,0,Drops()
+
+    def __iter__(self)->Iterator[Batch]: # from the first one
+        "All batches."
+        return iter(self.batches)
+
+    def set_epoch(self,
+        epoch:int, # from 0
+    )->None:
+        "Note the epoch."
+        self.epoch = epoch
+
+    def keep(self)->None:
+        "There is nothing to plan."
+
+    def state_dict(self)->None:
+        "There is no position."
+
+    def load_state_dict(self,
+        state:dict, # of another loader
+    )->None:
+        "There is no position to go to."
+        raise ValueError('a plain list of batches has no position to go on from: give a loader with a state')
+
+    def updates_left(self,
+        epochs:int, # of the run
+    )->tuple[None,bool]: # nobody knows
+        "There is no count."
+        return None,False
+
+_OPTIONAL = ('state_dict','load_state_dict','updates_left','idle','keep') # what a plain list cannot have
+_NAMES = ('epoch','n','source','drops','set_epoch',*_OPTIONAL)
+
+def as_loader(
+    batches:Loader|Iterable[Batch], # a `Loader`, or batches
+)->Loader: # the same, or a `PlainLoader`
+    "Let a trainer ask for all that it asks for."
+    if isinstance(batches, Loader): return batches
+    here = [name for name in _OPTIONAL if hasattr(batches, name)]
+    if not here: return PlainLoader(batches)
+    lacking = [name for name in _NAMES if not hasattr(batches, name)]
+    raise TypeError(f'{type(batches).__name__} has {", ".join(here)}, but lacks {", ".join(lacking)}: '
+        'a loader has all names of `loader.Loader`, or is a plain list of batches')

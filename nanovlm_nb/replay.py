@@ -24,7 +24,8 @@ from .run_dir import CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,ste
 from .packing import Batch,Document,collate_packs,pack,unpack
 from .optim import clip_gradients
 from .guard import read_bad_updates
-from .trainer import Trainer,Update
+from .update import Update
+from .trainer import Trainer
 from .run import make_trainer
 
 # %% ../nbs/36_replay.ipynb #bf2db93f

@@ -44,7 +44,7 @@ from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from .shard import engine_lines
 from .optim import NO_TWIN,keep_compiled,same_bits,trainable_line
 from .guard import forget_bad_updates
-from .evals import Evaluations,choose_backend,possible_tasks
+from .evals import EvalDesk,Evaluations,choose_backend,possible_tasks
 from .files import MANIFEST
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume,is_again,is_own,leave_dashboard,note_start,rate_lines
@@ -198,7 +198,7 @@ def report_drops(
 
 # %% ../nbs/34_run.ipynb #eff98414
 def time_split(
-    seconds:dict[str,float], # by kind of work, from `Trainer.seconds`
+    seconds:dict[str,float], # by kind of work, from `Meters.seconds`
 )->str: # e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
     total = sum(seconds.values())
@@ -213,7 +213,7 @@ def results(
     "What came of a run."
     s = trainer.state
     best = 'no validation' if s.best_step is None else f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
-    lines = [f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens', best, f'time: {time_split(trainer.seconds)}']
+    lines = [f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens', best, f'time: {time_split(trainer.meters.seconds)}']
     if s.skipped: lines.append(f'{s.skipped} updates skipped, see bad_updates.jsonl')
     return lines+[f'{name}: {right} of {n} questions right' for name,by_kind in scores.items() for right,n in [by_kind['all']]]
 
@@ -223,9 +223,9 @@ def advice_lines(
     trainer:Trainer, # after `train()`
 )->list[str]: # empty for a short run, or when all is well
     "What could be changed, from where the time went and from skipped updates."
-    total = sum(trainer.seconds.values())
+    total = sum(trainer.meters.seconds.values())
     if total<ADVICE_AFTER_S: return []
-    shares = {k:v/total for k,v in trainer.seconds.items()}
+    shares = {k:v/total for k,v in trainer.meters.seconds.items()}
     return advice(shares, evolve(trainer.cfg, compile=trainer.compiled), trainer.base.cfg, unstable=trainer.state.skipped>0, cpus=os.cpu_count(), ranks=trainer.dist.world_size)
 
 def report(
@@ -242,7 +242,7 @@ def report(
         log.info(f'no held-out question is asked: {e}')
     scores = ask_held_out(log.run_dir, rows, log, step) if rows else {}
     plot_curves(read_log(log.run_dir/LOG), log.run_dir/'curves.png')
-    log.info(f'time: {time_split(trainer.seconds)}')
+    log.info(f'time: {time_split(trainer.meters.seconds)}')
     for line in advice_lines(trainer): log.info(line)
     write_record(log.run_dir, trainer.base.cfg, trainer.cfg, results(trainer, scores))
     return scores
@@ -486,9 +486,10 @@ def use_evals(
     if not c.use_lmms_eval: return
     (tasks,line),backend = on_master(dist, lambda: (possible_tasks(c),choose_backend(c)))
     if line: trainer.log.info(line)
-    if dist.is_master: trainer.evals = Evaluations(trainer.log.run_dir, c, tasks)
+    jobs = Evaluations(trainer.log.run_dir, c, tasks) if dist.is_master else None
+    live = import_module(IN_PROCESS).cli_evaluate if tasks and backend=='in_process' else None
     if tasks: trainer.log.info(f'every {2*c.eval_interval} updates the checkpoint is evaluated ({backend}): {tasks}')
-    if tasks and backend=='in_process': trainer.evaluate_here,trainer.eval_tasks = import_module(IN_PROCESS).cli_evaluate,tasks
+    trainer.evaluate_with(EvalDesk(trainer.log, dist, jobs, tasks if live else '', live))
 
 # %% ../nbs/34_run.ipynb #e5d10002
 WRITTEN_ANEW = (CONFIG,STATUS,JOB,LAST,NEXT,WANDB_ID) # small files of a run's directory that every start writes
@@ -579,7 +580,7 @@ def run_in(
         trainer = make(vlm_cfg, train_cfg, log, dist, checkpoint is not None, schedule)
         log.info(f'{run_dir}: {millions(trainer.base):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}')
         for line in [trainable_line(trainer.base, trainer.optimizer), *projector_advice(train_cfg, dist.world_size), *save_notes(train_cfg), *changed, *engine_lines(train_cfg, dist), *lines]: log.info(line)
-        if stop is not None: trainer.stop = stop
+        if stop is not None: trainer.stop_on(stop)
         use_evals(trainer)
         def move():
             stays()
@@ -631,9 +632,9 @@ def begin_anew(
     run_dir,dist = trainer.log.run_dir,trainer.dist
     if dist.is_master and last_checkpoint(run_dir, thorough=True) is None:
         trainer.log.cut(0)
-        trainer.drop_file.cut(0)
+        trainer.left_out.cut()
         forget_bad_updates(run_dir, -1)
-    trainer.take_over_evals()
+    trainer.desk.take_over()
 
 # %% ../nbs/34_run.ipynb #25a48073
 def millions(

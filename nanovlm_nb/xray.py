@@ -35,7 +35,8 @@ from .flops import count_flops,find_gpu
 from .language import LanguageModelBlock,apply_rotary
 from .packing import collate_packs,pack
 from .start import foresee_start
-from .trainer import Trainer,describe,gather_update
+from .update import describe,gather_update
+from .trainer import Trainer
 from .usage import Parser,at_least,command
 from .vision import ViTBlock
 from .vlm import VLMNet
@@ -649,7 +650,7 @@ def xray(
     batch = example_batch(vlm_cfg, train_cfg.batch_size) if batch is None else batch
     c = look_through(trainer, batch, roots)
     ops,(most,parts),d = together(c.ops),peak_memory(c.memory),describe(batch)
-    useful = count_flops(trainer.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    useful = count_flops(trainer.meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
     return Xray(ops, fuse(ops), by_part(c.memory[:c.kept_until]), most, parts, useful, d['tokens'])
 
 # %% ../nbs/41_xray.ipynb #41c0de60
@@ -722,7 +723,7 @@ def quick_xray(
     d,by = describe(example_batch(vlm_cfg, rows, contents)),_learning(whole)/_learning(trainer)
     ops,compiled = (repeated(_scaled(o, by), vlm_cfg) for o in (x.ops, x.compiled))
     return x._replace(ops=ops, compiled=compiled,
-                      useful=count_flops(whole.units, d['tiles'], d['tokens'], d['pairs'], d['targets']))
+                      useful=count_flops(whole.meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets']))
 
 def _learning(trainer): return sum(p.numel() for g in trainer.optimizer.param_groups for p in g['params'])
 

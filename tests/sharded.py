@@ -17,7 +17,8 @@ from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.packing import collate_packs
 from nanovlm_nb.run import run_on
 from nanovlm_nb.shard import full_weights, load_full_weights, local_bytes
-from nanovlm_nb.trainer import Trainer, gather_update
+from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.update import gather_update
 from nanovlm_nb.vlm import VisionLanguageModel
 
 UPDATES = 10
@@ -63,7 +64,7 @@ def make_trainer(dist, run_dir, model, run):
 
 def updates(trainer, n):
     "Loss and norm of some updates on the same packs."
-    made = [trainer.train_step(gather_update(trainer.train_loader, trainer.dist)) for _ in range(n)]
+    made = [trainer.train_step(gather_update(list(trainer.train_loader), trainer.dist)) for _ in range(n)]
     return [[m['batch_loss'], m['grad_norm']] for m in made]
 
 

@@ -7,7 +7,8 @@ from safetensors.torch import save_file
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.packing import collate_packs, pack
-from nanovlm_nb.trainer import Trainer, gather_update
+from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.update import gather_update
 from nanovlm_nb.vlm import VisionLanguageModel
 
 

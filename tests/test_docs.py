@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tokenize
 from dataclasses import fields
 from importlib import import_module
@@ -189,6 +190,16 @@ def test_sidebar_lists_every_notebook_once():
 def test_index_table_lists_every_module():
     text = '\n'.join(c['source'] for c in cells(NBS/'index.ipynb', 'markdown'))
     assert not [p.name for p in NOTEBOOKS if re.match(r'\d\d_', p.name) and f']({p.name})' not in text]
+
+
+def test_the_loop_that_the_trainers_notebook_begins_with_is_its_source():
+    first = next(c['source'] for c in cells(NBS/'32_trainer.ipynb', 'markdown') if '```python' in c['source'])
+    quoted = re.findall(r'```python\n(.*?)```', first, re.DOTALL)
+    tree = ast.parse(source := (ROOT/'nanovlm_nb'/'trainer.py').read_text(encoding='utf-8'))
+    methods = {f.name: f for n in tree.body if isinstance(n, ast.ClassDef) for f in n.body if isinstance(f, ast.FunctionDef)}
+    assert [ast.parse(q).body[0].name for q in quoted] == ['train_from_here', 'train']
+    for text, f in zip(quoted, (methods['train_from_here'], methods['train']), strict=True):
+        assert text == textwrap.dedent('\n'.join(source.splitlines()[f.lineno-1:f.end_lineno]))+'\n'
 
 
 # --- the site and the README

@@ -66,6 +66,28 @@ def test_imports_go_to_lower_numbers(module):
         assert {number(other)//10, number(module)//10} != {1, 2}, f'model and data import each other: {module}, {other}'
 
 
+def test_no_class_gets_its_methods_from_outside():
+    "What `@patch` adds, no editor and no type checker sees."
+    found = [f'{m}.py' for m in MODULES if re.search(r'^@patch', (ROOT/'nanovlm_nb'/f'{m}.py').read_text(encoding='utf-8'), re.MULTILINE)]
+    assert not found
+
+
+def test_an_editor_completes_every_method_of_the_trainer():
+    "jedi reads the source, as editors do, and imports nothing."
+    import jedi
+    text = 'from nanovlm_nb.trainer import Trainer\nfrom nanovlm_nb.evals import Evaluations\ndef f(t: Trainer, e: Evaluations):\n    t.\n    e.\n'
+    script = jedi.Script(text, project=jedi.Project(ROOT))
+    for line, module, name in ((4, 'trainer', 'Trainer'), (5, 'evals', 'Evaluations')):
+        tree = ast.parse((ROOT/'nanovlm_nb'/f'{module}.py').read_text(encoding='utf-8'))
+        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+        wanted, at = set(), classes[name]
+        while at is not None:  # the chapters, from the last to the first
+            wanted |= {f.name for f in at.body if isinstance(f, ast.FunctionDef)}
+            at = next((classes[b.id] for b in at.bases if isinstance(b, ast.Name) and b.id in classes), None)
+        patched = {f.name for f in tree.body if isinstance(f, ast.FunctionDef) and any(getattr(d, 'id', '') == 'patch' for d in f.decorator_list)}
+        assert len(wanted | patched) > 10 and wanted | patched <= {c.name for c in script.complete(line, 6)}
+
+
 def loaded_by(code: str) -> set[str]:
     "Which of the heavy packages a new Python has loaded after `code`."
     code += f'\nimport sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))'

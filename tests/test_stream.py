@@ -28,7 +28,7 @@ from nanovlm_nb.images import get_image_processor
 from nanovlm_nb.lanes import PackLoader, PackRules, merge_states
 from nanovlm_nb.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.sources import MapSource, Mixture, Shard, Share, StreamSource, shares
-from nanovlm_nb.trainer import describe, gather_update
+from nanovlm_nb.update import describe, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH, LONGEST = 128, 112

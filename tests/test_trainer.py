@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from nanovlm_nb.config import TrainConfig
 from nanovlm_nb.dist import Dist
 from nanovlm_nb.packing import collate_packs, pack
-from nanovlm_nb.trainer import Trainer, gather_update
+from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.update import gather_update
 from nanovlm_nb.vlm import VisionLanguageModel
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from split_update import make_packs
 from nanovlm_nb.dist import destroy_dist, init_dist
 from nanovlm_nb.packing import collate_packs
 from nanovlm_nb.shard import full_weights
-from nanovlm_nb.trainer import gather_update
+from nanovlm_nb.update import gather_update
 
 PARTS = dict(vision='vision_encoder.', projector='MP.', language='decoder.')
 

@@ -35,7 +35,8 @@ from nanovlm_nb.dist import Dist
 from nanovlm_nb.flops import count_flops, peak_flops
 from nanovlm_nb.layout import Layout
 from nanovlm_nb.optim import compile_blocks
-from nanovlm_nb.trainer import Trainer, describe, gather_update
+from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.update import describe, gather_update
 from nanovlm_nb.vlm import VLMNet
 from nanovlm_nb.xray import Contents, Unheard, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
 from nanovlm_nb.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
