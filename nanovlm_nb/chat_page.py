@@ -6,11 +6,12 @@
 __all__ = ['Talk', 'respond', 'build_page', 'main']
 
 # %% ../nbs/47_chat_page.ipynb #1e5356b8
+from argparse import Namespace
 from collections.abc import Iterator
 
 from PIL import Image
 
-from .usage import Parser,UsageError,at_least,command
+from .usage import UsageError
 from .images import UnreadableImage,open_image
 from .ask import Asker,Chat,load_asker
 from .heatmap import answer_heat,overlay
@@ -95,23 +96,14 @@ def build_page(
     return page
 
 # %% ../nbs/47_chat_page.ipynb #5edc451e
-@command('nanovlm_chat')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
-):
-    "Console script `nanovlm_chat`: talk with a model about pictures, in the browser."
-    p = Parser(prog='nanovlm_chat', description=main.__doc__)
-    p.add_argument('checkpoint', help='directory with config.json and model.safetensors, a run directory, or a hub id')
-    p.add_argument('--host', default='127.0.0.1', help='address to listen on; 0.0.0.0 lets everybody in')
-    p.add_argument('--port', type=at_least(0), default=7860, help='port to listen on')
-    p.add_argument('--max_new_tokens', type=at_least(1), default=64, help='longest answer in tokens')
-    a = p.parse_args(argv)
+    values:Namespace, # from `arguments.chat_parser`
+)->None:
+    "Command `nanovlm chat`: talk with a model about pictures, in the browser."
+    name,host,port = values.checkpoint,values.host,values.port
     try: import gradio # noqa: F401
     except ImportError as e: raise UsageError('the page needs gradio: pip install nanovlm_nb[demo]') from e
-    page = build_page(load_asker(a.checkpoint), f'nanovlm_nb: {a.checkpoint}', a.max_new_tokens)
-    try: page.queue().launch(server_name=a.host, server_port=a.port, share=False)
-    except (OSError, OverflowError) as e: raise UsageError(f'port {a.port} of {a.host}: {e}; give another --port or --host') from e
-
-# %% ../nbs/47_chat_page.ipynb #c7134e39
-#| eval: false
-if __name__=='__main__': main()
+    page = build_page(load_asker(name), f'nanovlm_nb: {name}', values.max_new_tokens)
+    try: page.queue().launch(server_name=host, server_port=port, share=False)
+    except (OSError, OverflowError) as e:
+        raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e

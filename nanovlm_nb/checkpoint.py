@@ -9,6 +9,7 @@ __all__ = ['SILENT_S', 'save_optimizer', 'load_optimizer', 'rng_state', 'set_rng
 
 # %% ../nbs/31_checkpoint.ipynb #232cc379
 import base64,errno,json,os,random,re,shutil,sys,time,warnings
+from argparse import Namespace
 from collections.abc import Callable,Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +25,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
-from .usage import Parser,UsageError,at_least,command
 from .dist import Dist
 from .files import MEANT,file_digests,file_sizes,fsync,fsync_tree,write_manifest
 from .run_dir import BEST,LAST,LOCK,LOG,NEXT,STATUS,TRAINER_STATE,abandoned,announce,branch
@@ -360,31 +360,16 @@ def _say_all(lines):
         sys.stdout.write(f'{line}\n')
         sys.stdout.flush()
 
-@command('nanovlm_checkpoints')
 def main(
-    argv:list[str]|None=None, # the command line; None: of this process
+    values:Namespace, # from `arguments.runs_parser`
 )->int: # exit code: 1 if there is no complete checkpoint
-    "List the checkpoints of a run."
-    parser = Parser(prog='nanovlm_checkpoints', description='List the checkpoints of a run, the latest first.')
-    parser.add_argument('run_dir', type=Path, help='directory of the run')
-    parser.add_argument('--pth', type=Path, metavar='DIR', help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
-    parser.add_argument('--pth_names', default='minimind', help='whose names that file has: minimind, minimind_early (until April 2025) or own')
-    parser.add_argument('--without_vision', action='store_true', help='leave the vision tower out of that file, if its names are our own')
-    parser.add_argument('--delete_older_than', type=at_least(0, float), metavar='DAYS', help='first delete older checkpoints, except the best, where the run stands, and those being evaluated')
-    parser.add_argument('--delete_abandoned', action='store_true', help='first delete what was set aside when the run went back')
-    parser.add_argument('--follow', action='store_true', help='go on with a line for each new checkpoint and figure until the run ends; Ctrl-C ends that')
-    args = parser.parse_args(argv)
-    run_dir = args.run_dir
-    if not run_dir.is_dir(): raise UsageError(f'there is no directory {run_dir}: give that of a run')
-    if args.delete_older_than is not None: sys.stdout.write(''.join(f'deleted {p.name}\n' for p in prune_older(run_dir, args.delete_older_than)))
-    if args.delete_abandoned: sys.stdout.write(''.join(f'deleted {p.name}\n' for p in delete_abandoned(run_dir)))
-    if args.pth: sys.stdout.write(f'{export_pth(run_dir, args.pth, not args.without_vision, args.pth_names)}\n')
-    found = list_checkpoints(run_dir)
-    sys.stdout.write('\n'.join(found or [f'no checkpoint in {run_dir}'])+'\n')
-    if args.follow:
+    "Command `nanovlm runs`: list the checkpoints of a run."
+    run_dir,say = Path(values.run_dir),sys.stdout.write
+    deleted = [] if values.delete_older_than is None else prune_older(run_dir, values.delete_older_than)
+    if values.delete_abandoned: deleted += delete_abandoned(run_dir)
+    say(''.join(f'deleted {p.name}\n' for p in deleted))
+    if values.pth: say(f'{export_pth(run_dir, values.pth, not values.without_vision, values.pth_names)}\n')
+    say('\n'.join(list_checkpoints(run_dir) or [f'no checkpoint in {run_dir}'])+'\n')
+    if values.follow:
         with suppress(KeyboardInterrupt): _say_all(follow(run_dir))
     return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
-
-# %% ../nbs/31_checkpoint.ipynb #e5c10001
-#| eval: false
-if __name__=='__main__': sys.exit(main())

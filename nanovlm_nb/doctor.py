@@ -11,6 +11,7 @@ __all__ = ['PASS', 'FAIL', 'SKIP', 'CUDA_FLOOR', 'DRIVERS', 'FLASH_FLOORS', 'PAT
 
 # %% ../nbs/43_doctor.ipynb #eaf72857
 import json,os,platform,re,shutil,subprocess,sys,tempfile
+from argparse import Namespace
 from collections.abc import Callable,Iterable
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .usage import Parser,UsageError,command
-from .config import TrainConfig,VLMConfig,evolve,parse_args,save_yaml,set_env
+from .config import TrainConfig,VLMConfig,evolve,save_yaml
 from .dist import Dist,launchers,pick_device
 from .run_dir import read_log
 from .logs import wandb_mode
@@ -28,8 +28,7 @@ from .attention import BACKENDS,Layout,attention,problem_of
 from .weights import language_config,pth_path,vision_config
 from .start import Start,foresee_start,is_pth,resolve_start
 from .run import plan_resume,run_path
-from nanovlm_nb.plan import (GB,USABLE,checkpoint_bytes,checkpoints_kept,config_first,memory,sizes,
-    until_it_fits)
+from .plan import GB,USABLE,checkpoint_bytes,checkpoints_kept,memory,sizes,until_it_fits
 
 # %% ../nbs/43_doctor.ipynb #b5718ede
 PASS,FAIL,SKIP = 'pass','fail','skip'
@@ -451,34 +450,17 @@ def examine(
     if smoke: yield smoke_run(vlm_cfg, train_cfg, smoke)
 
 # %% ../nbs/43_doctor.ipynb #2b976daf
-def _own_flags(argv):
-    "The values of this command, the rest for `parse_args`, and the names of its own flags."
-    p = Parser('nanovlm_doctor', usage='%(prog)s [CONFIG.yaml] [--gpus N] [--smoke [N]] [--json] [flags of nanovlm_train ...]',
-        description='Can this machine run this configuration? The exit code is 1 if something fails.', add_help=False, allow_abbrev=False)
-    p.add_argument('--gpus', type=int, default=max(torch.cuda.device_count(), 1), metavar='INT', help='ranks on this machine (default: its GPUs, else 1)')
-    p.add_argument('--smoke', type=int, nargs='?', const=3, default=0, metavar='INT', help='also train so many updates (without a number 3)')
-    p.add_argument('--json', action='store_true', help='print the checks as JSON')
-    own,rest = p.parse_known_args(config_first(argv))
-    if own.gpus<1 or own.smoke<0: raise UsageError(f'--gpus is {own.gpus} and --smoke {own.smoke}: give 1 or more, and 0 or more')
-    if {'-h','--help','--help_all'} & set(rest): sys.stdout.write(p.format_help()+'\n')
-    return own,rest,p._option_string_actions
-
-@command('nanovlm_doctor')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
+    values:Namespace, # from `arguments.doctor_parser`
 )->int: # 1 if something fails, else 0
-    "Console script `nanovlm_doctor`: can this machine run this configuration?"
-    own,rest,flags = _own_flags(argv)
-    vlm_cfg,train_cfg,asked = parse_args(rest, 'nanovlm_doctor', flags)
-    set_env()
-    checks = []
-    for check in examine(vlm_cfg, train_cfg, own.gpus, own.smoke, asked.given):
+    "Command `nanovlm doctor`: can this machine run this configuration?"
+    gpus,checks = values.gpus or max(torch.cuda.device_count(), 1),[]
+    for check in examine(values.vlm_cfg, values.train_cfg, gpus, values.smoke, values.given):
         checks.append(check)
-        if not own.json: sys.stdout.write('\n'.join(check_lines([check]))+'\n'); sys.stdout.flush()
+        if values.json: continue
+        sys.stdout.write('\n'.join(check_lines([check]))+'\n')
+        sys.stdout.flush()
     count = {s:sum(c.state==s for c in checks) for s in (PASS,FAIL,SKIP)}
-    sys.stdout.write(json.dumps([c._asdict() for c in checks], indent=1)+'\n' if own.json else ', '.join(f'{n} {s}' for s,n in count.items())+'\n')
+    plain = json.dumps([c._asdict() for c in checks], indent=1)
+    sys.stdout.write((plain if values.json else ', '.join(f'{n} {s}' for s,n in count.items()))+'\n')
     return exit_code(checks)
-
-# %% ../nbs/43_doctor.ipynb #44fa4889
-#| eval: false
-if __name__=='__main__': sys.exit(main())

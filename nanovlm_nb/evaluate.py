@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OWN_TASKS', 'logger', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match',
            'flat_figures', 'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'evaluate_into', 'results_table',
-           'make_parser', 'step_of', 'main']
+           'step_of', 'main']
 
 # %% ../nbs/45_evaluate.ipynb #aca7a662
 import json,logging,math,sys,tempfile
@@ -22,7 +22,7 @@ import torch
 from pyarrow.parquet import read_metadata
 from PIL import Image
 
-from .usage import Parser,UsageError,at_least,command
+from .usage import UsageError
 from .dist import Dist
 from .evals import MISSING,has_lmms_eval,result_values,task_file,task_names,write_json
 from .shapes import shapes_dataset
@@ -224,20 +224,6 @@ def results_table(
     return '\n'.join([*lines, f'samples: {samples}'])
 
 # %% ../nbs/45_evaluate.ipynb #aa431dbf
-def make_parser()->Parser: # of `nanovlm_eval`
-    "The options of the command."
-    p = Parser(prog='nanovlm_eval', description='Evaluate a checkpoint on a list of tasks.')
-    p.add_argument('checkpoint', nargs='?', help='directory with config.json and model.safetensors, a run directory, or a hub id')
-    p.add_argument('--tasks', default='', help='names and parquet files, separated by commas')
-    p.add_argument('--include_path', help='directory with more tasks, e.g. one that --write_tasks has made')
-    p.add_argument('--limit', type=at_least(0, float), help='samples of a task; below 1 a share; default: all')
-    p.add_argument('--batch_size', type=at_least(1), default=64, help='questions answered at a time')
-    p.add_argument('--out', type=Path, help='result file to write, or to go on with')
-    p.add_argument('--step', type=at_least(0), help='updates behind the checkpoint; default: as its name says')
-    p.add_argument('--device', help='default: the best there is')
-    p.add_argument('--write_tasks', type=Path, metavar='DIR', help='write the tasks shapes, digits and digits_choice into a directory, and end')
-    return p
-
 def _device(name):
     try: return name and torch.device(name)
     except RuntimeError as e: raise UsageError(f'--device is {name!r}: give cpu, cuda or cuda:0') from e
@@ -249,29 +235,23 @@ def step_of(
     name = Path(checkpoint).name
     return int(name[5:]) if name.startswith('step_') and name[5:].isdigit() else None
 
-@command('nanovlm_eval')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
+    values:Namespace, # from `arguments.eval_parser`
 )->int: # 0; 1 if a task failed
-    "Console script `nanovlm_eval`: evaluate a checkpoint."
-    a = make_parser().parse_args(argv)
+    "Command `nanovlm eval`: evaluate a checkpoint."
+    a = values
     if a.write_tasks:
         sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
         return 0
-    if not (a.checkpoint and task_names(a.tasks)): raise UsageError('give a checkpoint and --tasks, or --write_tasks DIR')
     checkpoint = find_checkpoint(a.checkpoint)
-    if a.out and not a.out.absolute().parent.is_dir(): raise UsageError(f'--out: there is no directory {a.out.parent}: make it, or give another file')
     asker = load_asker(checkpoint, _device(a.device))
-    head = dict(global_step=step_of(checkpoint) if a.step is None else a.step, checkpoint=str(checkpoint), limit=a.limit)
-    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size, process_with_media=True, device=asker.device, include_path=a.include_path)
+    step = step_of(checkpoint) if a.step is None else a.step
+    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
+        process_with_media=True, device=asker.device, include_path=a.include_path)
     with tempfile.TemporaryDirectory() as folder:
         own = [t for t in task_names(a.tasks) if t in OWN_TASKS]
         if own and not a.include_path: args.include_path = str(write_tasks(folder, names=own))
-        values,failed = evaluate_into(args, head, a.out)
+        values,failed = evaluate_into(args, dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit), a.out)
     sys.stdout.write(results_table(values)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))
-
-# %% ../nbs/45_evaluate.ipynb #72fe8379
-#| eval: false
-if __name__=='__main__': sys.exit(main())

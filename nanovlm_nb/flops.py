@@ -11,9 +11,10 @@ from typing import NamedTuple
 from .config import VLMConfig
 
 # %% auto #0
-__all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'Flops', 'matrix_flops', 'pairs', 'vision_flops',
+__all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'BANDWIDTH', 'Flops', 'matrix_flops', 'pairs', 'vision_flops',
            'projector_flops', 'mlp_weights', 'block_weights', 'language_flops', 'unit_flops', 'step_flops',
-           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'peak_flops', 'mfu', 'count_flops']
+           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'Card', 'find_card', 'mfu',
+           'count_flops']
 
 # %% ../nbs/18_flops.ipynb #96f6c58b
 class Flops(NamedTuple):
@@ -201,12 +202,39 @@ def find_gpu(
     words = _words(name)
     return None if words & LESSER else next((gpu for key,gpu in GPUS.items() if _words(key)<=words), None)
 
+def known_gpu(
+    name:str, # likewise
+)->Gpu: # the device
+    "A device that must be in the table."
+    gpu = find_gpu(name)
+    if gpu is None: raise ValueError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
+    return gpu
+
 def peak_flops(
     device_name:str, # as `torch.cuda.get_device_name()` gives it
 )->float|None: # FLOP/s; None: not in the table
     "The most that a device can compute in a second."
     gpu = find_gpu(device_name)
     return None if gpu is None else gpu.tflops*1e12
+
+# %% ../nbs/18_flops.ipynb #5f622215
+BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555, 'A100':2.039, 'L40S':.864,
+    'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
+
+class Card(NamedTuple):
+    "What a card can do at best."
+    flops:float # dense bfloat16, a second
+    bandwidth:float # bytes a second
+    memory:float # GiB
+
+def find_card(
+    name:str, # as in `BANDWIDTH`
+)->Card: # its data sheet
+    "A card by its name."
+    gpu = find_gpu(name)
+    if gpu is None or name not in BANDWIDTH:
+        raise ValueError(f"GPU {name!r} is unknown here: give one of {', '.join(BANDWIDTH)}")
+    return Card(gpu.tflops*1e12, BANDWIDTH[name]*1e12, gpu.memory)
 
 # %% ../nbs/18_flops.ipynb #6ae74eb6
 def mfu(

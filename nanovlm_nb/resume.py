@@ -10,12 +10,12 @@ __all__ = ['RECORDS', 'LEFT_DASHBOARD', 'NOBODY_KNOWS', 'given_checkpoint', 'is_
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
 import json,shutil,sys
+from argparse import Namespace
 from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import get_type_hints
 
-from .usage import Parser,UsageError,at_least,command
-from .config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve,parse_args
+from .config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve
 from .files import write_atomic
 from .schedule import get_schedule,in_samples
 from .run_dir import BEST,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned,best_kept
@@ -333,22 +333,12 @@ def rate_lines(
     if before is None: return []
     return [(.5<(after/before if before else 1)<2, f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next')]
 
-@command('nanovlm_check_resume')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
+    values:Namespace, # from `arguments.resume_parser`
 )->int: # 1 if something is not in order, else 0
-    "Console script `nanovlm_check_resume`: what `--resume True` will do, before it does it."
-    p = Parser(prog='nanovlm_check_resume', description='What `nanovlm_train --resume True` will do with a run; settings are those of its config.yaml, changed by flags of nanovlm_train.', allow_abbrev=False)
-    p.add_argument('run_dir', type=Path, help='directory of the run')
-    p.add_argument('--ranks', type=at_least(1), default=1, help='ranks of the run to come')
-    a,rest = p.parse_known_args(argv)
-    if not (a.run_dir/CONFIG).is_file(): raise UsageError(f'{a.run_dir} holds no config.yaml: give the directory of a run')
-    vlm_cfg,train_cfg,asked = parse_args(['--config', str(a.run_dir/CONFIG), '--load_from', 'None', *rest], 'nanovlm_check_resume', p._option_string_actions)
-    start = resolve_start(vlm_cfg, evolve(train_cfg, resume=True), a.ranks, asked.given)
-    found = resume_checklist(a.run_dir, start.vlm_cfg, start.train_cfg, a.ranks)
+    "Command `nanovlm resume`: what `--resume True` will do, before it does it."
+    run_dir,ranks = Path(values.run_dir),values.ranks
+    start = resolve_start(values.vlm_cfg, evolve(values.train_cfg, resume=True), ranks, values.given)
+    found = resume_checklist(run_dir, start.vlm_cfg, start.train_cfg, ranks)
     sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in found))
     return int(not all(ok for ok,_ in found))
-
-# %% ../nbs/33_resume.ipynb #89b80a04
-#| eval: false
-if __name__=='__main__': sys.exit(main())

@@ -7,12 +7,12 @@ __all__ = ['find_config', 'panel_table', 'main']
 
 # %% ../nbs/48_sight.ipynb #d389bbd9
 import json,sys
+from argparse import Namespace
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from .usage import Parser,at_least,command
 from .config import evolve,load_yaml
 from .sources import keep_split
 from .loader import get_dataloaders
@@ -43,25 +43,17 @@ def panel_table(
     return '\n'.join([f"{panel['look/answers']:<7}answers  {'right':>9}{'loss':>9}", *lines])
 
 # %% ../nbs/48_sight.ipynb #df01578a
-@command('nanovlm_look')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
-):
-    "Console script `nanovlm_look`: validation loss and right answers with the right picture, another one, a blank one, and none."
-    p = Parser(prog='nanovlm_look', description=main.__doc__)
-    p.add_argument('checkpoint', help='a run directory, of which the best checkpoint is taken, or a checkpoint in one')
-    p.add_argument('--config', help='config.yaml that names the validation data; default: the one of the run')
-    p.add_argument('--batches', type=at_least(1), help='batches to read; default: as the configuration says (max_val_batches)')
-    p.add_argument('--json', action='store_true', help='a line of JSON instead of a table')
-    a = p.parse_args(argv)
-    asker = load_asker(a.checkpoint)
-    _,cfg = load_yaml(a.config or find_config(a.checkpoint))
-    _,val = get_dataloaders(evolve(cfg, val_workers=0, num_workers=0, cache_features=False), asker.model.cfg, tokenizer=asker.tokenizer)
-    state = Path(find_checkpoint(a.checkpoint))/TRAINER_STATE
-    if a.config is None and state.is_file(): keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))
-    with torch.inference_mode(): panel = look_panel(reader(asker.model), islice(val, a.batches or cfg.max_val_batches), asker.model.cfg)
-    sys.stdout.write((json.dumps(panel) if a.json else panel_table(panel))+'\n')
-
-# %% ../nbs/48_sight.ipynb #283c1ccd
-#| eval: false
-if __name__=='__main__': main()
+    values:Namespace, # from `arguments.look_parser`
+)->None:
+    "Command `nanovlm look`: loss and right answers with the right picture, another one, a blank one, and none."
+    asker = load_asker(values.checkpoint)
+    _,cfg = load_yaml(values.config or find_config(values.checkpoint))
+    cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False)
+    _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
+    state = Path(find_checkpoint(values.checkpoint))/TRAINER_STATE
+    if values.config is None and state.is_file():
+        keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))
+    batches = islice(val, values.batches or cfg.max_val_batches)
+    with torch.inference_mode(): panel = look_panel(reader(asker.model), batches, asker.model.cfg)
+    sys.stdout.write((json.dumps(panel) if values.json else panel_table(panel))+'\n')

@@ -62,6 +62,11 @@ def ranks_of(cwd, rank):
     return found
 
 
+def nanovlm(args, cwd, **kw):
+    "`nanovlm COMMAND ...`; takes what `run` takes. As a module it needs no script that pip has installed."
+    return run([sys.executable, '-m', 'nanovlm_nb.cli', *args], cwd, **kw)
+
+
 def train(args, cwd, ranks=1, **kw):
     "`nanovlm_train`, or the same module under torchrun when there are several ranks; takes what `run` takes."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from commands import TINY, start_of
 
+from nanovlm_nb.cli import main
 from nanovlm_nb.run_dir import checkpoints, missing_pieces, prune, stands_at
-from nanovlm_nb.resume import main as check_resume
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
 
@@ -65,7 +65,7 @@ def stands(run):
     "Where a run stands: what its pointer names (or would, had the run lived a moment longer), which is complete, and what `nanovlm_check_resume` announces."
     name = stands_at(run)
     assert not missing_pieces(run/name)
-    with contextlib.redirect_stdout(io.StringIO()) as out: check_resume([str(run)])
+    with contextlib.redirect_stdout(io.StringIO()) as out: main(['resume', str(run)])
     assert re.search(r'would go on from the latest checkpoint \S*/(step_\d+)\.', out.getvalue())[1] == name, out.getvalue()
     return name
 

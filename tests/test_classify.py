@@ -13,7 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from commands import run, start_of
-from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, main, metrics_of, read_predictions
+from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
+from nanovlm_nb.cli import main
 from nanovlm_nb.labels import digits_splits, load_classes, shapes_splits
 
 UPDATES, EVERY = 12, 3
@@ -194,7 +195,7 @@ def test_yaml_round_trip(whole):
     ('model:\n  name: no/such/model', 'neither a preset nor a checkpoint'), ('training:\n  datasets: [nowhere]', 'nowhere')])
 def test_mistakes_name_the_remedy(tmp_path, capsys, text, said):
     (tmp_path/'bad.yaml').write_text(text)
-    with pytest.raises(SystemExit) as stopped: main(['--config', str(tmp_path/'bad.yaml')])
+    with pytest.raises(SystemExit) as stopped: main(['classify', '--config', str(tmp_path/'bad.yaml')])
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 

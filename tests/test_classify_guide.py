@@ -13,7 +13,8 @@ from their_smolvlm import make_smolvlm
 from transformers import Qwen2_5_VLConfig
 
 from commands import run
-from nanovlm_nb.classify import Settings, VLMClassifier, configs_of, main, make_classifier
+from nanovlm_nb.classify import Settings, VLMClassifier, configs_of, make_classifier
+from nanovlm_nb.cli import main
 from nanovlm_nb.config import VLMConfig, evolve
 from nanovlm_nb.labels import load_classes
 from nanovlm_nb.tokens import train_tokenizer
@@ -102,7 +103,7 @@ def test_what_is_not_built_is_refused_in_one_sentence(place, tmp_path, capsys):
                        (['--config', str(place/'guide.yaml')], 'num_labels is 101, but digits have 10 classes'),
                        (['--learning_rate', '1e-4'], 'unknown flag `--learning_rate`: here it is `learning_rate` in the section `training` of the file'),
                        (['--accumulation_steps=4'], 'here it is `gradient_accumulation_steps` in the section `training`')]:
-        with pytest.raises(SystemExit) as ended: main(argv)
+        with pytest.raises(SystemExit) as ended: main(['classify', *argv])
         err = capsys.readouterr().err
         assert ended.value.code == 2 and said in err and err.count('\n') <= 2, err
 

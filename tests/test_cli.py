@@ -1,6 +1,8 @@
 "The command line: flags, presets, YAML files, help."
+import configparser
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from commands import TINY
+from nanovlm_nb.cli import COMMANDS, TABLE
 from nanovlm_nb.config import TrainConfig, VLMConfig, load_yaml, make_parser, parse_args, preset, save_yaml
 from nanovlm_nb.train import main
 
@@ -137,7 +140,7 @@ def test_derived_fields_follow_flags():
 ])
 def test_what_is_wrong_is_said_in_one_line(line, message, capsys):
     said = complaint(line, capsys)
-    assert said.startswith('nanovlm_train: error: ') and message in said
+    assert said.startswith('nanovlm train: error: ') and message in said
 
 
 def test_preset_then_file_then_flags(tmp_path):
@@ -205,64 +208,99 @@ def test_defaults_are_those_of_nanovlm(golden):
     assert preset('nanovlm') == (vlm, train)
 
 
+#: each command's help in one process, with its calls of Python functions: what makes it slow, and the same on a busy machine
 HELP = '''
-import sys
-calls = 0
+import io, json, sys
+from contextlib import redirect_stdout
+from nanovlm_nb.cli import COMMANDS, main
+found, calls = {}, 0
 def count(frame, event, arg):
     global calls
     calls += event == 'call'
-sys.setprofile(count)
-from nanovlm_nb.{module} import {name} as main
-try: main([{flag!r}])
-except SystemExit as e: code = e.code
-sys.setprofile(None)
-print('loaded:', *[m for m in ('torch', 'datasets', 'wandb', 'matplotlib') if m in sys.modules], file=sys.stderr)
-print(calls, len(sys.modules), file=sys.stderr)
-sys.exit(code)
+def shown(*argv):
+    global calls
+    calls, out = 0, io.StringIO()
+    sys.setprofile(count)
+    try:
+        with redirect_stdout(out): code = main([*argv])
+    except SystemExit as e: code = e.code
+    sys.setprofile(None)
+    found[' '.join(argv)] = code, calls, out.getvalue()
+for argv in ([], ['--help'], *([name, '--help'] for name in COMMANDS), ['train', '--help_all']): shown(*argv)
+print(json.dumps([found, [m for m in sys.modules if m.split('.')[0] in ('torch', 'datasets', 'transformers', 'numpy', 'wandb', 'matplotlib', 'PIL')], len(sys.modules)]))
 '''
 
 
-@pytest.mark.parametrize('module, name, flag', [('config', 'parse_args', '--help_all'), ('train', 'main', '--help')])
-def test_help_is_complete_quick_and_torch_free(module, name, flag):
-    if not (ROOT/'nanovlm_nb'/f'{module}.py').exists(): pytest.skip(f'no {module} yet')
-    done = run_python(HELP.format(module=module, name=name, flag=flag))
-    loaded, figures = done.stderr.splitlines()
-    assert (done.returncode, loaded.strip()) == (0, 'loaded:'), done.stderr
-    calls, modules = map(int, figures.split())
-    assert calls < 450_000 and modules < 700, figures  # what makes it slow, and is the same on a busy machine: 320,000 and 560
-    text = done.stdout.split()
+@pytest.fixture(scope='module')
+def helps():
+    "Arguments -> exit code, calls, text; which heavy modules were imported; how many modules there are."
+    return json.loads(run_python(HELP).stdout)
+
+
+def test_every_help_is_quick_and_torch_free(helps):
+    found, heavy, modules = helps
+    assert not heavy and modules < 700
+    for line, (code, calls, _) in found.items(): assert code == 0 and calls < 450_000, (line, code, calls)  # 320,000 for all settings, 0.3 s
+    assert len(found) == len(COMMANDS)+3
+
+
+@pytest.mark.parametrize('flag', ['--help', '--help_all'])
+def test_the_help_of_a_training_is_complete(helps, flag):
+    text = helps[0][f'train {flag}'][2]
     shown = [f.name for c in (VLMConfig, TrainConfig) for f in fields(c) if flag == '--help_all' or f.metadata['common']]
-    assert not [n for n in shown if f'--{n}' not in text] and (flag == '--help_all' or 20 < len(shown) <= 60)
-    for flag in ('--preset', '--config', '--no_log_wandb'): assert flag in done.stdout
+    assert not [n for n in shown if f'--{n}' not in text.split()] and (flag == '--help_all' or 20 < len(shown) <= 60)
+    for flag in ('--preset', '--config', '--no_log_wandb'): assert flag in text
 
 
+def test_the_table_names_every_command_by_its_purpose(helps):
+    text = helps[0][''][2]
+    assert text == helps[0]['--help'][2] and text.startswith('usage: nanovlm COMMAND')
+    for purpose, group in TABLE.items(): assert re.search('\n'.join([f'^{purpose}', *(rf'  {name} .*(\n +.*)*' for name in group)]), text, re.M), purpose
+    assert len(text.splitlines()) < 40
+
+
+#: what each command is asked so that it gets as far as its module; `.` is a run
+SOUND = dict(train='', classify='', ask='own/model --prompt x', eval='own/model --tasks shapes', look='own/model', chat='own/model', inspect='', plan='', xray='', doctor='',
+             plot='.', runs='.', resume='.', replay='.', invariance='', export='own/model out')
 ENVIRONMENT = '''
-import os, sys
-from importlib.machinery import PathFinder
+import importlib, json, os, sys
+from importlib.util import find_spec
+class Reached(BaseException): pass
 class Looks:
-    "Says what torch and tokenizers find in the environment when the command imports them, and ends it when it has come to both."
-    ran = set()
+    "Ends a command when it comes to torch."
     def find_spec(self, name, path=None, target=None):
-        if name not in ('torch', 'tokenizers'): return
-        spec = PathFinder.find_spec(name, path)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            self.ran.add(name)
-            print(name, os.environ.get('TOKENIZERS_PARALLELISM'), os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), flush=True)
-            if len(self.ran) == 2: os._exit(0)
-            load(module)
-        spec.loader.exec_module = exec_module
-        return spec
+        if name == 'torch': raise Reached
 sys.meta_path.insert(0, Looks())
-from nanovlm_nb.train import main
-main(sys.argv[1:])
+read = 'TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'OMP_WAIT_POLICY'
+given, found = {n: os.environ[n] for n in read if n in os.environ}, {}
+from nanovlm_nb.cli import main
+from nanovlm_nb.train import main as script
+def environment_of(name, call):
+    for n in read: os.environ.pop(n, None)
+    os.environ.update(given)
+    try: call()
+    except Reached: found[name] = [os.environ.get(n) for n in read]
+for name, line in json.loads(sys.argv[1]).items(): environment_of(name, lambda: main([name, *line.split()]))
+environment_of('script', lambda: script([]))
+print(json.dumps(found))
 '''
 
 
-@pytest.mark.parametrize('given, found', [({}, 'false expandable_segments:True'), (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x'), 'true x')])
-def test_a_training_sets_its_environment_before_the_libraries_load(given, found):
-    done = run_python(ENVIRONMENT, *TINY, **given)
-    assert sorted(done.stdout.splitlines()) == [f'tokenizers {found}', f'torch {found}'], done.stderr
+@pytest.mark.parametrize('given, found', [({}, ['false', 'expandable_segments:True', 'PASSIVE']),
+                                          (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', 'ACTIVE'])])
+def test_every_command_sets_its_environment_before_torch_loads(given, found, tmp_path, monkeypatch):
+    "Threads that wait sleep, the allocator grows its segments: torch reads that when it is imported. What the user has set stays."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
+    save_yaml('config.yaml', *preset('shapes'))
+    done = run_python(ENVIRONMENT, json.dumps(SOUND), **given)
+    assert json.loads(done.stdout) == dict.fromkeys([*COMMANDS, 'script'], found), done.stderr
+
+
+def test_the_console_scripts_are_the_command_and_the_script_of_a_training():
+    config = configparser.ConfigParser()
+    config.read(ROOT/'settings.ini')
+    assert config['DEFAULT']['console_scripts'].split() == ['nanovlm=nanovlm_nb.cli:main', 'nanovlm_train=nanovlm_nb.train:main']
 
 
 def test_a_run_on_a_cpu_computes_on_all_its_cores(tmp_path):

@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, run, train
+from commands import TINY, nanovlm, train
 
+from nanovlm_nb.cli import main
 from nanovlm_nb.config import load_yaml, save_yaml
 from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.plan import bookkeeping, changed_batch, epoch_at
-from nanovlm_nb.resume import main as check_resume
 from nanovlm_nb.schedule import warmup_cosine
 
 FLAGS = [*TINY, '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_training_steps', 8, '--max_keep_ckpts', 3, '--ask_samples', 0, '--dtype', 'float32']
@@ -62,7 +62,7 @@ def test_listing_names_the_newest_and_what_is_missing(run_dir, cwd):
     shard = run_dir/'step_6'/'optimizer'/'__1_0.distcp'
     kept = shard.read_bytes()
     shard.unlink()
-    said = run([Path(sys.executable).with_name('nanovlm_checkpoints'), run_dir], cwd).stdout.splitlines()
+    said = nanovlm(['runs', run_dir], cwd).stdout.splitlines()
     assert said[0].startswith('step_8') and 'complete' in said[0] and 'last' in said[0]
     assert any('step_6' in line and 'lacks optimizer/__1_0.distcp' in line for line in said)
     failed = train([*FLAGS, '--resume', 'True', '--load_from', run_dir/'step_6'], cwd, ranks=2, check=False)
@@ -104,7 +104,7 @@ def test_a_schedule_in_samples_goes_on_with_another_batch_and_other_ranks(tmp_pa
     first = {r['step']: r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r}
     begun = max(n for n in steps(run_dir) if sum(first[s]['samples'] for s in range(1, n+1)) <= 70)
     there = ['--load_from', str(run_dir/f'step_{begun}')]
-    assert check_resume([str(run_dir), '--ranks', '2', *there]) == 1
+    assert main(['resume', str(run_dir), '--ranks', '2', *there]) == 1
     assert 'The learning rate follows samples, whatever the size of an update' in capsys.readouterr().out
     train([*flags, '--max_training_samples', 120, '--resume', 'True', *there, '--force_resume', 'True'], tmp_path, ranks=2)
     log = [r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r]

@@ -13,6 +13,7 @@ from commands import TINY, run
 
 from nanovlm_nb import doctor as dr
 from nanovlm_nb.attention import BACKENDS
+from nanovlm_nb.cli import main
 from nanovlm_nb.config import evolve, preset, save_yaml
 from nanovlm_nb.doctor import FAIL, PASS, SKIP
 
@@ -193,5 +194,5 @@ def test_a_configuration_that_cannot_train(tmp_path):
 def test_lines_for_people(capsys):
     lines = dr.check_lines([dr.Check('a', PASS, 'fine', 'never shown'), dr.Check('b', FAIL, 'bad', 'do this')])
     assert lines == ['pass  a                    fine', 'fail  b                    bad', '      -> do this']
-    with pytest.raises(SystemExit): dr.main(['--gpus', '0'])
-    assert 'give 1 or more' in capsys.readouterr().err
+    with pytest.raises(SystemExit): main(['doctor', '--gpus', '0'])
+    assert 'give a whole number, 1 or more' in capsys.readouterr().err

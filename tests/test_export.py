@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import TINY, run, train
+from commands import TINY, nanovlm, train
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from their_smolvlm import make_smolvlm
@@ -16,13 +16,13 @@ from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Co
 
 from nanovlm_nb.ask import Asker
 from nanovlm_nb.chat import encode_chat, get_image_string
+from nanovlm_nb.cli import main
 from nanovlm_nb.run_dir import read_pointer
 from nanovlm_nb.config import VLMConfig, evolve, load_yaml
-from nanovlm_nb.export import export_smolvlm, main, picture_rules
+from nanovlm_nb.export import export_smolvlm, picture_rules
 from nanovlm_nb.images import get_image_processor
 from nanovlm_nb.run_dir import read_log
 from nanovlm_nb.tokens import train_tokenizer
-from nanovlm_nb.train import main as nanovlm_train
 from nanovlm_nb.vlm import VisionLanguageModel
 from nanovlm_nb.weights import OWN_CONFIG
 
@@ -86,7 +86,7 @@ def pictures(n, seed):
 def test_golden_logits(golden, tmp_path, kind, capsys):
     "nanoVLM's golden batch through transformers: logits within 1e-5 of ours, and of the reference."
     gold = golden/'nanovlm'
-    main([str(gold/'checkpoint'), str(tmp_path/'out'), '--format', kind])
+    main(['export', str(gold/'checkpoint'), str(tmp_path/'out'), '--format', kind])
     assert 'without a processor' in capsys.readouterr().out  # it speaks nanoVLM's convention
     theirs, ours = opened(tmp_path/'out'), VisionLanguageModel.from_pretrained(gold/'checkpoint')
     assert theirs.config.model_type == kind
@@ -107,8 +107,8 @@ def test_golden_logits(golden, tmp_path, kind, capsys):
 def test_golden_there_and_back(golden, tmp_path):
     "nanoVLM to SmolVLM to nanoVLM: the same bits, the same configuration, the same tokenizer."
     first = golden/'nanovlm'/'checkpoint'
-    main([str(first), str(tmp_path/'smol')])
-    main([str(tmp_path/'smol'), str(tmp_path/'back'), '--format', 'nanovlm'])
+    main(['export', str(first), str(tmp_path/'smol')])
+    main(['export', str(tmp_path/'smol'), str(tmp_path/'back'), '--format', 'nanovlm'])
     a, b = (load_file(d/'model.safetensors') for d in (first, tmp_path/'back'))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     old, new = (json.loads((d/'config.json').read_text()) for d in (first, tmp_path/'back'))
@@ -270,12 +270,12 @@ def test_smolvlm_chat_template(exported, tmp_path):
 def test_their_default_template_trains_and_goes_back(tmp_path):
     "SmolVLM's default template asks with `Assistant:` and answers with a space: 20 updates here, then the same prompts, logits and greedy answers there."
     folder, small = make_smolvlm(tmp_path/'smol'), TINY[TINY.index('--data_cutoff_idx'):]
-    nanovlm_train([str(a) for a in ('--train_dataset_path', 'shapes', *small, '--max_training_steps', 20, '--eval_interval', 20, '--run_name', 'r', '--load_from', folder,
+    main([str(a) for a in ('train', '--train_dataset_path', 'shapes', *small, '--max_training_steps', 20, '--eval_interval', 20, '--run_name', 'r', '--load_from', folder,
                                     '--vlm_checkpoint_path', tmp_path, '--lm_max_length', 512, '--ask_samples', 0, '--dtype', 'float32', '--lr_language_backbone', 1e-2,
                                     '--hf_repo_name', 'None')])
     losses = [r['batch_loss'] for r in read_log(tmp_path/'r'/'log.jsonl') if 'batch_loss' in r]
     assert len(losses) == 20 and sum(losses[-4:]) < .8*sum(losses[:4])
-    main([str(tmp_path/'r'/'step_20'), str(tmp_path/'out')])
+    main(['export', str(tmp_path/'r'/'step_20'), str(tmp_path/'out')])
     theirs, processor, mine = opened(tmp_path/'out'), AutoProcessor.from_pretrained(tmp_path/'out'), VisionLanguageModel.from_pretrained(tmp_path/'r'/'step_20').eval()
     first, asker = AutoProcessor.from_pretrained(folder), Asker.from_model(mine)
     for n in range(3):
@@ -300,7 +300,7 @@ def test_labels_in_smolvlm_convention(model):
 def test_refusals(model, exported, tmp_path, capsys):
     "A directory that is in use, a model that SmolVLM cannot be, pictures that it would not enlarge."
     for argv, said in [(['nowhere', str(tmp_path/'x')], 'nowhere'), ([str(exported), str(exported)], 'is not empty')]:
-        with pytest.raises(SystemExit): main(argv)
+        with pytest.raises(SystemExit): main(['export', *argv])
         assert said in capsys.readouterr().err
     with pytest.raises(ValueError, match='vit_post_norm is False'): export_smolvlm(small_model(vit_post_norm=False), tmp_path/'y')
     assert not (tmp_path/'y').exists()
@@ -324,7 +324,7 @@ def test_from_training_to_transformers_and_on(tmp_path):
     "Train in SmolVLM's convention, export, ask there; then train on from that directory, without a flag of the model."
     flags = [*TINY, '--vlm_checkpoint_path', tmp_path, '--ask_samples', '2']
     train(['--preset', 'shapes', *flags, '--run_name', 'one', '--image_convention', 'smolvlm', '--max_img_size', '128', '--lm_max_length', '512'], tmp_path)
-    run([Path(sys.executable).with_name('nanovlm_export'), tmp_path/'one', tmp_path/'smol'], tmp_path)
+    nanovlm(['export', tmp_path/'one', tmp_path/'smol'], tmp_path)
     asker = Asker.from_checkpoint(read_pointer(tmp_path/'one', 'best_checkpoint'))
     theirs, processor = opened(tmp_path/'smol'), AutoProcessor.from_pretrained(tmp_path/'smol')
     for n in range(3):

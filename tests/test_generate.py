@@ -188,9 +188,9 @@ def saved(asker, tmp_path_factory):
 
 
 def generate(folder, *flags, typed=None, check=True, model='model'):
-    code = 'import sys, io; from nanovlm_nb.ask import main; '
+    code = 'import sys, io; from nanovlm_nb.cli import main; '
     if typed is not None: code += f'sys.stdin = io.StringIO({typed!r}); '
-    return run([sys.executable, '-c', code + 'main()', model, '--max_new_tokens', 6, *flags], folder, check=check)
+    return run([sys.executable, '-c', code + 'main()', 'ask', model, '--max_new_tokens', 6, *flags], folder, check=check)
 
 
 def test_many_questions_as_json(saved):
@@ -235,9 +235,9 @@ def break_model(folder, how):
 
 @pytest.mark.parametrize('how', ['cut', 'text', 'none', 'no_json', 'list', 'other_size'])
 def test_unreadable_checkpoints_get_one_line(saved, how, monkeypatch, capsys):
-    from nanovlm_nb.ask import main
+    from nanovlm_nb.cli import main
     monkeypatch.chdir(saved)
-    with pytest.raises(SystemExit) as ended: main([break_model(saved, how), '--prompt', 'x'])
+    with pytest.raises(SystemExit) as ended: main(['ask', break_model(saved, how), '--prompt', 'x'])
     err = capsys.readouterr().err
     assert ended.value.code == 2 and err.count('\n') == 1 and f'broken_{how} cannot be used as a checkpoint' in err
 

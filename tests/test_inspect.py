@@ -15,6 +15,7 @@ from commands import run
 from PIL import Image, ImageDraw
 
 from nanovlm_nb import inspect as ins
+from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.dataset import VQADataset, read_row
 from nanovlm_nb.faults import answers_in, fingerprint
@@ -87,7 +88,7 @@ def command(cwd, *args):
 
 def here(capsys, *args):
     "The same command in this process."
-    code = ins.main([*FLAGS, *map(str, args)])
+    code = nanovlm(['inspect', *FLAGS, *map(str, args)])
     return code, capsys.readouterr().out
 
 
@@ -108,7 +109,7 @@ def test_200_clean_samples_have_no_fault(clean, tmp_path, capsys, monkeypatch):
 
 def test_the_preset_has_no_fault(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert ins.main(['--samples', '50', '--compare', '100', '--num_of_sequences', '8', '--data_cutoff_idx', '300', '--val_size', '60', '--html', '']) == 0
+    assert nanovlm(['inspect', '--samples', '50', '--compare', '100', '--num_of_sequences', '8', '--data_cutoff_idx', '300', '--val_size', '60', '--html', '']) == 0
     text = capsys.readouterr().out
     assert faults(text) == {} and '50 of training, 50 of validation, 100 inspected, 0 left out' in text
     assert not list(tmp_path.iterdir()), 'no page was asked for'
@@ -482,8 +483,8 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer):
 
 HELP = '''
 import sys
-from nanovlm_nb.inspect import main
-try: main(['--help'])
+from nanovlm_nb.cli import main
+try: main(['inspect', '--help'])
 except SystemExit as e: code = e.code
 print('loaded:', *[m for m in ('torch', 'datasets', 'wandb', 'matplotlib') if m in sys.modules], file=sys.stderr)
 sys.exit(code)
@@ -496,9 +497,9 @@ def test_help_loads_no_torch_and_knows_all_flags(tmp_path):
     assert all(f'--{flag}' in done.stdout for flag in ('samples', 'compare', 'html', 'config', 'preset', 'train_dataset_path', 'max_img_size'))
 
 
-@pytest.mark.parametrize('flags, said', [(['--sample', '3'], 'unknown flag `--sample`'), (['--samples', '0'], 'give 1 or more'), (['--batch_sise', '3'], '--batch_size')])
+@pytest.mark.parametrize('flags, said', [(['--sample', '3'], 'unknown flag `--sample`'), (['--samples', '0'], 'give a whole number, 1 or more'), (['--batch_sise', '3'], '--batch_size')])
 def test_wrong_flags_are_said_in_one_line(flags, said, capsys):
-    with pytest.raises(SystemExit) as e: ins.main(flags)
+    with pytest.raises(SystemExit) as e: nanovlm(['inspect', *flags])
     assert e.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
-TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops')
+TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'arguments', 'train', 'cli')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 LATER = {('run', 'evaluate'),  # by name, so that a run without evaluations does not load it
          ('evals', 'evaluate'), ('eval_jobs', 'evaluate')}  # starts it as a process of its own
@@ -86,6 +86,13 @@ def test_an_editor_completes_every_method_of_the_trainer():
             at = next((classes[b.id] for b in at.bases if isinstance(b, ast.Name) and b.id in classes), None)
         patched = {f.name for f in tree.body if isinstance(f, ast.FunctionDef) and any(getattr(d, 'id', '') == 'patch' for d in f.decorator_list)}
         assert len(wanted | patched) > 10 and wanted | patched <= {c.name for c in script.complete(line, 6)}
+
+
+def test_the_modules_of_the_table_have_lower_numbers_too():
+    "They are imported by name; nothing else is, but what a user names and an evaluation that may never be."
+    from nanovlm_nb.cli import COMMANDS
+    assert all(module in NOTEBOOKS and number(module) < number(named('cli')) for module in COMMANDS.values())
+    assert {m.split('.')[-1] for m in MODULES if 'import_module(' in source(m).read_text(encoding='utf-8')} <= {'config', 'run', 'train', 'cli'}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -1,13 +1,11 @@
 "Errors of use: every command answers each with one line that names the value and the remedy, exit code 2, and leaves nothing behind."
 import ast
-import configparser
 import dataclasses
 import io
 import json
 import os
 import re
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
@@ -15,21 +13,14 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 from commands import TINY, run
 
+from nanovlm_nb import train
+from nanovlm_nb.cli import COMMANDS, main
 from nanovlm_nb.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
 from nanovlm_nb.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent
 
-
-def commands() -> dict[str, tuple[str, str]]:
-    "Name of each console script -> its module and function."
-    c = configparser.ConfigParser()
-    c.read(ROOT/'settings.ini')
-    return {name: tuple(target.split(':')) for name, target in (s.split('=') for s in c['DEFAULT']['console_scripts'].split())}
-
-
-COMMANDS = commands()
 
 #: command, arguments, what the line must say. `RUN` is a run of two updates; files of `given` are in the working directory
 MISUSES = [
@@ -93,7 +84,7 @@ MISUSES = [
     ('train', '--custom_transforms nowhere:f', "custom_transforms 'nowhere:f': no module 'nowhere'"),
     # commands that foretell a run
     ('plan', '--gpu toaster', "GPU 'toaster' is unknown: give one of"),
-    ('plan', '--gpus 0', 'gpus is 0: give 1 or more'),
+    ('plan', '--gpus 0', "--gpus: '0' will not do: give a whole number, 1 or more"),
     ('plan', '--gpuss 2', 'did you mean `--gpus`?'),
     ('plan', '--was 64', "'64' is no batch: write batch_size x GPUs x accumulation"),
     ('plan', '--like nowhere', 'nowhere'),
@@ -101,26 +92,26 @@ MISUSES = [
     ('plan', '--mfu 3', 'mfu 3'),
     ('xray', '--gpu toaster', "GPU 'toaster' is unknown here: give one of B200, H200"),
     ('xray', '--gpuu H200', 'did you mean `--gpu`?'),
-    ('inspect', '--samples 0', '--samples is 0'),
+    ('inspect', '--samples 0', "--samples: '0' will not do: give a whole number, 1 or more"),
     ('inspect', '--sampels 9', 'did you mean `--samples`?'),
     ('inspect', '--load_from nowhere/step_5', 'nowhere/step_5'),
-    ('doctor', '--gpus 0', '--gpus is 0'),
+    ('doctor', '--gpus 0', "--gpus: '0' will not do: give a whole number, 1 or more"),
     ('doctor', '--smok 2', 'did you mean `--smoke`?'),
-    ('check_invariance', '--packs 0', "--packs: '0' will not do: give a whole number, 1 or more"),
-    ('check_invariance', '--load_from nowhere/step_5', 'nowhere/step_5'),
-    ('check_resume', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
-    ('check_resume', 'RUN --ranks 0', "--ranks: '0' will not do"),
+    ('invariance', '--packs 0', "--packs: '0' will not do: give a whole number, 1 or more"),
+    ('invariance', '--load_from nowhere/step_5', 'nowhere/step_5'),
+    ('resume', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
+    ('resume', 'RUN --ranks 0', "--ranks: '0' will not do"),
     ('replay', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
-    ('generate', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
-    ('generate', 'torn --prompt x', 'torn cannot be used as a checkpoint: '),
-    ('generate', 'RUN --prompt x --image none.png', 'none.png: there is no such file'),
-    ('generate', 'RUN --prompt x --max_new_tokens 0', "--max_new_tokens: '0' will not do"),
-    ('generate', 'RUN --prompt x --temperature nan', "--temperature: 'nan' will not do: give a number, 0 or more"),
-    ('generate', 'RUN --prompt -', 'no question on the standard input: write one a line'),
-    ('generate', 'RUN', 'required: --prompt'),
+    ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
+    ('ask', 'torn --prompt x', 'torn cannot be used as a checkpoint: '),
+    ('ask', 'RUN --prompt x --image none.png', 'none.png: there is no such file'),
+    ('ask', 'RUN --prompt x --max_new_tokens 0', "--max_new_tokens: '0' will not do"),
+    ('ask', 'RUN --prompt x --temperature nan', "--temperature: 'nan' will not do: give a number, 0 or more"),
+    ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
+    ('ask', 'RUN', 'required: --prompt'),
     ('eval', 'RUN', 'give a checkpoint and --tasks'),
     ('eval', 'nowhere --tasks shapes', 'nowhere'),
     ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu': give cpu, cuda or cuda:0"),
@@ -137,9 +128,9 @@ MISUSES = [
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
     ('classify', '--predict nowhere picture.png', 'nowhere'),
     # commands that look at runs
-    ('checkpoints', 'nowhere', 'there is no directory nowhere'),
-    ('checkpoints', 'RUN --delete_older_than nan', "--delete_older_than: 'nan' will not do"),
-    ('checkpoints', 'RUN --pth out --pth_names theirs', 'theirs'),
+    ('runs', 'nowhere', 'there is no directory nowhere'),
+    ('runs', 'RUN --delete_older_than nan', "--delete_older_than: 'nan' will not do"),
+    ('runs', 'RUN --pth out --pth_names theirs', 'theirs'),
     ('plot', 'nowhere', 'nowhere'),
     ('plot', 'RUN --x epochs', "--x: invalid choice: 'epochs'"),
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
@@ -150,12 +141,6 @@ OF_OTHERS = set('--nproc_per_node --standalone --nnodes --nodes --num_gpus --mod
 NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
 # `nanovlm_train` gets these where the model does not matter: nothing else is looked for
 SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--log_wandb', 'False', '--progress_bar', 'False']
-
-
-def main_of(command: str):
-    "The function behind a console script."
-    module, function = COMMANDS[f'nanovlm_{command}']
-    return getattr(import_module(module), function)
 
 
 def picture(path: Path) -> None:
@@ -170,7 +155,7 @@ def place(tmp_path_factory):
     home = tmp_path_factory.mktemp('misuse')
     before = Path.cwd()
     os.chdir(home)
-    try: assert main_of('train')([*TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
+    try: assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
     finally: os.chdir(before)
     (home/'torn.yaml').write_text('train: [')
     (home/'typo.yaml').write_text('train: {batchsize: 4}')
@@ -192,7 +177,7 @@ def told(command: str, line: str, capsys) -> str:
     small = SMALL if command == 'train' and not line.startswith(('--config', 'stray')) else []
     small = [*TINY, '--max_training_steps', '2', *small] if '--run_name r ' in f'{line} ' else small
     capsys.readouterr()
-    with pytest.raises(SystemExit) as end: main_of(command)([*small, *args])
+    with pytest.raises(SystemExit) as end: main([command, *small, *args])
     assert end.value.code == 2
     return capsys.readouterr().err
 
@@ -204,17 +189,17 @@ def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys)
     monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
     before = files_below(place)
     err = told(command, line, capsys)
-    ours = [text for text in err.splitlines() if text.startswith(f'nanovlm_{command}: error: ')]
+    ours = [text for text in err.splitlines() if text.startswith(f'nanovlm {command}: error: ')]
     assert len(ours) == 1 and err.splitlines()[-1] == ours[0] and said in ours[0], err
     assert 'Traceback' not in err and len(err.splitlines()) <= 3, err
     after = files_below(place)
     assert after == before, sorted(after.keys() ^ before.keys()) or [n for n in after if after[n] != before[n]]
     if (table := os.environ.get('MISUSES')):
-        with open(table, 'a') as f: f.write(f'| `nanovlm_{command} {line[:60]}` | `{ours[0]}` |\n')
+        with open(table, 'a') as f: f.write(f'| `nanovlm {command} {line[:60]}` | `{ours[0]}` |\n')
 
 
 def test_every_command_is_misused():
-    assert {f'nanovlm_{c}' for c, _, _ in MISUSES} == set(COMMANDS) and len(MISUSES) >= 60
+    assert {c for c, _, _ in MISUSES} == set(COMMANDS) and len(MISUSES) >= 60
 
 
 # --- what is no error of use
@@ -225,15 +210,15 @@ def test_a_fault_of_ours_shows_its_traceback(monkeypatch, tmp_path):
     from nanovlm_nb import run as run_module
     def broken(*_, **__): return int('x')
     monkeypatch.setattr(run_module, 'get_dataloaders', broken)
-    with pytest.raises(ValueError, match='invalid literal') as error: main_of('train')(['--run_name', 'x', *SMALL])
+    with pytest.raises(ValueError, match='invalid literal') as error: main(['train', '--run_name', 'x', *SMALL])
     assert not is_usage(error.value)
     assert (tmp_path/'checkpoints'/'x'/'status').read_text() == 'failed\n', 'what is left helps to find it'
 
 
 def test_debug_shows_the_traceback(monkeypatch):
-    with pytest.raises(ValueError, match='batch_size is 0'): main_of('train')(['--batch_size', '0', '--debug'])
+    with pytest.raises(ValueError, match='batch_size is 0'): main(['train', '--batch_size', '0', '--debug'])
     monkeypatch.setenv('NANOVLM_DEBUG', '1')
-    with pytest.raises(ValueError, match='batch_size is 0'): main_of('train')(['--batch_size', '0'])
+    with pytest.raises(ValueError, match='batch_size is 0'): train.main(['--batch_size', '0'])
 
 
 # --- real processes
@@ -242,20 +227,19 @@ def test_two_ranks_say_it_once(tmp_path):
     "What torchrun says afterwards is its own."
     done = run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'nanovlm_nb.train', *TINY,
                 '--train_dataset_path', './missing', '--run_name', 'x'], tmp_path, check=False)
-    assert done.returncode and done.stderr.count('nanovlm_train: error: ') == 1, done.stderr[-3000:]
+    assert done.returncode and done.stderr.count('nanovlm train: error: ') == 1, done.stderr[-3000:]
     assert 'nanovlm_nb/' not in done.stderr and not list(tmp_path.iterdir()), 'no traceback of ours, no directory'
 
 
-@pytest.mark.parametrize('module', sorted({m.split('.')[-1] for m, _ in COMMANDS.values()}))
-def test_every_module_with_a_command_runs_as_a_module(module):
-    text = (ROOT/'nanovlm_nb'/f'{module}.py').read_text()
-    assert re.search(r"(?m)^if __name__=='__main__': (sys\.exit\()?main\(\)", text)
-    assert re.search(r"(?m)^@command\('nanovlm_\w+'\)\ndef main", text)
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_command_has_a_module_that_takes_its_values(command):
+    text = (ROOT/'nanovlm_nb'/f'{COMMANDS[command]}.py').read_text()
+    assert re.search(r"(?m)^def main\(\n    values:Namespace, # from `arguments\.%s_parser`$" % command, text)
 
 
-def test_a_module_that_did_nothing(tmp_path):
-    done = run([sys.executable, '-m', 'nanovlm_nb.checkpoint', 'nowhere'], tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (2, 'nanovlm_checkpoints: error: there is no directory nowhere: give that of a run\n')
+def test_the_command_runs_as_a_module(tmp_path):
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'runs', 'nowhere'], tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (2, 'nanovlm runs: error: argument run_dir: there is no directory nowhere: give that of a run\n')
 
 
 # --- every field, systematically
@@ -301,7 +285,6 @@ def test_every_flag_that_is_named_exists():
     known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug'}
     sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name != '_modidx.py'}
     for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r'var\((--\w+)\)', text))  # also the colours of a page
-    known |= {f'--{name}' for name in ('tiles', 'targets', 'documents')}  # of nanovlm_plan, made in a loop
     assert not {f: p.name for p, text in sources.items() for f in flags_in(text) if f not in known | OF_OTHERS}
     documents = [p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts] + [ROOT/'README.md', ROOT/'CONTRIBUTING.md']
     prose = {p: p.read_text(encoding='utf-8') if p.suffix == '.md' else '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells']

@@ -10,6 +10,7 @@ from commands import TINY, run, train
 from nanovlm_nb import plan as pl
 from nanovlm_nb.advice import (MOST, advice, capped_workers, data_advice, grouped, lint, memory_remedies, more_workers, over_budget, range_notes,
                                save_notes, stability_advice)
+from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.config import effective_batch_size, evolve, load_yaml, preset, save_yaml
 from nanovlm_nb.optim import component_lrs, param_groups
 from nanovlm_nb.schedule import get_schedule
@@ -227,8 +228,8 @@ def test_no_weights_are_made(tmp_path):
     "The weights alone would take 1.84 GB; to know all models of transformers takes over a second."
     code = """
 import sys
-from nanovlm_nb.plan import main
-main(['--preset', 'nanovlm', '--gpus', '8', '--json'])
+from nanovlm_nb.cli import main
+main(['plan', '--preset', 'nanovlm', '--gpus', '8', '--json'])
 import nanovlm_nb.run
 print('transformers.models' in sys.modules, next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))
 """
@@ -245,10 +246,10 @@ def test_a_file_and_flags(tmp_path):
     assert plan['epochs']['iterations_per_epoch'] == 125 and plan['epochs']['total_iterations'] == 375
 
 
-@pytest.mark.parametrize('args,message', [(['--gpu', 'toaster'], "'toaster' is unknown"), (['--gpus', '0'], 'gpus is 0'), (['--mfu', '3'], 'mfu 3'), (['--was', '3'], "'3' is no batch"),
+@pytest.mark.parametrize('args,message', [(['--gpu', 'toaster'], "'toaster' is unknown"), (['--gpus', '0'], "'0' will not do"), (['--mfu', '3'], 'mfu 3'), (['--was', '3'], "'3' is no batch"),
                                           (['--was', '64x2x1', '--preset', 'nanovlm'], 'give --samples'), (['--like', 'nowhere'], 'nowhere'), (['--no_such', '1'], 'unknown flag')])
 def test_wrong_flags_are_named(args, message, capsys):
-    with pytest.raises(SystemExit) as e: pl.main(args)
+    with pytest.raises(SystemExit) as e: nanovlm(['plan', *args])
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ from commands import TINY, run, train
 from PIL import Image
 
 from nanovlm_nb import plot as pt
+from nanovlm_nb.cli import main
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SHORT = [*TINY, '--ask_samples', '0', '--val_size', '8']
@@ -102,5 +103,5 @@ def test_gpus_are_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize('args,message', [(['nowhere'], 'begun to train'), (['.', '--x', 'epochs'], 'invalid choice'), (['.', '--smooth', '1'], 'smooth is 1')])
 def test_wrong_arguments_are_named(runs, monkeypatch, capsys, args, message):
     monkeypatch.chdir(runs/'whole')
-    with pytest.raises(SystemExit) as e: pt.main(args)
+    with pytest.raises(SystemExit) as e: main(['plot', *args])
     assert e.value.code == 2 and message in capsys.readouterr().err

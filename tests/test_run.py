@@ -73,10 +73,10 @@ def test_two_ranks_train_like_one(one, tmp_path):
 def test_generate_answers_from_a_run_directory(one, tmp_path):
     row = next(r for r in shapes_dataset(40, 'validation', seed=0) if r['images'])
     row['images'][0].save(tmp_path/'scene.png')
-    args = [sys.executable, '-m', 'nanovlm_nb.ask', one, '--image', 'scene.png', '--prompt', row['texts'][0]['user'], '--max_new_tokens', 5]
+    args = [sys.executable, '-m', 'nanovlm_nb.cli', 'ask', one, '--image', 'scene.png', '--prompt', row['texts'][0]['user'], '--max_new_tokens', 5]
     first, second = run(args, tmp_path).stdout, run(args, tmp_path).stdout
     assert first == second and first.endswith('\n')
-    missing = run([*args[:4], '--image', 'nowhere.png', '--prompt', 'x'], tmp_path, check=False)
+    missing = run([*args[:5], '--image', 'nowhere.png', '--prompt', 'x'], tmp_path, check=False)
     assert missing.returncode and 'nowhere.png' in missing.stderr
 
 

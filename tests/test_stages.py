@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from commands import TINY, run, train
+from commands import TINY, nanovlm, train
 from kills import record
 from safetensors.torch import load_file
 from transformers import SiglipVisionConfig, SiglipVisionModel
@@ -228,7 +228,7 @@ def test_minimind_stage(tmp_path, siglip, use_moe):
     if use_moe: return
     train([*start, '--run_name', 'r', '--resume', 'True', '--max_training_steps', 8], tmp_path, ranks=2)
     assert len(updates(tmp_path, 'r')) == 8, 'the same command goes on'
-    exported = run(['nanovlm_checkpoints', run_dir, '--pth', 'out', '--pth_names', 'own', '--without_vision'], tmp_path).stdout.splitlines()[0]
+    exported = nanovlm(['runs', run_dir, '--pth', 'out', '--pth_names', 'own', '--without_vision'], tmp_path).stdout.splitlines()[0]
     assert exported == str(file.relative_to(tmp_path)).replace('lm_32', 'pretrain_vlm_32')
     train([*start, '--run_name', 'next', '--load_from', exported, '--max_training_steps', 1], tmp_path)
     best = VisionLanguageModel.from_pretrained(run_dir/(run_dir/'best_checkpoint').read_text().strip()).state_dict()
@@ -254,7 +254,7 @@ def test_minimind_stage_with_clip(tmp_path):
     assert changed(tmp_path, 'r') == {'MP.proj.weight', 'MP.proj.bias'}
     saved = json.loads((tmp_path/'checkpoints'/'r'/'step_6'/'config.json').read_text())
     assert saved['pixel_mean'] == pytest.approx([.48145466, .4578275, .40821073]) and saved['mp_kind'] == 'linear_bias'
-    run(['nanovlm_checkpoints', tmp_path/'checkpoints'/'r', '--pth', 'out', '--pth_names', 'minimind_early'], tmp_path)
+    nanovlm(['runs', tmp_path/'checkpoints'/'r', '--pth', 'out', '--pth_names', 'minimind_early'], tmp_path)
     held = torch.load(tmp_path/'out'/'pretrain_vlm_32.pth')
     assert len(held['tok_embeddings.weight']) == 448 and 'vision_proj.vision_proj.0.bias' in held
     train([*start, '--run_name', 'next', '--load_from', 'out/pretrain_vlm_32.pth', '--max_training_steps', 1], tmp_path)

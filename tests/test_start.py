@@ -8,11 +8,11 @@ import torch
 from commands import TINY
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from nanovlm_nb import doctor, invariance, inspect, plan, resume
+from nanovlm_nb import doctor, inspect
 from nanovlm_nb.checkpoint import export_pth
+from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.config import load_yaml, parse_args, preset
 from nanovlm_nb.start import resolve_start
-from nanovlm_nb.train import main as train
 from nanovlm_nb.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
     home, before = tmp_path_factory.mktemp('start'), Path.cwd()
     os.chdir(home)
     try:
-        assert train([*RUN, *SIZES, '--run_name', 'first']) == 0
+        assert nanovlm(['train', *RUN, *SIZES, '--run_name', 'first']) == 0
         export_pth('checkpoints/first', 'out', names='own')
         torch.manual_seed(0)
         SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=8)).save_pretrained('vit')
@@ -43,7 +43,7 @@ def place(tmp_path_factory):
 def trained(kind: str) -> tuple[VisionLanguageModel, tuple]:
     "The model that a run of one update leaves, and the configurations that it used."
     name = 'first' if kind == 'random' else kind
-    if name == kind: assert train([*RUN, *STARTS[kind], '--run_name', kind]) == 0
+    if name == kind: assert nanovlm(['train', *RUN, *STARTS[kind], '--run_name', kind]) == 0
     return VisionLanguageModel.from_pretrained(f'checkpoints/{name}/step_1'), load_yaml(f'checkpoints/{name}/config.yaml')
 
 
@@ -52,7 +52,7 @@ def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch, cap
     monkeypatch.chdir(place)
     model, (vlm, cfg) = trained(kind)
     capsys.readouterr()
-    assert plan.main([*RUN, *STARTS[kind], '--json']) == 0
+    assert nanovlm(['plan', *RUN, *STARTS[kind], '--json']) == 0
     said = json.loads(capsys.readouterr().out)
     assert {n: p['total'] for n, p in said['parameters'].items()} == {n: sum(p.numel() for p in part.parameters()) for n, part in model.named_children()}
     assert said['batch']['batch_size'] == cfg.batch_size and said['batch']['accumulation'] == cfg.gradient_accumulation_steps
@@ -67,8 +67,8 @@ def test_the_others_see_the_checkpoint_too(place, monkeypatch, capsys):
     flags, seen = [*RUN, '--load_from', 'checkpoints/first/step_1'], {}
     monkeypatch.setattr(inspect, 'inspect_config', lambda vlm, cfg, *_: seen.setdefault('inspect', vlm) and inspect.Report('x', None))
     monkeypatch.setattr(inspect, 'tell', lambda *_: 0)
-    inspect.main(flags)
-    assert invariance.main([*flags, '--packs', '2']) == 0, 'a model with other sizes than the data would not get so far'
+    nanovlm(['inspect', *flags])
+    assert nanovlm(['invariance', *flags, '--packs', '2']) == 0, 'a model with other sizes than the data would not get so far'
     check, start = doctor.check_start(*parse_args(flags)[:2], given=parse_args(flags)[2].given)
     assert check == ('start', doctor.PASS, 'from the checkpoint checkpoints/first/step_1', '')
     for vlm in (seen['inspect'], start.vlm_cfg):
@@ -78,7 +78,7 @@ def test_the_others_see_the_checkpoint_too(place, monkeypatch, capsys):
 def test_check_resume_reads_the_deepspeed_file(place, monkeypatch, capsys):
     "A file that changes the packs of an update is a difference before the run says so."
     monkeypatch.chdir(place)
-    resume.main(['checkpoints/first'])
+    nanovlm(['resume', 'checkpoints/first'])
     assert 'packs per update' not in capsys.readouterr().out
-    assert resume.main(['checkpoints/first', '--deepspeed_config', 'ds.json']) == 1
+    assert nanovlm(['resume', 'checkpoints/first', '--deepspeed_config', 'ds.json']) == 1
     assert 'packs per update: 4 -> ' in capsys.readouterr().out

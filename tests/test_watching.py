@@ -10,7 +10,7 @@ import pytest
 from commands import TINY, start_of
 
 from nanovlm_nb.run_dir import LOCK
-from nanovlm_nb.checkpoint import main as list_checkpoints
+from nanovlm_nb.cli import main
 from nanovlm_nb.config import parse_args
 from nanovlm_nb.dist import Dist
 from nanovlm_nb.run import run_on
@@ -29,7 +29,7 @@ def watched(tmp_path_factory):
     while not (run/LOCK).exists():
         assert process.poll() is None and time.monotonic() < deadline, (cwd/'stderr').read_text()
         time.sleep(.01)
-    with contextlib.redirect_stdout(io.StringIO()) as out: code = list_checkpoints([str(run), '--follow'])
+    with contextlib.redirect_stdout(io.StringIO()) as out: code = main(['runs', str(run), '--follow'])
     assert process.wait(60) == 0 and code == 0
     return run, out.getvalue().splitlines()
 
