@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .NOTPARALLEL:
 
 train: install
-	nanovlm_train $(ARGS)
+	nanovlm train $(ARGS)
 
 test: install
 	@$(MAKE) --no-print-directory gate

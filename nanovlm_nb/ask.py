@@ -8,6 +8,7 @@ __all__ = ['left_pad', 'Asker', 'Chat', 'Result', 'questions_of', 'answer_all', 
 
 # %% ../nbs/33_ask.ipynb #b908693b
 import json,sys
+from argparse import Namespace
 from collections.abc import Iterable,Iterator,Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
-from .usage import Parser,UsageError,at_least,command
+from .usage import UsageError
 from .dist import pick_device
 from .chat import encode_prompt,get_image_string
 from .generate import TextStreams
@@ -316,40 +317,23 @@ def load_asker(
         raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}') from e
 
 # %% ../nbs/33_ask.ipynb #761a09fd
-def _parser():
-    p = Parser(prog='nanovlm_generate', description=main.__doc__)
-    p.add_argument('checkpoint', help='directory with config.json and model.safetensors, a run directory, or a hub id')
-    p.add_argument('--image', action='append', default=[], help='picture file; may be given several times, all questions are about all pictures')
-    p.add_argument('--prompt', required=True, help='the question; -: each line of the standard input is one')
-    p.add_argument('--max_new_tokens', type=at_least(1), default=64, help='longest answer in tokens')
-    p.add_argument('--temperature', type=at_least(0, float), default=0., help='0 takes the most likely token')
-    p.add_argument('--top_k', type=at_least(0), default=50, help='with a temperature: draw from this many of the best tokens; 0: from all')
-    p.add_argument('--top_p', type=at_least(0, float), default=.9, help='with a temperature: draw from the best tokens that reach this probability together')
-    p.add_argument('--repetition_penalty', type=float, default=1., help='above 1 makes tokens less likely that were there before')
-    p.add_argument('--stop', action='append', default=[], help='text that ends an answer; may be given several times')
-    p.add_argument('--seed', type=at_least(0), default=0, help='seed of the sampling')
-    p.add_argument('--batch_size', type=at_least(1), default=16, help='questions answered together')
-    how = p.add_mutually_exclusive_group()
-    how.add_argument('--json', action='store_true', help='a line of JSON for each question')
-    how.add_argument('--stream', action='store_true', help='show each answer while it is made')
-    return p
-
 def _answers(asker, images, questions, a):
     "The answers, or with `--stream` their pieces; each question has its own chance."
     size = 1 if a.stream else a.batch_size
     for i in range(0, len(questions), size):
         part = [(images, q) for q in questions[i:i+size]]
         how = dict(repetition_penalty=a.repetition_penalty)
-        if a.temperature: how |= dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=[torch.Generator(asker.device).manual_seed(a.seed+i+j) for j in range(len(part))])
+        if a.temperature:
+            chance = [torch.Generator(asker.device).manual_seed(a.seed+i+j) for j in range(len(part))]
+            how |= dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
         if not a.stream: yield from asker(part, a.max_new_tokens, a.stop, **how)
         else: yield from (*(p for p, in asker.stream(part, a.max_new_tokens, a.stop, **how)),'\n')
 
-@command('nanovlm_generate')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
-):
-    "Console script `nanovlm_generate`: answer questions about some pictures."
-    a = _parser().parse_args(argv)
+    values:Namespace, # from `arguments.ask_parser`
+)->None:
+    "Command `nanovlm ask`: answer questions about some pictures."
+    a = values
     questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
     if not questions: raise UsageError('no question on the standard input: write one a line')
     images,asker = open_pictures(a.image),load_asker(a.checkpoint)
@@ -358,7 +342,3 @@ def main(
         if a.json: text = json.dumps(dict(images=a.image, prompt=next(asked), answer=text), ensure_ascii=False)
         sys.stdout.write(text if a.stream else text+'\n')
         sys.stdout.flush()
-
-# %% ../nbs/33_ask.ipynb #a9107d23
-#| eval: false
-if __name__=='__main__': main()

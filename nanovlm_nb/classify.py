@@ -8,7 +8,7 @@ __all__ = ['LOGS', 'GUIDE', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answ
            'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
            'ModelSection', 'TrainingSection', 'MonitorSection', 'frequency_note', 'translated', 'Settings',
            'check_buildable', 'workers_of', 'configs_of', 'check_run', 'make_class_trainer', 'classify_again',
-           'classify_on', 'classify', 'with_resume', 'place_of', 'main', 'sort_files']
+           'classify_on', 'classify', 'with_resume', 'place_of', 'asked_settings', 'main', 'sort_files']
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
 import json,math,os,random,re,shlex,sys,threading
@@ -28,8 +28,8 @@ from PIL import Image
 from torch import Tensor,nn
 from torch.nn import functional as F
 
-from .usage import Parser,command
-from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused,set_env
+from .usage import UsageError,unknown_flag
+from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused
 from .files import write_atomic
 from .dist import Dist,destroy_dist,init_dist,on_master,set_seed
 from .language import KVCache,init_language_weights
@@ -693,7 +693,7 @@ def classify_again(
     changes:dict={}, # fields that are to have another value
 )->str: # a line for the shell
     "The command that goes on with a run, as `endings.go_on` says it of others."
-    launch = f'torchrun --nproc_per_node {dist.world_size} -m nanovlm_nb.classify' if dist.world_size>1 else 'nanovlm_classify'
+    launch = f'torchrun --nproc_per_node {dist.world_size} -m nanovlm_nb.cli classify' if dist.world_size>1 else 'nanovlm classify'
     first = f', after {", ".join(f"{k}: {v}" for k,v in changes.items())} was written into the file' if changes else ''
     return f'{launch} --config {shlex.quote(str(Path(run_dir)/CLASSIFY))} --run_name {shlex.quote(Path(run_dir).name)} --resume_from latest{first}'
 
@@ -749,35 +749,28 @@ def place_of(
         for section,(own,rest) in SECTIONS.items():
             if name in {f.name for kind in (own,rest) if kind for f in fields(kind)}: return f'`{name}` in the section `{section}` of the file (--config)'
 
-@command('nanovlm_classify')
+def asked_settings(
+    values:Namespace, # from `arguments.classify_parser`
+)->Settings: # the file, changed by flags
+    "What the command line asks for."
+    s = Settings.load(values.config) if values.config else Settings()
+    if values.model: s = replace(s, model=replace(s.model, name=values.model))
+    if values.datasets: s = replace(s, training=replace(s.training, datasets=values.datasets))
+    if values.run_name: s = replace(s, training=replace(s.training, run_name=values.run_name))
+    if values.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=values.deepspeed_config))
+    return with_resume(s, values.resume_from) if values.resume_from else s
+
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
+    values:Namespace, # from `arguments.classify_parser`
 )->int: # exit code: 0, or 85 when a signal has ended the training
-    "Console script `nanovlm_classify`: train a classifier, or sort pictures with one."
-    p = Parser(prog='nanovlm_classify', description=main.__doc__)
-    p.add_argument('--config', metavar='FILE.yaml', help='settings in the sections `model`, `training` and `monitor`; without it the defaults')
-    p.add_argument('--model', help='what to begin with, in place of `name` in the file')
-    p.add_argument('--datasets', nargs='+', metavar='DATA', help='pictures, in place of `datasets` in the file')
-    p.add_argument('--run_name', help='name of the run and of its directory')
-    p.add_argument('--resume_from', help='checkpoint-N of the run, a path, or `latest`')
-    p.add_argument('--deepspeed_config', metavar='FILE.json', help='a DeepSpeed configuration, translated')
-    p.add_argument('--predict', metavar='CHECKPOINT', help='do not train, but sort pictures with this checkpoint or the best of this run')
-    p.add_argument('pictures', nargs='*', help='files to sort')
-    a,rest = p.parse_known_args(argv)
-    for flag in rest:
-        if (here := place_of(flag)): p.error(f'unknown flag `{flag.split("=")[0]}`: here it is {here}')
-    if rest: a = p.parse_args(argv)
-    set_env()
-    if a.predict or a.pictures:
-        sort_files(a.predict, a.pictures)
-        return 0
-    s = Settings.load(a.config) if a.config else Settings()
-    if a.model: s = replace(s, model=replace(s.model, name=a.model))
-    if a.datasets: s = replace(s, training=replace(s.training, datasets=a.datasets))
-    if a.run_name: s = replace(s, training=replace(s.training, run_name=a.run_name))
-    if a.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=a.deepspeed_config))
-    if a.resume_from: s = with_resume(s, a.resume_from)
-    return exit_code(classify(s, a.config))
+    "Command `nanovlm classify`: train a classifier, or sort pictures with one."
+    for flag in values.unknown:
+        name = flag.split('=')[0]
+        if (here := place_of(flag)): raise UsageError(f'unknown flag `{name}`: here it is {here}')
+    if values.unknown: raise UsageError(unknown_flag(values.unknown, values.flags))
+    if not (values.predict or values.pictures): return exit_code(classify(asked_settings(values), values.config))
+    sort_files(values.predict, values.pictures)
+    return 0
 
 def sort_files(
     checkpoint:str, # a checkpoint, or a run directory
@@ -787,7 +780,3 @@ def sort_files(
     if not (checkpoint and pictures): raise ValueError('to sort pictures, give --predict CHECKPOINT and one or more files')
     labels,probs = VLMClassifier.from_pretrained(find_checkpoint(checkpoint)).predict(pictures)
     for file,label,p in zip(pictures, labels, probs.amax(1).tolist()): sys.stdout.write(f'{file}\t{label}\t{p:.3f}\n')
-
-# %% ../nbs/46_classify.ipynb #33a05db7
-#| eval: false
-if __name__=='__main__': sys.exit(main())

@@ -45,7 +45,8 @@ def check_command(
 )->None:
     "Raise a UsageError about a command that does not exist."
     if name in COMMANDS: return
-    if name.startswith('-'): raise UsageError(f'`{name}` stands before a command: write nanovlm COMMAND {name}')
+    if name.startswith('-'):
+        raise UsageError(f'`{name}` stands before a command: write nanovlm COMMAND {name}')
     meant = KNOWN_AS.get(name.replace('-', '_').lower()) or nearest(name.lower(), COMMANDS)
     remedy = f'did you mean `{meant}`?' if meant else 'nanovlm --help shows those that exist'
     raise UsageError(f'there is no command `{name}`: {remedy}')

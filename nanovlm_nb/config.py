@@ -963,7 +963,7 @@ def _add_field(group, f, kind, default, shown):
 
 # %% ../nbs/01_config.ipynb #fb59a078
 def make_parser(
-    prog:str='nanovlm_train', # name of the command in messages
+    prog:str='nanovlm train', # name of the command in messages
     name:str='shapes', # preset whose values the help shows
     everything:bool=False, # help for every field; else for the common ones
 )->ArgumentParser: # a flag for each field of both dataclasses, `--preset` and `--config`
@@ -1000,7 +1000,7 @@ def check_flags(
 # %% ../nbs/01_config.ipynb #974a2952
 def parse_args(
     argv:list[str]|None=None, # arguments; default: those of the process
-    prog:str='nanovlm_train', # name of the command in its help
+    prog:str='nanovlm train', # name of the command in its help
     own:Iterable[str]=(), # flags of the command itself, which one may have meant
 )->tuple[VLMConfig,TrainConfig,Namespace]: # model, run, and `preset`, `config`, `given` (fields named)
     "Preset, file and flags, the later ones winning."

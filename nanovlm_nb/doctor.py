@@ -361,13 +361,13 @@ def smoke_run(
         try: done = run_to_end(command, timeout_s, cwd=folder)
         except subprocess.TimeoutExpired:
             return Check('short run', FAIL, f'not over after {timeout_s:g} s',
-                         'plan it with nanovlm_plan: this machine may be too slow')
+                         'plan it with nanovlm plan: this machine may be too slow')
         log = next(Path(folder).rglob('smoke/log.jsonl'), None)
         losses = [r['batch_loss'] for r in read_log(log) if 'batch_loss' in r] if log else []
     if done.returncode or len(losses)!=updates or None in losses:
         last = (done.stderr.strip().splitlines() or [f'ended with {done.returncode}'])[-1]
         return Check('short run', FAIL, f'{len(losses)} of {updates} updates: {last}',
-                     'start nanovlm_train with the same settings and read its messages')
+                     'start nanovlm train with the same settings and read its messages')
     return Check('short run', PASS, f'{updates} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}')
 
 # %% ../nbs/43_doctor.ipynb #01697dc8
@@ -417,7 +417,7 @@ def check_start(
         try: start = foresee_start(vlm_cfg, train_cfg, gpus, given)
         except (OSError, ValueError): start = Start(vlm_cfg, train_cfg, 'nothing', [])
         return Check('start', FAIL, ' '.join(str(e).split()),
-                     'do what the message says: nanovlm_train would refuse to start'),start
+                     'do what the message says: nanovlm train would refuse to start'),start
     return Check('start', PASS, f'goes on from {path}' if path else f'from {start.origin}'),start
 
 def examine(

@@ -80,7 +80,7 @@ def go_on(
     local = int(os.environ.get('LOCAL_WORLD_SIZE', dist.world_size))
     nodes = f'--nnodes {dist.world_size//local} (as before) ' if local<dist.world_size else ''
     launch = (f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train'
-              if dist.world_size>1 else 'nanovlm_train')
+              if dist.world_size>1 else 'nanovlm train')
     fields = dict(run_name=Path(run_dir).name, resume=True)
     if train_cfg.load_from: fields['load_from'] = None
     fields |= changes

@@ -139,7 +139,7 @@ class Job:
         "The evaluator as a process."
         options = dict(tasks=self.tasks, out=out, step=self.step, batch_size=self.batch_size, limit=self.limit, include_path=self.include_path)
         flags = [o for k,v in options.items() if v is not None for o in (f'--{k}',str(v))]
-        return [sys.executable, '-m', 'nanovlm_nb.evaluate', self.checkpoint, *flags]
+        return [sys.executable, '-m', 'nanovlm_nb.cli', 'eval', self.checkpoint, *flags]
 
     def slurm(self,
         script:str, # e.g. 'slurm/eval.slurm'

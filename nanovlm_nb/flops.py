@@ -218,8 +218,8 @@ def peak_flops(
     return None if gpu is None else gpu.tflops*1e12
 
 # %% ../nbs/18_flops.ipynb #5f622215
-BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555, 'A100':2.039, 'L40S':.864,
-    'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
+BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555, 'A100':2.039,
+    'L40S':.864, 'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
 
 class Card(NamedTuple):
     "What a card can do at best."

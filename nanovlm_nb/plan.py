@@ -29,7 +29,7 @@ from .arguments import DEVICES,MFU
 from .vlm import VLMNet
 from .optim import component_lrs,param_groups
 from .shard import bytes_per_parameter
-from .start import Start,foresee_start
+from .start import foresee_start
 from .resume import splits
 
 # %% ../nbs/42_plan.ipynb #a24d4f2d

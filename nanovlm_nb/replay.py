@@ -8,6 +8,7 @@ __all__ = ['FAR', 'checkpoint_before', 'alone', 'trainer_before', 'micro_batch_o
 
 # %% ../nbs/36_replay.ipynb #65780bcd
 import json,math,sys,tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass,replace
@@ -16,8 +17,8 @@ from statistics import median
 
 import torch
 
-from .usage import Parser,UsageError,at_least,command
-from .config import TrainConfig,VLMConfig,evolve,load_yaml,set_env,updates_of_run
+from .usage import UsageError
+from .config import TrainConfig,VLMConfig,evolve,load_yaml,updates_of_run
 from .dist import Dist,pick_device
 from .logs import RunLog
 from .run_dir import CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
@@ -143,26 +144,18 @@ def tell(
     bad = [v.id for v in verdicts if v.suspect]
     return lines+[f'suspect: {", ".join(bad)}' if bad else f'no sample stands out (not finite, or {FAR} times the median pull)']
 
-@command('nanovlm_replay')
 def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
+    values:Namespace, # from `arguments.replay_parser`
 )->int: # 1 if a sample is suspect, else 0
-    "Console script `nanovlm_replay`: make an update of a run again and judge its samples."
-    p = Parser(prog='nanovlm_replay', description='Make one update of a run again, and look at each of its samples alone.')
-    p.add_argument('run_dir', type=Path, help='directory of the run')
-    p.add_argument('update', type=at_least(1), nargs='?', help='number of the update; default: the last one that was skipped')
-    p.add_argument('--worst', type=at_least(1), default=10, help='samples to show')
-    a = p.parse_args(argv)
-    set_env()
-    if not (a.run_dir/CONFIG).is_file(): raise UsageError(f'{a.run_dir} holds no config.yaml: give the directory of a run')
-    skipped = read_bad_updates(a.run_dir)
-    if a.update is None and not skipped: raise UsageError(f'{a.run_dir} has skipped no update: say which one you mean')
-    n = a.update or skipped[-1]['update']
-    with trainer_before(a.run_dir, n) as (trainer,update): found = whole_update(trainer, update),judge_samples(trainer, update)
-    was = next((r for r in read_log(a.run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
-    sys.stdout.write(f'update {n}: '+'\n'.join(tell(update, *found[0], found[1], was, a.worst))+'\n')
-    return int(any(v.suspect for v in found[1]))
-
-# %% ../nbs/36_replay.ipynb #3d0ce99f
-#| eval: false
-if __name__=='__main__': sys.exit(main())
+    "Command `nanovlm replay`: make an update of a run again and judge its samples."
+    run_dir = Path(values.run_dir)
+    skipped = read_bad_updates(run_dir)
+    if values.update is None and not skipped:
+        raise UsageError(f'{run_dir} has skipped no update: say which one you mean')
+    n = values.update or skipped[-1]['update']
+    with trainer_before(run_dir, n) as (trainer,update):
+        (loss,norm),verdicts = whole_update(trainer, update),judge_samples(trainer, update)
+    was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
+    lines = tell(update, loss, norm, verdicts, was, values.worst)
+    sys.stdout.write(f'update {n}: '+'\n'.join(lines)+'\n')
+    return int(any(v.suspect for v in verdicts))

@@ -298,7 +298,7 @@ def aside_lines(
     newer = left_behind(run_dir, checkpoint) if is_own(run_dir, checkpoint) else []
     if not newer: return []
     return [f'{", ".join(p.name for p in newer)}: not on the way from {checkpoint.name}, set aside in {abandoned_folder(run_dir)} with the log of that time '
-        f'(`nanovlm_checkpoints {run_dir} --delete_abandoned` deletes that)']
+        f'(`nanovlm runs {run_dir} --delete_abandoned` deletes that)']
 
 def _work_line(run_dir, step):
     log = run_dir/LOG

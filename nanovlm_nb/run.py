@@ -9,7 +9,7 @@ __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'IN_PROCESS', '
            'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change', 'Ending', 'start_patience',
            'on_each_rank', 'interrupted_if_unreachable', 'open_log', 'make_trainer', 'use_frozen_tower', 'use_evals',
            'Before', 'look_before', 'put_back', 'run_on', 'run_in', 'train_to_the_end', 'settle_in', 'begin_anew',
-           'millions', 'run']
+           'millions', 'run', 'main']
 
 # %% ../nbs/34_run.ipynb #bf016cbf
 import json,os,re,shutil,signal,threading
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .usage import SAID,is_usage
+from .usage import SAID,ends_at_once,is_usage
 from .config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml,set_env,updates_of_run
 from .files import write_atomic
 from .dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed,set_threads
@@ -393,7 +393,7 @@ class Ending:
         if isinstance(error, Unstable): raise RunFailed(f'{error}. {what_is_left(run_dir).capitalize()}; to go on: {self.command()}') from error
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
-        elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm_doctor --config {run_dir/CONFIG}` tries its data, disk, memory and a short run')
+        elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm doctor --config {run_dir/CONFIG}` tries its data, disk, memory and a short run')
 
 # %% ../nbs/34_run.ipynb #c0de3402
 def start_patience(
@@ -656,3 +656,10 @@ def run(
     try:
         with stop_on_signals(stop): return run_on(vlm_cfg, train_cfg, dist, schedule, stop, asked=asked)
     finally: destroy_dist()
+
+# %% ../nbs/34_run.ipynb #84d3c984
+def main(
+    values:Namespace, # from `arguments.train_parser`
+)->int: # exit code, see `exit_code`
+    "Command `nanovlm train`: train as a preset, a file and flags say."
+    with ends_at_once(): return exit_code(run(values.vlm_cfg, values.train_cfg, asked=values))

@@ -815,7 +815,7 @@ class Closing(Feeding):
         self.saver.wait()
         n,step,run_dir = self.state.bad_in_a_row,self.state.step,self.log.run_dir
         raise Unstable(f'{n} updates in a row were skipped, the last is update {step}. '
-            f'Their samples are in {run_dir}/bad_updates.jsonl, `nanovlm_replay {run_dir} {step}` makes one again. '
+            f'Their samples are in {run_dir}/bad_updates.jsonl, `nanovlm replay {run_dir} {step}` makes one again. '
             f'What helps an unstable run: {"; ".join(stability_advice(self.cfg))}')
 
     def close_update(self)->bool: # False: a signal came in between

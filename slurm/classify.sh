@@ -18,9 +18,9 @@
 #SBATCH --output=%x-%j.out
 
 set -eu
-[ $# -ge 1 ] || { echo "usage: $0 FILE.yaml [flags of nanovlm_classify]" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: $0 FILE.yaml [flags of nanovlm classify]" >&2; exit 2; }
 config=$1; shift
 gpus=$(nvidia-smi -L 2>/dev/null | wc -l || true)
 ranks=${RANKS:-${SLURM_GPUS_ON_NODE:-$gpus}}
-[ "$ranks" -gt 1 ] || exec python -m nanovlm_nb.classify --config "$config" "$@"
-exec python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m nanovlm_nb.classify --config "$config" "$@"
+[ "$ranks" -gt 1 ] || exec python -m nanovlm_nb.cli classify --config "$config" "$@"
+exec python -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m nanovlm_nb.cli classify --config "$config" "$@"

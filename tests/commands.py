@@ -68,6 +68,6 @@ def nanovlm(args, cwd, **kw):
 
 
 def train(args, cwd, ranks=1, **kw):
-    "`nanovlm_train`, or the same module under torchrun when there are several ranks; takes what `run` takes."
+    "`nanovlm train`, or the same module under torchrun when there are several ranks; takes what `run` takes."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
     return run([sys.executable, *launch, '-m', 'nanovlm_nb.train', *args], cwd, **kw)

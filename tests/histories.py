@@ -62,7 +62,7 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
 
 
 def stands(run):
-    "Where a run stands: what its pointer names (or would, had the run lived a moment longer), which is complete, and what `nanovlm_check_resume` announces."
+    "Where a run stands: what its pointer names (or would, had the run lived a moment longer), which is complete, and what `nanovlm resume` announces."
     name = stands_at(run)
     assert not missing_pieces(run/name)
     with contextlib.redirect_stdout(io.StringIO()) as out: main(['resume', str(run)])

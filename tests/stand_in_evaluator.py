@@ -1,6 +1,6 @@
 """A stand-in for the evaluator, without a model: OUT TASKS GO. It writes one figure a task, and none before the file GO is there.
 
-`python stand_in_evaluator.py train FLAGS` is `nanovlm_train` whose evaluations are made by it; GO is `go` in the working directory."""
+`python stand_in_evaluator.py train FLAGS` is `nanovlm train` whose evaluations are made by it; GO is `go` in the working directory."""
 import json
 import os
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def evaluate(out, tasks, go):
-    "What nanovlm_eval does to its result file."
+    "What nanovlm eval does to its result file."
     while not go.exists(): time.sleep(.02)
     step = int(out.stem[5:])
     have = json.loads(out.read_text()) if out.exists() else dict(global_step=step, tasks=[], results={})
@@ -28,7 +28,7 @@ def command(job, out): return [sys.executable, __file__, str(out), job.tasks, 'g
 
 
 def train(argv):
-    "nanovlm_train with this evaluator, and as if lmms-eval were there."
+    "nanovlm train with this evaluator, and as if lmms-eval were there."
     import nanovlm_nb.run as run
     from nanovlm_nb.train import main
     run.Evaluations = partial(run.Evaluations, command=command)

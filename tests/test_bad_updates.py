@@ -1,4 +1,4 @@
-"Poisoned samples among clean ones: their updates are skipped by all ranks together, and `nanovlm_replay` names them."
+"Poisoned samples among clean ones: their updates are skipped by all ranks together, and `nanovlm replay` names them."
 import json
 import random
 import sys
@@ -44,7 +44,7 @@ def test_their_updates_are_skipped_and_no_others(poisoned):
 def test_replay_names_the_sample(poisoned):
     run_dir, bad = poisoned
     first = read_bad_updates(run_dir)[0]
-    said = run([sys.executable, '-m', 'nanovlm_nb.replay', run_dir, first['update']], run_dir, check=False)
+    said = run([sys.executable, '-m', 'nanovlm_nb.cli', 'replay', run_dir, first['update']], run_dir, check=False)
     assert said.returncode == 1, said.stderr
     assert said.stdout.splitlines()[-1] == f'suspect: {", ".join(i for i in first["ids"] if i in bad)}'
     assert 'the same samples as in the log' in said.stdout

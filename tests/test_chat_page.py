@@ -44,11 +44,11 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope='module')
 def server(checkpoint, tmp_path_factory):
-    "`nanovlm_chat` on a free port; yields its address."
+    "`nanovlm chat` on a free port; yields its address."
     pytest.importorskip('gradio')
     port, log = free_port(), tmp_path_factory.mktemp('chat')/'log'
     with log.open('w') as out:
-        process = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.chat_page', str(checkpoint), '--port', str(port), '--max_new_tokens', '12'], cwd=log.parent,
+        process = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.cli', 'chat', str(checkpoint), '--port', str(port), '--max_new_tokens', '12'], cwd=log.parent,
             stdout=out, stderr=subprocess.STDOUT, env=environment(GRADIO_ANALYTICS_ENABLED='False', PYTHONPATH=str(ROOT)))
     try:
         end = time.monotonic() + 180
@@ -72,12 +72,12 @@ def scene(tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.mark.slow
 def test_ask_about_a_picture(server, scene, checkpoint, tmp_path):
-    "Upload, ask, read the answer: it is the one that `nanovlm_generate` gives. A second question keeps the first."
+    "Upload, ask, read the answer: it is the one that `nanovlm ask` gives. A second question keeps the first."
     sync = pytest.importorskip('playwright.sync_api')
     browser_path = next((p for n in ('chromium', 'chromium-browser', 'google-chrome') if (p := shutil.which(n))), None)
     if browser_path is None: pytest.skip('no Chromium here')
     path, row = scene
-    said = run([sys.executable, '-m', 'nanovlm_nb.ask', checkpoint, '--image', path, '--prompt', QUESTION, '--max_new_tokens', 12], tmp_path, PYTHONPATH=str(ROOT)).stdout.strip()
+    said = run([sys.executable, '-m', 'nanovlm_nb.cli', 'ask', checkpoint, '--image', path, '--prompt', QUESTION, '--max_new_tokens', 12], tmp_path, PYTHONPATH=str(ROOT)).stdout.strip()
     with sync.sync_playwright() as p:
         browser = p.chromium.launch(executable_path=browser_path, args=['--no-sandbox'])
         page = browser.new_page(viewport=dict(width=1200, height=1100))

@@ -47,7 +47,7 @@ def settings(cwd, name, **training):
 def command(file, *more, ranks=1):
     "The command line of a run."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
-    return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.classify', '--config', file, *more)]
+    return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.cli', 'classify', '--config', file, *more)]
 
 
 def log(cwd, name):
@@ -119,7 +119,7 @@ def test_predicting_from_the_command_line(place, whole):
     rows = load_classes([str(place/'numerals'), str(place/'figures')]).val
     files = [place/f'{i}.png' for i in (0, 50)]
     for f, i in zip(files, (0, 50)): f.write_bytes(rows[i]['images'][0]['bytes'])
-    done = run([sys.executable, '-m', 'nanovlm_nb.classify', '--predict', whole, *files], place)
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'classify', '--predict', whole, *files], place)
     assert [line.split('\t')[:2] for line in done.stdout.splitlines()] == [[str(f), names[judged[i].predicted]] for f, i in zip(files, (0, 50))]
 
 

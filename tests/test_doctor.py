@@ -163,8 +163,8 @@ def test_attention_backends_compute():
 # --- the command
 
 def examined(cwd, *args, **env):
-    "`nanovlm_doctor --json` in a process of its own: name -> check, and the exit code."
-    done = run([sys.executable, '-m', 'nanovlm_nb.doctor', *args, '--json'], cwd, check=False, **env)
+    "`nanovlm doctor --json` in a process of its own: name -> check, and the exit code."
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'doctor', *args, '--json'], cwd, check=False, **env)
     assert 'Traceback' not in done.stderr, done.stderr[-3000:]
     checks = json.loads(done.stdout)
     assert done.returncode == any(c['state'] == FAIL for c in checks)

@@ -133,7 +133,7 @@ def from_skypilot(root):
 
 @pytest.mark.parametrize('command', [from_slurm, from_kubernetes, from_skypilot])
 def test_job_files_start_the_same_command(root, command):
-    "torchrun and nanovlm_train understand it; signals, shutdown, name and resume are the same everywhere."
+    "torchrun and nanovlm train understand it; signals, shutdown, name and resume are the same everywhere."
     from torch.distributed.run import parse_args as torchrun_args
     values = {'$SLURM_NNODES': '2', '$ranks': '8', '$SKYPILOT_NUM_NODES': '2', '$SKYPILOT_NUM_GPUS_PER_NODE': '8', '$SKYPILOT_NODE_RANK': '1', '${MAX_RESTARTS:-0}': '2', '${SHUTDOWN_S:-90}': '90'}
     words = [values.get(w, w) for w in shlex.split(command(root)) if w != '$@']

@@ -186,7 +186,7 @@ def is_said(error, run):
     "One sentence: where, what is left, the command."
     last = read_pointer(run)
     assert not missing_pieces(last)
-    assert re.match(rf'no space left in {re.escape(str(run))}: the last complete checkpoint is {last.name}\. Make room.*, then: nanovlm_train --config \S+ --run_name run --resume True$', str(error)), error
+    assert re.match(rf'no space left in {re.escape(str(run))}: the last complete checkpoint is {last.name}\. Make room.*, then: nanovlm train --config \S+ --run_name run --resume True$', str(error)), error
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     return last
 
@@ -285,7 +285,7 @@ def test_an_error_before_the_first_update_points_to_the_doctor(tmp_path):
     def no_driver(*_): raise RuntimeError('CUDA driver initialization failed')
     with pytest.raises(RuntimeError, match='driver'): in_process(tmp_path, make=no_driver)
     log = (tmp_path/'run'/'train.log').read_text()
-    assert f'`nanovlm_doctor --config {tmp_path}/run/config.yaml` tries its data, disk, memory and a short run' in log
+    assert f'`nanovlm doctor --config {tmp_path}/run/config.yaml` tries its data, disk, memory and a short run' in log
 
 
 def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_path, monkeypatch):
@@ -326,5 +326,5 @@ def test_a_system_without_posix_signals_and_open_directories(tmp_path, monkeypat
 
 def test_too_many_bad_updates_end_with_what_is_left_and_no_traceback(tmp_path):
     "One line for the user: which updates, what helps, which checkpoint, which command."
-    with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*The last complete checkpoint is step_\1; to go on: nanovlm_train '):
+    with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*The last complete checkpoint is step_\1; to go on: nanovlm train '):
         in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30', '--max_grad_norm', 'None', '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates', '3', '--eval_in_epochs', 'False', '--save_interval', '0')

@@ -197,7 +197,7 @@ def test_script_of_the_slurm_job(root, tmp_path):
     python.chmod(0o755)
     call = lambda *words, **kw: run([root/'slurm'/'eval.slurm', *words], tmp_path, PYTHON=str(python), **kw)
     words = ['/d/checkpoints/a/step_4', '4', 'a', 'x; y,z', '8.0', '64']
-    base = ['-m', 'nanovlm_nb.evaluate', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--out', '/d/eval_results/a/step_4.json']
+    base = ['-m', 'nanovlm_nb.cli', 'eval', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--out', '/d/eval_results/a/step_4.json']
     assert call(*words).stdout.strip() == str([*base, '--limit', '8.0'])
     assert call(*words[:4], 'None', '64', '/t t').stdout.strip() == str([*base, '--include_path', '/t t'])
     wrong = call(*words[:3], check=False)
@@ -300,7 +300,7 @@ def test_all_roads_to_lmms_eval_write_the_same_file(tasks, tmp_path):
         assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match', 'lmms_eval/digits_choice_acc'}
     assert files['subprocess'] == files['in_process']
     own = tmp_path/'own.json'
-    run([sys.executable, '-m', 'nanovlm_nb.evaluate', tmp_path/'subprocess'/'checkpoints'/'a'/'step_4', '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10,
+    run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', tmp_path/'subprocess'/'checkpoints'/'a'/'step_4', '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10,
          '--batch_size', 4, '--out', own], tmp_path)
     ours, theirs = (json.loads(text)['results'] for text in (own.read_text(), files['subprocess']))
     assert ours == {k: v for k, v in theirs.items() if k in ours} and len(ours) == 2
@@ -311,7 +311,7 @@ def test_all_roads_to_lmms_eval_write_the_same_file(tasks, tmp_path):
 def test_a_task_that_fails_costs_only_itself(learned, tasks, tmp_path):
     (tasks/'broken.yaml').write_text((tasks/'shapes.yaml').read_text().replace('task: shapes', 'task: broken').replace('shapes.parquet', 'none.parquet'))
     out = tmp_path/'out.json'
-    done = run([LMMS, '-m', 'nanovlm_nb.evaluate', learned, '--tasks', 'nosuch,broken,digits', '--include_path', tasks, '--limit', 4, '--out', out], tmp_path, check=False, timeout=900)
+    done = run([LMMS, '-m', 'nanovlm_nb.cli', 'eval', learned, '--tasks', 'nosuch,broken,digits', '--include_path', tasks, '--limit', 4, '--out', out], tmp_path, check=False, timeout=900)
     (tasks/'broken.yaml').unlink()
     assert done.returncode == 1 and "nosuch failed: ValueError: lmms-eval has no task 'nosuch'" in done.stderr and 'broken failed: ' in done.stderr
     assert json.loads(out.read_text())['tasks'] == ['digits']

@@ -214,7 +214,7 @@ def test_unusable_pictures_are_named_in_one_line(saved):
     said = broken_files(saved)
     done = generate(saved, *(f for name in said for f in ('--image', name)), '--image', 'scene.png', '--prompt', 'x', check=False)
     line, = done.stderr.splitlines()
-    assert done.returncode == 2 and done.stdout == '' and line.startswith('nanovlm_generate: error: ')
+    assert done.returncode == 2 and done.stdout == '' and line.startswith('nanovlm ask: error: ')
     for name, what in said.items(): assert f'{name}: ' in line and what in line
 
 

@@ -1,4 +1,4 @@
-"`nanovlm_inspect`: planted faults are named with the sample's id, clean data are not, and the page stands alone."
+"`nanovlm inspect`: planted faults are named with the sample's id, clean data are not, and the page stands alone."
 import io
 import json
 import random
@@ -79,7 +79,7 @@ def few(tmp_path_factory):
 def command(cwd, *args):
     "The console command in a process of its own: exit code and output; a minute of work is the limit, however busy the machine."
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run([sys.executable, '-m', 'nanovlm_nb.inspect', *args], cwd, check=False)
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'inspect', *args], cwd, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert 'Traceback' not in done.stderr, done.stderr[-3000:]
     assert after.ru_utime-before.ru_utime+after.ru_stime-before.ru_stime < 60

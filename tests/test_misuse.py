@@ -139,7 +139,7 @@ MISUSES = [
 OF_OTHERS = set('--nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --num_epochs --learning_rate --timeout --no_'.split())
 #: parameters of functions, a key of DeepSpeed, a kind of fault
 NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
-# `nanovlm_train` gets these where the model does not matter: nothing else is looked for
+# `nanovlm train` gets these where the model does not matter: nothing else is looked for
 SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--log_wandb', 'False', '--progress_bar', 'False']
 
 

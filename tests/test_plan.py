@@ -209,9 +209,9 @@ def test_ranges_and_saving():
 # --- the command
 
 def planned(*args, cwd):
-    "`nanovlm_plan` in a process of its own: output and seconds of work."
+    "`nanovlm plan` in a process of its own: output and seconds of work."
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run([sys.executable, '-m', 'nanovlm_nb.plan', *args], cwd, check=False)
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'plan', *args], cwd, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert 'Traceback' not in done.stderr, done.stderr[-3000:]
     return done, after.ru_utime-before.ru_utime+after.ru_stime-before.ru_stime

@@ -26,8 +26,8 @@ def runs(tmp_path_factory):
 
 
 def command(cwd, *args, check=True):
-    "`nanovlm_plot` in a process of its own."
-    done = run([sys.executable, '-m', 'nanovlm_nb.plot', *args], cwd, check=check)
+    "`nanovlm plot` in a process of its own."
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'plot', *args], cwd, check=check)
     assert 'Traceback' not in done.stderr, done.stderr[-3000:]
     return done
 

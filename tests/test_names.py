@@ -1,0 +1,57 @@
+"Every command and every module that a text names exists: in messages, notebooks and their outputs, documents, scripts and tests."
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nanovlm_nb.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py')}
+PACKAGES = {m.rpartition('.')[0] for m in MODULES} | {'tasks'}  # the folder of lmms-eval's tasks holds no code
+#: what begins with the project's name and is no command: the package, the script, a preset, a loss and a step of an x-ray, a file, a project of wandb, a field of others
+OTHERS = {'nb', 'train', 'native', 'loss', 'step', 'error', 'classify', 'config'}
+#: what follows the name of the convention of prompts in a sentence
+WORDS = {'or', 'convention'}
+
+
+def strings(notebook: Path) -> str:
+    "Sources and text outputs of a notebook."
+    found = []
+    for cell in json.loads(notebook.read_text(encoding='utf-8'))['cells']:
+        found.append(''.join(cell['source']))
+        for out in cell.get('outputs', []): found += [''.join(out.get('text', '')), ''.join(out.get('data', {}).get('text/plain', ''))]
+    return '\n'.join(found)
+
+
+def texts() -> dict[str, str]:
+    "Path -> text of everything that somebody may read."
+    files = [p for pattern in ('*.md', 'Makefile', '.ci/*', '.github/workflows/*', 'slurm/*', 'tests/*.py', 'tests/gpu/*.[mp][dy]', 'nanovlm_nb/**/*.py', 'nbs/**/*.ipynb') for p in ROOT.glob(pattern)]
+    kept = [p for p in files if p.is_file() and '.ipynb_checkpoints' not in p.parts and p.name not in ('_modidx.py', Path(__file__).name)]
+    return {str(p.relative_to(ROOT)): strings(p) if p.suffix == '.ipynb' else p.read_text(encoding='utf-8') for p in kept}
+
+
+@pytest.fixture(scope='module')
+def read(): return texts()
+
+
+def unknown(read, pattern: str, known) -> dict[str, set]:
+    "What a pattern finds and is not known, by file."
+    found = {path: {m[1] for m in re.finditer(pattern, text)} - set(known) for path, text in read.items()}
+    return {path: names for path, names in found.items() if names}
+
+
+def test_every_command_that_is_named_exists(read):
+    assert sum(len(re.findall(r'\bnanovlm train\b', text)) for text in read.values()) > 40
+    assert not unknown(read, r'(?<![\w./-])nanovlm ([a-z]\w*)', [*COMMANDS, *WORDS])
+    assert not unknown(read, r'(?<![\w./-])nanovlm_([a-z]\w*)', OTHERS), 'a script that is no more'
+
+
+def test_every_module_that_is_named_exists(read):
+    "Also the one that is started as a program: only two of them do something then."
+    assert not {path: names for path, names in unknown(read, r'\bnanovlm_nb\.([a-z]\w*(?:\.[a-z]\w*)?)', ()).items()
+                if any(n not in MODULES | PACKAGES and n.split('.')[0] not in MODULES for n in names)}
+    started = {m[1] for text in read.values() for m in re.finditer(r"-m['\"]?,? ?['\"]?nanovlm_nb\.(\w+(?:\.\w+)*)", text)}
+    assert started == {'cli', 'train'}
+    assert not unknown(read, r"-m['\"]?,? ?['\"]?nanovlm_nb\.cli['\"]?,? ['\"]?(?=[a-z])(\w+)", COMMANDS)
