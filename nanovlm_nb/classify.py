@@ -7,7 +7,7 @@ __all__ = ['LOGS', 'GUIDE', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answ
            'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
            'ModelSection', 'TrainingSection', 'MonitorSection', 'frequency_note', 'translated', 'Settings',
-           'check_buildable', 'workers_of', 'configs_of', 'check_run', 'make_class_trainer', 'classify_again',
+           'check_buildable', 'workers_of', 'configs_of', 'check_run', 'class_parts', 'class_trainer', 'classify_again',
            'classify_on', 'classify', 'with_resume', 'place_of', 'asked_settings', 'main', 'sort_files']
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
@@ -16,7 +16,6 @@ from argparse import Namespace
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +30,9 @@ from torch.nn import functional as F
 from .usage import UsageError,unknown_flag
 from .config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known,evolve,preset,refused
 from .files import write_atomic
-from .dist import Dist,destroy_dist,init_dist,on_master,set_seed
+from .recipe import Parts
+from .dist import Dist,destroy_dist,init_dist,on_master
 from .language import KVCache,init_language_weights
-from .logs import RunLog
 from .layout import Layout
 from .images import image_processor_of
 from .dataset import Plan,VQADataset
@@ -47,7 +46,7 @@ from .run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
 from .optim import autocast
 from .trainer import Trainer
 from .ask import left_pad
-from .run import exit_code,run_on,stop_on_signals
+from .run import exit_code,run,stop_on_signals
 
 # %% ../nbs/46_classify.ipynb #d2f78192
 @dataclass
@@ -332,6 +331,7 @@ class ClassTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.base.tokenizer = self.tokenizer
         self.best = dict(best_overall_accuracy=0., best_model_step=None)
         self.truth,self.judged = self.val_loader.source.rows.answers(),[]
 
@@ -660,31 +660,34 @@ def check_run(
     if wanted!=now: raise ValueError(f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted with the former: write the same numbers')
     if not cfg.class_head and train_cfg.sharding!='ddp': raise ValueError(f'sharding {train_cfg.sharding} with method answers: names are scored outside of the sharded forward pass, set sharding to ddp or method to head')
 
-def make_class_trainer(
+def class_parts(
+    settings:Settings, # the file
+    data:ClassData, # pictures
+)->Parts: # model, data and trainer of a run that classifies
+    "The recipe of a classifier."
+    splits = ((data.train, (wiggle,)*settings.training.augment, True), (data.val, (), False))
+    def loaders(train_cfg, cfg, dist, tokenizer):
+        check_run(settings, cfg, train_cfg)
+        workers = dict(zip((True,False), (train_cfg.num_workers,train_cfg.val_workers)))
+        def made(rows, changes, shuffle):
+            source = MapSource(rows, train_cfg.seed, shuffle=shuffle)
+            return pack_loader(source, ClassSamples(cfg, tokenizer, changes), cfg, train_cfg, dist, shuffle, workers[shuffle])
+        return [made(*split) for split in splits]
+    return Parts(model=make_classifier, loaders=loaders, trainer=partial(class_trainer, settings, data))
+
+def class_trainer(
     settings:Settings, # kept beside the checkpoints
     data:ClassData, # pictures
-    cfg:ClassConfig, # the model
-    train_cfg:TrainConfig, # the run
-    log:RunLog, # where figures go
-    dist:Dist, # this rank
-    resuming:bool=False, # a checkpoint's weights will follow
-    schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)` in place of the config's
+    *args, # of `ClassTrainer`
 )->ClassTrainer: # ready to train, or to `load`
-    "All parts of a run, put together; every rank must call."
-    check_run(settings, cfg, train_cfg)
-    set_seed(train_cfg.seed)
-    tokenizer = load_tokenizer(cfg)
-    if dist.is_master: settings.save(log.run_dir/CLASSIFY)
-    changes = (wiggle,)*settings.training.augment
-    loaders = [pack_loader(MapSource(rows, train_cfg.seed, shuffle=shuffle), ClassSamples(cfg, tokenizer, transforms), cfg, train_cfg, dist, shuffle, workers)
-        for rows,transforms,shuffle,workers in ((data.train, changes, True, train_cfg.num_workers), (data.val, (), False, train_cfg.val_workers))]
-    for line in [*settings.said, *frequency_note(settings.monitor)]: log.info(line)
+    "A trainer that says what it trains on."
+    trainer = ClassTrainer(*args)
+    log,workers = trainer.log,trainer.cfg.num_workers
+    if trainer.dist.is_master: settings.save(log.run_dir/CLASSIFY)
     sizes = ', '.join(f'{p.name} {len(p.labels)} {p.split}' for rows in (data.train,data.val) for p in rows.parts)
-    log.info(f'{len(data.names)} classes; {sizes}; {train_cfg.num_workers} workers for training (asked for {settings.training.dataloader_num_workers})')
-    dist.barrier()
-    model = make_classifier(cfg, train_cfg, resuming)
-    model.tokenizer = tokenizer
-    return ClassTrainer(model, train_cfg, *loaders, log, dist, tokenizer, schedule)
+    asked = f'{workers} workers for training (asked for {settings.training.dataloader_num_workers})'
+    for line in [*settings.said, *frequency_note(settings.monitor), f'{len(data.names)} classes; {sizes}; {asked}']: log.info(line)
+    return trainer
 
 def classify_again(
     run_dir:Path, # directory of the run
@@ -706,7 +709,8 @@ def classify_on(
     "Train a classifier on ranks that have already met."
     t = settings.training
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
-    run_dir = run_on(*configs_of(settings, data, dist.world_size), dist, stop=stop, make=partial(make_class_trainer, settings, data), asked=Namespace(given=None, config=config), command=classify_again)
+    configs,asked = configs_of(settings, data, dist.world_size),Namespace(given=None, config=config)
+    run_dir = run(*configs, class_parts(settings, data), dist, stop, asked, classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']

@@ -614,7 +614,7 @@ class DataFields:
         'the pictures there must be the same ones', common=True)
     custom_transforms:list[str] = careful(list,
         'changes of training pictures, each as module:function, called with a picture and a random.Random',
-        'from here on pictures are changed differently', common=True)
+        'from here on pictures are changed differently')
     num_of_sequences:int = refused(128, 'packs of a lane that are planned together', _PACKS)
     num_workers:int|None = fine(None,
         'loader processes of a rank for training; None: one for each core of the rank but one, at most 16 '
@@ -714,6 +714,9 @@ class ReportFields:
         'keep the vision tower in checkpoints; False: a frozen one is left out and comes from its '
         'backbone')
     notes:str = fine('', 'what this run tries; goes into its record', common=True)
+    recipe:str|None = refused(None,
+        'module:function of your own that gives parts of the run: model, optimizer, rows, hooks and more; '
+        'None: those of the library', 'model, rows and optimizer would be others', common=True)
     resume:bool = fine(False, 'go on from the newest complete checkpoint of run_name, or from load_from',
         common=True)
     load_from:str|None = fine(None,
@@ -755,6 +758,8 @@ class ReportFields:
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
         _at_least_0(self, 'save_interval', 'look_interval', 'ask_samples', 'profile', 'eval_wait')
         _one_name(self, 'run_name')
+        _require(self.recipe is None or all(self.recipe.partition(':')[::2]),
+            f"recipe names {self.recipe!r}: give module:function")
         _one_of(self, 'console_line', ('figures','minimind'))
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
         limit = self.lmms_eval_limit
@@ -887,8 +892,9 @@ def save_yaml(
     vlm_cfg:VLMConfig, # section `vlm`
     train_cfg:TrainConfig, # section `train`
 )->None:
-    "Write all fields of both configurations."
-    sections = dict(vlm=vlm_cfg.to_dict(), train=train_cfg.to_dict())
+    "Write all fields of both configurations; a recipe adds those of its own classes each time."
+    configs = dict(vlm=(VLMConfig,vlm_cfg), train=(TrainConfig,train_cfg))
+    sections = {name:{f.name:cfg.to_dict()[f.name] for f in fields(kind)} for name,(kind,cfg) in configs.items()}
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
 # %% ../nbs/01_config.ipynb #705f2e54
@@ -1063,14 +1069,15 @@ def load_function(
     name:str, # `module:function`
     field:str, # setting that names it, for the message
 )->Callable: # the function
-    "Import a user's function."
+    "Import a user's function, from the path or from the working directory."
     module,_,function = name.partition(':')
+    if '' not in sys.path and os.getcwd() not in sys.path: sys.path.append(os.getcwd())
     try: found = import_module(module)
     except ModuleNotFoundError as e:
-        raise ValueError(f"{field} {name!r}: no module {e.name!r}; is its folder on PYTHONPATH?") from e
-    if not callable(getattr(found, function, None)):
-        raise ValueError(f"{field} {name!r}: module {module!r} has no function {function!r}")
-    return getattr(found, function)
+        where = 'in the working directory or on PYTHONPATH'
+        raise ValueError(f"{field} {name!r}: no module {e.name!r}; is it {where}?") from e
+    if callable(getattr(found, function, None)): return getattr(found, function)
+    raise ValueError(f"{field} {name!r}: module {module!r} has no function {function!r}")
 
 # %% ../nbs/01_config.ipynb #70cc083e
 PROJECTOR_RANGES = dict(max_epochs=(4,6), packs_of_an_update=(8,32), lr_mp=(1e-4,5e-4)) # MiniMind-V's advice

@@ -6,8 +6,8 @@
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'SPLITS', 'COLUMNS', 'FILES', 'SAVED_SHARDS', 'PATIENCE', 'PAUSE_S',
            'LONGEST_PAUSE_S', 'GONE', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops', 'read_dropped',
            'DropFile', 'PictureFile', 'to_row', 'read_row', 'check_form', 'check_row', 'check_length', 'Plan',
-           'BaseDataset', 'VQADataset', 'local_configs', 'config_names', 'load_config', 'Unreachable', 'network_errors',
-           'may_come_back', 'Waiting', 'until_reached', 'load_configs', 'load_data', 'collate_padded']
+           'BaseDataset', 'VQADataset', 'local_configs', 'config_names', 'load_config', 'conform', 'Unreachable',
+           'network_errors', 'may_come_back', 'Waiting', 'until_reached', 'load_configs', 'load_data', 'collate_padded']
 
 # %% ../nbs/22_dataset.ipynb #d7ed6922
 import errno
@@ -484,7 +484,7 @@ def load_config(
 )->datasets.Dataset|datasets.IterableDataset: # the columns of `COLUMNS` that it has
     "Load one configuration and check its schema."
     if Path(path).is_file():
-        return _conform(_load_file(Path(path), split, cache_dir, streaming), Path(path).stem)
+        return conform(_load_file(Path(path), split, cache_dir, streaming), Path(path).stem)
     folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
     if folder.is_dir() and folder == Path(path) and name != 'default':
         raise FileNotFoundError(f'no folder {name} in {path}; there are {local_configs(path)}')
@@ -498,7 +498,7 @@ def load_config(
     else:
         with asking_hub(path):
             ds = datasets.load_dataset(str(path), name, split=split, cache_dir=cache_dir, streaming=streaming)
-    return _conform(ds, name)
+    return conform(ds, name)
 
 # %% ../nbs/22_dataset.ipynb #18fe4b8b
 def _fail(message): raise ValueError(message)
@@ -511,7 +511,10 @@ def _load_file(path, split, cache_dir, streaming):
     return datasets.load_dataset(FILES[path.suffix], data_files={split: str(path)}, split=split,
                                  cache_dir=cache_dir, streaming=streaming)
 
-def _conform(ds, name):
+def conform(
+    ds:datasets.Dataset|datasets.IterableDataset, # rows
+    name:str, # their `source`, if they have none
+)->datasets.Dataset|datasets.IterableDataset: # the columns of `COLUMNS` that it has
     "FineVision's columns only; an error if `texts` is not a list of turns."
     whole = isinstance(ds, datasets.Dataset)
     if whole and not len(ds): _fail('it has no rows')

@@ -244,7 +244,7 @@ def main(
         sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
         return 0
     checkpoint = find_checkpoint(a.checkpoint)
-    asker = load_asker(checkpoint, _device(a.device))
+    asker = load_asker(checkpoint, _device(a.device), a.recipe)
     step = step_of(checkpoint) if a.step is None else a.step
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path)

@@ -4,25 +4,25 @@
 
 # %% auto #0
 __all__ = ['SHAPES_SCENES', 'load_tokenizer', 'map_pair', 'stream_pair', 'mixed_pair', 'val_rows', 'load_sources',
-           'weighted_pairs', 'weights_of', 'size_line', 'make_samples', 'pack_loader', 'get_dataloaders', 'first_rows',
-           'Loader', 'PlainLoader', 'as_loader']
+           'weighted_pairs', 'weights_of', 'size_line', 'own_sources', 'make_samples', 'pack_loader', 'get_dataloaders',
+           'transforms_of', 'sources_of', 'first_rows', 'Loader', 'PlainLoader', 'as_loader']
 
 # %% ../nbs/28_loader.ipynb #a14a8938
 from collections.abc import Callable,Iterable,Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any,Protocol,runtime_checkable
-
 import datasets
 from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from .config import TrainConfig,VLMConfig,check_configs,load_function
+from .recipe import Parts
 from .advice import loader_workers
 from .dist import Dist,cores_of_rank
 from .images import UnreadableImage,image_processor_of,open_image
 from .tokens import check_tokenizer,get_tokenizer
-from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,load_configs
+from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,conform,load_configs
 from .shapes import shapes_dataset,shapes_tokenizer
 from .sources import PATIENCE,Chain,Joined,MapSource,Mixture,StreamSource,no_room,quotas,shares_of
 from .packing import Batch
@@ -155,6 +155,20 @@ def size_line(
     rows = ' and '.join(f'{total(sizes)} for {part}' for part,sizes in parts.items())
     return f'rows: {rows}'+(f' ({", ".join(by_config)})' if len(by_config)>1 else '')
 
+# %% ../nbs/28_loader.ipynb #5ea30102
+def own_sources(
+    rows:Any, # rows with a length and an index, or two sources, for training and for validation
+    train_cfg:TrainConfig, # sizes and seed
+)->tuple: # for training, for validation
+    "The sources of rows that a recipe gives."
+    c = train_cfg
+    if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
+    if isinstance(rows, Dataset): rows = conform(rows, 'own')
+    if all(hasattr(rows, m) for m in ('__len__','__getitem__')) and not isinstance(rows, (str,dict,tuple)):
+        return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
+    raise ValueError(f'rows of the recipe are a {type(rows).__name__}, {rows!r:.60}: '
+        'give what has a length and an index, or two sources, for training and for validation')
+
 # %% ../nbs/28_loader.ipynb #30d19e96
 def make_samples(
     train_cfg:TrainConfig, # filters and limits
@@ -162,9 +176,10 @@ def make_samples(
     tokenizer:PreTrainedTokenizerBase, # from `load_tokenizer`
     rows=(), # for access by index; a source brings its own
     custom_transforms=(), # augmentations, `transform(picture, rng) -> picture`; see `20_images`
+    processor_of:Callable=image_processor_of, # how pictures are cut, see `Parts.processor`
 )->VQADataset: # plans and decodes rows
     "What makes samples of rows, as a config says."
-    processor = image_processor_of(vlm_cfg, custom_transforms)
+    processor = processor_of(vlm_cfg, tuple(custom_transforms))
     limits = {f'{name}_min_rating':getattr(train_cfg, f'{name}_min_rating') for name in RATINGS}
     limits |= dict(max_sample_length=train_cfg.max_sample_length,
                    max_images_per_example=train_cfg.max_images_per_example)
@@ -193,25 +208,43 @@ def get_dataloaders(
     vlm_cfg:VLMConfig, # pictures, tokens, length of a pack
     dist:Dist=Dist(), # who we are
     tokenizer:PreTrainedTokenizerBase|None=None, # default: `load_tokenizer(vlm_cfg)`
-    custom_transforms=(), # augmentations of the training pictures; default: those that the config names
     patience:float=0., # seconds that a network may be away at the start
+    parts:Parts=Parts(), # `rows`, `transforms` and `processor` in place of those that the config names
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
-    check_configs(vlm_cfg, train_cfg)
-    custom_transforms = (custom_transforms
-                         or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms])
-    if custom_transforms and train_cfg.cache_features:
-        raise ValueError('cache_features with custom_transforms: changed pictures are new ones '
-                         'in each epoch, and keeping their features fills the disk; leave one of them out')
+    c = train_cfg
+    check_configs(vlm_cfg, c)
+    transforms = transforms_of(c, parts)
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    parts = zip(load_sources(train_cfg, drops, patience), (custom_transforms,()),
-                (True,False), (loader_workers(train_cfg, cores_of_rank()),train_cfg.val_workers),
-                (None,train_cfg.max_val_batches))
-    train,val = (pack_loader(source, make_samples(train_cfg, vlm_cfg, tokenizer, (), transforms), vlm_cfg,
-                             train_cfg, dist, shuffle, workers, most)
-        for source,transforms,shuffle,workers,most in parts)
-    train.samples.drops.merge(drops)
-    return train,val
+    def loader(source, changes, shuffle, workers, most):
+        samples = make_samples(c, vlm_cfg, tokenizer, (), changes, parts.processor or image_processor_of)
+        return pack_loader(source, samples, vlm_cfg, c, dist, shuffle, workers, most)
+    train,val = sources_of(c, drops, patience, parts)
+    loaders = (loader(train, transforms, True, loader_workers(c, cores_of_rank()), None),
+        loader(val, (), False, c.val_workers, c.max_val_batches))
+    loaders[0].samples.drops.merge(drops)
+    return loaders
+
+def transforms_of(
+    train_cfg:TrainConfig, # `custom_transforms`
+    parts:Parts=Parts(), # `transforms` in their place
+)->list[Callable]: # `transform(picture, rng) -> picture`
+    "How training pictures are changed."
+    named = train_cfg.custom_transforms
+    found = list(parts.transforms) or [load_function(t, 'custom_transforms') for t in named]
+    if not found or not train_cfg.cache_features: return found
+    raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, '
+        'and keeping their features fills the disk; leave one of them out')
+
+def sources_of(
+    train_cfg:TrainConfig, # path, sizes and seed
+    drops:Drops|None=None, # counts lines that cannot be rows
+    patience:float=0., # seconds that a network may be away at the start
+    parts:Parts=Parts(), # `rows` in place of the data set that the config names
+)->tuple: # for training, for validation
+    "Where the rows of a run come from."
+    if parts.rows is None: return load_sources(train_cfg, drops, patience)
+    return own_sources(parts.rows(train_cfg), train_cfg)
 
 # %% ../nbs/28_loader.ipynb #63c5131b
 def first_rows(

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['is_pth', 'weights_of_start', 'fields_with', 'check_given', 'with_backbone_sizes', 'given_fields', 'with_saved_sizes',
-           'with_sizes', 'followed', 'Start', 'origin_of', 'resolve_start', 'name_weights', 'foresee_start']
+           'with_sizes', 'followed', 'Start', 'origin_of', 'resolve_start', 'recipe_lines', 'name_weights',
+           'foresee_start']
 
 # %% ../nbs/32_start.ipynb #e5a10003
-from dataclasses import asdict,fields
+from dataclasses import asdict,fields,replace
 from pathlib import Path
 from typing import NamedTuple
 
 from .config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
+from .recipe import Parts,changed_fields,parts_of
 from .weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
 from .vlm import find_tokenizer
 from .deepspeed_json import read_deepspeed
@@ -112,6 +114,7 @@ class Start(NamedTuple):
     train_cfg:TrainConfig # the run as it will be
     origin:str # where weights come from, in words
     lines:list[str] # for the log: what is not as it was given
+    parts:Parts=Parts() # what its recipe gives, with these configurations
 
 def origin_of(
     vlm_cfg:VLMConfig, # names backbones
@@ -130,14 +133,27 @@ def resolve_start(
     train_cfg:TrainConfig, # as the user gave it
     world_size:int=1, # ranks of the run
     given:set[str]|None=None, # fields that flags or a file name; None: there is no command line
+    parts:Parts|None=None, # of its recipe; None: it is asked
 )->Start: # as they will be
     "Make of what was given what will run."
-    used,cfg,translated = with_sizes(vlm_cfg, train_cfg, given),train_cfg,[]
-    if cfg.deepspeed_config: cfg,translated = read_deepspeed(cfg.deepspeed_config, cfg, world_size)
+    parts = parts or parts_of(vlm_cfg, train_cfg)
+    if (changed := changed_fields(vlm_cfg, parts.vlm_cfg)): # what a recipe says was given, too
+        given = changed|(given_fields(vlm_cfg) if given is None else given)
+    used,cfg,lines = with_sizes(parts.vlm_cfg, parts.train_cfg, given),parts.train_cfg,recipe_lines(parts)
+    lines += filter(None, [followed(parts.vlm_cfg, used)])
+    if cfg.deepspeed_config:
+        cfg,translated = read_deepspeed(cfg.deepspeed_config, cfg, world_size)
+        lines += translated
     check_configs(used, cfg)
-    lines = [*filter(None, [followed(vlm_cfg, used)]), *translated]
     used,cfg,best = name_weights(used, cfg)
-    return Start(used, cfg, origin_of(used, cfg), lines+best)
+    return Start(used, cfg, origin_of(used, cfg), lines+best, replace(parts, vlm_cfg=used, train_cfg=cfg))
+
+def recipe_lines(
+    parts:Parts, # of a run
+)->list[str]: # a line, or none
+    "What a recipe makes, for the log."
+    name,gives = parts.train_cfg.recipe,', '.join(parts.given) or 'nothing but settings'
+    return [f'recipe {name or "of the caller"} gives {gives}'] if name or parts.given else []
 
 def name_weights(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path`

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'flatten_tiles', 'to_pixels', 'check_slots', 'fill_slots', 'rows_with_target',
            'targets_by_row', 'trains', 'VLMNet', 'Reader', 'written_at_once', 'find_tokenizer', 'describe_model',
-           'bullets', 'load_noted_tower', 'Pretrained', 'VisionLanguageModel']
+           'bullets', 'load_noted_tower', 'tower_note', 'checkpoint_weights', 'Pretrained', 'VisionLanguageModel']
 
 # %% ../nbs/17_vlm.ipynb #3ad75a02
 import json
@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from .layout import Layout, check_bounds, slot_error
 from .config import VLMConfig, evolve
+from .recipe import RECIPE_NOTE, note_said
 from .files import check_files
 from .dist import is_sharded
 from .generate import Picker, stream_ids
@@ -364,22 +367,43 @@ def load_noted_tower(
         raise ValueError(f"{note['vit_model_type']} is not the vision tower that this checkpoint was "
                          "trained with (its weights have another fingerprint): find the version of that time")
 
+def tower_note(
+    cfg:VLMConfig, # sizes and name of the tower
+    weights:dict[str,Tensor], # of the tower as it is
+)->dict[str,str]: # for `VISION_NOTE`
+    "Where the vision tower can be had; a ValueError if it is not its backbone's."
+    name, fresh = cfg.vit_model_type, ViT(cfg)
+    load_vision_backbone(fresh, name)
+    sha = fingerprint(fresh.state_dict())
+    if fingerprint(weights) == sha: return dict(vit_model_type=name, sha256=sha)
+    raise ValueError(f"the vision tower is not that of {name}, it has other weights, and would be lost: "
+        'keep it in checkpoints (save_vision True)')
+
+def _noted(path): return json.loads(path.read_text(encoding='utf-8'))
+
+def checkpoint_weights(
+    folder:Path, # directory of a checkpoint
+    kind:type=VLMConfig, # class of the configuration
+)->tuple[VLMConfig, dict[str,Tensor]]: # its configuration; all weights
+    "Read a checkpoint, its vision tower from where it was left."
+    cfg, state = read_checkpoint(folder, kind)
+    if not (folder/VISION_NOTE).is_file(): return cfg, state
+    tower = ViT(cfg)
+    load_noted_tower(SimpleNamespace(vision_encoder=tower), _noted(folder/VISION_NOTE))
+    return cfg, state | {f'vision_encoder.{k}': w for k,w in tower.state_dict().items()}
+
 # %% ../nbs/17_vlm.ipynb #49311d04
 class Pretrained:
     "Loading, saving and publishing, for a model with `cfg`, `tokenizer_source` and `tokenizer`."
     config_class = VLMConfig # what config.json holds
-    vision_note = None # what `VISION_NOTE` will say, if checkpoints leave out the vision tower
+    vision_note:dict[str,str]|None = None # what `VISION_NOTE` will say, if the vision tower is left out
+    recipe_note:dict[str,Any]|None = None # what `RECIPE_NOTE` will say, if checkpoints need a recipe
+    processor_of:Callable|None = None # how pictures are cut, if a recipe says so
 
     def leave_vision_out(self)->None:
         "From now on save without the vision tower, which must be its backbone's and frozen."
-        self.vision_note = None
-        name, fresh = self.cfg.vit_model_type, ViT(self.cfg)
-        load_vision_backbone(fresh, name)
-        sha = fingerprint(fresh.state_dict())
-        if fingerprint(self.vision_encoder.state_dict()) != sha:
-            raise ValueError(f"the vision tower is not that of {name}, it has other weights, "
-                             "and would be lost: keep it in checkpoints (save_vision True)")
-        self.vision_note = dict(vit_model_type=name, sha256=sha)
+        self.vision_note = None # of another tower nothing must stay
+        self.vision_note = tower_note(self.cfg, self.vision_encoder.state_dict())
 
     @classmethod
     def from_pretrained(cls,
@@ -390,12 +414,12 @@ class Pretrained:
         "Load what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
         folder = resolve_checkpoint(path)
         if not checked: check_files(folder)
-        saved, state = read_checkpoint(folder, cls.config_class)
+        plain = cls is VisionLanguageModel # another class knows what it is
+        if plain and (folder/RECIPE_NOTE).is_file():
+            raise ValueError(note_said(str(path), _noted(folder/RECIPE_NOTE)))
+        saved, state = checkpoint_weights(folder, cls.config_class)
         cfg = cfg or saved
         model = cls(cfg, load_backbone=False)
-        if (folder/VISION_NOTE).is_file():
-            load_noted_tower(model, json.loads((folder/VISION_NOTE).read_text(encoding='utf-8')))
-            state |= {f'vision_encoder.{k}': w for k,w in model.vision_encoder.state_dict().items()}
         load_weights(model, state, str(path))
         model.tokenizer_source = find_tokenizer(folder, cfg.lm_tokenizer)
         return model.eval()
@@ -408,18 +432,18 @@ class Pretrained:
     )->None:
         "Write config.json, model.safetensors and a local tokenizer's files, all or nothing."
         tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
-        from_hub = (tokenizer is None or tokenizer.name_or_path == self.cfg.lm_tokenizer
-                    and not Path(self.cfg.lm_tokenizer).is_dir())
+        named = self.cfg.lm_tokenizer
+        from_hub = tokenizer is None or tokenizer.name_or_path == named and not Path(named).is_dir()
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=str(known_as or save_directory))
         state = self.state_dict() if state is None else state
         if self.vision_note and trains(self.vision_encoder):
             raise ValueError("the vision tower trains and would be lost: "
                              "keep it in checkpoints (save_vision True)")
         with written_at_once(save_directory) as tmp:
-            write_checkpoint(tmp, {k: w for k,w in state.items()
-                                   if not (self.vision_note and k.startswith('vision_encoder.'))}, cfg)
-            if self.vision_note:
-                (tmp/VISION_NOTE).write_text(json.dumps(self.vision_note, indent=1)+'\n', encoding='utf-8')
+            left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so
+            write_checkpoint(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
+            for name,note in ((VISION_NOTE, self.vision_note), (RECIPE_NOTE, self.recipe_note)):
+                if note: (tmp/name).write_text(json.dumps(note, indent=1)+'\n', encoding='utf-8')
             if not from_hub: tokenizer.save_pretrained(tmp)
 
     def push_to_hub(self,

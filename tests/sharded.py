@@ -15,7 +15,8 @@ from nanovlm_nb.checkpoint import load_optimizer
 from nanovlm_nb.config import evolve, parse_args, preset
 from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.packing import collate_packs
-from nanovlm_nb.run import run_on
+from nanovlm_nb.recipe import Parts
+from nanovlm_nb.run import run
 from nanovlm_nb.shard import full_weights, load_full_weights, local_bytes
 from nanovlm_nb.trainer import Trainer
 from nanovlm_nb.update import gather_update
@@ -113,7 +114,7 @@ def stage(dist, out, name, steps, workers, **run):
     vlm, train, _ = parse_args([*TINY, '--run_name', name])
     train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False, dtype='float32', resume=True, max_training_steps=steps,
                     num_workers=workers, batch_size=2 if dist.world_size == 1 else 1, gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **run)
-    run_on(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, dist, lambda step, max_lr, max_steps: max_lr*.95**step)
+    run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, Parts(schedule=lambda step, max_lr, max_steps: max_lr*.95**step), dist)
 
 
 def main(out):

@@ -19,15 +19,18 @@ from nanovlm_nb.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.config import parse_args
 from nanovlm_nb.dist import Dist
 from nanovlm_nb.endings import RunFailed
-from nanovlm_nb.run import INTERRUPTED, make_trainer, run_on
+from nanovlm_nb.recipe import Parts
+from nanovlm_nb.run import INTERRUPTED
+from nanovlm_nb.run import run as train_here
+from nanovlm_nb.trainer import Trainer
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3', '--max_training_steps', '6', '--run_name', 'run']
 
 
-def in_process(folder, *more, make=make_trainer, schedule=None):
+def in_process(folder, *more, make=None):
     "A small run in this process; its directory."
     vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(folder), *more])
-    return run_on(vlm_cfg, train_cfg, Dist(), schedule, make=make)
+    return train_here(vlm_cfg, train_cfg, Parts(trainer=make), Dist())
 
 
 @pytest.fixture(scope='module')
@@ -66,7 +69,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
     assert wait_for(process, lambda: lines(run) >= 3), (tmp_path/'stderr').read_text()[-3000:]
     vlm_cfg, train_cfg, _ = parse_args(cmd[cmd.index('nanovlm_nb.train')+1:])
     vlm_cfg.vlm_checkpoint_path = str(tmp_path/'checkpoints')
-    with pytest.raises(ValueError, match=f'told is in use by process {process.pid} on '): run_on(vlm_cfg, train_cfg, Dist())
+    with pytest.raises(ValueError, match=f'told is in use by process {process.pid} on '): train_here(vlm_cfg, train_cfg, dist=Dist())
     said = press(process, tmp_path, INTERRUPTED)
     assert len(said) == 3 and ours(said) == said, said
     last = read_pointer(run)
@@ -75,7 +78,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
     assert again[1] == last.name
     monkeypatch.chdir(tmp_path)
     vlm_cfg, train_cfg, _ = parse_args([*shlex.split(again[2])[1:], '--max_training_steps', str(int(last.name[5:])+1), '--num_workers', '0'])
-    run_on(vlm_cfg, train_cfg, Dist())
+    train_here(vlm_cfg, train_cfg, dist=Dist())
     assert (run/'status').read_text() == 'done\n' and not (run/'lock').exists()
 
 
@@ -169,7 +172,7 @@ def fill(disk, room=0):
 def full_in(disk, point, room):
     "A maker of trainers whose disk is full from a point on."
     def make(*args):
-        trainer = make_trainer(*args)
+        trainer = Trainer(*args)
         name = dict(update='train_step', save='save')[point]
         before, count = getattr(trainer, name), [0]
 
@@ -253,7 +256,7 @@ def test_a_full_disk_leaves_no_rank_waiting(small_disk, tmp_path, room, backgrou
 
 def forgetful(where, *args):
     "A trainer that asks for too much memory in its fourth update; the error is the allocator's own."
-    trainer = make_trainer(*args)
+    trainer = Trainer(*args)
     calls, too_much = [0], lambda: torch.empty(2**60)
 
     def fourth(*_):
@@ -275,7 +278,7 @@ def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     line = said.partition('For example: ')[2]
     assert line.endswith('--resume True --batch_size 1 --gradient_accumulation_steps 4')
     vlm_cfg, train_cfg, _ = parse_args(shlex.split(line)[1:])
-    again = record(run_on(vlm_cfg, train_cfg, Dist()))
+    again = record(train_here(vlm_cfg, train_cfg, dist=Dist()))
     close = lambda a, b: a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) if isinstance(a[k], float) else a[k] == b[k] for k in a)
     assert len(again[0]) == len(quiet_run[0]) and all(map(close, again[0], quiet_run[0]))
 
@@ -301,7 +304,7 @@ def test_the_environment_is_the_commands_when_the_run_is_called(tmp_path, monkey
     from nanovlm_nb.run import run
     monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
     vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(tmp_path), '--hf_repo_name', 'a/b/c'])
-    with pytest.raises(ValueError, match="hf_repo_name 'a/b/c' is not a name on the hub: give owner/name"): run(vlm_cfg, train_cfg)
+    with pytest.raises(ValueError, match="hf_repo_name 'a/b/c' is not a name on the hub: give owner/name"): train_here(vlm_cfg, train_cfg)
     assert os.environ['TOKENIZERS_PARALLELISM'] == 'false' and not (tmp_path/'run').exists()
 
 

@@ -13,17 +13,16 @@ from huggingface_hub.utils import _http
 
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.dataset import Unreachable, config_names, load_configs
-from nanovlm_nb.dist import Dist, set_seed
+from nanovlm_nb.dist import Dist
 from nanovlm_nb.inspect import _stored_row
 from nanovlm_nb.labels import load_splits
 from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.run import exit_code, run_on
+from nanovlm_nb.recipe import Parts
+from nanovlm_nb.run import exit_code, run
 from nanovlm_nb.sources import StreamSource
 from nanovlm_nb.tokens import get_tokenizer
-from nanovlm_nb.trainer import Trainer
 from nanovlm_nb.usage import is_usage
-from nanovlm_nb.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 VLM, CFG = preset('shapes')
@@ -161,24 +160,20 @@ def test_what_is_not_there_is_not_waited_for(server, tokenizer):
 
 def test_away_for_good_interrupts_the_run(server, tokenizer, tmp_path):
     "The run ends with a checkpoint, status interrupted and exit code 85; started again it goes on to the digests of an undisturbed run."
-    def make(patience, leave=None):
-        def maker(vlm_cfg, train_cfg, log, dist, resuming=False, schedule=None):
-            set_seed(0)
-            train, val = loaders(server, tokenizer, patience)
-            def leaving(step, max_lr, max_steps):
-                if step == leave and server.server: server.down()
-                return max_lr/10
-            return Trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), train_cfg, train, val, log, dist, tokenizer, leaving)
-        return maker
+    def parts(patience, leave=None):
+        def leaving(step, max_lr, max_steps):
+            if step == leave and server.server: server.down()
+            return max_lr/10
+        return Parts(loaders=lambda *_: loaders(server, tokenizer, patience), schedule=leaving)
     vlm = evolve(VLM, vlm_checkpoint_path=str(tmp_path))
     digests = lambda run_dir: [(r['step'], r['batch_digest']) for r in read_log(run_dir/'log.jsonl') if 'batch_digest' in r]
-    whole = run_on(vlm, evolve(CFG, run_name='whole'), Dist(), make=make(600.))
-    broken = run_on(vlm, evolve(CFG, run_name='broken'), Dist(), make=make(1., leave=1))
+    whole = run(vlm, evolve(CFG, run_name='whole'), parts(600.), Dist())
+    broken = run(vlm, evolve(CFG, run_name='broken'), parts(1., leave=1), Dist())
     assert ((broken/'status').read_text(), exit_code(broken)) == ('interrupted\n', 85) and 'cannot be reached' in (broken/'train.log').read_text()
     done = len(digests(broken))
     assert 0 < done < 8 and (broken/f'step_{done}').is_dir()
     server.up()
-    run_on(vlm, evolve(CFG, run_name='broken', resume=True), Dist(), make=make(600.))
+    run(vlm, evolve(CFG, run_name='broken', resume=True), parts(600.), Dist())
     assert (broken/'status').read_text() == 'done\n' and digests(broken) == digests(whole)
 
 
@@ -249,13 +244,13 @@ def test_away_at_the_start_for_good_interrupts_the_run(server, tmp_path, monkeyp
     vlm, cfg = evolve(VLM, vlm_checkpoint_path=str(tmp_path)), evolve(HUB, run_name='late')
     monkeypatch.setenv('SLURM_JOB_ID', '7')
     server.down()
-    try: run_dir = run_on(vlm, evolve(cfg, timeout_s=3.), Dist())
+    try: run_dir = run(vlm, evolve(cfg, timeout_s=3.), dist=Dist())
     finally: server.up()
     assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85)
     said = (run_dir/'train.log').read_text()
     assert 'the data cannot be reached' in said and 'tried again in 1 s' in said
     monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
-    run_on(vlm, cfg, Dist())
+    run(vlm, cfg, dist=Dist())
     assert (run_dir/'status').read_text() == 'done\n' and (run_dir/'step_3').is_dir()
 
 
@@ -265,6 +260,6 @@ def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
     server.down()
     try:
         with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached: see that the network is there') as e:
-            run_on(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), Dist())
+            run(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), dist=Dist())
     finally: server.up()
     assert is_usage(e.value) and not any(tmp_path.iterdir())

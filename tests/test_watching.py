@@ -13,7 +13,7 @@ from nanovlm_nb.run_dir import LOCK
 from nanovlm_nb.cli import main
 from nanovlm_nb.config import parse_args
 from nanovlm_nb.dist import Dist
-from nanovlm_nb.run import run_on
+from nanovlm_nb.run import run as train_here
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0', '--max_training_steps', '8', '--console_line', 'minimind']
 
@@ -58,7 +58,7 @@ def test_a_resumed_start_says_where_from_what_changed_and_how_the_learning_rate_
     before = len((run/'train.log').read_text())
     monkeypatch.chdir(run.parent.parent)
     vlm_cfg, train_cfg, _ = parse_args([*FLAGS, '--resume', 'True', '--max_training_steps', '10', '--weight_decay', '.5'])
-    run_on(vlm_cfg, train_cfg, Dist())
+    train_here(vlm_cfg, train_cfg, dist=Dist())
     text = (run/'train.log').read_text()[before:]
     assert re.search(r'Auto resumed from the latest checkpoint \S*step_8\.', text)
     assert 'max_training_steps: 8 -> 10 (careful' in text and 'weight_decay: 0.01 -> 0.5 (careful' in text
