@@ -372,7 +372,9 @@ class ClassTrainer(Trainer):
         accuracy = self.metrics['eval/overall_accuracy']
         better = self.best['best_model_step'] is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=self.state.step)
-        self.log.log(self.metrics|dict(val_loss=loss, best_val_loss=self.state.best_val_loss)|self.best, self.state.step)
+        figures = self.metrics|dict(val_loss=loss, best_val_loss=self.state.best_val_loss)|self.best
+        self.log.log(figures, self.state.step)
+        for hook in self.hooks: hook.after_validation(self, figures)
         if better and self.dist.is_master: write_predictions(self.log.run_dir, self.judged, self.base.cfg.class_names, self.state.step)
         if better: self.mark_best()
         return True

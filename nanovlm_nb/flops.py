@@ -249,11 +249,11 @@ def mfu(
 # %% ../nbs/18_flops.ipynb #f249ee46
 def count_flops(
     units:dict[str,Flops], # from `unit_flops`
-    tiles:int, # of the update, over micro-batches and ranks
-    tokens:int, # positions that hold a token
-    pairs:int, # from `pairs`
-    targets:int, # positions with a target
-)->int: # FLOPs
+    tiles:float, # of the update, over micro-batches and ranks
+    tokens:float, # positions that hold a token
+    pairs:float, # from `pairs`
+    targets:float, # positions with a target
+)->float: # FLOPs, a whole number if the counts are
     "Useful arithmetic of an update."
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs, targets=targets)
     return sum((units[part].forward+units[part].backward)*counts[c] for part,c in DRIVERS.items())

@@ -152,7 +152,7 @@ class TextLog:
         else: self.logger.info(describe(metrics, step, self.total_steps)+eta)
 
     def length(self,
-        total_steps:int, # Updates in the whole run, as far as it is known now
+        total_steps:int|None, # Updates in the whole run, as far as it is known now
     ):
         "Follow another length."
         self.total_steps = total_steps
@@ -188,7 +188,7 @@ class Bar:
         with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
 
     def length(self,
-        total_steps:int, # Updates in the whole run, as far as it is known now
+        total_steps:int|None, # Updates in the whole run, as far as it is known now
     ):
         "Follow another length."
         self.bar.total = total_steps
@@ -317,7 +317,7 @@ class RunLog:
         for sink in self.sinks: sink.log(metrics, step)
 
     def length(self,
-        total_steps:int, # Updates in the whole run, as far as it is known now
+        total_steps:int|None, # Updates in the whole run, as far as it is known now
     ):
         "Let the bar and the time left follow another length."
         for sink in self.sinks:

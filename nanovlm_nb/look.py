@@ -136,8 +136,8 @@ def views(
     yield VIEWS[-1],text_only(batch, labels, strangers.cfg)
 
 def look_panel(
-    read:Callable[[dict],Tensor], # a batch -> scores (B, T, V)
-    batches:Iterable[dict], # validation data, the same number on each rank
+    read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
+    batches:Iterable[Batch], # validation data, the same number on each rank
     cfg:VLMConfig, # of the model
     dist:Dist=Dist(), # the ranks
 )->dict[str,float]: # `look/val_loss`, `look/accuracy`, also _shuffled, _blank, _text; `look/answers`

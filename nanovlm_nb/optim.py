@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SAVED', 'COLD_S', 'WARM_S', 'CACHE_ENV', 'WORKSPACE', 'FIXED_SIZES', 'NO_TWIN', 'component_lrs', 'param_groups',
-           'make_optimizer', 'trainable_line', 'training_parts', 'checked_lr', 'set_lrs', 'clip_gradients', 'amp_dtype',
-           'autocast', 'make_scaler', 'compile_blocks', 'pays_to_compile', 'decide_compile', 'keep_compiled',
-           'has_compiled', 'compile_counts', 'check_same_bits', 'same_bits']
+           'training_groups', 'make_optimizer', 'trainable_line', 'training_parts', 'checked_lr', 'set_lrs',
+           'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'amp_dtype', 'autocast', 'make_scaler',
+           'compile_blocks', 'pays_to_compile', 'decide_compile', 'keep_compiled', 'has_compiled', 'compile_counts',
+           'check_same_bits', 'same_bits']
 
 # %% ../nbs/30_optim.ipynb #48063852
 import math,os
@@ -59,14 +60,21 @@ def param_groups(
     return groups
 
 # %% ../nbs/30_optim.ipynb #75ac61c8
-def make_optimizer(
+def training_groups(
     model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`, and those that its `new_parts` name
+    train_cfg:TrainConfig, # learning rates, `language_last_blocks`
+)->list[dict]: # one group per component that trains, with `name` and `max_lr`; the rest is frozen
+    "Groups for an optimizer; `new_parts` train like the projector, as new as they are."
+    lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
+    return param_groups(model, lrs, train_cfg.language_last_blocks)
+
+def make_optimizer(
+    model:nn.Module, # see `training_groups`
     train_cfg:TrainConfig, # learning rates, `betas`, `weight_decay`
     kind:type=torch.optim.AdamW, # or another class with its arguments, such as `OffloadedAdamW`
-)->torch.optim.AdamW: # one group per component that trains
-    "AdamW over the components that train; `new_parts` train like the projector, as new as they are."
-    lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
-    groups = param_groups(model, lrs, train_cfg.language_last_blocks)
+)->torch.optim.Optimizer: # one group per component that trains
+    "AdamW over the components that train."
+    groups = training_groups(model, train_cfg)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
     return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
 
@@ -124,6 +132,57 @@ def set_lrs(
     "Give every group its rate for update `step`."
     for g in optimizer.param_groups: g['lr'] = checked_lr(schedule, step, g['max_lr'], max_steps)
     return {f"lr_{g['name']}":g['lr'] for g in optimizer.param_groups}
+
+# %% ../nbs/30_optim.ipynb #6c7d0002
+class ChainedOptimizer(torch.optim.Optimizer):
+    "Several optimizers as one; no parameter has two."
+    def __init__(self,
+        *parts:torch.optim.Optimizer, # each with its groups
+    ):
+        self.parts = parts
+        super().__init__([g for part in parts for g in part.param_groups], {})
+        for part in parts: self.state.update(part.state)
+        self._share()
+
+    def _share(self):
+        "Let the parts have the groups and the state that are here."
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups,part.state = [next(groups) for _ in part.param_groups],self.state
+
+    def step(self,
+        closure=None, # computes the gradients anew, as in every optimizer
+    ): # what `closure` returned
+        "One step of each."
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part in self.parts: part.step()
+        return loss
+
+    def load_state_dict(self,
+        state_dict:dict, # of a `ChainedOptimizer` of the same parts
+    )->None:
+        "Take over state and options."
+        super().load_state_dict(state_dict)
+        self._share()
+
+def own_optimizer(
+    make:Callable, # `optimizer(model, train_cfg)`
+    model:nn.Module, # see `training_groups`
+    train_cfg:TrainConfig, # the run; the model must be whole on each rank
+)->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
+    "Ask a function of the user's for an optimizer; a ValueError if it cannot be had or does not fit."
+    c = train_cfg
+    if c.sharding!='ddp' or c.offload_optimizer or c.offload_params:
+        raise ValueError(f'an optimizer of your own with sharding {c.sharding}, '
+            f'offload_optimizer {c.offload_optimizer}, offload_params {c.offload_params}: '
+            'it would see pieces of matrices; set sharding to ddp, the other two to False')
+    optimizer,name = make(model, c),getattr(make, '__name__', make)
+    for i,group in enumerate(optimizer.param_groups):
+        lacking = [key for key in ('name','max_lr') if key not in group]
+        if not lacking: continue
+        raise ValueError(f'group {i} of the optimizer that {name} made lacks {" and ".join(lacking)}: '
+            'take the groups of `training_groups`, or give each a name and its peak learning rate')
+    return optimizer
 
 # %% ../nbs/30_optim.ipynb #f346c9f3
 def clip_gradients(

@@ -194,9 +194,32 @@ def _fresh(p):
                 exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
 def begin_state(
-    optimizer:torch.optim.AdamW, # or `OffloadedAdamW`
+    optimizer:torch.optim.Optimizer, # any
 )->None:
-    "Make the state that AdamW would make with a first gradient, so that all of it can be saved and loaded."
+    "Make the state that a first gradient would bring, so that all of it can be saved and loaded."
+    for part in getattr(optimizer, 'parts', [optimizer]):
+        known = type(part) in (torch.optim.AdamW, OffloadedAdamW)
+        if known and not any(g['amsgrad'] for g in part.param_groups): _begin_adamw(part)
+        else: _begin_other(part)
+
+def _begin_other(optimizer):
+    "A step of zeros, with rate 0, for parameters that have made none; it does not count."
+    groups = optimizer.param_groups
+    params = [p for g in groups for p in g['params']]
+    new = [p for p in params if p not in optimizer.state]
+    if not new: return
+    grads = [p.grad for p in params]
+    options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
+    for p in params: p.grad = None
+    for p in new: p.grad = torch.zeros_like(p)
+    for g,own in zip(groups, options): g.update(dict.fromkeys(own, 0.))
+    optimizer.step()
+    for g,own in zip(groups, options): g.update(own)
+    for p,grad in zip(params, grads): p.grad = grad
+    counters = [optimizer.state[p] for p in new if 'step' in optimizer.state.get(p, ())]
+    for state in counters: state['step'] = state['step']*0
+
+def _begin_adamw(optimizer):
     offloaded = isinstance(optimizer, OffloadedAdamW)
     if offloaded and optimizer.worker is None: optimizer._begin()
     pairs = optimizer._pairs() if offloaded else [(p,p) for g in optimizer.param_groups for p in g['params']]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FORESEEN_MFU', 'DOCUMENTS', 'TrainState', 'GradientExchange', 'exchange_gradients', 'costs', 'peak_of_all',
-           'try_schedule', 'TrainerBase', 'Scheduling', 'foreseen_seconds', 'Compiling', 'Computing', 'read_once',
-           'Clipping', 'Stepping', 'Validating', 'Evaluating', 'Saving', 'Resuming', 'Judging', 'Feeding', 'Unstable',
-           'Closing', 'Trainer']
+           'try_schedule', 'Hook', 'names_of', 'hook_states', 'load_hooks', 'TrainerBase', 'Scheduling',
+           'foreseen_seconds', 'Compiling', 'Computing', 'read_once', 'Clipping', 'Stepping', 'Validating',
+           'Evaluating', 'Saving', 'Resuming', 'Judging', 'Feeding', 'Unstable', 'Closing', 'Trainer']
 
 # %% ../nbs/32_trainer.ipynb #2fe0ee13
 import gc,json,os,threading,time
@@ -31,7 +31,7 @@ from .logs import Clock,RunLog
 from .flops import COMPONENTS,GPUS,count_flops,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks,compile_counts
-from .optim import decide_compile,has_compiled,make_optimizer,make_scaler,set_lrs,training_parts
+from .optim import decide_compile,has_compiled,make_optimizer,make_scaler,own_optimizer,set_lrs,training_parts
 from .dataset import Drops,Unreachable
 from .sources import keep_split
 from .packing import Batch
@@ -118,6 +118,74 @@ def try_schedule(
     if most is not None: places = [in_samples(s, 7, most) for s in (0, most//2, most-1)]
     for step,steps in places: checked_lr(schedule, step, max_lr, steps)
 
+# %% ../nbs/32_trainer.ipynb #6c7d0102
+class Hook:
+    "Something of your own that happens beside the training; every rank has one. Each method may be left out."
+    @property
+    def name(self)->str: # unique in the run; its state is saved under it
+        "What the hook is called."
+        return type(self).__name__
+
+    def begin(self,
+        trainer:'TrainerBase', # loaded, if the run goes on from a checkpoint
+    )->None:
+        "Before the first update of this start, and before the validation of the untrained model."
+
+    def after_update(self,
+        trainer:'TrainerBase', # `state.step` counts the update
+        update:Update, # that was made, or skipped
+    )->None:
+        "After an update, before its checkpoint."
+
+    def after_validation(self,
+        trainer:'TrainerBase', # as it was validated
+        figures:dict[str,float], # as they were logged
+    )->None:
+        "After a validation."
+
+    def state_dict(self)->dict: # JSON-able; every rank must ask, that of rank 0 is saved
+        "What the hook has to remember."
+        return {}
+
+    def load_state_dict(self,
+        state:dict, # from `state_dict`; all ranks get the same
+    )->None:
+        "Go on from there."
+
+def names_of(
+    hooks:Iterable[Hook], # of a run
+)->dict[str,Hook]: # by name
+    "Hooks by name; a ValueError if two have the same."
+    named:dict[str,Hook] = {}
+    for hook in hooks:
+        if hook.name in named:
+            raise ValueError(f'two hooks are called {hook.name}: give one of them another `name`, it keeps their states apart')
+        named[hook.name] = hook
+    return named
+
+def hook_states(
+    hooks:Iterable[Hook], # of a run
+)->dict[str,dict]: # by name
+    "What hooks have to remember; a ValueError if JSON cannot hold it."
+    states = {}
+    for name,hook in names_of(hooks).items():
+        try: states[name] = json.loads(json.dumps(hook.state_dict())) # a copy: it is written while the run goes on
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'the state of hook {name} cannot be saved as JSON ({e}): give numbers, strings, lists') from e
+    return states
+
+def load_hooks(
+    hooks:Iterable[Hook], # of a run
+    states:dict[str,dict], # from `hook_states`, at an earlier start
+)->list[str]: # lines for the log
+    "Let hooks go on; say which one begins anew, and whose state nobody wants."
+    named = names_of(hooks)
+    for name,state in states.items():
+        if name in named: named[name].load_state_dict(state)
+    lines = [f'hook {name} begins anew: the checkpoint has no state of it' for name in named if name not in states]
+    return lines+[f'the checkpoint has a state of hook {name}, which this run does not have: it is left out'
+        for name in states if name not in named]
+
 # %% ../nbs/32_trainer.ipynb #61ba74cd
 class TrainerBase:
     "The parts of a run, and where it stands."
@@ -129,16 +197,19 @@ class TrainerBase:
         log:RunLog, # where figures go; also names the run directory
         dist:Dist=Dist(), # this rank
         tokenizer=None, # saved with the checkpoints
-        schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)`; default as `train_cfg.lr_schedule` says
+        schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)`; default: `train_cfg.lr_schedule`
+        optimizer:Callable|None=None, # `optimizer(model, train_cfg)`, see `optim.own_optimizer`; default: AdamW
+        hooks:Iterable[Hook]=(), # what happens besides
     ):
         c = self.cfg = train_cfg
         self.dist,self.log,self.tokenizer = dist,log,tokenizer
         self.train_loader,self.val_loader = as_loader(train_loader),as_loader(val_loader)
         self.schedule = get_schedule(schedule or c.lr_schedule, **c.schedule_kwargs())
-        self.assemble(model)
+        self.hooks = list(names_of(hooks).values())
+        self.assemble(model, optimizer)
         groups = self.optimizer.param_groups
         if schedule is None and ':' in c.lr_schedule: try_schedule(self.schedule, c, max(g['max_lr'] for g in groups))
-        units = costs(self.base.cfg, c, {g['name'] for g in groups})
+        units = costs(self.base.cfg, c, {g['name'].split('.')[0] for g in groups})
         self.meters = Meters(dist, units, peak_of_all(dist, c.peak_tflops))
         loaders = dict(train=self.train_loader, val=self.val_loader)
         self.left_out = LeftOut(dist, loaders, log.run_dir if log else None)
@@ -148,6 +219,7 @@ class TrainerBase:
 
     def assemble(self,
         model:nn.Module, # a `VisionLanguageModel`
+        optimizer:Callable|None=None, # `optimizer(model, train_cfg)`; None: AdamW
     )->None:
         "Compile, shard, freeze what does not train, and wrap the model, in this order."
         c,device = self.cfg,self.dist.device
@@ -158,7 +230,8 @@ class TrainerBase:
         self.base = shard_model(model, self.dist, c.sharding, self.dtype, c.offload_params)
         self.base.vision_encoder.recompute = c.vision_checkpointing
         self.base.decoder.recompute = c.language_checkpointing
-        self.optimizer = make_optimizer(self.base, c, optimizer_class(c, self.dist))
+        if optimizer: self.optimizer = own_optimizer(optimizer, self.base, c)
+        else: self.optimizer = make_optimizer(self.base, c, optimizer_class(c, self.dist))
         self.model = wrap_model(self.base, self.dist)
         self.scaler = make_scaler(device, self.dtype)
         self.exchange,self.waited = GradientExchange(self.model),0. # seconds that the last pass waited for other ranks
@@ -285,7 +358,7 @@ def foreseen_seconds(
 )->float: # of an update
     "How long an update takes, foretold: half of the tiles that fit, targets at a quarter of the positions."
     T = vlm_cfg.lm_max_length
-    tiles = T/(vlm_cfg.mp_image_token_length+1)/2
+    tiles = T/((vlm_cfg.mp_image_token_length or 0)+1)/2
     peak = peak or max(gpu.tflops for gpu in GPUS.values())*1e12
     return packs*count_flops(units, tiles, T, T*T/DOCUMENTS, T/4)/(FORESEEN_MFU*peak*ranks)
 
@@ -616,7 +689,8 @@ class Saving(Evaluating):
             log=self.log.position,
             world_size=self.dist.world_size,
             to_follow=self.to_follow,
-            evals=self.desk.logged)
+            evals=self.desk.logged,
+            **(dict(hooks=hook_states(self.hooks)) if self.hooks else {}))
 
 # %% ../nbs/32_trainer.ipynb #69da71e8
 class Resuming(Saving):
@@ -680,6 +754,7 @@ class Resuming(Saving):
         self.came_with = self.state.step,self.state.samples
         self.meters.epoch = state['epoch_sums']
         self.guard.norms.extend(state['norms'])
+        for line in load_hooks(self.hooks, state.get('hooks', {})): self.log.info(line)
 
     def load_directory(self,
         checkpoint:Path, # a `step_N` directory
@@ -712,7 +787,9 @@ class Judging(Resuming):
         s = self.state
         best = loss<s.best_val_loss
         if best: s.best_val_loss,s.best_step = loss,s.step
-        self.log.log(dict(val_loss=loss, best_val_loss=s.best_val_loss), s.step)
+        figures = dict(val_loss=loss, best_val_loss=s.best_val_loss)
+        self.log.log(figures, s.step)
+        for hook in self.hooks: hook.after_validation(self, figures)
         if best: self.mark_best()
         return True
 
@@ -851,6 +928,7 @@ class Trainer(Closing):
     def begin(self)->bool: # False: a signal came in between
         "Before the first update of this start: figures about the weights as they are."
         c = self.cfg
+        for hook in self.hooks: hook.begin(self)
         if not self.resumed: self.to_follow = ['validation']*c.eval_in_epochs+['panel']*self.due(c.look_interval)
         self.find_validation()
         if not self.follow(): return False
@@ -868,6 +946,7 @@ class Trainer(Closing):
         for made,update in enumerate(self.watched_updates()):
             self.train_step(update)
             if made==0: self.settle_down(update)
+            for hook in self.hooks: hook.after_update(self, update)
             if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
             if not self.close_update(): return self.interrupted()
             self.look_after_evals()
