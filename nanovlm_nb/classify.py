@@ -784,5 +784,9 @@ def sort_files(
 )->None: # nothing; one line a picture is written: file, class, probability
     "Predict, and say what was found."
     if not (checkpoint and pictures): raise ValueError('to sort pictures, give --predict CHECKPOINT and one or more files')
-    labels,probs = VLMClassifier.from_pretrained(find_checkpoint(checkpoint)).predict(pictures)
+    found = find_checkpoint(checkpoint)
+    try: model = VLMClassifier.from_pretrained(found)
+    except ValueError as e:
+        raise UsageError(f'{checkpoint} cannot sort pictures: {e}; give a checkpoint of nanovlm classify') from e
+    labels,probs = model.predict(pictures)
     for file,label,p in zip(pictures, labels, probs.amax(1).tolist()): sys.stdout.write(f'{file}\t{label}\t{p:.3f}\n')

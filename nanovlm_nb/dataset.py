@@ -620,7 +620,7 @@ def load_configs(
     patience:float=0., # seconds that a network may be away
 )->dict[str,datasets.Dataset|datasets.IterableDataset]: # name -> rows, in order
     "Load configurations; a failed one is a warning that names it."
-    data = {}
+    data,why = {},{}
     for name in until_reached(str(path), lambda: config_names(path, names), patience):
         try:
             load = partial(load_config, path, name, split, cache_dir, streaming)
@@ -628,9 +628,11 @@ def load_configs(
         except Unreachable: raise # it was not looked at
         except LOAD_ERRORS as e:
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(e).__name__, e)
+            why[name] = str(e).strip().split('\n')[0]
     if not data:
         raise ValueError(f'No valid datasets were loaded. Check train_dataset_path={path} '
-                         f'and train_dataset_name={list(names)}; the log says why each failed.')
+                         f'and train_dataset_name={list(names)}: '
+                         +'; '.join(f'{name}: {said}' for name,said in why.items()))
     return data
 
 def load_data(

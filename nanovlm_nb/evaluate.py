@@ -251,7 +251,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         own = [t for t in task_names(a.tasks) if t in OWN_TASKS]
         if own and not a.include_path: args.include_path = str(write_tasks(folder, names=own))
-        values,failed = evaluate_into(args, dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit), a.out)
+        head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
+        values,failed = evaluate_into(args, head, Path(a.out) if a.out else None)
     sys.stdout.write(results_table(values)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from .usage import UsageError
+from .usage import UsageError, path_said
 from .run_dir import find_checkpoint
 from .config import VLMConfig
 from .vlm import VisionLanguageModel, written_at_once
@@ -91,7 +91,7 @@ def main(
         if kind=='nanovlm': model.save_pretrained(out)
         else: export_smolvlm(model, out, kind)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(f'{name}: {type(e).__name__}: {e}') from e
+        raise UsageError(path_said(e) or f'{name}: {type(e).__name__}: {e}') from e
     lone = kind!='nanovlm' and model.cfg.image_convention!='smolvlm'
     note = ' without a processor: transformers cannot write prompts in the nanovlm convention; see image_convention'
     sys.stdout.write(f'{out}: {kind}{note*lone}\n')

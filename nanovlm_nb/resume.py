@@ -33,7 +33,8 @@ def given_checkpoint(
     "The checkpoint that `load_from` names; raises an error with the remedy if there is none."
     path = Path(load_from).resolve()
     if path.is_file(): raise ValueError(f'load_from is the file {path}: give the checkpoint directory that holds it, {path.parent}')
-    if not path.is_dir(): raise FileNotFoundError(f'load_from: there is no directory {path}')
+    if not path.is_dir():
+        raise FileNotFoundError(f'load_from: there is no directory {path}: correct the path, or give run_name alone')
     path = path if (path/MANIFEST).is_file() else last_checkpoint(path) or path # of a run's directory, where it stands
     check_checkpoint(path, f'load_from {path}')
     return path

@@ -126,14 +126,16 @@ class Parser(Says, ArgumentParser):
 def at_least(
     low:float, # the smallest value
     kind:type=int, # or float
+    high:float=inf, # the largest one
 )->Callable: # a `type` for `add_argument`
-    "A finite number that is not too small."
+    "A finite number that is not too small, nor too large."
     words = 'a whole number' if kind is int else 'a number'
+    which = f'{low} or more' if high==inf else f'from {low} to {high}'
     def parse(text):
         try: value = kind(text)
         except ValueError: value = nan
-        if not low<=value<inf: raise ArgumentTypeError(f'{text!r} will not do: give {words}, {low} or more')
-        return value
+        if low<=value<=high and value<inf: return value
+        raise ArgumentTypeError(f'{text!r} will not do: give {words}, {which}')
     return parse
 
 def checked(
@@ -198,7 +200,7 @@ def asking_hub(
                 constants.ENDPOINT, name)
     constants.HF_HUB_OFFLINE = True # what the libraries look at before each request
     try: yield
-    except (OSError,ValueError) as e:
+    except OSError as e: # what was downloaded may be used wrongly as well: that is a ValueError
         e.hub_is_away = True # not there today: another try may end otherwise
         raise
     finally: constants.HF_HUB_OFFLINE = False

@@ -41,6 +41,7 @@ def resolve_checkpoint(
 )->Path: # a local directory
     "Where the files of a checkpoint are."
     if Path(name).is_dir(): return Path(name)
+    if Path(name).is_file(): raise ValueError(f'{name} is a file: give the directory of a checkpoint')
     try: return Path(snapshot_download(str(name), allow_patterns=['*.json', 'model*.safetensors']))
     except (OSError,ValueError) as e:
         raise FileNotFoundError(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
@@ -171,7 +172,8 @@ def _their_config(folder):
     # knows every model there is: a second to import, and most runs have no such checkpoint
     from transformers import AutoConfig
     # code of theirs is not asked about, it is refused
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try: return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as e: raise ValueError(f'{folder} is no model that transformers knows: {e}') from e
 
 def _family(config, name, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from commands import TINY, run
 from nanovlm_nb import train
 from nanovlm_nb.cli import COMMANDS, main
 from nanovlm_nb.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
+from nanovlm_nb.endings import RunLock
 from nanovlm_nb.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -82,6 +84,30 @@ MISUSES = [
     ('train', '--lr_schedule nowhere:f', "lr_schedule 'nowhere:f': no module 'nowhere'"),
     ('train', '--lr_schedule math:csc', "module 'math' has no function 'csc'"),
     ('train', '--custom_transforms nowhere:f', "custom_transforms 'nowhere:f': no module 'nowhere'"),
+    ('train', '--load_from RUN/step_2/model.safetensors', 'model.safetensors is a file: give the directory of a checkpoint'),
+    ('train', '--load_from empty', 'empty holds no checkpoint: expected config.json, or last_checkpoint of a run'),
+    ('train', '--load_from checkpoints', 'checkpoints holds no checkpoint: expected config.json, or last_checkpoint of a run'),
+    ('train', '--resume True --load_from RUN/step_9 --run_name r ', 'correct the path, or give run_name alone'),
+    ('train', '--resume True --load_from RUN/step_2 --run_name r --batch_size 3', 'cannot resume: packs per update: 4 -> '),
+    ('train', '--config list.yaml', 'list.yaml holds no sections: start it with `train:` or `vlm:`'),
+    ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
+    ('train', '--train_dataset_path torn.jsonl', 'no line of torn.jsonl can be used'),
+    ('train', '--train_dataset_path picture.png', "Check train_dataset_path=picture.png and train_dataset_name=['default']: default: picture.png is no data set: give a file that ends in .parquet"),
+    ('train', '--train_dataset_path empty --train_dataset_name first', 'first: no folder first in empty; there are []'),
+    ('train', '--vlm_checkpoint_path /sys/kernel', '/sys/kernel/'),
+    ('train', '--lm_tokenizer empty', 'lm_tokenizer empty: '),
+    ('train', '--hf_repo_name a/b/c/d', "hf_repo_name 'a/b/c/d' is not a name on the hub: give owner/name"),
+    ('train', '--max_training_samples 10 --max_training_steps 6', 'max_training_steps 6 has no effect beside max_training_samples 10: leave it out'),
+    ('train', '--vit_model_type empty --vlm_load_backbone_weights True', 'empty is no model that transformers knows'),
+    ('train', '--data_cutoff_idx 0', 'data_cutoff_idx is 0: give a number above 0, or None'),
+    ('train', '--resume_from_vlm_checkpoint True --vlm_checkpoint_path RUN --load_from RUN', 'both name weights: give one'),
+    ('train', '--wandb_project=', 'wandb_project is empty'),
+    ('train', '--load_from lost/step_2', 'step_2 has neither model.safetensors nor an index of several'),
+    ('train', '--lr_mp 0 --lr_vision_backbone 0 --lr_language_backbone 0', 'nothing would train'),
+    ('train', '--max_img_size 50', 'max_img_size 50 is no multiple of vit_img_size 64'),
+    ('train', '--lm_n_kv_heads 3', 'is no multiple of lm_n_kv_heads 3'),
+    ('train', '--eval_interval 0', 'eval_interval is 0: give a number above 0'),
+    ('train', 'none.yaml', 'none.yaml: there is no such file'),
     # commands that foretell a run
     ('plan', '--gpu toaster', "GPU 'toaster' is unknown: give one of"),
     ('plan', '--gpus 0', "--gpus: '0' will not do: give a whole number, 1 or more"),
@@ -89,18 +115,36 @@ MISUSES = [
     ('plan', '--was 64', "'64' is no batch: write batch_size x GPUs x accumulation"),
     ('plan', '--like nowhere', 'nowhere'),
     ('plan', '--load_from nowhere/step_5', 'nowhere/step_5'),
-    ('plan', '--mfu 3', 'mfu 3'),
+    ('plan', '--mfu 3', "--mfu: '3' will not do: give a number, from 0 to 1"),
+    ('plan', '--like picture.png', 'picture.png'),
+    ('plan', '--like empty', 'empty/log.jsonl: there is no such file'),
+    ('plan', '--gpus 2.5', "--gpus: '2.5' will not do: give a whole number"),
+    ('plan', 'none.yaml --gpus 2', 'none.yaml: there is no such file'),
+    ('plan', '--samples 0', "--samples: '0' will not do"),
+    ('plan', '--tiles nan', "--tiles: 'nan' will not do"),
+    ('xray', '--documents 0', "--documents: '0' will not do"),
+    ('xray', '--use_moe True', 'use_moe is True'),
     ('xray', '--gpu toaster', "GPU 'toaster' is unknown here: give one of B200, H200"),
     ('xray', '--gpuu H200', 'did you mean `--gpu`?'),
     ('inspect', '--samples 0', "--samples: '0' will not do: give a whole number, 1 or more"),
     ('inspect', '--sampels 9', 'did you mean `--samples`?'),
     ('inspect', '--load_from nowhere/step_5', 'nowhere/step_5'),
+    ('inspect', '--html nowhere/page.html', 'there is no directory nowhere: make it, or give another file'),
+    ('inspect', '--html empty', 'empty is a directory: give a file'),
+    ('inspect', 'RUN', '`checkpoints/r` belongs to no flag: write --FIELD VALUE'),
+    ('doctor', '--config none.yaml', 'none.yaml: there is no such file'),
     ('doctor', '--gpus 0', "--gpus: '0' will not do: give a whole number, 1 or more"),
     ('doctor', '--smok 2', 'did you mean `--smoke`?'),
     ('invariance', '--packs 0', "--packs: '0' will not do: give a whole number, 1 or more"),
     ('invariance', '--load_from nowhere/step_5', 'nowhere/step_5'),
     ('resume', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('resume', 'RUN --ranks 0', "--ranks: '0' will not do"),
+    ('resume', 'RUN/step_2', 'checkpoints/r/step_2 is a checkpoint: give its run, '),
+    ('resume', 'RUN --sed 5', 'did you mean `--seed`?'),
+    ('resume', '', 'required: run_dir'),
+    ('invariance', '--packs 2 --train_dataset_path ./missing', './missing: there is no such file'),
+    ('replay', 'RUN/step_2 1', 'checkpoints/r/step_2 is a checkpoint: give its run, '),
+    ('replay', 'RUN two', "'two' will not do: give a whole number"),
     ('replay', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
@@ -112,6 +156,16 @@ MISUSES = [
     ('ask', 'RUN --prompt x --temperature nan', "--temperature: 'nan' will not do: give a number, 0 or more"),
     ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
     ('ask', 'RUN', 'required: --prompt'),
+    ('ask', 'RUN/step_2/config.json --prompt x', 'config.json is a file: give the directory of a checkpoint'),
+    ('ask', 'empty --prompt x', 'empty holds no checkpoint: expected config.json, or last_checkpoint of a run'),
+    ('ask', 'RUN --prompt x --image words.png', 'words.png: cannot identify'),
+    ('ask', 'RUN --prompt x --json --stream', 'not allowed with argument --json'),
+    ('ask', 'RUN --prompt x --top_p 2', "--top_p: '2' will not do: give a number, from 0 to 1"),
+    ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),
+    ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
+    ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
+    ('eval', 'RUN --tasks shapes --out .', '--out: . is a directory: give a file'),
+    ('eval', '--write_tasks picture.png', 'picture.png: it is there already'),
     ('eval', 'RUN', 'give a checkpoint and --tasks'),
     ('eval', 'nowhere --tasks shapes', 'nowhere'),
     ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu': give cpu, cuda or cuda:0"),
@@ -119,6 +173,11 @@ MISUSES = [
     ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
     ('export', 'RUN out --format onnx', "--format: invalid choice: 'onnx'"),
+    ('export', 'RUN picture.png', 'picture.png is a file: give a new directory'),
+    ('export', 'RUN picture.png/x', 'picture.png is a file: give a new directory'),
+    ('export', 'RUN', 'required: out'),
+    ('look', './RUN/step_9', 'checkpoints/r/step_9: there is no such file or directory'),
+    ('look', 'RUN --config torn.yaml', 'torn.yaml is no YAML'),
     ('look', 'nowhere', 'nowhere cannot be used as a checkpoint'),
     ('look', 'RUN --config none.yaml', 'none.yaml: there is no such file'),
     ('look', 'RUN --batches 0', "--batches: '0' will not do"),
@@ -127,10 +186,22 @@ MISUSES = [
     ('classify', '--config none.yaml', 'none.yaml: there is no such file'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
     ('classify', '--predict nowhere picture.png', 'nowhere'),
+    ('classify', '--config class.yaml', 'unknown key in class.yaml `model.nmae`: did you mean `model.name`?'),
+    ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
+    ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
+    ('classify', '--lr 3', 'here it is `learning_rate` in the section `training` of the file (--config)'),
+    ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),
+    ('classify', 'picture.png', 'to sort pictures, give --predict CHECKPOINT'),
     # commands that look at runs
     ('runs', 'nowhere', 'there is no directory nowhere'),
     ('runs', 'RUN --delete_older_than nan', "--delete_older_than: 'nan' will not do"),
     ('runs', 'RUN --pth out --pth_names theirs', 'theirs'),
+    ('runs', 'RUN/step_2/config.json', 'there is no directory checkpoints/r/step_2/config.json'),
+    ('runs', 'empty --pth out --pth_names own', 'empty holds no checkpoint'),
+    ('plot', 'picture.png', 'picture.png is no log of a run: give its directory, or log.jsonl in it'),
+    ('plot', 'RUN --out nowhere/x.png', '--out: there is no directory nowhere'),
+    ('plot', 'RUN --out x.docx', 'x.docx is no name of a picture: let it end in one of png'),
+    ('plot', 'RUN/step_2', 'there is no checkpoints/r/step_2/log.jsonl: give the directory of a run'),
     ('plot', 'nowhere', 'nowhere'),
     ('plot', 'RUN --x epochs', "--x: invalid choice: 'epochs'"),
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
@@ -160,6 +231,14 @@ def place(tmp_path_factory):
     (home/'torn.yaml').write_text('train: [')
     (home/'typo.yaml').write_text('train: {batchsize: 4}')
     (home/'typo.json').write_text('{"zero_optimisation": {"stage": 2}}')
+    (home/'list.yaml').write_text('- a\n- b\n')
+    (home/'class.yaml').write_text('model: {nmae: x}\n')
+    (home/'bad.jsonl').write_text('{"a": 1}\n')
+    (home/'torn.jsonl').write_text('{"conversations": [\n')
+    (home/'words.png').write_text('no picture')
+    (home/'empty').mkdir()
+    shutil.copytree(home/'checkpoints'/'r'/'step_2', home/'lost'/'step_2')
+    (home/'lost'/'step_2'/'model.safetensors').unlink()
     (home/'torn').mkdir()
     (home/'torn'/'config.json').write_text('{')
     picture(home/'picture.png')
@@ -173,8 +252,8 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 def told(command: str, line: str, capsys) -> str:
     "What a command writes to stderr when it is refused."
-    args = [('checkpoints/r' if word == 'RUN' else word) for word in line.split()]
-    small = SMALL if command == 'train' and not line.startswith(('--config', 'stray')) else []
+    args = [re.sub(r'\bRUN\b', 'checkpoints/r', word) for word in line.split()]
+    small = SMALL if command == 'train' and not line.startswith(('--config', 'stray', 'none.yaml')) else []
     small = [*TINY, '--max_training_steps', '2', *small] if '--run_name r ' in f'{line} ' else small
     capsys.readouterr()
     with pytest.raises(SystemExit) as end: main([command, *small, *args])
@@ -198,8 +277,18 @@ def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys)
         with open(table, 'a') as f: f.write(f'| `nanovlm {command} {line[:60]}` | `{ours[0]}` |\n')
 
 
+def test_two_processes_on_one_run(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    before, lock = files_below(place), RunLock(place/'checkpoints'/'r')
+    lock.take()
+    try: err = told('train', '--run_name r --resume True', capsys)
+    finally: lock.let_go()
+    assert re.fullmatch(r'nanovlm train: error: checkpoints/r is in use by .*: wait for its end, stop it, or give another run_name\n', err)
+    assert files_below(place) == before
+
+
 def test_every_command_is_misused():
-    assert {c for c, _, _ in MISUSES} == set(COMMANDS) and len(MISUSES) >= 60
+    assert {c for c, _, _ in MISUSES} == set(COMMANDS) and len(MISUSES) >= 150
 
 
 # --- what is no error of use
