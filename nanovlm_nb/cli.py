@@ -19,7 +19,7 @@ TABLE = {
     'Train': dict(train='run', classify='classify'),
     'Look at a model': dict(ask='ask', eval='evaluate', look='sight', chat='chat_page'),
     'Look at data and runs': dict(inspect='inspect', plan='plan', xray='xray', doctor='doctor', plot='plot',
-        runs='checkpoint'),
+        runs='runs'),
     'Prove': dict(resume='resume', replay='replay', invariance='invariance'),
     'Take away': dict(export='export'),
 } # purpose -> command -> module with its `main(values)`

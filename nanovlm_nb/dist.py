@@ -7,9 +7,10 @@ __all__ = ['POLL_S', 'synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_N
            'Dist', 'on_master', 'launch_env', 'init_dist', 'launchers', 'destroy_dist', 'is_dist', 'get_rank',
            'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar', 'is_sharded', 'wrap_model', 'unwrap_model',
            'no_sync', 'synchronized_batches', 'cores_of_rank', 'set_threads', 'set_seed', 'shield_worker',
-           'seed_worker', 'check_socket_room']
+           'seed_worker', 'rng_state', 'set_rng_state', 'check_socket_room']
 
 # %% ../nbs/00_dist.ipynb #c63fc988
+import base64
 import inspect
 import os
 import random
@@ -356,6 +357,27 @@ def seed_worker(
     seed = torch.initial_seed() % 2**32
     random.seed(seed)
     np.random.seed(seed)
+
+# %% ../nbs/00_dist.ipynb #eb9303ef
+def _text(t): return base64.b64encode(t.numpy().tobytes()).decode()
+def _tensor(s): return torch.frombuffer(bytearray(base64.b64decode(s)), dtype=torch.uint8)
+
+def rng_state()->dict: # JSON-able
+    "The state of this process's generators."
+    kind,keys,*rest = np.random.get_state()
+    state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest], torch=_text(torch.get_rng_state()))
+    return state|(dict(cuda=_text(torch.cuda.get_rng_state())) if torch.cuda.is_available() else {})
+
+def set_rng_state(
+    state:dict, # from `rng_state`
+)->None: # nothing
+    "Put this process's generators where they were."
+    version,keys,gauss = state['python']
+    random.setstate((version, tuple(keys), gauss))
+    kind,keys,*rest = state['numpy']
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(state['torch']))
+    if 'cuda' in state and torch.cuda.is_available(): torch.cuda.set_rng_state(_tensor(state['cuda']))
 
 # %% ../nbs/00_dist.ipynb #50c4e701
 # bytes of a socket's name on Linux; of them those that `multiprocessing` puts behind the directory

@@ -27,7 +27,7 @@ from .dist import Dist
 from .evals import MISSING,has_lmms_eval,result_values,task_file,task_names,write_json
 from .shapes import shapes_dataset
 from .run_dir import find_checkpoint
-from .checkpoint import rng_state,set_rng_state
+from .dist import rng_state,set_rng_state
 from .ask import Asker,answer_all,load_asker,questions_of
 from .lmms import NanoVLM
 

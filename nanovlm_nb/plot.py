@@ -20,7 +20,7 @@ from matplotlib.ticker import LogFormatter
 from .arguments import AXES
 from .logs import describe
 from .run_dir import LOG,STATUS,TEXT_LOG,read_log
-from .checkpoint import list_checkpoints
+from .runs import list_checkpoints
 
 # %% ../nbs/44_plot.ipynb #45e269c1
 class Run(NamedTuple):

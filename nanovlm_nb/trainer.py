@@ -40,7 +40,8 @@ from .loader import Loader,as_loader
 from .run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
 from .evals import EvalDesk
 from .update import Update,describe,gather_update
-from .checkpoint import Saver,check_checkpoint,load_optimizer,set_rng_state
+from .checkpoint import Saver,check_checkpoint,load_optimizer
+from .dist import set_rng_state
 from .look import look_panel
 from .guard import NormGuard,forget_bad_updates,write_bad_update
 from .meters import FIRST,LeftOut,Meters,profiled
