@@ -155,6 +155,17 @@ def test_plots_are_saved(notebook):
     assert not bare, f'no saved figure in {bare}: run the notebook and save it'
 
 
+def test_every_figure_says_what_it_shows():
+    "Quarto hands `fig-alt`, one of the cell's first lines, to those who do not see the picture."
+    told = re.compile(r'\A(?:#\|.*\n)*#\| fig-alt: "([^"\\]{30,})"\n')
+    figures = {f'{p.stem} {c["id"]}': told.match(c['source']) for p in NOTEBOOKS for c in cells(p, 'code')
+               if any(kind.startswith('image/') for o in c['outputs'] for kind in o.get('data', {}))}
+    bare = [cell for cell, found in figures.items() if not found]
+    assert not bare, f'no text of 30 characters or more in {bare}: begin the cell with #| fig-alt: "what is seen"'
+    texts = [found[1] for found in figures.values()]
+    assert len(set(texts)) == len(texts), [t for t in texts if texts.count(t) > 1]
+
+
 @by_name
 def test_outputs_are_clean(notebook):
     text = json.dumps([c['outputs'] for c in cells(notebook, 'code')])
