@@ -42,7 +42,7 @@ class SettingsParser(Parser):
         "A file may stand first, without `--config`."
         return ['--config', *rest] if rest and Path(rest[0]).suffix in ('.yaml','.yml') else rest
 
-    def parse_args(self,
+    def parse_args(self, # type: ignore[override] # ours has one form, argparse's has three
         args:list[str]|None=None, # arguments; default: those of the process
         namespace=None, # to fill
     )->Namespace: # own values, `vlm_cfg`, `train_cfg`, and what was asked for, see `config.parse_args`
@@ -105,7 +105,7 @@ def train_parser()->Parser: # of `nanovlm train`
 
 class OpenParser(Parser):
     "The parser of a command that can say more about a wrong flag than this module knows."
-    def parse_args(self,
+    def parse_args(self, # type: ignore[override] # ours has one form, argparse's has three
         args:list[str]|None=None, # arguments; default: those of the process
         namespace=None, # to fill
     )->Namespace: # values; `unknown` holds what is left, `flags` what exists
@@ -342,7 +342,7 @@ def resume_parser()->Parser: # of `nanovlm resume`
     """What `nanovlm train --resume True` will do with a run.
 
     The settings are those of its config.yaml, changed by flags. The exit code is 1 if something is wrong."""
-    p = RunParser('nanovlm resume', resume_parser.__doc__)
+    p = RunParser('nanovlm resume', resume_parser.__doc__ or '')
     p.add_argument('--ranks', type=at_least(1), default=1, help='ranks of the run to come')
     return p
 

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator,Sequence
 from dataclasses import dataclass,fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING,Any
 
 import torch
 from PIL import Image
@@ -26,7 +26,7 @@ from .recipe import Parts,parts_of
 from .weights import load_weights,resolve_checkpoint
 from .chat import encode_prompt,get_image_string
 from .generate import TextStreams
-from .images import UnreadableImage,image_processor_of,open_image
+from .images import ImageProcessor,UnreadableImage,image_processor_of,open_image
 from .vlm import Reader,VisionLanguageModel,checkpoint_weights,find_tokenizer
 from .run_dir import TRAINER_STATE,find_checkpoint
 
@@ -48,8 +48,8 @@ def left_pad(
 class Asker:
     "A model with the tokenizer and the image processor it was trained with."
     model:VisionLanguageModel # in eval mode
-    tokenizer:object # with nanoVLM's image tokens
-    image_processor:object # picture -> (tiles, grid)
+    tokenizer:Any # with nanoVLM's image tokens
+    image_processor:ImageProcessor # picture -> (tiles, grid)
 
     @classmethod
     def from_model(cls,
@@ -182,7 +182,8 @@ class Chat:
     ):
         self.asker,self.turns = asker,[]
         self.tiles,self.image_string = asker.tiles(images)
-        self.reader,self.known = None,[]
+        self.known = []                # token ids that the reader has read
+        self.reader:Reader|None = None # none has begun
 
     def shared(self,
         ids:list[int], # of the whole conversation
@@ -199,7 +200,7 @@ class Chat:
     )->int: # tokens that need no reading
         "A reader that stands where reading has to go on."
         n = self.shared(ids)
-        if n: self.reader.go_back(n, len(ids)-n+room)
+        if n and self.reader: self.reader.go_back(n, len(ids)-n+room)
         else: self.reader = Reader(self.asker.model.decoder, torch.ones(1, len(ids), dtype=torch.long), room)
         self.known = []
         return n
@@ -372,6 +373,7 @@ def main(
     images,asker = open_pictures(a.image),load_asker(a.checkpoint, recipe=a.recipe)
     asked = iter(questions)
     for text in _answers(asker, images, questions, a):
-        if a.json: text = json.dumps(dict(images=a.image, prompt=next(asked), answer=text), ensure_ascii=False)
+        if a.json:
+            text = json.dumps(dict(images=a.image, prompt=next(asked), answer=text), ensure_ascii=False)
         sys.stdout.write(text if a.stream else text+'\n')
         sys.stdout.flush()

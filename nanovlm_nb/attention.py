@@ -238,9 +238,9 @@ def varlen_attention(
     B,H,T,D = q.shape
     layout,dtype = layout or Layout.from_doc_lens([[T]]*B, T),_kernel_dtype(q)
     cu = layout.cu_seqlens(q.device)
-    flat = [x.transpose(1,2).flatten(0,1).to(dtype) for x in (q,k,v)]
-    if q.device.type=='cpu': out = packed_attention(*flat, cu, causal)[0]
-    else: out = _torch_varlen(*flat, cu, T, causal)
+    q,k,v = (x.transpose(1,2).flatten(0,1).to(dtype) for x in (q,k,v))
+    if q.device.type=='cpu': out = packed_attention(q, k, v, cu, causal)[0]
+    else: out = _torch_varlen(q, k, v, cu, T, causal)
     return _zero_padding(out.view(B, T, H, D).transpose(1,2), layout)
 
 @torch.compiler.assume_constant_result
@@ -268,6 +268,7 @@ def problem_of(
     x = torch.zeros(1, 1, 4, 64, device=kind, dtype=dtype)
     try: BACKENDS[name](x, x, x, Layout.from_doc_lens([[4]], 4), True, 0.)
     except (ImportError, OSError, RuntimeError, AttributeError) as e: return f'{type(e).__name__}: {e}'
+    return None
 
 def choose_backend(
     backend:str, # a name in `BACKENDS`, or auto

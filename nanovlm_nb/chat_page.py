@@ -8,6 +8,7 @@ __all__ = ['Talk', 'respond', 'build_page', 'main']
 # %% ../nbs/47_chat_page.ipynb #1e5356b8
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Any
 
 from PIL import Image
 
@@ -48,7 +49,7 @@ def respond(
 )->Iterator[tuple[list[dict],Image.Image|None]]: # messages so far; the heat map, at the end
     "Answer, piece by piece."
     if not question.strip(): return (yield talk.messages,None)
-    how = dict(temperature=temperature) if temperature else {}
+    how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
     said = ''
     asked = dict(role='user', content=question.strip())
     try:

@@ -9,10 +9,11 @@ __all__ = ['save_optimizer', 'load_optimizer', 'check_checkpoint', 'publish', 's
 # %% ../nbs/31_checkpoint.ipynb #232cc379
 import errno,json,os,re,shutil,warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future,ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,25 +35,27 @@ def save_optimizer(
     model:nn.Module, # unwrapped, names the parameters
     optimizer:torch.optim.Optimizer, # its optimizer
     dist:Dist, # every rank must call
-)->None: # nothing
+)->None:
     "Write an optimizer's state, every rank its part."
     begin_state(optimizer)
     _write_optimizer(get_optimizer_state_dict(reshard(model), optimizer), folder, dist)
 
-def _write_optimizer(state, folder, dist): _dcp(dcp.save, dict(optimizer=state), dist, checkpoint_id=str(folder))
+def _write_optimizer(state, folder, dist):
+    _dcp(dcp.save, dict(optimizer=state), dist, checkpoint_id=str(folder))
 
 def load_optimizer(
     folder:Path, # from `save_optimizer`
     model:nn.Module, # unwrapped
     optimizer:torch.optim.Optimizer, # of the same parameters
     dist:Dist, # every rank must call; their number may have changed
-)->None: # nothing
+)->None:
     "Read an optimizer's state; learning rates and other options stay those of this run."
     begin_state(optimizer)
     options = [{k:v for k,v in g.items() if k!='params'} for g in optimizer.param_groups]
     state = dict(optimizer=get_optimizer_state_dict(reshard(model), optimizer))
     try: _dcp(dcp.load, state, dist, storage_reader=PlainReader(folder), planner=PlainPlanner())
-    except (*BROKEN, RuntimeError, AssertionError) as e: raise ValueError(f'the optimizer in {folder} cannot be read: {_first_line(e)}') from e
+    except (*BROKEN, RuntimeError, AssertionError) as e:
+        raise ValueError(f'the optimizer in {folder} cannot be read: {_first_line(e)}') from e
     set_optimizer_state_dict(model, optimizer, state['optimizer'])
     for group,own in zip(optimizer.param_groups, options): group.update(own)
 
@@ -71,15 +74,19 @@ def check_checkpoint(
     checkpoint:Path, # a `step_N` directory
     name:str|None=None, # how the message calls it
     dist:Dist=Dist(), # every rank must call; rank 0 looks
-)->None: # nothing
+)->None:
     "Raise FileNotFoundError if a checkpoint is not complete, ValueError if it is damaged."
     error = dist.broadcast(_fault_of(checkpoint, name or checkpoint) if dist.is_master else None)
     if error is not None: raise error
 
 def _fault_of(checkpoint, name):
     "The error that a checkpoint deserves, or None."
-    if (missing := missing_pieces(checkpoint)): return FileNotFoundError(f'{name} is not a complete checkpoint, it lacks {", ".join(missing)}: choose another')
-    if (wrong := damaged_pieces(checkpoint)): return ValueError(f'{name} is damaged: {", ".join(wrong)}. Choose another, or copy it again; {MEANT.format(checkpoint)}')
+    if (missing := missing_pieces(checkpoint)):
+        return FileNotFoundError(f'{name} is not a complete checkpoint, '
+                                 f'it lacks {", ".join(missing)}: choose another')
+    if (wrong := damaged_pieces(checkpoint)):
+        return ValueError(f'{name} is damaged: {", ".join(wrong)}. '
+                          f'Choose another, or copy it again; {MEANT.format(checkpoint)}')
 
 # %% ../nbs/31_checkpoint.ipynb #b25752c0
 def publish(
@@ -111,10 +118,12 @@ def snapshot(
     copy:bool=False, # so that updates that follow do not change it
 )->dict: # 'weights' (on rank 0), 'optimizer' and 'rng' (None without an optimizer)
     "What a checkpoint holds of this rank's memory."
-    if optimizer is not None: begin_state(optimizer) # torch would make it with an update of zeros, which counts as one
+    # torch would make it with an update of zeros, which counts as one
+    if optimizer is not None: begin_state(optimizer)
     weights = full_weights(model) # all ranks give their pieces
     state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
-    parts = dict(weights=weights if dist.is_master else None, optimizer=state, rng=None if optimizer is None else rng_state())
+    parts = dict(weights=weights if dist.is_master else None, optimizer=state,
+                 rng=None if optimizer is None else rng_state())
     return _host(parts, True) if copy else parts
 
 def _together(dist, what, action):
@@ -126,7 +135,8 @@ def _together(dist, what, action):
         error = getattr(failed, 'errno', None) or errno.EIO,f'{type(failed).__name__}: {failed}'
     errors = dist.gather(error)
     if failed is not None: raise failed
-    for rank,(number,text) in ((r,e) for r,e in enumerate(errors) if e): raise OSError(number, f'rank {rank} could not {what}: {text}')
+    for rank,error in enumerate(errors):
+        if error: raise OSError(error[0], f'rank {rank} could not {what}: {error[1]}')
     return result
 
 def _plain_error(e):
@@ -173,11 +183,13 @@ def write_checkpoint(
     on_master = lambda action: action() if dist.is_master else None
     try:
         _together(dist, f'make {tmp}', lambda: on_master(begin))
-        _together(dist, f'write its part of {tmp}', lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
+        _together(dist, f'write its part of {tmp}',
+                  lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
         found = dist.gather(_together(dist, f'read back its part of {tmp}', lambda: _read_back(tmp, dist)))
         digests = {name:sha for part in found for name,sha in part.items()}
         _together(dist, f'complete {final}', lambda: on_master(finish))
-    finally: on_master(lambda: shutil.rmtree(tmp, ignore_errors=True)) # a part of a checkpoint is of no use, and fills the disk
+    # a part is of no use, and fills the disk
+    finally: on_master(lambda: shutil.rmtree(tmp, ignore_errors=True))
     return final
 
 def save_checkpoint(
@@ -199,7 +211,9 @@ class Saver:
         dist:Dist, # every rank makes one, and calls the same methods in the same order
         background:bool=True, # write in a thread
     ):
-        self.dist,self.pool,self.writing = _own_group(dist) if background else dist,ThreadPoolExecutor(1, 'checkpoint') if background else None,None
+        self.dist = _own_group(dist) if background else dist
+        self.pool = ThreadPoolExecutor(1, 'checkpoint') if background else None
+        self.writing:Future|None = None
 
     def save(self,
         model:nn.Module, # unwrapped `VisionLanguageModel`
@@ -217,7 +231,7 @@ class Saver:
         if self.pool is None: job()
         else: self.writing = self.pool.submit(job)
 
-    def wait(self)->None: # nothing
+    def wait(self)->None:
         "Return when nothing is being written any more; raise what went wrong."
         writing,self.writing = self.writing,None
         if writing is not None: writing.result()
@@ -225,7 +239,8 @@ class Saver:
 def _own_group(dist):
     "The same ranks, with a group that nobody else talks through."
     if dist.world_size==1: return dist
-    return replace(dist, cpu_group=torch.distributed.new_group(backend='gloo', timeout=timedelta(seconds=dist.timeout_s)))
+    return replace(dist, cpu_group=torch.distributed.new_group(
+        backend='gloo', timeout=timedelta(seconds=dist.timeout_s)))
 
 # %% ../nbs/31_checkpoint.ipynb #d66dd1ed
 def export_pth(

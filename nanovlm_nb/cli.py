@@ -36,7 +36,7 @@ def overview(
         lines += ['', purpose]
         for name in group:
             fill = TextWrapper(width, initial_indent=f'  {name:<12}', subsequent_indent=' '*14)
-            lines += fill.wrap(PARSERS[name].__doc__.splitlines()[0])
+            lines += fill.wrap((PARSERS[name].__doc__ or name).splitlines()[0])
     return '\n'.join(lines)
 
 # %% ../nbs/90_cli.ipynb #90c00009

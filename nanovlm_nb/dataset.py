@@ -154,7 +154,7 @@ def read_dropped(
     for line in lines:
         try: record = json.loads(line)
         except (ValueError, RecursionError): continue
-        d = found.get(record.get('split')) if isinstance(record, dict) else None
+        d = found.get(record.get('split', '')) if isinstance(record, dict) else None
         if d is None or not isinstance(record.get('id'), str): continue
         if 'reason' in record: d.reasons[record['id']] = record['reason']
         else: d.cut[record['id']] = record.get('cut', 0)
@@ -334,8 +334,8 @@ class Plan:
     "A sample before its pictures are decoded."
     id:str # of the sample
     source:str # the configuration it comes from
-    ids:np.ndarray # (t,) int32, one placeholder per tile
-    labels:np.ndarray # (t,) int32
+    ids:np.ndarray|None # (t,) int32, one placeholder per tile; None: it is only measured
+    labels:np.ndarray|None # (t,) int32
     grids:list[tuple[int,int]] # (rows, columns) of each picture
     tokens:int # length of the sample, all placeholders counted
     cut:int = 0 # turns that ratings took
@@ -398,7 +398,9 @@ class BaseDataset(torch.utils.data.Dataset):
     )->tuple[int,int,int]|None: # tokens, pictures, tiles; None: dropped and counted
         "Size of a sample, without decoding pictures."
         try: p = self.plan_row(read_row(self.rows, i))
-        except Dropped as d: return self.drops.add(d)
+        except Dropped as d:
+            self.drops.add(d)
+            return None
         if p.cut: self.drops.cut[p.id] = p.cut
         return p.tokens, p.images, p.tiles
 
@@ -437,7 +439,9 @@ class VQADataset(BaseDataset):
     )->dict|None: # a sample as from `finish`; None: dropped and counted
         "A sample, or None."
         try: return self.load(i)
-        except Dropped as d: return self.drops.add(d)
+        except Dropped as d:
+            self.drops.add(d)
+            return None
 
 # %% ../nbs/22_dataset.ipynb #62536dd9
 # folder names that `datasets` takes for splits
@@ -562,7 +566,8 @@ def may_come_back(
     status = getattr(e, 'status', None) or getattr(getattr(e, 'response', None), 'status_code', None)
     if isinstance(status, int): return status >= 500 or status in (408, 429)
     if isinstance(e, (ConnectionError, TimeoutError, socket.gaierror, *network_errors()[2:])): return True
-    if getattr(e, 'errno', None) is not None and not isinstance(e, FileNotFoundError): return e.errno in GONE
+    number = getattr(e, 'errno', None)
+    if number is not None and not isinstance(e, FileNotFoundError): return number in GONE
     # in other words, such as fsspec's "no such file"
     return isinstance(e.__cause__, network_errors()) and may_come_back(e.__cause__)
 
@@ -578,7 +583,8 @@ class Waiting:
 
     def answered(self)->None:
         "Begin to count anew."
-        self.since,self.pause = None,PAUSE_S
+        self.since:float|None = None # when it was away for the first time
+        self.pause = PAUSE_S
 
     def failed(self,
         e:Exception, # from `network_errors`
@@ -654,15 +660,15 @@ def collate_padded(
     max_length:int|None=None, # length of all rows; None: the longest sample
 )->dict: # 'input_ids', 'labels', 'attention_mask' (B, T); 'images' per row; 'ids'
     "Samples as rows of a batch, padded on the left."
-    samples = [s for s in samples if s is not None]
-    if not samples: raise ValueError('every sample of the batch was dropped')
-    longest = max(samples, key=lambda s: len(s['input_ids']))
+    kept = [s for s in samples if s is not None]
+    if not kept: raise ValueError('every sample of the batch was dropped')
+    longest = max(kept, key=lambda s: len(s['input_ids']))
     T = len(longest['input_ids']) if max_length is None else max_length
     if len(longest['input_ids']) > T:
         raise ValueError(f"sample {longest['id']} has {len(longest['input_ids'])} tokens, max_length is {T}: "
                          "lower max_sample_length")
     def rows(values, fill): return torch.stack([F.pad(v, (T-len(v), 0), value=fill) for v in values])
-    ids = [s['input_ids'] for s in samples]
-    return dict(input_ids=rows(ids, pad_id), labels=rows([s['labels'] for s in samples], IGNORE),
+    ids = [s['input_ids'] for s in kept]
+    return dict(input_ids=rows(ids, pad_id), labels=rows([s['labels'] for s in kept], IGNORE),
                 attention_mask=rows([torch.ones_like(x) for x in ids], 0),
-                images=[s['images'] for s in samples], ids=[s['id'] for s in samples])
+                images=[s['images'] for s in kept], ids=[s['id'] for s in kept])

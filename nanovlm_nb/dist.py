@@ -42,6 +42,8 @@ def pick_device()->torch.device: # `cuda`, `mps` or `cpu`
 # %% ../nbs/00_dist.ipynb #fec17214
 class FromGather:
     "Sums, means and decisions, for a class that has `gather` and `world_size`."
+    gather:Callable[...,list]
+    world_size:int
     def sum(self,
         x:float, # a number
     )->float: # its sum over ranks
@@ -158,9 +160,9 @@ def _agree(
         store.set(f'{corner}/{rank}', 'here')
         return corner
     me = f"{store.add('meetings', 1)-1}/{me}"
-    away,end = range(1, world_size),time.monotonic()+timeout_s
+    away,end = list(range(1, world_size)),time.monotonic()+timeout_s
     while away:
-        if time.monotonic()>end: raise RuntimeError(f'ranks {list(away)} did not come')
+        if time.monotonic()>end: raise RuntimeError(f'ranks {away} did not come')
         for r in away:
             if not store.check([f'asks/{r}']): continue
             asked = store.get(f'asks/{r}').decode()
@@ -186,15 +188,15 @@ def init_dist(
     "Join the other ranks if there are any; alone, only the device is chosen."
     env = launch_env()
     if timeout_s<=0: raise ValueError(f"timeout_s is {timeout_s}: give a number of seconds above 0")
-    device = torch.device(device) if device else pick_device()
-    if env is None: return Dist(device=device, timeout_s=timeout_s)
-    device = _rank_device(device.type, env['local_rank'])
+    wanted = torch.device(device) if device else pick_device()
+    if env is None: return Dist(device=wanted, timeout_s=timeout_s)
+    own = _rank_device(wanted.type, env['local_rank'])
     wait = timedelta(seconds=timeout_s)
     with _explain('init_dist', env['rank'], env['world_size'], timeout_s):
         store,attempt = _agent_store(env['rank'], env['world_size'], timeout_s)
-        c10d.init_process_group('cpu:gloo,cuda:nccl' if device.type=='cuda' else 'gloo', store=store,
+        c10d.init_process_group('cpu:gloo,cuda:nccl' if own.type=='cuda' else 'gloo', store=store,
                                 rank=env['rank'], world_size=env['world_size'], timeout=wait)
-        return Dist(**env, device=device, cpu_group=c10d.new_group(backend='gloo', timeout=wait),
+        return Dist(**env, device=own, cpu_group=c10d.new_group(backend='gloo', timeout=wait),
                     timeout_s=timeout_s, attempt=attempt)
 
 # %% ../nbs/00_dist.ipynb #8c3fb2fa
@@ -311,7 +313,7 @@ def synchronized_batches(
     while True:
         batch = next(batches, None)
         if dist.any(batch is None) if idle is None else not dist.any(batch is not None): return
-        yield idle() if batch is None else batch
+        yield idle() if batch is None and idle else batch
 
 synchronized_dataloader_step = synchronized_batches # nanoVLM's name
 
@@ -364,13 +366,15 @@ def _tensor(s): return torch.frombuffer(bytearray(base64.b64decode(s)), dtype=to
 
 def rng_state()->dict: # JSON-able
     "The state of this process's generators."
-    kind,keys,*rest = np.random.get_state()
-    state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest], torch=_text(torch.get_rng_state()))
+    numbers:Any = np.random.get_state()
+    kind,keys,*rest = numbers
+    state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest],
+                 torch=_text(torch.get_rng_state()))
     return state|(dict(cuda=_text(torch.cuda.get_rng_state())) if torch.cuda.is_available() else {})
 
 def set_rng_state(
     state:dict, # from `rng_state`
-)->None: # nothing
+)->None:
     "Put this process's generators where they were."
     version,keys,gauss = state['python']
     random.setstate((version, tuple(keys), gauss))

@@ -118,9 +118,10 @@ def check_cuda(
     if cuda is None and driver:
         return Check('CUDA', FAIL, f'torch is built without CUDA, but there is a GPU with driver {driver}',
                      'install a CUDA build of torch: see pytorch.org')
+    newest = DRIVERS.get(version(cuda)[0], 'the newest') if cuda else 'the newest'
     if not gpus and driver:
         return Check('CUDA', FAIL, f'torch {cuda} sees no GPU, driver {driver}',
-                     f'update the driver to {DRIVERS.get(version(cuda)[0], "the newest")} or newer, '
+                     f'update the driver to {newest} or newer, '
                      'or unset CUDA_VISIBLE_DEVICES')
     if not gpus or cuda is None: return Check('CUDA', SKIP, 'no GPU here: training is on the CPU')
     floor = DRIVERS.get(version(cuda)[0], '0')
@@ -141,8 +142,9 @@ def check_flash(
     if flash is None:
         return Check('flash-attn', SKIP, "not installed, and not needed: torch's fused attention is used")
     found = {'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}
+    old = lambda text, floor: text is None or version(text)<version(floor)
     wrong = [f'{k} {found[k] or "is missing"} ({floor} or newer)'
-             for k,floor in FLASH_FLOORS.items() if found[k] is None or version(found[k])<version(floor)]
+             for k,floor in FLASH_FLOORS.items() if old(found[k], floor)]
     if not wrong: return Check('flash-attn', PASS, f'{flash}, GLIBC {glibc}')
     return Check('flash-attn', FAIL, '; '.join(wrong),
                  'pip uninstall flash-attn, or build it from source here: '
@@ -265,7 +267,7 @@ def check_wandb(
 )->Check: # skip when nobody asks
     "Will figures arrive at wandb?"
     if not asked: return Check('wandb', SKIP, 'log_wandb is False: figures stay in log.jsonl')
-    if mode=='online' or chosen: return Check('wandb', PASS, mode)
+    if mode and (mode=='online' or chosen): return Check('wandb', PASS, mode)
     return Check('wandb', FAIL, 'not logged in: the run would be recorded here only',
                  'wandb login; or say that it is meant: WANDB_MODE=offline, or --log_wandb False')
 
@@ -411,7 +413,7 @@ def check_start(
         file = train_cfg.load_from if is_pth(train_cfg.load_from) and not train_cfg.resume else None
         if file and not (path := pth_path(file, start.vlm_cfg)).is_file():
             raise FileNotFoundError(f'there is no file {path}')
-        path,_ = plan_resume(start.vlm_cfg, start.train_cfg, run_path(start.vlm_cfg, start.train_cfg, Dist()),
+        plan_resume(start.vlm_cfg, start.train_cfg, run_path(start.vlm_cfg, start.train_cfg, Dist()),
                              gpus, launchers())
     except (OSError, ValueError) as e:
         try: start = foresee_start(vlm_cfg, train_cfg, gpus, given)
@@ -438,8 +440,8 @@ def examine(
     yield from (try_backend(name, device, vlm_cfg.attn_backend) for name in BACKENDS)
     yield check_memory(vlm_cfg, train_cfg, gpus,
                        torch.cuda.get_device_properties(0).total_memory/GB if device.type=='cuda' else None)
-    yield check_workers(train_cfg, len(os.sched_getaffinity(0))
-                        if hasattr(os, 'sched_getaffinity') else os.cpu_count(), gpus)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    yield check_workers(train_cfg, cpus or 1, gpus)
     yield check_disk(shutil.disk_usage(existing(vlm_cfg.vlm_checkpoint_path)).free,
                      checkpoint_bytes(vlm_cfg, train_cfg), checkpoints_kept(train_cfg))
     yield try_write(vlm_cfg.vlm_checkpoint_path)

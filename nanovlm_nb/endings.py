@@ -55,6 +55,7 @@ def full_place(
         if isinstance(e, RuntimeError) and 'unexpected pos' in str(e): return Path(run_dir)
         if isinstance(e, OSError) and e.errno in FULL:
             return Path(e.filename).parent if isinstance(e.filename, str) else Path(run_dir)
+    return None
 
 # %% ../nbs/33_endings.ipynb #e0d1000a
 def last_complete(

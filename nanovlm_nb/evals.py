@@ -49,7 +49,8 @@ def write_json(
     values:dict, # JSON-able
 )->Path: # `path`
     "Replace a file in one step."
-    path = Path(path); path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return write_atomic(path, json.dumps(values, indent=1)+'\n', by=str(os.getpid()))
 
 def read_result(
@@ -57,7 +58,8 @@ def read_result(
 )->dict[str,float]: # figures by name, as they are logged: 'lmms_eval/...'
     "Read the figures of an evaluation; raises ValueError or KeyError if the file is broken."
     values = json.loads(Path(path).read_text(encoding='utf-8'))
-    if not isinstance(values, dict): raise ValueError(f'it holds a {type(values).__name__}: expected {{"results": {{name: number}}}}')
+    if not isinstance(values, dict):
+        raise ValueError(f'it holds a {type(values).__name__}: expected {{"results": {{name: number}}}}')
     wrong = [k for k,v in values['results'].items() if isinstance(v, bool) or not isinstance(v, (int,float))]
     if wrong: raise ValueError(f'the result {wrong[0]!r} is no number')
     return {f'lmms_eval/{k}':float(v) for k,v in values['results'].items()}
@@ -69,9 +71,11 @@ def result_values(
     before:dict|None=None, # what is in the file; used if its head is the same
 )->dict: # what the file is to hold
     "Merge new results into those of a file."
-    keep = before if before and {k:before.get(k) for k in head}==head else dict(tasks=[], results={}, samples={})
+    keep = (before if before and {k:before.get(k) for k in head}==head
+            else dict(tasks=[], results={}, samples={}))
     both = {k:keep[k]|found[k] for k in ('results','samples')}
-    return head|dict(tasks=[*keep['tasks'],*(t for t in found['tasks'] if t not in keep['tasks'])])|{k:dict(sorted(v.items())) for k,v in both.items()}
+    tasks = [*keep['tasks'], *(t for t in found['tasks'] if t not in keep['tasks'])]
+    return head|dict(tasks=tasks)|{k:dict(sorted(v.items())) for k,v in both.items()}
 
 # %% ../nbs/30_evals.ipynb #390fbb08
 logger = logging.getLogger(__name__)
@@ -106,7 +110,8 @@ class Results:
             if self.read.get(step)==(stat.st_mtime_ns, stat.st_size): return None
             figures = read_result(path)
         except (ValueError, KeyError, AttributeError, OSError) as e:
-            if step not in self.broken: logger.warning('%s cannot be read (%s: %s): left for later', path, type(e).__name__, e)
+            if step not in self.broken:
+                logger.warning('%s cannot be read (%s: %s): left for later', path, type(e).__name__, e)
             self.broken.add(step)
             return None
         self.broken.discard(step)
@@ -137,7 +142,8 @@ class Job:
         out:Path, # result file to write
     )->list[str]: # a command of this machine
         "The evaluator as a process."
-        options = dict(tasks=self.tasks, out=out, step=self.step, batch_size=self.batch_size, limit=self.limit, include_path=self.include_path)
+        options = dict(tasks=self.tasks, out=out, step=self.step, batch_size=self.batch_size,
+                       limit=self.limit, include_path=self.include_path)
         flags = [o for k,v in options.items() if v is not None for o in (f'--{k}',str(v))]
         return [sys.executable, '-m', 'nanovlm_nb.cli', 'eval', self.checkpoint, *flags]
 
@@ -149,7 +155,8 @@ class Job:
         return ['sbatch', script, *map(str, words), *([self.include_path] if self.include_path else [])]
 
 # %% ../nbs/30_evals.ipynb #25911849
-_LAUNCHER = re.compile(r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|TORCHELASTIC_.*|TORCH_NCCL_.*|SLURM_(?!CONF$).*')
+_LAUNCHER = re.compile(r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|'
+                       r'TORCHELASTIC_.*|TORCH_NCCL_.*|SLURM_(?!CONF$).*')
 
 def clean_env()->dict[str,str]: # for a process that is no rank
     "The environment without what torchrun and Slurm say to this job's processes."
@@ -164,7 +171,8 @@ def start_process(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open('ab') as f:
         fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=f, env=clean_env()|env, start_new_session=True)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=f, env=clean_env()|env,
+                                start_new_session=True)
 
 def is_running(
     log:Path, # of `start_process`
@@ -204,10 +212,13 @@ def evaluator_cards(
     if asked is not None: return {VISIBLE:asked},f', on card {asked}' if asked else ', on the CPU'
     if not cards: return {},''
     if (free := cards[ranks:]): return {VISIBLE:free[-1]},f', on card {free[-1]}'
-    return {VISIBLE:''},', on the CPU, slowly: every card has a rank (--eval_gpus names one that it may share; --eval_backend slurm asks for another machine)'
+    return {VISIBLE:''},(', on the CPU, slowly: every card has a rank '
+                         '(--eval_gpus names one that it may share; '
+                         '--eval_backend slurm asks for another machine)')
 
 # %% ../nbs/30_evals.ipynb #df27cf1c
-MISSING = "lmms-eval is not installed: {} cannot be evaluated here. pip install 'nanovlm_nb[eval]', or give --use_lmms_eval False"
+MISSING = ("lmms-eval is not installed: {} cannot be evaluated here. "
+           "pip install 'nanovlm_nb[eval]', or give --use_lmms_eval False")
 
 def has_lmms_eval()->bool: # without importing it
     "Is lmms-eval installed?"
@@ -224,7 +235,8 @@ def task_file(
     include_path:str|None=None, # directory of our own tasks
 )->Path|None: # a parquet file; None: it is lmms-eval's affair
     "Where the questions of one of our own tasks are."
-    path = Path(task) if task.endswith('.parquet') else Path(include_path)/f'{task}.parquet' if include_path else None
+    path = (Path(task) if task.endswith('.parquet')
+            else Path(include_path)/f'{task}.parquet' if include_path else None)
     return path if path and path.is_file() else None
 
 def choose_backend(
@@ -232,12 +244,15 @@ def choose_backend(
 )->str: # 'subprocess', 'in_process' or 'slurm'
     "Who evaluates: as the config says, or Slurm where it is."
     c = train_cfg
-    if c.eval_backend=='subprocess' and fcntl is None: raise ValueError('eval_backend subprocess: this system cannot lock files, give --eval_backend in_process')
+    if c.eval_backend=='subprocess' and fcntl is None:
+        raise ValueError('eval_backend subprocess: '
+                         'this system cannot lock files, give --eval_backend in_process')
     if c.eval_backend!='auto': return c.eval_backend
     if shutil.which('sbatch') and Path(c.eval_script).is_file(): return 'slurm'
     return 'in_process' if fcntl is None else 'subprocess'
 
-NO_SLURM = 'eval_backend is slurm, but there is no {} here: checkpoints are not evaluated. Start the run where it is, or give --eval_backend subprocess'
+NO_SLURM = ('eval_backend is slurm, but there is no {} here: checkpoints are not evaluated. '
+            'Start the run where it is, or give --eval_backend subprocess')
 
 def possible_tasks(
     train_cfg:TrainConfig, # `lmms_eval_tasks`, `eval_include_path`, `eval_backend`
@@ -245,10 +260,12 @@ def possible_tasks(
     "What can be evaluated, and a line about what cannot."
     c,names = train_cfg,task_names(train_cfg.lmms_eval_tasks)
     if choose_backend(c)=='slurm':
-        gone = [n for n,there in (('sbatch',shutil.which('sbatch')), (c.eval_script,Path(c.eval_script).is_file())) if not there]
+        needed = ('sbatch',shutil.which('sbatch')),(c.eval_script,Path(c.eval_script).is_file())
+        gone = [n for n,there in needed if not there]
         return ('',NO_SLURM.format(' and no '.join(gone))) if gone else (','.join(names),None)
     lacking = [] if has_lmms_eval() else [t for t in names if task_file(t, c.eval_include_path) is None]
-    return ','.join(t for t in names if t not in lacking),MISSING.format(', '.join(lacking)) if lacking else None
+    rest = ','.join(t for t in names if t not in lacking)
+    return rest,MISSING.format(', '.join(lacking)) if lacking else None
 
 # %% ../nbs/30_evals.ipynb #59eb7945
 MOST_STARTS = 10 # a job that was killed so often is given up
@@ -278,7 +295,8 @@ class JobBook:
         self.results = Results(self.folder)
         self.processes:dict[int,subprocess.Popen] = {} # by step, of those that this process has started
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-        self.place = evaluator_cards(train_cfg.eval_gpus, visible_cards(), ranks) # for a process of this machine
+        # for a process of this machine
+        self.place = evaluator_cards(train_cfg.eval_gpus, visible_cards(), ranks)
         files = [p for p in (self.folder/'jobs').glob('step_*/job.json') if p.parent.name[5:].isdigit()]
         jobs = sorted(filter(None, map(read_job, files)), key=lambda j: j.step)
         self.jobs = {j.step:self._of_here(j) for j in jobs}
@@ -377,15 +395,18 @@ class Polling(Watching):
         "Start what waits, note what has ended; never waits itself."
         lines = [line for job in self.open for line in self._advance(job, thorough)]
         waiting = [j for j in self.open if j.state=='waiting']
-        if self.backend=='subprocess': waiting = [] if any(j.state=='running' for j in self.open) else waiting[:1]
+        if self.backend=='subprocess':
+            waiting = [] if any(j.state=='running' for j in self.open) else waiting[:1]
         return lines+[self._begin(j) for j in waiting if self.backend!='in_process']
 
     def _begin(self, job:Job)->str:
         "Start a job's process."
         local = self.backend=='subprocess'
-        command = self.command(job, self.out(job.step)) if self.backend!='slurm' else job.slurm(self.cfg.eval_script)
+        command = (self.command(job, self.out(job.step))
+                   if self.backend!='slurm' else job.slurm(self.cfg.eval_script))
         variables,where = self.place if local else ({},'')
-        self._note(job, state='running', starts=job.starts+1, number=None) # true should we be killed now: the lock tells
+        # true should we be killed now: the lock tells
+        self._note(job, state='running', starts=job.starts+1, number=None)
         try: process = start_process(command, self.log(job.step), **variables)
         except BlockingIOError: return f'evaluation of step {job.step} is under way already'
         self.processes[job.step] = process
@@ -400,7 +421,8 @@ class Polling(Watching):
         process,missing = self.processes.pop(job.step, None),self.missing(job.step, job.tasks)
         code = process.wait() if process else None # None: a child of an earlier trainer
         if not missing: yield self._end(job, 'done', f'evaluation of step {job.step} is done')
-        elif self.backend=='slurm' and (code==0 or code is None and self._printed(job)): yield self._queued(job)
+        elif self.backend=='slurm' and (code==0 or code is None and self._printed(job)):
+            yield self._queued(job)
         else: yield self._broken_off(job, code, missing)
 
     def _broken_off(self, job:Job, code:int|None, missing:list[str])->str:
@@ -408,8 +430,10 @@ class Polling(Watching):
         killed = job.state=='running' and (code is None or code<0)
         words = (_lines_of(self.log(job.step)) or ['it wrote nothing'])[-1]
         why = 'killed' if killed else f'exit code {code}, {words}'
-        line = f'evaluation of step {job.step} ended without {", ".join(missing)}: {why} (see {self.log(job.step)})'
-        if job.starts>=(MOST_STARTS if killed else 2): return self._end(job, 'failed', line+'; it is given up')
+        line = (f'evaluation of step {job.step} ended without {", ".join(missing)}: '
+                f'{why} (see {self.log(job.step)})')
+        if job.starts>=(MOST_STARTS if killed else 2):
+            return self._end(job, 'failed', line+'; it is given up')
         self._note(job, state='waiting')
         return line
 
@@ -432,7 +456,8 @@ class Evaluations(Polling):
             for path in (self.out(step), self.log(step).parent): self._put_aside(path)
         if not gone: return []
         steps = ', '.join(map(str, gone))
-        return [f'evaluations of steps {steps} belong to an earlier start: put aside as .old in {self.folder}']
+        return [f'evaluations of steps {steps} belong to an earlier start: '
+                f'put aside as .old in {self.folder}']
 
     def _put_aside(self, path:Path)->None:
         "Give a file or directory a name that is free: a run may go back more than once."
@@ -444,7 +469,8 @@ class Evaluations(Polling):
         log,running = self.log(job.step),job.state=='running'
         if job.state in ('waiting','running') and is_running(log):
             for group in [int(job.number)] if running and job.number else writers(log):
-                with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL) # it may have ended just now
+                # it may have ended just now
+                with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL)
             if (process := self.processes.pop(job.step, None)): process.wait()
         if job.state=='queued' and job.number and shutil.which('scancel'):
             subprocess.run(['scancel',job.number], timeout=60)
@@ -526,7 +552,8 @@ class EvalDesk:
     )->None:
         "Keep the results of the training's own evaluation; they are collected as others are."
         if self.jobs is None: return
-        for task,why in results['failed'].items(): self.log.info(f'evaluation of step {step}: {task} failed, {why}')
+        for task,why in results['failed'].items():
+            self.log.info(f'evaluation of step {step}: {task} failed, {why}')
         self.jobs.put(step, results)
 
     def wait(self,
@@ -536,7 +563,8 @@ class EvalDesk:
     )->None:
         "Collect what is still evaluated; every rank must call."
         jobs,end = self.jobs,time.monotonic()+seconds
-        if jobs and jobs.open: self.log.info(f'the run waits for evaluations of steps {self._steps()}, at most {seconds:g} s')
+        if jobs and jobs.open:
+            self.log.info(f'the run waits for evaluations of steps {self._steps()}, at most {seconds:g} s')
         for i in count():
             while self.collect(step, thorough=i%ASK_SLURM_EVERY==0): pass
             late = time.monotonic()>end or stopped()

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -207,7 +208,7 @@ def evaluate_into(
     values,failed = result_values(head, dict(tasks=[], results={}, samples={}), before),{}
     for task in task_names(args.tasks):
         if task in values['tasks']: continue
-        found = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
+        found:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
         values,failed = result_values(head, found, values),failed|found['failed']
         if out: write_json(out, values)
     return values,failed
@@ -252,7 +253,7 @@ def main(
         own = [t for t in task_names(a.tasks) if t in OWN_TASKS]
         if own and not a.include_path: args.include_path = str(write_tasks(folder, names=own))
         head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
-        values,failed = evaluate_into(args, head, Path(a.out) if a.out else None)
-    sys.stdout.write(results_table(values)+'\n')
+        found,failed = evaluate_into(args, head, Path(a.out) if a.out else None)
+    sys.stdout.write(results_table(found)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

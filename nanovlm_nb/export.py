@@ -93,5 +93,6 @@ def main(
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
         raise UsageError(path_said(e) or f'{name}: {type(e).__name__}: {e}') from e
     lone = kind!='nanovlm' and model.cfg.image_convention!='smolvlm'
-    note = ' without a processor: transformers cannot write prompts in the nanovlm convention; see image_convention'
+    note = (' without a processor: transformers cannot write prompts in the nanovlm convention; '
+            'see image_convention')
     sys.stdout.write(f'{out}: {kind}{note*lone}\n')

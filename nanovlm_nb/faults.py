@@ -12,7 +12,7 @@ __all__ = ['SHIFTS', 'FORM', 'DROPS', 'CHECKS', 'KINDS', 'Fault', 'Frame', 'Rule
 # %% ../nbs/40_faults.ipynb #43f522ec
 import difflib,hashlib,json,re
 from bisect import bisect_left
-from collections.abc import Callable,Iterator
+from collections.abc import Callable,Iterator,Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate,product
@@ -106,8 +106,8 @@ class Rules:
 def tokens_of(sample:dict, # `input_ids`, `labels`, perhaps `attention_mask`, one-dimensional
 )->tuple[list[int],list[int]]: # ids and labels without padding
     "The tokens of a sample as lists."
-    ids,labels,mask = (x.tolist() if hasattr(x := sample.get(k), 'tolist') else x
-                       for k in ('input_ids','labels','attention_mask'))
+    as_list = lambda x: x.tolist() if hasattr(x, 'tolist') else x
+    ids,labels,mask = (as_list(sample.get(k)) for k in ('input_ids','labels','attention_mask'))
     if len(ids)!=len(labels) or any(isinstance(x, list) for x in ids[:1]):
         raise ValueError(f"sample {sample.get('id')}: "
                          f"{len(ids)} ids and {len(labels)} labels: give one row of each, equally long")
@@ -122,7 +122,7 @@ def offset_of(
     "How far labels look ahead."
     at = [t for t,l in enumerate(labels) if l!=IGNORE]
     agree = {k:sum(0<=t+k<len(ids) and ids[t+k]==labels[t] for t in at) for k in (1, 0, 2, -1)}
-    best = max(agree, key=agree.get)
+    best = max(agree, key=lambda k: agree[k])
     return best,len(at)-agree[best]
 
 # %% ../nbs/40_faults.ipynb #9f9f0035
@@ -172,7 +172,8 @@ def pictures_in(
 def grid_of(picture:list, # from `pictures_in`
 )->tuple[int,int]: # rows, columns
     "The grid that the tokens of a picture reach."
-    return tuple(max((c[k] for c,_ in picture if c), default=0) or 1 for k in (0, 1))
+    rows,columns = (max((c[k] for c,_ in picture if c), default=0) or 1 for k in (0, 1))
+    return rows,columns
 
 # %% ../nbs/40_faults.ipynb #9b99fa40
 def _size(picture):
@@ -212,7 +213,7 @@ class Sample:
                      or (self.ids[:1]==[image] and len(self.ids)>1))
 
     def quote(self,
-        places:list[int], # of tokens
+        places:Sequence[int], # of tokens
     )->str: # short, in quotes
         "Tokens for a message."
         return repr(_shorten(self.rules.text([self.ids[t] for t in places])))
@@ -275,7 +276,8 @@ def check_end(s:Sample, # with labels
     "An answer is learned, its end is not."
     endless = [a for a in s.taught if a.end is not None and a.end not in s.learned]
     if not endless: return
-    end,same = s.quote([endless[0].end]),s.rules.tokenizer.pad_token_id==s.rules.frame.end
+    frame = s.rules.frame
+    end,same = s.quote([endless[0].end]),frame is not None and s.rules.tokenizer.pad_token_id==frame.end
     why = f'; the padding token is {end} too: labels equal to it were masked'*same
     yield Fault('answer_end', s.id,
         f'{len(endless)} of {len(s.answers)} answers are learned without their end {end}{why}',
@@ -446,7 +448,7 @@ def check_ratings(
     lost = [r['id'] for r in rows if not keep_turns(r, minimums)]
     if 2*len(lost)<=len(rows): return
     by = {name:sum(not keep_turns(r, {name:least}) for r in rows) for name,least in minimums.items()}
-    worst = max(by, key=by.get)
+    worst = max(by, key=lambda name: by[name])
     yield Fault('ratings', lost[0],
         f'{len(lost)} of {len(rows)} samples have no turn that passes, '
         f'{by[worst]} because of {worst}_min_rating {minimums[worst]}',
@@ -468,7 +470,7 @@ def _bytes(picture):
 def fingerprint(sample:dict, # `texts` or `input_ids`, and `images`
 )->str: # the same for the same contents
     "A hash of texts and pictures."
-    said = [(t['user'], t['assistant']) for t in sample.get('texts') or []]
+    said:list = [(t['user'], t['assistant']) for t in sample.get('texts') or []]
     if not said and 'input_ids' in sample: said = tokens_of(sample)[0]
     digest = hashlib.sha1(json.dumps(said).encode())
     for picture in sample.get('images') or []: digest.update(hashlib.sha1(_bytes(picture)).digest())
@@ -511,7 +513,7 @@ DROPS = dict( # reason of `Dropped` -> kind of fault and remedy; other reasons a
     bad_row=('columns', FORM))
 
 # %% ../nbs/40_faults.ipynb #1ff9cf32
-def check_drop(dropped:Exception, # a `Dropped` of the pipeline
+def check_drop(dropped:Any, # a `Dropped` of the pipeline
 )->Iterator[Fault]: # none, or one
     "A sample was left out because something is wrong with it."
     if dropped.reason not in DROPS: return

@@ -63,6 +63,7 @@ class FeatureCache:
         if len(raw)==self.bytes_per_tile and zlib.crc32(kept).to_bytes(SUM, 'little')==raw[-SUM:].tobytes():
             return torch.from_numpy(kept).view(self.dtype).view(self.shape)
         logger.warning('%s is damaged: its features are made again', self.path(key))
+        return None
 
     def write(self,
         key:str, # from `tile_key`

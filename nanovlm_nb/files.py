@@ -21,10 +21,14 @@ def write_atomic(
     by:str='', # sets writers of the same file apart
 )->Path: # `path`
     "Replace the content of a file in one step: a reader, or a crash, sees the old content or the new one."
-    path = Path(path); tmp = path.with_name(f'{path.name}{by and "."}{by}.tmp')
+    path = Path(path)
+    tmp = path.with_name(f'{path.name}{by and "."}{by}.tmp')
     data = content.encode() if isinstance(content, str) else content
     try:
-        with tmp.open('wb') as f: f.write(data); f.flush(); os.fsync(f.fileno())
+        with tmp.open('wb') as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
         return tmp.replace(path)
     except OSError:
         with suppress(OSError): tmp.unlink()
@@ -34,7 +38,7 @@ def write_atomic(
 def fsync(
     path:Path, # a file or a directory
 )->None:
-    "Flush a file, or a directory's list of names, to disk; a system that opens no directories (Windows) keeps the list by itself."
+    "Flush a file, or a directory's list of names, to disk (a list only where directories can be opened)."
     directories = hasattr(os, 'O_DIRECTORY')
     if not directories and Path(path).is_dir(): return
     fd = os.open(path, os.O_RDONLY if directories else os.O_RDWR)
@@ -64,7 +68,8 @@ def file_digests(
 )->dict[str,str]: # name -> digest
     "Digests of several files, the largest begun first."
     names = sorted(names, key=lambda n: -(Path(folder)/n).stat().st_size)
-    with ThreadPoolExecutor(threads, 'digest') as pool: found = [*pool.map(lambda n: file_digest(Path(folder)/n), names)]
+    with ThreadPoolExecutor(threads, 'digest') as pool:
+        found = [*pool.map(lambda n: file_digest(Path(folder)/n), names)]
     return dict(sorted(zip(names, found)))
 
 # %% ../nbs/00_files.ipynb #a10600d9
@@ -85,18 +90,20 @@ def write_manifest(
     sizes = file_sizes(folder)
     digests = file_digests(folder, sizes.keys()-known.keys())|known
     path = Path(folder)/MANIFEST
-    path.write_text(json.dumps({n:dict(bytes=size, sha256=digests[n]) for n,size in sizes.items()}, indent=1)+'\n', encoding='utf-8')
+    listed = {n:dict(bytes=size, sha256=digests[n]) for n,size in sizes.items()}
+    path.write_text(json.dumps(listed, indent=1)+'\n', encoding='utf-8')
     return path
 
 # %% ../nbs/00_files.ipynb #a10600dc
 def _entry(value):
     "Size and digest of a line of a manifest; None if it is neither of today nor of before."
     if type(value) is int: return value,None
-    if isinstance(value, dict) and type(value.get('bytes')) is int and isinstance(value.get('sha256'), str): return value['bytes'],value['sha256']
+    if isinstance(value, dict) and type(value.get('bytes')) is int and isinstance(value.get('sha256'), str):
+        return value['bytes'],value['sha256']
 
 def read_manifest(
     folder:Path, # a directory that may have one
-)->dict[str,tuple[int,str|None]]|None: # name -> bytes, digest (None: an earlier version wrote it); None: there is no manifest that can be read
+)->dict[str,tuple[int,str|None]]|None: # name -> bytes, digest (None: an earlier version's); None: unreadable
     "What a directory held when it was complete."
     try: listed = json.loads((Path(folder)/MANIFEST).read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError): return None
@@ -120,7 +127,8 @@ def missing_files(
     "What a directory lacks; the files are not read."
     listed,there = read_manifest(folder),file_sizes(folder)
     if listed is None: return [MANIFEST]
-    short = [f'{n} ({there.get(n, 0)} of {size} bytes)' for n,(size,_) in listed.items() if there.get(n)!=size]
+    short = [f'{n} ({there.get(n, 0)} of {size} bytes)'
+             for n,(size,_) in listed.items() if there.get(n)!=size]
     return [n for n in needs if n not in listed]+short
 
 def changed_files(
@@ -148,7 +156,8 @@ def damage(
     "All that is wrong with a directory; every byte is read if nothing is missing."
     missing = missing_files(folder, needs)
     if missing: return [f'{m} is missing or incomplete' for m in missing]
-    return [f'{n} is not as it was written' for n in changed_files(folder)]+[f'{n} is not in its manifest' for n in foreign_files(folder)]
+    changed = [f'{n} is not as it was written' for n in changed_files(folder)]
+    return changed+[f'{n} is not in its manifest' for n in foreign_files(folder)]
 
 # %% ../nbs/00_files.ipynb #a10600e5
 def check_files(
@@ -158,6 +167,8 @@ def check_files(
     here = [n for n in read_manifest(folder) or {} if '/' not in n]
     wrong = [f'{n} is not as it was written' for n in changed_files(folder, here)]
     if here: wrong += [f'{n} is not in its manifest' for n in foreign_files(folder) if '/' not in n]
-    if wrong: raise ValueError(f'{folder} is damaged: {", ".join(wrong)}. Take another checkpoint, or copy it again; {MEANT.format(folder)}')
+    if wrong:
+        raise ValueError(f'{folder} is damaged: {", ".join(wrong)}. '
+                         f'Take another checkpoint, or copy it again; {MEANT.format(folder)}')
 
 MEANT = "if the change was meant: from nanovlm_nb.files import write_manifest; write_manifest('{}')"

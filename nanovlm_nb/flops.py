@@ -143,10 +143,10 @@ def unit_flops(
 # %% ../nbs/18_flops.ipynb #2d969064
 def step_flops(
     vlm_cfg:VLMConfig, # sizes of all parts
-    tiles:int, # picture tiles of the batch
+    tiles:float, # picture tiles of the batch
     doc_lens:list, # lengths of its documents, or one list of them a row
-    targets:int, # positions with a target
-    positions:int|None=None, # rows times length, padding included; None: there is no padding
+    targets:float, # positions with a target
+    positions:float|None=None, # rows times length, padding included; None: there is no padding
     trains:Iterable[str]=COMPONENTS, # components that learn
     **how, # `last_blocks`, `vision_checkpointing` and others of `unit_flops`
 )->dict[str,Flops]: # part -> arithmetic; `padding` is waste

@@ -77,7 +77,7 @@ class Picker:
         self.prompt = prompt
         self.mask = mask
         self.sampling = sampling
-        self.seen = None
+        self.seen:Tensor|None = None
 
     def _start(self, logits):
         seen = torch.zeros_like(logits, dtype=torch.bool)

@@ -38,6 +38,7 @@ class NormGuard:
         if not isfinite(norm): return f'gradient norm {norm}'
         if self.factor and self.usual and norm>self.factor*self.usual:
             return f'gradient norm {norm:.4g}, {norm/self.usual:.0f} times the usual {self.usual:.4g}'
+        return None
 
     def add(self,
         norm:float, # gradient norm of an update that was made

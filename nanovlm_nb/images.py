@@ -223,7 +223,8 @@ def smolvlm_tiles(
     reducing_gap:float|None=None, # for the first resize, see `ImageProcessor`
 )->Tensor: # uint8 (n, 3, tile, tile), the global view last if n > 1
     "Tiles as SmolVLM's image processor cuts them."
-    first, second = smolvlm_sizes(*im.size, max_side, tile)
+    w, h = im.size
+    first, second = smolvlm_sizes(w, h, max_side, tile)
     lanczos = Image.Resampling.LANCZOS
     im = im.resize(first, lanczos, reducing_gap=reducing_gap).resize(second, lanczos)
     tiles = split_tiles(_planes(im), tile)
@@ -314,7 +315,8 @@ class ImageProcessor:
         if self.reducing_gap and not self.custom_transforms and file is not image: self._draft(file, size)
         im = open_image(file)
         if self.custom_transforms:
-            im = self._augment(im.copy() if im is image else im, rng or random.Random(0))
+            theirs = im is image # a picture of the caller's stays as it is
+            im = self._augment(im.copy() if theirs else im, rng or random.Random(0))
         if self.convention == 'smolvlm':
             return smolvlm_tiles(im, self.max_img_size, s, self.reducing_gap), (rows, cols)
         x = _planes(im.resize(size, Image.Resampling.BICUBIC, reducing_gap=self.reducing_gap))

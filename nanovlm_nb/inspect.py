@@ -27,7 +27,8 @@ from .usage import asking_hub
 from .config import IGNORE,TrainConfig,VLMConfig,evolve
 from .arguments import COMPARED,SAMPLES
 from .start import foresee_start
-from .faults import CHECKS,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,tokens_of
+from nanovlm_nb.faults import (CHECKS,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,
+    tokens_of)
 
 # %% ../nbs/41_inspect.ipynb #d145d651
 def _tiles_text(ids, rules):
@@ -163,7 +164,7 @@ class Report:
         self.packs += [Pack(len(batch['labels'][0]), list(zip(*row))) for row in rows if row[1]]
 
     def drop(self,
-        dropped:Exception, # a `Dropped` of the pipeline
+        dropped:Any, # a `Dropped` of the pipeline
     )->None:
         "Count what was left out."
         self.drops[dropped.id] = dropped.reason

@@ -9,6 +9,7 @@ __all__ = ['SPLITS', 'some_splits', 'first_packs', 'gradient', 'Row', 'check_spl
 import sys
 from argparse import Namespace
 from dataclasses import dataclass,replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def gradient(
     b,a,w = split
     ranks = [[collate_packs([packs[k] for k in lanes_of(r, w, b, a)[m*b:(m+1)*b]]) for m in range(a)]
              for r in range(w)]
-    update = gather_update([m for rank in ranks for m in rank], Dist())
+    update:Any = gather_update([m for rank in ranks for m in rank], Dist())
     alone,trainer.dist = trainer.dist,replace(trainer.dist, world_size=w)
     try:
         losses = [trainer.forward_backward(m, replace(update, micro_batches=mine), True)
@@ -87,7 +88,8 @@ def check_splits(
     set_seed(train_cfg.seed)
     model = make_model(vlm_cfg, train_cfg)
     batch = first_packs(get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg))[0])
-    trainer = Trainer(model, train_cfg, [], [], None, Dist(device=pick_device()))
+    silent:Any = None # nothing is logged
+    trainer = Trainer(model, train_cfg, [], [], silent, Dist(device=pick_device()))
     trainer.model.train()
     rows,first = [],None
     for split in some_splits(packs):
@@ -105,9 +107,13 @@ def tell(
     worst = max(rows, key=lambda r: r.distance)
     good = worst.distance<=tolerance
     lines = [f'{"packs x micro-batches x ranks":<30}{"loss":>12}{"gradient":>12}{"distance":>12}']
-    lines += [f'{" x ".join(map(str, r.split)):<30}{r.loss:>12.6f}{r.norm:>12.6f}{r.distance:>12.1e}' for r in rows]
-    lines.append(f'largest distance {worst.distance:.1e} {"<=" if good else ">"} {tolerance:.0e}: '+('the update does not depend on the split' if good else
-        f'the update depends on the split, most with {" x ".join(map(str, worst.split))}: loss_average must be tokens, and no layer may look at other packs'))
+    lines += [f'{" x ".join(map(str, r.split)):<30}{r.loss:>12.6f}{r.norm:>12.6f}{r.distance:>12.1e}'
+              for r in rows]
+    most = ' x '.join(map(str, worst.split))
+    verdict = ('the update does not depend on the split' if good
+               else f'the update depends on the split, most with {most}: '
+                    'loss_average must be tokens, and no layer may look at other packs')
+    lines.append(f'largest distance {worst.distance:.1e} {"<=" if good else ">"} {tolerance:.0e}: {verdict}')
     return '\n'.join(lines),good
 
 def main(

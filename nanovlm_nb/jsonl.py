@@ -306,7 +306,8 @@ class VLMDataset(Dataset):
         except Dropped as d:
             if not self.reason[i]: logger.info('dropped %s: %s %s', *d.args)
             self.reason[i] = REASONS.index(d.reason)+1
-            return self.item(*torch.zeros(2, 0, dtype=torch.long), self.no_pixels)
+            nothing = torch.zeros(0, dtype=torch.long)
+            return self.item(nothing, nothing, self.no_pixels)
         self.lost[i] = max(0, len(ids)-self.max_length)
         return self.item(ids, target, pixels)
 

@@ -10,7 +10,7 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SP
 # %% ../nbs/29_labels.ipynb #e1b4c076
 import io,random
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable,Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -94,7 +94,7 @@ def shapes_splits(
     return splits
 
 # %% ../nbs/29_labels.ipynb #2f60de76
-BUILT_IN = dict(digits=digits_splits, shapes=shapes_splits)
+BUILT_IN:dict[str,Callable] = dict(digits=digits_splits, shapes=shapes_splits)
 
 def load_splits(
     path:str|Path, # 'digits', 'shapes' (a folder of such a name is ./digits), a folder, or a name on the hub

@@ -14,6 +14,7 @@ from dataclasses import asdict,dataclass,replace
 from itertools import count,islice
 from math import ceil
 from traceback import clear_frames
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
@@ -22,7 +23,7 @@ from .dist import Dist,check_socket_room,seed_worker
 from .dataset import Dropped,Drops,Plan,VQADataset
 from .sources import keep_split
 from .config import IGNORE
-from .packing import balanced_greedy_knapsack,collate_packs,pack
+from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
 
 # %% ../nbs/26_lanes.ipynb #809a7ebf
 SPARE = 3/8 # share of a pack that a window leaves free
@@ -172,8 +173,8 @@ def empty_pack(
 @dataclass
 class Lane:
     "One of the lanes that an update takes its packs from."
-    samples:VQADataset # plans and decodes
-    source:object # `MapSource`, `StreamSource` or `Mixture`
+    samples:Any # a `VQADataset` or `Measured`: plans and decodes
+    source:Any # `MapSource`, `StreamSource` or `Mixture`
     rules:PackRules # how to pack
     number:int # which lane, 0 to lanes-1
     lanes:int # how many there are
@@ -188,8 +189,9 @@ class Lane:
         if r.shuffle: random.Random(f'{r.seed}/{state.epoch}/{self.number}/{state.before}').shuffle(items)
         sizes = [(p.tokens, p.images, p.tiles) for p,_ in items]
         tokens,images,tiles = map(list, zip(*sizes)) if sizes else ([], [], [])
-        limits = dict(tile_counts=tiles, max_tiles=r.max_tiles) if r.max_tiles else {}
-        groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, **limits)
+        tile_counts = tiles if r.max_tiles else None
+        groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, tile_counts=tile_counts,
+                                          max_tiles=r.max_tiles or None)
         order = (take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch)
                  if r.shuffle else range(len(groups)))
         return [[items[i] for i in groups[g]] for g in order]
@@ -255,7 +257,7 @@ class Lane:
             following = self.window(window.end, after.before)
             ahead = items*self.rules.packs(after.before)//n**2+1
             for j in range(n):
-                members,plan[j] = plan[j],None
+                members,plan[j] = plan[j],[] # let go
                 if j < state.emitted: continue
                 news = (window.drops,window.cut) if j == 0 else ([], {})
                 yield members,after if j+1 == n else replace(state, emitted=j+1),*news
@@ -271,8 +273,9 @@ class Lane:
         state:LaneState, # where to begin
     )->Iterator[dict]: # as of `packing.pack`, with `lane`, `state` after it, `drops`, `cut` and `done`
         "The packs of the rest of an epoch, then empty ones without end."
-        r,kept = self.rules,self.kept is not None and state == LaneState()
-        for members,state,drops,cut in self.kept if kept else self.planned(state):
+        r,begins = self.rules,state == LaneState()
+        planned = self.kept if self.kept is not None and begins else self.planned(state)
+        for members,state,drops,cut in planned:
             if members is not None: yield self.label(self.decode(members, state.epoch), state, drops, cut)
         while True: yield self.label(empty_pack(r.length, r.pad_id)|dict(drops=[]), state, drops, cut, True)
 
@@ -459,11 +462,11 @@ class PackLoader:
 
     def collate(self,
         packs:list[dict], # of a micro-batch
-    )->dict: # a batch
+    )->Batch: # of them
         "Join packs."
         return collate_packs(packs, self.samples.tokenizer.image_token_id, self.pin_memory)
 
-    def __iter__(self)->Iterator[dict]: # batches as `packing.collate_packs` makes them
+    def __iter__(self)->Iterator[Batch]: # as `packing.collate_packs` makes them
         "The micro-batches of the rest of the epoch, each as soon as its lanes have given their packs."
         packs,turn,ready = (unship(p) for p in self.loader() if p is not None),[],[]
         while True:
@@ -510,7 +513,7 @@ class PackLoader:
         one,done = max(ceil(rows*share/self.n), 1),max(s.before+s.emitted for s in self.states)
         return max(one*len(left)-max(self.dist.gather(done)), 1),False
 
-    def idle(self)->dict: # a micro-batch
+    def idle(self)->Batch: # a micro-batch
         "A batch of padding, for a rank that has no data left while others have."
         empty = empty_pack(self.rules.length, self.rules.pad_id)
         made = empty|dict(drops=[], lane=None, state=None, cut={}, done=True)

@@ -9,6 +9,7 @@ __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageMod
 # %% ../nbs/12_language.ipynb #f1a84b8f
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ class KVCache:
     ):
         self.max_length,self.length = max_length, 0
         self.k,self.v = {}, {}
-        self.key_mask,self.positions = None, None
+        self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
+        self.positions:Any = None # (B,) of the next token
 
     def advance(self,
         x:Tensor, # (B, T, D) what is read now: the prompt at first, then as many tokens for each row

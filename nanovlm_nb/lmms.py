@@ -8,6 +8,7 @@ __all__ = ['logger', 'encode_answer', 'answer_losses', 'flatten', 'sampling_of',
 # %% ../nbs/44_lmms.ipynb #5fe1b90d
 import logging,os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -110,7 +111,8 @@ class NanoVLM(lmms):
             raise ValueError(f'batch_size is {batch_size!r}: give the number of questions answered at a time')
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         device = device and torch.device(device)
-        self.asker = asker or Asker.from_checkpoint(find_checkpoint(pretrained), device)
+        if pretrained is not None: asker = Asker.from_checkpoint(find_checkpoint(pretrained), device)
+        self.asker:Any = asker
         self.batch_size,self.max_new_tokens = int(batch_size),int(max_new_tokens)
 
     @property
@@ -131,7 +133,7 @@ class NanoVLM(lmms):
         requests:list, # with `args`: question, options, finder of pictures, number, task, split
     )->list[str]: # answers in the order of the requests
         "Answer questions."
-        answers = [None]*len(requests)
+        answers = ['']*len(requests)
         for part in batches(requests, self.batch_size, lambda r: repr(sorted(r.args[1].items()))):
             options = requests[part[0]].args[1]
             questions = [(self.pictures(*r.args[2:6]),r.args[0]) for r in (requests[i] for i in part)]

@@ -8,7 +8,7 @@ __all__ = ['SHAPES_SCENES', 'load_tokenizer', 'map_pair', 'stream_pair', 'mixed_
            'transforms_of', 'sources_of', 'first_rows', 'Loader', 'PlainLoader', 'as_loader']
 
 # %% ../nbs/28_loader.ipynb #a14a8938
-from collections.abc import Callable,Iterable,Iterator
+from collections.abc import Callable,Iterable,Iterator,Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any,Protocol,runtime_checkable
@@ -76,14 +76,15 @@ def mixed_pair(
     return Mixture([t for t,_ in pairs], weights),Chain([v for _,v in pairs])
 
 def val_rows(
-    sizes:list[int|None], # rows of each configuration, if known
+    sizes:Sequence[int|None], # rows of each configuration, if known
     val_size:int, # rows for validation
     weights:list[float], # of the configurations
 )->list[int]: # validation rows of each
     "Divide the validation rows by weight, and by what there is."
-    if None in sizes: return shares_of(val_size, weights)
-    if val_size >= sum(sizes): raise ValueError(no_room(val_size, sum(sizes)))
-    return quotas(sizes, val_size, weights)
+    known = [n for n in sizes if n is not None]
+    if len(known) < len(sizes): return shares_of(val_size, weights)
+    if val_size >= sum(known): raise ValueError(no_room(val_size, sum(known)))
+    return quotas(known, val_size, weights)
 
 # %% ../nbs/28_loader.ipynb #e668c3f3
 SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
@@ -97,8 +98,8 @@ def load_sources(
     c,path = train_cfg,Path(train_cfg.train_dataset_path)
     if c.train_dataset_path=='shapes':
         parts = (c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation')
-        rows = [shapes_dataset(n, split, c.seed) for n,split in parts]
-        return MapSource(rows[0], c.seed),MapSource(rows[1], c.seed, 0, c.val_size, shuffle=False)
+        drawn = [shapes_dataset(n, split, c.seed) for n,split in parts]
+        return MapSource(drawn[0], c.seed),MapSource(drawn[1], c.seed, 0, c.val_size, shuffle=False)
     if path.suffix=='.jsonl' or any(path.glob('*.jsonl')):
         return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,
@@ -107,7 +108,7 @@ def load_sources(
         weights = weights_of(c, list(data))
         return mixed_pair(weighted_pairs(c, data, weights), weights)
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx, c.timeout_s/2)
-    rows = Joined(data) if len(data)>1 else next(iter(data.values()))
+    rows:Any = Joined(data) if len(data)>1 else next(iter(data.values()))
     return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
 
 def weighted_pairs(
@@ -122,8 +123,8 @@ def weighted_pairs(
         return [map_pair(ds, c.seed, v, n, name) for (name,ds),v,n in zip(data.items(), sizes, limits)]
     sources = [StreamSource({name:ds}, c.seed, limit=n, patience=c.timeout_s/2)
                for (name,ds),n in zip(data.items(), limits)]
-    sizes = [n for s in sources for n,_ in s.sizes().values()]
-    for s,v in zip(sources, val_rows(sizes, c.val_size, weights)): s.divide(v)
+    rows = [n for s in sources for n,_ in s.sizes().values()] # None: not known
+    for s,v in zip(sources, val_rows(rows, c.val_size, weights)): s.divide(v)
     return [(s, s.held_out()) for s in sources]
 
 def weights_of(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -129,7 +129,8 @@ class TextLog:
         epochs:int|None=None,       # Show them as MiniMind does: passes over the data in the whole run
     ):
         if every < 1: raise ValueError(f"every {every} < 1: show every n-th update, 1 shows all")
-        self.total_steps, self.every, self.epochs, self.start = total_steps, every, epochs, None
+        self.total_steps, self.every, self.epochs = total_steps, every, epochs
+        self.start:tuple[int,float]|None = None # step and time of the first line
         self.logger = logging.getLogger('nanovlm_nb')
         self.level, self.handlers = self.logger.level, [_AboveBar(), _TextFile(path)]
         self.logger.setLevel(logging.INFO)
@@ -218,7 +219,7 @@ class _NeverFatal:
 # %% ../nbs/03_logs.ipynb #04190b5d
 def wandb_mode(
     wandb, # The wandb module
-)->str:    # 'online', 'offline', 'disabled' or what WANDB_MODE says
+)->Any:    # 'online', 'offline', 'disabled' or what WANDB_MODE says
     "How wandb runs here, without asking anyone."
     if mode := os.environ.get('WANDB_MODE'): return mode
     try: known = wandb.login(prompt=False, verify=False)

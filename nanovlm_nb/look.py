@@ -9,6 +9,7 @@ __all__ = ['VIEWS', 'tile_names', 'grids_of', 'Strangers', 'text_only', 'of_text
 # %% ../nbs/31_look.ipynb #68227659
 from collections.abc import Callable,Iterable,Iterator
 from dataclasses import dataclass
+from typing import Any
 from itertools import islice
 
 import torch
@@ -61,7 +62,7 @@ class Strangers:
 
 # %% ../nbs/31_look.ipynb #70c04020
 def text_only(
-    batch:dict, # a batch of packs
+    batch:Batch, # of packs
     labels:Tensor, # (B, T) those that are scored
     cfg:VLMConfig, # of the model
 )->dict: # `input_ids`, `labels`, `doc_lens` and `images` of shorter packs, with padding on the right
@@ -125,9 +126,9 @@ class Score:
 VIEWS = ('', '_shuffled', '_blank', '_text')
 
 def views(
-    batch:dict, # a batch of packs
+    batch:Batch, # of packs
     strangers:Strangers, # of this pass over the data
-)->Iterator[tuple[str,dict]]: # a name of `VIEWS`, and what is to be read
+)->Iterator[tuple[str,Any]]: # a name of `VIEWS`, and what is to be read
     "The same answers after the right picture, another one, a black one, and none."
     images,labels = strangers.exchange(batch)
     given = {k:batch[k] for k in ('input_ids','doc_lens')}|dict(labels=labels)
@@ -161,7 +162,7 @@ def look_panel(
 # %% ../nbs/31_look.ipynb #df587ccc
 def reader(
     model:VisionLanguageModel, # in eval mode
-)->Callable[[dict],Tensor]: # for `look_panel`
+)->Callable[[Any],Tensor]: # for `look_panel`
     "Scores of a model for what is in a batch."
     device = model.MP.proj.weight.device
     def read(batch):

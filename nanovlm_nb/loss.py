@@ -5,6 +5,8 @@
 # %% ../nbs/14_loss.ipynb #a001601a
 from __future__ import annotations
 from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,13 +69,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                  if known and torch.is_autocast_enabled(device) else rows.dtype)
         if dtype == torch.float16: dtype = torch.float32
         each = torch.empty(len(rows), device=rows.device)
-        d_rows = torch.empty_like(rows) if want_rows else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        d_rows:Any = torch.empty_like(rows) if want_rows else None
+        d_weight:Any = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         with torch.autocast(device, enabled=False) if known else nullcontext():
             w = weight.to(dtype)
             for at in range(0, len(rows), chunk_size):
                 part = slice(at, at+chunk_size)
                 h = rows[part].to(dtype)
+                d_logits:Any
                 each[part], d_logits = _chunk(h, w, labels[part], want_rows or want_weight)
                 if want_rows: d_rows[part] = d_logits @ w
                 if want_weight: d_weight += d_logits.T @ h

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def _items(
     "One tuple an item, the scarcest cost in front."
     if max_tiles is not None and tile_counts is None:
         raise ValueError(f"max_tiles {max_tiles} but no tile_counts: give the tiles of each item")
-    given = [(lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)]
+    given:list[tuple] = [(lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)]
     costs = [([int(n) for n in counts], max(int(most), 1)) for counts, most in given if most is not None]
     costs.sort(key=lambda cost: -sum(cost[0])/cost[1])
     costs += [([0]*len(lengths), 1)]*(3-len(costs))
@@ -145,7 +145,7 @@ def fill_up(
 )->list[list[tuple]]:  # Items of each bin
     "One bin after the other, each time with the largest item that still fits."
     waiting = {} # level -> ascending list of items
-    for item in sorted(items): waiting.setdefault(_level(*item[1:3], limits), []).append(item)
+    for item in sorted(items): waiting.setdefault(_level(item[1], item[2], limits), []).append(item)
     groups, n, m, t = [], -1, -1, -1
     for _ in items:
         above = (n+1,)
@@ -231,7 +231,8 @@ def pour(
             group, left = _refill(group, near, limits, tries)
             loose.extend(left)
         full.append(group)
-    return full + spread(loose, limits, _least(loose, limits))
+    rest = list(loose)
+    return full + spread(rest, limits, _least(rest, limits))
 
 # %% ../nbs/24_packing.ipynb #7a514910
 def balanced_greedy_knapsack(
@@ -338,7 +339,7 @@ def collate_packs(
     lengths = {len(p['input_ids']) for p in packs}
     if len(lengths) > 1:
         raise ValueError(f"packs of lengths {sorted(lengths)} cannot share a batch: pack them to one length")
-    batch = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
+    batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
              for k,v in packs[0].items()}
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
     if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
@@ -367,8 +368,7 @@ def unpack(
     "The documents of a batch."
     def stretches(sizes): return pairwise(accumulate(sizes, initial=0))
     rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
-    for row, (images, *lists) in enumerate(rows):
-        ids, targets, lens, counts = lists
+    for row, (images, ids, targets, lens, counts) in enumerate(rows):
         for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
             span, places = slice(start, end), range(first, last)
             yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],

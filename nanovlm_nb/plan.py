@@ -17,7 +17,7 @@ from dataclasses import fields
 from math import cos,pi
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any,NamedTuple
 
 import torch
 
@@ -332,7 +332,7 @@ def update_flops(
 )->dict[str,float]: # FLOPs of one GPU: `useful`, and `all` that it executes
     "Arithmetic of an update."
     c,n = train_cfg,train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    how = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None,
+    how:dict[str,Any] = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None,
                vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing,
                cache_features=c.cache_features)
     lens = [pack.tokens/pack.documents]*max(round(pack.documents), 1)
@@ -391,7 +391,7 @@ def enlargement(
 
 # %% ../nbs/42_plan.ipynb #92531776
 # of the table of memory
-COLUMNS = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(sharding='zero3'),
+COLUMNS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(sharding='zero3'),
     'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)}
 
 def memory_table(
@@ -593,7 +593,8 @@ def claims(
 # %% ../nbs/42_plan.ipynb #e82ef76e
 def _pack(own, vlm_cfg, train_cfg):
     base = pack_of_run(own.like, vlm_cfg) if own.like else typical_pack(vlm_cfg, train_cfg)
-    return base._replace(**{n:v for n in ('tiles','targets','documents') if (v := getattr(own, n)) is not None})
+    given = {n:getattr(own, n) for n in ('tiles','targets','documents')}
+    return base._replace(**{n:v for n,v in given.items() if v is not None})
 
 def _changed(own, plan):
     "Lines about another batch."

@@ -90,7 +90,7 @@ def series(
     "One curve."
     points = [(p, nan if r[name] is None else r[name])
               for p,r in zip(positions(run.records, x), run.records) if name in r]
-    return tuple(map(list, zip(*points))) if points else ([], [])
+    return [p for p,_ in points],[y for _,y in points]
 
 def figures(
     runs:list[Run], # to be drawn

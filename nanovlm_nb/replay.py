@@ -137,12 +137,19 @@ def tell(
     worst:int=10, # samples to show
 )->list[str]: # lines
     "What was found."
-    same = 'not in the log' if was is None else 'the same samples as in the log' if was['batch_digest']==update.digest else 'NOT the samples of the log: were the data changed?'
-    lines = [f'{update.samples} samples, {update.targets} target tokens, {same}', f'loss {loss:.4f}, gradient norm {norm:.4f}', f'{"":2}{"sample":<32}{"targets":>8}{"loss":>10}{"gradient":>12}{"pull":>10}']
-    shown = [v for i,v in enumerate(verdicts) if v.suspect or i<worst]
-    lines += [f'{"! " if v.suspect else "  "}{v.id:<32}{v.targets:>8}{v.loss:>10.4f}{v.norm:>12.4f}{v.pull:>10.4f}' for v in shown]
+    same = ('not in the log' if was is None
+            else 'the same samples as in the log' if was['batch_digest']==update.digest
+            else 'NOT the samples of the log: were the data changed?')
+    lines = [f'{update.samples} samples, {update.targets} target tokens, {same}',
+             f'loss {loss:.4f}, gradient norm {norm:.4f}',
+             f'{"":2}{"sample":<32}{"targets":>8}{"loss":>10}{"gradient":>12}{"pull":>10}']
+    for i,v in enumerate(verdicts):
+        if not v.suspect and i>=worst: continue
+        mark = '! ' if v.suspect else '  '
+        lines.append(f'{mark}{v.id:<32}{v.targets:>8}{v.loss:>10.4f}{v.norm:>12.4f}{v.pull:>10.4f}')
     bad = [v.id for v in verdicts if v.suspect]
-    return lines+[f'suspect: {", ".join(bad)}' if bad else f'no sample stands out (not finite, or {FAR} times the median pull)']
+    if not bad: return [*lines, f'no sample stands out (not finite, or {FAR} times the median pull)']
+    return [*lines, f'suspect: {", ".join(bad)}']
 
 def main(
     values:Namespace, # from `arguments.replay_parser`

@@ -9,7 +9,7 @@ __all__ = ['RECORDS', 'LEFT_DASHBOARD', 'NOBODY_KNOWS', 'given_checkpoint', 'is_
            'rates', 'aside_lines', 'resume_checklist', 'rate_lines', 'main']
 
 # %% ../nbs/33_resume.ipynb #67e7fe64
-import json,shutil,sys
+import json,math,shutil,sys
 from argparse import Namespace
 from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
@@ -32,10 +32,14 @@ def given_checkpoint(
 )->Path: # absolute, a complete checkpoint directory
     "The checkpoint that `load_from` names; raises an error with the remedy if there is none."
     path = Path(load_from).resolve()
-    if path.is_file(): raise ValueError(f'load_from is the file {path}: give the checkpoint directory that holds it, {path.parent}')
+    if path.is_file():
+        raise ValueError(f'load_from is the file {path}: '
+                         f'give the checkpoint directory that holds it, {path.parent}')
     if not path.is_dir():
-        raise FileNotFoundError(f'load_from: there is no directory {path}: correct the path, or give run_name alone')
-    path = path if (path/MANIFEST).is_file() else last_checkpoint(path) or path # of a run's directory, where it stands
+        raise FileNotFoundError(f'load_from: there is no directory {path}: '
+                                'correct the path, or give run_name alone')
+    # of a run's directory, where it stands
+    path = path if (path/MANIFEST).is_file() else last_checkpoint(path) or path
     check_checkpoint(path, f'load_from {path}')
     return path
 
@@ -49,14 +53,17 @@ def is_own(
 def _auto(run_dir, path):
     "A line about where the run stands, and what is wrong with the pointer."
     said = stands_at(run_dir)
-    wrong = '' if said==path.name else f'last_checkpoint names {said[:40]!r}, which is not there or not complete. ' if said else 'There is no file last_checkpoint. '
+    wrong = ('' if said==path.name else 'There is no file last_checkpoint. ' if not said
+             else f'last_checkpoint names {said[:40]!r}, which is not there or not complete. ')
     return f'{wrong}Auto resumed from the latest checkpoint {path}.'
 
 def _resumed(load_from, path):
     "A line about a checkpoint that was given."
     given = Path(load_from)
     run = f' (load_from names the run, which stands there)' if given.resolve()!=path else ''
-    relative = '' if given.is_absolute() else f' load_from {load_from} is relative to {Path.cwd()}: give the absolute path in a job script.'
+    relative = ('' if given.is_absolute()
+                else f' load_from {load_from} is relative to {Path.cwd()}: '
+                     'give the absolute path in a job script.')
     return f'Resumed from the checkpoint {path}{run}.{relative}'
 
 def find_resume(
@@ -67,14 +74,19 @@ def find_resume(
     "Decide where a run begins."
     c,here = train_cfg,last_checkpoint(run_dir, thorough=train_cfg.resume or again)
     if again and here is not None: return here,_auto(run_dir, here)
-    if not c.resume and c.load_from: return None,f'Weights from {Path(find_checkpoint(c.load_from)).resolve()}; optimizer and data begin anew (resume is False).'
+    if not c.resume and c.load_from:
+        return (None,f'Weights from {Path(find_checkpoint(c.load_from)).resolve()}; '
+                     'optimizer and data begin anew (resume is False).')
     if not c.resume: return None,'A new run (resume is False).'
     if c.load_from and not is_pth(c.load_from):
         path = given_checkpoint(c.load_from)
         if here is None or is_own(run_dir, path): return path,_resumed(c.load_from, path)
-        raise ValueError(f'{run_dir} stands at {here.name}, and load_from names {path}, which is not in it: leave load_from out (--load_from None) to go on, '
+        raise ValueError(f'{run_dir} stands at {here.name}, and load_from names {path}, which is not in it: '
+                         'leave load_from out (--load_from None) to go on, '
             'or give another run_name to begin a run of its own from there')
-    if here is None: return None,f'Nothing to resume in {run_dir}: no complete checkpoint there, the run begins at update 0.'
+    if here is None:
+        return (None,f'Nothing to resume in {run_dir}: '
+                     'no complete checkpoint there, the run begins at update 0.')
     return here,_auto(run_dir, here)
 
 # %% ../nbs/33_resume.ipynb #c48eb981
@@ -85,9 +97,10 @@ LEFT_DASHBOARD = 'wandb_id.left' # the dashboard's name of what is about to be l
 def leave_dashboard(
     run_dir:Path, # directory of a run
     checkpoint:Path, # where it will go on
-)->None: # nothing
-    "If something will be left behind, let the dashboard call what follows another run; before the log is opened."
-    if left_behind(run_dir, checkpoint) and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(run_dir/LEFT_DASHBOARD)
+)->None:
+    "If something will be left behind, what follows is another run on the dashboard; call before the log."
+    if left_behind(run_dir, checkpoint) and (run_dir/WANDB_ID).is_file():
+        (run_dir/WANDB_ID).replace(run_dir/LEFT_DASHBOARD)
 
 def left_behind(
     run_dir:Path, # directory of a run
@@ -114,7 +127,8 @@ def _point_at_best(run_dir, checkpoint):
     "Let `best_checkpoint` name the best one up to this; without one there is no such file."
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     step,(_,lowest) = step_of(checkpoint),best_kept(run_dir, dict(step=step_of(checkpoint))|state)
-    names = (f"step_{state.get('best_model_step')}", f"step_{state.get('best_step')}", pointer_text(run_dir, BEST), f'step_{lowest}')
+    names = (f"step_{state.get('best_model_step')}", f"step_{state.get('best_step')}",
+             pointer_text(run_dir, BEST), f'step_{lowest}')
     kept = {p.name for p in checkpoints(run_dir) if step_of(p)<=step and not missing_pieces(p)}
     found = next((n for n in names if n in kept), None)
     if found is None: (run_dir/BEST).unlink(missing_ok=True)
@@ -134,7 +148,8 @@ def go_back(
         _copy_records(run_dir, folder)
         if config is not None: (folder/CONFIG).write_bytes(config)
         write_atomic(folder/'left_at', f'{checkpoint.name}\n')
-        if (best := pointer_text(run_dir, BEST)) in {p.name for p in newer}: write_atomic(folder/BEST, best+'\n')
+        if (best := pointer_text(run_dir, BEST)) in {p.name for p in newer}:
+            write_atomic(folder/BEST, best+'\n')
     _point_at_best(run_dir, checkpoint)
     for p in newer:
         set_pin(p, False)
@@ -150,8 +165,8 @@ def note_start(
     checkpoint:Path|None, # where the run begins; None: at update 0
     jobs:dict[str,int], # from `dist.launchers`
     config:bytes|None=None, # `config.yaml` of the start before
-)->None: # nothing
-    "Let the run stand where it begins, and then let its directory say whose it is: killed in between, the same command does the same again."
+)->None:
+    "Let the run stand where it begins, then say whose the directory is: a kill in between costs nothing."
     if checkpoint is not None and is_own(run_dir, checkpoint): go_back(run_dir, checkpoint, config)
     else: # nothing here is complete, see `find_resume`
         for name in (NEXT,LAST): (run_dir/name).unlink(missing_ok=True)
@@ -164,7 +179,9 @@ def is_again(
 )->bool: # never when no job says that it was started before
     "Did an earlier start of one of these jobs run here?"
     file = Path(run_dir)/JOB
-    return file.is_file() and any(n and job in file.read_text(encoding='utf-8').splitlines() for job,n in jobs.items())
+    if not file.is_file(): return False
+    known = file.read_text(encoding='utf-8').splitlines()
+    return any(n and job in known for job,n in jobs.items())
 
 def earlier_run(
     parent:Path, # directory of run directories
@@ -172,7 +189,9 @@ def earlier_run(
 )->Path|None: # None: this is the first start
     "The run that an earlier start of this job began."
     found = [p.parent for p in sorted(Path(parent).glob(f'*/{JOB}')) if is_again(p.parent, jobs)]
-    if len(found)>1: raise ValueError(f'{" and ".join(jobs)} made several runs, {", ".join(p.name for p in found)}: give each a run_name, so that a restart knows its own')
+    if len(found)>1:
+        raise ValueError(f'{" and ".join(jobs)} made several runs, {", ".join(p.name for p in found)}: '
+                         'give each a run_name, so that a restart knows its own')
     return found[0] if found else None
 
 # %% ../nbs/33_resume.ipynb #faacf8be
@@ -187,7 +206,9 @@ class Difference:
     level:str # FINE, CAREFUL or REFUSED
     why:str='' # what follows
 
-    def __str__(self): return f'{self.field}: {self.was!r} -> {self.now!r} ({self.level}{": "+self.why if self.why else ""})'
+    def __str__(self):
+        why = f': {self.why}' if self.why else ''
+        return f'{self.field}: {self.was!r} -> {self.now!r} ({self.level}{why})'
 
 # %% ../nbs/33_resume.ipynb #96e5476b
 def differences(
@@ -200,10 +221,15 @@ def differences(
     for cfg,was in ((vlm_cfg,saved['vlm']), (train_cfg,saved['train'])):
         now,kinds = {f.name:getattr(cfg, f.name) for f in fields(cfg)},get_type_hints(type(cfg))
         known = {f.name:(f.metadata['resume'],f.metadata['why']) for f in fields(cfg) if f.metadata}
-        was = {n:as_type(n, v, kinds[n]) for n,v in was.items() if n in now} # an older checkpoint may hold a number where a list is now
-        found += [Difference(n, was[n], now[n], *known.get(n, (REFUSED,NOBODY_KNOWS))) for n in now if n in was and now[n]!=was[n]]
+        # an older checkpoint may hold a number where a list is now
+        was = {n:as_type(n, v, kinds[n]) for n,v in was.items() if n in now}
+        found += [Difference(n, was[n], now[n], *known.get(n, (REFUSED,NOBODY_KNOWS)))
+                  for n in now if n in was and now[n]!=was[n]]
     was,now = (training_parts(t) for t in (saved['train'], asdict(train_cfg)))
-    if was!=now: found.append(Difference('parts that train', was, now, REFUSED, "the optimizer's state belongs to the old ones; with force_resume it begins anew"))
+    if was!=now:
+        found.append(Difference('parts that train', was, now, REFUSED,
+                                "the optimizer's state belongs to the old ones; "
+                                "with force_resume it begins anew"))
     return sorted(found, key=lambda d: [REFUSED, CAREFUL, FINE].index(d.level))
 
 # %% ../nbs/33_resume.ipynb #f1cd2db4
@@ -213,7 +239,8 @@ def splits(
 )->list[tuple[int,int,int]]: # (batch_size, gradient_accumulation_steps, ranks)
     "Every way to split an update."
     worlds = [ranks] if ranks else [w for w in range(1, packs+1) if packs%w == 0]
-    return [(b, packs//w//b, w) for w in worlds if packs%w == 0 for b in range(1, packs//w+1) if packs//w%b == 0]
+    return [(b, packs//w//b, w) for w in worlds if packs%w == 0
+            for b in range(1, packs//w+1) if packs//w%b == 0]
 
 def split_difference(
     was:int, # packs of an update in the checkpoint
@@ -223,7 +250,8 @@ def split_difference(
     b,a,w = now
     if was == b*a*w: return None
     keep = ', '.join(f'{b} x {a}' for b,a,_ in splits(was, w)) or f'none with {w} ranks'
-    why = (f'{was/(b*a*w):.2f} times as many updates per epoch; to keep it, batch_size x gradient_accumulation_steps on {w} rank{"s"*(w > 1)} must be one of: {keep}. '
+    why = (f'{was/(b*a*w):.2f} times as many updates per epoch; to keep it, '
+           f'batch_size x gradient_accumulation_steps on {w} rank{"s"*(w > 1)} must be one of: {keep}. '
            f'With force_resume the rest of the epoch is left out, the next begins with {b*a*w} lanes')
     return Difference('packs per update', was, f'{b} x {a} x {w} = {b*a*w}', REFUSED, why)
 
@@ -233,7 +261,8 @@ def planned_length(
     train:dict, # fields of the `TrainConfig` of the run to come
 )->int: # updates; when `max_epochs` has changed, in proportion
     "How long a run that counts updates is, as far as its checkpoint knows."
-    most,planned,(was,_) = train['max_training_steps'],state.get('planned'),state.get('planned_for') or (None,None)
+    most,planned = train['max_training_steps'],state.get('planned')
+    was,_ = state.get('planned_for') or (None,None)
     if planned is None or train.get('max_epochs') is None: return most
     return min(most, round(planned*train['max_epochs']/was))
 
@@ -243,7 +272,8 @@ def place_of(
 )->tuple[float,float]: # `step` and `max_steps` of a schedule
     "Where the schedule goes on, and its length, in updates of the size of before."
     most,samples = train.get('max_training_samples'),state.get('samples', 0)
-    return (state['step'], planned_length(state, train)) if most is None else in_samples(samples, samples/max(state['step'], 1), most)
+    if most is None: return state['step'],planned_length(state, train)
+    return in_samples(samples, samples/max(state['step'], 1), most)
 
 def progress(
     state:dict, # `trainer_state.json`: `step`, `samples`, `data`
@@ -254,12 +284,15 @@ def progress(
     step,samples,was,before = state['step'],state['samples'],state['data']['lanes'],state['configs']['train']
     if (whole := (train or before).get('max_training_samples')) is not None:
         left = max(whole-samples, 0)*step*was/samples/packs
-        return (f'So far {samples} of {whole} samples ({100*samples/whole:.1f} %) in {step} updates; with {packs} packs in an update the rest takes about {left:.0f} more. '
+        return (f'So far {samples} of {whole} samples ({100*samples/whole:.1f} %) in {step} updates; '
+                f'with {packs} packs in an update the rest takes about {left:.0f} more. '
             'The learning rate follows samples, whatever the size of an update')
     most = planned_length(state, before)
     epochs = ' --max_epochs None' if before.get('max_epochs') else ''
-    return (f'So far {step} of {most} updates ({100*step/most:.1f} %) and {samples} samples; with {packs} packs in an update as many samples take {step*was/packs:.0f} updates, '
-        f'and update {step} stands for {samples*packs/was:.0f} samples ({100*step*packs/was/most:.1f} % of those planned). A schedule in samples would go on where this one is: '
+    return (f'So far {step} of {most} updates ({100*step/most:.1f} %) and {samples} samples; '
+            f'with {packs} packs in an update as many samples take {step*was/packs:.0f} updates, '
+        f'and update {step} stands for {samples*packs/was:.0f} samples ({100*step*packs/was/most:.1f} '
+        '% of those planned). A schedule in samples would go on where this one is: '
         f'--max_training_samples {samples*most/step:.0f}{epochs}')
 
 # %% ../nbs/33_resume.ipynb #02f93b30
@@ -271,11 +304,15 @@ def check_resume(
 )->list[str]: # a line for each difference
     "Compare a checkpoint with a run; raises ValueError if they do not fit and `force_resume` is False."
     c,found = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
-    split = split_difference(state['data']['lanes'], (c.batch_size, c.gradient_accumulation_steps, world_size)) if state['data'] else None
-    found = [split]*(split is not None)+found
-    if split is not None and state.get('samples'): found[0] = replace(split, why=f"{split.why}. {progress(state, c.batch_size*c.gradient_accumulation_steps*world_size, asdict(c))}")
+    now = c.batch_size, c.gradient_accumulation_steps, world_size
+    split = split_difference(state['data']['lanes'], now) if state['data'] else None
+    if split is not None and state.get('samples'):
+        split = replace(split, why=f'{split.why}. {progress(state, math.prod(now), asdict(c))}')
+    if split is not None: found = [split, *found]
     refused = [str(d) for d in found if d.level == REFUSED]
-    if refused and not c.force_resume: raise ValueError('cannot resume: '+'; '.join(refused)+'. Set these as they were, begin a new run from the weights (load_from without resume), or give force_resume')
+    if refused and not c.force_resume:
+        raise ValueError(f'cannot resume: {"; ".join(refused)}. Set these as they were, '
+                         'begin a new run from the weights (load_from without resume), or give force_resume')
     return [str(d) for d in found]
 
 # %% ../nbs/33_resume.ipynb #f72b3cc5
@@ -284,7 +321,7 @@ def rates(
     step:int, # of the checkpoint
     train_cfg:TrainConfig, # of the run to come
     place:tuple[float,float], # from `place_of`
-)->tuple[float|None,float]: # the projector's rate in the last update before it (None: not in the log) and in the next
+)->tuple[float|None,float]: # the projector's rate in the last update (None: not in the log), in the next
     "Does the learning rate go on where it was?"
     log = run_dir/LOG
     last = [r['lr_MP'] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and 'lr_MP' in r]
@@ -298,13 +335,16 @@ def aside_lines(
     "What going on from there leaves behind."
     newer = left_behind(run_dir, checkpoint) if is_own(run_dir, checkpoint) else []
     if not newer: return []
-    return [f'{", ".join(p.name for p in newer)}: not on the way from {checkpoint.name}, set aside in {abandoned_folder(run_dir)} with the log of that time '
+    names = ', '.join(p.name for p in newer)
+    return [f'{names}: not on the way from {checkpoint.name}, '
+            f'set aside in {abandoned_folder(run_dir)} with the log of that time '
         f'(`nanovlm runs {run_dir} --delete_abandoned` deletes that)']
 
 def _work_line(run_dir, step):
     log = run_dir/LOG
     done = max((r['step'] for r in (read_log(log) if log.is_file() else [])), default=step)
-    return f'log.jsonl stands at update {done}'+(f': {done-step} updates after the checkpoint are made again' if done>step else '')
+    again = f': {done-step} updates after the checkpoint are made again' if done>step else ''
+    return f'log.jsonl stands at update {done}{again}'
 
 def resume_checklist(
     run_dir:Path, # directory of the run
@@ -313,14 +353,19 @@ def resume_checklist(
     world_size:int=1, # its ranks
 )->list[tuple[bool,str]]: # (in order?, line)
     "What resuming will do."
-    found = [(False, f'{p.name} is not complete, it lacks {", ".join(m)}') for p in checkpoints(run_dir) if (m := missing_pieces(p))]
+    found = [(False, f'{p.name} is not complete, it lacks {", ".join(lacks)}')
+             for p in checkpoints(run_dir) if (lacks := missing_pieces(p))]
     try:
         path,line = find_resume(run_dir, evolve(train_cfg, resume=True))
         if path is None: return [*found, (False, line)]
         state = read_state(path)
     except (ValueError, OSError) as e: return [*found, (False, str(e))]
-    found += [(True, line.replace('Auto resumed from', 'would go on from')), *((True, l) for l in aside_lines(run_dir, path)), (True, _work_line(run_dir, state['step']))]
-    try: found += [(True, l) for l in check_resume(state, vlm_cfg, train_cfg, world_size)] or [(True, 'no setting has changed')]
+    lines = [line.replace('Auto resumed from', 'would go on from'), *aside_lines(run_dir, path),
+             _work_line(run_dir, state['step'])]
+    found += [(True, l) for l in lines]
+    try:
+        changed = check_resume(state, vlm_cfg, train_cfg, world_size) or ['no setting has changed']
+        found += [(True, l) for l in changed]
     except ValueError as e: found.append((False, str(e)))
     return found+rate_lines(run_dir, state, train_cfg)
 
@@ -332,7 +377,9 @@ def rate_lines(
     "Whether the learning rate goes on where it was."
     before,after = rates(run_dir, state['step'], train_cfg, place_of(state, asdict(train_cfg)))
     if before is None: return []
-    return [(.5<(after/before if before else 1)<2, f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next')]
+    smooth = .5<(after/before if before else 1)<2
+    line = f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next'
+    return [(smooth, line)]
 
 def main(
     values:Namespace, # from `arguments.resume_parser`

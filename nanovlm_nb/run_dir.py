@@ -23,7 +23,8 @@ CONFIG,CONFIGS = 'config.yaml','configs' # settings of the last start; those of 
 STATUS,LOCK,JOB = 'status','lock','job' # running, done, ...; who holds the directory; what started the run
 LAST,BEST,NEXT = 'last_checkpoint','best_checkpoint','next_checkpoint' # pointers
 LOG,TEXT_LOG,WANDB_ID = 'log.jsonl','train.log','wandb_id' # figures, lines, the run on the dashboard
-DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl' # what was left out, and skipped
+# what was left out, and skipped
+DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
 PREDICTIONS,CLASSIFY = 'predictions.json','classify.yaml' # of a classifier
 FEATURE_CACHE,COMPILED = 'features','compiled' # kept pictures, compiled code
@@ -76,7 +77,8 @@ def damaged_pieces(
     "All that is wrong with a checkpoint; every file is read."
     return damage(checkpoint, NEEDED) or _of_another_update(Path(checkpoint))
 
-STATE = ('step','epoch','samples','epoch_sums','data','configs','norms','drops','scaler','log','world_size') # what a run needs to go on
+# what a run needs to go on
+STATE = ('step','epoch','samples','epoch_sums','data','configs','norms','drops','scaler','log','world_size')
 
 def read_state(
     checkpoint:Path, # a `step_N` directory
@@ -87,7 +89,10 @@ def read_state(
     except (ValueError, RecursionError): state = None
     if not isinstance(state, dict): raise ValueError('trainer_state.json is not the state of a run')
     lacking = [n for n in needed if n not in state]
-    if lacking: raise ValueError(f'{checkpoint} is no place to go on from, its trainer_state.json has no {", ".join(lacking)}: to begin a new run with its weights, give load_from without resume')
+    if lacking:
+        raise ValueError(f'{checkpoint} is no place to go on from, '
+                         f'its trainer_state.json has no {", ".join(lacking)}: '
+                         'to begin a new run with its weights, give load_from without resume')
     return state
 
 def _of_another_update(checkpoint):
@@ -104,7 +109,8 @@ def write_pointer(
     target:Path, # a checkpoint in `run_dir`
 )->Path: # the pointer file
     "Let the file `name` name the checkpoint `target`."
-    if not Path(target).is_dir(): raise FileNotFoundError(f'{name} cannot name {target}: there is no such directory')
+    if not Path(target).is_dir():
+        raise FileNotFoundError(f'{name} cannot name {target}: there is no such directory')
     return write_atomic(Path(run_dir)/name, f'{Path(target).name}\n')
 
 # %% ../nbs/02_run_dir.ipynb #c48eb966
@@ -115,7 +121,7 @@ def step_of(
     checkpoint:Path, # a `step_N` directory
 )->int: # updates behind it
     "The number in a checkpoint's name."
-    return int(_STEP.match(Path(checkpoint).name)[1])
+    return int(_STEP.match(Path(checkpoint).name)[1]) # type: ignore[index] # a checkpoint has this name
 
 def pointer_text(
     run_dir:Path, # directory of the run
@@ -148,7 +154,8 @@ def read_pointer(
     said = stands_at(run_dir) if name==LAST else pointer_text(run_dir, name)
     if not said: return None
     path = Path(run_dir)/said
-    places = (path, path.with_name(path.name+'.old'), path) if _STEP.fullmatch(said) else () # a replacement may be under way
+    # a replacement may be under way
+    places = (path, path.with_name(path.name+'.old'), path) if _STEP.fullmatch(said) else ()
     found = next((p for p in places if p.is_dir()), None)
     if found is None: logger.warning('%s names %.40r, which is no checkpoint there', Path(run_dir)/name, said)
     return found
@@ -168,23 +175,27 @@ def recover(
     for old in Path(run_dir).glob('step_*.old'):
         if not old.with_suffix('').exists(): old.rename(old.with_suffix(''))
 
-REPLACED = (LAST,BEST,NEXT,STATUS,JOB,WANDB_ID,CONFIG,RECORD,ANSWER_TABLE,DROP_LIST,PREDICTIONS,BAD_UPDATES) # in one step
-LEFT_OVERS = ('step_*.tmp', '.step_*.tmp-*', 'step_*.old', *(f'{name}.tmp' for name in REPLACED), f'{FEATURE_CACHE}/*/tmp/*')
+# in one step
+REPLACED = (LAST,BEST,NEXT,STATUS,JOB,WANDB_ID,CONFIG,RECORD,ANSWER_TABLE,DROP_LIST,PREDICTIONS,BAD_UPDATES)
+LEFT_OVERS = ('step_*.tmp', '.step_*.tmp-*', 'step_*.old', *(f'{name}.tmp' for name in REPLACED),
+              f'{FEATURE_CACHE}/*/tmp/*')
 
 def sweep(
     run_dir:Path, # directory of a run that nobody is writing into
 )->list[str]: # names of what was removed
-    "Remove what processes that were killed have left half done; replacements that a kill has stopped are undone first."
+    "Remove what killed processes have left half done; replacements that a kill has stopped are undone first."
     recover(run_dir)
     found = sorted({p for pattern in LEFT_OVERS for p in Path(run_dir).glob(pattern)})
-    for p in found: shutil.rmtree(p, ignore_errors=True) if p.is_dir() and not p.is_symlink() else p.unlink(missing_ok=True)
+    for p in found:
+        if p.is_dir() and not p.is_symlink(): shutil.rmtree(p, ignore_errors=True)
+        else: p.unlink(missing_ok=True)
     return [p.relative_to(run_dir).as_posix() for p in found]
 
 def last_checkpoint(
     run_dir:Path, # directory of the run
     thorough:bool=False, # read every file, as before a run goes on from it
 )->Path|None: # None: there is no complete checkpoint
-    "Where a run stands: what the file `last_checkpoint` names, or the newest complete checkpoint before that if it is damaged."
+    "Where a run stands: what `last_checkpoint` names, or if that is damaged the newest complete one before."
     named = _STEP.fullmatch(stands_at(run_dir))
     limit = int(named[1]) if named else math.inf
     found = checkpoints(run_dir)
@@ -192,7 +203,9 @@ def last_checkpoint(
     pointed = read_pointer(run_dir)
     for path in ([pointed] if pointed else [])+[p for p in before[::-1]+after[::-1] if p!=pointed]:
         if not (wrong := damaged_pieces(path) if thorough else missing_pieces(path)): return path
-        logger.warning('%s is %s: passed over', path, 'damaged, '+'; '.join(wrong) if thorough else 'not complete, it lacks '+', '.join(wrong))
+        why = 'damaged, '+'; '.join(wrong) if thorough else 'not complete, it lacks '+', '.join(wrong)
+        logger.warning('%s is %s: passed over', path, why)
+    return None
 
 def branch(
     run_dir:Path, # directory of the run
@@ -205,13 +218,14 @@ def branch(
 def best_kept(
     run_dir:Path, # directory of the run
     state:dict, # `trainer_state.json` of where it stands
-)->tuple[float,int|None]: # lowest validation loss, and its step; infinite and None: no checkpoint that is there was validated
+)->tuple[float,int|None]: # lowest validation loss, and its step; infinite and None: nothing was validated
     "The best checkpoint that a run still has, up to where it stands."
     run_dir,step = Path(run_dir),state['step']
     kept = {step_of(p) for p in checkpoints(run_dir) if step_of(p)<=step and not missing_pieces(p)}
     if state.get('best_step') in kept: return state['best_val_loss'],state['best_step']
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
-    return min(((r['val_loss'],r['step']) for r in log if r['step'] in kept and r.get('val_loss') is not None), default=(math.inf,None))
+    return min(((r['val_loss'],r['step']) for r in log
+                if r['step'] in kept and r.get('val_loss') is not None), default=(math.inf,None))
 
 # %% ../nbs/02_run_dir.ipynb #eed862f2
 def pinned(
@@ -262,7 +276,8 @@ def prune_older(
     "Delete checkpoints that were written long ago."
     if days < 0: raise ValueError(f'days is {days}: give 0 or more')
     then = (time.time() if now is None else now)-86400*days
-    return _delete(run_dir, [p for folder in (run_dir, *abandoned(run_dir)) for p in checkpoints(folder) if written(p) < then])
+    return _delete(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
+                             for p in checkpoints(folder) if written(p) < then])
 
 def written(
     path:Path, # a `step_N` directory
@@ -286,5 +301,7 @@ def find_checkpoint(
     if not path.is_dir() or (path/'config.json').is_file(): return str(name)
     best = read_pointer(path, BEST)
     found = last_checkpoint(path) if best is None or missing_pieces(best) else best
-    if found is None: raise FileNotFoundError(f'{name} holds no checkpoint: expected config.json, or last_checkpoint of a run')
+    if found is None:
+        raise FileNotFoundError(f'{name} holds no checkpoint: '
+                                'expected config.json, or last_checkpoint of a run')
     return str(found)

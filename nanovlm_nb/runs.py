@@ -27,8 +27,11 @@ def describe_checkpoint(
     "A line about a checkpoint."
     sizes,missing = file_sizes(path),missing_pieces(path)
     age = now-written(path)
-    what = f'{age/86400:.1f} days' if age > 86400 else f'{age/3600:.1f} h' if age > 3600 else f'{age/60:.0f} min'
-    return f'{name or path.name:<12} {what:>9} {sum(sizes.values())/1e6:>9.1f} MB  ' + (f'incomplete, lacks {", ".join(missing)}' if missing else 'complete') + (f'  <- {marks[path]}' if path in marks else '')
+    what = (f'{age/86400:.1f} days' if age > 86400
+            else f'{age/3600:.1f} h' if age > 3600 else f'{age/60:.0f} min')
+    whole = f'incomplete, lacks {", ".join(missing)}' if missing else 'complete'
+    mark = f'  <- {marks[path]}' if path in marks else ''
+    return f'{name or path.name:<12} {what:>9} {sum(sizes.values())/1e6:>9.1f} MB  {whole}{mark}'
 
 def list_checkpoints(
     run_dir:Path, # directory of the run
@@ -41,7 +44,8 @@ def list_checkpoints(
     others = [p for p in checkpoints(run_dir) if p not in mine]
     marks |= {p:'not where the run stands: the next start sets it aside' for p in others if mine}
     lines = [describe_checkpoint(p, marks, now) for p in mine[::-1]+others[::-1]]
-    return lines+[describe_checkpoint(p, {}, now, f'{folder.name}/{p.name}') for folder in abandoned(run_dir)[::-1] for p in checkpoints(folder)[::-1]]
+    return lines+[describe_checkpoint(p, {}, now, f'{folder.name}/{p.name}')
+                  for folder in abandoned(run_dir)[::-1] for p in checkpoints(folder)[::-1]]
 
 # %% ../nbs/43_runs.ipynb #f0110002
 SILENT_S = 120. # after so many seconds without a change it is dead
@@ -53,7 +57,8 @@ class Follower:
         now:Callable=time.monotonic, # tells the time in seconds
     ):
         self.run_dir,self.now,self.at,self.known = Path(run_dir),now,0,set()
-        self.sign,self.heard = None,now()
+        self.heard = now()
+        self.sign:bytes|None = None # the last one that was read
         self.new()
 
     def new(self)->list[str]: # lines, figures before checkpoints
@@ -86,7 +91,8 @@ def figures_line(
     try: record = json.loads(line)
     except ValueError: return None
     if not isinstance(record, dict) or type(record.get('step')) is not int: return None
-    shown = {k:v for k,v in record.items() if k!='step' and ('batch_loss' not in record or k.startswith('training/'))}
+    shown = {k:v for k,v in record.items()
+             if k!='step' and ('batch_loss' not in record or k.startswith('training/'))}
     return describe(shown, record['step']) if shown else None
 
 def follow(

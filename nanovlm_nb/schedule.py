@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import cos, pi
+from typing import Any
 
 from .config import load_function
 
@@ -83,7 +84,7 @@ def _schedules(
     min_lr_ratio:float, # Final rate as a share of `max_lr`
 )->dict[str,Callable]:  # Name -> (step, max_lr, max_steps) -> lr
     "The schedules that have a name."
-    knobs = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
+    knobs:dict[str,Any] = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
     return dict(cosine=partial(warmup_cosine, **knobs), wsd=partial(wsd, **knobs),
                 minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
 
@@ -92,7 +93,7 @@ def get_schedule(
     schedule:str|Callable,    # 'cosine', 'wsd', 'minimind', 'minimind_seed', 'module:function', or a function
     warmup_ratio:float=0.03,  # Share of the steps to climb, for 'cosine' and 'wsd'
     min_lr_ratio:float=0.1,   # Final rate as a share of `max_lr`, for 'cosine' and 'wsd'
-)->Callable[[int,float,int],float]: # (step, max_lr, max_steps) -> lr
+)->Callable[[float,float,float],float]: # (step, max_lr, max_steps) -> lr
     "The schedule of that name, or the user's own."
     if callable(schedule): return schedule
     if ':' in schedule: return load_function(schedule, 'lr_schedule')

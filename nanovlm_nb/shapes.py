@@ -259,8 +259,11 @@ def shapes_dataset(
     if split not in SPLITS: raise ValueError(f'split is {split!r}: choose from {", ".join(SPLITS)}')
     if n < 1: raise ValueError(f'{n} rows: ask for one or more')
     rng, given = random.Random(f'{split} {seed}'), Counter()
-    return Dataset.from_list([_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)],
-                             features=_FEATURES)
+    rows = []
+    for i in range(n):
+        scene, turns = _conversation(split, given, rng)
+        rows.append(_row(f'{split}{i}', scene, turns, rng))
+    return Dataset.from_list(rows, features=_FEATURES)
 
 # %% ../nbs/23_shapes.ipynb #1d148ca5
 def plot_scenes(

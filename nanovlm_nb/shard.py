@@ -9,6 +9,7 @@ __all__ = ['SHARDINGS', 'bytes_per_parameter', 'shard_model', 'local_bytes', 'en
 # %% ../nbs/30_shard.ipynb #40990b30
 from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -139,7 +140,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         **kwargs, # of AdamW, e.g. `lr`, `betas`, `weight_decay`
     ):
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
-        self.worker = None
+        self.worker:Any = None
 
     def _begin(self):
         "An AdamW on copies of the weights as they are now."

@@ -46,7 +46,7 @@ def panel_table(
 def main(
     values:Namespace, # from `arguments.look_parser`
 )->None:
-    "Command `nanovlm look`: loss and right answers with the right picture, another one, a blank one, and none."
+    "Command `nanovlm look`: loss and right answers with the right picture, another, a blank one, and none."
     asker = load_asker(values.checkpoint)
     _,cfg = load_yaml(values.config or find_config(values.checkpoint))
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False)

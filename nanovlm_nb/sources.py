@@ -12,7 +12,7 @@ __all__ = ['COUNTED', 'READ_ROWS', 'READ_BYTES', 'RESHARD_BELOW', 'FOOTERS', 'SM
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable,Iterator
+from collections.abc import Callable,Iterator,Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def as_row(
     r:pa.Table|dict, # one row, of arrow or of Python
     i:int, # its number
     name:str|None=None, # configuration it belongs to; None: a row's `source`
-    place:str|None=None, # where it is in the configuration; None: its number
+    place:int|str|None=None, # where it is in the configuration; None: its number
 )->dict|Dropped: # the row with its 'id', which ends in its `row_id` if it has one
     "A row, or why it cannot be read."
     place = i if place is None else place
@@ -138,6 +138,7 @@ class MapSource:
     )->None:
         "Say how the rows are split; before the first is read."
         self.spread,n = spread,len(self.rows)
+        self.split:Sequence[int]|QuotaSplit|Permutation
         if (self.start, self.stop) == (0, n): self.split = range(n)
         elif spread and isinstance(self.rows, Joined):
             self.split = QuotaSplit(self.rows.ends, self.start or self.stop, self.seed)
@@ -345,17 +346,17 @@ def heads(
 # %% ../nbs/25_sources.ipynb #e02f86c9
 def shares_of(
     total:int|None, # rows, to be divided
-    weights:list[float], # by these
-)->list[int|None]: # rows of each; their sum is `total`
+    weights:Sequence[float], # by these
+)->list: # rows of each, whose sum is `total`; or None for each
     "Divide a number of rows by weight."
     if total is None: return [None]*len(weights)
     marks = [round(total*sum(weights[:i])/sum(weights)) for i in range(len(weights)+1)]
     return [b-a for a,b in zip(marks, marks[1:])]
 
 def quotas(
-    sizes:list[float], # rows of each configuration
+    sizes:Sequence[float], # rows of each configuration
     val_size:int, # rows for validation, fewer than all
-    weights:list[float]|None=None, # by which to divide them; None: by size
+    weights:Sequence[float]|None=None, # by which to divide them; None: by size
 )->list[int]: # validation rows of each configuration; their sum is `val_size`
     "Divide the validation rows, so that no configuration is emptied."
     most = [max(ceil(val_size*n/sum(sizes)), int(n/10)) for n in sizes]
@@ -549,8 +550,9 @@ class StreamSource:
     def epoch_rows(self)->float|None: # None: unknown
         "Rows of an epoch."
         sizes = [n for n,_ in self.sizes().values()]
-        if None in sizes: return None
-        return sum(sizes) if self.limit is None else min(sum(sizes), self.limit)
+        known = [n for n in sizes if n is not None]
+        if len(known) < len(sizes): return None
+        return sum(known) if self.limit is None else min(sum(known), self.limit)
 
     def _read(self, share, start, first, step):
         "(rows done, row) of a share for this part and this lane; one `Dropped` if it is damaged."
@@ -576,7 +578,7 @@ class StreamSource:
         n = len(self.shares)
         mixes = self.shuffle or self.spread and self.part == 'validation'
         seed = f'{self.seed}/{epoch if self.shuffle else self.part}'
-        order = list(Permutation(n, seed)) if mixes else list(range(n))
+        order = [*map(Permutation(n, seed).__getitem__, range(n))] if mixes else list(range(n))
         mine = lane_shares(order, lane, lanes)
         most = None if self.limit is None else self.limit//lanes+(lane < self.limit%lanes)
         for j,(s,first,step) in enumerate(mine[done:], start=done):
@@ -627,7 +629,7 @@ class Mixture:
         at:list|None=None, # (rows drawn, passes ended, position) of each source; None: the beginning
     )->Iterator[tuple[list,dict|Dropped]]: # (position after it, row), or what was dropped
         "The rows of a lane, from a position on."
-        state = [list(s) for s in at] if at else [[0, 0, None] for _ in self.sources]
+        state:list[list] = [list(s) for s in at] if at else [[0, 0, None] for _ in self.sources]
         readers = [self._open(k, lane, lanes, epoch, again, pos) for k,(_,again,pos) in enumerate(state)]
         while True:
             k = min(range(len(state)), key=lambda k: ((state[k][0]+1)/self.weights[k], k))
@@ -691,7 +693,7 @@ class Chain(Mixture):
     )->Iterator[tuple[list,dict|Dropped]]: # (position after it, row), or what was dropped
         "The rows of a lane, from a position on."
         if not self.spread: return (yield from self._one_after_the_other(lane, lanes, epoch, at))
-        state = [list(s) for s in at] if at else [[0, None] for _ in self.sources]
+        state:list[list] = [list(s) for s in at] if at else [[0, None] for _ in self.sources]
         readers = [self._open(k, lane, lanes, epoch, 0, pos) for k,(_,pos) in enumerate(state)]
         sizes = [sum(n or 0 for n,_ in s.sizes().values()) or 1 for s in self.sources]
         left = list(range(len(readers)))

@@ -8,6 +8,7 @@ __all__ = ['is_pth', 'weights_of_start', 'fields_with', 'check_given', 'with_bac
            'foresee_start']
 
 # %% ../nbs/32_start.ipynb #e5a10003
+from collections.abc import Set
 from dataclasses import asdict,fields,replace
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ def fields_with(
 def check_given(
     vlm_cfg:VLMConfig, # as the user gave it
     found:dict, # fields as a file of weights has them
-    given:set[str], # fields that the user gave
+    given:Set[str], # fields that the user gave
     weights:str|Path, # where `found` is from
 )->dict: # `found` without what was given
     "Keep what was given; a ValueError where the weights cannot be what was given."
@@ -58,7 +59,7 @@ def check_given(
 
 def with_backbone_sizes(
     vlm_cfg:VLMConfig, # as the user gave it
-    given:set[str]=frozenset(), # fields that flags or a file name
+    given:Set[str]=frozenset(), # fields that flags or a file name
 )->VLMConfig: # as the model will be; unchanged without backbones
     "Take the sizes of both backbones, if the run begins with their weights."
     c = vlm_cfg

@@ -102,7 +102,8 @@ class Says:
 
     def explain_debug(self)->None:
         "Name `--debug` in the help; `without_debug` takes it away before the parser sees it."
-        self.add_argument(DEBUG, action='store_true', help='show the traceback of an error')
+        self.add_argument(DEBUG, action='store_true', # type: ignore[attr-defined] # of a parser
+                          help='show the traceback of an error')
 
 class Parser(Says, ArgumentParser):
     "The parser of a command."
@@ -113,7 +114,7 @@ class Parser(Says, ArgumentParser):
         self.check = check
         if self.add_help: self.explain_debug()
 
-    def parse_args(self,
+    def parse_args(self, # type: ignore[override] # ours has one form, argparse's has three
         args:list[str]|None=None, # arguments; default: those of the process
         namespace=None, # to fill
     ): # the values
@@ -201,7 +202,7 @@ def asking_hub(
     constants.HF_HUB_OFFLINE = True # what the libraries look at before each request
     try: yield
     except OSError as e: # what was downloaded may be used wrongly as well: that is a ValueError
-        e.hub_is_away = True # not there today: another try may end otherwise
+        setattr(e, 'hub_is_away', True) # not there today: another try may end otherwise
         raise
     finally: constants.HF_HUB_OFFLINE = False
 

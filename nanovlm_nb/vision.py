@@ -7,6 +7,7 @@ __all__ = ['ACTIVATIONS', 'ViTPatchEmbeddings', 'ViTMultiHeadAttention', 'ViTMLP
            'ViT']
 
 # %% ../nbs/11_vision.ipynb #aa5df813
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -62,7 +63,7 @@ class ViTMultiHeadAttention(nn.Module):
         return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
 
 # %% ../nbs/11_vision.ipynb #9a9bd399
-ACTIVATIONS = dict(gelu_pytorch_tanh=partial(F.gelu, approximate='tanh'), gelu=F.gelu,
+ACTIVATIONS:dict[str,Callable] = dict(gelu_pytorch_tanh=partial(F.gelu, approximate='tanh'), gelu=F.gelu,
                    quick_gelu=lambda x: x*torch.sigmoid(1.702*x))
 
 class ViTMLP(nn.Module):

@@ -119,8 +119,9 @@ def targets_by_row(
     layout:Layout, # with targets
 )->Tensor: # (B,) on its device
     "How many targets each row has."
-    counts = layout.at.new_zeros(len(layout.doc_lens))
-    return counts.index_add_(0, layout.at//max(layout.T, 1), torch.ones_like(layout.at))
+    at:Any = layout.at
+    counts = at.new_zeros(len(layout.doc_lens))
+    return counts.index_add_(0, at//max(layout.T, 1), torch.ones_like(at))
 
 # %% ../nbs/17_vlm.ipynb #034daa7a
 def trains(
@@ -142,7 +143,7 @@ class VLMNet(nn.Module):
         self.cfg = cfg
         self.vision_encoder, self.MP, self.decoder = ViT(cfg), ModalityProjector(cfg), LanguageModel(cfg)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
-        self.features = None # a `FeatureCache`
+        self.features:Any = None # a `FeatureCache`
         self.tile_multiple = 1 # see `to_pixels`
 
     def train(self,
@@ -161,7 +162,8 @@ class VLMNet(nn.Module):
         # `w` is whole and on the device even if the model is sharded and put away on the CPU
         w,n = self.decoder.token_embedding.weight, sum(map(len, flatten_tiles(images)))
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains(self.vision_encoder)):
-            pixels = to_pixels(images, w.device, self.cfg.pixel_mean, self.cfg.pixel_std, self.tile_multiple)
+            mean,std = self.cfg.pixel_mean, self.cfg.pixel_std
+            pixels:Any = to_pixels(images, w.device, mean, std, self.tile_multiple)
             return self.vision_encoder(pixels.to(w.dtype))[:n]
 
     def _nothing(self, x):
@@ -181,7 +183,8 @@ class VLMNet(nn.Module):
     )->Layout: # on the device of the ids
         "What a loader would have said of a batch, checked row by row; on a GPU this waits for the ids."
         made = Layout.of(input_ids, self.cfg.image_token_id, targets, attention_mask, doc_lens)
-        by_row = (made.slots//max(made.T, 1)).bincount(minlength=len(input_ids)).tolist()
+        slots:Any = made.slots # `Layout.of` has looked for them
+        by_row = (slots//max(made.T, 1)).bincount(minlength=len(input_ids)).tolist()
         check_slots(by_row, images, self.cfg.mp_image_token_length)
         return made.to(input_ids.device)
 
@@ -198,9 +201,10 @@ class VLMNet(nn.Module):
         "What the language model reads: table rows, image tokens in the slots."
         layout = self.layout_of(input_ids, images) if layout is None else layout
         x,stacks = self.decoder.token_embedding(input_ids), flatten_tiles(images)
-        places = [('the batch', len(layout.slots), sum(map(len, stacks)))]
+        slots:Any = layout.slots
+        places = [('the batch', len(slots), sum(map(len, stacks)))]
         if error := slot_error(places, self.cfg.mp_image_token_length): raise ValueError(error)
-        if stacks: return fill_slots(x, layout.slots, self._image_tokens(images))
+        if stacks: return fill_slots(x, slots, self._image_tokens(images))
         nothing = self._nothing(x)
         return x if nothing is None else x+nothing
 
@@ -250,7 +254,8 @@ class Reader:
     ):
         if not mask[:, -1].all():
             raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
-        self.decoder, self.mask, self.seen = decoder, mask, None
+        self.decoder, self.mask = decoder, mask
+        self.seen:Any = None # (B, T, D) the vectors read so far
         self.cache = KVCache(mask.shape[1] + room) if use_cache else None
 
     def read(self,
@@ -276,7 +281,9 @@ class Reader:
         room:int, # how many may follow
     )->None:
         "Forget what was read after the first `length` vectors."
-        if self.cache is not None: return self.cache.go_back(length, length + room)
+        if self.cache is not None:
+            self.cache.go_back(length, length + room)
+            return
         if not 0 < length <= self.seen.shape[1]:
             raise ValueError(f"cannot go back to {length} vectors: {self.seen.shape[1]} were read")
         self.seen, self.mask = self.seen[:, :length], self.mask[:, :length]
@@ -293,7 +300,9 @@ def written_at_once(
         inside = Path(tmp)/'new'
         inside.mkdir()
         yield inside
-        if not path.exists(): return inside.rename(path)
+        if not path.exists():
+            inside.rename(path)
+            return
         for file in inside.iterdir(): file.replace(path/file.name)
 
 # %% ../nbs/17_vlm.ipynb #df372578
@@ -393,7 +402,7 @@ def checkpoint_weights(
     return cfg, state | {f'vision_encoder.{k}': w for k,w in tower.state_dict().items()}
 
 # %% ../nbs/17_vlm.ipynb #49311d04
-class Pretrained:
+class Pretrained(nn.Module):
     "Loading, saving and publishing, for a model with `cfg`, `tokenizer_source` and `tokenizer`."
     config_class = VLMConfig # what config.json holds
     vision_note:dict[str,str]|None = None # what `VISION_NOTE` will say, if the vision tower is left out

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -160,8 +161,10 @@ def their_names(
         found = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
         if not found: continue
         theirs = [theirs] if isinstance(theirs, str) else theirs
-        return [_with_prefix(re.sub(r'\*', lambda _, parts=iter(found.groups()): next(parts), t),
-                             family.prefix) for t in theirs]
+        def put_in(their): # the parts of ours, one for each star
+            parts = iter(found.groups())
+            return _with_prefix(re.sub(r'\*', lambda _: next(parts), their), family.prefix)
+        return [put_in(t) for t in theirs]
     return []
 
 def _with_prefix(name, prefix): return name[1:] if name[0]=='/' else prefix+name
@@ -227,7 +230,8 @@ def language_config(
 )->dict: # fields of `VLMConfig`
     "The numbers of a language backbone."
     folder = resolve_checkpoint(name)
-    fields = _decoder_fields(*_family(_their_config(folder), name, 'lm_hidden_dim'), name)
+    family,part = _family(_their_config(folder), name, 'lm_hidden_dim')
+    fields = _decoder_fields(family, part, name)
     return fields | dict(lm_base_vocab_size=_known_tokens(folder, fields['lm_base_vocab_size']))
 
 # %% ../nbs/15_weights.ipynb #81be4f07
@@ -375,7 +379,7 @@ def write_checkpoint(
 
 def checkpoint_config(
     name:str|Path, # directory or hub name
-    kind:type=VLMConfig, # class of the configuration
+    kind:type[VLMConfig]=VLMConfig, # class of the configuration
 )->VLMConfig: # without reading a tensor
     "The configuration of what `read_checkpoint` reads."
     folder = resolve_checkpoint(name)
@@ -385,7 +389,7 @@ def checkpoint_config(
 
 def read_checkpoint(
     name:str|Path, # directory or hub name
-    kind:type=VLMConfig, # class of the configuration
+    kind:type[VLMConfig]=VLMConfig, # class of the configuration
 )->tuple[VLMConfig,dict]: # configuration and state dict
     "Read what `write_checkpoint` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
     folder = resolve_checkpoint(name)
@@ -572,7 +576,8 @@ MINIMIND_EARLY = Family('', '', {
         **{f'blocks.*.mlp.{k}.weight': f'layers.*.feed_forward.{w}.weight' for k,w in _GATED.items()},
         'norm.weight': 'norm.weight',
         'head.weight': 'output.weight'}, {}, {}, ('pos_cis','*.mask'))
-PTH_NAMES = dict(minimind=MINIMIND, minimind_early=MINIMIND_EARLY, own=None) # whose names a `.pth` file has
+# whose names a `.pth` file has
+PTH_NAMES:dict[str,Any] = dict(minimind=MINIMIND, minimind_early=MINIMIND_EARLY, own=None)
 
 VISION_PROJ = dict(
     linear_bias={f'MP.proj.{x}':f'vision_proj.vision_proj.0.{x}' for x in ('weight','bias')},

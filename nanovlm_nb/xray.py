@@ -34,7 +34,7 @@ from .dist import Dist
 from .layout import TENSORS,Layout
 from .flops import Card,count_flops,find_card
 from .language import LanguageModelBlock,apply_rotary
-from .packing import collate_packs,pack
+from .packing import Batch,collate_packs,pack
 from .start import foresee_start
 from .update import describe,gather_update
 from .trainer import Trainer
@@ -498,7 +498,7 @@ def example_batch(
     vlm_cfg:VLMConfig, # length of a pack, tokens of a tile
     rows:int, # packs
     contents:Contents=Contents(), # of each
-)->dict: # as the loader makes it, 99 % full
+)->Batch: # as the loader makes it, 99 % full
     "A micro-batch without meaning."
     v,length = vlm_cfg,int(.99*vlm_cfg.lm_max_length)//contents.documents
     tiles = int(length/1.2)//v.mp_image_token_length if contents.tiles is None else contents.tiles
@@ -543,8 +543,9 @@ def meta_trainer(
                          'which tokens an expert gets depends on their values, and an x-ray has none')
     cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False,
         offload_params=False, cache_features=False, tile_multiple=train_cfg.tile_multiple or 8) # as on a GPU
-    trainer = Trainer(meta_net(vlm_cfg), cfg, [], [], Unheard(), Dist(device=torch.device('meta')))
-    trainer.model,trainer.optimizer.step = OnCard(trainer.model),Unheard().log
+    silent:Any = Unheard()
+    trainer = Trainer(meta_net(vlm_cfg), cfg, [], [], silent, Dist(device=torch.device('meta')))
+    trainer.model,trainer.optimizer.step = OnCard(trainer.model),silent.log
     return trainer
 
 def tensors_of(
@@ -558,7 +559,7 @@ def tensors_of(
 
 def look_through(
     trainer:Trainer, # from `meta_trainer`
-    batch:dict, # a micro-batch
+    batch:Batch, # a micro-batch
     roots:Iterable[str|Path]=(), # see `Census`
 )->Census: # of forward, backward and update
     "One update of one micro-batch, to which others have been added if the run accumulates."
@@ -570,7 +571,7 @@ def look_through(
     c.hold(trainer.base.parameters(), 'weights')
     c.hold([p.grad for p in learn if p.grad is not None], 'gradients')
     c.hold(moments, 'optimizer')
-    update = gather_update([batch], trainer.dist)
+    update:Any = gather_update([batch], trainer.dist)
     # tries it, once
     choose_backend(trainer.base.cfg.attn_backend, batch['layout'], trainer.dist.device, torch.bfloat16)
     with c: trainer.train_step(update)
@@ -583,8 +584,8 @@ def together(
 )->list[Op]: # with fewer, larger kernels in its update
     "Join what `foreach` kernels do at once."
     out = []
-    for (phase,_,kind),run in groupby(ops, lambda o: (o.phase, o.phase=='update' and o.name, o.kind)):
-        run = list(run)
+    for (phase,_,kind),group in groupby(ops, lambda o: (o.phase, o.phase=='update' and o.name, o.kind)):
+        run = list(group)
         if phase!='update' or kind!='pointwise': out += run
         else:
             out.append(run[0]._replace(reads=_all(o.reads for o in run), writes=_all(o.writes for o in run)))
@@ -622,7 +623,7 @@ class Xray(NamedTuple):
 def xray(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
-    batch:dict|None=None, # a micro-batch; None: `example_batch`
+    batch:Batch|None=None, # a micro-batch; None: `example_batch`
     roots:Iterable[str|Path]=(), # see `Census`
     trainer:Trainer|None=None, # None: `meta_trainer`
 )->Xray: # of one micro-batch and the update after it
@@ -650,7 +651,7 @@ def accounts(
     rates:Rates=RATES, # assumptions
 )->dict[str,Account]: # the dearest first
     "Sums by part or by line."
-    found = defaultdict(lambda: [0, 0, 0, 0., 0.])
+    found:defaultdict[Any,list] = defaultdict(lambda: [0, 0, 0, 0., 0.])
     for o in x.ops:
         costs = o.flops,o.bytes,o.kind not in ('view','wait'),kernel_seconds(o, card, rates)
         for i,n in enumerate(costs): found[getattr(o, by)][i] += n
@@ -681,7 +682,7 @@ def pace(
     return Pace(micro.total, seconds, accumulation*x.tokens/seconds, share, 1-whole.busy/whole.total)
 
 # %% ../nbs/41_xray.ipynb #41c0de71
-CHANGES = [('dense mask', dict(attn_backend='sdpa'), False),
+CHANGES:list[tuple[str,dict,bool]] = [('dense mask', dict(attn_backend='sdpa'), False),
     ('one document after the other', dict(attn_backend='docs'), False),
     ('variable-length attention', dict(attn_backend='auto'), False),
     ('and blocks compiled', dict(attn_backend='auto'), True)] # name, fields, compiled?
@@ -704,7 +705,8 @@ def quick_xray(
     d,by = describe(example_batch(vlm_cfg, rows, contents)),_learning(whole)/_learning(trainer)
     ops,compiled = (repeated(_scaled(o, by), vlm_cfg) for o in (x.ops, x.compiled))
     return x._replace(ops=ops, compiled=compiled,
-                      useful=count_flops(whole.meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets']))
+                      useful=count_flops(whole.meters.units,
+                                         d['tiles'], d['tokens'], d['pairs'], d['targets']))
 
 def _learning(trainer): return sum(p.numel() for g in trainer.optimizer.param_groups for p in g['params'])
 
@@ -758,10 +760,12 @@ def xray_text(
 )->str: # lines for a terminal
     "An x-ray as people read it."
     fits = 'fits' if x.peak<.95*card.memory*2**30 else 'does not fit'
-    memory = [f'  {part:<24}{n/2**30:>8.1f} GiB' for part,n in sorted(x.at_peak.items(), key=lambda kv: -kv[1])]
+    largest = sorted(x.at_peak.items(), key=lambda kv: -kv[1])
+    memory = [f'  {part:<24}{n/2**30:>8.1f} GiB' for part,n in largest]
     sections = ([f'A micro-batch of {x.tokens} tokens, and the update after it'], _lines(x, card, most),
         [f'Memory at its peak: {x.peak/2**30:.1f} GiB, {fits} into {card.memory:g} GiB', *memory], _waits(x),
-        _paces({name:pace(x, card, accumulation, c) for name,c in (('as asked for',False),('blocks compiled',True))}),
+        _paces({'as asked for':pace(x, card, accumulation, False),
+                'blocks compiled':pace(x, card, accumulation, True)}),
         ['What would bring what', *_paces(changes)[1:]] if changes else [])
     return '\n\n'.join('\n'.join(s) for s in sections if s)
 
@@ -776,7 +780,8 @@ def main(
     changes = what_if(v, t, card, contents)
     plain = dict(gpu=values.gpu, tokens=x.tokens, peak=x.peak, at_peak=x.at_peak, kept=x.kept,
         waits=[(o.name, o.line) for o in x.waits],
-        parts={k:a._asdict() for k,a in accounts(x, card).items()}, changes={k:p._asdict() for k,p in changes.items()})
+        parts={k:a._asdict() for k,a in accounts(x, card).items()},
+        changes={k:p._asdict() for k,p in changes.items()})
     text = xray_text(x, card, t.gradient_accumulation_steps, changes, values.lines)
     sys.stdout.write((json.dumps(plain, indent=1) if values.json else text)+'\n')
     return 0
