@@ -31,7 +31,8 @@ from .logs import Clock,RunLog
 from .flops import COMPONENTS,GPUS,count_flops,peak_flops,unit_flops
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks,compile_counts
-from .optim import decide_compile,has_compiled,make_optimizer,make_scaler,own_optimizer,set_lrs,training_parts
+from .optim import decide_compile,has_compiled,make_optimizer,make_scaler,own_optimizer
+from .optim import set_lrs,training_parts
 from .dataset import Drops,Unreachable
 from .sources import keep_split
 from .packing import Batch
@@ -58,7 +59,7 @@ class TrainState:
     best_step:int|None = None # update at which it was reached
     skipped:int = 0 # updates that were not made, see `guard`
     bad_in_a_row:int = 0 # how many of them came last
-    planned:int|None = None # updates that `max_epochs` will come to; None: nobody knows, or there is no `max_epochs`
+    planned:int|None = None # updates that `max_epochs` will come to; None: nobody knows, or there is none
     planned_for:list[int]|None = None # `max_epochs` and packs of an update that this was found for
     counted:bool = True # False: `planned` is an estimate
     began:int|None = 0 # update at which the epoch began; None: not known
@@ -96,7 +97,8 @@ def costs(
     "Arithmetic per tile, position, pair and target of a run."
     c,trains = train_cfg,parts & set(COMPONENTS)
     last = c.language_last_blocks if 'decoder' in trains else None
-    return unit_flops(vlm_cfg, trains, last, c.vision_checkpointing, c.language_checkpointing, c.cache_features)
+    recomputes = c.vision_checkpointing,c.language_checkpointing
+    return unit_flops(vlm_cfg, trains, last, *recomputes, c.cache_features)
 
 def peak_of_all(
     dist:Dist, # the ranks, all with the same device
@@ -160,7 +162,8 @@ def names_of(
     named:dict[str,Hook] = {}
     for hook in hooks:
         if hook.name in named:
-            raise ValueError(f'two hooks are called {hook.name}: give one of them another `name`, it keeps their states apart')
+            raise ValueError(f'two hooks are called {hook.name}: '
+                'give one of them another `name`, it keeps their states apart')
         named[hook.name] = hook
     return named
 
@@ -170,9 +173,10 @@ def hook_states(
     "What hooks have to remember; a ValueError if JSON cannot hold it."
     states = {}
     for name,hook in names_of(hooks).items():
-        try: states[name] = json.loads(json.dumps(hook.state_dict())) # a copy: it is written while the run goes on
+        try: states[name] = json.loads(json.dumps(hook.state_dict())) # a copy, for the run goes on
         except (TypeError, ValueError) as e:
-            raise ValueError(f'the state of hook {name} cannot be saved as JSON ({e}): give numbers, strings, lists') from e
+            raise ValueError(f'the state of hook {name} cannot be saved as JSON ({e}): '
+                'give numbers, strings, lists') from e
     return states
 
 def load_hooks(
@@ -183,9 +187,10 @@ def load_hooks(
     named = names_of(hooks)
     for name,state in states.items():
         if name in named: named[name].load_state_dict(state)
-    lines = [f'hook {name} begins anew: the checkpoint has no state of it' for name in named if name not in states]
-    return lines+[f'the checkpoint has a state of hook {name}, which this run does not have: it is left out'
-        for name in states if name not in named]
+    new,gone = [[n for n in a if n not in b] for a,b in ((named, states), (states, named))]
+    return [*(f'hook {name} begins anew: the checkpoint has no state of it' for name in new),
+        *(f'the checkpoint has a state of hook {name}, which this run does not have: it is left out'
+            for name in gone)]
 
 # %% ../nbs/32_trainer.ipynb #61ba74cd
 class TrainerBase:
@@ -199,7 +204,7 @@ class TrainerBase:
         dist:Dist=Dist(), # this rank
         tokenizer=None, # saved with the checkpoints
         schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)`; default: `train_cfg.lr_schedule`
-        optimizer:Callable|None=None, # `optimizer(model, train_cfg)`, see `optim.own_optimizer`; default: AdamW
+        optimizer:Callable|None=None, # `optimizer(model, train_cfg)`, see `own_optimizer`; default: AdamW
         hooks:Iterable[Hook]=(), # what happens besides
     ):
         c = self.cfg = train_cfg
@@ -209,7 +214,8 @@ class TrainerBase:
         self.hooks = list(names_of(hooks).values())
         self.assemble(model, optimizer)
         groups = self.optimizer.param_groups
-        if schedule is None and ':' in c.lr_schedule: try_schedule(self.schedule, c, max(g['max_lr'] for g in groups))
+        if schedule is None and ':' in c.lr_schedule:
+            try_schedule(self.schedule, c, max(g['max_lr'] for g in groups))
         units = costs(self.base.cfg, c, {g['name'].split('.')[0] for g in groups})
         self.meters = Meters(dist, units, peak_of_all(dist, c.peak_tflops))
         loaders = dict(train=self.train_loader, val=self.val_loader)
@@ -235,7 +241,8 @@ class TrainerBase:
         else: self.optimizer = make_optimizer(self.base, c, optimizer_class(c, self.dist))
         self.model = wrap_model(self.base, self.dist)
         self.scaler = make_scaler(device, self.dtype)
-        self.exchange,self.waited = GradientExchange(self.model),0. # seconds that the last pass waited for other ranks
+        self.exchange = GradientExchange(self.model)
+        self.waited = 0. # seconds that the last pass waited for other ranks
 
     def begin_state(self)->None:
         "Stand at the beginning."
@@ -277,8 +284,8 @@ class Scheduling(TrainerBase):
     @property
     def full_length(self)->bool: # in updates, or in samples
         "Has the run its length?"
-        c,s = self.cfg,self.state
-        return s.step>=c.max_training_steps if c.max_training_samples is None else s.samples>=c.max_training_samples
+        c,s,samples = self.cfg,self.state,self.cfg.max_training_samples
+        return s.step>=c.max_training_steps if samples is None else s.samples>=samples
 
     @property
     def finished(self)->bool: # by its length or by `max_epochs`
@@ -305,7 +312,8 @@ class Scheduling(TrainerBase):
         "Find out how many updates `max_epochs` comes to, if this was not found before."
         c,epochs,packs = self.cfg,self.cfg.max_epochs,self.train_loader.n
         if c.max_training_samples is not None:
-            self.log.info(f'the run ends after {c.max_training_samples} samples, and the learning rate follows them; '
+            self.log.info(f'the run ends after {c.max_training_samples} samples, '
+                'and the learning rate follows them; '
                 f'max_training_steps {c.max_training_steps} does not count')
         wanted = [epochs, packs] if epochs and packs is not None else None
         if self.state.planned_for!=wanted: self.count_updates(wanted)
@@ -320,8 +328,8 @@ class Scheduling(TrainerBase):
         if wanted is None: return
         left,s.counted = self.train_loader.updates_left(wanted[0])
         if left is None:
-            return self.log.info(f'how many updates {wanted[0]} epochs are is not known before the first has ended: '
-                'till then the schedule follows max_training_steps')
+            return self.log.info(f'how many updates {wanted[0]} epochs are is not known '
+                'before the first has ended: till then the schedule follows max_training_steps')
         s.planned = s.step+left
         about,note = ('','') if s.counted else ('about ',', an estimate that is corrected on the way')
         self.log.info(f'{wanted[0]} epochs end after {about}{s.planned} updates{note}')
@@ -370,9 +378,10 @@ class Compiling(Scheduling):
         c,s,ranks,kind = self.cfg,self.state,self.dist.world_size,self.dist.device.type
         packs,peak,units = effective_batch_size(c, ranks),self.meters.peak,self.meters.units
         samples = c.max_training_samples or 0
-        updates = self.total or -(-samples//(DOCUMENTS*packs)) # a run in samples has not measured its updates yet
+        updates = self.total or -(-samples//(DOCUMENTS*packs)) # a run in samples has measured none yet
         seconds = foreseen_seconds(self.base.cfg, units, packs, peak and peak/ranks, ranks)
-        yes,line = decide_compile(c.compile, kind, s.compiled, updates, seconds, self.dist.broadcast(has_compiled()))
+        cached = self.dist.broadcast(has_compiled())
+        yes,line = decide_compile(c.compile, kind, s.compiled, updates, seconds, cached)
         if c.compile is not None or kind=='cuda': self.log.info(line)
         if c.compile is None and kind=='cuda': s.compiled = yes
         if yes and not self.compiled: compile_blocks(self.base)
@@ -386,7 +395,9 @@ class Computing(Compiling):
         targets:bool=True, # with what is to be learnt
     )->dict: # `input_ids`, `images` and `layout` on the device
         "What the model reads. Pixels travel as bytes, and of the labels only what the layout says."
-        def move(x): return x.to(self.dist.device, non_blocking=True) if isinstance(x, Tensor) else [move(o) for o in x]
+        def move(x):
+            if isinstance(x, Tensor): return x.to(self.dist.device, non_blocking=True)
+            return [move(o) for o in x]
         ids,images,layout = batch['input_ids'],batch['images'],batch.get('layout')
         if layout is None or layout.slots is None:
             labels = batch['labels'] if targets else None
@@ -477,7 +488,8 @@ class Clipping(Computing):
         data = None if update.before is None else merge_states(self.dist.gather(update.before))
         bad = dict(update=s.step, reason=verdict, ids=update.ids, data=data)
         if self.dist.is_master: write_bad_update(self.log.run_dir, bad)
-        self.log.info(f'update {s.step} is skipped: {verdict}; its {update.samples} samples are in bad_updates.jsonl')
+        self.log.info(f'update {s.step} is skipped: {verdict}; '
+            f'its {update.samples} samples are in bad_updates.jsonl')
 
 # %% ../nbs/32_trainer.ipynb #46259427
 class Stepping(Clipping):
@@ -523,8 +535,9 @@ class Stepping(Clipping):
         verdict:str|None, # why it was not made; None: it was
     )->dict: # for the log
         "What an update consisted of."
-        counts = dict(epoch=self.state.epoch, target_tokens=update.targets, tokens=update.tokens, samples=update.samples,
-            batch_digest=update.digest, **update.packing)
+        u,epoch = update,self.state.epoch
+        counts = dict(epoch=epoch, target_tokens=u.targets, tokens=u.tokens, samples=u.samples,
+            batch_digest=u.digest, **u.packing)
         return counts|(dict(skipped_updates=self.state.skipped) if verdict else {})
 
     def measure(self,
@@ -537,8 +550,8 @@ class Stepping(Clipping):
         "Collect the statistics of one update."
         rate = self.meters.add(update, loss, norm, computing, stepping)
         if self.state.step-self.came_with[0]==FIRST: self.say_if_slow()
-        reports = self.meters.stats.aggregate(self.dist)|self.report() if self.due(self.cfg.stats_log_interval) else {}
-        return dict(tokens_per_second=rate, **reports)
+        if not self.due(self.cfg.stats_log_interval): return dict(tokens_per_second=rate)
+        return dict(tokens_per_second=rate, **self.meters.stats.aggregate(self.dist), **self.report())
 
     def report(self)->dict[str,float]: # see `Meters.report`; every rank must call
         "Where the time went since the last report, and what came of it."
@@ -567,7 +580,8 @@ class Validating(Stepping):
             raise ValueError(f'no usable validation row among val_size {size}: {blame}; '
                 'or give --val_size 0 to train without validation')
         self.validates = False
-        self.log.info('no validation: val_size is 0. Without a best checkpoint, the last one is asked, exported and published')
+        self.log.info('no validation: val_size is 0. '
+            'Without a best checkpoint, the last one is asked, exported and published')
 
     def validation_batches(self)->Iterator[Batch]: # the same each time; every rank must call
         "Read the rows, unless that was done; if a rank cannot reach them, all raise `Unreachable`."
@@ -587,7 +601,8 @@ class Validating(Stepping):
         for batch in self.validation_batches():
             if self.stopped(): break
             inputs = self.inputs(batch)
-            with autocast(self.dist.device, self.dtype): losses.append(self.base(**inputs, reduction='sum')[1])
+            with autocast(self.dist.device, self.dtype): _,loss = self.base(**inputs, reduction='sum')
+            losses.append(loss)
             n += describe(batch)['targets']
         self.model.train()
         if self.stopped(): return None
@@ -599,7 +614,8 @@ class Validating(Stepping):
     def find_validation(self)->None:
         "If the first validation comes late, look now whether there is anything to validate on."
         if self.state.best_step is not None or 'validation' in self.to_follow: return
-        if not any(self.dist.sum(describe(b)['targets']) for b in self.validation_batches()): self.no_validation()
+        counts = (self.dist.sum(describe(b)['targets']) for b in self.validation_batches())
+        if not any(counts): self.no_validation()
 
     @torch.no_grad()
     def look(self)->dict[str,float]: # from `look_panel`, as logged; every rank must call
@@ -633,18 +649,20 @@ class Evaluating(Validating):
         if desk.evaluate is None or not desk.lacks(self.state.step): return
         if self.tokenizer is not None: base.tokenizer = self.tokenizer
         features,base.features = base.features,None # the pictures of a benchmark are not those of the run
-        args = Namespace(model=base, tasks=desk.tasks, limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size,
-            process_with_media=True, device=self.dist.device, include_path=c.eval_include_path, dist=self.dist)
-        eager = torch.compiler.set_stance('force_eager') if self.compiled else nullcontext() # prompts have all shapes
+        limits = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size)
+        args = Namespace(model=base, tasks=desk.tasks, include_path=c.eval_include_path,
+            process_with_media=True, device=self.dist.device, dist=self.dist, **limits)
+        stance = torch.compiler.set_stance('force_eager') if self.compiled else nullcontext() # all shapes
         try:
-            with self.clock('validation'),eager: results = desk.evaluate(args)
+            with self.clock('validation'),stance: results = desk.evaluate(args)
         finally: base.features = features
         desk.put(self.state.step, results)
 
     def look_after_evals(self)->None: # every rank must call
         "After an update: evaluate the model if that is due, and log a result now and then."
         if self.evaluation_due(): self.evaluate_live()
-        if self.due(self.cfg.stats_log_interval) or self.due(self.cfg.eval_interval): self.desk.collect(self.state.step)
+        now_and_then = self.due(self.cfg.stats_log_interval) or self.due(self.cfg.eval_interval)
+        if now_and_then: self.desk.collect(self.state.step)
 
     def wait_for_evals(self)->None: # every rank must call
         "Collect what is still evaluated, for at most `eval_wait` seconds."
@@ -670,15 +688,15 @@ class Saving(Evaluating):
         "Let `best_checkpoint` name the checkpoint of this update."
         path = self.log.run_dir/f'step_{self.state.step}'
         self.saver.wait()
-        if not self.dist.broadcast(path.is_dir()): # before the first update; or it lies in the directory of another run
+        if not self.dist.broadcast(path.is_dir()): # before the first update, or of another run's directory
             self.save()
             self.saver.wait()
         if not self.dist.is_master: return
         write_pointer(self.log.run_dir, BEST, path)
         prune(self.log.run_dir, self.cfg.max_keep_ckpts)
 
-    def state_dict(self)->dict: # JSON-able
-        "Where the run stands, with the position of its data; without weights and optimizer. Every rank must ask."
+    def state_dict(self)->dict: # JSON-able; every rank must ask
+        "Where the run stands, with the position of its data; without weights and optimizer."
         position = self.train_loader.state_dict()
         return asdict(self.state)|self.left_out.state_dict()|dict(
             data=None if position is None else merge_states(self.dist.gather(position)),
@@ -702,7 +720,7 @@ class Resuming(Saving):
         checked:bool=False, # its files were compared with its manifest already
         then:Callable|None=None, # called when all is read, before anything in the run's directory is changed
     )->None: # every rank must call
-        "Go on where a checkpoint stands. Raises `FileNotFoundError` if something is missing, ValueError if it is damaged."
+        "Go on where a checkpoint stands; `FileNotFoundError` if it is not whole, ValueError if damaged."
         if not checked: check_checkpoint(checkpoint, dist=self.dist)
         state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
         self.load_data(state, force)
@@ -719,7 +737,8 @@ class Resuming(Saving):
         state.setdefault('began', None)
         if state['data'] is None: return
         state['epoch'] = self.place_data(state['data'], force)
-        if state['epoch']>state['data']['epoch']: state['began'] = state['step'] # the rest of an epoch was left out
+        left_out = state['epoch']>state['data']['epoch'] # the rest of an epoch
+        if left_out: state['began'] = state['step']
 
     def place_data(self,
         data:dict, # `merge_states` of the run that was
@@ -761,16 +780,17 @@ class Resuming(Saving):
         checkpoint:Path, # a `step_N` directory
         state:dict, # its `trainer_state.json`
     )->None:
-        "Forget what the run's directory says about later updates. Of another run's checkpoint, log and evaluations stay there."
+        "Forget what the run's directory says about later updates."
         log,s = self.log,self.state
-        own = checkpoint.resolve().parent==log.run_dir.resolve()
+        own = checkpoint.resolve().parent==log.run_dir.resolve() # else log and evaluations stay there
         if self.dist.is_master: forget_bad_updates(log.run_dir, s.step)
         self.left_out.load(checkpoint, state, own, log.info)
-        generators = checkpoint/f'rng_{self.dist.rank}.json'
-        if state['world_size']==self.dist.world_size: set_rng_state(json.loads(generators.read_text(encoding='utf-8')))
+        if state['world_size']==self.dist.world_size:
+            generators = checkpoint/f'rng_{self.dist.rank}.json'
+            set_rng_state(json.loads(generators.read_text(encoding='utf-8')))
         log.cut(state['log'] if own else 0)
-        s.best_val_loss,s.best_step = float('inf'),None
-        if own: s.best_val_loss,s.best_step = on_master(self.dist, lambda: best_kept(log.run_dir, state)) # of the log as it is now
+        best = on_master(self.dist, lambda: best_kept(log.run_dir, state)) if own else (float('inf'),None)
+        s.best_val_loss,s.best_step = best # of the log as it is now
         if own and 'dropped' not in state and s.best_step is not None:
             log.info('validation scores other rows than it did when this checkpoint was made: '
                 'losses before and after are not of the same rows')
@@ -842,7 +862,7 @@ class Feeding(Judging):
                 if self.state.step==before: self.say_padding(update)
                 yield update
                 if self.full_length: return
-            idle_epochs = idle_epochs+1 if self.state.samples==seen else 0 # a resumed run may stand at the very end of one
+            idle_epochs = idle_epochs+1 if self.state.samples==seen else 0 # a start may stand at the end
             if idle_epochs==2:
                 why = self.drops()['train'].blame or 'is the training data empty?'
                 raise ValueError(f'an epoch without a single sample: {why}')
@@ -863,7 +883,8 @@ class Feeding(Judging):
         "Say when most packs of an update are padding."
         if self.state.epoch or 2*update.empty<=update.packs: return
         self.log.info(f'{update.empty} of {update.packs} packs of an update are padding, '
-            f'the data fill {update.packs-update.empty}: lower batch_size x gradient_accumulation_steps x ranks, or add data')
+            f'the data fill {update.packs-update.empty}: '
+            'lower batch_size x gradient_accumulation_steps x ranks, or add data')
 
 # %% ../nbs/32_trainer.ipynb #f1351c05
 class Unstable(FloatingPointError):
@@ -893,7 +914,8 @@ class Closing(Feeding):
         self.saver.wait()
         n,step,run_dir = self.state.bad_in_a_row,self.state.step,self.log.run_dir
         raise Unstable(f'{n} updates in a row were skipped, the last is update {step}. '
-            f'Their samples are in {run_dir}/bad_updates.jsonl, `nanovlm replay {run_dir} {step}` makes one again. '
+            f'Their samples are in {run_dir}/bad_updates.jsonl, '
+            f'`nanovlm replay {run_dir} {step}` makes one again. '
             f'What helps an unstable run: {"; ".join(stability_advice(self.cfg))}')
 
     def close_update(self)->bool: # False: a signal came in between
@@ -906,7 +928,7 @@ class Closing(Feeding):
         return self.follow()
 
     def close_run(self)->bool: # False: a signal came in between
-        "When the data have ended before the run had its length: the same for the last update, unless it was due there."
+        "When the data have ended before the run had its length: the same, unless it was due there."
         if self.full_length or self.cfg.eval_in_epochs and self.due(self.cfg.eval_interval): return True
         self.to_follow = ['validation']*self.validates
         self.save()
@@ -930,11 +952,13 @@ class Trainer(Closing):
         "Before the first update of this start: figures about the weights as they are."
         c = self.cfg
         for hook in self.hooks: hook.begin(self)
-        if not self.resumed: self.to_follow = ['validation']*c.eval_in_epochs+['panel']*self.due(c.look_interval)
+        if not self.resumed:
+            self.to_follow = ['validation']*c.eval_in_epochs+['panel']*self.due(c.look_interval)
         self.find_validation()
         if not self.follow(): return False
-        if c.eval_in_epochs and not self.resumed and self.kept is None: self.save() # nothing has called it the best
-        if self.resumed and self.evaluation_due(): self.evaluate_live() # the earlier start may not have come to it
+        unsaved = not self.resumed and self.kept is None # nothing has called it the best
+        if c.eval_in_epochs and unsaved: self.save()
+        if self.resumed and self.evaluation_due(): self.evaluate_live() # if the earlier start has not
         return True
 
     def watched_updates(self)->Iterator[Update]: # `updates`
@@ -955,7 +979,7 @@ class Trainer(Closing):
         return self.state if self.close_run() else self.interrupted()
 
     def train(self)->TrainState: # where the run ended
-        "The whole run, from the untrained model's validation to the last checkpoint; a signal ends it with a checkpoint."
+        "From the untrained model's validation to the last checkpoint; a signal ends it with a checkpoint."
         self.model.train()
         try:
             self.plan_length()
