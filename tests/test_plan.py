@@ -246,7 +246,7 @@ def test_a_file_and_flags(tmp_path):
     assert plan['epochs']['iterations_per_epoch'] == 125 and plan['epochs']['total_iterations'] == 375
 
 
-@pytest.mark.parametrize('args,message', [(['--gpu', 'toaster'], "'toaster' is unknown"), (['--gpus', '0'], "'0' will not do"), (['--mfu', '3'], 'mfu 3'), (['--was', '3'], "'3' is no batch"),
+@pytest.mark.parametrize('args,message', [(['--gpu', 'toaster'], "'toaster' is unknown"), (['--gpus', '0'], "'0' will not do"), (['--mfu', '3'], 'from 0 to 1'), (['--was', '3'], "'3' is no batch"),
                                           (['--was', '64x2x1', '--preset', 'nanovlm'], 'give --samples'), (['--like', 'nowhere'], 'nowhere'), (['--no_such', '1'], 'unknown flag')])
 def test_wrong_flags_are_named(args, message, capsys):
     with pytest.raises(SystemExit) as e: nanovlm(['plan', *args])
