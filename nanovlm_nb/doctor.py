@@ -413,14 +413,14 @@ def check_start(
         file = train_cfg.load_from if is_pth(train_cfg.load_from) and not train_cfg.resume else None
         if file and not (path := pth_path(file, start.vlm_cfg)).is_file():
             raise FileNotFoundError(f'there is no file {path}')
-        plan_resume(start.vlm_cfg, start.train_cfg, run_path(start.vlm_cfg, start.train_cfg, Dist()),
-                             gpus, launchers())
+        run_dir = run_path(start.vlm_cfg, start.train_cfg, Dist())
+        stands_at,_ = plan_resume(start.vlm_cfg, start.train_cfg, run_dir, gpus, launchers())
     except (OSError, ValueError) as e:
         try: start = foresee_start(vlm_cfg, train_cfg, gpus, given)
         except (OSError, ValueError): start = Start(vlm_cfg, train_cfg, 'nothing', [])
         return Check('start', FAIL, ' '.join(str(e).split()),
                      'do what the message says: nanovlm train would refuse to start'),start
-    return Check('start', PASS, f'goes on from {path}' if path else f'from {start.origin}'),start
+    return Check('start', PASS, f'goes on from {stands_at}' if stands_at else f'from {start.origin}'),start
 
 def examine(
     vlm_cfg:VLMConfig, # the model

@@ -95,10 +95,10 @@ def changed_batch(
         'one in samples or updates stays where it is']
     same = before.effective_batch==after.effective_batch
     kept = ', '.join(f'{b} x {w} x {a}' for b,a,w in splits(before.effective_batch, after.gpus))
+    kept = kept or f'(not possible with {after.gpus} GPUs)'
     return lines+[f'the effective batch stays {before.effective_batch}' if same else
         f'the effective batch becomes {after.effective_batch} instead of {before.effective_batch}: '
-        'begin a new run, '
-        f'or keep it with batch x GPUs x accumulation = {kept or f"(not possible with {after.gpus} GPUs)"}']
+        f'begin a new run, or keep it with batch x GPUs x accumulation = {kept}']
 
 # %% ../nbs/42_plan.ipynb #94ecd055
 def linear_lr(
@@ -510,9 +510,8 @@ def _device_text(name, d):
     lines = _rows([(name, *head)])
     enough = d['remedies'] and d['remedies'][-1]['gib']<=USABLE*d['memory']
     for k,r in enumerate(d['remedies']):
-        lines.append(f"      {'first' if k==0 else 'then '} "
-                     f"{', '.join(f'{f} {v}' for f,v in r['changes'].items())}: "
-                     f"{r['gib']:.1f} GiB ({r['price']})")
+        changes = ', '.join(f'{f} {v}' for f,v in r['changes'].items())
+        lines.append(f"      {'first' if k==0 else 'then '} {changes}: {r['gib']:.1f} GiB ({r['price']})")
     if d['fits'] or enough: return lines
     return [*lines, '      and still too small: take a larger GPU or a smaller model']
 
