@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from .config import TrainConfig,VLMConfig,evolve,save_yaml
+from .recipe import Parts
 from .dist import Dist,launchers,pick_device
 from .run_dir import read_log
 from .logs import wandb_mode
@@ -237,13 +238,15 @@ def attempt(
 def data_checks(
     vlm_cfg:VLMConfig, # tokenizer and backbones
     train_cfg:TrainConfig, # data
+    parts:Parts=Parts(), # of the run's recipe
 )->list[Check]: # data set, tokenizer and, if they are read, backbones
     "What a run reads."
     from nanovlm_nb.dataset import LOAD_ERRORS
-    from nanovlm_nb.loader import load_sources,load_tokenizer
+    from nanovlm_nb.loader import load_tokenizer,sources_of
     v,path = vlm_cfg,train_cfg.train_dataset_path
     def first_row():
-        _,row,*_ = next(iter(load_sources(train_cfg)[0].rows_of(0, 1, 0)))
+        if parts.loaders: return f'that of the recipe {train_cfg.recipe}, not looked at'
+        _,row,*_ = next(iter(sources_of(train_cfg, parts=parts)[0].rows_of(0, 1, 0)))
         return f'{path}, first row {row["id"]}'
     def backbones():
         pairs = (v.vit_model_type, vision_config),(v.lm_model_type, language_config)
@@ -360,7 +363,8 @@ def smoke_run(
         if not train_cfg.resume_from_vlm_checkpoint: vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder)
         save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
         command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml']
-        try: done = run_to_end(command, timeout_s, cwd=folder)
+        path = os.pathsep.join([*filter(None, [os.environ.get('PYTHONPATH')]), os.getcwd()]) # a recipe may lie here
+        try: done = run_to_end(command, timeout_s, cwd=folder, env={**os.environ, 'PYTHONPATH':path})
         except subprocess.TimeoutExpired:
             return Check('short run', FAIL, f'not over after {timeout_s:g} s',
                          'plan it with nanovlm plan: this machine may be too slow')
@@ -413,8 +417,9 @@ def check_start(
         file = train_cfg.load_from if is_pth(train_cfg.load_from) and not train_cfg.resume else None
         if file and not (path := pth_path(file, start.vlm_cfg)).is_file():
             raise FileNotFoundError(f'there is no file {path}')
-        run_dir = run_path(start.vlm_cfg, start.train_cfg, Dist())
-        stands_at,_ = plan_resume(start.vlm_cfg, start.train_cfg, run_dir, gpus, launchers())
+        v,c = start.vlm_cfg,start.train_cfg
+        jobs,schedule = launchers(),start.parts.schedule
+        stands_at,_ = plan_resume(v, c, run_path(v, c, Dist()), gpus, jobs, schedule)
     except (OSError, ValueError) as e:
         try: start = foresee_start(vlm_cfg, train_cfg, gpus, given)
         except (OSError, ValueError): start = Start(vlm_cfg, train_cfg, 'nothing', [])
@@ -436,16 +441,17 @@ def examine(
     yield check_gpus(gpus, torch.cuda.device_count())
     found,start = check_start(vlm_cfg, train_cfg, gpus, given)
     yield found
-    vlm_cfg,train_cfg = start.vlm_cfg,start.train_cfg
+    vlm_cfg,train_cfg,own = start.vlm_cfg,start.train_cfg,bool(start.parts.model or start.parts.trainer)
     yield from (try_backend(name, device, vlm_cfg.attn_backend) for name in BACKENDS)
-    yield check_memory(vlm_cfg, train_cfg, gpus,
+    if own: yield Check('memory', SKIP, f'recipe {train_cfg.recipe} makes the model, whose size is not known')
+    else: yield check_memory(vlm_cfg, train_cfg, gpus,
                        torch.cuda.get_device_properties(0).total_memory/GB if device.type=='cuda' else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     yield check_workers(train_cfg, cpus or 1, gpus)
     yield check_disk(shutil.disk_usage(existing(vlm_cfg.vlm_checkpoint_path)).free,
                      checkpoint_bytes(vlm_cfg, train_cfg), checkpoints_kept(train_cfg))
     yield try_write(vlm_cfg.vlm_checkpoint_path)
-    yield from data_checks(vlm_cfg, train_cfg)
+    yield from data_checks(vlm_cfg, train_cfg, start.parts)
     yield wandb_check(train_cfg)
     yield check_slurm()
     yield two_processes()

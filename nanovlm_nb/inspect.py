@@ -26,7 +26,8 @@ from fastcore.xml import (B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Ma
 from .usage import asking_hub
 from .config import IGNORE,TrainConfig,VLMConfig,evolve
 from .arguments import COMPARED,SAMPLES
-from .start import foresee_start
+from .recipe import Parts
+from .start import check_ours,foresee_start
 from nanovlm_nb.faults import (CHECKS,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,
     tokens_of)
 
@@ -601,19 +602,23 @@ def inspect_config(
     train_cfg:TrainConfig, # its data
     n:int=SAMPLES, # rows of training and of validation to inspect
     compare:int=COMPARED, # rows of both to compare
+    parts:Parts=Parts(), # of its recipe: rows, and how pictures are cut
 )->Report: # faults and figures
     "Look for faults in the data of a run."
     from nanovlm_nb.dataset import LOAD_ERRORS,Dropped,Drops
-    from nanovlm_nb.loader import load_sources,load_tokenizer,make_samples
+    from nanovlm_nb.images import image_processor_of
+    from nanovlm_nb.loader import load_tokenizer,make_samples,sources_of
     path,drops = train_cfg.train_dataset_path,Drops()
-    report = Report(f'Data of {path}', rules := Rules(load_tokenizer(vlm_cfg), vlm_cfg, train_cfg))
-    if not _look_at_stored(report): return report
-    try: train,val = load_sources(train_cfg, drops)
+    cut = parts.processor or image_processor_of
+    rules = Rules(load_tokenizer(vlm_cfg), vlm_cfg, train_cfg, cut)
+    report = Report(f'Data of {path}', rules)
+    if parts.rows is None and not _look_at_stored(report): return report
+    try: train,val = sources_of(train_cfg, drops, parts=parts)
     except LOAD_ERRORS as e:
         report.stop(path, e)
         return report
     for id,reason in drops.reasons.items(): report.drop(Dropped(id, reason))
-    samples = make_samples(train_cfg, vlm_cfg, rules.tokenizer) if rules.frame else None
+    samples = make_samples(train_cfg, vlm_cfg, rules.tokenizer, processor_of=cut) if rules.frame else None
     prints,rows = _look_at_rows(train, 'training', samples, n, compare, report)
     val_prints,val_rows = _look_at_rows(val, 'validation', samples, n, compare, report)
     _note_enlarged(report)
@@ -641,6 +646,7 @@ def main(
 )->int: # 1 if there is a fault, else 0
     "Command `nanovlm inspect`: look at the data of a run before it starts."
     start = foresee_start(values.vlm_cfg, values.train_cfg, given=values.given)
-    report = inspect_config(start.vlm_cfg, start.train_cfg, values.samples, values.compare)
+    check_ours(start, 'nanovlm inspect', 'loaders')
+    report = inspect_config(start.vlm_cfg, start.train_cfg, values.samples, values.compare, start.parts)
     report.notes[:0] = start.lines
     return tell(report, values.html)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from .config import TrainConfig,VLMConfig,evolve
 from .arguments import PACKS,TOLERANCE
+from .recipe import Parts
 from .dist import Dist,pick_device,set_seed
 from .packing import collate_packs
 from .lanes import PackLoader,lanes_of
 from .loader import get_dataloaders,load_tokenizer
-from .start import resolve_start
+from .start import check_ours,resolve_start
 from .resume import splits
 from .update import gather_update
 from .trainer import Trainer
@@ -80,16 +81,19 @@ def check_splits(
     vlm_cfg:VLMConfig, # the model; dropout is switched off
     train_cfg:TrainConfig, # data and loss; computed in float32
     packs:int=PACKS, # of the global batch
+    parts:Parts=Parts(), # of its recipe
 )->list[Row]: # a row for each split
     "Compute one update in many ways."
     vlm_cfg = evolve(vlm_cfg, lm_dropout=0., vit_dropout=0.)
     train_cfg = evolve(train_cfg, batch_size=1, gradient_accumulation_steps=packs, num_workers=0,
                        val_workers=0, dtype='float32', sharding='ddp', offload_params=False, async_save=False)
     set_seed(train_cfg.seed)
-    model = make_model(vlm_cfg, train_cfg)
-    batch = first_packs(get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg))[0])
+    model = (parts.model or make_model)(vlm_cfg, train_cfg, False)
+    loader,_ = get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg), parts=parts)
+    batch = first_packs(loader)
     silent:Any = None # nothing is logged
-    trainer = Trainer(model, train_cfg, [], [], silent, Dist(device=pick_device()))
+    own = dict(optimizer=parts.optimizer) if parts.optimizer else {}
+    trainer = Trainer(model, train_cfg, [], [], silent, Dist(device=pick_device()), **own)
     trainer.model.train()
     rows,first = [],None
     for split in some_splits(packs):
@@ -121,6 +125,8 @@ def main(
 )->int: # 1 if the update depends on the split, else 0
     "Command `nanovlm invariance`: one batch of a run's own data, split in many ways."
     start = resolve_start(values.vlm_cfg, values.train_cfg, given=values.given)
-    text,good = tell(check_splits(start.vlm_cfg, start.train_cfg, values.packs), values.tolerance)
+    check_ours(start, 'nanovlm invariance', 'loaders', 'trainer')
+    rows = check_splits(start.vlm_cfg, start.train_cfg, values.packs, start.parts)
+    text,good = tell(rows, values.tolerance)
     sys.stdout.write(text+'\n')
     return 0 if good else 1

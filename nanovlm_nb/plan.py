@@ -29,7 +29,7 @@ from .arguments import DEVICES,MFU
 from .vlm import VLMNet
 from .optim import component_lrs,param_groups
 from .shard import bytes_per_parameter
-from .start import foresee_start
+from .start import check_ours,foresee_start
 from .resume import splits
 
 # %% ../nbs/42_plan.ipynb #a24d4f2d
@@ -610,6 +610,7 @@ def main(
 )->int: # 0
     "Command `nanovlm plan`: what a run will cost."
     start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus, values.given)
+    check_ours(start, 'nanovlm plan', 'model', 'trainer')
     v,t,pack = start.vlm_cfg,start.train_cfg,_pack(values, start.vlm_cfg, start.train_cfg)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, pack, values.samples, values.epochs)
     plan = dict(start=start.origin)|plan|dict(notes=[*start.lines, *plan['notes']])

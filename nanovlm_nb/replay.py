@@ -19,9 +19,10 @@ import torch
 
 from .usage import UsageError
 from .config import TrainConfig,VLMConfig,evolve,load_yaml,updates_of_run
+from .recipe import parts_of
 from .dist import Dist,pick_device
 from .logs import RunLog
-from .run_dir import CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
+from .run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
 from .packing import Batch,Document,collate_packs,pack,unpack
 from .optim import clip_gradients
 from .guard import read_bad_updates
@@ -60,13 +61,15 @@ def trainer_before(
     "Repeat a run up to an update."
     checkpoint = checkpoint_before(run_dir, update)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
-    vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG)
+    if (run_dir/CLASSIFY).is_file(): raise UsageError(f'{run_dir} is a run of nanovlm classify: replay makes others')
+    parts = parts_of(*load_yaml(run_dir/CONFIG))
+    vlm_cfg,train_cfg = parts.vlm_cfg,parts.train_cfg
     most = updates_of_run(train_cfg)
     if most is not None and update>most:
         raise ValueError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), progress=False) as log:
         trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
-                               Dist(device=pick_device()), resuming=True)
+                               Dist(device=pick_device()), True, parts)
         trainer.load(checkpoint)
         trainer.model.train()
         for u in trainer.updates():

@@ -11,6 +11,7 @@ __all__ = ['RECORDS', 'LEFT_DASHBOARD', 'NOBODY_KNOWS', 'given_checkpoint', 'is_
 # %% ../nbs/33_resume.ipynb #67e7fe64
 import json,math,shutil,sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import get_type_hints
@@ -321,11 +322,12 @@ def rates(
     step:int, # of the checkpoint
     train_cfg:TrainConfig, # of the run to come
     place:tuple[float,float], # from `place_of`
+    schedule:Callable|None=None, # of the run's recipe; None: that of the configuration
 )->tuple[float|None,float]: # the projector's rate in the last update (None: not in the log), in the next
     "Does the learning rate go on where it was?"
     log = run_dir/LOG
     last = [r['lr_MP'] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and 'lr_MP' in r]
-    schedule = get_schedule(train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
+    schedule = get_schedule(schedule or train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
     return (last[-1] if last else None),schedule(place[0], train_cfg.lr_mp, place[1])
 
 def aside_lines(
@@ -351,6 +353,7 @@ def resume_checklist(
     vlm_cfg:VLMConfig, # of the run to come
     train_cfg:TrainConfig, # likewise
     world_size:int=1, # its ranks
+    schedule:Callable|None=None, # of its recipe
 )->list[tuple[bool,str]]: # (in order?, line)
     "What resuming will do."
     found = [(False, f'{p.name} is not complete, it lacks {", ".join(lacks)}')
@@ -367,15 +370,17 @@ def resume_checklist(
         changed = check_resume(state, vlm_cfg, train_cfg, world_size) or ['no setting has changed']
         found += [(True, l) for l in changed]
     except ValueError as e: found.append((False, str(e)))
-    return found+rate_lines(run_dir, state, train_cfg)
+    return found+rate_lines(run_dir, state, train_cfg, schedule)
 
 def rate_lines(
     run_dir:Path, # directory of the run
     state:dict, # `trainer_state.json` of the checkpoint
     train_cfg:TrainConfig, # of the run to come
+    schedule:Callable|None=None, # of its recipe
 )->list[tuple[bool,str]]: # (is it about the same?, line); empty if the log does not say
     "Whether the learning rate goes on where it was."
-    before,after = rates(run_dir, state['step'], train_cfg, place_of(state, asdict(train_cfg)))
+    place = place_of(state, asdict(train_cfg))
+    before,after = rates(run_dir, state['step'], train_cfg, place, schedule)
     if before is None: return []
     smooth = .5<(after/before if before else 1)<2
     line = f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next'
@@ -387,6 +392,6 @@ def main(
     "Command `nanovlm resume`: what `--resume True` will do, before it does it."
     run_dir,ranks = Path(values.run_dir),values.ranks
     start = resolve_start(values.vlm_cfg, evolve(values.train_cfg, resume=True), ranks, values.given)
-    found = resume_checklist(run_dir, start.vlm_cfg, start.train_cfg, ranks)
+    found = resume_checklist(run_dir, start.vlm_cfg, start.train_cfg, ranks, start.parts.schedule)
     sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in found))
     return int(not all(ok for ok,_ in found))

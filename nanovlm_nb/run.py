@@ -269,6 +269,7 @@ def plan_resume(
     run_dir:Path, # where it keeps its files
     world_size:int, # ranks
     jobs:dict[str,int]={}, # from `dist.launchers`
+    schedule:Callable|None=None, # of the run's recipe
 )->tuple[Path|None,list[str]]: # the checkpoint to go on from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
     recover(run_dir)
@@ -282,7 +283,7 @@ def plan_resume(
     if not has_digests(path): lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: what its files hold is not compared')
     state = read_state(path)
     lines += aside_lines(run_dir, path)+check_resume(state, vlm_cfg, train_cfg, world_size)
-    return path,lines+[l for _,l in rate_lines(run_dir, state, train_cfg)]
+    return path,lines+[l for _,l in rate_lines(run_dir, state, train_cfg, schedule)]
 
 # %% ../nbs/34_run.ipynb #f6984ad8
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
@@ -608,7 +609,7 @@ def opened(
     "Inside, the run's directory is its own, with log and status."
     run_dir,vlm_cfg,c = plan.run_dir,plan.parts.vlm_cfg,plan.parts.train_cfg
     with hold(run_dir, dist, plan.jobs), put_back(plan.before, dist) as stays:
-        begins = lambda: plan_resume(vlm_cfg, c, run_dir, dist.world_size, plan.jobs)
+        def begins(): return plan_resume(vlm_cfg, c, run_dir, dist.world_size, plan.jobs, plan.parts.schedule)
         checkpoint,lines = on_master(dist, begins)
         make_run_dir(vlm_cfg, c, dist, run_dir, config)
         if dist.is_master: step_in(plan, checkpoint)

@@ -17,6 +17,8 @@ from .config import evolve,load_yaml
 from .sources import keep_split
 from .loader import get_dataloaders
 from .look import VIEWS,look_panel,reader
+from .usage import UsageError
+from .recipe import parts_of
 from .run_dir import CONFIG,TRAINER_STATE,find_checkpoint
 from .ask import load_asker
 
@@ -49,8 +51,11 @@ def main(
     "Command `nanovlm look`: loss and right answers with the right picture, another, a blank one, and none."
     asker = load_asker(values.checkpoint)
     _,cfg = load_yaml(values.config or find_config(values.checkpoint))
+    if cfg.recipe and not values.config: raise UsageError(f'the data of this run may be those of its recipe {cfg.recipe}, '
+        'which is not run because a checkpoint is looked at: give --config with a file of yours')
+    parts = parts_of(asker.model.cfg, cfg)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False)
-    _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
+    _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer, parts=parts)
     state = Path(find_checkpoint(values.checkpoint))/TRAINER_STATE
     if values.config is None and state.is_file():
         keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['is_pth', 'weights_of_start', 'fields_with', 'check_given', 'with_backbone_sizes', 'given_fields', 'with_saved_sizes',
            'with_sizes', 'followed', 'Start', 'origin_of', 'resolve_start', 'recipe_lines', 'name_weights',
-           'foresee_start']
+           'check_ours', 'foresee_start']
 
 # %% ../nbs/32_start.ipynb #e5a10003
 from collections.abc import Set
@@ -13,6 +13,7 @@ from dataclasses import asdict,fields,replace
 from pathlib import Path
 from typing import NamedTuple
 
+from .usage import UsageError
 from .config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
 from .recipe import Parts,changed_fields,parts_of
 from .weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
@@ -168,6 +169,18 @@ def name_weights(
             f'it begins with the best checkpoint there, {Path(weights).name}')
     if c.resume_from_vlm_checkpoint: return evolve(vlm_cfg, vlm_checkpoint_path=weights),c,[line]
     return vlm_cfg,evolve(c, load_from=weights),[line]
+
+def check_ours(
+    start:Start, # of a run
+    command:str, # that is to look at it
+    *parts:str, # that the command takes from the library alone
+)->None:
+    "Raise a UsageError where a recipe makes what a command would take from the library."
+    made = [name for name in parts if name in start.parts.given]
+    if not made: return
+    name,what = start.train_cfg.recipe,' and the '.join(made)
+    raise UsageError(f'recipe {name} makes the {what} of the run, of which {command} knows nothing: '
+        'give --recipe None to see what the library would do')
 
 # %% ../nbs/32_start.ipynb #e5a10011
 def foresee_start(

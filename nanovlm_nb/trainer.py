@@ -29,6 +29,7 @@ from .dist import Dist,no_sync,on_master,synchronized_batches,wrap_model
 from .schedule import get_schedule,in_samples
 from .logs import Clock,RunLog
 from .flops import COMPONENTS,GPUS,count_flops,peak_flops,unit_flops
+from .vlm import checkpoint_weights
 from .shard import load_full_weights,optimizer_class,shard_model
 from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks,compile_counts
 from .optim import decide_compile,has_compiled,make_optimizer,make_scaler,own_optimizer
@@ -759,7 +760,7 @@ class Resuming(Saving):
         force:bool, # other parts may train than before
     )->None:
         "Read model, optimizer and scaler."
-        load_full_weights(self.base, type(self.base).from_pretrained(checkpoint, checked=True).state_dict())
+        load_full_weights(self.base, checkpoint_weights(checkpoint, self.base.config_class)[1])
         changed = training_parts(state['configs']['train'])!=training_parts(asdict(self.cfg))
         if force and changed: self.log.info('other parts train than before: the optimizer begins anew')
         else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)

@@ -35,7 +35,7 @@ from .layout import TENSORS,Layout
 from .flops import Card,count_flops,find_card
 from .language import LanguageModelBlock,apply_rotary
 from .packing import Batch,collate_packs,pack
-from .start import foresee_start
+from .start import check_ours,foresee_start
 from .update import describe,gather_update
 from .trainer import Trainer
 from .vision import ViTBlock
@@ -775,6 +775,7 @@ def main(
     "Command `nanovlm xray`: a training step, operation by operation."
     card = find_card(values.gpu)
     start = foresee_start(values.vlm_cfg, values.train_cfg, 1, values.given)
+    check_ours(start, 'nanovlm xray', 'model', 'trainer')
     v,t,contents = start.vlm_cfg,start.train_cfg,Contents(values.documents, values.tiles)
     x = xray(v, t, example_batch(v, t.batch_size, contents))
     changes = what_if(v, t, card, contents)

@@ -1,0 +1,179 @@
+"Parts from outside: the cells of the tutorial `Make it yours` are a user's file, and each of its recipes trains, stops in the middle and goes on."
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from commands import TINY
+from safetensors.torch import load_file
+
+from nanovlm_nb.ask import Asker
+from nanovlm_nb.cli import main
+from nanovlm_nb.shapes import shapes_dataset
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'
+SHORT = [*TINY, '--data_cutoff_idx', '60', '--val_size', '8', '--num_of_sequences', '4', '--max_training_steps', '4', '--eval_interval', '4', '--save_interval', '2',
+         '--max_val_batches', '1', '--ask_samples', '0', '--max_keep_ckpts', '-1', '--dtype', 'float32']
+#: recipe -> settings of its run besides
+RECIPES = dict(muon=[], llava=['--train_dataset_path', 'chat.parquet', '--data_cutoff_idx', '50'], mirror=[], norms=[], convolutions=[], up_and_down=[], lora=[], by_aspect=['--vit_img_size', '32'])
+#: several of them in one run, which costs less: every test run tries all eight
+TOGETHER = dict(muon_mirror_norms=['muon', 'mirror', 'norms'], llava_by_aspect=['llava', 'by_aspect'], convolutions_up_and_down=['convolutions', 'up_and_down'], lora_alone=['lora'])
+JOINED = """
+import dataclasses
+
+def joined(*recipes):
+    "One recipe that gives what several give."
+    def recipe(vlm_cfg, train_cfg):
+        parts = [r(vlm_cfg, train_cfg) for r in recipes]
+        return Parts(**{f.name: v for p in parts for f in dataclasses.fields(p) if (v := getattr(p, f.name))})
+    return recipe
+"""
+
+
+def own_cells() -> list[str]:
+    "The cells of the tutorial that stand in the user's file."
+    cells = json.loads(TUTORIAL.read_text(encoding='utf-8'))['cells']
+    return [text for c in cells if c['cell_type'] == 'code' and (text := ''.join(c['source'])).startswith('# mine.py')]
+
+
+def as_llava(row) -> dict:
+    said = [dict(zip(('from', 'value'), pair)) for t in row['texts'] for pair in (('human', t['user']), ('gpt', t['assistant']))]
+    return dict(id=row['row_id'], image=row['images'][0] if row['images'] else None, conversations=said)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A working directory with the user's file and a parquet file of LLaVA's kind."
+    cwd = tmp_path_factory.mktemp('own')
+    made = [f'{name} = joined({", ".join(several)})' for name, several in TOGETHER.items()]
+    (cwd/'mine.py').write_text('\n\n'.join([*own_cells(), JOINED, *made]))
+    rows = [as_llava(r) for r in shapes_dataset(90) if len(r['images']) < 2][:60]
+    texts = [{'from': datasets.Value('string'), 'value': datasets.Value('string')}]
+    features = datasets.Features(id=datasets.Value('string'), image=datasets.Image(), conversations=texts)
+    datasets.Dataset.from_list(rows, features=features).to_parquet(cwd/'chat.parquet')
+    return cwd
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    "In that directory, and with a path as a console script has it: without the directory."
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, 'path', [p for p in sys.path if p not in ('', str(place))])
+
+
+def train(name, *more):
+    "A run by the command line, in this process; its directory."
+    assert main(['train', *SHORT, '--run_name', name, *more]) == 0
+    return Path('checkpoints')/name
+
+
+def once(name):
+    "The run of a recipe, made when it is first asked for."
+    run_dir = Path('checkpoints')/name
+    return run_dir if run_dir.is_dir() else train(name, '--recipe', f'mine:{name}', *flags_of(name))
+
+
+def flags_of(name): return [flag for one in TOGETHER.get(name, [name]) for flag in RECIPES[one]]
+
+
+def record(run_dir) -> tuple[list, dict]:
+    "What must not depend on an interruption: figures and weights."
+    keep = ('step', 'batch_loss', 'batch_digest', 'grad_norm', 'lr_MP', 'lr_adapters', 'val_loss', 'mine/projector_norm', 'mine/largest')
+    lines = [{k: v for k, v in json.loads(line).items() if k in keep} for line in (run_dir/'log.jsonl').read_text().splitlines()]
+    return [line for line in lines if len(line) > 1], {k: w.clone() for k, w in load_file(run_dir/'step_4'/'model.safetensors').items()}
+
+
+# --- each part, from outside, in a real run
+
+@pytest.mark.parametrize('name', [*TOGETHER, *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES)])
+def test_a_recipe_trains_and_goes_on_as_if_nothing_had_been(name):
+    "Back to update 2, and forward again: the same samples, losses, norms and weights."
+    figures, weights = record(once(name))
+    again = train(name, '--recipe', f'mine:{name}', *flags_of(name), '--resume', 'True', '--load_from', f'checkpoints/{name}/step_2')
+    said = (again/'train.log').read_text()
+    assert f'recipe mine:{name} gives ' in said and 'Resumed from the checkpoint' in said
+    after = record(again)
+    assert after[0] == figures and len([r for r in figures if 'batch_loss' in r]) == 4
+    assert weights.keys() == after[1].keys() and all(w.equal(after[1][k]) for k, w in weights.items())
+    assert (again/'abandoned_1'/'step_4').is_dir(), 'what was made before is another one'
+
+
+def test_every_recipe_of_the_tutorial_is_tried_and_is_short():
+    file = '\n\n'.join(own_cells())
+    assert all(f'\ndef {name}(vlm_cfg, train_cfg)' in f'\n{file}' for name in RECIPES)
+    assert file.count('(vlm_cfg, train_cfg)') == len(RECIPES) and max(len(c.splitlines()) for c in own_cells()) <= 30
+
+
+# --- whom one trusts
+
+def test_a_checkpoint_runs_nobodys_code(place, capsys):
+    "Its configuration names a recipe, which neither asking nor a look at the checkpoints imports."
+    shutil.copytree(once('convolutions_up_and_down'), 'checkpoints/trusted')
+    (place/'bad.py').write_text('open("ran", "w")\nfrom mine import *\n')
+    best = Path('checkpoints')/'trusted'/'step_4'
+    capsys.readouterr()
+    for file in (best/'recipe.json', best/'trainer_state.json', best.parent/'config.yaml'):
+        file.write_text(file.read_text().replace('mine:', 'bad:'))
+    (best/'manifest.json').unlink(missing_ok=True)
+    for words in (['ask', str(best), '--prompt', 'x'], ['eval', str(best), '--tasks', 'shapes'], ['export', str(best), 'out'], ['look', str(best)], ['chat', str(best)]):
+        with pytest.raises(SystemExit) as stopped: main(words)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and len(said.strip().splitlines()) == 1, said
+    main(['runs', str(best.parent)])
+    assert not Path('ran').exists()
+    assert type(Asker.from_checkpoint(best, recipe='mine:convolutions').model.vision_encoder).__name__ == 'Convolutions'
+
+
+# --- on resume
+
+@pytest.mark.parametrize('flags, said', [([], "recipe: 'mine:lora_alone' -> None (refused: model, rows and optimizer would be others)"), (['--recipe', 'mine:norms'], "recipe: 'mine:lora_alone' -> 'mine:norms'")])
+def test_another_recipe_is_refused_on_resume(flags, said, capsys):
+    once('lora_alone')
+    with pytest.raises(SystemExit): main(['train', *SHORT, '--run_name', 'lora_alone', '--resume', 'True', *flags])
+    assert said in capsys.readouterr().err
+
+
+def test_the_recipe_is_recorded():
+    run_dir = once('lora_alone')
+    assert 'recipe: mine:lora_alone' in (run_dir/'config.yaml').read_text() and 'recipe mine:lora_alone gives model, optimizer' in (run_dir/'train.log').read_text()
+    assert json.loads((run_dir/'step_4'/'trainer_state.json').read_text())['configs']['train']['recipe'] == 'mine:lora_alone'
+    assert json.loads((run_dir/'step_4'/'recipe.json').read_text()) == dict(recipe='mine:lora_alone', gives=['model'])
+
+
+def test_the_base_of_an_adapter_stays_bit_by_bit():
+    first, last = (load_file(once('lora_alone')/f'step_{n}'/'model.safetensors') for n in (0, 4))
+    assert {k.split('.')[-2] for k in first if not first[k].equal(last[k])} == {'down', 'up'}
+
+
+# --- what foretells a run, and what repeats it
+
+@pytest.mark.parametrize('words, said', [
+    (['plan', *SHORT, '--recipe', 'mine:lora'], 'recipe mine:lora makes the model of the run, of which nanovlm plan knows nothing'),
+    (['xray', *SHORT, '--recipe', 'mine:convolutions'], 'recipe mine:convolutions makes the model of the run, of which nanovlm xray knows nothing'),
+    (['train', '--recipe', 'nowhere:f'], "recipe 'nowhere:f': no module 'nowhere'; is it in the working directory or on PYTHONPATH?"),
+    (['train', '--recipe', 'mine:muoon'], "recipe 'mine:muoon': module 'mine' has no function 'muoon'"),
+    (['train', '--recipe', 'mine'], "recipe names 'mine': give module:function"),
+    (['train', '--recipe', 'mine:triangle'], "recipe 'mine:triangle', called with (vlm_cfg, train_cfg): "),
+    (['train', '--recipe', 'mine:joined'], "recipe 'mine:joined' returned <function joined"),
+])
+def test_what_cannot_be_done_with_a_recipe_is_one_line(words, said, capsys):
+    before = sorted(Path('.').rglob('*'))
+    with pytest.raises(SystemExit) as stopped: main(words)
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in err and len(err.strip().splitlines()) == 1
+    assert [p for p in sorted(Path('.').rglob('*')) if '__pycache__' not in str(p)] == [p for p in before if '__pycache__' not in str(p)]
+
+
+def test_commands_that_repeat_a_run_follow_its_recipe(capsys):
+    run_dir = once('llava_by_aspect')
+    digest = next(json.loads(line)['batch_digest'] for line in (run_dir/'log.jsonl').read_text().splitlines() if '"step": 3,' in line and 'batch_digest' in line)
+    assert main(['replay', str(run_dir), '3']) in (0, 1) and 'the same samples as in the log' in capsys.readouterr().out and digest
+    main(['resume', str(run_dir)])
+    out = capsys.readouterr().out
+    assert 'would go on from the latest checkpoint' in out and 'cannot resume' not in out and 'recipe' not in out, out
+    data = [*SHORT, '--recipe', 'mine:llava_by_aspect', *flags_of('llava_by_aspect')]
+    assert main(['inspect', *data, '--samples', '6', '--compare', '6', '--html', '']) == 0 and 'recipe mine:llava_by_aspect gives rows, processor' in capsys.readouterr().out
+    assert main(['invariance', *data, '--packs', '4']) == 0
