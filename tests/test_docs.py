@@ -84,7 +84,7 @@ def test_public_names_are_documented(module):
 
 @pytest.mark.parametrize('module', MODULES)
 def test_no_star_imports_no_long_functions(module):
-    tree = ast.parse((ROOT/'nanovlm_nb'/f'{module}.py').read_text(encoding='utf-8'))
+    tree = ast.parse((ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8'))
     assert not [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == '*']
     functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= 45]
