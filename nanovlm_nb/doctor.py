@@ -363,7 +363,8 @@ def smoke_run(
         if not train_cfg.resume_from_vlm_checkpoint: vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder)
         save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
         command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml']
-        path = os.pathsep.join([*filter(None, [os.environ.get('PYTHONPATH')]), os.getcwd()]) # a recipe may lie here
+        known = filter(None, [os.environ.get('PYTHONPATH')])
+        path = os.pathsep.join([*known, os.getcwd()]) # a recipe may lie here
         try: done = run_to_end(command, timeout_s, cwd=folder, env={**os.environ, 'PYTHONPATH':path})
         except subprocess.TimeoutExpired:
             return Check('short run', FAIL, f'not over after {timeout_s:g} s',

@@ -28,8 +28,8 @@ from .config import IGNORE,TrainConfig,VLMConfig,evolve
 from .arguments import COMPARED,SAMPLES
 from .recipe import Parts
 from .start import check_ours,foresee_start
-from nanovlm_nb.faults import (CHECKS,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in,
-    tokens_of)
+from .faults import CHECKS,KINDS,Fault,Rules,Sample,find_faults,fingerprint,grid_of,pictures_in
+from .faults import tokens_of
 
 # %% ../nbs/41_inspect.ipynb #d145d651
 def _tiles_text(ids, rules):

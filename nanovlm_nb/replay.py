@@ -61,7 +61,8 @@ def trainer_before(
     "Repeat a run up to an update."
     checkpoint = checkpoint_before(run_dir, update)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
-    if (run_dir/CLASSIFY).is_file(): raise UsageError(f'{run_dir} is a run of nanovlm classify: replay makes others')
+    if (run_dir/CLASSIFY).is_file():
+        raise UsageError(f'{run_dir} is a run of nanovlm classify: replay makes others')
     parts = parts_of(*load_yaml(run_dir/CONFIG))
     vlm_cfg,train_cfg = parts.vlm_cfg,parts.train_cfg
     most = updates_of_run(train_cfg)
