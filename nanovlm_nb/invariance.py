@@ -92,8 +92,8 @@ def check_splits(
     loader,_ = get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg), parts=parts)
     batch = first_packs(loader)
     silent:Any = None # nothing is logged
-    own = dict(optimizer=parts.optimizer) if parts.optimizer else {}
-    trainer = Trainer(model, train_cfg, [], [], silent, Dist(device=pick_device()), **own)
+    device = pick_device()
+    trainer = Trainer(model, train_cfg, [], [], silent, Dist(device=device), optimizer=parts.optimizer)
     trainer.model.train()
     rows,first = [],None
     for split in some_splits(packs):

@@ -36,6 +36,12 @@ class Parts:
         _require(not idle, f'{", ".join(idle)} and loaders, which make all of the data: give one')
 
     @property
+    def configs(self)->tuple[VLMConfig,TrainConfig]: # of the model and of the run
+        "The configurations; a ValueError before `parts_of` has filled them in."
+        _require(self.vlm_cfg and self.train_cfg, 'no configurations yet: take what parts_of gives')
+        return self.vlm_cfg,self.train_cfg # type: ignore[return-value] # just asked for
+
+    @property
     def given(self)->list[str]: # names of fields, without the configurations
         "What the recipe makes."
         return [f.name for f in fields(self) if not f.name.endswith('_cfg') and getattr(self, f.name)]

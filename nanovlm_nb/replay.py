@@ -64,7 +64,7 @@ def trainer_before(
     if (run_dir/CLASSIFY).is_file():
         raise UsageError(f'{run_dir} is a run of nanovlm classify: replay makes others')
     parts = parts_of(*load_yaml(run_dir/CONFIG))
-    vlm_cfg,train_cfg = parts.vlm_cfg,parts.train_cfg
+    vlm_cfg,train_cfg = parts.configs
     most = updates_of_run(train_cfg)
     if most is not None and update>most:
         raise ValueError(f'update {update} was never made: the run has {most}')

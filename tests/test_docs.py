@@ -205,7 +205,7 @@ def test_index_table_lists_every_module():
 def test_the_loop_that_the_trainers_notebook_begins_with_is_its_source():
     first = next(c['source'] for c in cells(NBS/'32_trainer.ipynb', 'markdown') if '```python' in c['source'])
     quoted = re.findall(r'```python\n(.*?)```', first, re.DOTALL)
-    tree = ast.parse(source := (ROOT/'nanovlm_nb'/'trainer.py').read_text(encoding='utf-8'))
+    tree = ast.parse(source := next((ROOT/'nanovlm_nb').rglob('trainer.py')).read_text(encoding='utf-8'))
     methods = {f.name: f for n in tree.body if isinstance(n, ast.ClassDef) for f in n.body if isinstance(f, ast.FunctionDef)}
     assert [ast.parse(q).body[0].name for q in quoted] == ['train_from_here', 'train']
     for text, f in zip(quoted, (methods['train_from_here'], methods['train']), strict=True):
