@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType
-from typing import get_args, get_type_hints
+from typing import ClassVar, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -92,7 +92,7 @@ def sample_of(kind) -> tuple[list[str], object]:
     return ['9'], kind(9)
 
 
-FIELDS = {name: kind for c in (VLMConfig, TrainConfig) for name, kind in get_type_hints(c).items()}
+FIELDS = {name: kind for c in (VLMConfig, TrainConfig) for name, kind in get_type_hints(c).items() if get_origin(kind) is not ClassVar and kind is not ClassVar}
 
 
 @pytest.mark.parametrize('name', FIELDS)
