@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .config import TrainConfig, VLMConfig, evolve, updates_of_run
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES',
+__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES',
            'SAVE_EARLY', 'SAVE_LATER', 'grouped', 'over_budget', 'capped_workers', 'loader_workers', 'more_workers',
            'data_advice', 'communication_advice', 'other_advice', 'compute_advice', 'stability_advice', 'Remedy',
            'memory_remedies', 'remedy_line', 'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
@@ -20,21 +20,21 @@ __all__ = ['MOST', 'LEAST_COMPUTE', 'PARTS', 'WORKERS', 'NANOVLMS', 'MOST_WORKER
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
 LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
 # finer parts of the time -> what they belong to
-PARTS = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
+SHARE = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
 
 def grouped(
-    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`, or those of `PARTS`
+    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`, or those of `SHARE`
 )->dict[str,float]: # only the four
     "Shares of the time as the targets name them."
     known = ('compute',*MOST)
-    unknown = set(shares)-set(known)-set(PARTS)
+    unknown = set(shares)-set(known)-set(SHARE)
     if unknown:
-        raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *PARTS))}")
+        raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *SHARE))}")
     if shares and not .99<sum(shares.values())<1.01:
         raise ValueError(f"the shares add up to {sum(shares.values()):.2f}: "
                          "give shares of the whole time, which make 1")
-    sums = {k:sum(v for name,v in shares.items() if PARTS.get(name, name)==k) for k in known}
-    return {k:v for k,v in sums.items() if k in {PARTS.get(name, name) for name in shares}}
+    sums = {k:sum(v for name,v in shares.items() if SHARE.get(name, name)==k) for k in known}
+    return {k:v for k,v in sums.items() if k in {SHARE.get(name, name) for name in shares}}
 
 def over_budget(
     shares:dict[str,float], # of the time, see `grouped`

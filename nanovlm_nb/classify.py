@@ -8,7 +8,7 @@ __all__ = ['LOGS', 'GUIDE', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_answ
            'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
            'ModelSection', 'TrainingSection', 'MonitorSection', 'frequency_note', 'translated', 'Settings',
            'check_buildable', 'workers_of', 'configs_of', 'check_run', 'class_parts', 'class_trainer', 'classify_again',
-           'classify_on', 'classify', 'with_resume', 'place_of', 'asked_settings', 'main', 'sort_files']
+           'classify_on', 'classify', 'with_resume', 'place_of_flag', 'asked_settings', 'main', 'sort_files']
 
 # %% ../nbs/46_classify.ipynb #0f1ecc93
 import json,math,os,random,re,shlex,sys,threading
@@ -744,7 +744,7 @@ def with_resume(
     if not found.exists(): raise FileNotFoundError(f'resume_from: {run_dir} has no {resume_from}, it has {", ".join(p.name for p in checkpoints(run_dir)) or "no checkpoint"}')
     return replace(s, train=s.train|dict(resume=True, load_from=str(found.resolve())))
 
-def place_of(
+def place_of_flag(
     flag:str, # e.g. `--learning-rate` or `--num_epochs=3`
 )->str|None: # where it is set; None: nowhere
     "Where in the file a setting is that somebody gives as a flag."
@@ -772,7 +772,7 @@ def main(
     "Command `nanovlm classify`: train a classifier, or sort pictures with one."
     for flag in values.unknown:
         name = flag.split('=')[0]
-        if (here := place_of(flag)): raise UsageError(f'unknown flag `{name}`: here it is {here}')
+        if (here := place_of_flag(flag)): raise UsageError(f'unknown flag `{name}`: here it is {here}')
     if values.unknown: raise UsageError(unknown_flag(values.unknown, values.flags))
     if not (values.predict or values.pictures): return exit_code(classify(asked_settings(values), values.config))
     sort_files(values.predict, values.pictures)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['logger', 'VISIBLE', 'MISSING', 'NO_SLURM', 'MOST_STARTS', 'PAUSE_S', 'ASK_SLURM_EVERY', 'results_dir', 'result_files',
            'write_json', 'read_result', 'result_values', 'Results', 'Job', 'clean_env', 'start_process', 'is_running',
-           'writers', 'visible_cards', 'evaluator_cards', 'has_lmms_eval', 'task_names', 'task_file', 'choose_backend',
-           'possible_tasks', 'read_job', 'JobBook', 'Watching', 'Polling', 'Evaluations', 'EvalDesk']
+           'writers', 'visible_cards', 'evaluator_cards', 'has_lmms_eval', 'task_names', 'task_file',
+           'choose_eval_backend', 'possible_tasks', 'read_job', 'JobBook', 'Watching', 'Polling', 'Evaluations',
+           'EvalDesk']
 
 # %% ../nbs/30_evals.ipynb #840d10b9
 import json,logging,math,os,re,shutil,signal,subprocess,sys,time
@@ -239,7 +240,7 @@ def task_file(
             else Path(include_path)/f'{task}.parquet' if include_path else None)
     return path if path and path.is_file() else None
 
-def choose_backend(
+def choose_eval_backend(
     train_cfg:TrainConfig, # `eval_backend` and `eval_script`
 )->str: # 'subprocess', 'in_process' or 'slurm'
     "Who evaluates: as the config says, or Slurm where it is."
@@ -259,7 +260,7 @@ def possible_tasks(
 )->tuple[str,str|None]: # tasks, separated by commas; what is missing and how to get it
     "What can be evaluated, and a line about what cannot."
     c,names = train_cfg,task_names(train_cfg.lmms_eval_tasks)
-    if choose_backend(c)=='slurm':
+    if choose_eval_backend(c)=='slurm':
         needed = ('sbatch',shutil.which('sbatch')),(c.eval_script,Path(c.eval_script).is_file())
         gone = [n for n,there in needed if not there]
         return ('',NO_SLURM.format(' and no '.join(gone))) if gone else (','.join(names),None)
@@ -291,7 +292,7 @@ class JobBook:
         command:Callable=Job.local, # `command(job, out)`, how to start an evaluator on this machine
     ):
         self.run_dir,self.cfg,self.tasks,self.command = Path(run_dir).absolute(),train_cfg,tasks,command
-        self.backend,self.folder = choose_backend(train_cfg),results_dir(run_dir)
+        self.backend,self.folder = choose_eval_backend(train_cfg),results_dir(run_dir)
         self.results = Results(self.folder)
         self.processes:dict[int,subprocess.Popen] = {} # by step, of those that this process has started
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))

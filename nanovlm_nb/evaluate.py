@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OWN_TASKS', 'logger', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match',
            'flat_figures', 'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'evaluate_into', 'results_table',
-           'step_of', 'main']
+           'step_in_name', 'main']
 
 # %% ../nbs/45_evaluate.ipynb #aca7a662
 import json,logging,math,sys,tempfile
@@ -229,7 +229,7 @@ def _device(name):
     try: return name and torch.device(name)
     except RuntimeError as e: raise UsageError(f'--device is {name!r}: give cpu, cuda or cuda:0') from e
 
-def step_of(
+def step_in_name(
     checkpoint:str, # a directory, or a hub id
 )->int|None: # None: the name says nothing
     "The updates behind a checkpoint, from its name."
@@ -246,7 +246,7 @@ def main(
         return 0
     checkpoint = find_checkpoint(a.checkpoint)
     asker = load_asker(checkpoint, _device(a.device), a.recipe)
-    step = step_of(checkpoint) if a.step is None else a.step
+    step = step_in_name(checkpoint) if a.step is None else a.step
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path)
     with tempfile.TemporaryDirectory() as folder:

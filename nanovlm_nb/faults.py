@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SHIFTS', 'FORM', 'DROPS', 'CHECKS', 'KINDS', 'Fault', 'Frame', 'Rules', 'tokens_of', 'offset_of', 'Answer',
            'answers_in', 'pictures_in', 'grid_of', 'tiles_of', 'Sample', 'check_targets', 'check_shift', 'check_prompt',
-           'check_end', 'check_cut', 'check_grid', 'check_placeholders', 'check_pictures', 'check_length',
-           'check_template', 'check_roles', 'check_columns', 'check_ratings', 'fingerprint', 'check_overlap',
-           'check_batch', 'check_drop', 'Check', 'find_faults']
+           'check_end', 'check_cut', 'check_grid', 'check_placeholders', 'check_pictures', 'check_sample_length',
+           'check_template', 'check_roles', 'check_columns', 'check_ratings', 'sample_hash', 'check_overlap',
+           'check_batch', 'check_drop', 'SampleCheck', 'find_faults']
 
 # %% ../nbs/40_faults.ipynb #43f522ec
 import difflib,hashlib,json,re
@@ -351,7 +351,7 @@ def check_pictures(s:Sample, # with tiles, or with pictures in their place
                         'replace the file, or take the sample out of the data set')
 
 # %% ../nbs/40_faults.ipynb #bb06be76
-def check_length(s:Sample, # with tokens
+def check_sample_length(s:Sample, # with tokens
 )->Iterator[Fault]: # none, or one
     "A sample is too long."
     n,most,pack = len(s.ids),s.rules.train_cfg.max_sample_length,s.rules.vlm_cfg.lm_max_length
@@ -468,7 +468,7 @@ def _bytes(picture):
     return picture.tobytes() if hasattr(picture, 'tobytes') else picture or b''
 
 # %% ../nbs/40_faults.ipynb #db86fef5
-def fingerprint(sample:dict, # `texts` or `input_ids`, and `images`
+def sample_hash(sample:dict, # `texts` or `input_ids`, and `images`
 )->str: # the same for the same contents
     "A hash of texts and pictures."
     said:list = [(t['user'], t['assistant']) for t in sample.get('texts') or []]
@@ -479,7 +479,7 @@ def fingerprint(sample:dict, # `texts` or `input_ids`, and `images`
 
 # %% ../nbs/40_faults.ipynb #f429d07c
 def check_overlap(
-    train:list[tuple[str,str]], # (id, fingerprint) of samples
+    train:list[tuple[str,str]], # (id, sample_hash) of samples
     val:list[tuple[str,str]], # the same of validation
 )->Iterator[Fault]: # one for each training sample that is also in validation
     "The same sample in training and in validation."
@@ -522,7 +522,7 @@ def check_drop(dropped:Any, # a `Dropped` of the pipeline
     yield Fault(kind, dropped.id, f'it is left out: {dropped.detail or dropped.reason}', remedy)
 
 # %% ../nbs/40_faults.ipynb #2dc7f641
-class Check(NamedTuple):
+class SampleCheck(NamedTuple):
     "A way to find a kind of fault."
     kind:str # the faults that it reports
     on:str # what it is asked about
@@ -531,22 +531,22 @@ class Check(NamedTuple):
 
 # %% ../nbs/40_faults.ipynb #5c9d03b2
 CHECKS = (
-    Check('columns', 'row', check_columns, 'columns are known and of the right form'),
-    Check('corrupt_picture', 'sample', check_pictures, 'pictures can be decoded'),
-    Check('ratings', 'rows', check_ratings, 'ratings let enough turns pass'),
-    Check('in_both_splits', 'split', check_overlap, 'no sample is in training and in validation'),
-    Check('chat_template', 'texts', check_template, 'the chat template is fit for training'),
-    Check('chat_template', 'sample', check_roles, 'the tokens are a chat as the template writes it'),
-    Check('too_long', 'sample', check_length, 'samples are not too long'),
-    Check('placeholders', 'sample', check_placeholders, 'as many placeholders as features'),
-    Check('image_cut', 'sample', check_cut, 'no picture is cut away'),
-    Check('tile_grid', 'sample', check_grid, 'tiles are the grid that the tokens describe'),
-    Check('no_target', 'sample', check_targets, 'every sample has targets'),
-    Check('label_shift', 'sample', check_shift, 'labels are shifted by one, once'),
-    Check('prompt_learned', 'sample', check_prompt, 'only answers are learned'),
-    Check('answer_end', 'sample', check_end, 'the end of an answer is learned'),
-    Check('no_target_in_pack', 'batch', check_batch, 'every pack has targets'),
-    Check('*', 'drop', check_drop, 'nothing is left out because it is faulty'))
+    SampleCheck('columns', 'row', check_columns, 'columns are known and of the right form'),
+    SampleCheck('corrupt_picture', 'sample', check_pictures, 'pictures can be decoded'),
+    SampleCheck('ratings', 'rows', check_ratings, 'ratings let enough turns pass'),
+    SampleCheck('in_both_splits', 'split', check_overlap, 'no sample is in training and in validation'),
+    SampleCheck('chat_template', 'texts', check_template, 'the chat template is fit for training'),
+    SampleCheck('chat_template', 'sample', check_roles, 'the tokens are a chat as the template writes it'),
+    SampleCheck('too_long', 'sample', check_sample_length, 'samples are not too long'),
+    SampleCheck('placeholders', 'sample', check_placeholders, 'as many placeholders as features'),
+    SampleCheck('image_cut', 'sample', check_cut, 'no picture is cut away'),
+    SampleCheck('tile_grid', 'sample', check_grid, 'tiles are the grid that the tokens describe'),
+    SampleCheck('no_target', 'sample', check_targets, 'every sample has targets'),
+    SampleCheck('label_shift', 'sample', check_shift, 'labels are shifted by one, once'),
+    SampleCheck('prompt_learned', 'sample', check_prompt, 'only answers are learned'),
+    SampleCheck('answer_end', 'sample', check_end, 'the end of an answer is learned'),
+    SampleCheck('no_target_in_pack', 'batch', check_batch, 'every pack has targets'),
+    SampleCheck('*', 'drop', check_drop, 'nothing is left out because it is faulty'))
 KINDS = (*dict.fromkeys(c.kind for c in CHECKS if c.kind!='*'), 'stops_the_run')
 
 # %% ../nbs/40_faults.ipynb #2388f193

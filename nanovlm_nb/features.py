@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .vlm import VLMNet, flatten_tiles, trains
-from .weights import fingerprint
+from .weights import weights_sha
 
 # %% ../nbs/18_features.ipynb #abc4841c
 def tile_key(
@@ -106,6 +106,6 @@ def keep_features(
                          "set lr_vision_backbone to 0, or cache_features to False")
     cfg = model.cfg
     how = dict(normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std], dtype=torch.float64))
-    name = f"{fingerprint(model.vision_encoder.state_dict() | how)[:12]}_{str(dtype).removeprefix('torch.')}"
+    name = f"{weights_sha(model.vision_encoder.state_dict() | how)[:12]}_{str(dtype).removeprefix('torch.')}"
     model.features = FeatureCache(Path(folder)/name, model.see, (cfg.n_patches, cfg.vit_hidden_dim), dtype)
     return model.features

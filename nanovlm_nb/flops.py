@@ -13,7 +13,7 @@ from .config import VLMConfig
 # %% auto #0
 __all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'BANDWIDTH', 'Flops', 'matrix_flops', 'pairs', 'vision_flops',
            'projector_flops', 'mlp_weights', 'block_weights', 'language_flops', 'unit_flops', 'step_flops',
-           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'Card', 'find_card', 'mfu',
+           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'GpuCard', 'find_card', 'mfu',
            'count_flops']
 
 # %% ../nbs/18_flops.ipynb #96f6c58b
@@ -221,7 +221,7 @@ def peak_flops(
 BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555, 'A100':2.039,
     'L40S':.864, 'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
 
-class Card(NamedTuple):
+class GpuCard(NamedTuple):
     "What a card can do at best."
     flops:float # dense bfloat16, a second
     bandwidth:float # bytes a second
@@ -229,12 +229,12 @@ class Card(NamedTuple):
 
 def find_card(
     name:str, # as in `BANDWIDTH`
-)->Card: # its data sheet
+)->GpuCard: # its data sheet
     "A card by its name."
     gpu = find_gpu(name)
     if gpu is None or name not in BANDWIDTH:
         raise ValueError(f"GPU {name!r} is unknown here: give one of {', '.join(BANDWIDTH)}")
-    return Card(gpu.tflops*1e12, BANDWIDTH[name]*1e12, gpu.memory)
+    return GpuCard(gpu.tflops*1e12, BANDWIDTH[name]*1e12, gpu.memory)
 
 # %% ../nbs/18_flops.ipynb #6ae74eb6
 def mfu(

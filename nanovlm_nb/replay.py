@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FAR', 'checkpoint_before', 'alone', 'trainer_before', 'micro_batch_of', 'Verdict', 'gradient_norm', 'judge_samples',
-           'whole_update', 'tell', 'main']
+           'whole_update', 'tell_replay', 'main']
 
 # %% ../nbs/36_replay.ipynb #65780bcd
 import json,math,sys,tempfile
@@ -132,7 +132,7 @@ def whole_update(
     return loss,gradient_norm(trainer)
 
 # %% ../nbs/36_replay.ipynb #6d6aa3ae
-def tell(
+def tell_replay(
     update:Update, # that was made again
     loss:float, # of the update
     norm:float, # of its gradient
@@ -167,6 +167,6 @@ def main(
     with trainer_before(run_dir, n) as (trainer,update):
         (loss,norm),verdicts = whole_update(trainer, update),judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
-    lines = tell(update, loss, norm, verdicts, was, values.worst)
+    lines = tell_replay(update, loss, norm, verdicts, was, values.worst)
     sys.stdout.write(f'update {n}: '+'\n'.join(lines)+'\n')
     return int(any(v.suspect for v in verdicts))

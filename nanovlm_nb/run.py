@@ -46,7 +46,7 @@ from .loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from .shard import engine_lines
 from .optim import NO_TWIN,keep_compiled,same_bits,trainable_line
 from .guard import forget_bad_updates
-from .evals import EvalDesk,Evaluations,choose_backend,possible_tasks
+from .evals import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
 from .files import MANIFEST
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume,is_again,is_own,leave_dashboard,note_start,rate_lines
@@ -506,7 +506,7 @@ def use_evals(
     "Let checkpoints be evaluated, if the run asks for it."
     c,dist = trainer.cfg,trainer.dist
     if not c.use_lmms_eval: return
-    (tasks,line),backend = on_master(dist, lambda: (possible_tasks(c),choose_backend(c)))
+    (tasks,line),backend = on_master(dist, lambda: (possible_tasks(c),choose_eval_backend(c)))
     if line: trainer.log.info(line)
     jobs = Evaluations(trainer.log.run_dir, c, tasks) if dist.is_master else None
     live = import_module(IN_PROCESS).cli_evaluate if tasks and backend=='in_process' else None

@@ -41,7 +41,7 @@ from .lanes import merge_states
 from .loader import Loader,as_loader
 from .run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
 from .evals import EvalDesk
-from .update import Update,describe,gather_update
+from .update import Update,tally,gather_update
 from .checkpoint import Saver,check_checkpoint,load_optimizer
 from .dist import set_rng_state
 from .look import look_panel
@@ -412,7 +412,7 @@ class Computing(Compiling):
     )->float: # factor for the sum of its token losses
         "What a token's loss counts in the gradient of this rank."
         if self.cfg.loss_average=='tokens': return self.dist.world_size/max(update.targets, 1)
-        return 1/(max(describe(batch)['targets'], 1)*len(update.micro_batches))
+        return 1/(max(tally(batch)['targets'], 1)*len(update.micro_batches))
 
     def forward_backward(self,
         batch:Batch, # a micro-batch
@@ -604,7 +604,7 @@ class Validating(Stepping):
             inputs = self.inputs(batch)
             with autocast(self.dist.device, self.dtype): _,loss = self.base(**inputs, reduction='sum')
             losses.append(loss)
-            n += describe(batch)['targets']
+            n += tally(batch)['targets']
         self.model.train()
         if self.stopped(): return None
         total,targets = self.dist.sum(sum(read_once(*losses)) if losses else 0.),self.dist.sum(n)
@@ -615,7 +615,7 @@ class Validating(Stepping):
     def find_validation(self)->None:
         "If the first validation comes late, look now whether there is anything to validate on."
         if self.state.best_step is not None or 'validation' in self.to_follow: return
-        counts = (self.dist.sum(describe(b)['targets']) for b in self.validation_batches())
+        counts = (self.dist.sum(tally(b)['targets']) for b in self.validation_batches())
         if not any(counts): self.no_validation()
 
     @torch.no_grad()

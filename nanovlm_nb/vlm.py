@@ -32,8 +32,8 @@ from .loss import cross_entropy
 from .projector import ModalityProjector
 from .tokens import get_tokenizer
 from .vision import ViT
-from .weights import (fingerprint, language_config, load_language_backbone, load_pth,
-    load_vision_backbone, load_weights, read_checkpoint, resolve_checkpoint, with_tower, write_checkpoint)
+from .weights import (weights_sha, language_config, load_language_backbone, load_pth,
+    load_vision_backbone, load_weights, read_checkpoint, resolve_checkpoint, with_tower, write_weights)
 
 # %% ../nbs/17_vlm.ipynb #2026a3af
 def flatten_tiles(
@@ -372,7 +372,7 @@ def load_noted_tower(
 )->None:
     "Take the vision tower from its backbone; a ValueError if it is not the one that the note means."
     load_vision_backbone(model.vision_encoder, note['vit_model_type'])
-    if fingerprint(model.vision_encoder.state_dict()) != note['sha256']:
+    if weights_sha(model.vision_encoder.state_dict()) != note['sha256']:
         raise ValueError(f"{note['vit_model_type']} is not the vision tower that this checkpoint was "
                          "trained with (its weights have another fingerprint): find the version of that time")
 
@@ -383,8 +383,8 @@ def tower_note(
     "Where the vision tower can be had; a ValueError if it is not its backbone's."
     name, fresh = cfg.vit_model_type, ViT(cfg)
     load_vision_backbone(fresh, name)
-    sha = fingerprint(fresh.state_dict())
-    if fingerprint(weights) == sha: return dict(vit_model_type=name, sha256=sha)
+    sha = weights_sha(fresh.state_dict())
+    if weights_sha(weights) == sha: return dict(vit_model_type=name, sha256=sha)
     raise ValueError(f"the vision tower is not that of {name}, it has other weights, and would be lost: "
         'keep it in checkpoints (save_vision True)')
 
@@ -450,7 +450,7 @@ class Pretrained(nn.Module):
                              "keep it in checkpoints (save_vision True)")
         with written_at_once(save_directory) as tmp:
             left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so
-            write_checkpoint(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
+            write_weights(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
             for name,note in ((VISION_NOTE, self.vision_note), (RECIPE_NOTE, self.recipe_note)):
                 if note: (tmp/name).write_text(json.dumps(note, indent=1)+'\n', encoding='utf-8')
             if not from_hub: tokenizer.save_pretrained(tmp)

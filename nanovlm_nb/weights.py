@@ -7,8 +7,8 @@ __all__ = ['SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'HEAD', 'EMB
            'MINIMIND', 'MINIMIND_EARLY', 'PTH_NAMES', 'VISION_PROJ', 'resolve_checkpoint', 'open_tensors',
            'tensor_files', 'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'pixel_config',
            'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone', 'load_language_backbone',
-           'write_checkpoint', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
-           'smolvlm_config', 'from_smolvlm', 'fingerprint', 'pth_path', 'halves', 'neighbours', 'load_pth',
+           'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
+           'smolvlm_config', 'from_smolvlm', 'weights_sha', 'pth_path', 'halves', 'neighbours', 'load_pth',
            'to_minimind', 'save_pth']
 
 # %% ../nbs/15_weights.ipynb #6ef484ff
@@ -361,7 +361,7 @@ def load_language_backbone(
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
 WHOLE = ('smolvlm','idefics3') # types of whole models in transformers that can be read and written
 
-def write_checkpoint(
+def write_weights(
     folder:str|Path, # directory, made if needed
     state:dict, # state dict of the model
     cfg:VLMConfig, # its configuration
@@ -391,7 +391,7 @@ def read_checkpoint(
     name:str|Path, # directory or hub name
     kind:type[VLMConfig]=VLMConfig, # class of the configuration
 )->tuple[VLMConfig,dict]: # configuration and state dict
-    "Read what `write_checkpoint` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
+    "Read what `write_weights` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
     folder = resolve_checkpoint(name)
     cfg = checkpoint_config(folder, kind)
     if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,from_smolvlm(folder)[1]
@@ -536,7 +536,7 @@ def from_smolvlm(
     return cfg, _shaped(state) | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
 
 # %% ../nbs/15_weights.ipynb #b37d0206
-def fingerprint(
+def weights_sha(
     state:dict, # name -> tensor
 )->str: # 64 hexadecimal digits
     "SHA-256 over names, types, shapes and values."

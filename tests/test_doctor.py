@@ -31,7 +31,7 @@ def test_flash_attention_on_every_machine(glibc, cuda, torch_version, flash):
     check = dr.check_flash(glibc, cuda, torch_version, flash)
     new = dict(GLIBC=glibc in ('2.32', '2.39'), CUDA=cuda in ('11.8', '12.8'), torch=torch_version[0] == '2', **{'flash-attn': flash in ('2.0.0', '2.8.3')})
     assert check.state == (SKIP if flash is None else PASS if all(new.values()) else FAIL)
-    assert dr.exit_code([check]) == (check.state == FAIL)
+    assert dr.doctor_exit_code([check]) == (check.state == FAIL)
     if check.state == FAIL:
         assert all((f'{name} ' in check.text) == (not ok) for name, ok in new.items()), 'names what is too old and nothing else'
         assert 'uninstall flash-attn' in dr.check_lines([check])[1]
@@ -93,7 +93,7 @@ def test_data_that_are_not_there():
 def test_wandb(monkeypatch):
     cfg = evolve(preset('shapes')[1], log_wandb=True)
     monkeypatch.setenv('WANDB_MODE', 'offline')
-    assert dr.wandb_check(cfg) == dr.Check('wandb', PASS, 'offline')
+    assert dr.wandb_check(cfg) == dr.Probe('wandb', PASS, 'offline')
     assert dr.check_wandb(True, 'offline').state == FAIL and 'WANDB_MODE=offline' in dr.check_wandb(True, 'offline').remedy
 
 
@@ -192,7 +192,7 @@ def test_a_configuration_that_cannot_train(tmp_path):
 
 
 def test_lines_for_people(capsys):
-    lines = dr.check_lines([dr.Check('a', PASS, 'fine', 'never shown'), dr.Check('b', FAIL, 'bad', 'do this')])
+    lines = dr.check_lines([dr.Probe('a', PASS, 'fine', 'never shown'), dr.Probe('b', FAIL, 'bad', 'do this')])
     assert lines == ['pass  a                    fine', 'fail  b                    bad', '      -> do this']
     with pytest.raises(SystemExit): main(['doctor', '--gpus', '0'])
     assert 'give a whole number, 1 or more' in capsys.readouterr().err

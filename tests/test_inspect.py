@@ -18,7 +18,7 @@ from nanovlm_nb import inspect as ins
 from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.config import evolve, preset
 from nanovlm_nb.dataset import VQADataset, read_row
-from nanovlm_nb.faults import answers_in, fingerprint
+from nanovlm_nb.faults import answers_in, sample_hash
 from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples
 from nanovlm_nb.packing import collate_packs, pack
 
@@ -440,8 +440,8 @@ def test_answers_that_pose(tokenizer):
 def test_a_fingerprint_sees_contents_only(tmp_path):
     (tmp_path/'x.png').write_bytes(ROWS[0]['images'][0]['bytes'])
     a = read_row(ROWS, 0)
-    assert fingerprint(a) == fingerprint(a | dict(id='other', images=[tmp_path/'x.png'])) == fingerprint(a | dict(images=[dict(path=str(tmp_path/'x.png'))]))
-    assert len({fingerprint(read_row(ROWS, i)) for i in range(220)}) == 220
+    assert sample_hash(a) == sample_hash(a | dict(id='other', images=[tmp_path/'x.png'])) == sample_hash(a | dict(images=[dict(path=str(tmp_path/'x.png'))]))
+    assert len({sample_hash(read_row(ROWS, i)) for i in range(220)}) == 220
 
 
 # --- the page, and the command line
@@ -466,7 +466,7 @@ def test_the_page_stands_alone(made, tokenizer, tmp_path, capsys):
     evil = next(iter(made.values())) | dict(id='<script>alert(1)</script>"&')
     report = ins.inspect_samples([evil | dict(labels=roll(evil['labels'], 1)), *list(made.values())[:40]], *configs(), tokenizer)
     report.drops['<b>'] = 'ratings'
-    assert ins.tell(report, tmp_path/'x.html') == 1 and 'FAULT' in capsys.readouterr().out
+    assert ins.tell_inspection(report, tmp_path/'x.html') == 1 and 'FAULT' in capsys.readouterr().out
     text = (tmp_path/'x.html').read_text(encoding='utf-8')
     page = Page()
     page.feed(text)

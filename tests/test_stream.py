@@ -28,7 +28,7 @@ from nanovlm_nb.images import get_image_processor
 from nanovlm_nb.lanes import PackLoader, PackRules, merge_states
 from nanovlm_nb.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.sources import MapSource, Mixture, Shard, Share, StreamSource, shares
-from nanovlm_nb.update import describe, gather_update
+from nanovlm_nb.update import tally, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH, LONGEST = 128, 112
@@ -166,7 +166,7 @@ def global_updates(loaders, accumulation):
     batches = [iter(l) for l in loaders]
     while True:
         mine = [list(islice(b, accumulation)) for b in batches]
-        said = [[describe(b) for b in ms] for ms in mine]
+        said = [[tally(b) for b in ms] for ms in mine]
         updates = [gather_update(ms, Played(r, len(loaders), said), l.idle) for r, (ms, l) in enumerate(zip(mine, loaders))]
         if None in updates: break
         assert len({(u.digest, u.targets, u.tokens, u.samples, len(u.micro_batches)) for u in updates}) == 1

@@ -36,7 +36,7 @@ from nanovlm_nb.flops import count_flops, peak_flops
 from nanovlm_nb.layout import Layout
 from nanovlm_nb.optim import compile_blocks
 from nanovlm_nb.trainer import Trainer
-from nanovlm_nb.update import describe, gather_update
+from nanovlm_nb.update import tally, gather_update
 from nanovlm_nb.vlm import VLMNet
 from nanovlm_nb.xray import Contents, Unheard, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
 from nanovlm_nb.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
@@ -264,7 +264,7 @@ def phase_4_arms(b) -> dict:
     peak = peak_flops(torch.cuda.get_device_name()) if b.cuda else None
     for name, (_, t, batch) in arms.items():
         if 'error' in found[name]: continue
-        d, s = describe(batch), spread(times[name])
+        d, s = tally(batch), spread(times[name])
         useful = count_flops(t.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
         found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']), mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
     t, batch = arms['varlen'][1:]
@@ -409,7 +409,7 @@ def predict(b, card=CARD) -> dict:
         x = xray(*cfgs, example_batch(cfgs[0], cfgs[1].batch_size, b.pack))
         p = pace(x, gpu, 1, compiled)
         found |= {f'{name}: ms of a micro-batch': 1e3*p.micro, f'{name}: tokens/s': x.tokens/p.micro, f'{name}: MFU': x.useful/p.micro/gpu.flops}
-        if name == 'varlen': found |= waiting(describe(example_batch(*cfgs[:1], cfgs[1].batch_size, b.pack))['tiles']/p.micro) | {'update beyond its micro-batch, ms': 1e3*(p.update-p.micro), 'waits inside a micro-batch': sum(o.phase != 'update' for o in x.waits)}
+        if name == 'varlen': found |= waiting(tally(example_batch(*cfgs[:1], cfgs[1].batch_size, b.pack))['tiles']/p.micro) | {'update beyond its micro-batch, ms': 1e3*(p.update-p.micro), 'waits inside a micro-batch': sum(o.phase != 'update' for o in x.waits)}
         if name == 'varlen, compiled': found['card busy, share of the wall clock'] = 1-p.idle
     found |= predict_naive(b, gpu)
     for rows in (1, 2, 4):
@@ -426,7 +426,7 @@ def waiting(tiles_per_second: float) -> dict:
 
 def predict_naive(b, gpu) -> dict:
     batch = example_batch(b.model, b.run.batch_size, b.pack)
-    d, c = describe(batch), nanovlm_step(b.model, b.run.batch_size, b.model.lm_max_length, describe(batch)['tiles']//b.run.batch_size)
+    d, c = tally(batch), nanovlm_step(b.model, b.run.batch_size, b.model.lm_max_length, tally(batch)['tiles']//b.run.batch_size)
     seconds = two_clocks(c.ops, gpu).total
     useful = count_flops(meta_trainer(b.model, b.run).units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
     return {f'{LIKE_NANOVLM}: ms of a micro-batch': 1e3*seconds, f'{LIKE_NANOVLM}: tokens/s': d['tokens']/seconds, f'{LIKE_NANOVLM}: MFU': useful/seconds/gpu.flops}
@@ -459,7 +459,7 @@ def page(found: dict, b) -> str:
     "PREDICTED.md."
     from nanovlm_nb.xray import RATES
     rates = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items())
-    d = describe(example_batch(b.model, 2, b.pack))
+    d = tally(example_batch(b.model, 2, b.pack))
     return '\n'.join([
         f'# What is expected of one {CARD}', '',
         f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/measure.py --predict`. What was measured since then stands in RESULTS.md, beside these figures.', '',
