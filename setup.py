@@ -18,5 +18,5 @@ setup(
     packages=[*find_packages(include=[lib, f'{lib}.*']), f'{lib}.tasks'], include_package_data=True, package_data={lib: ['tasks/*.yaml']}, python_requires='>=' + cfg['min_python'],
     install_requires=shlex.split(cfg['requirements']),
     extras_require={extra: shlex.split(cfg[f'{extra}_requirements']) for extra in ('dev', 'test', 'demo', 'eval')},
-    entry_points={'console_scripts': shlex.split(cfg['console_scripts']), 'nbdev': [f'{lib}={lib}._modidx:d'], 'lmms_eval.models': [f'{lib}={lib}.lmms:manifest']},
+    entry_points={'console_scripts': shlex.split(cfg['console_scripts']), 'nbdev': [f'{lib}={lib}._modidx:d'], 'lmms_eval.models': [f'{lib}={lib}.answers.lmms:manifest']},
 )

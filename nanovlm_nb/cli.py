@@ -10,18 +10,19 @@ import shutil,sys
 from importlib import import_module
 from textwrap import TextWrapper
 
-from .usage import UsageError,ends_at_once,nearest,one_line_errors,without_debug
-from .config import set_env
-from .arguments import HELP,PARSERS
+from .core.usage import UsageError,ends_at_once,nearest,one_line_errors,without_debug
+from .core.config import set_env
+from .runs.arguments import HELP,PARSERS
 
 # %% ../nbs/90_cli.ipynb #90c00006
 TABLE = {
-    'Train': dict(train='run', classify='classify'),
-    'Look at a model': dict(ask='ask', eval='evaluate', look='sight', chat='chat_page'),
-    'Look at data and runs': dict(inspect='inspect', plan='plan', xray='xray', doctor='doctor', plot='plot',
-        runs='runs'),
-    'Prove': dict(resume='resume', replay='replay', invariance='invariance'),
-    'Take away': dict(export='export'),
+    'Train': dict(train='runs.run', classify='uses.classify'),
+    'Look at a model': dict(ask='answers.answer', eval='answers.evaluate',
+        look='answers.sight', chat='uses.chat_page'),
+    'Look at data and runs': dict(inspect='tools.inspect', plan='tools.plan', xray='tools.xray',
+        doctor='tools.doctor', plot='tools.plot', runs='tools.runs'),
+    'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance'),
+    'Take away': dict(export='tools.export'),
 } # purpose -> command -> module with its `main(values)`
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
 KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', serve='chat', evaluate='eval', checkpoints='runs',

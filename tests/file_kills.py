@@ -48,8 +48,8 @@ def start(cwd, stop=0):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return code, int((Path(cwd)/'count').read_text()) if code == 0 else None
     try:
-        from nanovlm_nb.config import parse_args
-        from nanovlm_nb.run import run
+        from nanovlm_nb.core.config import parse_args
+        from nanovlm_nb.runs.run import run
         os.chdir(cwd)
         quiet = os.open('output', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for fd in (1, 2): os.dup2(quiet, fd)
@@ -90,7 +90,7 @@ def all_kills(choose, say=lambda line: None):
     "Kill at the operations that `choose` picks of so many; number of operations -> what was different afterwards."
     import torch
 
-    import nanovlm_nb.run  # noqa: F401, before the forks
+    import nanovlm_nb.runs.run  # noqa: F401, before the forks
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         code, n = start(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from commands import TINY, start_of
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.run_dir import checkpoints, missing_pieces, prune, stands_at
+from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, prune, stands_at
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
 

@@ -11,16 +11,16 @@ from safetensors.torch import save_file
 from split_update import make_packs
 from torch.profiler import ProfilerActivity, profile
 
-from nanovlm_nb.checkpoint import load_optimizer
-from nanovlm_nb.config import evolve, parse_args, preset
-from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
-from nanovlm_nb.packing import collate_packs
-from nanovlm_nb.recipe import Parts
-from nanovlm_nb.run import run
-from nanovlm_nb.shard import full_weights, load_full_weights, local_bytes
-from nanovlm_nb.trainer import Trainer
-from nanovlm_nb.update import gather_update
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.training.checkpoint import load_optimizer
+from nanovlm_nb.core.config import evolve, parse_args, preset
+from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
+from nanovlm_nb.data.packing import collate_packs
+from nanovlm_nb.core.recipe import Parts
+from nanovlm_nb.runs.run import run
+from nanovlm_nb.training.shard import full_weights, load_full_weights, local_bytes
+from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.update import gather_update
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 UPDATES = 10
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks

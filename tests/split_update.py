@@ -4,12 +4,12 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dist import destroy_dist, init_dist, set_seed
-from nanovlm_nb.packing import collate_packs, pack
-from nanovlm_nb.trainer import Trainer
-from nanovlm_nb.update import gather_update
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
+from nanovlm_nb.data.packing import collate_packs, pack
+from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.update import gather_update
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 
 def make_packs(cfg):

@@ -29,7 +29,7 @@ def command(job, out): return [sys.executable, __file__, str(out), job.tasks, 'g
 
 def train(argv):
     "nanovlm train with this evaluator, and as if lmms-eval were there."
-    import nanovlm_nb.run as run
+    import nanovlm_nb.runs.run as run
     from nanovlm_nb.train import main
     run.Evaluations = partial(run.Evaluations, command=command)
     run.possible_tasks = lambda cfg: (cfg.lmms_eval_tasks, None)

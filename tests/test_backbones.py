@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import (CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
                           Qwen3Config, Qwen3ForCausalLM, SiglipConfig, SiglipModel, SiglipVisionConfig, SiglipVisionModel)
 
-from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.language import KVCache, LanguageModel
-from nanovlm_nb.tokens import check_tokenizer, get_tokenizer, train_tokenizer
-from nanovlm_nb.vision import ViT
-from nanovlm_nb.vlm import VisionLanguageModel
-from nanovlm_nb.weights import (language_config, load_language_backbone, load_vision_backbone, resolve_checkpoint,
+from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.model.language import KVCache, LanguageModel
+from nanovlm_nb.core.tokenizer import check_tokenizer, get_tokenizer, train_tokenizer
+from nanovlm_nb.model.vision import ViT
+from nanovlm_nb.model.vlm import VisionLanguageModel
+from nanovlm_nb.model.weights import (language_config, load_language_backbone, load_vision_backbone, resolve_checkpoint,
                                 vision_config)
 
 SMALL = dict(vit_img_size=64, max_img_size=64, mp_pixel_shuffle_factor=2, lm_max_length=64)

@@ -6,8 +6,8 @@ import sys
 import pytest
 from commands import TINY, run, train
 
-from nanovlm_nb.guard import read_bad_updates
-from nanovlm_nb.shapes import shapes_dataset
+from nanovlm_nb.training.bad_updates import read_bad_updates
+from nanovlm_nb.data.shapes import shapes_dataset
 
 ROWS, UPDATES = 2000, 300
 RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]

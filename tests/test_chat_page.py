@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from commands import environment, run
-from nanovlm_nb.config import preset
-from nanovlm_nb.loader import load_tokenizer
-from nanovlm_nb.shapes import shapes_dataset
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.core.config import preset
+from nanovlm_nb.data.loader import load_tokenizer
+from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTION = 'Which colour do you see?'

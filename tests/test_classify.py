@@ -13,9 +13,9 @@ import yaml
 from safetensors.torch import load_file
 
 from commands import run, start_of
-from nanovlm_nb.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
+from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
 from nanovlm_nb.cli import main
-from nanovlm_nb.labels import digits_splits, load_classes, shapes_splits
+from nanovlm_nb.uses.labels import digits_splits, load_classes, shapes_splits
 
 UPDATES, EVERY = 12, 3
 MODEL = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)

@@ -13,12 +13,12 @@ from their_smolvlm import make_smolvlm
 from transformers import Qwen2_5_VLConfig
 
 from commands import run
-from nanovlm_nb.classify import Settings, VLMClassifier, configs_of, make_classifier
+from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier
 from nanovlm_nb.cli import main
-from nanovlm_nb.config import VLMConfig, evolve
-from nanovlm_nb.labels import load_classes
-from nanovlm_nb.tokens import train_tokenizer
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.core.config import VLMConfig, evolve
+from nanovlm_nb.uses.labels import load_classes
+from nanovlm_nb.core.tokenizer import train_tokenizer
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SCRIPT = Path(__file__).parent.parent/'slurm'/'classify.sh'

@@ -15,7 +15,7 @@ import yaml
 
 from commands import TINY
 from nanovlm_nb.cli import COMMANDS, TABLE
-from nanovlm_nb.config import TrainConfig, VLMConfig, load_yaml, make_parser, parse_args, preset, save_yaml
+from nanovlm_nb.core.config import TrainConfig, VLMConfig, load_yaml, make_parser, parse_args, preset, save_yaml
 from nanovlm_nb.train import main
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from commands import TINY, train
-from nanovlm_nb.attention import problem_of
-from nanovlm_nb.run_dir import checkpoints, prune, sweep
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.language import KVCache
-from nanovlm_nb.layout import Layout
-from nanovlm_nb.run_dir import COMPILED
-from nanovlm_nb.optim import compile_blocks
-from nanovlm_nb.packing import balanced_greedy_knapsack, collate_packs, pack
-from nanovlm_nb.vlm import VisionLanguageModel, VLMNet
+from nanovlm_nb.model.attention import problem_of
+from nanovlm_nb.core.run_dir import checkpoints, prune, sweep
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.model.language import KVCache
+from nanovlm_nb.core.layout import Layout
+from nanovlm_nb.core.run_dir import COMPILED
+from nanovlm_nb.training.optim import compile_blocks
+from nanovlm_nb.data.packing import balanced_greedy_knapsack, collate_packs, pack
+from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
 
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=2, lm_max_length=256)
 

@@ -7,10 +7,10 @@ import pytest
 from commands import TINY, nanovlm, train
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.config import load_yaml, save_yaml
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.plan import bookkeeping, changed_batch, epoch_at
-from nanovlm_nb.schedule import warmup_cosine
+from nanovlm_nb.core.config import load_yaml, save_yaml
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.tools.plan import bookkeeping, changed_batch, epoch_at
+from nanovlm_nb.training.schedule import warmup_cosine
 
 FLAGS = [*TINY, '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_training_steps', 8, '--max_keep_ckpts', 3, '--ask_samples', 0, '--dtype', 'float32']
 

@@ -13,20 +13,20 @@ import torch
 from commands import TINY, train
 from kills import record
 
-from nanovlm_nb.chat import answer_frame
-from nanovlm_nb.checkpoint import check_checkpoint, load_optimizer
-from nanovlm_nb.run_dir import last_checkpoint
-from nanovlm_nb.classify import Settings
-from nanovlm_nb.config import load_yaml, parse_args
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.inert import PlainReader
-from nanovlm_nb.files import MANIFEST, write_manifest
-from nanovlm_nb.optim import make_optimizer
-from nanovlm_nb.resume import given_checkpoint
-from nanovlm_nb.run import plan_resume, run
-from nanovlm_nb.tokens import get_tokenizer
-from nanovlm_nb.vlm import VisionLanguageModel
-from nanovlm_nb.weights import language_config, vision_config
+from nanovlm_nb.data.prompts import answer_frame
+from nanovlm_nb.training.checkpoint import check_checkpoint, load_optimizer
+from nanovlm_nb.core.run_dir import last_checkpoint
+from nanovlm_nb.uses.classify import Settings
+from nanovlm_nb.core.config import load_yaml, parse_args
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.model.inert import PlainReader
+from nanovlm_nb.core.files import MANIFEST, write_manifest
+from nanovlm_nb.training.optim import make_optimizer
+from nanovlm_nb.runs.resume import given_checkpoint
+from nanovlm_nb.runs.run import plan_resume, run
+from nanovlm_nb.core.tokenizer import get_tokenizer
+from nanovlm_nb.model.vlm import VisionLanguageModel
+from nanovlm_nb.model.weights import language_config, vision_config
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1', '--ask_samples', '0', '--lr_vision_backbone', '0',
          '--cache_features', 'True', '--dtype', 'float32', '--max_training_steps', '6']

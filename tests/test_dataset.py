@@ -17,11 +17,11 @@ import torch
 from PIL import Image, PngImagePlugin
 from torch.utils.data import DataLoader
 
-from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.dataset import RATINGS, Dropped, Unreachable, VQADataset, keep_turns, load_config, load_data, local_configs
-from nanovlm_nb.loader import map_pair
-from nanovlm_nb.images import UnreadableImage, get_image_processor, image_size, open_image
-from nanovlm_nb.tokens import train_tokenizer
+from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.data.dataset import RATINGS, Dropped, Unreachable, VQADataset, keep_turns, load_config, load_data, local_configs
+from nanovlm_nb.data.loader import map_pair
+from nanovlm_nb.data.images import UnreadableImage, get_image_processor, image_size, open_image
+from nanovlm_nb.core.tokenizer import train_tokenizer
 
 PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')
 
@@ -272,7 +272,7 @@ def test_text_chunks():
     back = front.replace(chunk, b'').replace(b'\0\0\0\0IEND', chunk + b'\0\0\0\0IEND')
     assert front != back
     for b in (front, back): assert open_image(b).getpixel((0, 0)) == (255, 0, 0)
-    code = 'from PIL import PngImagePlugin as p; n = p.MAX_TEXT_CHUNK; import nanovlm_nb.images; assert p.MAX_TEXT_CHUNK == n == 1 << 20'
+    code = 'from PIL import PngImagePlugin as p; n = p.MAX_TEXT_CHUNK; import nanovlm_nb.data.images; assert p.MAX_TEXT_CHUNK == n == 1 << 20'
     subprocess.run([sys.executable, '-c', code], check=True)
 
 
@@ -298,8 +298,8 @@ def test_schema_is_checked(tmp_path):
 
 def test_transforms_and_pictures_are_named_by_settings(tmp_path, monkeypatch):
     "`custom_transforms` by module:function, for training alone; `images_path` for JSON lines whose pictures lie elsewhere."
-    from nanovlm_nb.config import evolve, preset
-    from nanovlm_nb.loader import get_dataloaders
+    from nanovlm_nb.core.config import evolve, preset
+    from nanovlm_nb.data.loader import get_dataloaders
     (tmp_path/'my_changes.py').write_text('def blacken(picture, rng): return picture.point(lambda v: 0)\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path/'elsewhere').mkdir()

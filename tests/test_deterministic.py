@@ -6,9 +6,9 @@ import pytest
 import torch
 from commands import TINY
 
-from nanovlm_nb import trainer
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.optim import WORKSPACE
+from nanovlm_nb.training import trainer
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.training.optim import WORKSPACE
 from nanovlm_nb.train import main
 
 FLAGS = [str(f) for f in [*TINY, '--max_training_steps', 3, '--eval_interval', 3, '--ask_samples', 2, '--use_lmms_eval', False]]

@@ -16,7 +16,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from nanovlm_nb.dist import *
+from nanovlm_nb.core.dist import *
 out = Path(sys.argv[1])
 def report(**facts): (out/f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
 '''
@@ -196,7 +196,7 @@ def test_loader_workers_have_repeatable_streams_of_their_own(tmp_path, root):
 import json, random
 import numpy, torch
 from torch.utils.data import DataLoader, Dataset
-from nanovlm_nb.dist import seed_worker, set_seed
+from nanovlm_nb.core.dist import seed_worker, set_seed
 
 class Draws(Dataset):
     def __len__(self): return 8

@@ -19,7 +19,7 @@ import yaml
 from commands import run
 from fastcore.docments import docments
 
-from nanovlm_nb.config import TrainConfig, VLMConfig
+from nanovlm_nb.core.config import TrainConfig, VLMConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
@@ -203,7 +203,7 @@ def test_index_table_lists_every_module():
 
 
 def test_the_loop_that_the_trainers_notebook_begins_with_is_its_source():
-    first = next(c['source'] for c in cells(NBS/'32_trainer.ipynb', 'markdown') if '```python' in c['source'])
+    first = next(c['source'] for c in cells(NBS/'47_training.trainer.ipynb', 'markdown') if '```python' in c['source'])
     quoted = re.findall(r'```python\n(.*?)```', first, re.DOTALL)
     tree = ast.parse(source := next((ROOT/'nanovlm_nb').rglob('trainer.py')).read_text(encoding='utf-8'))
     methods = {f.name: f for n in tree.body if isinstance(n, ast.ClassDef) for f in n.body if isinstance(f, ast.FunctionDef)}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from commands import TINY, run
 
-from nanovlm_nb import doctor as dr
-from nanovlm_nb.attention import BACKENDS
+from nanovlm_nb.tools import doctor as dr
+from nanovlm_nb.model.attention import BACKENDS
 from nanovlm_nb.cli import main
-from nanovlm_nb.config import evolve, preset, save_yaml
-from nanovlm_nb.doctor import FAIL, PASS, SKIP
+from nanovlm_nb.core.config import evolve, preset, save_yaml
+from nanovlm_nb.tools.doctor import FAIL, PASS, SKIP
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = [*TINY, '--max_training_steps', '6']
@@ -76,7 +76,7 @@ def test_write_permission(tmp_path):
 def test_a_checkpoint_is_as_large_as_said(tmp_path):
     "The file sizes of a real checkpoint, against the estimate."
     run([sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'r', '--ask_samples', '0', '--eval_in_epochs', 'False', '--lm_inter_dim', '2048', '--lm_hidden_dim', '256'], tmp_path)
-    from nanovlm_nb.config import load_yaml
+    from nanovlm_nb.core.config import load_yaml
     vlm, cfg = load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml')
     found = sum(p.stat().st_size for p in (tmp_path/'checkpoints'/'r'/'step_6').rglob('*') if p.suffix in ('.safetensors', '.distcp'))
     assert dr.checkpoint_bytes(vlm, cfg) == pytest.approx(found, rel=.05)

@@ -14,8 +14,8 @@ from cluster import free_ports
 from commands import TINY, environment, ranks_of, start_of, train
 from kills import lines, record, wait_for
 
-from nanovlm_nb.config import parse_args
-from nanovlm_nb.run import INTERRUPTED
+from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.runs.run import INTERRUPTED
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '8', '--max_training_steps', '16', '--batch_size', '1']
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run']

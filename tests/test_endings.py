@@ -15,14 +15,14 @@ import torch
 from commands import TINY, environment, train
 from kills import command, lines, record, undisturbed, wait_for, write_data
 
-from nanovlm_nb.run_dir import checkpoints, missing_pieces, read_pointer
-from nanovlm_nb.config import parse_args
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.endings import RunFailed
-from nanovlm_nb.recipe import Parts
-from nanovlm_nb.run import INTERRUPTED
-from nanovlm_nb.run import run as train_here
-from nanovlm_nb.trainer import Trainer
+from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
+from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.runs.endings import RunFailed
+from nanovlm_nb.core.recipe import Parts
+from nanovlm_nb.runs.run import INTERRUPTED
+from nanovlm_nb.runs.run import run as train_here
+from nanovlm_nb.training.trainer import Trainer
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3', '--max_training_steps', '6', '--run_name', 'run']
 
@@ -301,7 +301,7 @@ def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_
 
 def test_the_environment_is_the_commands_when_the_run_is_called(tmp_path, monkeypatch):
     "A notebook that calls `run` has the same settings as the script."
-    from nanovlm_nb.run import run
+    from nanovlm_nb.runs.run import run
     monkeypatch.delenv('TOKENIZERS_PARALLELISM', raising=False)
     vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(tmp_path), '--hf_repo_name', 'a/b/c'])
     with pytest.raises(ValueError, match="hf_repo_name 'a/b/c' is not a name on the hub: give owner/name"): train_here(vlm_cfg, train_cfg)
@@ -312,8 +312,8 @@ def test_a_system_without_posix_signals_and_open_directories(tmp_path, monkeypat
     "What Windows lacks is not asked for."
     import threading
 
-    from nanovlm_nb.files import fsync_tree
-    from nanovlm_nb.run import stop_on_signals
+    from nanovlm_nb.core.files import fsync_tree
+    from nanovlm_nb.runs.run import stop_on_signals
     opened, os_open = [], os.open
     monkeypatch.delattr(os, 'O_DIRECTORY')
     monkeypatch.delattr(signal, 'SIGUSR1')

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from commands import TINY, environment, run, start_of, train
 from kills import wait_for
-from nanovlm_nb.ask import Asker, answer_all, questions_of
-from nanovlm_nb.evals import has_lmms_eval
-from nanovlm_nb.evaluate import read_rows, write_tasks
-from nanovlm_nb.run_dir import read_log
+from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
+from nanovlm_nb.answers.eval_jobs import has_lmms_eval
+from nanovlm_nb.answers.evaluate import read_rows, write_tasks
+from nanovlm_nb.core.run_dir import read_log
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
 FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True', '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',
@@ -139,8 +139,8 @@ def test_broken_files_are_read_when_they_are_whole(tmp_path):
     script = '''
 import json, sys
 from pathlib import Path
-import nanovlm_nb.run as run
-from nanovlm_nb.config import parse_args
+import nanovlm_nb.runs.run as run
+from nanovlm_nb.core.config import parse_args
 folder, text = Path('eval_results/a'), json.dumps(dict(global_step=1, results=dict(mme=3.5)))
 def schedule(step, max_lr, max_steps):
     if step == 2: [(folder/n).parent.mkdir(parents=True, exist_ok=True) or (folder/n).write_text(t) for n, t in (('step_1.json', text[:25]), ('xstep_2.json', text), ('step_3.json.bak', text))]
@@ -242,7 +242,7 @@ def test_without_lmms_eval_the_run_says_so(tasks, tmp_path):
 
 
 def test_plugin_and_tasks_are_part_of_the_package():
-    assert {e.value for e in entry_points(group='lmms_eval.models') if e.name == 'nanovlm_nb'} == {'nanovlm_nb.lmms:manifest'}
+    assert {e.value for e in entry_points(group='lmms_eval.models') if e.name == 'nanovlm_nb'} == {'nanovlm_nb.answers.lmms:manifest'}
     assert {'shapes.yaml', 'digits.yaml', 'digits_choice.yaml', '_exact_match.yaml'} <= {p.name for p in files('nanovlm_nb').joinpath('tasks').iterdir()}
 
 

@@ -14,17 +14,17 @@ from their_smolvlm import make_smolvlm
 from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Config, Idefics3ForConditionalGeneration, SmolVLMConfig,
                           SmolVLMForConditionalGeneration)
 
-from nanovlm_nb.ask import Asker
-from nanovlm_nb.chat import encode_chat, get_image_string
+from nanovlm_nb.answers.answer import Asker
+from nanovlm_nb.data.prompts import encode_chat, get_image_string
 from nanovlm_nb.cli import main
-from nanovlm_nb.run_dir import read_pointer
-from nanovlm_nb.config import VLMConfig, evolve, load_yaml
-from nanovlm_nb.export import export_smolvlm, picture_rules
-from nanovlm_nb.images import get_image_processor
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.tokens import train_tokenizer
-from nanovlm_nb.vlm import VisionLanguageModel
-from nanovlm_nb.weights import OWN_CONFIG
+from nanovlm_nb.core.run_dir import read_pointer
+from nanovlm_nb.core.config import VLMConfig, evolve, load_yaml
+from nanovlm_nb.tools.export import export_smolvlm, picture_rules
+from nanovlm_nb.data.images import get_image_processor
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.core.tokenizer import train_tokenizer
+from nanovlm_nb.model.vlm import VisionLanguageModel
+from nanovlm_nb.model.weights import OWN_CONFIG
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = dict(vit_hidden_dim=48, vit_n_heads=3, vit_n_blocks=2, vit_patch_size=8, vit_img_size=32, max_img_size=96, mp_pixel_shuffle_factor=2, lm_hidden_dim=48,

@@ -8,10 +8,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from nanovlm_nb.attention import Layout
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.flops import (COMPONENTS, GPUS, Flops, all_flops, count_flops, find_gpu, mfu, pairs, peak_flops, step_flops, unit_flops, useful_flops)
-from nanovlm_nb.vlm import VLMNet
+from nanovlm_nb.model.attention import Layout
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.model.flops import (COMPONENTS, GPUS, Flops, all_flops, count_flops, find_gpu, mfu, pairs, peak_flops, step_flops, unit_flops, useful_flops)
+from nanovlm_nb.model.vlm import VLMNet
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=3, lm_base_vocab_size=200)
@@ -166,7 +166,7 @@ def test_peaks():
 
 
 def test_flops_need_no_torch():
-    code = 'import nanovlm_nb.flops, sys; sys.exit("torch" in sys.modules)'
+    code = 'import nanovlm_nb.model.flops, sys; sys.exit("torch" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code]).returncode == 0
 
 

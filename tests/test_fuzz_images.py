@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.dataset import RATINGS, Dropped, VQADataset
-from nanovlm_nb.images import get_image_processor
-from nanovlm_nb.tokens import train_tokenizer
+from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.data.dataset import RATINGS, Dropped, VQADataset
+from nanovlm_nb.data.images import get_image_processor
+from nanovlm_nb.core.tokenizer import train_tokenizer
 
 PICTURES, ROWS, BATCHES, PATIENCE = 1500, 500, 2, 60  # cases of both kinds, processes, seconds for one case
 REASONS = {'no_turns', 'bad_row', 'ratings', 'too_many_images', 'unreadable_image', 'too_long'}

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-MODULE, NOTEBOOK = Path('nanovlm_nb/config.py'), Path('nbs/01_config.ipynb')
+MODULE, NOTEBOOK = Path('nanovlm_nb/core/config.py'), Path('nbs/02_core.config.ipynb')
 
 
 def sh(clone: Path, *command: str) -> subprocess.CompletedProcess:

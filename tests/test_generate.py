@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 from commands import run
-from nanovlm_nb.ask import Asker, Chat
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.generate import Picker, TextStream, penalise_repeats, sample, top_k_top_p_filtering
-from nanovlm_nb.loader import load_tokenizer
-from nanovlm_nb.shapes import shapes_dataset
-from nanovlm_nb.tokens import train_tokenizer
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.answers.answer import Asker, Chat
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.model.generate import Picker, TextStream, penalise_repeats, sample, top_k_top_p_filtering
+from nanovlm_nb.data.loader import load_tokenizer
+from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.core.tokenizer import train_tokenizer
+from nanovlm_nb.model.vlm import VisionLanguageModel
 from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

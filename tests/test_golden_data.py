@@ -6,11 +6,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from nanovlm_nb.chat import encode_chat, expand_images, encode_prompt, get_image_string
-from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.dataset import VQADataset, collate_padded
-from nanovlm_nb.images import image_processor_of, image_size, open_image, resize_dims
-from nanovlm_nb.tokens import check_tokenizer, get_tokenizer
+from nanovlm_nb.data.prompts import encode_chat, expand_images, encode_prompt, get_image_string
+from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.data.dataset import VQADataset, collate_padded
+from nanovlm_nb.data.images import image_processor_of, image_size, open_image, resize_dims
+from nanovlm_nb.core.tokenizer import check_tokenizer, get_tokenizer
 
 
 @pytest.fixture(scope='module')

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 END_NEVER = ()
 pytestmark = pytest.mark.usefixtures('one_thread')

@@ -4,7 +4,7 @@ import signal
 import pytest
 from histories import go, history, record, stands
 
-from nanovlm_nb.run_dir import abandoned, checkpoints
+from nanovlm_nb.core.run_dir import abandoned, checkpoints
 
 
 def test_a_run_that_goes_back_twice_and_is_killed_ends_as_one_that_did_not(tmp_path):

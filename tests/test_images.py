@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps, PngImagePlugin, features
 from torch.utils.data import DataLoader
 
-from nanovlm_nb.images import (MAX_PIXELS, ImageProcessor, UnreadableImage, get_image_processor, global_view, image_size, open_header,
+from nanovlm_nb.data.images import (MAX_PIXELS, ImageProcessor, UnreadableImage, get_image_processor, global_view, image_size, open_header,
                                open_image, split_tiles)
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -233,7 +233,7 @@ from PIL import Image, PngImagePlugin
 quiet = 'ignore', None, Image.DecompressionBombWarning, None, 0
 def state(): return warnings.filters.count(quiet), Image.MAX_IMAGE_PIXELS, PngImagePlugin.MAX_TEXT_CHUNK
 before = state()
-import nanovlm_nb.images as images
+import nanovlm_nb.data.images as images
 assert state() == before and before[0] == 0
 try: images.image_size(sys.stdin.buffer.read())
 except images.UnreadableImage as e: assert '10000 x 10000' in str(e)

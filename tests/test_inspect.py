@@ -14,13 +14,13 @@ import yaml
 from commands import run
 from PIL import Image, ImageDraw
 
-from nanovlm_nb import inspect as ins
+from nanovlm_nb.tools import inspect as ins
 from nanovlm_nb.cli import main as nanovlm
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import VQADataset, read_row
-from nanovlm_nb.faults import answers_in, sample_hash
-from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples
-from nanovlm_nb.packing import collate_packs, pack
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.data.dataset import VQADataset, read_row
+from nanovlm_nb.tools.checks import answers_in, sample_hash
+from nanovlm_nb.data.loader import load_sources, load_tokenizer, make_samples
+from nanovlm_nb.data.packing import collate_packs, pack
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SIZES = dict(max_img_size=256, resize_to_max_side_len=False, lm_max_length=1024)

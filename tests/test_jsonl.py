@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import nanovlm_nb.jsonl as jsonl
-from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.dataset import Drops, VQADataset
-from nanovlm_nb.dist import Dist, seed_worker
-from nanovlm_nb.images import get_image_processor
-from nanovlm_nb.jsonl import MARK, VLMDataset, get_sampler, images_first, jsonl_loader, jsonl_rows, pixel_tensor, settle_marks
-from nanovlm_nb.packing import pack
-from nanovlm_nb.tokens import train_tokenizer
-from nanovlm_nb.vlm import VisionLanguageModel
+import nanovlm_nb.data.jsonl as jsonl
+from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.data.dataset import Drops, VQADataset
+from nanovlm_nb.core.dist import Dist, seed_worker
+from nanovlm_nb.data.images import get_image_processor
+from nanovlm_nb.data.jsonl import MARK, VLMDataset, get_sampler, images_first, jsonl_loader, jsonl_rows, pixel_tensor, settle_marks
+from nanovlm_nb.data.packing import pack
+from nanovlm_nb.core.tokenizer import train_tokenizer
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SIDE, FEATURES = 32, 4 # pixels of a tile, image tokens of one

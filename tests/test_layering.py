@@ -75,7 +75,7 @@ def test_no_class_gets_its_methods_from_outside():
 def test_an_editor_completes_every_method_of_the_trainer():
     "jedi reads the source, as editors do, and imports nothing."
     import jedi
-    text = 'from nanovlm_nb.trainer import Trainer\nfrom nanovlm_nb.evals import Evaluations\ndef f(t: Trainer, e: Evaluations):\n    t.\n    e.\n'
+    text = 'from nanovlm_nb.training.trainer import Trainer\nfrom nanovlm_nb.answers.eval_jobs import Evaluations\ndef f(t: Trainer, e: Evaluations):\n    t.\n    e.\n'
     script = jedi.Script(text, project=jedi.Project(ROOT))
     for line, name in ((4, 'Trainer'), (5, 'Evaluations')):
         module = re.search(rf'nanovlm_nb\.([\w.]+) import {name}', text)[1]

@@ -6,10 +6,10 @@ import pytest
 from commands import run
 from wandb_reader import read_wandb
 
-from nanovlm_nb.config import TrainConfig, VLMConfig
-from nanovlm_nb.dist import Dist, destroy_dist, init_dist
-from nanovlm_nb.logs import RunLog, Stats
-from nanovlm_nb.run_dir import read_log
+from nanovlm_nb.core.config import TrainConfig, VLMConfig
+from nanovlm_nb.core.dist import Dist, destroy_dist, init_dist
+from nanovlm_nb.core.logs import RunLog, Stats
+from nanovlm_nb.core.run_dir import read_log
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_wandb_that_cannot_start_is_said_once(tmp_path, no_login, monkeypatch, c
 
 
 def test_wandb_is_not_imported_when_off(tmp_path, root):
-    code = ("import sys; from nanovlm_nb.logs import RunLog; from nanovlm_nb.dist import Dist\n"
+    code = ("import sys; from nanovlm_nb.core.logs import RunLog; from nanovlm_nb.core.dist import Dist\n"
             f"with RunLog({str(tmp_path)!r}, Dist(), progress=False, log_wandb=False) as log: log.log(dict(batch_loss=1.), 10)\n"
             "sys.exit('wandb' in sys.modules)")
     done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)

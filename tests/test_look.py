@@ -4,8 +4,8 @@ import sys
 
 import pytest
 from commands import TINY, run, train
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.look import VIEWS
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.answers.look import VIEWS
 
 
 def panels(folder, name): return [r for r in read_log(folder/'checkpoints'/name/'log.jsonl') if 'look/val_loss' in r]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from minimind_golden import CASES, MARK, PICTURE, batch, load_into
 
-from nanovlm_nb.config import VLMConfig, evolve
-from nanovlm_nb.vlm import VisionLanguageModel, fill_slots
-from nanovlm_nb.weights import load_pth, save_pth, to_minimind
+from nanovlm_nb.core.config import VLMConfig, evolve
+from nanovlm_nb.model.vlm import VisionLanguageModel, fill_slots
+from nanovlm_nb.model.weights import load_pth, save_pth, to_minimind
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent/'data'/'minimind'
@@ -86,8 +86,8 @@ def test_its_own_code_loads_ours(case, tmp_path):
 
 def test_clip_stage_goes_back_to_minimind(tmp_path):
     "The preset for CLIP on a tiny tower that transformers saved: pixels as its processor has them, one training step, and a file with MiniMind-V's names."
-    from nanovlm_nb.config import parse_args
-    from nanovlm_nb.run import get_vision_model
+    from nanovlm_nb.core.config import parse_args
+    from nanovlm_nb.runs.run import get_vision_model
     from PIL import Image
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
     small = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3)

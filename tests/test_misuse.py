@@ -16,9 +16,9 @@ from commands import TINY, run
 
 from nanovlm_nb import train
 from nanovlm_nb.cli import COMMANDS, main
-from nanovlm_nb.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
-from nanovlm_nb.endings import RunLock
-from nanovlm_nb.usage import is_usage
+from nanovlm_nb.core.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
+from nanovlm_nb.runs.endings import RunLock
+from nanovlm_nb.core.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent
@@ -296,7 +296,7 @@ def test_every_command_is_misused():
 def test_a_fault_of_ours_shows_its_traceback(monkeypatch, tmp_path):
     "A ValueError that torch, Python or the middle of an update raises is none of the user's."
     monkeypatch.chdir(tmp_path)
-    from nanovlm_nb import run as run_module
+    from nanovlm_nb.runs import run as run_module
     def broken(*_, **__): return int('x')
     monkeypatch.setattr(run_module, 'get_dataloaders', broken)
     with pytest.raises(ValueError, match='invalid literal') as error: main(['train', '--run_name', 'x', *SMALL])

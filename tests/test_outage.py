@@ -11,18 +11,18 @@ import pytest
 from huggingface_hub import constants, hf_file_system
 from huggingface_hub.utils import _http
 
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import Unreachable, config_names, load_configs
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.inspect import _stored_row
-from nanovlm_nb.labels import load_splits
-from nanovlm_nb.loader import load_sources, load_tokenizer, make_samples, pack_loader
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.recipe import Parts
-from nanovlm_nb.run import exit_code, run
-from nanovlm_nb.sources import StreamSource
-from nanovlm_nb.tokens import get_tokenizer
-from nanovlm_nb.usage import is_usage
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.data.dataset import Unreachable, config_names, load_configs
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.tools.inspect import _stored_row
+from nanovlm_nb.uses.labels import load_splits
+from nanovlm_nb.data.loader import load_sources, load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.core.recipe import Parts
+from nanovlm_nb.runs.run import exit_code, run
+from nanovlm_nb.data.sources import StreamSource
+from nanovlm_nb.core.tokenizer import get_tokenizer
+from nanovlm_nb.core.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 VLM, CFG = preset('shapes')

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanovlm_nb.packing import _items, balanced_greedy_knapsack, fill_up, min_bins, pour, spread, utilisation
+from nanovlm_nb.data.packing import _items, balanced_greedy_knapsack, fill_up, min_bins, pour, spread, utilisation
 
 # what the reference's rule without spare bins reaches at windows of 8 and 128 sequences, and what we ask for
 REFERENCE = dict(one_image=(.903, .985), multi_image=(.898, .979), tiles_2048=(.883, .918))

@@ -5,16 +5,16 @@ from itertools import islice
 import pytest
 import torch
 
-from nanovlm_nb import attention
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import VQADataset, read_row
-from nanovlm_nb.images import image_processor_of
-from nanovlm_nb.lanes import PackLoader, PackRules
-from nanovlm_nb.layout import Layout
-from nanovlm_nb.packing import collate_packs, pack
-from nanovlm_nb.shapes import shapes_dataset, shapes_tokenizer
-from nanovlm_nb.sources import MapSource
-from nanovlm_nb.vlm import VLMNet
+from nanovlm_nb.model import attention
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.data.dataset import VQADataset, read_row
+from nanovlm_nb.data.images import image_processor_of
+from nanovlm_nb.data.lanes import PackLoader, PackRules
+from nanovlm_nb.core.layout import Layout
+from nanovlm_nb.data.packing import collate_packs, pack
+from nanovlm_nb.data.shapes import shapes_dataset, shapes_tokenizer
+from nanovlm_nb.data.sources import MapSource
+from nanovlm_nb.model.vlm import VLMNet
 
 LENGTH, N_PACKS, MOST_IMAGES = 400, 200, 4
 pytestmark = pytest.mark.usefixtures('one_thread')

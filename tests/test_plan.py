@@ -7,14 +7,14 @@ import pytest
 import torch
 from commands import TINY, run, train
 
-from nanovlm_nb import plan as pl
-from nanovlm_nb.advice import (MOST, advice, capped_workers, data_advice, grouped, lint, memory_remedies, more_workers, over_budget, range_notes,
+from nanovlm_nb.tools import plan as pl
+from nanovlm_nb.core.advice import (MOST, advice, capped_workers, data_advice, grouped, lint, memory_remedies, more_workers, over_budget, range_notes,
                                save_notes, stability_advice)
 from nanovlm_nb.cli import main as nanovlm
-from nanovlm_nb.config import effective_batch_size, evolve, load_yaml, preset, save_yaml
-from nanovlm_nb.optim import component_lrs, param_groups
-from nanovlm_nb.schedule import get_schedule
-from nanovlm_nb.vlm import VLMNet
+from nanovlm_nb.core.config import effective_batch_size, evolve, load_yaml, preset, save_yaml
+from nanovlm_nb.training.optim import component_lrs, param_groups
+from nanovlm_nb.training.schedule import get_schedule
+from nanovlm_nb.model.vlm import VLMNet
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 NANO_VLM, NANO = preset('nanovlm')
@@ -230,7 +230,7 @@ def test_no_weights_are_made(tmp_path):
 import sys
 from nanovlm_nb.cli import main
 main(['plan', '--preset', 'nanovlm', '--gpus', '8', '--json'])
-import nanovlm_nb.run
+import nanovlm_nb.runs.run
 print('transformers.models' in sys.modules, next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))
 """
     all_models, memory = run([sys.executable, '-c', code], tmp_path, fresh=True).stdout.splitlines()[-1].split()

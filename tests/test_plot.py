@@ -8,7 +8,7 @@ import pytest
 from commands import TINY, run, train
 from PIL import Image
 
-from nanovlm_nb import plot as pt
+from nanovlm_nb.tools import plot as pt
 from nanovlm_nb.cli import main
 
 pytestmark = pytest.mark.usefixtures('one_thread')

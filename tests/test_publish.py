@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from commands import TINY, train
 
-from nanovlm_nb.run_dir import read_pointer
-from nanovlm_nb.config import load_yaml
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.record import publish, training_card, where_to_publish
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.core.run_dir import read_pointer
+from nanovlm_nb.core.config import load_yaml
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.runs.record import publish, training_card, where_to_publish
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 
 class FakeHub:

@@ -7,7 +7,7 @@ import pytest
 from commands import TINY, train
 from PIL import Image
 
-from nanovlm_nb.run_dir import read_log
+from nanovlm_nb.core.run_dir import read_log
 
 FLAGS = [*TINY, '--run_name', 'r', '--max_img_size', 128, '--max_training_steps', 3, '--val_size', 4, '--data_cutoff_idx', 30, '--ask_samples', 2]
 

@@ -9,9 +9,9 @@ import pytest
 from commands import TINY
 from safetensors.torch import load_file
 
-from nanovlm_nb.ask import Asker
+from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.cli import main
-from nanovlm_nb.shapes import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'

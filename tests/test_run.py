@@ -9,10 +9,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
-from nanovlm_nb.config import load_yaml, parse_args
-from nanovlm_nb.run_dir import read_log
-from nanovlm_nb.start import with_sizes
-from nanovlm_nb.shapes import shapes_dataset
+from nanovlm_nb.core.config import load_yaml, parse_args
+from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.runs.start import with_sizes
+from nanovlm_nb.data.shapes import shapes_dataset
 
 
 def updates(run_dir):

@@ -2,7 +2,7 @@
 import json
 import math
 
-from nanovlm_nb.schedule import get_lr
+from nanovlm_nb.training.schedule import get_lr
 
 
 def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
@@ -28,5 +28,5 @@ def test_get_lr_never_exceeds_its_maximum():
 def test_schedule_imports_no_torch(root):
     import subprocess
     import sys
-    code = "import sys, nanovlm_nb.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, nanovlm_nb.training.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, '-c', code], cwd=root).returncode == 0

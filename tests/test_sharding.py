@@ -9,10 +9,10 @@ from commands import run
 from safetensors.torch import load_file, save_file
 from sharded import UPDATES, make_trainer, updates
 
-from nanovlm_nb.checkpoint import load_optimizer
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.shard import load_full_weights
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.training.checkpoint import load_optimizer
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.training.shard import load_full_weights
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 HERE = Path(__file__).resolve().parent
 

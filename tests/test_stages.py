@@ -8,11 +8,11 @@ from kills import record
 from safetensors.torch import load_file
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from nanovlm_nb.config import evolve, parse_args, preset
-from nanovlm_nb.language import LanguageModel
-from nanovlm_nb.optim import compile_blocks
-from nanovlm_nb.vlm import VisionLanguageModel
-from nanovlm_nb.weights import MINIMIND, load_vision_backbone, their_names, to_minimind
+from nanovlm_nb.core.config import evolve, parse_args, preset
+from nanovlm_nb.model.language import LanguageModel
+from nanovlm_nb.training.optim import compile_blocks
+from nanovlm_nb.model.vlm import VisionLanguageModel
+from nanovlm_nb.model.weights import MINIMIND, load_vision_backbone, their_names, to_minimind
 
 SMALL = [*TINY, '--ask_samples', 0, '--dtype', 'float32', '--eval_interval', 3]
 DROPOUT = ['--vit_dropout', .3, '--lm_dropout', .3]

@@ -9,11 +9,11 @@ from commands import TINY
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from nanovlm_nb import doctor, inspect
-from nanovlm_nb.checkpoint import export_pth
+from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import main as nanovlm
-from nanovlm_nb.config import load_yaml, parse_args, preset
-from nanovlm_nb.start import resolve_start
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.core.config import load_yaml, parse_args, preset
+from nanovlm_nb.runs.start import resolve_start
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 RUN = [*TINY[16:], '--max_training_steps', '1', '--eval_in_epochs', 'False', '--ask_samples', '0']  # without sizes of a model

@@ -21,14 +21,14 @@ import pytest
 import torch
 from PIL import Image
 
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dataset import Plan, VQADataset, load_configs, to_row
-from nanovlm_nb.dist import Dist, FromGather, seed_worker
-from nanovlm_nb.images import get_image_processor
-from nanovlm_nb.lanes import PackLoader, PackRules, merge_states
-from nanovlm_nb.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
-from nanovlm_nb.sources import MapSource, Mixture, Shard, Share, StreamSource, shares
-from nanovlm_nb.update import tally, gather_update
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.data.dataset import Plan, VQADataset, load_configs, to_row
+from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
+from nanovlm_nb.data.images import get_image_processor
+from nanovlm_nb.data.lanes import PackLoader, PackRules, merge_states
+from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.data.sources import MapSource, Mixture, Shard, Share, StreamSource, shares
+from nanovlm_nb.training.update import tally, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH, LONGEST = 128, 112

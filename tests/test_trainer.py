@@ -10,12 +10,12 @@ from commands import run
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nanovlm_nb.config import TrainConfig
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.packing import collate_packs, pack
-from nanovlm_nb.trainer import Trainer
-from nanovlm_nb.update import gather_update
-from nanovlm_nb.vlm import VisionLanguageModel
+from nanovlm_nb.core.config import TrainConfig
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.data.packing import collate_packs, pack
+from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.update import gather_update
+from nanovlm_nb.model.vlm import VisionLanguageModel
 
 HERE = Path(__file__).parent
 

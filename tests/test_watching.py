@@ -9,11 +9,11 @@ import time
 import pytest
 from commands import TINY, start_of
 
-from nanovlm_nb.run_dir import LOCK
+from nanovlm_nb.core.run_dir import LOCK
 from nanovlm_nb.cli import main
-from nanovlm_nb.config import parse_args
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.run import run as train_here
+from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.runs.run import run as train_here
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0', '--max_training_steps', '8', '--console_line', 'minimind']
 

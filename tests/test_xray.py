@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovlm_nb import vlm
-from nanovlm_nb.attention import BACKENDS, sdpa_attention
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.trainer import Trainer
-from nanovlm_nb.xray import Contents, accounts, example_batch, find_card, meta_trainer, pace, xray, xray_text
+from nanovlm_nb.model import vlm
+from nanovlm_nb.model.attention import BACKENDS, sdpa_attention
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.tools.xray import Contents, accounts, example_batch, find_card, meta_trainer, pace, xray, xray_text
 
 HERE = Path(__file__).resolve().parent
 PACK = Contents(documents=6, tiles=2)

@@ -7,10 +7,10 @@ import torch
 from sharded import make_trainer
 from split_update import make_packs
 
-from nanovlm_nb.dist import destroy_dist, init_dist
-from nanovlm_nb.packing import collate_packs
-from nanovlm_nb.shard import full_weights
-from nanovlm_nb.update import gather_update
+from nanovlm_nb.core.dist import destroy_dist, init_dist
+from nanovlm_nb.data.packing import collate_packs
+from nanovlm_nb.training.shard import full_weights
+from nanovlm_nb.training.update import gather_update
 
 PARTS = dict(vision='vision_encoder.', projector='MP.', language='decoder.')
 

@@ -3,9 +3,9 @@ import transformers
 from transformers import Idefics3Processor, SmolVLMConfig, SmolVLMForConditionalGeneration
 from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
-from nanovlm_nb.config import VLMConfig
-from nanovlm_nb.shapes import shapes_dataset
-from nanovlm_nb.tokens import train_tokenizer
+from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.core.tokenizer import train_tokenizer
 
 import torch
 

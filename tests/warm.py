@@ -67,7 +67,7 @@ def load():
     import pkgutil
     import nanovlm_nb
     for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
-    nanovlm_nb.config.make_parser()
+    nanovlm_nb.core.config.make_parser()
     gc.freeze()  # so that forks share what is here until they change it
     threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
     assert threads <= {'jemalloc_bg_thd'}, f'imports have started {threads}'  # the one of pyarrow, which minds forks

@@ -29,17 +29,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from nanovlm_nb.attention import BACKENDS, docs_attention, explicit_attention, problem_of
-from nanovlm_nb.config import evolve, preset
-from nanovlm_nb.dist import Dist
-from nanovlm_nb.flops import count_flops, peak_flops
-from nanovlm_nb.layout import Layout
-from nanovlm_nb.optim import compile_blocks
-from nanovlm_nb.trainer import Trainer
-from nanovlm_nb.update import tally, gather_update
-from nanovlm_nb.vlm import VLMNet
-from nanovlm_nb.xray import Contents, Unheard, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
-from nanovlm_nb.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
+from nanovlm_nb.model.attention import BACKENDS, docs_attention, explicit_attention, problem_of
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.model.flops import count_flops, peak_flops
+from nanovlm_nb.core.layout import Layout
+from nanovlm_nb.training.optim import compile_blocks
+from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.update import tally, gather_update
+from nanovlm_nb.model.vlm import VLMNet
+from nanovlm_nb.tools.xray import Contents, Unheard, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
+from nanovlm_nb.tools.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
 
 HERE = Path(__file__).resolve().parent
 CARD = 'H200'
@@ -457,7 +457,7 @@ def shown(x) -> str:
 
 def page(found: dict, b) -> str:
     "PREDICTED.md."
-    from nanovlm_nb.xray import RATES
+    from nanovlm_nb.tools.xray import RATES
     rates = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items())
     d = tally(example_batch(b.model, 2, b.pack))
     return '\n'.join([
@@ -466,7 +466,7 @@ def page(found: dict, b) -> str:
         f"The micro-batch: 2 packs of {b.model.lm_max_length} positions, {d['tokens']} tokens, {d['tiles']} tiles, {d['targets']} targets; the preset `nanovlm`, bfloat16, all parts learn; batch 4 has twice as much. "
         f'On a GPU the tiles of a micro-batch are filled up with blank ones to a multiple of {b.run.tile_multiple or 8}, and these are computed too. '
         f'Data are there when they are asked for; a tile takes {1e3*CORE_S:.1f} ms of a core, and each loader worker has one.', '',
-        f'Assumed of the card and its host (`nbs/41_xray.ipynb` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
+        f'Assumed of the card and its host (`nbs/63_tools.xray.ipynb` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
         'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.', '',
         '| figure | predicted |', '|---|---|', *(f'| {name} | {shown(x)} |' for name, x in found.items()), ''])
 
