@@ -141,9 +141,11 @@ def test_the_page_of_settings_shows_the_fields_as_they_are():
 
 @by_name
 def test_first_cell_names_and_summarises(notebook):
+    "And does nothing else: nbdev makes the page's title and description of this cell, and drops what else it holds."
     first = json.loads(notebook.read_text(encoding='utf-8'))['cells'][0]
     lines = [line for line in ''.join(first['source']).splitlines() if line.strip()]
     assert first['cell_type'] == 'markdown' and lines[0].startswith('# ') and lines[1].startswith('> ')
+    assert len(lines) == 2, f'give a cell of its own to: {lines[2]}'
 
 
 @by_name
@@ -242,8 +244,20 @@ def test_site_configuration_follows_settings(tmp_path):
 TOP_LEVEL = {'.git', '.venv', '_proc', '_docs', 'checkpoints', 'wandb', '.pytest_cache', '.mypy_cache'}  # that a copy does without
 
 
+def introduction(notebook: Path) -> str:
+    "The first paragraph of a notebook after its title and summary."
+    text = '\n\n'.join(c['source'] for c in cells(notebook, 'markdown'))
+    return next(p for p in re.split(r'\n\s*\n', text) if not p.startswith(('# ', '> ')))
+
+
+def words(text: str) -> str:
+    "Text without line breaks and without the targets of its links, to which nbdev adds its own."
+    return ' '.join(re.sub(r'\[([^\[\]]*)\]\([^)\s]*\)', r'\1', text).split())
+
+
 def test_nbdev_processes_every_notebook(tmp_path):
-    "What the site is rendered from: nbdev runs imports, exports and show_doc cells of each notebook."
+    """What the site is rendered from: nbdev runs imports, exports and show_doc cells of each notebook.
+    The introduction of each is still there, and no link stands in a link."""
     copy = tmp_path/'repo'
     shutil.copytree(ROOT, copy, ignore=lambda folder, names: TOP_LEVEL if Path(folder) == ROOT else {'__pycache__'})
     code = 'from nbdev.serve import proc_nbs; print(proc_nbs("nbs", n_workers=0, force=True))'
@@ -251,6 +265,9 @@ def test_nbdev_processes_every_notebook(tmp_path):
     assert 'Traceback' not in done.stderr and 'Error' not in done.stderr, done.stderr[-3000:]
     processed = {str(p.relative_to(copy/'_proc')) for p in (copy/'_proc').rglob('*.ipynb')}
     assert {str(p.relative_to(NBS)) for p in NOTEBOOKS} <= processed
+    pages = {p: '\n\n'.join(c['source'] for c in cells(copy/'_proc'/p.relative_to(NBS), 'markdown')) for p in NOTEBOOKS}
+    assert not [p.name for p, text in pages.items() if words(introduction(p)) not in words(text)]
+    assert not [p.name for p, text in pages.items() if '[[`' in text]
 
 
 def test_link_check_finds_what_is_broken(tmp_path):
