@@ -109,11 +109,11 @@ def continued(dist, out, name, source, run):
     return dict(figures=figures)
 
 
-def stage(dist, out, name, steps, workers, **run):
+def stage(dist, out, name, steps, workers, **changes):
     "The next updates of a run on real samples."
     vlm, train, _ = parse_args([*TINY, '--run_name', name])
     train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False, dtype='float32', resume=True, max_training_steps=steps,
-                    num_workers=workers, batch_size=2 if dist.world_size == 1 else 1, gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **run)
+                    num_workers=workers, batch_size=2 if dist.world_size == 1 else 1, gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **changes)
     run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, Parts(schedule=lambda step, max_lr, max_steps: max_lr*.95**step), dist)
 
 

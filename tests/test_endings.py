@@ -77,7 +77,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
     again = re.fullmatch(r'the last complete checkpoint is (step_\d+), to go on: (.*)', said[-1])
     assert again[1] == last.name
     monkeypatch.chdir(tmp_path)
-    vlm_cfg, train_cfg, _ = parse_args([*shlex.split(again[2])[1:], '--max_training_steps', str(int(last.name[5:])+1), '--num_workers', '0'])
+    vlm_cfg, train_cfg, _ = parse_args([*shlex.split(again[2])[2:], '--max_training_steps', str(int(last.name[5:])+1), '--num_workers', '0'])
     train_here(vlm_cfg, train_cfg, dist=Dist())
     assert (run/'status').read_text() == 'done\n' and not (run/'lock').exists()
 
@@ -277,7 +277,7 @@ def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     assert 'batch_size 1, gradient_accumulation_steps 4 (the update stays the same)' in said and 'offload_optimizer' not in said
     line = said.partition('For example: ')[2]
     assert line.endswith('--resume True --batch_size 1 --gradient_accumulation_steps 4')
-    vlm_cfg, train_cfg, _ = parse_args(shlex.split(line)[1:])
+    vlm_cfg, train_cfg, _ = parse_args(shlex.split(line)[2:])
     again = record(train_here(vlm_cfg, train_cfg, dist=Dist()))
     close = lambda a, b: a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], rel=1e-4) if isinstance(a[k], float) else a[k] == b[k] for k in a)
     assert len(again[0]) == len(quiet_run[0]) and all(map(close, again[0], quiet_run[0]))
