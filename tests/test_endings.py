@@ -178,7 +178,9 @@ def full_in(disk, point, room):
 
         def then(*a):
             count[0] += 1
-            if count[0] == 3: fill(disk, room)
+            if count[0] == 3:
+                trainer.saver.wait()  # what is still written in the background, of the save before
+                fill(disk, room)
             return before(*a)
         setattr(trainer, name, then)
         return trainer
