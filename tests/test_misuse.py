@@ -322,7 +322,7 @@ def test_two_ranks_say_it_once(tmp_path):
 
 @pytest.mark.parametrize('command', COMMANDS)
 def test_every_command_has_a_module_that_takes_its_values(command):
-    text = (ROOT/'nanovlm_nb'/f'{COMMANDS[command]}.py').read_text()
+    text = (ROOT/'nanovlm_nb'/f"{COMMANDS[command].replace('.', '/')}.py").read_text()
     assert re.search(r"(?m)^def main\(\n    values:Namespace, # from `arguments\.%s_parser`$" % command, text)
 
 

@@ -8,7 +8,7 @@ import torch
 from commands import TINY
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from nanovlm_nb import doctor, inspect
+from nanovlm_nb.tools import doctor, inspect
 from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.core.config import load_yaml, parse_args, preset
@@ -66,7 +66,7 @@ def test_the_others_see_the_checkpoint_too(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     flags, seen = [*RUN, '--load_from', 'checkpoints/first/step_1'], {}
     monkeypatch.setattr(inspect, 'inspect_config', lambda vlm, cfg, *_: seen.setdefault('inspect', vlm) and inspect.Report('x', None))
-    monkeypatch.setattr(inspect, 'tell', lambda *_: 0)
+    monkeypatch.setattr(inspect, 'tell_inspection', lambda *_: 0)
     nanovlm(['inspect', *flags])
     assert nanovlm(['invariance', *flags, '--packs', '2']) == 0, 'a model with other sizes than the data would not get so far'
     check, start = doctor.check_start(*parse_args(flags)[:2], given=parse_args(flags)[2].given)

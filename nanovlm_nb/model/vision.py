@@ -91,7 +91,8 @@ class LayerNorm(nn.LayerNorm):
     )->Tensor: # (..., D), same dtype
         "Mean 0 and variance 1, then scale and shift."
         weight,bias = self.weight.to(x.dtype),self.bias.to(x.dtype)
-        with nullcontext() if x.dtype==torch.float32 else torch.autocast(x.device.type, enabled=False):
+        plain = x.dtype==torch.float32 or x.is_meta # there is nothing to cast
+        with nullcontext() if plain else torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 # %% ../../nbs/11_model.vision.ipynb #c9a92cdc
@@ -145,7 +146,7 @@ class ViT(nn.Module):
     )->Tensor: # (N, P, D) patch features; (N, D) with a class token, unless `vit_keep_patches`
         "Features of N tiles."
         x,device = self.pre_norm(self.dropout(self.patch_embedding(images))),images.device.type
-        if self.cfg.vit_bf16_residual and torch.is_autocast_enabled(device):
+        if self.cfg.vit_bf16_residual and not x.is_meta and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks: x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)

@@ -181,7 +181,7 @@ def is_again(
     "Did an earlier start of one of these jobs run here?"
     file = Path(run_dir)/JOB
     if not file.is_file(): return False
-    known = file.read_text(encoding='utf-8').splitlines()
+    known = file.read_text(encoding='utf-8', errors='replace').splitlines()
     return any(n and job in known for job,n in jobs.items())
 
 def earlier_run(

@@ -265,7 +265,7 @@ def phase_4_arms(b) -> dict:
     for name, (_, t, batch) in arms.items():
         if 'error' in found[name]: continue
         d, s = tally(batch), spread(times[name])
-        useful = count_flops(t.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+        useful = count_flops(t.meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
         found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']), mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
     t, batch = arms['varlen'][1:]
     t.optimizer.zero_grad(set_to_none=True)
@@ -428,7 +428,7 @@ def predict_naive(b, gpu) -> dict:
     batch = example_batch(b.model, b.run.batch_size, b.pack)
     d, c = tally(batch), nanovlm_step(b.model, b.run.batch_size, b.model.lm_max_length, tally(batch)['tiles']//b.run.batch_size)
     seconds = two_clocks(c.ops, gpu).total
-    useful = count_flops(meta_trainer(b.model, b.run).units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    useful = count_flops(meta_trainer(b.model, b.run).meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
     return {f'{LIKE_NANOVLM}: ms of a micro-batch': 1e3*seconds, f'{LIKE_NANOVLM}: tokens/s': d['tokens']/seconds, f'{LIKE_NANOVLM}: MFU': useful/seconds/gpu.flops}
 
 
