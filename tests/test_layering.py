@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
 TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'arguments', 'train', 'cli')
+CONVENTIONAL = ('main', 'logger')  # in every module that has one
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 LATER = {('run', 'evaluate'),  # by name, so that a run without evaluations does not load it
          ('evals', 'cli'), ('eval_jobs', 'cli')}  # starts it as a process of its own
@@ -140,3 +141,16 @@ def test_file_names_of_a_run_are_spelled_in_one_module():
 def test_a_run_loads_neither_plots_nor_wandb():
     "Most runs draw nothing and report nowhere: both are loaded where they are used."
     assert not loaded_by(f"import nanovlm_nb.train, nanovlm_nb.{named('run')}") & {'matplotlib', 'wandb'}
+
+
+def test_every_number_and_every_public_name_is_used_once():
+    "Both folders show the architecture, and a name that is read anywhere has one meaning."
+    numbers = [number(m) for m in MODULES]
+    assert len(numbers) == len(set(numbers))
+    owners = {}
+    for module in MODULES:
+        for node in ast.parse(source(module).read_text(encoding='utf-8')).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__all__':
+                for name in ast.literal_eval(node.value): owners.setdefault(name, []).append(module)
+    assert len(owners) > 500
+    assert not {name: where for name, where in owners.items() if len(where) > 1 and name not in CONVENTIONAL}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPES_SCENES', 'load_tokenizer', 'map_pair', 'stream_pair', 'mixed_pair', 'val_rows', 'load_sources',
            'weighted_pairs', 'weights_of', 'size_line', 'own_sources', 'make_samples', 'pack_loader', 'get_dataloaders',
-           'transforms_of', 'sources_of', 'first_rows', 'Loader', 'PlainLoader', 'as_loader']
+           'transforms_of', 'data_sources', 'first_rows', 'Loader', 'PlainLoader', 'as_loader']
 
 # %% ../../nbs/28_data.loader.ipynb #a14a8938
 from collections.abc import Callable,Iterable,Iterator,Sequence
@@ -221,7 +221,7 @@ def get_dataloaders(
     def loader(source, changes, shuffle, workers, most):
         samples = make_samples(c, vlm_cfg, tokenizer, (), changes, parts.processor or image_processor_of)
         return pack_loader(source, samples, vlm_cfg, c, dist, shuffle, workers, most)
-    train,val = sources_of(c, drops, patience, parts)
+    train,val = data_sources(c, drops, patience, parts)
     loaders = (loader(train, transforms, True, loader_workers(c, cores_of_rank()), None),
         loader(val, (), False, c.val_workers, c.max_val_batches))
     loaders[0].samples.drops.merge(drops)
@@ -238,7 +238,7 @@ def transforms_of(
     raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, '
         'and keeping their features fills the disk; leave one of them out')
 
-def sources_of(
+def data_sources(
     train_cfg:TrainConfig, # path, sizes and seed
     drops:Drops|None=None, # counts lines that cannot be rows
     patience:float=0., # seconds that a network may be away at the start

@@ -242,11 +242,11 @@ def data_checks(
 )->list[Probe]: # data set, tokenizer and, if they are read, backbones
     "What a run reads."
     from nanovlm_nb.data.dataset import LOAD_ERRORS
-    from nanovlm_nb.data.loader import load_tokenizer,sources_of
+    from nanovlm_nb.data.loader import load_tokenizer,data_sources
     v,path = vlm_cfg,train_cfg.train_dataset_path
     def first_row():
         if parts.loaders: return f'that of the recipe {train_cfg.recipe}, not looked at'
-        _,row,*_ = next(iter(sources_of(train_cfg, parts=parts)[0].rows_of(0, 1, 0)))
+        _,row,*_ = next(iter(data_sources(train_cfg, parts=parts)[0].rows_of(0, 1, 0)))
         return f'{path}, first row {row["id"]}'
     def backbones():
         pairs = (v.vit_model_type, vision_config),(v.lm_model_type, language_config)

@@ -608,13 +608,13 @@ def inspect_config(
     "Look for faults in the data of a run."
     from nanovlm_nb.data.dataset import LOAD_ERRORS,Dropped,Drops
     from nanovlm_nb.data.images import image_processor_of
-    from nanovlm_nb.data.loader import load_tokenizer,make_samples,sources_of
+    from nanovlm_nb.data.loader import load_tokenizer,make_samples,data_sources
     path,drops = train_cfg.train_dataset_path,Drops()
     cut = parts.processor or image_processor_of
     rules = Rules(load_tokenizer(vlm_cfg), vlm_cfg, train_cfg, cut)
     report = Report(f'Data of {path}', rules)
     if parts.rows is None and not _look_at_stored(report): return report
-    try: train,val = sources_of(train_cfg, drops, parts=parts)
+    try: train,val = data_sources(train_cfg, drops, parts=parts)
     except LOAD_ERRORS as e:
         report.stop(path, e)
         return report

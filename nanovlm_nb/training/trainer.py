@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORESEEN_MFU', 'DOCUMENTS', 'TrainState', 'GradientExchange', 'exchange_gradients', 'costs', 'peak_of_all',
-           'try_schedule', 'Hook', 'names_of', 'hook_states', 'load_hooks', 'TrainerBase', 'Scheduling',
+           'try_schedule', 'Hook', 'named_hooks', 'hook_states', 'load_hooks', 'TrainerBase', 'Scheduling',
            'foreseen_seconds', 'Compiling', 'Computing', 'read_once', 'Clipping', 'Stepping', 'Validating',
            'Evaluating', 'Saving', 'Resuming', 'Judging', 'Feeding', 'Unstable', 'Closing', 'Trainer']
 
@@ -157,7 +157,7 @@ class Hook:
     )->None:
         "Go on from there."
 
-def names_of(
+def named_hooks(
     hooks:Iterable[Hook], # of a run
 )->dict[str,Hook]: # by name
     "Hooks by name; a ValueError if two have the same."
@@ -174,7 +174,7 @@ def hook_states(
 )->dict[str,dict]: # by name
     "What hooks have to remember; a ValueError if JSON cannot hold it."
     states = {}
-    for name,hook in names_of(hooks).items():
+    for name,hook in named_hooks(hooks).items():
         try: states[name] = json.loads(json.dumps(hook.state_dict())) # a copy, for the run goes on
         except (TypeError, ValueError) as e:
             raise ValueError(f'the state of hook {name} cannot be saved as JSON ({e}): '
@@ -186,7 +186,7 @@ def load_hooks(
     states:dict[str,dict], # from `hook_states`, at an earlier start
 )->list[str]: # lines for the log
     "Let hooks go on; say which one begins anew, and whose state nobody wants."
-    named = names_of(hooks)
+    named = named_hooks(hooks)
     for name,state in states.items():
         if name in named: named[name].load_state_dict(state)
     new,gone = [[n for n in a if n not in b] for a,b in ((named, states), (states, named))]
@@ -213,7 +213,7 @@ class TrainerBase:
         self.dist,self.log,self.tokenizer = dist,log,tokenizer
         self.train_loader,self.val_loader = as_loader(train_loader),as_loader(val_loader)
         self.schedule = get_schedule(schedule or c.lr_schedule, **c.schedule_kwargs())
-        self.hooks = list(names_of(hooks).values())
+        self.hooks = list(named_hooks(hooks).values())
         self.assemble(model, optimizer)
         groups = self.optimizer.param_groups
         if schedule is None and ':' in c.lr_schedule:
