@@ -14,8 +14,7 @@ NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
 TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'arguments', 'train', 'cli')
 CONVENTIONAL = ('main', 'logger')  # in every module that has one
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
-LATER = {('run', 'evaluate'),  # by name, so that a run without evaluations does not load it
-         ('evals', 'cli'), ('eval_jobs', 'cli')}  # starts it as a process of its own
+LATER = {('eval_jobs', 'cli')}  # starts it as a process of its own
 
 
 def exports(notebook: Path) -> str:

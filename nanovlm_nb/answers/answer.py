@@ -18,17 +18,17 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
+from ..core.files import check_files
 from ..core.usage import UsageError
 from ..core.config import TrainConfig,VLMConfig,load_function
 from ..core.dist import pick_device
-from ..core.files import check_files
+from ..core.run_dir import TRAINER_STATE,find_checkpoint
 from ..core.recipe import Parts,parts_of
 from ..model.weights import load_weights,resolve_checkpoint
-from ..data.prompts import encode_prompt,get_image_string
 from ..model.generate import TextStreams
-from ..data.images import ImageProcessor,UnreadableImage,image_processor_of,open_image
 from ..model.vlm import Reader,VisionLanguageModel,checkpoint_weights,find_tokenizer
-from ..core.run_dir import TRAINER_STATE,find_checkpoint
+from ..data.images import ImageProcessor,UnreadableImage,image_processor_of,open_image
+from ..data.prompts import encode_prompt,get_image_string
 
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 

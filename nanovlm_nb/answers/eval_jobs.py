@@ -21,11 +21,11 @@ from pathlib import Path
 try: import fcntl
 except ImportError: fcntl = None # type: ignore[assignment] # Windows: nothing runs beside the training there
 
+from ..core.files import write_atomic
 from ..core.config import TrainConfig
 from ..core.dist import Dist
-from ..core.files import write_atomic
-from ..core.logs import EVAL_AXIS,RunLog
 from ..core.run_dir import PIN,set_pin
+from ..core.logs import EVAL_AXIS,RunLog
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #78d882dc
 _RESULT = re.compile(r'step_(\d+)\.json')

@@ -24,12 +24,11 @@ from pyarrow.parquet import read_metadata
 from PIL import Image
 
 from ..core.usage import UsageError
-from ..core.dist import Dist
-from .eval_jobs import MISSING,has_lmms_eval,result_values,task_file,task_names,write_json
-from ..data.shapes import shapes_dataset
+from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.run_dir import find_checkpoint
-from ..core.dist import rng_state,set_rng_state
+from ..data.shapes import shapes_dataset
 from .answer import Asker,answer_all,load_asker,questions_of
+from .eval_jobs import MISSING,has_lmms_eval,result_values,task_file,task_names,write_json
 from .lmms import NanoVLM
 
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc3

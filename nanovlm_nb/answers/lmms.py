@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..core.config import IGNORE
-from ..data.prompts import encode_chat
 from ..core.run_dir import find_checkpoint
+from ..data.prompts import encode_chat
 from .answer import Asker
 
 # %% ../../nbs/35_answers.lmms.ipynb #d754bf1f

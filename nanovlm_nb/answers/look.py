@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from ..core.config import IGNORE,VLMConfig
 from ..core.dist import Dist
-from ..data.packing import Batch,Document,unpack
 from ..model.vlm import VisionLanguageModel
+from ..data.packing import Batch,Document,unpack
 
 # %% ../../nbs/31_answers.look.ipynb #e0f74990
 def tile_names(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
+from ..core.usage import UsageError
 from ..core.config import evolve,load_yaml
+from ..core.run_dir import CONFIG,TRAINER_STATE,find_checkpoint
+from ..core.recipe import parts_of
 from ..data.sources import keep_split
 from ..data.loader import get_dataloaders
-from .look import VIEWS,look_panel,reader
-from ..core.usage import UsageError
-from ..core.recipe import parts_of
-from ..core.run_dir import CONFIG,TRAINER_STATE,find_checkpoint
 from .answer import load_asker
+from .look import VIEWS,look_panel,reader
 
 # %% ../../nbs/33_answers.sight.ipynb #8cdb8a77
 def find_config(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin, 
 import yaml
 
 from .files import write_atomic
-from .usage import Parser, UsageError, nearest
+from .usage import Parser,UsageError,nearest
 
 # %% ../../nbs/02_core.config.ipynb #1a6e0e01
 IGNORE = -100 # label of a position that has no target

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from .files import write_atomic
 from .usage import is_usage
 from .dist import Dist
-from .files import write_atomic
 from .run_dir import LOG,TEXT_LOG,WANDB_ID
 
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn

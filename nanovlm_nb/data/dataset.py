@@ -38,8 +38,9 @@ from transformers import PreTrainedTokenizerBase
 from ..core.usage import asking_hub, check_hub_name
 from ..core.config import IGNORE
 from ..core.run_dir import DROPPED
-from .prompts import answer_frame,encode_chat,expand_images,get_image_string,special_pattern
 from .images import ImageProcessor, UnreadableImage, image_size
+from .prompts import answer_frame, encode_chat, expand_images, get_image_string
+from .prompts import special_pattern
 
 # %% ../../nbs/22_data.dataset.ipynb #9ba1cd9c
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')

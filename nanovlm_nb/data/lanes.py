@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
+from ..core.config import IGNORE
 from ..core.dist import Dist,check_socket_room,seed_worker
 from .dataset import Dropped,Drops,Plan,VQADataset
-from .sources import keep_split
-from ..core.config import IGNORE
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
+from .sources import keep_split
 
 # %% ../../nbs/26_data.lanes.ipynb #809a7ebf
 SPARE = 3/8 # share of a pack that a window leaves free

@@ -17,16 +17,16 @@ from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.config import TrainConfig,VLMConfig,check_configs,load_function
-from ..core.recipe import Parts
-from ..core.advice import loader_workers
 from ..core.dist import Dist,cores_of_rank
-from .images import UnreadableImage,image_processor_of,open_image
 from ..core.tokenizer import check_tokenizer,get_tokenizer
+from ..core.advice import loader_workers
+from ..core.recipe import Parts
+from .images import UnreadableImage,image_processor_of,open_image
 from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,conform,load_configs
 from .shapes import shapes_dataset,shapes_tokenizer
+from .packing import Batch
 from .sources import PATIENCE,Chain,Joined,MapSource,Mixture,StreamSource,no_room,quotas
 from .sources import shares_of
-from .packing import Batch
 from .lanes import PackLoader,PackRules
 from .jsonl import jsonl_rows
 

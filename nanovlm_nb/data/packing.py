@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import IGNORE
-from ..core.layout import Layout, slot_error
+from ..core.layout import Layout,slot_error
 
 # %% auto #0
 __all__ = ['utilisation', 'min_bins', 'spread', 'fill_up', 'pour', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs',

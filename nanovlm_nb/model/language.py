@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Layout, attention, cached_attention
 from ..core.config import VLMConfig
+from .attention import Layout, attention, cached_attention
 
 # %% ../../nbs/12_model.language.ipynb #cc6d24fa
 class RMSNorm(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.config import IGNORE
-from ..core.layout import check_bounds, target_tensors
+from ..core.layout import check_bounds,target_tensors
 
 # %% auto #0
 __all__ = ['labelled_positions', 'ChunkedCrossEntropy', 'cross_entropy', 'cross_entropy_at_targets']

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import attention
 from ..core.config import VLMConfig
+from .attention import attention
 
 # %% ../../nbs/11_model.vision.ipynb #b5a42a65
 class ViTPatchEmbeddings(nn.Module):

@@ -21,17 +21,17 @@ import torch
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 
-from ..core.layout import Layout, check_bounds, slot_error
-from ..core.config import VLMConfig, evolve
-from ..core.recipe import RECIPE_NOTE, note_said
 from ..core.files import check_files
+from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
-from .generate import Picker, stream_ids
-from .language import KVCache, LanguageModel
-from .loss import cross_entropy
-from .projector import ModalityProjector
 from ..core.tokenizer import get_tokenizer
+from ..core.recipe import RECIPE_NOTE, note_said
+from ..core.layout import Layout, check_bounds, slot_error
 from .vision import ViT
+from .language import KVCache, LanguageModel
+from .projector import ModalityProjector
+from .loss import cross_entropy
+from .generate import Picker, stream_ids
 from .weights import (weights_sha, language_config, load_language_backbone, load_pth,
     load_vision_backbone, load_weights, read_checkpoint, resolve_checkpoint, with_tower, write_weights)
 

@@ -31,10 +31,10 @@ from torch import nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
-from .inert import load_plain
+from .vision import ViT
 from .language import LanguageModel, RotaryEmbedding
 from .projector import ModalityProjector
-from .vision import ViT
+from .inert import load_plain
 
 # %% ../../nbs/16_model.weights.ipynb #f72cf321
 def resolve_checkpoint(

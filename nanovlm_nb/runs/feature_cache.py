@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.vlm import VLMNet, flatten_tiles, trains
 from ..model.weights import weights_sha
+from ..model.vlm import VLMNet, flatten_tiles, trains
 
 # %% ../../nbs/50_runs.feature_cache.ipynb #abc4841c
 def tile_key(

@@ -15,8 +15,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError,HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from ..core.config import TrainConfig,VLMConfig,length_of_run,load_yaml
 from ..core.files import write_atomic
+from ..core.config import TrainConfig,VLMConfig,length_of_run,load_yaml
 from ..core.run_dir import ANSWER_TABLE,BEST,CONFIG,LOG,RECORD,read_log,read_pointer
 from ..model.vlm import VisionLanguageModel,bullets
 

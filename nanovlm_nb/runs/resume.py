@@ -16,14 +16,13 @@ from dataclasses import asdict,dataclass,fields,replace
 from pathlib import Path
 from typing import get_type_hints
 
+from ..core.files import MANIFEST,write_atomic
 from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve
-from ..core.files import write_atomic
-from ..training.schedule import get_schedule,in_samples
 from ..core.run_dir import BEST,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned,best_kept
 from ..core.run_dir import checkpoints,find_checkpoint,last_checkpoint,missing_pieces,pointer_text
 from ..core.run_dir import read_log,read_state,set_pin,stands_at,step_of,write_pointer
+from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
-from ..core.files import MANIFEST
 from ..training.checkpoint import check_checkpoint
 from .start import is_pth,resolve_start
 
@@ -61,7 +60,7 @@ def _auto(run_dir, path):
 def _resumed(load_from, path):
     "A line about a checkpoint that was given."
     given = Path(load_from)
-    run = f' (load_from names the run, which stands there)' if given.resolve()!=path else ''
+    run = ' (load_from names the run, which stands there)' if given.resolve()!=path else ''
     relative = ('' if given.is_absolute()
                 else f' load_from {load_from} is relative to {Path.cwd()}: '
                      'give the absolute path in a job script.')

@@ -24,40 +24,37 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..core.files import MANIFEST,has_digests,write_atomic
 from ..core.usage import SAID,ends_at_once,is_usage
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from ..core.config import set_env,updates_of_run
-from ..core.files import write_atomic
-from ..core.recipe import Parts,recipe_note,parts_of
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
 from ..core.dist import set_threads
-from ..core.files import has_digests
-from ..core.logs import RunLog,plot_curves
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG,NEXT
-from ..core.run_dir import STATUS
-from ..core.run_dir import WANDB_ID,checkpoints,find_checkpoint,last_checkpoint,read_log,read_state
-from ..core.run_dir import recover,sweep
+from ..core.run_dir import STATUS,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint,read_log
+from ..core.run_dir import read_state,recover,sweep
+from ..core.logs import RunLog,plot_curves
 from ..core.advice import advice,loader_workers,memory_remedies,save_notes
+from ..core.recipe import Parts,parts_of,recipe_note
 from ..model.vision import ViT
 from ..model.weights import load_vision_backbone,pth_path,with_tower
 from ..model.vlm import VisionLanguageModel,checkpoint_weights,tower_note
-from .feature_cache import keep_features
 from ..data.images import image_processor_of
-from ..data.shapes import best_blind_guess
 from ..data.dataset import Drops,Unreachable,until_reached
+from ..data.shapes import best_blind_guess
 from ..data.loader import first_rows,get_dataloaders,load_tokenizer,size_line
-from ..training.shard import engine_lines
-from ..training.optim import NO_TWIN,keep_compiled,same_bits,trainable_line
-from ..training.bad_updates import forget_bad_updates
+from ..answers.answer import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
-from ..core.files import MANIFEST
+from ..training.optim import NO_TWIN,keep_compiled,same_bits,trainable_line
+from ..training.shard import engine_lines
+from ..training.bad_updates import forget_bad_updates
+from ..training.trainer import Trainer,Unstable
+from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume
 from .resume import is_again,is_own,leave_dashboard,note_start,rate_lines
 from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
-from ..training.trainer import Trainer,Unstable
 from .record import HUB_ERRORS,publish,where_to_publish,write_record
-from ..answers.answer import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 
 # %% ../../nbs/56_runs.run.ipynb #551b02e0
 def get_vision_model(
@@ -104,7 +101,7 @@ def runs_folder(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path` is the parent directory, unless it is what the run begins with
     train_cfg:TrainConfig, # `resume_from_vlm_checkpoint`
 )->Path: # directory of run directories
-    "Where runs live: never in the checkpoint that one begins with, but beside the run that made it, or else in `checkpoints`."
+    "Where runs live: beside the run that made what one begins with, or else in `checkpoints`."
     if not train_cfg.resume_from_vlm_checkpoint: return Path(vlm_cfg.vlm_checkpoint_path)
     run_dir = Path(find_checkpoint(vlm_cfg.vlm_checkpoint_path)).parent
     return run_dir.parent if (run_dir/CONFIG).is_file() else Path(VLMConfig.vlm_checkpoint_path)
@@ -113,15 +110,20 @@ def checkpoint_around(
     folder:Path, # need not be there
 )->Path|None: # None: it lies in none
     "The checkpoint that a directory lies in."
-    def is_model(p): return (p/MANIFEST).is_file() or (p/'config.json').is_file() and (p/'model.safetensors').is_file()
+    def is_model(p):
+        weights = (p/'config.json').is_file() and (p/'model.safetensors').is_file()
+        return (p/MANIFEST).is_file() or weights
     return next((p for p in (folder.absolute(), *folder.absolute().parents) if is_model(p)), None)
 
 def _run_path(vlm_cfg, c, dist):
     parent,before = runs_folder(vlm_cfg, c),Path(vlm_cfg.vlm_checkpoint_path)
-    if c.run_name: return before/c.run_name if c.resume and (before/c.run_name/LAST).is_file() else parent/c.run_name
+    if c.run_name:
+        goes_on = c.resume and (before/c.run_name/LAST).is_file()
+        return before/c.run_name if goes_on else parent/c.run_name
     if (earlier := on_master(dist, lambda: earlier_run(parent, launchers(dist)))): return earlier
     if c.resume:
-        if not c.load_from or is_pth(c.load_from): raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
+        if not c.load_from or is_pth(c.load_from):
+            raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
         given = Path(c.load_from).resolve()
         run_dir = given if (given/LAST).is_file() else given.parent
         return run_dir.parent if re.fullmatch(r'abandoned_\d+', run_dir.name) else run_dir
@@ -132,10 +134,12 @@ def run_path(
     train_cfg:TrainConfig, # `run_name`, or what a name is made of
     dist:Dist, # the ranks, who all get the same answer
 )->Path: # the directory, which need not be there
-    "Where a run keeps its files; a job that starts again stays where it was, a run that resumes from a given checkpoint beside that."
+    "Where a run keeps its files: where this job was before, or beside the checkpoint that it resumes from."
     run_dir = _run_path(vlm_cfg, train_cfg, dist)
     if not run_dir.is_dir() and (around := checkpoint_around(run_dir)):
-        raise ValueError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: give --resume_from_vlm_checkpoint True to begin with its weights, or another vlm_checkpoint_path')
+        raise ValueError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: '
+            'give --resume_from_vlm_checkpoint True to begin with its weights, '
+            'or another vlm_checkpoint_path')
     return run_dir
 
 def make_run_dir(
@@ -159,13 +163,15 @@ def make_run_dir(
 def keep_configs(
     run_dir:Path, # directory of a run, with the `config.yaml` of this start
     own:bytes|None=None, # the user's own file, if there was one
-)->None: # nothing
-    "Keep the configuration of this start in `configs`, with the user's file as it was, unless it is that of the start before."
+)->None:
+    "Keep the configuration of this start, and the user's file as it was, unless both are those of before."
     folder = run_dir/CONFIGS
     folder.mkdir(exist_ok=True)
     used,found = (run_dir/CONFIG).read_bytes(),sorted(p for p in folder.glob('*.yaml') if p.stem.isdigit())
     last = found[-1] if found else None
-    if last and last.read_bytes()==used and (own is None or (given := last.with_suffix('.given.yaml')).is_file() and given.read_bytes()==own): return
+    if last and last.read_bytes()==used:
+        given = last.with_suffix('.given.yaml')
+        if own is None or given.is_file() and given.read_bytes()==own: return
     new = folder/f'{int(last.stem)+1 if last else 1:03d}.yaml'
     if own is not None: new.with_suffix('.given.yaml').write_bytes(own)
     new.write_bytes(used)
@@ -196,12 +202,14 @@ def report_drops(
     drops:dict[str,Drops], # from `Trainer.drops`
     log:RunLog, # where the counts go
     step:int, # update at which they are logged
-)->None: # nothing
+)->None:
     "Counts by reason into the log, ids into `drops.json`."
-    counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in (d.counts|({'cut_turns':sum(d.cut.values())} if d.cut else {})).items()}
+    def of(d): return d.counts|({'cut_turns':sum(d.cut.values())} if d.cut else {})
+    counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in of(d).items()}
     log.info('left out: '+(', '.join(f'{k[6:]} {n}' for k,n in counts.items()) or 'nothing'))
     if counts: log.log(counts, step)
-    write_atomic(log.run_dir/DROP_LIST, json.dumps({split:d.reasons for split,d in drops.items()}, indent=1)+'\n')
+    reasons = {split:d.reasons for split,d in drops.items()}
+    write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
 
 # %% ../../nbs/56_runs.run.ipynb #eff98414
 def time_split(
@@ -219,10 +227,13 @@ def results(
 )->list[str]: # lines for the run's page
     "What came of a run."
     s = trainer.state
-    best = 'no validation' if s.best_step is None else f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
-    lines = [f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens', best, f'time: {time_split(trainer.meters.seconds)}']
+    best = 'no validation'
+    if s.best_step is not None: best = f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
+    size = f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens'
+    lines = [size, best, f'time: {time_split(trainer.meters.seconds)}']
     if s.skipped: lines.append(f'{s.skipped} updates skipped, see bad_updates.jsonl')
-    return lines+[f'{name}: {right} of {n} questions right' for name,by_kind in scores.items() for right,n in [by_kind['all']]]
+    asked = {name:by_kind['all'] for name,by_kind in scores.items()}
+    return lines+[f'{name}: {right} of {n} questions right' for name,(right,n) in asked.items()]
 
 ADVICE_AFTER_S = 60. # shorter runs are mostly start and end, and need no advice
 
@@ -233,7 +244,9 @@ def advice_lines(
     total = sum(trainer.meters.seconds.values())
     if total<ADVICE_AFTER_S: return []
     shares = {k:v/total for k,v in trainer.meters.seconds.items()}
-    return advice(shares, evolve(trainer.cfg, compile=trainer.compiled), trainer.base.cfg, unstable=trainer.state.skipped>0, cpus=os.cpu_count(), ranks=trainer.dist.world_size)
+    cfg = evolve(trainer.cfg, compile=trainer.compiled)
+    return advice(shares, cfg, trainer.base.cfg, unstable=trainer.state.skipped>0,
+        cpus=os.cpu_count(), ranks=trainer.dist.world_size)
 
 def report(
     trainer:Trainer, # after `train()`
@@ -260,11 +273,13 @@ def publish_best(
     log:RunLog, # of a finished run
     repo_id:str|None, # `hf_repo_name`
     api=None, # client of the hub; default: one with your login
-)->None: # nothing
+)->None:
     "Publish the best checkpoint of a run, or say why it could not be."
     try:
         if publish(log.run_dir, repo_id, api): log.info(f'published as {repo_id}')
-    except HUB_ERRORS as e: log.info(f"not published as {repo_id}: {type(e).__name__}: {e}. Later: from nanovlm_nb.runs.record import publish; publish('{log.run_dir}', '{repo_id}')")
+    except HUB_ERRORS as e:
+        log.info(f'not published as {repo_id}: {type(e).__name__}: {e}. Later: '
+            f"from nanovlm_nb.runs.record import publish; publish('{log.run_dir}', '{repo_id}')")
 
 # %% ../../nbs/56_runs.run.ipynb #3e4f2822
 def plan_resume(
@@ -282,9 +297,13 @@ def plan_resume(
     lines = [f'{job} starts this run again, start {n+1}' for job,n in jobs.items() if n and again]+[line]
     if path is None:
         kept = [p.name for p in checkpoints(run_dir)]
-        if kept and not train_cfg.resume and not again: raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be mixed up with: give another run_name, or --resume True to go on')
+        if kept and not train_cfg.resume and not again:
+            raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be '
+                'mixed up with: give another run_name, or --resume True to go on')
         return None,lines
-    if not has_digests(path): lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: what its files hold is not compared')
+    if not has_digests(path):
+        lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: '
+            'what its files hold is not compared')
     state = read_state(path)
     lines += aside_lines(run_dir, path)+check_resume(state, vlm_cfg, train_cfg, world_size)
     return path,lines+[l for _,l in rate_lines(run_dir, state, train_cfg, schedule)]
@@ -297,7 +316,7 @@ CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; on
 def stop_on_signals(
     stop:threading.Event, # set by the first signal
 )->Iterator[None]: # nothing
-    "While inside, SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
+    "Inside, `SIGNALS` ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
     me,old = os.getpid(),{}
     def ask(number, _):
         if os.getpid()!=me: return # a loader worker that is being born
@@ -307,7 +326,8 @@ def stop_on_signals(
         if os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C) # a handler may come in the middle of a print
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
         here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
-        meant = [s for s in here if s==signal.SIGINT or signal.getsignal(s)!=signal.SIG_IGN] # nohup wants SIGHUP ignored
+        # nohup wants SIGHUP ignored
+        meant = [s for s in here if s==signal.SIGINT or signal.getsignal(s)!=signal.SIG_IGN]
         old |= {s:signal.signal(s, ask) or signal.SIG_DFL for s in meant}
     try: yield
     finally:
@@ -317,14 +337,15 @@ def set_status(
     run_dir:Path, # of the run
     status:str, # 'running', 'interrupted', 'done' or 'failed'
     dist:Dist, # only rank 0 writes
-)->None: # nothing
+)->None:
     "Write down how a run stands; on a full disk there is still the room of the word before."
     if not dist.is_master: return
     file = run_dir/STATUS
     try: write_atomic(file, status+'\n')
     except OSError:
         with file.open('r+', encoding='utf-8') as f:
-            f.write(status+'\n'); f.truncate()
+            f.write(status+'\n')
+            f.truncate()
 
 @contextmanager
 def keep_status(
@@ -352,9 +373,10 @@ def may_change(
     changes:dict, # fields that are to have another value
 )->bool: # with the same checkpoints
     "May a run that has begun go on with other values?"
-    of = lambda cfg: {k:v for k,v in changes.items() if hasattr(cfg, k)}
+    def changed(cfg): return evolve(cfg, **{k:v for k,v in changes.items() if hasattr(cfg, k)})
     saved = dict(vlm=asdict(vlm_cfg), train=asdict(train_cfg))
-    return not any(d.level==REFUSED for d in differences(saved, evolve(vlm_cfg, **of(vlm_cfg)), evolve(train_cfg, **of(train_cfg))))
+    found = differences(saved, changed(vlm_cfg), changed(train_cfg))
+    return not any(d.level==REFUSED for d in found)
 
 class Ending:
     "A context that turns the error that ends a run into an answer: what is left, and what to type."
@@ -365,11 +387,13 @@ class Ending:
         dist:Dist, # this rank
         command:Callable=go_on, # names the command; takes what `go_on` takes
     ):
-        self.log,self.vlm_cfg,self.cfg,self.dist,self.make_command,self.trainer,self.start = log,vlm_cfg,train_cfg,dist,command,None,0
+        self.log,self.vlm_cfg,self.cfg,self.dist = log,vlm_cfg,train_cfg,dist
+        self.make_command,self.start = command,0
+        self.trainer:Trainer|None = None # see `watch`
 
     def watch(self,
         trainer:Trainer, # about to make its first update
-    )->None: # nothing
+    )->None:
         "From now on there is something to lose."
         self.trainer,self.start = trainer,trainer.state.step
 
@@ -377,7 +401,8 @@ class Ending:
         **changes, # fields that are to have another value
     )->str: # a line for the shell
         "What goes on with this run, or begins it once more."
-        if self.trainer is None: return ' '.join(['the same command', *(f'--{k} {v}' for k,v in changes.items())])
+        flags = [f'--{k} {v}' for k,v in changes.items()]
+        if self.trainer is None: return ' '.join(['the same command', *flags])
         return self.make_command(self.log.run_dir, self.cfg, self.dist, changes)
 
     def no_memory(self,
@@ -386,23 +411,39 @@ class Ending:
         "What happened, what is left, what helps."
         keeps = lambda changes: may_change(self.vlm_cfg, self.cfg, changes)
         kind,ranks = self.dist.device.type,self.dist.world_size
-        recipe = ' '.join(f'{line}.' for line in advice({}, self.cfg, self.vlm_cfg, oom=True, keeps=keeps, ranks=ranks, device=kind))
-        first = next((r.changes for r in memory_remedies(self.vlm_cfg, self.cfg, ranks, kind) if keeps(r.changes)), {})
+        lines = advice({}, self.cfg, self.vlm_cfg, oom=True, keeps=keeps, ranks=ranks, device=kind)
+        remedies = memory_remedies(self.vlm_cfg, self.cfg, ranks, kind)
+        first = next((r.changes for r in remedies if keeps(r.changes)), {})
         what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f'memory ran out ({what}); {what_is_left(self.log.run_dir)}. What helps when you are {recipe} For example: {self.command(**first)}'
+        helps = ' '.join(f'{line}.' for line in lines)
+        return (f'memory ran out ({what}); {what_is_left(self.log.run_dir)}. '
+            f'What helps when you are {helps} For example: {self.command(**first)}')
+
+    def reason(self,
+        error:Exception, # as it arrived
+    )->str|None: # a sentence; None: it is a fault of ours, or of use
+        "What broke the run, if that is known, and what goes on with it."
+        run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
+        if place is not None: return disk_is_full(place, run_dir, self.cfg, self.command())
+        if out_of_memory(error): return self.no_memory(error)
+        no_twin = self.cfg.deterministic and NO_TWIN in str(error)
+        if not no_twin and not isinstance(error, Unstable): return None
+        left = what_is_left(run_dir).capitalize()
+        if not no_twin: return f'{error}. {left}; to go on: {self.command()}'
+        return (f'deterministic: {str(error).splitlines()[0]}. {left}; '
+            f'without the promise of the same bits: {self.command(deterministic=False)}')
 
     def __enter__(self): return self
 
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, Exception): return
-        run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
-        if place is not None: raise RunFailed(disk_is_full(place, run_dir, self.cfg, self.command())) from error
-        if out_of_memory(error): raise RunFailed(self.no_memory(error)) from error
-        if self.cfg.deterministic and NO_TWIN in str(error): raise RunFailed(f'deterministic: {str(error).splitlines()[0]}. {what_is_left(run_dir).capitalize()}; without the promise of the same bits: {self.command(deterministic=False)}') from error
-        if isinstance(error, Unstable): raise RunFailed(f'{error}. {what_is_left(run_dir).capitalize()}; to go on: {self.command()}') from error
+        if (why := self.reason(error)): raise RunFailed(why) from error
+        run_dir = self.log.run_dir
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
-        elif not is_usage(error): self.log.info(f'the run has made no update; `nanovlm doctor --config {run_dir/CONFIG}` tries its data, disk, memory and a short run')
+        elif not is_usage(error):
+            self.log.info(f'the run has made no update; `nanovlm doctor --config {run_dir/CONFIG}` '
+                'tries its data, disk, memory and a short run')
 
 # %% ../../nbs/56_runs.run.ipynb #c0de3402
 def start_patience(
@@ -436,7 +477,8 @@ def interrupted_if_unreachable(
     try: yield
     except Unreachable as e:
         if not patience: raise
-        log.info(f'the data cannot be reached, the run ends as if a signal had come: {str(e).strip().splitlines()[-1]}')
+        why = str(e).strip().splitlines()[-1]
+        log.info(f'the data cannot be reached, the run ends as if a signal had come: {why}')
         end('interrupted')
 
 # %% ../../nbs/56_runs.run.ipynb #3115024f
@@ -468,13 +510,14 @@ def make_trainer(
     def load():
         if parts.loaders: return parts.loaders(train_cfg, vlm_cfg, dist, tokenizer)
         return get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer, wait, parts)
-    loaders = on_each_rank(train_cfg.train_dataset_path, load, dist, wait)
+    train,val = on_each_rank(train_cfg.train_dataset_path, load, dist, wait)
     dist.barrier()
     def build(): return (parts.model or make_model)(vlm_cfg, train_cfg, resuming)
     model = on_each_rank('a backbone', build, dist, wait)
     model.recipe_note,model.processor_of = note_for(model, parts),parts.processor
     given = {name:value for name in ('optimizer','hooks') if (value := getattr(parts, name))}
-    return (parts.trainer or Trainer)(model, train_cfg, *loaders, log, dist, tokenizer, parts.schedule, **given)
+    make = parts.trainer or Trainer
+    return make(model, train_cfg, train, val, log, dist, tokenizer, parts.schedule, **given)
 
 def note_for(
     model:VisionLanguageModel, # of a run
@@ -490,7 +533,7 @@ TOWER = 'vision_encoder.' # begins the names of its weights
 def use_frozen_tower(
     trainer:Trainer, # ready to train
     checkpoint:Path|None=None, # what it was loaded from
-)->None: # nothing
+)->None:
     "Switch on what `cache_features` and `save_vision` ask for."
     model,c = trainer.base,trainer.cfg
     if checkpoint is not None and not c.save_vision: # `make_model` has done it for a new run
@@ -499,14 +542,15 @@ def use_frozen_tower(
         model.vision_note = tower_note(cfg, tower)
     if not c.cache_features: return
     cache = keep_features(model, trainer.log.run_dir/FEATURE_CACHE, trainer.dtype)
-    trainer.log.info(f'features: {cache.bytes_per_tile/1e6:.3f} MB on disk for each different tile, in {cache.folder}')
+    size = cache.bytes_per_tile/1e6
+    trainer.log.info(f'features: {size:.3f} MB on disk for each different tile, in {cache.folder}')
 
 # %% ../../nbs/56_runs.run.ipynb #f3d4bf60
 IN_PROCESS = 'nanovlm_nb.answers.evaluate' # module with `cli_evaluate`
 
 def use_evals(
     trainer:Trainer, # every rank must call
-)->None: # nothing
+)->None:
     "Let checkpoints be evaluated, if the run asks for it."
     c,dist = trainer.cfg,trainer.dist
     if not c.use_lmms_eval: return
@@ -514,11 +558,12 @@ def use_evals(
     if line: trainer.log.info(line)
     jobs = Evaluations(trainer.log.run_dir, c, tasks) if dist.is_master else None
     live = import_module(IN_PROCESS).cli_evaluate if tasks and backend=='in_process' else None
-    if tasks: trainer.log.info(f'every {2*c.eval_interval} updates the checkpoint is evaluated ({backend}): {tasks}')
+    every = 2*c.eval_interval
+    if tasks: trainer.log.info(f'every {every} updates the checkpoint is evaluated ({backend}): {tasks}')
     trainer.evaluate_with(EvalDesk(trainer.log, dist, jobs, tasks if live else '', live))
 
 # %% ../../nbs/56_runs.run.ipynb #e5d10002
-WRITTEN_ANEW = (CONFIG,STATUS,JOB,LAST,NEXT,WANDB_ID) # small files of a run's directory that every start writes
+WRITTEN_ANEW = (CONFIG,STATUS,JOB,LAST,NEXT,WANDB_ID) # small files that every start writes
 
 class Before(NamedTuple):
     "What a start has found."
@@ -533,7 +578,8 @@ def look_before(
     "Remember what there is."
     run_dir = run_dir.absolute()
     new = next((p for p in [*reversed(run_dir.parents), run_dir] if not p.exists()), None)
-    return Before(run_dir, new, {n:(run_dir/n).read_bytes() for n in WRITTEN_ANEW if (run_dir/n).is_file()}, _names(run_dir/CONFIGS))
+    files = {n:(run_dir/n).read_bytes() for n in WRITTEN_ANEW if (run_dir/n).is_file()}
+    return Before(run_dir, new, files, _names(run_dir/CONFIGS))
 
 def _names(folder): return {p.name for p in folder.iterdir()} if folder.is_dir() else None
 
@@ -579,7 +625,7 @@ def plan_run(
 )->RunPlan: # nothing is written yet
     "Ask the recipe, find what the run starts from, and name its directory."
     parts = parts_of(vlm_cfg, train_cfg, recipe) # functions, which every rank has from its own
-    repo,line = on_master(dist, lambda: where_to_publish(parts.vlm_cfg.hf_repo_name))
+    repo,line = on_master(dist, lambda: where_to_publish(parts.configs[0].hf_repo_name))
     def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, given, parts)[:4]
     vlm_cfg,train_cfg,_,lines = on_master(dist, start)
     set_threads(dist, loader_workers(train_cfg, cores_of_rank()))
@@ -611,7 +657,7 @@ def opened(
     command:Callable=go_on, # names the command that goes on with the run
 )->Iterator[Desk]: # to work at
     "Inside, the run's directory is its own, with log and status."
-    run_dir,vlm_cfg,c = plan.run_dir,plan.parts.vlm_cfg,plan.parts.train_cfg
+    run_dir,(vlm_cfg,c) = plan.run_dir,plan.parts.configs
     with hold(run_dir, dist, plan.jobs), put_back(plan.before, dist) as stays:
         def begins(): return plan_resume(vlm_cfg, c, run_dir, dist.world_size, plan.jobs, plan.parts.schedule)
         checkpoint,lines = on_master(dist, begins)
@@ -640,16 +686,17 @@ def set_up(
 )->Trainer: # ready to train
     "Put the parts together and let the run stand where it goes on."
     plan,checkpoint,log = desk.plan,desk.checkpoint,desk.log
-    vlm_cfg,train_cfg = plan.parts.vlm_cfg,plan.parts.train_cfg
+    vlm_cfg,train_cfg = plan.parts.configs
     if (left := on_master(dist, lambda: sweep(plan.run_dir))):
         log.info(f'removed, left by a start that was killed: {", ".join(left)}')
     trainer = make_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, plan.parts)
     trainer.stop_on(stop)
     for line in first_lines(trainer, plan, desk.lines): log.info(line)
     use_evals(trainer)
-    if checkpoint is not None: go_on_from(trainer, desk)
+    if checkpoint is not None: go_on_from(trainer, desk, checkpoint)
     else: begin_anew(trainer)
-    log.info(size_line(trainer.train_loader.source, trainer.val_loader.source)) # a run that goes on keeps its split
+    train,val = trainer.train_loader.source,trainer.val_loader.source # a run that goes on keeps its split
+    log.info(size_line(train, val))
     use_frozen_tower(trainer, checkpoint)
     if checkpoint is not None and not desk.own: settle_in(trainer)
     if dist.is_master: write_record(plan.run_dir, vlm_cfg, train_cfg)
@@ -663,22 +710,23 @@ def first_lines(
     resumed:list[str], # from `plan_resume`
 )->list[str]: # lines
     "What the log begins with."
-    c,dist,model = plan.parts.train_cfg,trainer.dist,trainer.base
+    (_,c),dist,model = plan.parts.configs,trainer.dist,trainer.base
     size = f'{millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}'
-    return [f'{plan.run_dir}: {size}', trainable_line(model, trainer.optimizer), *projector_advice(c, dist.world_size),
-        *save_notes(c), *plan.lines, *engine_lines(c, dist), *resumed]
+    return [f'{plan.run_dir}: {size}', trainable_line(model, trainer.optimizer),
+        *projector_advice(c, dist.world_size), *save_notes(c), *plan.lines, *engine_lines(c, dist), *resumed]
 
 def go_on_from(
     trainer:Trainer, # put together
-    desk:Desk, # knows the checkpoint
+    desk:Desk, # whose run it is
+    checkpoint:Path, # to be loaded
 )->None:
     "Load a checkpoint; what is newer in its directory is set aside when all of it has been read."
     plan = desk.plan
     def move():
         desk.stays()
         if trainer.dist.is_master and desk.own:
-            note_start(plan.run_dir, desk.checkpoint, plan.jobs, plan.before.files.get(CONFIG))
-    trainer.load(desk.checkpoint, trainer.cfg.force_resume, True, move)
+            note_start(plan.run_dir, checkpoint, plan.jobs, plan.before.files.get(CONFIG))
+    trainer.load(checkpoint, trainer.cfg.force_resume, True, move)
 
 def sum_up(
     trainer:Trainer, # has trained, or was stopped
@@ -727,7 +775,7 @@ def millions(
 # %% ../../nbs/56_runs.run.ipynb #84d3c983
 @contextmanager
 def met(
-    train_cfg:TrainConfig, # `timeout_s`
+    timeout_s:float=TrainConfig.timeout_s, # of what ranks do together
     dist:Dist|None=None, # ranks that have met already; then signals are the caller's, too
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
 )->Iterator[tuple[Dist,threading.Event]]: # this rank, and what a signal sets
@@ -737,7 +785,7 @@ def met(
     if dist is not None:
         yield dist,stop
         return
-    dist = init_dist(timeout_s=train_cfg.timeout_s)
+    dist = init_dist(timeout_s=timeout_s)
     try:
         with stop_on_signals(stop): yield dist,stop
     finally: destroy_dist()
@@ -745,14 +793,14 @@ def met(
 def run(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
-    recipe:Callable|Parts|None=None, # parts of your own, see `parts_of`; `train_cfg.recipe` may name a recipe instead
+    recipe:Callable|Parts|None=None, # parts of your own, see `parts_of`; or `train_cfg.recipe` names them
     dist:Dist|None=None, # ranks that have met already; None: alone, or as one of torchrun's
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
     asked:Namespace=NOT_ASKED, # what the command line names, see `parse_args`
     command:Callable=go_on, # names the command that goes on with the run
 )->Path: # directory of the run
     "Train as the configs say."
-    with met(train_cfg, dist, stop) as (dist,stop):
+    with met(train_cfg.timeout_s, dist, stop) as (dist,stop):
         plan = plan_run(vlm_cfg, train_cfg, dist, recipe, asked.given)
         with opened(plan, dist, asked.config, command) as desk:
             trainer = set_up(desk, dist, stop)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from ..core.usage import UsageError
 from ..core.config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
+from ..core.run_dir import find_checkpoint
 from ..core.recipe import Parts,changed_fields,parts_of
 from ..model.weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
 from ..model.vlm import find_tokenizer
 from .deepspeed import read_deepspeed
-from ..core.run_dir import find_checkpoint
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10006
 def is_pth(
@@ -139,10 +139,11 @@ def resolve_start(
 )->Start: # as they will be
     "Make of what was given what will run."
     parts = parts or parts_of(vlm_cfg, train_cfg)
-    if (changed := changed_fields(vlm_cfg, parts.vlm_cfg)): # what a recipe says was given, too
+    asked,cfg = parts.configs
+    if (changed := changed_fields(vlm_cfg, asked)): # what a recipe says was given, too
         given = changed|(given_fields(vlm_cfg) if given is None else given)
-    used,cfg,lines = with_sizes(parts.vlm_cfg, parts.train_cfg, given),parts.train_cfg,recipe_lines(parts)
-    lines += filter(None, [followed(parts.vlm_cfg, used)])
+    used,lines = with_sizes(asked, cfg, given),recipe_lines(parts)
+    lines += filter(None, [followed(asked, used)])
     if cfg.deepspeed_config:
         cfg,translated = read_deepspeed(cfg.deepspeed_config, cfg, world_size)
         lines += translated
@@ -154,7 +155,7 @@ def recipe_lines(
     parts:Parts, # of a run
 )->list[str]: # a line, or none
     "What a recipe makes, for the log."
-    name,gives = parts.train_cfg.recipe,', '.join(parts.given) or 'nothing but settings'
+    name,gives = parts.configs[1].recipe,', '.join(parts.given) or 'nothing but settings'
     return [f'recipe {name or "of the caller"} gives {gives}'] if name or parts.given else []
 
 def name_weights(

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 
 from ..core.config import TrainConfig,VLMConfig,evolve,save_yaml
-from ..core.recipe import Parts
 from ..core.dist import Dist,launchers,pick_device
 from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
 from ..core.advice import capped_workers,loader_workers,remedy_line
+from ..core.recipe import Parts
 from ..model.attention import BACKENDS,Layout,attention,problem_of
 from ..model.weights import language_config,pth_path,vision_config
 from ..runs.start import Start,foresee_start,is_pth,resolve_start

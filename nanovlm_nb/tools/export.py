@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..core.usage import UsageError, path_said
-from ..core.run_dir import find_checkpoint
 from ..core.config import VLMConfig
+from ..core.run_dir import find_checkpoint
+from ..model.weights import OWN_CONFIG, to_smolvlm
 from ..model.vlm import VisionLanguageModel, written_at_once
-from ..model.weights import AS_PARTS, OWN_CONFIG, to_smolvlm
 
 # %% ../../nbs/69_tools.export.ipynb #f2180e4f
 HAIR = 2**-24 # what a black pixel becomes

@@ -25,12 +25,11 @@ from fastcore.xml import (B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Ma
 
 from ..core.usage import asking_hub
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve
-from ..runs.arguments import COMPARED,SAMPLES
 from ..core.recipe import Parts
 from ..runs.start import check_ours,foresee_start
-from .checks import CHECKS,KINDS,Fault,Rules,Sample,find_faults,sample_hash,grid_of
-from .checks import pictures_in
-from .checks import tokens_of
+from ..runs.arguments import COMPARED,SAMPLES
+from .checks import CHECKS,KINDS,Fault,Rules,Sample,find_faults,grid_of,pictures_in
+from .checks import sample_hash,tokens_of
 
 # %% ../../nbs/62_tools.inspect.ipynb #d145d651
 def _tiles_text(ids, rules):

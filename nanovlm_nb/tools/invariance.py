@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ..core.config import TrainConfig,VLMConfig,evolve
-from ..runs.arguments import PACKS,TOLERANCE
-from ..core.recipe import Parts
 from ..core.dist import Dist,pick_device,set_seed
+from ..core.recipe import Parts
 from ..data.packing import collate_packs
 from ..data.lanes import PackLoader,lanes_of
 from ..data.loader import get_dataloaders,load_tokenizer
-from ..runs.start import check_ours,resolve_start
-from ..runs.resume import splits
 from ..training.update import gather_update
 from ..training.trainer import Trainer
+from ..runs.start import check_ours,resolve_start
+from ..runs.resume import splits
 from ..runs.run import make_model
+from ..runs.arguments import PACKS,TOLERANCE
 
 # %% ../../nbs/68_tools.invariance.ipynb #726548a3
 N_SPLITS = 12 # ways to split the global batch

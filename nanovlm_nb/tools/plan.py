@@ -24,13 +24,13 @@ import torch
 from ..core.config import TrainConfig,VLMConfig,effective_batch_size,evolve,updates_of_run
 from ..core.run_dir import LOG
 from ..core.advice import Remedy,lint,memory_remedies
-from ..model.flops import all_flops,known_gpu,step_flops,useful_flops
-from ..runs.arguments import DEVICES,MFU
 from ..model.vlm import VLMNet
+from ..model.flops import all_flops,known_gpu,step_flops,useful_flops
 from ..training.optim import component_lrs,param_groups
 from ..training.shard import bytes_per_parameter
 from ..runs.start import check_ours,foresee_start
 from ..runs.resume import splits
+from ..runs.arguments import DEVICES,MFU
 
 # %% ../../nbs/64_tools.plan.ipynb #a24d4f2d
 class Bookkeeping(NamedTuple):

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from ..runs.arguments import AXES
-from ..core.logs import describe
 from ..core.run_dir import LOG,STATUS,TEXT_LOG,read_log
+from ..core.logs import describe
+from ..runs.arguments import AXES
 from .runs import list_checkpoints
 
 # %% ../../nbs/66_tools.plot.ipynb #45e269c1

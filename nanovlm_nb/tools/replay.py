@@ -18,11 +18,11 @@ from statistics import median
 import torch
 
 from ..core.usage import UsageError
-from ..core.config import TrainConfig,VLMConfig,evolve,load_yaml,updates_of_run
-from ..core.recipe import parts_of
+from ..core.config import TrainConfig,evolve,load_yaml,updates_of_run
 from ..core.dist import Dist,pick_device
-from ..core.logs import RunLog
 from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
+from ..core.logs import RunLog
+from ..core.recipe import parts_of
 from ..data.packing import Batch,Document,collate_packs,pack,unpack
 from ..training.optim import clip_gradients
 from ..training.bad_updates import read_bad_updates

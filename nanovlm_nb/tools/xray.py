@@ -28,18 +28,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import nanovlm_nb
-from ..model.attention import choose_backend
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist
 from ..core.layout import TENSORS,Layout
-from ..model.flops import GpuCard,count_flops,find_card
-from ..model.language import LanguageModelBlock,apply_rotary
-from ..data.packing import Batch,collate_packs,pack
-from ..runs.start import check_ours,foresee_start
-from ..training.update import tally,gather_update
-from ..training.trainer import Trainer
+from ..model.attention import choose_backend
 from ..model.vision import ViTBlock
+from ..model.language import LanguageModelBlock,apply_rotary
 from ..model.vlm import VLMNet
+from ..model.flops import GpuCard,count_flops,find_card
+from ..data.packing import Batch,collate_packs,pack
+from ..training.update import gather_update,tally
+from ..training.trainer import Trainer
+from ..runs.start import check_ours,foresee_start
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de06
 LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__,

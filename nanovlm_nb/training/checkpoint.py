@@ -13,7 +13,6 @@ from concurrent.futures import Future,ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,11 +21,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
-from ..core.dist import Dist,rng_state
 from ..core.files import MEANT,file_digests,file_sizes,fsync,fsync_tree,write_manifest
+from ..core.dist import Dist,rng_state
 from ..core.run_dir import LAST,NEXT,TRAINER_STATE,announce,damaged_pieces,find_checkpoint
-from ..core.run_dir import missing_pieces
-from ..core.run_dir import write_pointer
+from ..core.run_dir import missing_pieces,write_pointer
 from ..model.inert import UNSOUND,PlainPlanner,PlainReader
 from .shard import begin_state,full_weights,reshard
 

@@ -6,18 +6,17 @@
 __all__ = ['FIRST', 'WARM', 'UNWATCHED', 'TRACE', 'KERNELS', 'ROWS', 'Meters', 'LeftOut', 'write_profile', 'profiled']
 
 # %% ../../nbs/46_training.meters.ipynb #4b5b0004
-import json
 from collections.abc import Callable,Iterable,Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..core.dist import Dist,on_master
 from ..core.files import write_atomic
+from ..core.dist import Dist,on_master
+from ..core.run_dir import DROPPED
 from ..core.logs import Clock,Stats
 from ..model.flops import count_flops,mfu
-from ..core.run_dir import DROPPED
 from ..data.dataset import DropFile,Drops,read_dropped
 from ..data.packing import Batch
 from ..data.loader import Loader

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from ..core.config import TrainConfig
-from ..core.dist import Dist, is_sharded
+from ..core.dist import Dist,is_sharded
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
 SHARDINGS = ('ddp','zero2','zero3')

@@ -24,29 +24,27 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
-from ..core.advice import MOST,advice,stability_advice
-from ..core.dist import Dist,no_sync,on_master,synchronized_batches,wrap_model
-from .schedule import get_schedule,in_samples
+from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
+from ..core.run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
 from ..core.logs import Clock,RunLog
-from ..model.flops import COMPONENTS,GPUS,count_flops,peak_flops,unit_flops
+from ..core.advice import MOST,advice,stability_advice
 from ..model.vlm import checkpoint_weights
-from .shard import load_full_weights,optimizer_class,shard_model
-from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks
-from .optim import compile_counts
-from .optim import decide_compile,has_compiled,make_optimizer,make_scaler,own_optimizer
-from .optim import set_lrs,training_parts
+from ..model.flops import COMPONENTS,GPUS,count_flops,peak_flops,unit_flops
 from ..data.dataset import Drops,Unreachable
-from ..data.sources import keep_split
 from ..data.packing import Batch
+from ..data.sources import keep_split
 from ..data.lanes import merge_states
 from ..data.loader import Loader,as_loader
-from ..core.run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
-from ..answers.eval_jobs import EvalDesk
-from .update import Update,tally,gather_update
-from .checkpoint import Saver,check_checkpoint,load_optimizer
-from ..core.dist import set_rng_state
 from ..answers.look import look_panel
+from ..answers.eval_jobs import EvalDesk
+from .schedule import get_schedule,in_samples
+from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks
+from .optim import compile_counts,decide_compile,has_compiled,make_optimizer,make_scaler
+from .optim import own_optimizer,set_lrs,training_parts
+from .shard import load_full_weights,optimizer_class,shard_model
+from .checkpoint import Saver,check_checkpoint,load_optimizer
 from .bad_updates import NormGuard,forget_bad_updates,write_bad_update
+from .update import Update,gather_update,tally
 from .meters import FIRST,LeftOut,Meters,profiled
 
 # %% ../../nbs/47_training.trainer.ipynb #4f414fd1
@@ -59,7 +57,7 @@ class TrainState:
     targets:int = 0 # target tokens seen, over all ranks
     best_val_loss:float = float('inf') # lowest validation loss so far
     best_step:int|None = None # update at which it was reached
-    skipped:int = 0 # updates that were not made, see `guard`
+    skipped:int = 0 # updates that were not made, see `bad_updates`
     bad_in_a_row:int = 0 # how many of them came last
     planned:int|None = None # updates that `max_epochs` will come to; None: nobody knows, or there is none
     planned_for:list[int]|None = None # `max_epochs` and packs of an update that this was found for
