@@ -16,6 +16,7 @@ from kills import record
 from nanovlm_nb.data.prompts import answer_frame
 from nanovlm_nb.training.checkpoint import check_checkpoint, load_optimizer
 from nanovlm_nb.core.run_dir import last_checkpoint
+from nanovlm_nb.core.usage import is_usage
 from nanovlm_nb.uses.classify import Settings
 from nanovlm_nb.core.config import load_yaml, parse_args
 from nanovlm_nb.core.dist import Dist
@@ -170,6 +171,8 @@ def test_a_checkpoint_that_may_not_be_read_is_passed_over(stopped):
 def test_the_run_goes_on_from_the_checkpoint_before_and_comes_to_the_same(trained, stopped):
     flip(stopped/'step_4'/'model.safetensors')
     assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
+    assert 'PASSED OVER: step_4 is damaged, model.safetensors is not as it was written. Auto resumed' in (stopped/'train.log').read_text()
+    assert (stopped/'abandoned_1'/'step_4').is_dir()
 
 
 def test_what_lies_beside_the_checkpoints_never_ends_a_run(trained, stopped):
@@ -184,6 +187,50 @@ def test_what_lies_beside_the_checkpoints_never_ends_a_run(trained, stopped):
 def test_every_damage_leads_to_the_same_run(trained, stopped, name):
     {**{k: f for k, (f, _) in IN_CHECKPOINT.items()}, **BESIDE}[name](stopped)
     assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
+
+
+# --- no checkpoint is left to go on from
+
+
+def spoil_all(run_dir):
+    "Damage every checkpoint."
+    for step in run_dir.glob('step_*'): flip(step/'model.safetensors')
+
+
+def start_as_job(run_dir, restarts, *more):
+    "A start that Slurm has made."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('SLURM_JOB_ID', '7')
+        patch.setenv('SLURM_RESTART_COUNT', str(restarts))
+        return go(run_dir.parent.parent, *more)
+
+
+def held(run_dir):
+    "Names and bytes of a run's directory; the status and log of a start that nobody reads may be added to."
+    return {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob('*') if p.is_file() and p.name not in ('train.log', 'status')}
+
+
+@pytest.mark.parametrize('again', [False, True])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(stopped, again):
+    "One sentence names what is wrong and both ways on, and nothing is touched; a job that was started again says it in the run's directory."
+    (stopped/'job').write_text('slurm 7\n')
+    spoil_all(stopped)
+    before, status = held(stopped), (stopped/'status').read_text()
+    with pytest.raises(ValueError, match=r'no checkpoint in \S+ can be used. step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False') as e:
+        start_as_job(stopped, 1) if again else go(stopped.parent.parent, '--resume', 'True')
+    assert is_usage(e.value) and held(stopped) == before
+    assert (stopped/'status').read_text() == ('failed\n' if again else status)
+    assert ('this start was refused: cannot resume' in (stopped/'train.log').read_text()) == again
+
+
+def test_who_begins_anew_on_purpose_loses_nothing(trained, stopped):
+    "`--resume False` sets aside what there is, with its log; the run is the one that it was."
+    spoil_all(stopped)
+    before = held(stopped)
+    assert go(stopped.parent.parent, '--resume', 'False') == trained[1]
+    aside = held(stopped/'abandoned_1')
+    assert all(aside[p] == raw for p, raw in before.items() if str(p).startswith('step_') or p.name == 'log.jsonl')
+    assert 'set aside in' in (stopped/'train.log').read_text()
 
 
 # --- somebody else's checkpoint: complete, with a manifest of its own, and made to run code

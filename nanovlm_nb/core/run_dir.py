@@ -7,9 +7,9 @@ __all__ = ['CONFIG', 'CONFIGS', 'STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'NEXT',
            'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'COMPILED',
            'TRAINER_STATE', 'PIN', 'NEEDED', 'STATE', 'logger', 'REPLACED', 'LEFT_OVERS', 'json_lines', 'say_foreign',
            'read_log', 'missing_pieces', 'damaged_pieces', 'read_state', 'write_pointer', 'step_of', 'pointer_text',
-           'announce', 'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep', 'last_checkpoint', 'branch',
-           'best_kept', 'pinned', 'set_pin', 'abandoned', 'delete_abandoned', 'prune', 'prune_older', 'written',
-           'find_checkpoint']
+           'announce', 'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep', 'usable_checkpoint',
+           'last_checkpoint', 'branch', 'best_kept', 'pinned', 'set_pin', 'abandoned', 'delete_abandoned', 'prune',
+           'prune_older', 'written', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
 import json,logging,math,re,shutil,time
@@ -191,21 +191,29 @@ def sweep(
         else: p.unlink(missing_ok=True)
     return [p.relative_to(run_dir).as_posix() for p in found]
 
+def usable_checkpoint(
+    run_dir:Path, # directory of the run
+    thorough:bool=False, # read every file, as before a run goes on from it
+)->tuple[Path|None,dict[Path,str]]: # `last_checkpoint`; those that were passed over, with what is wrong
+    "The checkpoint that can be used, and why not another one."
+    named = _STEP.fullmatch(stands_at(run_dir))
+    limit = int(named[1]) if named else math.inf
+    found,passed = checkpoints(run_dir),{}
+    before,after = [p for p in found if step_of(p)<=limit],[p for p in found if step_of(p)>limit]
+    pointed = read_pointer(run_dir)
+    for path in ([pointed] if pointed else [])+[p for p in before[::-1]+after[::-1] if p!=pointed]:
+        if not (wrong := damaged_pieces(path) if thorough else missing_pieces(path)): return path,passed
+        why = 'damaged, '+'; '.join(wrong) if thorough else 'not complete, it lacks '+', '.join(wrong)
+        passed[path] = why
+        logger.warning('%s is %s: passed over', path, why)
+    return None,passed
+
 def last_checkpoint(
     run_dir:Path, # directory of the run
     thorough:bool=False, # read every file, as before a run goes on from it
 )->Path|None: # None: there is no complete checkpoint
     "Where a run stands: what `last_checkpoint` names, or if that is damaged the newest complete one before."
-    named = _STEP.fullmatch(stands_at(run_dir))
-    limit = int(named[1]) if named else math.inf
-    found = checkpoints(run_dir)
-    before,after = [p for p in found if step_of(p)<=limit],[p for p in found if step_of(p)>limit]
-    pointed = read_pointer(run_dir)
-    for path in ([pointed] if pointed else [])+[p for p in before[::-1]+after[::-1] if p!=pointed]:
-        if not (wrong := damaged_pieces(path) if thorough else missing_pieces(path)): return path
-        why = 'damaged, '+'; '.join(wrong) if thorough else 'not complete, it lacks '+', '.join(wrong)
-        logger.warning('%s is %s: passed over', path, why)
-    return None
+    return usable_checkpoint(run_dir, thorough)[0]
 
 def branch(
     run_dir:Path, # directory of the run

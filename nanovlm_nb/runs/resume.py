@@ -20,7 +20,8 @@ from ..core.files import MANIFEST,write_atomic
 from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve
 from ..core.run_dir import BEST,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned,best_kept
 from ..core.run_dir import checkpoints,find_checkpoint,last_checkpoint,missing_pieces,pointer_text
-from ..core.run_dir import read_log,read_state,set_pin,stands_at,step_of,write_pointer
+from ..core.run_dir import read_log,read_state,set_pin,stands_at,step_of,usable_checkpoint
+from ..core.run_dir import write_pointer
 from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
 from ..training.checkpoint import check_checkpoint
@@ -50,12 +51,35 @@ def is_own(
     "Does a checkpoint lie in a run's directory?"
     return Path(checkpoint).resolve().parent==Path(run_dir).resolve()
 
-def _auto(run_dir, path):
-    "A line about where the run stands, and what is wrong with the pointer."
-    said = stands_at(run_dir)
-    wrong = ('' if said==path.name else 'There is no file last_checkpoint. ' if not said
-             else f'last_checkpoint names {said[:40]!r}, which is not there or not complete. ')
+def _passed(wrong):
+    "What is wrong with checkpoints, the newest first; of many the first three."
+    named = [f'{p.name} is {why}' for p,why in wrong.items()]
+    return '. '.join(named[:3])+(f'. And {len(named)-3} more' if named[3:] else '')
+
+def _auto(run_dir, path, passed):
+    "A line about where the run stands, and what is wrong with the pointer or with later checkpoints."
+    said,wrong = stands_at(run_dir),''
+    if not said: wrong = 'There is no file last_checkpoint. '
+    elif said!=path.name and said not in {p.name for p in passed}:
+        wrong = f'last_checkpoint names {said[:40]!r}, which is not there. '
+    if passed: wrong += f'PASSED OVER: {_passed(passed)}. '
     return f'{wrong}Auto resumed from the latest checkpoint {path}.'
+
+def _anew(run_dir, train_cfg):
+    "A line about a run that begins."
+    run_dir = Path(run_dir)
+    if not train_cfg.resume: return 'A new run (resume is False).'
+    ended = ': an earlier start ended before its first checkpoint' if (run_dir/LOG).is_file() else ''
+    return f'Nothing to resume in {run_dir}{ended}: no complete checkpoint there, the run begins at update 0.'
+
+def _refuse_damaged(run_dir, passed):
+    "Raise a ValueError where a run had checkpoints, and none of them can be used."
+    wrong,said = {p:why for p,why in passed.items() if any(p.iterdir())},stands_at(run_dir)
+    if not wrong and not said: return # it has saved nothing
+    why = _passed(wrong) or f'last_checkpoint names {said[:40]!r}, which is not there'
+    raise ValueError(f'cannot resume: no checkpoint in {run_dir} can be used. {why}. '
+                     'Copy one there again, or begin anew: under another --run_name, or here with '
+                     '--resume False, which sets aside what there is')
 
 def _resumed(load_from, path):
     "A line about a checkpoint that was given."
@@ -72,22 +96,21 @@ def find_resume(
     again:bool=False, # an earlier start of the same job was here: where the run stands comes first
 )->tuple[Path|None,str]: # the checkpoint to go on from, or None; a line for the log
     "Decide where a run begins."
-    c,here = train_cfg,last_checkpoint(run_dir, thorough=train_cfg.resume or again)
-    if again and here is not None: return here,_auto(run_dir, here)
+    c,(here,passed) = train_cfg,usable_checkpoint(run_dir, thorough=train_cfg.resume or again)
+    if again and here is not None: return here,_auto(run_dir, here, passed)
+    given = c.load_from if c.resume and not is_pth(c.load_from) else None
+    if here is None and (again or c.resume and not given): _refuse_damaged(run_dir, passed)
     if not c.resume and c.load_from:
         return (None,f'Weights from {Path(find_checkpoint(c.load_from)).resolve()}; '
                      'optimizer and data begin anew (resume is False).')
-    if not c.resume: return None,'A new run (resume is False).'
-    if c.load_from and not is_pth(c.load_from):
-        path = given_checkpoint(c.load_from)
-        if here is None or is_own(run_dir, path): return path,_resumed(c.load_from, path)
+    if given:
+        path = given_checkpoint(given)
+        if here is None or is_own(run_dir, path): return path,_resumed(given, path)
         raise ValueError(f'{run_dir} stands at {here.name}, and load_from names {path}, which is not in it: '
                          'leave load_from out (--load_from None) to go on, '
             'or give another run_name to begin a run of its own from there')
-    if here is None:
-        return (None,f'Nothing to resume in {run_dir}: '
-                     'no complete checkpoint there, the run begins at update 0.')
-    return here,_auto(run_dir, here)
+    if here is None or not c.resume: return None,_anew(run_dir, c)
+    return here,_auto(run_dir, here, passed)
 
 # %% ../../nbs/53_runs.resume.ipynb #c48eb981
 RECORDS = {'.jsonl','.json','.log','.md','.png','.yaml'} # files of a run that tell what was
@@ -96,7 +119,7 @@ LEFT_DASHBOARD = 'wandb_id.left' # the dashboard's name of what is about to be l
 
 def leave_dashboard(
     run_dir:Path, # directory of a run
-    checkpoint:Path, # where it will go on
+    checkpoint:Path|None, # where it will go on; None: none of its own
 )->None:
     "If something will be left behind, what follows is another run on the dashboard; call before the log."
     if left_behind(run_dir, checkpoint) and (run_dir/WANDB_ID).is_file():
@@ -104,10 +127,10 @@ def leave_dashboard(
 
 def left_behind(
     run_dir:Path, # directory of a run
-    checkpoint:Path, # one of its checkpoints
+    checkpoint:Path|None, # one of its checkpoints; None: none of them can be used
 )->list[Path]: # the oldest step first
     "Checkpoints that are not on the way to this one."
-    return [p for p in checkpoints(run_dir) if step_of(p)>step_of(checkpoint)]
+    return [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
 
 def abandoned_folder(
     run_dir:Path, # directory of a run
@@ -125,6 +148,7 @@ def _copy_records(run_dir, folder):
 
 def _point_at_best(run_dir, checkpoint):
     "Let `best_checkpoint` name the best one up to this; without one there is no such file."
+    if checkpoint is None: return (run_dir/BEST).unlink(missing_ok=True)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     step,(_,lowest) = step_of(checkpoint),best_kept(run_dir, dict(step=step_of(checkpoint))|state)
     names = (f"step_{state.get('best_model_step')}", f"step_{state.get('best_step')}",
@@ -136,18 +160,19 @@ def _point_at_best(run_dir, checkpoint):
 
 def go_back(
     run_dir:Path, # directory of a run that nobody else writes
-    checkpoint:Path, # one of its checkpoints
+    checkpoint:Path|None, # one of its checkpoints; None: at its beginning
     config:bytes|None=None, # `config.yaml` of the start before
 )->Path|None: # where what is newer was set aside; None: nothing is newer
     "Let a run stand at one of its checkpoints."
     newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
     (run_dir/NEXT).unlink(missing_ok=True)
-    write_pointer(run_dir, LAST, checkpoint) # from here on it stands there
+    if checkpoint is None: (run_dir/LAST).unlink(missing_ok=True)
+    else: write_pointer(run_dir, LAST, checkpoint) # from here on it stands there
     if newer:
         folder.mkdir(exist_ok=True)
         _copy_records(run_dir, folder)
         if config is not None: (folder/CONFIG).write_bytes(config)
-        write_atomic(folder/'left_at', f'{checkpoint.name}\n')
+        write_atomic(folder/'left_at', f'{checkpoint.name if checkpoint else "step_0"}\n')
         if (best := pointer_text(run_dir, BEST)) in {p.name for p in newer}:
             write_atomic(folder/BEST, best+'\n')
     _point_at_best(run_dir, checkpoint)
@@ -168,7 +193,7 @@ def note_start(
 )->None:
     "Let the run stand where it begins, then say whose the directory is: a kill in between costs nothing."
     if checkpoint is not None and is_own(run_dir, checkpoint): go_back(run_dir, checkpoint, config)
-    else: # nothing here is complete, see `find_resume`
+    else: # nothing here can be used, see `find_resume`; it is set aside when all parts of the run are there
         for name in (NEXT,LAST): (run_dir/name).unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir/JOB, ''.join(f'{job}\n' for job in jobs))
@@ -331,13 +356,15 @@ def rates(
 
 def aside_lines(
     run_dir:Path, # directory of the run
-    checkpoint:Path, # where it will go on
+    checkpoint:Path|None, # where it will go on; None: it begins anew
 )->list[str]: # a line, or none
     "What going on from there leaves behind."
-    newer = left_behind(run_dir, checkpoint) if is_own(run_dir, checkpoint) else []
+    own = checkpoint is not None and is_own(run_dir, checkpoint)
+    newer = left_behind(run_dir, checkpoint if own else None)
     if not newer: return []
     names = ', '.join(p.name for p in newer)
-    return [f'{names}: not on the way from {checkpoint.name}, '
+    why = f'not on the way from {checkpoint.name}' if own and checkpoint else 'damaged or not complete'
+    return [f'{names}: {why}, '
             f'set aside in {abandoned_folder(run_dir)} with the log of that time '
         f'(`nanovlm runs {run_dir} --delete_abandoned` deletes that)']
 

@@ -13,7 +13,7 @@ __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'TOWER', 'IN_PR
            'millions', 'met', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
-import json,os,re,shutil,signal,threading
+import json,os,re,shutil,signal,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager
@@ -25,14 +25,14 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.files import MANIFEST,has_digests,write_atomic
-from ..core.usage import SAID,ends_at_once,is_usage
+from ..core.usage import SAID,ends_at_once,is_usage,one_line
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from ..core.config import set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
 from ..core.dist import set_threads
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG,NEXT
-from ..core.run_dir import STATUS,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint,read_log
-from ..core.run_dir import read_state,recover,sweep
+from ..core.run_dir import STATUS,TEXT_LOG,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint
+from ..core.run_dir import read_log,read_state,recover,sweep
 from ..core.logs import RunLog,plot_curves
 from ..core.advice import advice,loader_workers,memory_remedies,save_notes
 from ..core.recipe import Parts,parts_of,recipe_note
@@ -52,7 +52,7 @@ from ..training.trainer import Trainer,Unstable
 from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume
-from .resume import is_again,is_own,leave_dashboard,note_start,rate_lines
+from .resume import go_back,is_again,is_own,leave_dashboard,note_start,rate_lines
 from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
 from .record import HUB_ERRORS,publish,where_to_publish,write_record
 
@@ -297,10 +297,10 @@ def plan_resume(
     lines = [f'{job} starts this run again, start {n+1}' for job,n in jobs.items() if n and again]+[line]
     if path is None:
         kept = [p.name for p in checkpoints(run_dir)]
-        if kept and not train_cfg.resume and not again:
+        if kept and not train_cfg.resume and not again and last_checkpoint(run_dir, thorough=True):
             raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be '
                 'mixed up with: give another run_name, or --resume True to go on')
-        return None,lines
+        return None,lines+aside_lines(run_dir, None)
     if not has_digests(path):
         lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: '
             'what its files hold is not compared')
@@ -596,13 +596,22 @@ def _restore(before):
 def put_back(
     before:Before, # from `look_before`
     dist:Dist, # only rank 0 writes
+    again:bool=False, # a job is started again, and nobody reads its terminal
 )->Iterator[Callable]: # to be called when the run is about to train: from then on nothing is put back
     "Undo what a start has written, should it be refused."
     stays = []
     try: yield lambda: stays.append(True)
     except SAID as e:
-        if dist.is_master and not stays and is_usage(e): _restore(before)
+        if dist.is_master and not stays and is_usage(e):
+            _restore(before)
+            if again: _leave_word(before.run_dir, one_line(e))
         raise
+
+def _leave_word(run_dir, line):
+    "Say in a run's directory why it does not go on."
+    with (run_dir/TEXT_LOG).open('a', encoding='utf-8') as f:
+        f.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} ERROR this start was refused: {line}\n')
+    write_atomic(run_dir/STATUS, 'failed\n')
 
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 class RunPlan(NamedTuple):
@@ -658,7 +667,7 @@ def opened(
 )->Iterator[Desk]: # to work at
     "Inside, the run's directory is its own, with log and status."
     run_dir,(vlm_cfg,c) = plan.run_dir,plan.parts.configs
-    with hold(run_dir, dist, plan.jobs), put_back(plan.before, dist) as stays:
+    with hold(run_dir, dist, plan.jobs), put_back(plan.before, dist, is_again(run_dir, plan.jobs)) as stays:
         def begins(): return plan_resume(vlm_cfg, c, run_dir, dist.world_size, plan.jobs, plan.parts.schedule)
         checkpoint,lines = on_master(dist, begins)
         make_run_dir(vlm_cfg, c, dist, run_dir, config)
@@ -676,8 +685,9 @@ def step_in(
     checkpoint:Path|None, # where it goes on
 )->None:
     "Let the directory say whose it is now; if the checkpoint is its own, only when that has been read."
-    if checkpoint is not None and is_own(plan.run_dir, checkpoint): leave_dashboard(plan.run_dir, checkpoint)
-    else: note_start(plan.run_dir, checkpoint, plan.jobs)
+    own = checkpoint if checkpoint is not None and is_own(plan.run_dir, checkpoint) else None
+    leave_dashboard(plan.run_dir, own)
+    if own is None: note_start(plan.run_dir, checkpoint, plan.jobs)
 
 def set_up(
     desk:Desk, # from `opened`
@@ -694,7 +704,7 @@ def set_up(
     for line in first_lines(trainer, plan, desk.lines): log.info(line)
     use_evals(trainer)
     if checkpoint is not None: go_on_from(trainer, desk, checkpoint)
-    else: begin_anew(trainer)
+    else: begin_anew(trainer, desk)
     train,val = trainer.train_loader.source,trainer.val_loader.source # a run that goes on keeps its split
     log.info(size_line(train, val))
     use_frozen_tower(trainer, checkpoint)
@@ -721,11 +731,12 @@ def go_on_from(
     checkpoint:Path, # to be loaded
 )->None:
     "Load a checkpoint; what is newer in its directory is set aside when all of it has been read."
-    plan = desk.plan
+    plan,before = desk.plan,desk.plan.before.files.get(CONFIG)
     def move():
         desk.stays()
-        if trainer.dist.is_master and desk.own:
-            note_start(plan.run_dir, checkpoint, plan.jobs, plan.before.files.get(CONFIG))
+        if not trainer.dist.is_master: return
+        if desk.own: note_start(plan.run_dir, checkpoint, plan.jobs, before)
+        else: go_back(plan.run_dir, None, before)
     trainer.load(checkpoint, trainer.cfg.force_resume, True, move)
 
 def sum_up(
@@ -756,10 +767,12 @@ def settle_in(
 
 def begin_anew(
     trainer:Trainer, # without a checkpoint to go on from
+    desk:Desk, # whose run it is
 )->None:
-    "Whatever an earlier start has left is done again."
-    run_dir,dist = trainer.log.run_dir,trainer.dist
-    if dist.is_master and last_checkpoint(run_dir, thorough=True) is None:
+    "Whatever an earlier start has left is done again; checkpoints that cannot be used are set aside."
+    run_dir = trainer.log.run_dir
+    if trainer.dist.is_master:
+        if go_back(run_dir, None, desk.plan.before.files.get(CONFIG)): desk.stays()
         trainer.log.cut(0)
         trainer.left_out.cut()
         forget_bad_updates(run_dir, -1)
