@@ -107,6 +107,40 @@ def test_every_recipe_of_the_tutorial_is_tried_and_is_short():
     assert file.count('(vlm_cfg, train_cfg)') == len(RECIPES) and max(len(c.splitlines()) for c in own_cells()) <= 30
 
 
+# --- from the command to the loss
+
+WATCHED = """
+import sys
+from pathlib import Path
+import nanovlm_nb
+from nanovlm_nb.core.recipe import Parts
+from nanovlm_nb.runs.run import make_model
+
+HOME, seen = str(Path(nanovlm_nb.__file__).parent), []
+
+def watched(vlm_cfg, train_cfg):
+    def model(*args):
+        made = make_model(*args)
+        made.register_forward_pre_hook(lambda *_: seen.append(stack()) if made.training else None)
+        return made
+    return Parts(model=model)
+
+def stack():
+    frame, names = sys._getframe(), []
+    while frame := frame.f_back:
+        if frame.f_code.co_filename.startswith(HOME): names.append((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
+    return names[::-1]
+"""
+
+
+def test_a_traceback_is_short():
+    "Who meets an error in a model reads how the command came there in six frames of three files."
+    Path('watched.py').write_text(WATCHED)
+    train('watched', '--recipe', 'watched:watched', '--compile', 'False')
+    import watched
+    assert {tuple(way) for way in watched.seen} == {(('cli', 'main'), ('run', 'main'), ('run', 'run'), ('trainer', 'train'), ('trainer', 'train_step'), ('trainer', 'forward_backward'))}
+
+
 # --- whom one trusts
 
 def test_a_checkpoint_runs_nobodys_code(place, capsys):

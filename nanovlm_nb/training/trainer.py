@@ -501,7 +501,9 @@ class Stepping(Clipping):
         start,last = time.perf_counter(),len(update.micro_batches)-1
         lrs = set_lrs(self.optimizer, self.schedule, *self.place(update.samples))
         with self.clock('forward_backward'):
-            losses = [self.forward_backward(b, update, i==last) for i,b in enumerate(update.micro_batches)]
+            losses = []
+            for i,batch in enumerate(update.micro_batches):
+                losses.append(self.forward_backward(batch, update, i==last))
         self.leave_alone(update)
         self.clock.move('forward_backward', 'communication', self.waited)
         with self.clock('optimizer'): scalar = self.clip()
@@ -966,18 +968,6 @@ class Trainer(Closing):
         n,cuda = self.cfg.profile if self.dist.is_master else 0,self.dist.device.type=='cuda'
         return profiled(self.updates(), n, self.log.run_dir, cuda, self.log.info)
 
-    def train_from_here(self)->TrainState: # where the run ended
-        "Updates, each followed by what is due."
-        for made,update in enumerate(self.watched_updates()):
-            self.train_step(update)
-            if made==0: self.settle_down(update)
-            for hook in self.hooks: hook.after_update(self, update)
-            if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
-            if not self.close_update(): return self.interrupted()
-            self.look_after_evals()
-            if self.stopped() and not self.finished: return self.interrupted()
-        return self.state if self.close_run() else self.interrupted()
-
     def train(self)->TrainState: # where the run ended
         "From the untrained model's validation to the last checkpoint; a signal ends it with a checkpoint."
         self.model.train()
@@ -985,7 +975,16 @@ class Trainer(Closing):
             self.plan_length()
             self.settle_compile()
             if not self.begin(): return self.interrupted()
-            return self.state if self.resumed and self.finished else self.train_from_here()
+            if self.resumed and self.finished: return self.state
+            for made,update in enumerate(self.watched_updates()):
+                self.train_step(update)
+                if made==0: self.settle_down(update)
+                for hook in self.hooks: hook.after_update(self, update)
+                if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
+                if not self.close_update(): return self.interrupted()
+                self.look_after_evals()
+                if self.stopped() and not self.finished: return self.interrupted()
+            return self.state if self.close_run() else self.interrupted()
         except Unreachable as e: return self.out_of_reach(e)
         finally:
             gc.unfreeze()
