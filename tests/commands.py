@@ -8,10 +8,18 @@ from types import SimpleNamespace
 
 from warm import Warm
 
+from nanovlm_nb.core.config import preset, tiny
+from nanovlm_nb.core.recipe import changed_fields
+
+VLM, _ = tiny()
+
+#: what makes the model of the preset `shapes` small
+SIZES = {name: getattr(VLM, name) for name in sorted(changed_fields(preset('shapes')[0], VLM))}
+
 #: a model and a run small enough for a test
-TINY = ('--vit_hidden_dim 32 --vit_n_heads 2 --vit_n_blocks 1 --lm_hidden_dim 32 --lm_inter_dim 64 --lm_n_heads 2 --lm_n_kv_heads 1 --lm_n_blocks 1 '
-        '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
-        '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --log_wandb False --progress_bar False').split()
+TINY = [word for name, value in SIZES.items() for word in (f'--{name}', str(value))] + (
+    '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
+    '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --log_wandb False --progress_bar False').split()
 
 #: the variable that tells workers of xdist where the warm python is
 SHARED_WARM = 'NANOVLM_WARM_PYTHON'

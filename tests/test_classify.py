@@ -12,13 +12,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from commands import run, start_of
+from commands import SIZES, run, start_of
 from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
 from nanovlm_nb.cli import main
 from nanovlm_nb.uses.labels import digits_splits, load_classes, shapes_splits
 
 UPDATES, EVERY = 12, 3
-MODEL = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch', 'best_overall_accuracy', 'best_model_step')
 
 
@@ -40,7 +39,7 @@ def settings(cwd, name, **training):
     more = dict(datasets=['numerals', 'figures'], run_name=name, epochs=20, max_training_steps=UPDATES, learning_rate=3e-3, warmup_steps=2, batch_size=4, gradient_accumulation_steps=2,
                 dataloader_num_workers=0, dtype='float32', progress_bar=False, save_total_limit=-1) | training
     monitor = dict(eval_log_freq=EVERY, log_freq=2, perf_log_freq=2, gpu_log_freq=2, use_wandb=False)
-    (cwd/f'{name}.yaml').write_text(yaml.safe_dump(dict(model=MODEL, training=more, monitor=monitor)))
+    (cwd/f'{name}.yaml').write_text(yaml.safe_dump(dict(model=SIZES, training=more, monitor=monitor)))
     return cwd/f'{name}.yaml'
 
 
@@ -185,7 +184,7 @@ def test_names_as_answers(place, whole):
 
 def test_yaml_round_trip(whole):
     s = Settings.load(whole/'classify.yaml')
-    assert s.training.run_name == 'whole' and s.vlm == MODEL
+    assert s.training.run_name == 'whole' and s.vlm == SIZES
     s.save(whole.parent/'copy.yaml')
     assert Settings.load(whole.parent/'copy.yaml') == s
 

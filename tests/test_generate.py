@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import run
 from nanovlm_nb.answers.answer import Asker, Chat
-from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.core.config import tiny
 from nanovlm_nb.model.generate import Picker, TextStream, penalise_repeats, sample, top_k_top_p_filtering
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.data.shapes import shapes_dataset
@@ -73,8 +73,7 @@ def test_sampled_shares_are_the_probabilities():
 @pytest.fixture(scope='module')
 def asker():
     "Untrained, but with scores that differ; pictures of up to 2 x 2 tiles."
-    cfg = evolve(preset('shapes')[0], vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2,
-        max_img_size=128, resize_to_max_side_len=False, init_std=.3)
+    cfg, _ = tiny(lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, max_img_size=128, resize_to_max_side_len=False, init_std=.3)
     torch.manual_seed(1)
     return Asker.from_model(VisionLanguageModel(cfg, load_backbone=False), load_tokenizer(cfg))
 

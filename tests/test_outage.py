@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants, hf_file_system
 from huggingface_hub.utils import _http
 
-from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.data.dataset import Unreachable, config_names, load_configs
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.tools.inspect import _stored_row
@@ -25,10 +25,7 @@ from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.core.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')
-VLM, CFG = preset('shapes')
-VLM = evolve(VLM, vit_hidden_dim=32, vit_n_blocks=1, vit_n_heads=2, lm_hidden_dim=32, lm_inter_dim=64, lm_n_blocks=1, lm_n_heads=2, lm_n_kv_heads=1, lm_max_length=128)
-CFG = evolve(CFG, num_workers=0, val_workers=0, num_of_sequences=2, max_sample_length=128, batch_size=1, gradient_accumulation_steps=2, max_training_steps=8,
-             eval_interval=4, max_val_batches=2, stats_log_interval=4, ask_samples=0, stream_dataset=True, val_size=4, log_wandb=False, progress_bar=False, dtype='float32')
+VLM, CFG = tiny(lm_max_length=128, max_sample_length=128, num_of_sequences=2, batch_size=1, gradient_accumulation_steps=2, max_val_batches=2, stats_log_interval=4, stream_dataset=True, data_cutoff_idx=10000, val_size=4)
 
 
 class Server:

@@ -6,7 +6,7 @@
 __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL', 'REFUSED', 'ATTN_BACKENDS', 'SCHEDULES',
            'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful', 'refused',
            'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields', 'DataFields',
-           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'save_yaml', 'read_yaml',
+           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'tiny', 'save_yaml', 'read_yaml',
            'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run',
            'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
 
@@ -893,6 +893,23 @@ def preset(
     check_known([str(name)], list(PRESETS), 'preset')
     vlm,train = PRESETS[name]
     return VLMConfig(**vlm),TrainConfig(**train)
+
+# %% ../../nbs/02_core.config.ipynb #1c0d7102
+_TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64,
+    lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
+_TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_workers=0, val_workers=0,
+    max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32', log_wandb=False,
+    progress_bar=False)
+
+def tiny(
+    **changes, # fields of either configuration
+)->tuple[VLMConfig,TrainConfig]: # of the preset `shapes`, made small
+    "A model and a run to try things with."
+    vlm,train = preset('shapes')
+    of_model = {k:v for k,v in changes.items() if k in {f.name for f in fields(VLMConfig)}}
+    of_run = {k:v for k,v in changes.items() if k not in of_model}
+    return evolve(vlm, **_TINY_VLM|of_model),evolve(train, **_TINY_TRAIN|of_run)
+
 
 # %% ../../nbs/02_core.config.ipynb #12e1b890
 def save_yaml(
