@@ -57,6 +57,17 @@ MISUSES = [
     ('train', '--num_workers 99', 'num_workers 99 > '),
     ('train', '--offload_params True', 'offload_params needs sharding zero3'),
     ('train', '--cache_features True', 'cache_features needs a frozen vision tower'),
+    # adapters
+    ('train', '--lora_rank -1', 'lora_rank is -1: give 0 or more'),
+    ('train', '--lora_rank 0 --lora_alpha 16', 'lora_alpha 16.0 without lora_rank: give --lora_rank 16, say'),
+    ('train', '--lora_rank 4', 'adapters stand beside the weights of a checkpoint that is trained already; give --load_from CHECKPOINT'),
+    ('train', '--lora_rank 4 --load_from nowhere/step_5', 'nowhere/step_5'),
+    ('train', '--lora_rank 4 --load_from RUN --lora_targets k_prog', "lora_targets names 'k_prog', and no linear layer of this model is called so"),
+    ('train', '--lora_rank 4 --load_from RUN --language_last_blocks 1', 'all weights stay as they are beside adapters; name blocks in lora_targets'),
+    ('train', '--lora_rank 4 --load_from RUN --lr_lora 0', 'lr_lora is 0.0: give a number above 0'),
+    ('train', '--lora_rang 4', 'did you mean `--lora_rank`?'),
+    ('plan', '--lora_rank 4 --lora_targets head', "lora_targets names 'head', and no linear layer"),
+    ('xray', '--lora_rank 4 --lora_targets head', "lora_targets names 'head', and no linear layer"),
     # files of settings
     ('train', '--config none.yaml', 'none.yaml: there is no such file or directory: correct the path'),
     ('train', '--config .', '.: this is a directory: give a file'),
@@ -173,6 +184,8 @@ MISUSES = [
     ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
     ('export', 'RUN out --format onnx', "--format: invalid choice: 'onnx'"),
+    ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
+    ('export', 'adapters out', 'adapters has use_dora True, which is not read here: merge it with peft'),
     ('export', 'RUN picture.png', 'picture.png is a file: give a new directory'),
     ('export', 'RUN picture.png/x', 'picture.png is a file: give a new directory'),
     ('export', 'RUN', 'required: out'),
@@ -241,6 +254,8 @@ def place(tmp_path_factory):
     (home/'lost'/'step_2'/'model.safetensors').unlink()
     (home/'torn').mkdir()
     (home/'torn'/'config.json').write_text('{')
+    (home/'adapters').mkdir()
+    (home/'adapters'/'adapter_config.json').write_text('{"peft_type": "LORA", "use_dora": true, "base_model_name_or_path": "checkpoints/r/step_2"}')
     picture(home/'picture.png')
     return home
 

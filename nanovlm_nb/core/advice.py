@@ -161,10 +161,11 @@ def stability_advice(
 )->list[str]: # what to change, the first first
     "For a run whose loss or gradient norm jumps."
     c = train_cfg
-    lines = [f'lr_mp {c.lr_mp:g} -> {.001 if c.lr_mp>.001 else c.lr_mp/2:g}'] if c.lr_mp else []
+    first = f'lr_mp {c.lr_mp:g} -> {.001 if c.lr_mp>.001 else c.lr_mp/2:g}'
+    lines = [first] if c.lr_mp and not c.lora_rank else []
     lines.append(f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}')
-    rates = {n:getattr(c, n) for n in (('lr_vision_backbone','lr_language_backbone')
-                                       if c.lr_backbones is None else ('lr_backbones',))}
+    backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
+    rates = {n:getattr(c, n) for n in (('lr_lora',) if c.lora_rank else backbones)}
     lines += [f'{n} {lr:g} -> {lr/2:g}' for n,lr in rates.items() if lr]
     clip = '1.0' if c.max_grad_norm is None else f'{c.max_grad_norm/2:g}'
     return [*lines, f'max_grad_norm {c.max_grad_norm} -> {clip}: '
@@ -193,7 +194,9 @@ MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is sho
 
 def _keeps_activations(cfg, part):
     "A frozen tower is not gone through backwards; the language model always is, for the projector's sake."
-    return part=='language' or (cfg.lr_vision_backbone if cfg.lr_backbones is None else cfg.lr_backbones)>0
+    if part=='language': return True
+    if cfg.lora_rank: return any(not t.startswith('decoder') for t in cfg.lora_targets)
+    return (cfg.lr_vision_backbone if cfg.lr_backbones is None else cfg.lr_backbones)>0
 
 def memory_remedies(
     vlm_cfg:VLMConfig, # the model

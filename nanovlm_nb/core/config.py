@@ -526,6 +526,16 @@ class OptimFields:
     lr_backbones:float|None = fine(None, 'one learning rate for both backbones instead', common=True)
     language_last_blocks:int|None = fine(None,
         'train only so many last blocks of the language model, with its rate; None: all of it')
+    lora_rank:int = refused(0,
+        'rank of adapters (LoRA): the weights of load_from stay as they are, and a pair of narrow matrices '
+        'beside each of lora_targets learns; 0: no adapters',
+        'the adapters would have other shapes', common=True)
+    lora_alpha:float|None = refused(None, 'adapters count lora_alpha/lora_rank times; None: twice',
+        'the adapters would count differently')
+    lora_targets:list[str] = refused(['decoder'],
+        'linear layers that get an adapter, each a part of their names: decoder, q_proj, '
+        'vision_encoder.blocks.*.mlp', 'other layers would have adapters')
+    lr_lora:float = fine(2e-4, 'learning rate of the adapters; beside it the other rates do not count')
     weight_decay:float = careful(0.01, 'AdamW weight decay',
         'from here on weights decay differently', common=True)
     betas:list[float] = careful([0.9,0.999], 'AdamW averages of gradient and squared gradient',
@@ -580,6 +590,7 @@ class OptimFields:
         _require(samples is None or epochs is None,
                  f"max_training_samples {samples} and max_epochs {epochs} both end the run: "
                  "set one of them to None")
+        self.check_lora()
         spike = self.max_grad_spike
         _require(spike is None or spike>1, f"max_grad_spike is {spike}: give a factor above 1, or None")
         _require(len(self.betas)==2 and all(0<=b<1 for b in self.betas),
@@ -594,6 +605,19 @@ class OptimFields:
                  "or module:function of your own")
         _one_of(self, 'loss_average', ('tokens','micro_batches'))
         _one_of(self, 'dtype', ('auto','bfloat16','float16','float32'))
+
+    def check_lora(self)->None:
+        "Raise a ValueError where the numbers cannot make adapters."
+        _at_least_0(self, 'lora_rank')
+        alpha,last = self.lora_alpha,self.language_last_blocks
+        _require(alpha is None or alpha>0, f"lora_alpha is {alpha}: give a number above 0, or None")
+        if not self.lora_rank:
+            return _require(alpha is None, f"lora_alpha {alpha} without lora_rank: give --lora_rank 16, say")
+        _positive(self, 'lr_lora')
+        _require(self.lora_targets, "lora_targets is empty: name a part of the model, such as decoder")
+        _require(last is None, f"language_last_blocks {last} and lora_rank {self.lora_rank}: "
+                 "all weights stay as they are beside adapters; "
+                 "name blocks in lora_targets, such as decoder.blocks.31")
 
 # %% ../../nbs/02_core.config.ipynb #e313467a
 @dataclass
@@ -741,7 +765,7 @@ class ReportFields:
         'how an update is shown: all figures, or minimind, its line with the minutes left of the epoch, '
         'every stats_log_interval')
     log_wandb:bool = fine(True, 'report to Weights & Biases', common=True)
-    wandb_entity:str|None = fine('HuggingFace', 'whose account; None: yours', common=True)
+    wandb_entity:str|None = fine('HuggingFace', 'whose account there; None: yours')
     wandb_project:str = fine('nanoVLM', 'project there', common=True)
     use_lmms_eval:bool = fine(True, 'evaluate checkpoints with lmms-eval', common=True)
     lmms_eval_tasks:str = fine(
@@ -799,7 +823,11 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
 
     def check_frozen(self)->None:
         "Raise a ValueError where something needs a frozen part, and it trains, or the reverse."
-        vision,language = self.lr_backbone_pair
+        # whether adapters touch the tower is known when they are put on
+        vision,language = (0.,0.) if self.lora_rank else self.lr_backbone_pair
+        _require(self.save_vision or not self.lora_rank,
+                 f"save_vision False and lora_rank {self.lora_rank}: a checkpoint of adapters holds "
+                 "no tower anyway, leave save_vision out")
         _require(not (self.cache_features and self.custom_transforms),
                  "cache_features with custom_transforms: changed pictures are new ones in each epoch, "
                  "and keeping their features fills the disk; leave one of them out")
@@ -1121,7 +1149,7 @@ def projector_advice(
 )->list[str]: # a line for each number outside of its range; empty when more than the projector trains
     "What is unusual in a run that trains only the projector."
     c = train_cfg
-    if any(c.lr_backbone_pair): return []
+    if any(c.lr_backbone_pair) or c.lora_rank: return []
     values = dict(max_epochs=c.max_epochs, packs_of_an_update=effective_batch_size(c, world_size),
                   lr_mp=c.lr_mp)
     return [f"{name} is {v}: for a projector alone, {low} to {high} is usual" for name,v in values.items()
@@ -1141,6 +1169,7 @@ def get_run_name(
     vision,language = ((train_cfg.lr_vision_backbone,train_cfg.lr_language_backbone)
                        if joint is None else (joint,joint))
     lrs = f'lr_vision_{vision}-language_{language}-{train_cfg.lr_mp}'
+    if train_cfg.lora_rank: lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
     length = (train_cfg.max_training_steps if train_cfg.max_training_samples is None
               else length_of_run(train_cfg).replace(' ', ''))
     return (f'nanoVLM_{vit}_{vlm_cfg.max_img_size}_mp{vlm_cfg.mp_pixel_shuffle_factor}_{lm}_{world_size}xGPU_'

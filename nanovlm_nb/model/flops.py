@@ -68,13 +68,16 @@ def vision_flops(
     cfg:VLMConfig, # reads the `vit_*` fields
     trained:bool=True, # the tower learns
     checkpointing:bool=False, # its blocks are computed again in the backward pass
+    adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->Flops: # of one tile
     "The vision tower on one tile."
     P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
+    passed = trained or adapters>0
     patch = matrix_flops(3*cfg.vit_patch_size**2*D, trained, False)
-    block = matrix_flops(4*D*D + 2*D*I, trained, trained)
-    mixing = Flops(4*P*D, 8*P*D*trained)
-    again = Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and trained))
+    block = matrix_flops(4*D*D + 2*D*I, trained, passed)
+    mixing = Flops(4*P*D, 8*P*D*passed)
+    again = Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
+    patch = patch.plus(matrix_flops(adapters, True, True))
     return patch.times(cfg.n_patches).plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P))
 
 # %% ../../nbs/19_model.flops.ipynb #45dda643
@@ -82,12 +85,15 @@ def projector_flops(
     cfg:VLMConfig, # reads both widths, the pixel shuffle and the kind of projector
     trained:bool=True, # the projector learns
     passed:bool=True, # so does the vision tower
+    adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->Flops: # of one tile
     "The projector on one tile."
     weights = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2*cfg.lm_hidden_dim
-    second = matrix_flops(cfg.lm_hidden_dim**2, trained, trained or passed).times(cfg.mp_kind=='mlp')
+    learns = trained or adapters>0
+    second = matrix_flops(cfg.lm_hidden_dim**2, trained, learns or passed).times(cfg.mp_kind=='mlp')
     through = passed or cfg.mp_kind=='mlp' and trained
-    return matrix_flops(weights, trained, through).plus(second).times(cfg.mp_image_token_length)
+    beside = matrix_flops(adapters, True, passed)
+    return matrix_flops(weights, trained, through).plus(second).plus(beside).times(cfg.mp_image_token_length)
 
 # %% ../../nbs/19_model.flops.ipynb #1c200bb6
 def mlp_weights(
@@ -110,6 +116,7 @@ def language_flops(
     trains:Iterable[str]=COMPONENTS, # components that learn
     last_blocks:int|None=None, # of the language model only so many blocks learn; None: all of it
     checkpointing:bool=False, # its blocks are computed again in the backward pass
+    adapters:dict[str,int]|None=None, # numbers in the adapters of each component
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "The language model."
     L = cfg.lm_n_blocks
@@ -117,11 +124,12 @@ def language_flops(
     W = cfg.lm_n_heads*cfg.head_width
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
-    passed = L if whole or {'MP','vision_encoder'} & set(trains) else learning
+    passed = L if whole or adapters or {'MP','vision_encoder'} & set(trains) else learning
     w,again = block_weights(cfg), passed*checkpointing
     # with experts, the mixture of their answers needs these
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
-    return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)),
+    beside = matrix_flops((adapters or {}).get('decoder', 0), True, True)
+    return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside),
         attention=Flops(4*W*L, 8*W*passed, again*4*W), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
 def unit_flops(
@@ -131,14 +139,18 @@ def unit_flops(
     vision_checkpointing:bool=False, # recompute the vision tower
     language_checkpointing:bool=False, # recompute the language model
     cache_features:bool=False, # what a frozen vision tower made of a tile is read and not computed
+    adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
 )->dict[str,Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
     "What one unit of each count costs; computed once for a run."
-    trains = set(trains)
+    beside = adapters or {}
+    trains = set() if beside else set(trains)
     _check_trains(trains, last_blocks, cfg)
-    vision = 'vision_encoder' in trains
-    seen = Flops() if cache_features and not vision else vision_flops(cfg, vision, vision_checkpointing)
-    return dict(vision=seen, projector=projector_flops(cfg, 'MP' in trains, vision),
-        **language_flops(cfg, trains, last_blocks, language_checkpointing))
+    vision,n = 'vision_encoder' in trains,beside.get('vision_encoder', 0)
+    cached = cache_features and not vision and not n
+    seen = Flops() if cached else vision_flops(cfg, vision, vision_checkpointing, n)
+    projector = projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))
+    return dict(vision=seen, projector=projector,
+        **language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
 
 # %% ../../nbs/19_model.flops.ipynb #2d969064
 def step_flops(
@@ -188,7 +200,8 @@ GPUS = {'B200':Gpu(2250, 180), 'H200 NVL':Gpu(835, 141), 'H200':Gpu(989, 141), '
     'H100 PCIe':Gpu(756, 80), 'H100 NVL':Gpu(835, 94), 'H100':Gpu(989, 80), 'A100 40GB':Gpu(312, 40),
     'A100':Gpu(312, 80), 'L40S':Gpu(362, 48), 'L4':Gpu(121, 24), 'A40':Gpu(150, 48), 'A30':Gpu(165, 24),
     'A10G':Gpu(70, 24), 'A10':Gpu(125, 24), 'RTX 6000 Ada':Gpu(364, 48), 'RTX A6000':Gpu(155, 48),
-    'RTX 5090':Gpu(210, 32), 'RTX 4090':Gpu(165, 24), 'RTX 3090':Gpu(71, 24), 'V100':Gpu(125, 32),
+    'RTX 5090':Gpu(210, 32), 'RTX 4090':Gpu(165, 24), 'RTX 3090':Gpu(71, 24), 'RTX 3060 Ti':Gpu(32, 8),
+    'RTX 3060':Gpu(25, 12), 'V100':Gpu(125, 32),
     'T4':Gpu(65, 16), 'MI300X':Gpu(1307, 192), 'MI250X':Gpu(383, 128)}
 # words of names that stand for another chip, or for a part of one
 LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}

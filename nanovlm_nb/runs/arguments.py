@@ -367,7 +367,7 @@ def invariance_parser()->Parser: # of `nanovlm invariance`
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00018
-FORMATS = ('smolvlm','idefics3','nanovlm') # what can be written; the last one is ours
+FORMATS = ('smolvlm','idefics3','nanovlm','peft') # what can be written; nanovlm is ours
 
 def _check_export(a):
     out = Path(a.out)
@@ -379,10 +379,12 @@ def export_parser()->Parser: # of `nanovlm export`
     "Write a model for transformers, or as nanoVLM's checkpoint."
     p = Parser('nanovlm export', description=export_parser.__doc__, check=_check_export)
     p.add_argument('checkpoint', type=_checkpoint,
-        help='a checkpoint, a run directory, a SmolVLM or Idefics3 of transformers, or a hub id')
+        help='a checkpoint, a run directory, a SmolVLM or Idefics3 of transformers, a hub id, or adapters '
+             'of peft')
     p.add_argument('out', help='directory to write')
     p.add_argument('--format', choices=FORMATS, default=FORMATS[0],
-        help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours')
+        help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours, all three with '
+             'adapters added to their base; peft: the adapters of a checkpoint alone')
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a0001b

@@ -107,8 +107,9 @@ def optimizer(
                          "this trainer has AdamW; give AdamW, or leave out the section")
     lr = _take(flat, p+'lr')
     if lr is not None:
-        found |= {n:(lr, p+'lr') for n in ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones')
-                  if getattr(train_cfg, n)}
+        own = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones')
+        rates = ('lr_lora',) if train_cfg.lora_rank else own
+        found |= {n:(lr, p+'lr') for n in rates if getattr(train_cfg, n)}
     for n in ('betas','weight_decay'):
         if (v := _take(flat, p+n)) is not None: found[n] = (v, p+n)
     return found

@@ -66,9 +66,12 @@ def _data_lines(c):
     "What was trained on."
     names = '' if c.train_dataset_name==['default'] else f' ({", ".join(c.train_dataset_name)})'
     first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
-    lines = [f'data: {c.train_dataset_path}{names}{first}',
-             f'learning rates: projector {c.lr_mp}, vision {c.lr_vision_backbone}, '
-             f'language {c.lr_language_backbone}']
+    rates = (f'learning rates: projector {c.lr_mp}, vision {c.lr_vision_backbone}, '
+             f'language {c.lr_language_backbone}')
+    if c.lora_rank:
+        rates = (f'adapters of rank {c.lora_rank} on {", ".join(c.lora_targets)} of {c.load_from}, '
+                 f'learning rate {c.lr_lora}')
+    lines = [f'data: {c.train_dataset_path}{names}{first}', rates]
     return lines+[f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, '
                   f'up to {length_of_run(c)}, seed {c.seed}']
 

@@ -348,11 +348,12 @@ def rates(
     place:tuple[float,float], # from `place_of`
     schedule:Callable|None=None, # of the run's recipe; None: that of the configuration
 )->tuple[float|None,float]: # the projector's rate in the last update (None: not in the log), in the next
-    "Does the learning rate go on where it was?"
-    log = run_dir/LOG
-    last = [r['lr_MP'] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and 'lr_MP' in r]
-    schedule = get_schedule(schedule or train_cfg.lr_schedule, **train_cfg.schedule_kwargs())
-    return (last[-1] if last else None),schedule(place[0], train_cfg.lr_mp, place[1])
+    "Does the learning rate go on where it was? Of a run with adapters it is theirs."
+    c,log = train_cfg,run_dir/LOG
+    name,peak = ('lr_lora',c.lr_lora) if c.lora_rank else ('lr_MP',c.lr_mp)
+    last = [r[name] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and name in r]
+    schedule = get_schedule(schedule or c.lr_schedule, **c.schedule_kwargs())
+    return (last[-1] if last else None),schedule(place[0], peak, place[1])
 
 def aside_lines(
     run_dir:Path, # directory of the run
@@ -409,7 +410,8 @@ def rate_lines(
     before,after = rates(run_dir, state['step'], train_cfg, place, schedule)
     if before is None: return []
     smooth = .5<(after/before if before else 1)<2
-    line = f'learning rate of the projector: {before:.3g} in the last update, {after:.3g} in the next'
+    whose = 'adapters' if train_cfg.lora_rank else 'projector'
+    line = f'learning rate of the {whose}: {before:.3g} in the last update, {after:.3g} in the next'
     return [(smooth, line)]
 
 def main(

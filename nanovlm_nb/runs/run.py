@@ -8,9 +8,9 @@ __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'TOWER', 'IN_PR
            'keep_configs', 'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines', 'report',
            'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change',
            'Ending', 'start_patience', 'on_each_rank', 'interrupted_if_unreachable', 'open_log', 'make_trainer',
-           'note_for', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'RunPlan', 'plan_run',
-           'Desk', 'opened', 'step_in', 'set_up', 'first_lines', 'go_on_from', 'sum_up', 'settle_in', 'begin_anew',
-           'millions', 'met', 'run', 'main']
+           'note_for', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'RunPlan', 'need_base',
+           'plan_run', 'Desk', 'opened', 'step_in', 'set_up', 'first_lines', 'go_on_from', 'sum_up', 'settle_in',
+           'begin_anew', 'millions', 'met', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import json,os,re,shutil,signal,threading,time
@@ -38,7 +38,7 @@ from ..core.advice import advice,loader_workers,memory_remedies,save_notes
 from ..core.recipe import Parts,parts_of,recipe_note
 from ..model.vision import ViT
 from ..model.weights import load_vision_backbone,pth_path,with_tower
-from ..model.vlm import VisionLanguageModel,checkpoint_weights,tower_note
+from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_note
 from ..data.images import image_processor_of
 from ..data.dataset import Drops,Unreachable,until_reached
 from ..data.shapes import best_blind_guess
@@ -49,6 +49,7 @@ from ..training.optim import NO_TWIN,keep_compiled,same_bits,trainable_line
 from ..training.shard import engine_lines
 from ..training.bad_updates import forget_bad_updates
 from ..training.trainer import Trainer,Unstable
+from ..training.lora import adapt
 from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume
@@ -512,7 +513,10 @@ def make_trainer(
         return get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer, wait, parts)
     train,val = on_each_rank(train_cfg.train_dataset_path, load, dist, wait)
     dist.barrier()
-    def build(): return (parts.model or make_model)(vlm_cfg, train_cfg, resuming)
+    def build():
+        made = (parts.model or make_model)(vlm_cfg, train_cfg, resuming)
+        if train_cfg.lora_rank: adapt(made, train_cfg, weights_of_start(vlm_cfg, train_cfg))
+        return made
     model = on_each_rank('a backbone', build, dist, wait)
     model.recipe_note,model.processor_of = note_for(model, parts),parts.processor
     given = {name:value for name in ('optimizer','hooks') if (value := getattr(parts, name))}
@@ -623,6 +627,17 @@ class RunPlan(NamedTuple):
     jobs:dict[str,int] # from `launchers`
     before:Before # from `look_before`
 
+def need_base(
+    vlm_cfg:VLMConfig, # as it will be
+    train_cfg:TrainConfig, # as it will be
+)->None:
+    "Raise a ValueError for adapters with nothing beneath."
+    c = train_cfg
+    if not c.lora_rank or c.resume or weights_of_start(vlm_cfg, c): return
+    file = f', and {c.load_from} is none' if is_pth(c.load_from) else ''
+    raise ValueError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is '
+                     f'trained already{file}; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
+
 NOT_ASKED = Namespace(given=None, config=None) # what `parse_args` gives, where there is no command line
 
 def plan_run(
@@ -637,6 +652,7 @@ def plan_run(
     repo,line = on_master(dist, lambda: where_to_publish(parts.configs[0].hf_repo_name))
     def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, given, parts)[:4]
     vlm_cfg,train_cfg,_,lines = on_master(dist, start)
+    need_base(vlm_cfg, train_cfg)
     set_threads(dist, loader_workers(train_cfg, cores_of_rank()))
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     parts = replace(parts, vlm_cfg=vlm_cfg, train_cfg=train_cfg)
@@ -737,6 +753,7 @@ def go_on_from(
         if not trainer.dist.is_master: return
         if desk.own: note_start(plan.run_dir, checkpoint, plan.jobs, before)
         else: go_back(plan.run_dir, None, before)
+    if trainer.cfg.lora_rank: trainer.base.lora_note |= dict(base=noted_base(checkpoint)['base'])
     trainer.load(checkpoint, trainer.cfg.force_resume, True, move)
 
 def sum_up(

@@ -26,8 +26,9 @@ from ..core.run_dir import LOG
 from ..core.advice import Remedy,lint,memory_remedies
 from ..model.vlm import VLMNet
 from ..model.flops import all_flops,known_gpu,step_flops,useful_flops
-from ..training.optim import component_lrs,param_groups
+from ..training.optim import training_groups
 from ..training.shard import bytes_per_parameter
+from ..training.lora import add_adapters
 from ..runs.start import check_ours,foresee_start
 from ..runs.resume import splits
 from ..runs.arguments import DEVICES,MFU
@@ -151,8 +152,10 @@ def sizes(
     train_cfg:TrainConfig, # which parts learn
 )->dict[str,Size]: # `vision_encoder`, `MP`, `decoder`
     "Parameters by part, counted on the meta device."
+    c = train_cfg
     with torch.device('meta'): net = VLMNet(vlm_cfg)
-    param_groups(net, component_lrs(train_cfg), train_cfg.language_last_blocks)
+    if c.lora_rank: add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
+    training_groups(net, c)
     found = {}
     for name,part in net.named_children():
         blocks = [_count(b.parameters()) for b in getattr(part, 'blocks', [])]
@@ -202,7 +205,8 @@ def activation_bytes(
     "What the passes of one micro-batch keep."
     v,c,a = vlm_cfg,train_cfg,4 if train_cfg.dtype=='float32' else 2
     patches,positions = c.batch_size*most_tiles(v, c)*v.n_patches, c.batch_size*v.lm_max_length
-    n,whole = v.lm_n_blocks, 'decoder' in trains and c.language_last_blocks is None
+    n,whole = v.lm_n_blocks, 'decoder' in trains and c.language_last_blocks is None and not c.lora_rank
+    # what a matrix keeps for its own gradient, its adapter keeps for the adapter's
     learning = 0 if 'decoder' not in trains else c.language_last_blocks or n
     passing = n-learning if trains & {'MP','vision_encoder'} else 0
     seeing = v.vit_n_blocks if 'vision_encoder' in trains else 0
@@ -223,7 +227,8 @@ def logit_bytes(
 )->int: # bytes at the peak of the loss
     "Logits of a chunk of targets, their gradients, and that of the head."
     rows = min(vlm_cfg.loss_chunk_size, train_cfg.batch_size*vlm_cfg.lm_max_length)
-    return vlm_cfg.lm_vocab_size*(10*rows + 6*vlm_cfg.lm_hidden_dim*('decoder' in trains))
+    learns = 'decoder' in trains and not train_cfg.lora_rank
+    return vlm_cfg.lm_vocab_size*(10*rows + 6*vlm_cfg.lm_hidden_dim*learns)
 
 # %% ../../nbs/64_tools.plan.ipynb #1d762165
 GB = 2**30 # bytes of a GiB
@@ -242,6 +247,13 @@ class Memory(NamedTuple):
         "All of it, as if every part had its peak at the same time."
         return sum(self)
 
+def _copied(cfg, found):
+    "Numbers whose 16-bit copy is kept for the backward pass: what learns, or what adapters stand beside."
+    if not cfg.lora_rank: return sum(s.trained for s in found.values())
+    again = dict(vision_encoder=cfg.vision_checkpointing, decoder=cfg.language_checkpointing)
+    passed = [(n, s) for n,s in found.items() if n=='decoder' or s.trained]
+    return sum(s.largest_block if again.get(n) else s.blocks or s.total for n,s in passed)
+
 def memory(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # batch, sharding, offloading, checkpointing
@@ -254,7 +266,7 @@ def memory(
     sharding,trains = c.sharding if gpus>1 else 'ddp',{n for n,s in found.items() if s.trained}
     per = bytes_per_parameter(sharding, gpus, accumulating=c.gradient_accumulation_steps>1)
     a,blocks = 2 if c.dtype!='float32' else 0,sum(s.blocks for s in found.values())
-    gathered = dict(ddp=a*trained, zero2=(a or 4)*blocks,
+    gathered = dict(ddp=a*_copied(c, found), zero2=(a or 4)*blocks,
                     zero3=2*(a or 4)*max(s.largest_block for s in found.values()))[sharding]
     if sharding!='ddp': gathered += 4*(total-blocks) # embedding and norms
     away = c.offload_params and sharding=='zero3'
@@ -329,10 +341,12 @@ def update_flops(
     train_cfg:TrainConfig, # packs of an update on one rank, what is recomputed
     pack:PackEstimate, # an average one
     trains:set, # components that learn
+    adapters:dict[str,int]|None=None, # numbers in the adapters of each, if these learn alone
 )->dict[str,float]: # FLOPs of one GPU: `useful`, and `all` that it executes
     "Arithmetic of an update."
     c,n = train_cfg,train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    how:dict[str,Any] = dict(last_blocks=c.language_last_blocks if 'decoder' in trains else None,
+    how:dict[str,Any] = dict(adapters=adapters,
+               last_blocks=c.language_last_blocks if 'decoder' in trains else None,
                vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing,
                cache_features=c.cache_features)
     lens = [pack.tokens/pack.documents]*max(round(pack.documents), 1)
@@ -345,7 +359,8 @@ def checkpoint_bytes(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # what learns, `save_vision`
 )->int: # of one checkpoint
-    "Weights and moments; a frozen tower only if it is kept."
+    "Weights and moments; a frozen tower only if it is kept; adapters without their base."
+    if train_cfg.lora_rank: return 12*sum(s.trained for s in sizes(vlm_cfg, train_cfg).values())
     kept = lambda name,size: size.total*(train_cfg.save_vision or size.trained>0 or name!='vision_encoder')
     return sum(4*kept(name, s)+8*s.trained for name,s in sizes(vlm_cfg, train_cfg).items())
 
@@ -378,6 +393,7 @@ def enlargement(
     vlm_cfg:VLMConfig, # how pictures are cut
     train_cfg:TrainConfig, # what learns
     trains:set, # components that learn
+    adapters:dict[str,int]|None=None, # see `update_flops`
 )->tuple[int,int,float]|None: # tiles of a small picture, at its own size, times the work; None: not enlarged
     "What it costs to enlarge a picture of `SMALL_SIDE` pixels."
     v,c = vlm_cfg,evolve(train_cfg, batch_size=1, gradient_accumulation_steps=1)
@@ -386,7 +402,8 @@ def enlargement(
     tiles = [n*n+(n>1) for n in (side, own)]
     if tiles[0]<=tiles[1]: return None
     def work(n):
-        return update_flops(v, c, PackEstimate(n, 50, 1, n*(v.mp_image_token_length+1)+100), trains)['useful']
+        small = PackEstimate(n, 50, 1, n*(v.mp_image_token_length+1)+100)
+        return update_flops(v, c, small, trains, adapters)['useful']
     return tiles[0],tiles[1],work(tiles[0])/work(tiles[1])
 
 # %% ../../nbs/64_tools.plan.ipynb #92531776
@@ -447,7 +464,8 @@ def make_plan(
     c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
     found = sizes(v, c)
     trains,need = {n for n,s in found.items() if s.trained},memory(v, c, gpus, found)
-    work,samples = update_flops(v, c, pack, trains),samples or c.data_cutoff_idx
+    adapters = {n:s.trained for n,s in found.items() if s.trained} if c.lora_rank else None
+    work,samples = update_flops(v, c, pack, trains, adapters),samples or c.data_cutoff_idx
     plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
         pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
         parameters={n:dict(total=s.total, trained=s.trained) for n,s in found.items()},
@@ -459,7 +477,7 @@ def make_plan(
         batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps,
                    splits=splits(packs, gpus)),
         disk=dict(checkpoint=checkpoint_bytes(v, c), kept=checkpoints_kept(c)), reading=reading(c, pack),
-        enlarged=enlargement(v, c, trains),
+        enlarged=enlargement(v, c, trains, adapters),
         notes=lint(v, c, ranks=gpus, epochs=epochs))
     if not samples: return plan
     passes,rows = epochs or c.max_epochs or 1,max(round(samples/pack.documents), 1)

@@ -39,6 +39,7 @@ from ..model.flops import GpuCard,count_flops,find_card
 from ..data.packing import Batch,collate_packs,pack
 from ..training.update import gather_update,tally
 from ..training.trainer import Trainer
+from ..training.lora import add_adapters
 from ..runs.start import check_ours,foresee_start
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de06
@@ -438,9 +439,13 @@ def adamw(
 
 def meta_net(
     cfg:VLMConfig, # sizes
+    train_cfg:TrainConfig|None=None, # whether it has adapters; None: it has none
 )->VLMNet: # without numbers, in training mode
     "The network on the meta device."
-    with torch.device('meta'): return VLMNet(cfg).train()
+    c = train_cfg
+    with torch.device('meta'): net = VLMNet(cfg)
+    if c is not None and c.lora_rank: add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
+    return net.train()
 
 def nanovlm_step(
     cfg:VLMConfig, # sizes
@@ -544,7 +549,7 @@ def meta_trainer(
     cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False,
         offload_params=False, cache_features=False, tile_multiple=train_cfg.tile_multiple or 8) # as on a GPU
     silent:Any = Unheard()
-    trainer = Trainer(meta_net(vlm_cfg), cfg, [], [], silent, Dist(device=torch.device('meta')))
+    trainer = Trainer(meta_net(vlm_cfg, cfg), cfg, [], [], silent, Dist(device=torch.device('meta')))
     trainer.model,trainer.optimizer.step = OnCard(trainer.model),silent.log
     return trainer
 

@@ -26,6 +26,7 @@ from ..core.dist import Dist,rng_state
 from ..core.run_dir import LAST,NEXT,TRAINER_STATE,announce,damaged_pieces,find_checkpoint
 from ..core.run_dir import missing_pieces,write_pointer
 from ..model.inert import UNSOUND,PlainPlanner,PlainReader
+from ..model.vlm import is_adapter
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
@@ -119,7 +120,9 @@ def snapshot(
     "What a checkpoint holds of this rank's memory."
     # torch would make it with an update of zeros, which counts as one
     if optimizer is not None: begin_state(optimizer)
-    weights = full_weights(model) # all ranks give their pieces
+    adapters = getattr(model, 'lora_note', None)
+    weights = full_weights(model, trained=bool(adapters)) # all ranks give their pieces
+    if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
     state = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
     parts = dict(weights=weights if dist.is_master else None, optimizer=state,
                  rng=None if optimizer is None else rng_state())

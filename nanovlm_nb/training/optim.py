@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SAVED', 'COLD_S', 'WARM_S', 'CACHE_ENV', 'WORKSPACE', 'FIXED_SIZES', 'NO_TWIN', 'component_lrs', 'param_groups',
-           'training_groups', 'make_optimizer', 'trainable_line', 'training_parts', 'checked_lr', 'set_lrs',
-           'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'amp_dtype', 'autocast', 'make_scaler',
-           'compile_blocks', 'pays_to_compile', 'decide_compile', 'keep_compiled', 'has_compiled', 'compile_counts',
-           'check_same_bits', 'same_bits']
+           'adapter_groups', 'adapter_sizes', 'training_groups', 'make_optimizer', 'trainable_line', 'training_parts',
+           'checked_lr', 'set_lrs', 'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'amp_dtype', 'autocast',
+           'make_scaler', 'compile_blocks', 'pays_to_compile', 'decide_compile', 'keep_compiled', 'has_compiled',
+           'compile_counts', 'check_same_bits', 'same_bits']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
 import math,os
@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ..core.config import TrainConfig
 from ..core.run_dir import COMPILED
+from ..model.vlm import is_adapter
+from ..model.flops import COMPONENTS
 
 # %% ../../nbs/41_training.optim.ipynb #bf47b93f
 def component_lrs(
@@ -60,11 +62,33 @@ def param_groups(
     return groups
 
 # %% ../../nbs/41_training.optim.ipynb #75ac61c8
+def adapter_groups(
+    model:nn.Module, # with adapters
+    lr:float, # their peak learning rate
+)->list[dict]: # one group, called `lora`
+    "Adapters train; everything else is frozen and in eval mode."
+    adapters = [p for name,p in model.requires_grad_(False).named_parameters() if is_adapter(name)]
+    if not adapters:
+        raise ValueError('lora_rank without adapters: this model was made without them, '
+                         'see lora.add_adapters')
+    for p in adapters: p.requires_grad_(True)
+    model.train()
+    return [dict(name='lora', params=adapters, lr=lr, max_lr=lr)]
+
+def adapter_sizes(
+    model:nn.Module, # with adapters, or without
+)->dict[str,int]: # component -> numbers in its adapters; components without are left out
+    "How large adapters are."
+    found = {name:sum(p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n))
+             for name in COMPONENTS if hasattr(model, name)}
+    return {name:n for name,n in found.items() if n}
+
 def training_groups(
     model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`, and those that its `new_parts` name
-    train_cfg:TrainConfig, # learning rates, `language_last_blocks`
+    train_cfg:TrainConfig, # learning rates, `language_last_blocks`, `lora_rank`
 )->list[dict]: # one group per component that trains, with `name` and `max_lr`; the rest is frozen
     "Groups for an optimizer; `new_parts` train like the projector, as new as they are."
+    if train_cfg.lora_rank: return adapter_groups(model, train_cfg.lr_lora)
     lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     return param_groups(model, lrs, train_cfg.language_last_blocks)
 
@@ -101,6 +125,7 @@ def training_parts(
     train:dict, # fields of a `TrainConfig`; missing ones have their default
 )->dict[str,str]: # component -> what of it trains
     "Which parts of the model a run trains."
+    if train.get('lora_rank'): return {name:'adapters' for name in train['lora_targets']}
     told = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks')
     cfg = TrainConfig(**{k:v for k,v in train.items() if k in told})
     last = cfg.language_last_blocks

@@ -110,11 +110,12 @@ def reshard(
 
 def full_weights(
     model:nn.Module, # every rank must call
+    trained:bool=False, # of a sharded model, gather only parameters that train
 )->dict[str,Tensor]: # name -> whole tensor; of a sharded model on rank 0's CPU, and empty elsewhere
     "A state dict that a plain model can load."
     if not is_sharded(model): return model.state_dict()
-    return get_model_state_dict(reshard(model),
-                                options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained)
+    return get_model_state_dict(reshard(model), options=options)
 
 def load_full_weights(
     model:nn.Module, # plain or sharded

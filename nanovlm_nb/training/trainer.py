@@ -28,7 +28,7 @@ from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batche
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
 from ..core.logs import Clock,RunLog
 from ..core.advice import MOST,advice,stability_advice
-from ..model.vlm import checkpoint_weights
+from ..model.vlm import check_adapters,checkpoint_weights
 from ..model.flops import COMPONENTS,GPUS,count_flops,peak_flops,unit_flops
 from ..data.dataset import Drops,Unreachable
 from ..data.packing import Batch
@@ -38,7 +38,8 @@ from ..data.loader import Loader,as_loader
 from ..answers.look import look_panel
 from ..answers.eval_jobs import EvalDesk
 from .schedule import get_schedule,in_samples
-from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks
+from .optim import adapter_sizes,amp_dtype,autocast,checked_lr,clip_gradients
+from .optim import compile_blocks
 from .optim import compile_counts,decide_compile,has_compiled,make_optimizer,make_scaler
 from .optim import own_optimizer,set_lrs,training_parts
 from .shard import load_full_weights,optimizer_class,shard_model
@@ -93,12 +94,13 @@ def costs(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # what is recomputed, or cached
     parts:set[str], # names of the parameter groups that train
+    adapters:dict[str,int]|None=None, # numbers in the adapters of each component; None: there are none
 )->dict: # from `flops.unit_flops`
     "Arithmetic per tile, position, pair and target of a run."
     c,trains = train_cfg,parts & set(COMPONENTS)
     last = c.language_last_blocks if 'decoder' in trains else None
     recomputes = c.vision_checkpointing,c.language_checkpointing
-    return unit_flops(vlm_cfg, trains, last, *recomputes, c.cache_features)
+    return unit_flops(vlm_cfg, trains, last, *recomputes, c.cache_features, adapters)
 
 def peak_of_all(
     dist:Dist, # the ranks, all with the same device
@@ -216,7 +218,8 @@ class TrainerBase:
         groups = self.optimizer.param_groups
         if schedule is None and ':' in c.lr_schedule:
             try_schedule(self.schedule, c, max(g['max_lr'] for g in groups))
-        units = costs(self.base.cfg, c, {g['name'].split('.')[0] for g in groups})
+        names = {g['name'].split('.')[0] for g in groups}
+        units = costs(self.base.cfg, c, names, adapter_sizes(self.base))
         self.meters = Meters(dist, units, peak_of_all(dist, c.peak_tflops))
         loaders = dict(train=self.train_loader, val=self.val_loader)
         self.left_out = LeftOut(dist, loaders, log.run_dir if log else None)
@@ -761,7 +764,10 @@ class Resuming(Saving):
         force:bool, # other parts may train than before
     )->None:
         "Read model, optimizer and scaler."
-        load_full_weights(self.base, checkpoint_weights(checkpoint, self.base.config_class)[1])
+        merge = self.base.lora_note is None # else the adapters go on
+        weights = checkpoint_weights(checkpoint, self.base.config_class, merge)[1]
+        if not merge: check_adapters(self.base, weights, checkpoint)
+        load_full_weights(self.base, weights)
         changed = training_parts(state['configs']['train'])!=training_parts(asdict(self.cfg))
         if force and changed: self.log.info('other parts train than before: the optimizer begins anew')
         else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)

@@ -1,0 +1,320 @@
+"Adapters: a run trains them beside weights that stay, goes on bit for bit, and peft says the same of what is written."
+import json
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import TINY
+from kills import kill_once, stands, start
+from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanovlm_nb.answers.answer import Asker
+from nanovlm_nb.cli import main
+from nanovlm_nb.core.config import evolve, preset
+from nanovlm_nb.core.files import file_digest
+from nanovlm_nb.model.flops import all_flops, step_flops
+from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet, is_adapter
+from nanovlm_nb.tools.plan import GB, checkpoint_bytes, make_plan, memory, sizes
+from nanovlm_nb.tools.xray import Contents, example_batch, xray
+from nanovlm_nb.training.lora import add_adapters, read_adapted, read_peft
+from nanovlm_nb.training.optim import adapter_sizes, compile_blocks, training_groups
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+SHORT = [*TINY, '--data_cutoff_idx', '60', '--val_size', '8', '--num_of_sequences', '4', '--max_training_steps', '4', '--eval_interval', '4', '--save_interval', '2',
+         '--max_val_batches', '1', '--ask_samples', '0', '--max_keep_ckpts', '-1', '--dtype', 'float32']
+EVERYWHERE = ['decoder', 'vision_encoder', 'MP']
+GO_ON = ['--config', 'checkpoints/adapters/config.yaml', '--run_name', 'adapters', '--resume', 'True']
+ADAPTED = ['--load_from', 'checkpoints/base', '--lora_rank', '4', '--lora_targets', *EVERYWHERE, '--lr_lora', '0.01']
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A working directory with a trained base and a run of adapters beside it."
+    cwd = tmp_path_factory.mktemp('lora')
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(cwd)
+        train('base', '--image_convention', 'smolvlm')
+        train('adapters', *ADAPTED)
+    return cwd
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch): monkeypatch.chdir(place)
+
+
+def train(name, *more):
+    "A run by the command line, in this process; its directory."
+    assert main(['train', *SHORT, '--run_name', name, *more]) == 0
+    return Path('checkpoints')/name
+
+
+def refused(words, capsys) -> str:
+    "The one line that a command answers with."
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end: main([str(w) for w in words])
+    said = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 2 and len([line for line in said if ': error: ' in line]) == 1 and 'Traceback' not in ''.join(said)
+    return said[-1]
+
+
+def batch_of(cfg, rows=2, T=48):
+    "Texts with a picture each, and what follows."
+    torch.manual_seed(0)
+    ids, n = torch.randint(0, 400, (rows, T)), cfg.mp_image_token_length
+    ids[:, 3:3+n] = cfg.image_token_id
+    return ids, torch.rand(rows, 1, 3, *[cfg.vit_img_size]*2)
+
+
+def scores(model, ids, pictures):
+    with torch.no_grad(): return model.eval()(ids, [pictures.flatten(0, 1)])[0]
+
+
+# --- a run
+
+def test_only_adapters_are_learnt_and_kept():
+    "The checkpoint has no weight of the base, whose files are what they were, and says which base it means."
+    base, step = Path('checkpoints/base/step_4'), Path('checkpoints/adapters/step_4')
+    assert not list(step.glob('model*')) and all(map(is_adapter, load_file(step/'lora.safetensors')))
+    listed = json.loads((base/'manifest.json').read_text())
+    assert {name: file_digest(base/name) for name in listed} == {name: told['sha256'] for name, told in listed.items()}
+    before, after = (read_adapted(step.with_name(f'step_{n}')).state_dict() for n in (0, 4))
+    learnt = {k for k in before if not before[k].equal(after[k])}
+    assert learnt == {k for k in before if is_adapter(k)} and len(learnt) == 2*(7+4+1)
+    told = json.loads((step/'lora.json').read_text())
+    assert (told['rank'], told['alpha'], told['targets']) == (4, 8, EVERYWHERE) and told['base']['path'] == str(base.resolve())
+    log = [json.loads(line) for line in Path('checkpoints/adapters/log.jsonl').read_text().splitlines()]
+    assert 0 < next(r['lr_lora'] for r in log if 'lr_lora' in r) <= .01 and not any('lr_MP' in r for r in log)
+
+
+def test_it_goes_on_bit_for_bit(capsys):
+    "Back to update 2 and forward again: the same losses and norms, the same adapters; the base is found through the checkpoint."
+    def record(): return figures_of_run('checkpoints/adapters')
+    before = record()
+    main(['resume', 'checkpoints/adapters'])
+    assert 'learning rate of the adapters' in capsys.readouterr().out
+    assert main(['train', *GO_ON, '--load_from', 'checkpoints/adapters/step_2']) == 0
+    after = record()
+    assert before[0] == after[0] and len([r for r in before[0] if 'batch_loss' in r]) == 4
+    assert before[1].keys() == after[1].keys() and all(w.equal(after[1][k]) for k, w in before[1].items())
+
+
+def figures_of_run(run_dir, last=4):
+    "What must not depend on an interruption: figures and adapters."
+    keep = ('step', 'batch_loss', 'batch_digest', 'grad_norm', 'lr_lora', 'val_loss')
+    lines = [{k: v for k, v in json.loads(line).items() if k in keep} for line in (Path(run_dir)/'log.jsonl').read_text().splitlines()]
+    return [line for line in lines if len(line) > 1], {k: w.clone() for k, w in load_file(Path(run_dir)/f'step_{last}'/'lora.safetensors').items()}
+
+
+def with_other_base(base):
+    "Weights that differ in one matrix, under the same name."
+    weights = load_file(base/'model.safetensors')
+    save_file({k: w+1e-3*(k == 'MP.proj.weight') for k, w in weights.items()}, base/'model.safetensors', metadata={'decoder.token_embedding.weight': 'decoder.head.weight'})
+
+
+def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
+    "It may have moved with what stands beside it. Nothing is asked of another one, and a run does not go on."
+    shutil.copytree('checkpoints', 'moved/checkpoints')
+    base, step = (Path('moved/checkpoints')/name/'step_4' for name in ('base', 'adapters'))
+    asked, kept = ['ask', step, '--prompt', 'what?'], Path('checkpoints/base').rename('kept')
+    try:
+        assert main([*map(str, asked)]) in (0, None), 'both have moved together'
+        with_other_base(base)
+        assert 'has other weights than their base had: put that back' in refused(asked, capsys)
+        shutil.rmtree(base.parent)
+        for words in (asked, ['export', step, 'never'], ['look', step], ['eval', step, '--tasks', 'shapes']):
+            assert 'is not there: put it back, or beside them as it was' in refused(words, capsys), words
+        shutil.copytree(kept, 'checkpoints/base')
+        with_other_base(Path('checkpoints/base/step_4'))
+        assert 'has other weights than their base had: put that back' in refused(['train', *GO_ON, '--load_from', 'None'], capsys)
+        assert 'has other weights than their base had: put that back' in refused(['train', *SHORT, *ADAPTED[2:], '--load_from', 'checkpoints/adapters', '--run_name', 'x'], capsys)
+    finally:
+        shutil.rmtree('checkpoints/base', ignore_errors=True)
+        kept.rename('checkpoints/base')
+
+
+@pytest.mark.parametrize('flags, said', [
+    (['--lora_rank', '2'], 'lora_rank: 4 -> 2 (refused: the adapters would have other shapes)'),
+    (['--lora_rank', '2', '--force_resume', 'True'], 'has other adapters: '),
+    (['--lora_alpha', '3'], 'lora_alpha: None -> 3.0 (refused'),
+    (['--lora_rank', '0'], 'lora_rank: 4 -> 0 (refused'),
+    (['--lora_targets', 'decoder'], "lora_targets: ['decoder', 'vision_encoder', 'MP'] -> ['decoder'] (refused")])
+def test_other_adapters_are_refused_on_resume(flags, said, capsys):
+    assert said in refused(['train', *GO_ON, '--load_from', 'None', *flags], capsys)
+
+
+@pytest.mark.parametrize('flags, said', [
+    ([], 'adapters stand beside the weights of a checkpoint that is trained already; give --load_from CHECKPOINT'),
+    (['--load_from', 'checkpoints/base', '--lora_targets', 'k_prog'], "lora_targets names 'k_prog', and no linear layer of this model is called so"),
+    (['--load_from', 'checkpoints/base', '--lora_targets', 'vision_encoder', '--cache_features', 'True'], 'cache_features and an adapter on vision_encoder.blocks.0.attn.qkv_proj')])
+def test_a_run_that_cannot_be_begun_leaves_nothing(flags, said, capsys):
+    assert said in refused(['train', *SHORT, '--run_name', 'refused', '--lora_rank', '4', *flags], capsys)
+    assert not Path('checkpoints/refused').exists()
+
+
+def test_a_run_begins_with_the_sum_of_base_and_adapters():
+    "A checkpoint of adapters is a base like any other, of plain weights or of further adapters."
+    second = train('second', '--load_from', 'checkpoints/adapters/step_4', '--lora_rank', '2', '--max_training_steps', '2', '--lora_targets', 'q_proj')
+    kept = read_adapted(second/'step_0').state_dict()
+    sum_ = VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
+    assert all(w.equal(sum_[k]) for k, w in kept.items() if not is_adapter(k)) and {k for k in kept if is_adapter(k)} == {f'decoder.blocks.0.attn.q_proj.lora_{x}' for x in 'AB'}
+    assert json.loads((second/'step_2'/'lora.json').read_text())['base']['beside'] == '../../adapters/step_4'
+
+
+# --- whoever opens one
+
+def test_merged_is_unmerged_and_every_command_opens_it(capsys):
+    step = Path('checkpoints/adapters/step_4')
+    unmerged, merged = read_adapted(step), Asker.from_checkpoint(step).model
+    ids, pictures = batch_of(merged.cfg)
+    a, b = scores(unmerged, ids, pictures), scores(merged, ids, pictures)
+    assert 0 < (a-b).abs().max() < 1e-6*a.abs().max().clamp(min=1)
+    assert (scores(VisionLanguageModel.from_pretrained('checkpoints/base/step_4'), ids, pictures)-b).abs().max() > 1e-2, 'the adapters say something'
+    assert main(['ask', str(step), '--prompt', 'what?']) in (0, None)
+    assert main(['export', 'checkpoints/adapters', 'plain', '--format', 'nanovlm']) in (0, None)
+    assert scores(VisionLanguageModel.from_pretrained('plain'), ids, pictures).equal(b)
+
+
+def test_peft_says_the_same_of_what_is_written(capsys):
+    "On the exported base, with the code of peft and of transformers; and the merged export is that model, too."
+    peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')
+    for words in (['checkpoints/base', 'theirs'], ['checkpoints/adapters', 'written', '--format', 'peft'], ['checkpoints/adapters', 'summed']): main(['export', *words])
+    assert 'written: peft, for the base ' in capsys.readouterr().out
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    model = peft.PeftModel.from_pretrained(load('theirs', dtype=torch.float32), 'written').eval()
+    ours = read_adapted(Path('checkpoints/adapters/step_4'))
+    ids, pictures = batch_of(ours.cfg)
+    given = dict(input_ids=ids, pixel_values=pictures, attention_mask=torch.ones_like(ids))
+    with torch.no_grad(): found, whole = model(**given).logits, load('summed', dtype=torch.float32).eval()(**given).logits
+    torch.testing.assert_close(found, scores(ours, ids, pictures), atol=1e-6, rtol=0)
+    torch.testing.assert_close(whole, found, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize('how', [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True)], ids=['layers', 'rank-stabilised'])
+def test_what_peft_has_trained_is_read(how, capsys):
+    peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')
+    if not Path('theirs').is_dir(): main(['export', 'checkpoints/base', 'theirs'])
+    torch.manual_seed(0)
+    model = peft.get_peft_model(transformers.AutoModelForImageTextToText.from_pretrained('theirs', dtype=torch.float32), peft.LoraConfig(**how))
+    step = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.)
+    ids, pictures = batch_of(VisionLanguageModel.from_pretrained('theirs').cfg)
+    given = dict(input_ids=ids, pixel_values=pictures, attention_mask=torch.ones_like(ids))
+    for _ in range(3):
+        step.zero_grad()
+        model(**given, labels=ids).loss.backward()
+        step.step()
+    folder = f'trained_{how["r"]}'
+    model.save_pretrained(folder)
+    with torch.no_grad(): theirs = model.eval()(**given).logits
+    torch.testing.assert_close(scores(read_peft(folder), ids, pictures), theirs, atol=2e-6, rtol=0)
+    main(['export', folder, f'{folder}_plain', '--format', 'nanovlm'])
+    torch.testing.assert_close(scores(VisionLanguageModel.from_pretrained(f'{folder}_plain'), ids, pictures), theirs, atol=2e-6, rtol=0)
+
+
+# --- what it costs
+
+SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=6)
+LORA = evolve(preset('shapes')[1], lora_rank=8)
+LARGE = evolve(preset('nanovlm')[0], lm_hidden_dim=2048, lm_inter_dim=8192, lm_n_heads=32, lm_n_kv_heads=32, lm_n_blocks=24, vit_hidden_dim=1152, vit_inter_dim=4304, vit_n_heads=16,
+               vit_n_blocks=27, vit_patch_size=14, vit_img_size=378, mp_pixel_shuffle_factor=3, max_img_size=1512)
+
+
+@pytest.mark.parametrize('targets', [['decoder'], EVERYWHERE, ['vision_encoder'], ['MP']])
+def test_arithmetic_is_what_torch_counts(targets):
+    "At most two in a hundred too much: below the first adapter nothing asks for a gradient."
+    torch.manual_seed(0)
+    net = VLMNet(SMALL)
+    add_adapters(net, 8, targets=targets)
+    training_groups(net, evolve(LORA, lora_targets=targets))
+    lens, (ids, pictures) = [[40, 20], [50]], batch_of(SMALL, rows=2, T=64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted: net(ids, [pictures[:, 0]], targets=ids, doc_lens=lens)[1].backward()
+    ours = all_flops(step_flops(SMALL, 2, lens, 128, 128, trains=(), adapters=adapter_sizes(net)))
+    assert 1-.005 < ours/counted.get_total_flops() < 1.03, (ours, counted.get_total_flops())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_plain_ones():
+    "One graph a block, the same gradients."
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = VLMNet(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1))
+        add_adapters(net, 4, targets=EVERYWHERE)
+        params = training_groups(net, evolve(LORA, lora_rank=4))[0]['params']
+        torch.manual_seed(1)
+        for p in params: p.data += .01*torch.randn_like(p)
+        if compiled: compile_blocks(net, backend='eager')
+        ids, pictures = batch_of(SMALL)
+        net(ids, [pictures[:, 0]], targets=ids)[1].backward()
+        found.append([p.grad for p in params])
+    for a, b in zip(*found): torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_plan_and_xray_know_adapters(capsys, place):
+    "Memory: no gradients and moments of what stays. A model as large as SmolVLM's, with 2.2 billion parameters, fits a card of 12 GB."
+    v, full = preset('nanovlm')
+    full = evolve(full, batch_size=1)
+    adapted = evolve(full, lora_rank=16)
+    whole, narrow = memory(v, full), memory(v, adapted)
+    trained = sum(s.trained for s in sizes(v, adapted).values())
+    assert (narrow.gradients, narrow.optimizer) == (4*trained, 8*trained) and trained < .03*sum(s.total for s in sizes(v, full).values())
+    assert narrow.total < .6*whole.total and checkpoint_bytes(v, adapted) == 12*trained < 150e6
+    plan = make_plan(v, adapted, devices=('RTX 4090', 'RTX 3060'))
+    assert [d['fits'] for d in plan['devices'].values()] == [True, True]
+    again = dict(vision_checkpointing=True, language_checkpointing=True)
+    needs = [memory(LARGE, evolve(c, **again)).total/GB for c in (full, adapted)]
+    assert needs[0] > 24 and needs[1] < .9*12, needs
+    assert main(['plan', *TINY, '--load_from', 'checkpoints/base', '--lora_rank', '4']) in (0, None)
+    assert main(['inspect', *SHORT, *ADAPTED, '--samples', '8']) in (0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('targets', [['decoder'], EVERYWHERE])
+def test_the_xray_finds_no_more_memory_than_the_plan(targets, capsys):
+    "It goes through every operation of an update."
+    v, run = preset('nanovlm')
+    small, run = evolve(v, vit_n_blocks=2, lm_n_blocks=2), evolve(run, batch_size=1, lora_rank=16, lora_targets=targets)
+    x = xray(small, run, example_batch(small, 1, Contents(8)))
+    assert .6 < x.peak/memory(small, run).total < 1.05, (x.peak, memory(small, run))
+    assert main(['xray', *TINY, '--lora_rank', '4', '--lora_targets', *targets]) in (0, None)
+
+
+# --- ranks and kills
+
+def command(name, ranks, sharding, *more):
+    "A run of adapters with four packs an update."
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+    flags = [*SHORT, *ADAPTED, '--run_name', name, '--sharding', sharding, '--batch_size', 2//ranks, '--max_training_steps', 10, '--eval_interval', 5, *more]
+    return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.train', *flags)]
+
+
+def of_ten(name):
+    "Figures, and the adapters of the last checkpoint."
+    return figures_of_run(f'checkpoints/{name}', 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks, sharding', [(1, 'ddp'), (2, 'ddp'), (2, 'zero2'), (2, 'zero3')])
+def test_killed_in_the_middle_it_ends_as_if_it_had_not_been(place, ranks, sharding):
+    "Real processes, SIGKILL: the same figures and the same adapters to the last bit; and those of one rank but for rounding."
+    whole, killed = f'whole_{ranks}_{sharding}', f'killed_{ranks}_{sharding}'
+    assert start(command(whole, ranks, sharding), place).wait(timeout=600) == 0, (place/'stderr').read_text()[-3000:]
+    run_dir = place/'checkpoints'/killed
+    kill_once(start(command(killed, ranks, sharding), place), run_dir, random.Random(ranks), 10, signal.SIGKILL)
+    stood = stands(run_dir)
+    assert 0 < stood < 10, 'it was killed on its way'
+    launch = command(killed, ranks, sharding)
+    again = [*launch[:launch.index('nanovlm_nb.train')+1], '--config', f'checkpoints/{killed}/config.yaml', '--run_name', killed, '--resume', 'True', '--load_from', 'None']
+    assert start(again, place).wait(timeout=600) == 0, (place/'stderr').read_text()[-3000:]
+    a, b = of_ten(whole), of_ten(killed)
+    assert a[0] == b[0] and a[1].keys() == b[1].keys() and all(w.equal(b[1][k]) for k, w in a[1].items())
+    one = of_ten('whole_1_ddp') if Path('checkpoints/whole_1_ddp').is_dir() else a
+    for k, w in one[1].items(): torch.testing.assert_close(a[1][k], w, atol=2e-5, rtol=1e-4)
+    for x, y in zip(a[0], one[0]):
+        for k in ('batch_loss', 'val_loss'):
+            if k in y: torch.testing.assert_close(x[k], y[k], atol=2e-5, rtol=1e-5)
