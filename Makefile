@@ -1,6 +1,6 @@
 # make train   install into .venv, then train the embedded default and let the model answer
 # make test    install into .venv, then the gate: clean, export, no difference, notebook tests, pytest
-# make readme  write README.md from nbs/index.ipynb
+# make readme  write README.md from nbs/index.ipynb, and the pictures of the home page
 # PYTHON=python3.12 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
 fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12))
@@ -43,6 +43,7 @@ generated:
 	@new=$$(git ls-files --others --exclude-standard nanovlm_nb nbs); test -z "$$new" || { echo "not committed:" $$new; exit 1; }
 
 readme:
+	python .ci/pictures.py
 	python .ci/readme.py
 
 clean:

@@ -1,0 +1,104 @@
+"""Write the pictures of the home page into nbs/. `make readme` runs it.
+The map is drawn here; the others are figures that notebooks have saved, so that a caption's run is the figure's run."""
+import base64
+import html
+import io
+import json
+from pathlib import Path
+
+from PIL import Image
+
+NBS = Path(__file__).resolve().parent.parent/'nbs'
+SAVED = {  # picture -> notebook, cell, part of the figure as shares of its width and height
+    'answers.png': ('tutorials/first_run.ipynb', '381cab00', (0, 0, 1, 1/3)),
+    'same_curve.png': ('tutorials/stop_and_go.ipynb', 'a6d227f9', (0, 0, 1, 1)),
+    'same_samples.png': ('tutorials/scaling_out.ipynb', 'a683ef86', (0, 0, 1, 1))}
+
+WIDTH, BOX = 1000, 168
+BLUE, GREEN, PURPLE, GREY, LINE = '#1f5f9e', '#1d6b45', '#6a3d9a', '#4a5058', '#767d86'
+
+PICTURE = [  # title, what it does, shape after it
+    ('picture', 'any size', '3 x 900 x 1024'),
+    ('tiles', '16 and a global view', '17 x 3 x 512 x 512'),
+    ('vision tower', 'patches of 16 x 16', '17 x 1024 x 768'),
+    ('pixel shuffle', '4 x 4 neighbours', '17 x 64 x 12288'),
+    ('projector', 'one matrix', '17 x 64 x 960')]
+TEXT = [
+    ('conversation', 'words and 1088 slots', '1138 ids'),
+    ('pack', 'samples end to end', '4096 ids'),
+    ('fill the slots', 'table or image token', '4096 x 960'),
+    ('decoder', '32 blocks', '4096 x 960'),
+    ('head and loss', 'at targets alone', 'sum / all targets')]
+PROCESSES = [
+    ('loader worker', 'reads, tiles, packs', 'some for each rank'),
+    ('lane', 'packs in their order', 'one for each pack'),
+    ('rank', 'forward, backward', 'one for each GPU'),
+    ('update', 'a pack of each lane', 'AdamW, 3 groups'),
+    ('checkpoint', 'complete or absent', 'weights, lane states')]
+
+
+def text(x: float, y: float, said: str, size: int, fill: str, weight: str = 'normal') -> str:
+    "A centred line of text."
+    return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" fill="{fill}" '
+            f'text-anchor="middle">{html.escape(said)}</text>')
+
+
+def box(x: float, y: float, fill: str, title: str, does: str, shape: str) -> list[str]:
+    "A box of three lines."
+    middle = x+BOX/2
+    return [f'<rect x="{x:g}" y="{y:g}" width="{BOX}" height="86" rx="8" fill="{fill}"/>',
+            text(middle, y+26, title, 17, '#ffffff', 'bold'), text(middle, y+48, does, 14, '#ffffff'),
+            text(middle, y+72, shape, 14, '#ffe9a8')]
+
+
+def arrow(points: str) -> str:
+    "A line with a head at its end."
+    return f'<polyline points="{points}" fill="none" stroke="{LINE}" stroke-width="3" marker-end="url(#head)"/>'
+
+
+def column(k: int) -> float:
+    "Left side of the k-th box of a row."
+    return 10+k*(WIDTH-20-BOX)/4
+
+
+def row(y: float, fill: str, boxes: list[tuple[str, str, str]]) -> list[str]:
+    "Five boxes with arrows between them."
+    found = [part for k, b in enumerate(boxes) for part in box(column(k), y, fill, *b)]
+    return found + [arrow(f'{column(k)+BOX+4:g},{y+43:g} {column(k+1)-8:g},{y+43:g}') for k in range(len(boxes)-1)]
+
+
+def draw() -> str:
+    "The map as SVG."
+    middle = column(4)+BOX/2
+    down = f'{middle:g},130 {middle:g},148 {column(2)+BOX/2:g},148 {column(2)+BOX/2:g},168'
+    return '\n'.join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 440" width="{WIDTH}" height="440" '
+        'font-family="system-ui, sans-serif" role="img" aria-labelledby="title">',
+        '<title id="title">A picture becomes tiles, patches and image tokens; they fill slots in a pack of text, '
+        'which the decoder reads; the loss looks at answers. Below: workers fill lanes, ranks compute packs, '
+        'an update takes one pack of each lane, a checkpoint keeps all.</title>',
+        f'<defs><marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" orient="auto">'
+        f'<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
+        text(WIDTH/2, 26, 'The way of a sample, with the shapes of the nanovlm preset', 17, LINE, 'bold'),
+        *row(42, BLUE, PICTURE), arrow(down), *row(174, GREEN, TEXT),
+        text(WIDTH/2, 304, 'Who does it: processes', 17, LINE, 'bold'),
+        *row(322, PURPLE, PROCESSES), '</svg>', ''])
+
+
+def saved(notebook: str, cell: str, part: tuple[float, float, float, float]) -> bytes:
+    "A part of the figure that a cell of a notebook shows, as PNG."
+    found = next(c for c in json.loads((NBS/notebook).read_text(encoding='utf-8'))['cells'] if c['id'] == cell)
+    data = next(o['data']['image/png'] for o in found['outputs'] if 'image/png' in o.get('data', {}))
+    image = Image.open(io.BytesIO(base64.b64decode(''.join(data))))
+    cut, buffer = image.crop([round(share*side) for share, side in zip(part, image.size*2)]), io.BytesIO()
+    cut.convert('RGB').save(buffer, 'PNG', optimize=True)
+    return buffer.getvalue()
+
+
+def pictures() -> dict[str, bytes]:
+    "Name and content of each picture of the home page."
+    return {'map.svg': draw().encode()} | {name: saved(*of) for name, of in SAVED.items()}
+
+
+if __name__ == '__main__':
+    for name, content in pictures().items(): (NBS/name).write_bytes(content)

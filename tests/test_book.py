@@ -1,0 +1,107 @@
+"The way through the book: chapter zero is one page, chapters say what they replace, the home page shows what notebooks computed."
+import ast
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_docs import NBS, ROOT, cells, script
+
+ZERO = NBS/'book'/'0_one_page.ipynb'
+WAY = ['picture', 'tiles', 'tower', 'projector', 'slots', 'pack', 'blocks', 'loss', 'update', 'checkpoint']
+
+
+def links(text: str) -> list[str]:
+    "Targets of links to notebooks."
+    return re.findall(r'\]\(([^)\s#]+\.ipynb)', text)
+
+
+def text_of(notebook: Path) -> str:
+    "All sources and text outputs of a notebook."
+    found = cells(notebook, 'code')
+    outputs = [''.join(o.get('text') or o.get('data', {}).get('text/plain', '')) for c in found for o in c['outputs']]
+    return '\n'.join([*(c['source'] for c in [*cells(notebook, 'markdown'), *found]), *outputs])
+
+
+def shown(notebook: Path) -> list[str]:
+    "The code that a reader sees unfolded, without directives."
+    code = [c['source'] for c in cells(notebook, 'code') if not re.search(r'^#\| ?(hide|hide_input|code-fold.*)$', c['source'], re.MULTILINE)]
+    return [line for c in code for line in c.splitlines() if line.strip() and not line.startswith('#|')]
+
+
+def test_chapter_zero_is_one_page_of_plain_pytorch():
+    lines = shown(ZERO)
+    assert 60 < len(lines) <= 120, f'{len(lines)} lines'
+    assert max(map(len, lines)) <= 110
+    tree = ast.parse('\n'.join(lines))
+    names = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))}
+    assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn', 'nanovlm_nb.data.shapes'}
+
+
+def test_chapters_say_what_they_replace_of_chapter_zero():
+    "Each chapter in the table of chapter zero links back in its introduction."
+    table = next(c['source'] for c in cells(ZERO, 'markdown') if c['source'].startswith('## What each chapter replaces'))
+    later = [(ZERO.parent/link).resolve() for link in links(table)]
+    assert len(later) > 20
+    silent = [p.name for p in later if 'book/0_one_page.ipynb' not in cells(p, 'markdown')[1]['source']]
+    assert not silent, f'{silent} do not say in their second cell what they replace of chapter zero'
+    known = {p.name for p in later}
+    assert not [p.name for p in NBS.glob('??_*.ipynb') if 'book/0_one_page.ipynb' in links(text_of(p)) and p.name not in known]
+
+
+def test_the_book_shows_the_same_way_in_every_chapter():
+    "The line below the introduction, with the part of the chapter in bold."
+    lines = {p.name: [line for c in cells(p, 'markdown') for line in c['source'].splitlines() if line.count('→') > 5] for p in NBS.glob('book/[1-9]_*.ipynb')}
+    for name, found in lines.items():
+        assert len(found) == 1, f'{name} has {len(found)} such lines'
+        steps = [step.split(',')[0].strip() for step in found[0].replace('*', '').split('→')]
+        assert steps == WAY and '**' in found[0], f'{name}: {found[0]}'
+
+
+def test_pictures_of_the_home_page_are_what_notebooks_show():
+    made = script('pictures').pictures()
+    for name, content in made.items():
+        there = (NBS/name).read_bytes()
+        same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
+        assert same, f'nbs/{name} is not what its notebook shows: run `make readme`'
+    home = text_of(NBS/'index.ipynb')
+    assert not [name for name in made if f']({name})' not in home]
+
+
+def test_shapes_on_the_map_are_those_of_the_photograph():
+    page = text_of(NBS/'tutorials'/'one_photograph.ipynb')
+    pictures = script('pictures')
+    shapes = [shape for *_, shape in pictures.PICTURE[1:]]
+    assert len(shapes) == 4 and not [s for s in shapes if s not in page]
+    assert '1138 tokens in all' in page and '1138 ids' in {shape for *_, shape in pictures.TEXT}
+
+
+def test_figures_of_the_home_page_are_those_of_the_first_run():
+    home, run = text_of(NBS/'index.ipynb'), text_of(NBS/'tutorials'/'first_run.ipynb')
+    claim, = re.findall(r'It answers ([\d.]+) % of ([\d,]+) held-out questions right; with blank pictures ([\d.]+) %, '
+                        r'and the best guess without looking reaches ([\d.]+) %', home)
+    row, = re.findall(r'^all +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)%$', run, re.MULTILINE)
+    assert (claim[1].replace(',', ''), claim[0], *claim[2:]) == row
+
+
+def test_words_of_the_glossary_are_used_where_it_points():
+    page = NBS/'tutorials'/'glossary.ipynb'
+    rows = re.findall(r'^\| \*\*(.+?)\*\* \|.*\]\(([^)]+)\) \|$', text_of(page), re.MULTILINE)
+    assert len(rows) > 25 and len({name for name, _ in rows}) == len(rows)
+    assert not [name for name, link in rows if name not in text_of(page.parent/link).lower()]
+
+
+@pytest.mark.slow
+def test_chapter_zero_trains_and_looks(tmp_path):
+    "All of its cells, the minute of training included, with what they assert."
+    source = '\n\n'.join(c['source'] for c in cells(ZERO, 'code'))
+    (tmp_path/'zero.py').write_text(source.replace('ax.legend();', 'ax.legend()'))
+    done = subprocess.run([sys.executable, 'zero.py'], cwd=tmp_path, env={'PYTHONPATH': str(ROOT), 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1', 'HOME': str(tmp_path)},
+                          capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    right, blank, guess = (float(x) for x in re.search(r'^all +\d+ +(\d+)% +(\d+)% +(\d+)%$', done.stdout, re.MULTILINE).groups())
+    assert right > 70 and blank < guess+3
