@@ -1,6 +1,9 @@
 "A hub of parquet files goes away in the middle of a streamed run: for a while, and for good."
 import json
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from functools import partial
@@ -8,8 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pytest
+from commands import environment
 from huggingface_hub import constants, hf_file_system
 from huggingface_hub.utils import _http
+from kills import command
 
 from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.data.dataset import Unreachable, config_names, load_configs
@@ -260,3 +265,40 @@ def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
             run(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), dist=Dist())
     finally: server.up()
     assert is_usage(e.value) and not any(tmp_path.iterdir())
+
+
+def press_when_it_waits(log, process=None, how=signal.SIGTERM):
+    "Send a signal once a try has failed; when that was."
+    end = time.monotonic()+120
+    while time.monotonic() < end and not (log.is_file() and 'tried again in' in log.read_text()): time.sleep(.05)
+    os.killpg(process, how) if process else os.kill(os.getpid(), how)
+    return time.monotonic()
+
+
+def test_a_signal_ends_the_wait_of_a_start(server, tmp_path, monkeypatch):
+    "Nobody waits out the patience of fifteen minutes: status interrupted, exit code 85, and the next start finds what this one has found."
+    monkeypatch.setenv('SLURM_JOB_ID', '7')
+    vlm = evolve(VLM, vlm_checkpoint_path=str(tmp_path))
+    server.down()
+    presses = threading.Thread(target=press_when_it_waits, args=(tmp_path/'told'/'train.log',))
+    presses.start()
+    try: run_dir = run(vlm, evolve(HUB, run_name='told'))
+    finally: server.up()
+    presses.join()
+    assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85)
+    assert 'stopped by a signal before the first update' in (run_dir/'train.log').read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks, how, code', [(1, signal.SIGINT, 85), (1, signal.SIGTERM, 85), (2, signal.SIGINT, 1), (2, signal.SIGTERM, 1)])
+def test_a_signal_ends_the_wait_of_real_ranks(tmp_path, ranks, how, code):
+    "Nothing listens at the address of the hub; all ranks get the signal, as from a terminal or from torchrun."
+    cmd = command('told', ranks, 0, 4, '--train_dataset_path', 'some/rows')
+    env = environment(SLURM_JOB_ID='7', HF_ENDPOINT='http://127.0.0.1:9') | dict(HF_HUB_OFFLINE='0')
+    process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=open(tmp_path/'stderr', 'wb'), start_new_session=True)
+    run_dir = tmp_path/'checkpoints'/'told'
+    pressed = press_when_it_waits(run_dir/'train.log', process.pid, how)
+    assert process.wait(timeout=120) == code, (tmp_path/'stderr').read_text()[-4000:]
+    (tmp_path/'seconds').write_text(f'{time.monotonic()-pressed:.1f}')
+    assert (run_dir/'status').read_text() == 'interrupted\n' and not (run_dir/'lock').exists()
+    assert 'stopped by a signal before the first update' in (run_dir/'train.log').read_text()

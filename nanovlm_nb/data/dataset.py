@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'SPLIT_FOLDERS', 'COLUMNS', 'FILES', 'SAVED_SHARDS', 'PATIENCE', 'RETRY_PAUSE_S',
-           'LONGEST_RETRY_PAUSE_S', 'GONE', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops', 'read_dropped',
-           'DropFile', 'PictureFile', 'to_row', 'read_row', 'check_form', 'check_row', 'check_length', 'Plan',
-           'BaseDataset', 'VQADataset', 'local_configs', 'config_names', 'load_config', 'conform', 'Unreachable',
-           'network_errors', 'may_come_back', 'Waiting', 'until_reached', 'load_configs', 'load_data', 'collate_padded']
+           'LONGEST_RETRY_PAUSE_S', 'GONE', 'NAP_S', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops',
+           'read_dropped', 'DropFile', 'PictureFile', 'to_row', 'read_row', 'check_form', 'check_row', 'check_length',
+           'Plan', 'BaseDataset', 'VQADataset', 'local_configs', 'config_names', 'load_config', 'conform',
+           'Unreachable', 'network_errors', 'may_come_back', 'Patience', 'Waiting', 'until_reached', 'load_configs',
+           'load_data', 'collate_padded']
 
 # %% ../../nbs/22_data.dataset.ipynb #d7ed6922
 import errno
@@ -19,12 +20,14 @@ import random
 import re
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from math import ceil
 from pathlib import Path
 
 import datasets
@@ -572,14 +575,32 @@ def may_come_back(
     # in other words, such as fsspec's "no such file"
     return isinstance(e.__cause__, network_errors()) and may_come_back(e.__cause__)
 
+NAP_S = .1 # seconds after which a pause looks whether it shall end
+
+class Patience(float):
+    "Seconds without an answer, unless an event ends them before."
+    stop:threading.Event|None
+
+    def __new__(cls,
+        seconds:float, # 0: one try
+        stop:threading.Event|None=None, # set by a signal, say
+    ):
+        "Such a number."
+        self = super().__new__(cls, seconds)
+        self.stop = stop
+        return self
+
+    def __reduce__(self): return Patience,(float(self),) # another process has signals of its own
+
 class Waiting:
     "How long something has not answered."
     def __init__(self,
         name:str, # what is read, for the log
-        patience:float=PATIENCE, # seconds
+        patience:float=PATIENCE, # seconds; a `Patience` can be ended
     ):
         "Nothing has failed yet."
         self.name,self.patience = name,patience
+        self.stop = getattr(patience, 'stop', None)
         self.answered()
 
     def answered(self)->None:
@@ -601,8 +622,18 @@ class Waiting:
         if waited+self.pause > self.patience:
             raise Unreachable(f'{self.name} could not be read for {waited:.0f} s: {said}') from e
         logger.warning('%s cannot be read%s (%s): tried again in %.0f s', self.name, where, said, self.pause)
-        time.sleep(self.pause)
+        self.rest(e)
         self.pause = min(2*self.pause, LONGEST_RETRY_PAUSE_S)
+
+    def rest(self,
+        e:Exception, # why
+    )->None: # nothing, after a pause; raises `Unreachable` when the wait is ended
+        "Pause, in naps: a signal's handler only sets an event, and sleep goes on behind it."
+        if self.stop is None: return time.sleep(self.pause)
+        for _ in range(ceil(self.pause/NAP_S)):
+            if self.stop.is_set():
+                raise Unreachable(f'{self.name} could not be read when a signal came: {e}') from e
+            time.sleep(NAP_S)
 
 def until_reached(
     name:str, # what is read, for the log
