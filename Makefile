@@ -1,15 +1,18 @@
 # make train   install into .venv, then train the embedded default and let the model answer
 # make test    install into .venv, then the gate: clean, export, no difference, notebook tests, pytest
 # make readme  write README.md from nbs/index.ipynb, and the pictures of the home page
+# make docs    build the site in _docs with Quarto, and check its links
+# make figures make the saved figures of the notebooks small
 # PYTHON=python3.12 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
 fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 STAMP := .venv/.installed
+ADDRESS := $(shell sed -n 's/^ *site-url: "\(.*\)"/\1/p' nbs/nbdev.yml)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: train test gate generated install readme clean
+.PHONY: train test gate generated install readme docs figures clean
 .NOTPARALLEL:
 
 train: install
@@ -45,6 +48,14 @@ generated:
 readme:
 	python .ci/pictures.py
 	python .ci/readme.py
+
+docs:
+	nbdev_docs
+	python .ci/site.py _docs $(ADDRESS)
+	python .ci/check_links.py _docs $(ADDRESS)
+
+figures:
+	python .ci/figures.py
 
 clean:
 	rm -rf .venv _docs _proc *.egg-info

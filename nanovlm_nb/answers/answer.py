@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator,Sequence
 from dataclasses import dataclass,fields
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING,Any
 
 import torch
@@ -23,6 +24,7 @@ from ..core.usage import UsageError
 from ..core.config import TrainConfig,VLMConfig,load_function
 from ..core.dist import pick_device
 from ..core.run_dir import TRAINER_STATE,find_checkpoint
+from ..core.logs import styled
 from ..core.recipe import Parts,parts_of
 from ..model.weights import load_weights,resolve_checkpoint
 from ..model.generate import TextStreams
@@ -304,6 +306,7 @@ def _printable(text):
     "What an untrained model says may not be writing at all."
     return ''.join(c if c.isprintable() else '·' for c in text)
 
+@styled
 def plot_answers(
     results:list[Result], # answered; those with a picture are drawn
     path:str|Path|None=None, # file to write, for example samples.png
@@ -315,12 +318,13 @@ def plot_answers(
     shown = [r for r in results if r.images][:n]
     if not shown: raise ValueError('no result has a picture to draw')
     rows = -(-len(shown)//columns)
-    fig = Figure(figsize=(2.4*columns,2.5*rows), dpi=80, layout='constrained')
+    fig = Figure(figsize=(2.2*columns,3.1*rows))
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
     for ax,r in zip(fig.axes, shown):
         ax.imshow(r.images[0])
-        title = f'{r.question}\n{_printable(r.said)}'+('' if r.right else f' ({r.answer})')
-        ax.set_title(title, fontsize=8, color='green' if r.right else 'red', wrap=True, parse_math=False)
+        said = f'{_printable(r.said)} ✓' if r.right else f'{_printable(r.said)} ✗ ({r.answer})'
+        title = '\n'.join(fill(line, 22) for line in (r.question, said))
+        ax.set_title(title, color='darkgreen' if r.right else 'firebrick', parse_math=False)
     if path: fig.savefig(path)
     return fig
 

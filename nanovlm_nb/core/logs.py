@@ -8,9 +8,10 @@ import json, logging, os, re, secrets, sys, time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import wraps
 from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from tqdm import tqdm
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something 
 
 # %% auto #0
 __all__ = ['EVAL_AXIS', 'JsonLines', 'describe', 'minimind_line', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog',
-           'RunLog', 'Stats', 'Clock', 'plot_curves']
+           'RunLog', 'Stats', 'Clock', 'styled', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(
@@ -431,7 +432,24 @@ class Clock:
         out, self.seconds = self.seconds, dict.fromkeys(self.names, 0.)
         return out
 
+# %% ../../nbs/05_core.logs.ipynb #f19e0002
+_P = ParamSpec("_P")
+
+def styled(
+    draw:Callable[_P,Figure], # makes a figure
+)->Callable[_P,Figure]:       # the same, in the style sheet `nanovlm_nb.figures`
+    "Draw in the style of all figures, whatever the user's is."
+    @wraps(draw)
+    def drawn(*args:_P.args, **kwargs:_P.kwargs)->Figure:
+        from matplotlib import style
+        with style.context('nanovlm_nb.figures'):
+            fig = draw(*args, **kwargs)
+            fig.draw_without_rendering() # ticks take their style when they are first drawn
+        return fig
+    return drawn
+
 # %% ../../nbs/05_core.logs.ipynb #13b08687
+@styled
 def plot_curves(
     records:Iterable[dict],     # What `read_log` returns
     path:str|Path|None=None,    # Where to save the picture; None: nowhere
@@ -445,14 +463,14 @@ def plot_curves(
     if not any(series.values()):
         raise ValueError(f"none of {len(records)} records has a loss, "
                          "a learning rate or a gradient norm: is this a log.jsonl?")
-    fig = Figure(figsize=(9, 2.6), dpi=80, layout='constrained')
+    fig = Figure(figsize=(8.8, 3))
     panels = fig.subplots(1, 3)
     for name, points in series.items():
         ax = panels[0 if 'loss' in name else 2 if name == 'grad_norm' else 1]
-        if points: ax.plot(*zip(*points), 'o-' if name == 'val_loss' else '-', ms=3, lw=1, label=name)
+        if points: ax.plot(*zip(*points), **(dict(marker='o') if name == 'val_loss' else {}), label=name)
     for ax, label in zip(panels, ('loss', 'learning rate', 'gradient norm')):
         ax.set(xlabel='step', ylabel=label)
-        if ax.lines: ax.legend(fontsize=7)
+        if ax.lines: ax.legend()
     for ax in panels[:2]:
         if ax.lines: ax.set_yscale('log')
     if path: fig.savefig(path)

@@ -24,6 +24,7 @@ from datasets import Dataset, Features, Image as ImageFeature, List, Value
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
+from ..core.logs import styled
 from ..core.tokenizer import train_tokenizer
 from .dataset import RATINGS
 
@@ -266,6 +267,7 @@ def shapes_dataset(
     return Dataset.from_list(rows, features=_FEATURES)
 
 # %% ../../nbs/23_data.shapes.ipynb #1d148ca5
+@styled
 def plot_scenes(
     rows:Iterable[dict], # with `images` and `texts`; those without a picture are left out
     columns:int=4, # pictures side by side
@@ -275,13 +277,13 @@ def plot_scenes(
     rows = [r for r in rows if r['images']]
     if not rows: raise ValueError('no row has a picture to draw')
     lines = -(-len(rows)//columns)
-    fig = Figure(figsize=(1.7*columns, 1.7*lines), dpi=60)
-    grid = fig.subplots(lines, columns, squeeze=False, gridspec_kw=dict(hspace=1., wspace=.8))
+    fig = Figure(figsize=(2.2*columns, 3.9*lines))
+    grid = fig.subplots(lines, columns, squeeze=False)
     for ax in grid.flat: ax.axis('off')
     for ax,r in zip(grid.flat, rows):
         ax.imshow(r['images'][0], interpolation='nearest')
-        turns = [fill(f"{t['user']} {t['assistant'].upper()}", 34) for t in r['texts']]
-        ax.text(.5, -.06, '\n'.join(turns), transform=ax.transAxes, ha='center', va='top', fontsize=5.5)
+        turns = [fill(f"{t['user']} {t['assistant'].upper()}", 23) for t in r['texts']]
+        ax.text(.5, -.05, '\n'.join(turns), transform=ax.transAxes, ha='center', va='top')
     return fig
 
 # %% ../../nbs/23_data.shapes.ipynb #8c0cc82d

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from ..core.run_dir import LOG,STATUS,TEXT_LOG,read_log
-from ..core.logs import describe
+from ..core.logs import describe,styled
 from ..runs.arguments import AXES
 from .runs import list_checkpoints
 
@@ -105,17 +105,17 @@ STYLES = ('-','--',':','-.')
 def _curve(ax, run, name, x, smooth, **look):
     xs,ys = series(run, name, x)
     if not xs: return
-    if name=='val_loss': ax.plot(xs, ys, marker='o', ms=3, lw=1, **look)
-    elif not smooth or name.startswith(('lr_','time/')): ax.plot(xs, ys, lw=1, **look)
+    if name=='val_loss': ax.plot(xs, ys, marker='o', ms=4, **look)
+    elif not smooth or name.startswith(('lr_','time/')): ax.plot(xs, ys, **look)
     else:
-        faint = ax.plot(xs, ys, lw=.5, alpha=.3, **(look|dict(label=None)))
-        ax.plot(xs, smoothed(ys, smooth), lw=1.2, **(look|dict(color=faint[0].get_color())))
+        faint = ax.plot(xs, ys, lw=.8, alpha=.4, **(look|dict(label=None)))
+        ax.plot(xs, smoothed(ys, smooth), **(look|dict(color=faint[0].get_color(), ls=faint[0].get_linestyle())))
 
 def _mark(ax, run, x, color):
     steps,at = [r['step'] for r in run.records],positions(run.records, x)
     for s in run.restarts:
         there = [p for p,step in zip(at, steps) if step<=s]
-        if there: ax.axvline(there[-1], color=color, lw=.8, ls=':')
+        if there: ax.axvline(there[-1], color=color, lw=1.2, ls=':')
 
 class _Plain(LogFormatter):
     "0.6 instead of 6e-01."
@@ -127,30 +127,32 @@ def _shares(ax, run, names, x):
     ax.stackplot(xs[0], [[0. if v!=v else v for v in y] for y in ys],
                  labels=[n.removeprefix('time/') for n in names])
     ax.set_ylim(0, 1)
-    ax.legend(fontsize=7, reverse=True, loc='center left', bbox_to_anchor=(1, .5)).set_in_layout(False)
+    ax.legend(reverse=True, loc='center left', bbox_to_anchor=(1, .5)).set_in_layout(False)
 
 def _lines(ax, panel, runs, names, x, smooth):
     "One colour for each curve, or for each run if there are several."
     for i,run in enumerate(runs):
         for k,name in enumerate(names):
             look = (dict(label=name) if len(runs)==1
-                    else dict(color=f'C{i}', ls=STYLES[k%len(STYLES)], label=run.name if k==0 else None))
+                    else dict(color=f'C{i}', ls=STYLES[(i+k*len(runs))%len(STYLES)], label=run.name if k==0 else None))
             _curve(ax, run, name, x, smooth, **look)
     if panel.log:
         ax.set_yscale('log')
         for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): axis(_Plain())
     else: ax.set_ylim(bottom=0)
-    if len(names if len(runs)==1 else runs)>1 and (len(runs)==1 or panel is PANELS[0]): ax.legend(fontsize=7)
+    if len(names if len(runs)==1 else runs)>1 and (len(runs)==1 or panel is PANELS[0]): ax.legend()
 
 def _draw(ax, panel, runs, x, smooth):
     names,alone,time = figures(runs, panel),len(runs)==1,panel is PANELS[-1]
     if time and not alone: names = [n for n in names if n=='time/forward_backward']
     if time and alone: _shares(ax, runs[0], names, x)
     else: _lines(ax, panel, runs, names, x, smooth)
+    ax.locator_params(axis='x', nbins=4)
     for i,run in enumerate(runs): _mark(ax, run, x, 'black' if alone else f'C{i}')
     ax.set(xlabel=x, ylabel=panel.label if alone or not time else 'share of time computing')
 
 # %% ../../nbs/66_tools.plot.ipynb #0d076b6b
+@styled
 def plot_runs(
     runs:list[Run], # from `load_run`
     x:str='updates', # one of `AXES`
@@ -163,11 +165,11 @@ def plot_runs(
         raise ValueError(f"no figures to draw in {', '.join(r.name for r in runs)}: "
                          "has the run made an update?")
     rows = -(-len(panels)//3)
-    fig = Figure(figsize=(3.2*min(len(panels), 3), 2.5*rows), dpi=80, layout='constrained')
+    fig = Figure(figsize=(2.95*min(len(panels), 3), 2.9*rows))
     axes = list(fig.subplots(rows, min(len(panels), 3), squeeze=False).flat)
     for ax,panel in zip(axes, panels): _draw(ax, panel, runs, x, smooth)
     for ax in axes[len(panels):]: ax.set_visible(False)
-    if path: fig.savefig(path, dpi=120)
+    if path: fig.savefig(path)
     return fig
 
 # %% ../../nbs/66_tools.plot.ipynb #d79728e2

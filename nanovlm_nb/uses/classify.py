@@ -34,6 +34,7 @@ from ..core.config import evolve,preset,refused
 from ..core.dist import Dist,on_master
 from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
 from ..core.run_dir import find_checkpoint
+from ..core.logs import styled
 from ..core.recipe import Parts
 from ..core.layout import Layout
 from ..model.language import KVCache,init_language_weights
@@ -341,6 +342,7 @@ def metrics_of(
     return figures|{f'eval/overall_{k}':v for k,v in overall.items()}
 
 # %% ../../nbs/71_uses.classify.ipynb #5da4084d
+@styled
 def plot_confusion(
     matrix:np.ndarray, # from `confusion`
     names:list[str], # of the classes
@@ -349,7 +351,7 @@ def plot_confusion(
 )->Figure: # shares of each row, the counts written in where there are few classes
     "Draw a confusion matrix."
     n,shares = len(names),matrix/np.maximum(matrix.sum(1, keepdims=True), 1)
-    fig = Figure(figsize=(1.8+min(.28*n, 8), 1.4+min(.28*n, 8)), dpi=80, layout='constrained')
+    fig = Figure(figsize=(max(5.4, 1.8+min(.37*n, 10)), max(5., 1.4+min(.37*n, 10))))
     ax = fig.subplots()
     ax.imshow(shares, cmap='Blues', vmin=0, vmax=1)
     ax.set(xlabel='predicted', ylabel='true class', title=title)
@@ -358,7 +360,7 @@ def plot_confusion(
         ax.set_yticks(range(n), names)
     for i,j in zip(*matrix.nonzero()):
         colour = 'white' if shares[i,j]>.5 else 'black'
-        if n<=20: ax.text(j, i, matrix[i,j], ha='center', va='center', fontsize=7, color=colour)
+        if n<=20: ax.text(j, i, matrix[i,j], ha='center', va='center', color=colour)
     if path: fig.savefig(path)
     return fig
 
