@@ -184,7 +184,7 @@ def sidebar_pages() -> list[str]:
         for item in [items] if isinstance(items, str) else items:
             if isinstance(item, str): yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item))] if '*' in item else [item])
             else: yield from walk(item['contents'])
-    return list(walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']))
+    return [p for p in walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']) if p.endswith('.ipynb')]
 
 
 def test_sidebar_lists_every_notebook_once():
