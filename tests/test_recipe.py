@@ -9,9 +9,12 @@ import pytest
 from commands import TINY
 from safetensors.torch import load_file
 
-from nanovlm_nb.answers.answer import Asker
+from nanovlm_nb.answers.answer import Asker, load_asker
+from nanovlm_nb.answers.eval_jobs import Evaluations
 from nanovlm_nb.cli import main
+from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.runs.arguments import eval_parser
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'
@@ -101,6 +104,15 @@ def test_a_recipe_trains_and_goes_on_as_if_nothing_had_been(name):
     assert (again/'abandoned_1'/'step_4').is_dir(), 'what was made before is another one'
 
 
+@pytest.mark.slow
+def test_a_compiled_run_leaves_an_encoder_of_another_make_as_it_is():
+    "The decoder's blocks are compiled; the log names what is not, and the losses are those of the run that is not compiled."
+    run_dir = train('compiled', '--recipe', 'mine:convolutions_up_and_down', '--compile', 'True')
+    assert 'not compiled: vision_encoder, which has no blocks like ours' in (run_dir/'train.log').read_text()
+    plain, compiled = ([r['batch_loss'] for r in record(r)[0] if 'batch_loss' in r] for r in (once('convolutions_up_and_down'), run_dir))
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
 def test_every_recipe_of_the_tutorial_is_tried_and_is_short():
     file = '\n\n'.join(own_cells())
     assert all(f'\ndef {name}(vlm_cfg, train_cfg)' in f'\n{file}' for name in RECIPES)
@@ -159,6 +171,22 @@ def test_a_checkpoint_runs_nobodys_code(place, capsys):
     main(['runs', str(best.parent)])
     assert not Path('ran').exists()
     assert type(Asker.from_checkpoint(best, recipe='mine:convolutions').model.vision_encoder).__name__ == 'Convolutions'
+
+
+def test_an_evaluator_beside_the_run_gets_its_recipe(place, monkeypatch):
+    "The command of a run's own evaluator loads the checkpoint, which without the recipe is refused; a job file that names another recipe is not believed."
+    monkeypatch.setenv('PYTHONPATH', str(place))
+    run_dir = once('convolutions_up_and_down')
+    cfg = evolve(load_yaml(run_dir/'config.yaml')[1], use_lmms_eval=True, eval_backend='subprocess', lmms_eval_tasks='shapes')
+    jobs = Evaluations(run_dir, cfg, 'shapes')
+    jobs.submit(run_dir/'step_4', 4)
+    file = jobs.log(4).with_name('job.json')
+    file.write_text(file.read_text().replace('mine:', 'bad:'))
+    job = Evaluations(run_dir, cfg, 'shapes').jobs[4]
+    asked = eval_parser().parse_args(job.local(Path('out.json'))[4:])
+    assert asked.recipe == 'mine:convolutions_up_and_down'
+    assert type(load_asker(asked.checkpoint, None, asked.recipe).model.vision_encoder).__name__ == 'Convolutions'
+    with pytest.raises(ValueError, match='was trained with the recipe'): load_asker(asked.checkpoint)
 
 
 # --- on resume

@@ -26,6 +26,7 @@ from ..core.config import TrainConfig
 from ..core.dist import Dist
 from ..core.run_dir import PIN,set_pin
 from ..core.logs import EVAL_AXIS,RunLog
+from ..core.recipe import RECIPE_NOTE
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #78d882dc
 _RESULT = re.compile(r'step_(\d+)\.json')
@@ -133,6 +134,7 @@ class Job:
     state:str = 'waiting' # then 'running', perhaps 'queued' by Slurm, at last 'done' or 'failed'
     starts:int = 0 # how often it was begun
     number:str|None = None # process id, or Slurm's job id
+    recipe:str|None = None # of the run, if the checkpoint cannot be understood without it
 
     @property
     def open(self)->bool: # neither done nor failed
@@ -144,16 +146,18 @@ class Job:
     )->list[str]: # a command of this machine
         "The evaluator as a process."
         options = dict(tasks=self.tasks, out=out, step=self.step, batch_size=self.batch_size,
-                       limit=self.limit, include_path=self.include_path)
+                       limit=self.limit, include_path=self.include_path, recipe=self.recipe)
         flags = [o for k,v in options.items() if v is not None for o in (f'--{k}',str(v))]
         return [sys.executable, '-m', 'nanovlm_nb.cli', 'eval', self.checkpoint, *flags]
 
     def slurm(self,
         script:str, # e.g. 'slurm/eval.slurm'
-    )->list[str]: # sbatch SCRIPT CHECKPOINT STEP RUN TASKS LIMIT BATCH [INCLUDE_PATH]
+    )->list[str]: # sbatch SCRIPT CHECKPOINT STEP RUN TASKS LIMIT BATCH [INCLUDE_PATH [RECIPE]]
         "The evaluator as a job of a cluster."
         words = (self.checkpoint, self.step, self.run, self.tasks, self.limit, self.batch_size)
-        return ['sbatch', script, *map(str, words), *([self.include_path] if self.include_path else [])]
+        rest = [self.include_path or '', self.recipe or ''] # the last ones may be left out
+        while rest and not rest[-1]: rest.pop()
+        return ['sbatch', script, *map(str, words), *rest]
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #25911849
 _LAUNCHER = re.compile(r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|'
@@ -304,7 +308,13 @@ class JobBook:
 
     def _of_here(self, job:Job)->Job:
         "What an evaluator reads, this run says, not a file that may come from elsewhere: tasks are programs."
-        return replace(job, checkpoint=str(self.run_dir/f'step_{job.step}'), include_path=self._own_tasks())
+        checkpoint = self.run_dir/f'step_{job.step}'
+        return replace(job, checkpoint=str(checkpoint), include_path=self._own_tasks(),
+                       recipe=self._own_recipe(checkpoint))
+
+    def _own_recipe(self, checkpoint:Path)->str|None:
+        "The user trusts it: the run was started with it."
+        return self.cfg.recipe if (checkpoint/RECIPE_NOTE).is_file() else None
 
     def _own_tasks(self)->str|None:
         return self.cfg.eval_include_path and str(Path(self.cfg.eval_include_path).absolute())
@@ -336,7 +346,8 @@ class JobBook:
         set_pin(checkpoint, True) # again, if it was written again
         if step in self.jobs: return
         limits = c.lmms_eval_limit,c.lmms_eval_batch_size
-        self._note(Job(str(checkpoint), step, self.run_dir.name, self.tasks, *limits, self._own_tasks()))
+        job = Job(str(checkpoint), step, self.run_dir.name, self.tasks, *limits, self._own_tasks())
+        self._note(job, recipe=self._own_recipe(checkpoint))
 
     def put(self,
         step:int, # updates behind the model

@@ -58,11 +58,9 @@ def gradient(
     ranks = [[collate_packs([packs[k] for k in lanes_of(r, w, b, a)[m*b:(m+1)*b]]) for m in range(a)]
              for r in range(w)]
     update:Any = gather_update([m for rank in ranks for m in rank], Dist())
-    alone,trainer.dist = trainer.dist,replace(trainer.dist, world_size=w)
-    try:
+    with trainer.as_one_of(w):
         losses = [trainer.forward_backward(m, replace(update, micro_batches=mine), True)
                   for mine in ranks for m in mine]
-    finally: trainer.dist = alone
     grads = [p.grad.flatten().cpu()/w for g in trainer.optimizer.param_groups
              for p in g['params'] if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)

@@ -6,8 +6,8 @@
 __all__ = ['SAVED', 'COLD_S', 'WARM_S', 'CACHE_ENV', 'WORKSPACE', 'FIXED_SIZES', 'NO_TWIN', 'component_lrs', 'param_groups',
            'adapter_groups', 'adapter_sizes', 'training_groups', 'make_optimizer', 'trainable_line', 'training_parts',
            'checked_lr', 'set_lrs', 'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'amp_dtype', 'autocast',
-           'make_scaler', 'compile_blocks', 'pays_to_compile', 'decide_compile', 'keep_compiled', 'has_compiled',
-           'compile_counts', 'check_same_bits', 'same_bits']
+           'make_scaler', 'blocks_of', 'compile_blocks', 'eager_line', 'pays_to_compile', 'decide_compile',
+           'keep_compiled', 'has_compiled', 'compile_counts', 'check_same_bits', 'same_bits']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
 import math,os
@@ -246,15 +246,32 @@ def make_scaler(
     return torch.amp.GradScaler(device.type, enabled=dtype==torch.float16)
 
 # %% ../../nbs/41_training.optim.ipynb #392c011b
+def blocks_of(
+    model:nn.Module, # with `vision_encoder` and `decoder`
+)->tuple[list[nn.Module],list[str]]: # blocks that can be compiled; names of towers of another make
+    "The blocks of both towers, as ours have them: modules in `blocks`, each with an `mlp`."
+    found,others = [],[]
+    for name in ('vision_encoder','decoder'):
+        blocks = list(getattr(getattr(model, name), 'blocks', ()))
+        if blocks and all(hasattr(b, 'mlp') for b in blocks): found += blocks
+        else: others.append(name)
+    return found,others
+
 def compile_blocks(
-    model:nn.Module, # with `vision_encoder.blocks` and `decoder.blocks`
+    model:nn.Module, # with `vision_encoder` and `decoder`; one without blocks like ours stays as it is
     **kwargs, # passed on to `torch.compile`, for example `backend`
 )->int: # number of compiled modules
     "Compile the blocks of both towers in place; state-dict keys stay clean."
-    blocks = [*model.vision_encoder.blocks, *model.decoder.blocks]
-    parts = [m for b in blocks for m in getattr(b.mlp, 'shared', [b])]
+    parts = [m for b in blocks_of(model)[0] for m in getattr(b.mlp, 'shared', [b])]
     for p in parts: p.forward = torch.compile(p.forward, fullgraph=True, **kwargs)
     return len(parts)
+
+def eager_line(
+    model:nn.Module, # of a run that compiles
+)->str: # for the log; nothing if all blocks can be compiled
+    "What stays eager."
+    others = ' and '.join(blocks_of(model)[1])
+    return f'not compiled: {others}, which has no blocks like ours, each with an mlp' if others else ''
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a02
 SAVED = .2 # share of an update's time that compiled blocks save at least

@@ -12,8 +12,8 @@ __all__ = ['FORESEEN_MFU', 'DOCUMENTS', 'TrainState', 'GradientExchange', 'excha
 import gc,json,os,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
-from contextlib import nullcontext
-from dataclasses import asdict,dataclass,fields
+from contextlib import contextmanager,nullcontext
+from dataclasses import asdict,dataclass,fields,replace
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -40,8 +40,8 @@ from ..answers.eval_jobs import EvalDesk
 from .schedule import get_schedule,in_samples
 from .optim import adapter_sizes,amp_dtype,autocast,checked_lr,clip_gradients
 from .optim import compile_blocks
-from .optim import compile_counts,decide_compile,has_compiled,make_optimizer,make_scaler
-from .optim import own_optimizer,set_lrs,training_parts
+from .optim import compile_counts,decide_compile,eager_line,has_compiled,make_optimizer
+from .optim import make_scaler,own_optimizer,set_lrs,training_parts
 from .shard import load_full_weights,optimizer_class,shard_model
 from .checkpoint import Saver,check_checkpoint,load_optimizer
 from .bad_updates import NormGuard,forget_bad_updates,write_bad_update
@@ -386,6 +386,7 @@ class Compiling(Scheduling):
         cached = self.dist.broadcast(has_compiled())
         yes,line = decide_compile(c.compile, kind, s.compiled, updates, seconds, cached)
         if c.compile is not None or kind=='cuda': self.log.info(line)
+        if yes and (rest := eager_line(self.base)): self.log.info(rest)
         if c.compile is None and kind=='cuda': s.compiled = yes
         if yes and not self.compiled: compile_blocks(self.base)
         self.compiled = yes
@@ -415,6 +416,15 @@ class Computing(Compiling):
         "What a token's loss counts in the gradient of this rank."
         if self.cfg.loss_average=='tokens': return self.dist.world_size/max(update.targets, 1)
         return 1/(max(tally(batch)['targets'], 1)*len(update.micro_batches))
+
+    @contextmanager
+    def as_one_of(self,
+        ranks:int, # that share an update
+    )->Iterator[None]: # a `with` block
+        "Inside, micro-batches weigh what they weigh on a rank of so many: one process plays them in turn."
+        alone,self.dist = self.dist,replace(self.dist, world_size=ranks)
+        try: yield
+        finally: self.dist = alone
 
     def forward_backward(self,
         batch:Batch, # a micro-batch
