@@ -15,7 +15,7 @@ SAVED = {  # picture -> notebook, cell, part of the figure as shares of its widt
     'same_samples.png': ('tutorials/scaling_out.ipynb', 'a683ef86', (0, 0, 1, 1))}
 
 WIDTH, BOX = 1000, 168
-BLUE, GREEN, PURPLE, GREY, LINE = '#1f5f9e', '#1d6b45', '#6a3d9a', '#4a5058', '#767d86'
+BLUE, GREEN, PURPLE, LINE = '#1f5f9e', '#1d6b45', '#6a3d9a', '#767d86'
 
 PICTURE = [  # title, what it does, shape after it
     ('picture', 'any size', '3 x 900 x 1024'),
