@@ -227,3 +227,10 @@ def test_workflows_are_pinned_and_may_little(path):
     assert config['permissions'] == {'contents': 'read'}
     assert {name: job['permissions'] for name, job in config['jobs'].items() if 'permissions' in job} == ({'deploy': {'pages': 'write', 'id-token': 'write'}} if path.stem == 'docs' else {})
     for step in (s for job in config['jobs'].values() for s in job['steps'] if 'checkout' in s.get('uses', '')): assert step['with']['persist-credentials'] is False
+
+
+def test_the_changelog_counts_what_the_xray_is_held_against():
+    "Published figures of an H200: milliseconds eager and compiled, MiB, for each number of rows."
+    source = '\n'.join(c['source'] for c in code_cells(NBS/'63_tools.xray.ipynb'))
+    published = ast.literal_eval(re.search(r'^PUBLISHED = (\{.*?\})', source, re.M)[1])
+    assert sum(map(len, published.values())) == 12 and 'twelve published figures' in (ROOT/'CHANGELOG.md').read_text(encoding='utf-8')
