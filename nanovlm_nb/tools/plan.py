@@ -247,6 +247,12 @@ class Memory(NamedTuple):
         "All of it, as if every part had its peak at the same time."
         return sum(self)
 
+def _passing_by(vlm_cfg, cfg, trains):
+    "Bytes of a frozen tower's widest layer, which are free again when the language model begins."
+    if 'vision_encoder' in trains or cfg.cache_features: return 0
+    a,patches = 4 if cfg.dtype=='float32' else 2,cfg.batch_size*most_tiles(vlm_cfg, cfg)*vlm_cfg.n_patches
+    return patches*(2*a*vlm_cfg.vit_inter_dim+12*vlm_cfg.vit_hidden_dim)
+
 def _copied(cfg, found):
     "Numbers whose 16-bit copy is kept for the backward pass: what learns, or what adapters stand beside."
     if not cfg.lora_rank: return sum(s.trained for s in found.values())
@@ -271,7 +277,8 @@ def memory(
     if sharding!='ddp': gathered += 4*(total-blocks) # embedding and norms
     away = c.offload_params and sharding=='zero3'
     return Memory(0 if away else total*4/(1 if sharding=='ddp' else gpus), gathered, trained*per['gradients'],
-        0 if away or c.offload_optimizer else trained*per['moments'], activation_bytes(vlm_cfg, c, trains),
+        0 if away or c.offload_optimizer else trained*per['moments'],
+        max(activation_bytes(vlm_cfg, c, trains), _passing_by(vlm_cfg, c, trains)),
         logit_bytes(vlm_cfg, c, trains))
 
 # %% ../../nbs/64_tools.plan.ipynb #86a35b03
