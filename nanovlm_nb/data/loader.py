@@ -148,7 +148,8 @@ def check_images_path(
     path = train_cfg.images_path
     if path is None: return
     if not lines:
-        raise ValueError(f'images_path {path} is for JSON lines, which {train_cfg.train_dataset_path} is not: '
+        raise ValueError(f'images_path {path} is for JSON lines, '
+                         f'which {train_cfg.train_dataset_path} is not: '
                          'its rows bring their pictures, leave it out')
     if not Path(path).is_dir():
         raise ValueError(f'images_path {path}: there is no such directory, correct it')

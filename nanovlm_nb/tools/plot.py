@@ -109,7 +109,8 @@ def _curve(ax, run, name, x, smooth, **look):
     elif not smooth or name.startswith(('lr_','time/')): ax.plot(xs, ys, **look)
     else:
         faint = ax.plot(xs, ys, lw=.8, alpha=.4, **(look|dict(label=None)))
-        ax.plot(xs, smoothed(ys, smooth), **(look|dict(color=faint[0].get_color(), ls=faint[0].get_linestyle())))
+        same = dict(color=faint[0].get_color(), ls=faint[0].get_linestyle())
+        ax.plot(xs, smoothed(ys, smooth), **look|same)
 
 def _mark(ax, run, x, color):
     steps,at = [r['step'] for r in run.records],positions(run.records, x)
@@ -133,9 +134,9 @@ def _lines(ax, panel, runs, names, x, smooth):
     "One colour for each curve, or for each run if there are several."
     for i,run in enumerate(runs):
         for k,name in enumerate(names):
-            look = (dict(label=name) if len(runs)==1
-                    else dict(color=f'C{i}', ls=STYLES[(i+k*len(runs))%len(STYLES)], label=run.name if k==0 else None))
-            _curve(ax, run, name, x, smooth, **look)
+            style = STYLES[(i+k*len(runs))%len(STYLES)]
+            several = dict(color=f'C{i}', ls=style, label=run.name if k==0 else None)
+            _curve(ax, run, name, x, smooth, **(dict(label=name) if len(runs)==1 else several))
     if panel.log:
         ax.set_yscale('log')
         for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): axis(_Plain())
