@@ -182,7 +182,7 @@ def sidebar_pages() -> list[str]:
     "Notebooks that the sidebar lists, patterns resolved."
     def walk(items):
         for item in [items] if isinstance(items, str) else items:
-            if isinstance(item, str): yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item))] if '*' in item else [item])
+            if isinstance(item, str): yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item.lstrip('/')))] if '*' in item else [item])
             else: yield from walk(item['contents'])
     return [p for p in walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']) if p.endswith('.ipynb')]
 

@@ -234,3 +234,10 @@ def test_the_changelog_counts_what_the_xray_is_held_against():
     source = '\n'.join(c['source'] for c in code_cells(NBS/'63_tools.xray.ipynb'))
     published = ast.literal_eval(re.search(r'^PUBLISHED = (\{.*?\})', source, re.M)[1])
     assert sum(map(len, published.values())) == 12 and 'twelve published figures' in (ROOT/'CHANGELOG.md').read_text(encoding='utf-8')
+
+
+def test_patterns_of_the_sidebar_mean_one_folder():
+    "A pattern without a leading slash finds notebooks of that name in every folder, and one with `?` behind a folder none."
+    patterns = [p for part in site()['website']['sidebar']['contents'] if isinstance(part, dict)
+                for p in ([part['contents']] if isinstance(part['contents'], str) else part['contents']) if '*' in p]
+    assert patterns and all(p.startswith('/') or p.endswith('/*.ipynb') for p in patterns), patterns
