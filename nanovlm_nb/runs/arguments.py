@@ -367,7 +367,7 @@ def invariance_parser()->Parser: # of `nanovlm invariance`
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00018
-FORMATS = ('smolvlm','idefics3','nanovlm','peft') # what can be written; nanovlm is ours
+FORMATS = ('smolvlm','idefics3','nanovlm','peft') # what can be written; ours is nanovlm
 
 def _check_export(a):
     out = Path(a.out)
