@@ -81,7 +81,7 @@ def draw() -> str:
         f'<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
         text(WIDTH/2, 26, 'The way of a sample, with the shapes of the preset nanovlm', 17, LINE, 'bold'),
         *row(42, BLUE, PICTURE), arrow(down), *row(174, GREEN, TEXT),
-        text(WIDTH/2, 304, 'Who does it: processes', 17, LINE, 'bold'),
+        text(WIDTH/2, 304, 'The processes', 17, LINE, 'bold'),
         *row(322, PURPLE, PROCESSES), '</svg>', ''])
 
 

@@ -6,9 +6,9 @@
 __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL', 'REFUSED', 'ATTN_BACKENDS', 'SCHEDULES',
            'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful', 'refused',
            'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields', 'DataFields',
-           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'tiny', 'save_yaml', 'read_yaml',
-           'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run',
-           'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
+           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny', 'save_yaml',
+           'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size',
+           'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json
@@ -929,14 +929,21 @@ _TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_work
     max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32', log_wandb=False,
     progress_bar=False)
 
+def change(
+    vlm_cfg:VLMConfig, # the model
+    train_cfg:TrainConfig, # the run
+    changes:dict, # field of either -> new value
+)->tuple[VLMConfig,TrainConfig]: # both with the changes
+    "Change fields, whichever configuration they belong to."
+    ours = {f.name for f in fields(vlm_cfg)}
+    model = evolve(vlm_cfg, **{k:v for k,v in changes.items() if k in ours})
+    return model,evolve(train_cfg, **{k:v for k,v in changes.items() if k not in ours})
+
 def tiny(
     **changes, # fields of either configuration
 )->tuple[VLMConfig,TrainConfig]: # of the preset `shapes`, made small
     "A model and a run to try things with."
-    vlm,train = preset('shapes')
-    of_model = {k:v for k,v in changes.items() if k in {f.name for f in fields(VLMConfig)}}
-    of_run = {k:v for k,v in changes.items() if k not in of_model}
-    return evolve(vlm, **_TINY_VLM|of_model),evolve(train, **_TINY_TRAIN|of_run)
+    return change(*preset('shapes'), _TINY_VLM|_TINY_TRAIN|changes)
 
 
 # %% ../../nbs/02_core.config.ipynb #12e1b890

@@ -5,15 +5,13 @@
 # %% auto #0
 __all__ = ['GB', 'USABLE', 'PICTURE', 'SMALL_SIDE', 'WAYS', 'NAMES', 'Bookkeeping', 'bookkeeping', 'is_update', 'epoch_at',
            'changed_batch', 'linear_lr', 'cosine_annealing_lr', 'epoch_schedule', 'Size', 'sizes', 'vision_bytes',
-           'language_bytes', 'most_tiles', 'activation_bytes', 'logit_bytes', 'Memory', 'memory', 'change',
-           'until_it_fits', 'PackEstimate', 'typical_pack', 'pack_of_run', 'update_flops', 'checkpoint_bytes',
-           'checkpoints_kept', 'reading', 'enlargement', 'memory_table', 'on_device', 'make_plan', 'plan_text',
-           'claims', 'main']
+           'language_bytes', 'most_tiles', 'activation_bytes', 'logit_bytes', 'Memory', 'memory', 'until_it_fits',
+           'PackEstimate', 'typical_pack', 'pack_of_run', 'update_flops', 'checkpoint_bytes', 'checkpoints_kept',
+           'reading', 'enlargement', 'memory_table', 'on_device', 'make_plan', 'plan_text', 'claims', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
 import json,sys
 from argparse import Namespace
-from dataclasses import fields
 from math import cos,pi
 from pathlib import Path
 from statistics import mean
@@ -21,7 +19,7 @@ from typing import Any,NamedTuple
 
 import torch
 
-from ..core.config import TrainConfig,VLMConfig,effective_batch_size,evolve,updates_of_run
+from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,updates_of_run
 from ..core.run_dir import LOG
 from ..core.advice import Remedy,lint,memory_remedies
 from ..model.vlm import VLMNet
@@ -283,16 +281,6 @@ def memory(
 
 # %% ../../nbs/64_tools.plan.ipynb #86a35b03
 USABLE = .9 # share of a GPU's memory that a plan may fill
-
-def change(
-    vlm_cfg:VLMConfig, # the model
-    train_cfg:TrainConfig, # the run
-    changes:dict, # field of either -> new value
-)->tuple[VLMConfig,TrainConfig]: # both with the changes
-    "Change fields, whichever configuration they belong to."
-    ours = {f.name for f in fields(vlm_cfg)}
-    model = evolve(vlm_cfg, **{k:v for k,v in changes.items() if k in ours})
-    return model,evolve(train_cfg, **{k:v for k,v in changes.items() if k not in ours})
 
 def until_it_fits(
     vlm_cfg:VLMConfig, # the model
