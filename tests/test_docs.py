@@ -240,7 +240,7 @@ TOP_LEVEL = {'.git', '.venv', '_proc', '_docs', 'checkpoints', 'wandb', '.pytest
 def introduction(notebook: Path) -> str:
     "The first paragraph of a notebook after its title and summary."
     text = '\n\n'.join(c['source'] for c in cells(notebook, 'markdown'))
-    return next(p for p in re.split(r'\n\s*\n', text) if not p.startswith(('# ', '> ')))
+    return next(p for p in re.split(r'\n\s*\n', text) if not p.startswith(('# ', '> ', '[Open in Colab]')))
 
 
 def words(text: str) -> str:

@@ -241,3 +241,66 @@ def test_patterns_of_the_sidebar_mean_one_folder():
     patterns = [p for part in site()['website']['sidebar']['contents'] if isinstance(part, dict)
                 for p in ([part['contents']] if isinstance(part['contents'], str) else part['contents']) if '*' in p]
     assert patterns and all(p.startswith('/') or p.endswith('/*.ipynb') for p in patterns), patterns
+
+
+# --- one click to run a page
+
+RUNNABLE = [p for p in NOTEBOOKS if p.parent.name in ('book', 'tutorials') and code_cells(p)]
+
+
+def published() -> tuple[str, str, str]:
+    "The repository as user/name, its branch and its address, from settings.ini."
+    settings = configparser.ConfigParser()
+    settings.read(ROOT/'settings.ini', encoding='utf-8')
+    own = settings['DEFAULT']
+    return f'{own["user"]}/{own["repo"]}', own['branch'], own['git_url']
+
+
+def test_pages_of_book_and_tutorials_open_in_colab_and_kaggle():
+    "The links above the introduction name the page itself, as it is committed, on the branch that is published."
+    repository, branch, _ = published()
+    committed = subprocess.run(['git', 'ls-files', 'nbs'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(RUNNABLE) > 20
+    for notebook in RUNNABLE:
+        page = notebook.relative_to(ROOT).as_posix()
+        at = f'{repository}/blob/{branch}/{page}'
+        first = ''.join(json.loads(notebook.read_text(encoding='utf-8'))['cells'][1]['source']).splitlines()[0]
+        assert first == (f'[Open in Colab](https://colab.research.google.com/github/{at}) '
+                         f'[Open in Kaggle](https://kaggle.com/kernels/welcome?src=https://github.com/{at})'), page
+        assert page in committed
+
+
+def install_commands(notebook: Path) -> list[str]:
+    "The shell commands of a page's first code cell."
+    first = code_cells(notebook)[0]['source']
+    assert first.startswith('#| hide\n# on Colab and Kaggle: the package; elsewhere nothing\n'), notebook.name
+    return [line.removeprefix('!') for line in first.splitlines()[2:]]
+
+
+def called(commands: list[str], folder: Path, **where: str) -> list[str]:
+    "Which programs the commands start there, with their arguments; those that would load something only write down that they were started."
+    for name in ('pip', 'wget'):
+        (folder/name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{folder}/called"\n')
+        (folder/name).chmod(0o755)
+    (folder/'called').write_text('')
+    for command in commands:
+        done = subprocess.run(['sh', '-c', command], env={'PATH': f'{folder}:/usr/bin:/bin', **where}, cwd=folder, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+    return (folder/'called').read_text().splitlines()
+
+
+def test_the_first_cell_installs_on_colab_and_kaggle_and_does_nothing_elsewhere(tmp_path):
+    "The package comes from the published branch, with what the tests of its cells need; a file that a page reads comes with it."
+    repository, branch, address = published()
+    pip = f'pip install -q nanovlm_nb[test] @ git+{address}@{branch}'
+    different = {tuple(install_commands(p)): p for p in RUNNABLE}
+    for commands, notebook in different.items():
+        assert called(commands, tmp_path) == []
+        on_colab = called(commands, tmp_path, COLAB_RELEASE_TAG='release-colab_20250101')
+        assert on_colab == called(commands, tmp_path, KAGGLE_KERNEL_RUN_TYPE='Interactive') and on_colab[0] == pip
+        for line in on_colab[1:]:
+            folder, file = re.fullmatch(rf'wget -qP (\S+) https://raw.githubusercontent.com/{repository}/{branch}/(\S+)', line).groups()
+            assert (notebook.parent/folder/Path(file).name).resolve() == (ROOT/file).resolve() and (ROOT/file).is_file()
+    for notebook in RUNNABLE:
+        read = {m for c in code_cells(notebook) for m in re.findall(r"'\.\./\.\./([^']+)'", c['source'])}
+        assert all(any(file in command for command in install_commands(notebook)) for file in read), notebook.name
