@@ -2,6 +2,7 @@
 import functools
 import json
 import logging
+import os
 import random
 import re
 
@@ -14,10 +15,11 @@ from PIL import Image
 
 import nanovlm_nb.data.jsonl as jsonl
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import Drops, VQADataset
+from nanovlm_nb.data.dataset import Drops, VQADataset, read_row
 from nanovlm_nb.core.dist import Dist, seed_worker
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.data.jsonl import MARK, VLMDataset, get_sampler, images_first, jsonl_loader, jsonl_rows, pixel_tensor, settle_marks
+from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, default_workers, get_sampler, jsonl_loader, pixel_tensor
+from nanovlm_nb.data.jsonl import MARK, images_first, jsonl_rows, settle_marks
 from nanovlm_nb.data.packing import pack
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
@@ -183,7 +185,7 @@ def test_items(folder, tokenizer, placeholder, n):
     for i, (X, Y, loss_mask, pixels) in enumerate(ds):
         assert [x.shape for x in (X, Y, loss_mask)] == [(199,)]*3 and {x.dtype for x in (X, Y, loss_mask)} == {torch.int64}
         assert torch.equal(X[1:], Y[:-1]) and pixels.shape == (pictures[i], 3, SIDE, SIDE)
-        assert jsonl.count_runs(X, ds.image_ids) == pictures[i]
+        assert count_runs(X, ds.image_ids) == pictures[i]
         assert tokenizer.decode(Y[loss_mask > 0]) == ''.join(f'{a}<|im_end|>\n' for a in answers[i])
     assert ds.drops == Drops()
 
@@ -208,12 +210,12 @@ def test_special_tokens_of_the_user_are_text(tmp_path, tokenizer):
 def test_too_long(make):
     "Exactly long enough, one too short, and so short that nothing remains; another maximum changes no other token."
     ds = make(max_length=300)
-    n = len(ds.encode(jsonl.read_row(ds.rows, 3))[0])
+    n = len(ds.encode(read_row(ds.rows, 3))[0])
     for L, cut in ((n+1, 0), (n, 0), (n-1, 1), (n-5, 5)):
         short = make(max_length=L)
         for a, b in zip(short[3][:3], ds[3][:3]): assert torch.equal(a, b[:L-1])
         assert short.drops.cut == ({'train/4': cut} if cut else {}) and not short.drops.reasons
-    target = ds.encode(jsonl.read_row(ds.rows, 3))[1]
+    target = ds.encode(read_row(ds.rows, 3))[1]
     none = make(max_length=int(target.nonzero().min()))
     assert not none[3][2].any() and len(none[3][3]) == 0 and none.drops.ids('too_long') == ['train/4']
     some = make(max_length=int(target.nonzero().min())+1)
@@ -225,7 +227,7 @@ def test_picture_that_would_be_cut(tmp_path, folder, tokenizer):
     lines = [dict(image='cat.jpg,grey.png', conversations=said('<image>', 'One.', '<image>', 'Two.'))]
     kw = dict(images_path=folder/'images', tokenizer=tokenizer, preprocess=get_image_processor(SIDE, SIDE), image_special_token=RUN)
     ds = VLMDataset(write(tmp_path/'x.jsonl', lines), max_length=100, **kw)
-    second = ds.encode(jsonl.read_row(ds.rows, 0))[0].tolist().index(tokenizer.image_token_id, 20)
+    second = ds.encode(read_row(ds.rows, 0))[0].tolist().index(tokenizer.image_token_id, 20)
     cut = VLMDataset(tmp_path/'x.jsonl', max_length=second+2, **kw)
     assert not cut[0][2].any() and cut.drops.counts == {'too_long': 1}
 
@@ -298,18 +300,18 @@ def test_settings(damaged):
     "The attributes of the loader, alone and with ranks."
     cuda = Dist(rank=1, world_size=2, device=torch.device('cuda'))
     loader = jsonl_loader(damaged, 4, cuda)
-    assert (loader.pin_memory, loader.drop_last, loader.worker_init_fn, loader.num_workers) == (True, False, seed_worker, jsonl.default_workers())
+    assert (loader.pin_memory, loader.drop_last, loader.worker_init_fn, loader.num_workers) == (True, False, seed_worker, default_workers())
     assert (loader.sampler.rank, loader.sampler.num_replicas, loader.sampler.shuffle, loader.sampler.drop_last) == (1, 2, True, False)
     assert not jsonl_loader(damaged, 4).pin_memory and get_sampler(damaged) is None
 
 
 def test_workers_share_the_cores(monkeypatch):
     "One worker a core of this machine, divided by the ranks that torchrun started here."
-    monkeypatch.setattr(jsonl.os, 'sched_getaffinity', lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv('LOCAL_WORLD_SIZE', raising=False)
-    assert (jsonl.default_workers(), jsonl.default_workers(2)) == (8, 16)
+    assert (default_workers(), default_workers(2)) == (8, 16)
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '3')
-    assert (jsonl.default_workers(), jsonl.default_workers(2)) == (2, 5)
+    assert (default_workers(), default_workers(2)) == (2, 5)
 
 
 @pytest.mark.parametrize('ranks', [2, 3])
@@ -342,7 +344,7 @@ def test_model_trains_on_either(folder, tokenizer, cfg, make):
     model = VisionLanguageModel(cfg, load_backbone=False)
     ds, v = make(), VQADataset(jsonl_rows(folder), tokenizer, get_image_processor(SIDE, SIDE), FEATURES)
     same = [3, 4, 5, 6, 7] # lines without marks: the two agree on their ids
-    X, Y, loss_mask, pixels = jsonl.collate_items([ds[i] for i in same])
+    X, Y, loss_mask, pixels = collate_items([ds[i] for i in same])
     padded = masked_loss(model, X, Y, loss_mask, pixels)
     grads = torch.autograd.grad(padded, list(model.parameters()), allow_unused=True)
     packed = pack([v[i] for i in same], 400, tokenizer.pad_token_id)
@@ -352,4 +354,4 @@ def test_model_trains_on_either(folder, tokenizer, cfg, make):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-5))
     assert torch.allclose(padded, model(X, pixels, targets=Y.masked_fill(loss_mask == 0, -100))[1], atol=1e-5)
     blank = ds.item(*torch.zeros(2, 0, dtype=torch.long), ds.no_pixels)
-    assert torch.allclose(padded, masked_loss(model, *jsonl.collate_items([*(ds[i] for i in same), blank])), atol=1e-5)
+    assert torch.allclose(padded, masked_loss(model, *collate_items([*(ds[i] for i in same), blank])), atol=1e-5)
