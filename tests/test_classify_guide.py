@@ -65,7 +65,7 @@ def test_the_guides_file_is_understood(place, monkeypatch, tmp_path):
     s = Settings.load(place/'guide.yaml')
     assert (s.model.name, s.model.num_labels, s.model.memory_efficient_attention) == ('Qwen/Qwen2.5-VL-7B-Instruct', 101, True)
     assert (s.training.epochs, s.training.batch_size, s.training.warmup_steps, s.monitor.log_freq, s.monitor.eval_log_freq) == (10, 8, 100, 10, 50)
-    assert [line.split(' in ')[0] for line in s.said] == ['model.pretrained_name', 'training.num_epochs', 'training.memory_efficient_attention',
+    assert [line.split(' in ')[0] for line in s.translations] == ['model.pretrained_name', 'training.num_epochs', 'training.memory_efficient_attention',
                                                           *(f'monitor.all_freq.{n}_log_freq' for n in ('training', 'eval', 'perf'))]
     s = replace(s, model=replace(s.model, name=str(place/'smol')), training=replace(s.training, datasets=[str(place/'food101')]))
     cfg, train_cfg = configs_of(s, load_classes(s.training.datasets))
