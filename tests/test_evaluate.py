@@ -280,7 +280,7 @@ def test_lmms_eval_finds_the_model_and_agrees(learned, tasks, tmp_path):
     results, samples = lmms_eval(learned, tasks, tmp_path, 'shapes,digits_choice')
     asked = answer_all(Asker.from_checkpoint(learned), questions_of(read_rows(tasks/'shapes.parquet')), 8)
     said_there = [f if isinstance(f, str) else f[0] for f in (s['filtered_resps'] for s in samples['shapes'])]
-    assert said_there == [r.said for r in asked]
+    assert said_there == [r.reply for r in asked]
     right = sum(r.right for r in asked)/len(asked)
     assert 0 < right < 1 and results['shapes']['exact_match,none'] == right
     (tmp_path/'two').mkdir()

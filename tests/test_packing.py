@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanovlm_nb.data.packing import _items, balanced_greedy_knapsack, fill_up, min_bins, pour, spread, utilisation
+from nanovlm_nb.data.packing import _items, balanced_greedy_knapsack, fill_up, min_bins, repack, spread, utilisation
 
 # what the reference's rule without spare bins reaches at windows of 8 and 128 sequences, and what we ask for
 REFERENCE = dict(one_image=(.903, .985), multi_image=(.898, .979), tiles_2048=(.883, .918))
@@ -148,11 +148,11 @@ def test_never_more_bins_than_either_rule():
 
 
 @pytest.mark.parametrize('spare', [0, 1, 3, 50, 1000])
-def test_pour_keeps_items_and_limits(recorded, spare):
+def test_repack_keeps_items_and_limits(recorded, spare):
     "However many bins are taken apart, or none, or all."
     items = recorded['distributions']['multi_image'][:500]
     items, limits = _items(*zip(*items), recorded['L'], recorded['max_images'], with_tiles(items), 48)
-    groups = pour(spread(items, limits, 1), limits, spare)
+    groups = repack(spread(items, limits, 1), limits, spare)
     assert sorted(item for g in groups for item in g) == sorted(items)
     assert all(sum(costs) <= most for g in groups for costs, most in zip(zip(*g), limits))
 

@@ -246,12 +246,12 @@ class Result:
     images:list # pictures it was about
     question:str # as asked
     answer:str # reference answer
-    said:str='' # the model's answer
+    reply:str='' # the model's answer
 
     @property
     def right(self)->bool: # exact match
         "Is what the model said the reference answer?"
-        return self.said.strip()==self.answer.strip()
+        return self.reply.strip()==self.answer.strip()
 
 # %% ../../nbs/30_answers.answer.ipynb #b79fdf0a
 def questions_of(
@@ -270,14 +270,14 @@ def questions_of(
 # %% ../../nbs/30_answers.answer.ipynb #09a0ee6a
 def answer_all(
     asker:Asker, # the model
-    results:list[Result], # from `questions_of`; `said` is filled in
+    results:list[Result], # from `questions_of`; `reply` is filled in
     batch_size:int=128, # questions asked together
     max_new_tokens:int=32, # longest answer in tokens
 )->list[Result]: # `results`
     "Ask all questions, batch by batch."
     for i in range(0, len(results), batch_size):
         part = results[i:i+batch_size]
-        for r,said in zip(part, asker([(r.images,r.question) for r in part], max_new_tokens)): r.said = said
+        for r,text in zip(part, asker([(r.images,r.question) for r in part], max_new_tokens)): r.reply = text
     return results
 
 # %% ../../nbs/30_answers.answer.ipynb #0211e668
@@ -322,8 +322,8 @@ def plot_answers(
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
     for ax,r in zip(fig.axes, shown):
         ax.imshow(r.images[0])
-        said = f'{_printable(r.said)} ✓' if r.right else f'{_printable(r.said)} ✗ ({r.answer})'
-        title = '\n'.join(fill(line, 22) for line in (r.question, said))
+        answer = f'{_printable(r.reply)} ✓' if r.right else f'{_printable(r.reply)} ✗ ({r.answer})'
+        title = '\n'.join(fill(line, 22) for line in (r.question, answer))
         ax.set_title(title, color='darkgreen' if r.right else 'firebrick', parse_math=False)
     if path: fig.savefig(path)
     return fig
@@ -333,15 +333,15 @@ def open_pictures(
     names:Iterable[str|Path], # files
 )->list[Image.Image]: # decoded
     "All pictures; those that cannot be used are named together."
-    found,problems = [],[]
+    pictures,problems = [],[]
     for name in names:
         if not Path(name).is_file():
             problems.append(f'{name}: there is no such file')
             continue
-        try: found.append(open_image(name))
+        try: pictures.append(open_image(name))
         except UnreadableImage as e: problems.append(f'{name}: {e}')
     if problems: raise UsageError('; '.join(problems)+': give picture files that can be read')
-    return found
+    return pictures
 
 def load_asker(
     checkpoint:str|Path, # a checkpoint, a run directory, or a hub id

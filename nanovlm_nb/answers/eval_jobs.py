@@ -42,8 +42,8 @@ def result_files(
     folder:Path, # from `results_dir`; need not be there
 )->dict[int,Path]: # step -> file, the smallest step first
     "The result files there are."
-    found = [(m,p) for p in Path(folder).glob('step_*.json') if (m := _RESULT.fullmatch(p.name))]
-    return {int(m[1]):p for m,p in sorted(found, key=lambda o: int(o[0][1]))}
+    files = [(m,p) for p in Path(folder).glob('step_*.json') if (m := _RESULT.fullmatch(p.name))]
+    return {int(m[1]):p for m,p in sorted(files, key=lambda o: int(o[0][1]))}
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #7e9535c5
 def write_json(
@@ -69,14 +69,14 @@ def read_result(
 # %% ../../nbs/34_answers.eval_jobs.ipynb #424b68ba
 def result_values(
     head:dict, # `global_step`, `checkpoint`, `limit`
-    found:dict, # new: `tasks` (names), `results` (figures), `samples` (of each task)
+    new:dict, # new: `tasks` (names), `results` (figures), `samples` (of each task)
     before:dict|None=None, # what is in the file; used if its head is the same
 )->dict: # what the file is to hold
     "Merge new results into those of a file."
     keep = (before if before and {k:before.get(k) for k in head}==head
             else dict(tasks=[], results={}, samples={}))
-    both = {k:keep[k]|found[k] for k in ('results','samples')}
-    tasks = [*keep['tasks'], *(t for t in found['tasks'] if t not in keep['tasks'])]
+    both = {k:keep[k]|new[k] for k in ('results','samples')}
+    tasks = [*keep['tasks'], *(t for t in new['tasks'] if t not in keep['tasks'])]
     return head|dict(tasks=tasks)|{k:dict(sorted(v.items())) for k,v in both.items()}
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #390fbb08
@@ -193,11 +193,11 @@ def writers(
     log:Path, # of `start_process`
 )->list[int]: # process groups; empty where there is no /proc
     "Who writes there, should nobody have noted it."
-    found = set()
+    groups = set()
     for out in Path('/proc').glob('[0-9]*/fd/1'):
         with suppress(OSError): # of somebody else, or it has ended
-            if os.readlink(out)==os.path.realpath(log): found.add(os.getpgid(int(out.parts[2])))
-    return sorted(found-{os.getpgrp()})
+            if os.readlink(out)==os.path.realpath(log): groups.add(os.getpgid(int(out.parts[2])))
+    return sorted(groups-{os.getpgrp()})
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #7c0d5a02
 VISIBLE = 'CUDA_VISIBLE_DEVICES' # which cards a program may use

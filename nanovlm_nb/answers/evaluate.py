@@ -106,9 +106,9 @@ def exact_match(
 )->tuple[float,int]: # share of right answers, 0..1; questions
     "Ask the questions of a file."
     questions = questions_of(read_rows(path, limit))
-    mine = answer_all(asker, questions[dist.rank::dist.world_size], batch_size, max_new_tokens)
+    answers = answer_all(asker, questions[dist.rank::dist.world_size], batch_size, max_new_tokens)
     if not questions: raise ValueError(f'{path} holds no question')
-    return dist.sum(sum(r.right for r in mine))/len(questions),len(questions)
+    return dist.sum(sum(r.right for r in answers))/len(questions),len(questions)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #ab49d7f7
 def flat_figures(
@@ -140,7 +140,7 @@ def through_lmms_eval(
         raise ValueError(f'lmms-eval has no task {task!r}: '
                          '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
     model = NanoVLM(asker=asker, batch_size=args.batch_size)
-    try: found = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
+    try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
         process_docs_parallel=1,
         distributed_executor_backend='accelerate' if dist.world_size==1 else 'torchrun')
@@ -148,8 +148,8 @@ def through_lmms_eval(
         raise RuntimeError(f'lmms-eval has tried {task} '
                            f'{e.last_attempt.attempt_number} times') from e.last_attempt.exception()
     finally: set_rng_state(chance)
-    return found and (
-        flat_figures(found['results']), {t:n['effective'] for t,n in found['n-samples'].items()})
+    return output and (
+        flat_figures(output['results']), {t:n['effective'] for t,n in output['n-samples'].items()})
 
 # %% ../../nbs/36_answers.evaluate.ipynb #f411817d
 logger = logging.getLogger(__name__)
@@ -176,24 +176,24 @@ def cli_evaluate(
     "Evaluate a model in memory."
     args = Namespace(**dict(include_path=None, dist=Dist())|vars(args))
     model,was,dist = args.model.to(args.device),args.model.training,args.dist
-    found = dict(tasks=[], results={}, samples={}, failed={})
+    results = dict(tasks=[], results={}, samples={}, failed={})
     try:
         asker = Asker.from_model(model)
-        for task in task_names(args.tasks): _add(found, task, asker, args, dist)
+        for task in task_names(args.tasks): _add(results, task, asker, args, dist)
     finally: model.train(was)
-    return found if dist.is_master else None
+    return results if dist.is_master else None
 
-def _add(found, task, asker, args, dist):
+def _add(results, task, asker, args, dist):
     "Evaluate a task and note what came of it."
     try: new = evaluate_task(asker, task, args, dist)
     except _FAILURES as e:
         logger.exception('task %s failed', task)
-        found['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
+        results['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
         return
     if new:
-        found['tasks'].append(task)
-        found['results'] |= new[0]
-        found['samples'] |= new[1]
+        results['tasks'].append(task)
+        results['results'] |= new[0]
+        results['samples'] |= new[1]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
 def evaluate_into(
@@ -207,8 +207,8 @@ def evaluate_into(
     values,failed = result_values(head, dict(tasks=[], results={}, samples={}), before),{}
     for task in task_names(args.tasks):
         if task in values['tasks']: continue
-        found:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
-        values,failed = result_values(head, found, values),failed|found['failed']
+        results:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
+        values,failed = result_values(head, results, values),failed|results['failed']
         if out: write_json(out, values)
     return values,failed
 
@@ -249,10 +249,10 @@ def main(
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path)
     with tempfile.TemporaryDirectory() as folder:
-        own = [t for t in task_names(a.tasks) if t in OWN_TASKS]
-        if own and not a.include_path: args.include_path = str(write_tasks(folder, names=own))
+        own_tasks = [t for t in task_names(a.tasks) if t in OWN_TASKS]
+        if own_tasks and not a.include_path: args.include_path = str(write_tasks(folder, names=own_tasks))
         head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
-        found,failed = evaluate_into(args, head, Path(a.out) if a.out else None)
-    sys.stdout.write(results_table(found)+'\n')
+        results,failed = evaluate_into(args, head, Path(a.out) if a.out else None)
+    sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

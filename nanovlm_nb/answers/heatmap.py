@@ -39,15 +39,15 @@ def record_attention(
     rows:Tensor, # (n,) positions whose attention is wanted
 )->Iterator[dict[int,Tensor]]: # block -> (B, H, n, T), filled by a reading
     "Keep the attention weights of a reading."
-    found = {}
+    weights = {}
     def keep(module, args):
         x,cos,sin = args[:3]
         q,k = (p(h).unflatten(-1, (-1,module.head_dim)).transpose(1,2)
                for p,h in ((module.q_proj, x[:,rows]), (module.k_proj, x)))
         q,k = apply_rotary(q, cos[:,:,rows], sin[:,:,rows]),apply_rotary(k, cos, sin)
-        found[module.index] = attention_weights(q, k, rows)
+        weights[module.index] = attention_weights(q, k, rows)
     hooks = [decoder.blocks[b].attn.register_forward_pre_hook(keep) for b in blocks]
-    try: yield found
+    try: yield weights
     finally:
         for h in hooks: h.remove()
 
@@ -130,8 +130,8 @@ def answer_heat(
     # the last token is said and not read
     rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
-    with record_attention(model.decoder, blocks, rows) as found: model.decoder(model.embed(ids, tiles))
-    weights = torch.stack([found[b][0] for b in blocks])
+    with record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
+    weights = torch.stack([recorded[b][0] for b in blocks])
     weights = weights if heads is None else weights[:,list(heads)]
     per_picture = weights.mean((0,1,2))[slots].cpu().split([len(t)*c.mp_image_token_length for t in tiles])
     return [Heat.from_tokens(v, asker.image_processor.grid(*im.size)) for v,im in zip(per_picture, images)]

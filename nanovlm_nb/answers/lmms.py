@@ -137,9 +137,9 @@ class NanoVLM(lmms):
         for part in batches(requests, self.batch_size, lambda r: repr(sorted(r.args[1].items()))):
             options = requests[part[0]].args[1]
             questions = [(self.pictures(*r.args[2:6]),r.args[0]) for r in (requests[i] for i in part)]
-            said = self.asker(questions, int(options.get('max_new_tokens') or self.max_new_tokens),
+            texts = self.asker(questions, int(options.get('max_new_tokens') or self.max_new_tokens),
                               stops_of(options), **sampling_of(options))
-            for i,text in zip(part, said): answers[i] = text
+            for i,text in zip(part, texts): answers[i] = text
         return answers
 
     def loglikelihood(self,

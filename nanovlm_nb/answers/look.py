@@ -114,10 +114,10 @@ class Score:
         is_target = labels!=IGNORE
         begins = is_target & ~torch.nn.functional.pad(is_target, (1,-1))
         runs = begins.flatten().cumsum(0)[is_target.flatten()]
-        found,wanted = logits[is_target].float(),labels[is_target]
-        wrong = torch.bincount(runs[found.argmax(-1)!=wanted], minlength=1)
+        scores,wanted = logits[is_target].float(),labels[is_target]
+        wrong = torch.bincount(runs[scores.argmax(-1)!=wanted], minlength=1)
         answers = int(runs.max()) if len(runs) else 0
-        self.loss += cross_entropy(found, wanted, reduction='sum').item()
+        self.loss += cross_entropy(scores, wanted, reduction='sum').item()
         self.targets += len(wanted)
         self.answers += answers
         self.right += answers-int((wrong>0).sum())
@@ -146,9 +146,9 @@ def look_panel(
     scores,texts,strangers = {name:Score() for name in VIEWS},Score(),Strangers(cfg)
     for batch in batches:
         for name,view in views(batch, strangers):
-            found = read(view)
-            scores[name].add(found, view['labels'])
-            if name==VIEWS[0]: texts.add(found, of_texts(batch))
+            logits = read(view)
+            scores[name].add(logits, view['labels'])
+            if name==VIEWS[0]: texts.add(logits, of_texts(batch))
     sums = lambda s: [sum(x) for x in zip(*dist.gather((s.loss, s.targets, s.right, s.answers)))]
     total = {name:sums(s) for name,s in scores.items()}
     if not total[''][1]:

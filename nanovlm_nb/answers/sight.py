@@ -28,11 +28,11 @@ def find_config(
 )->Path: # its config.yaml
     "The configuration of a checkpoint's run."
     places = [Path(checkpoint)/CONFIG,Path(checkpoint).resolve().parent/CONFIG]
-    found = next((p for p in places if p.is_file()), None)
-    if found is None:
+    file = next((p for p in places if p.is_file()), None)
+    if file is None:
         raise FileNotFoundError(f'{checkpoint} has no config.yaml, nor has its parent: '
                                 'give the file with --config')
-    return found
+    return file
 
 def panel_table(
     panel:dict[str,float], # from `look_panel`

@@ -117,10 +117,10 @@ class VLMDataset(Dataset):
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
         messages = mark_messages(row['texts'], self.image_special_token, self.special)
         ids, target = encode_messages(self.tokenizer, messages, self.frame)
-        n, found, L = len(row['images']), count_runs(ids, self.image_ids), self.max_length
-        if found != n:
+        n, runs, L = len(row['images']), count_runs(ids, self.image_ids), self.max_length
+        if runs != n:
             raise Dropped(row['id'], 'placeholders',
-                          f'{found} runs of placeholders for {n} pictures: '
+                          f'{runs} runs of placeholders for {n} pictures: '
                           'take a special token as image_special_token')
         if not target[:L].any() or count_runs(ids[:L], self.image_ids) < n:
             raise Dropped(row['id'], 'too_long',
@@ -131,9 +131,9 @@ class VLMDataset(Dataset):
         row:dict, # from `read_row`
     )->Tensor: # (pictures, 3, H, W)
         "Decode the pictures of a row; raises `Dropped` if one is damaged."
-        try: found = [pixel_tensor(im, self.preprocess) for im in row['images']]
+        try: pixels = [pixel_tensor(im, self.preprocess) for im in row['images']]
         except UnreadableImage as e: raise Dropped(row['id'], 'unreadable_image', str(e)) from e
-        return torch.stack(found) if found else self.no_pixels
+        return torch.stack(pixels) if pixels else self.no_pixels
 
     def item(self,
         ids:Tensor, # (T,)
@@ -163,8 +163,8 @@ class VLMDataset(Dataset):
     def drops(self)->Drops: # `cut` holds the number of tokens that a sample lost
         "What was left out or cut so far, bad lines included."
         def by_id(values):
-            found = values.nonzero().flatten().tolist()
-            return {read_row(self.rows, i)['id']: int(values[i]) for i in found}
+            indices = values.nonzero().flatten().tolist()
+            return {read_row(self.rows, i)['id']: int(values[i]) for i in indices}
         return Drops(self.bad_lines.reasons | {id: REASONS[r-1] for id,r in by_id(self.reason).items()},
                      by_id(self.lost))
 

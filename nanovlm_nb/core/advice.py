@@ -206,26 +206,26 @@ def memory_remedies(
 )->list[Remedy]: # in the order in which to try them, each on top of those before
     "What to change when memory is short."
     v,t = vlm_cfg,train_cfg
-    found = list(_smaller_batches(t))
+    remedies = list(_smaller_batches(t))
     if t.max_images_per_knapsack>MAX_IMAGES:
-        found.append(Remedy(dict(max_images_per_knapsack=MAX_IMAGES, max_images_per_example=min(
+        remedies.append(Remedy(dict(max_images_per_knapsack=MAX_IMAGES, max_images_per_example=min(
             t.max_images_per_example, MAX_IMAGES)), 'packs with many pictures are split'))
     if v.lm_max_length>MAX_LENGTH:
-        found.append(
+        remedies.append(
             Remedy(dict(lm_max_length=MAX_LENGTH, max_sample_length=min(t.max_sample_length, MAX_LENGTH)),
                    'samples that are longer are dropped, and an update has fewer tokens'))
-    found += [Remedy({f'{part}_checkpointing':True}, 'up to a third more arithmetic')
+    remedies += [Remedy({f'{part}_checkpointing':True}, 'up to a third more arithmetic')
               for part in ('language','vision')
               if not getattr(t, f'{part}_checkpointing') and _keeps_activations(t, part)]
-    found += _smaller_pictures(v)
+    remedies += _smaller_pictures(v)
     if t.max_tiles_per_knapsack is None:
-        found.append(Remedy(dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
+        remedies.append(Remedy(dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
     if world_size>1:
-        found += [Remedy(dict(sharding=s), 'more traffic between ranks')
+        remedies += [Remedy(dict(sharding=s), 'more traffic between ranks')
                   for s in ('zero2','zero3')[('ddp','zero2','zero3').index(t.sharding):]]
     if not t.offload_optimizer and device!='cpu':
-        found.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
-    return found
+        remedies.append(Remedy(dict(offload_optimizer=True), 'updates are made at the speed of the CPU'))
+    return remedies
 
 # %% ../../nbs/07_core.advice.ipynb #effcae7d
 def remedy_line(
@@ -241,7 +241,8 @@ def memory_lines(
     "What helps, and what helps only a new run."
     now = [r for r in remedies if keeps is None or keeps(r.changes)]
     parts = (('out of memory', now), ('only in a new run', [r for r in remedies if r not in now]))
-    return [f"{name}: {'; '.join(map(remedy_line, found))}" for name,found in parts if found]
+    lines = ((name, '; '.join(map(remedy_line, group))) for name,group in parts)
+    return [f'{name}: {line}' for name,line in lines if line]
 
 def advice(
     shares:dict[str,float], # of the time, see `grouped`

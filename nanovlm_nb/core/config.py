@@ -1140,11 +1140,11 @@ def load_function(
     "Import a user's function, from the path or from the working directory."
     module,_,function = name.partition(':')
     if '' not in sys.path and os.getcwd() not in sys.path: sys.path.append(os.getcwd())
-    try: found = import_module(module)
+    try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'
         raise ValueError(f"{field} {name!r}: no module {e.name!r}; is it {where}?") from e
-    if callable(getattr(found, function, None)): return getattr(found, function)
+    if callable(getattr(imported, function, None)): return getattr(imported, function)
     raise ValueError(f"{field} {name!r}: module {module!r} has no function {function!r}")
 
 # %% ../../nbs/02_core.config.ipynb #70cc083e

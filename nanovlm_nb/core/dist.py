@@ -156,9 +156,9 @@ def _agree(
     me = uuid4().hex
     if rank:
         store.set(f'asks/{rank}', me)
-        corner = store.get(f'answer/{me}').decode()
-        store.set(f'{corner}/{rank}', 'here')
-        return corner
+        prefix = store.get(f'answer/{me}').decode()
+        store.set(f'{prefix}/{rank}', 'here')
+        return prefix
     me = f"{store.add('meetings', 1)-1}/{me}"
     away,end = list(range(1, world_size)),time.monotonic()+timeout_s
     while away:
@@ -177,8 +177,8 @@ def _agent_store(rank, world_size, timeout_s):
         return None,int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
     store = c10d.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False,
                           timeout=timedelta(seconds=timeout_s))
-    corner = _agree(store, rank, world_size, timeout_s)
-    return c10d.PrefixStore(corner, store),int(corner.split('/')[0])
+    prefix = _agree(store, rank, world_size, timeout_s)
+    return c10d.PrefixStore(prefix, store),int(prefix.split('/')[0])
 
 # %% ../../nbs/03_core.dist.ipynb #9e84f4ae
 def init_dist(
@@ -190,13 +190,13 @@ def init_dist(
     if timeout_s<=0: raise ValueError(f"timeout_s is {timeout_s}: give a number of seconds above 0")
     wanted = torch.device(device) if device else pick_device()
     if env is None: return Dist(device=wanted, timeout_s=timeout_s)
-    own = _rank_device(wanted.type, env['local_rank'])
+    device_of_rank = _rank_device(wanted.type, env['local_rank'])
     wait = timedelta(seconds=timeout_s)
     with _explain('init_dist', env['rank'], env['world_size'], timeout_s):
         store,attempt = _agent_store(env['rank'], env['world_size'], timeout_s)
-        c10d.init_process_group('cpu:gloo,cuda:nccl' if own.type=='cuda' else 'gloo', store=store,
+        c10d.init_process_group('cpu:gloo,cuda:nccl' if device_of_rank.type=='cuda' else 'gloo', store=store,
                                 rank=env['rank'], world_size=env['world_size'], timeout=wait)
-        return Dist(**env, device=own, cpu_group=c10d.new_group(backend='gloo', timeout=wait),
+        return Dist(**env, device=device_of_rank, cpu_group=c10d.new_group(backend='gloo', timeout=wait),
                     timeout_s=timeout_s, attempt=attempt)
 
 # %% ../../nbs/03_core.dist.ipynb #8c3fb2fa
@@ -215,13 +215,13 @@ def launchers(
     dist:Dist=Dist(), # this process; knows how often its ranks have met
 )->dict[str,int]: # job -> starts before this one; empty when nobody says
     "The jobs that this process belongs to, the innermost first."
-    env,found = os.environ,{}
+    env,starts = os.environ,{}
     if 'TORCHELASTIC_RUN_ID' in env:
         job = (env['TORCHELASTIC_RUN_ID'] if env['TORCHELASTIC_RUN_ID']!='none'
                else f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} {os.getppid()}")
-        found[f'torchrun {job}'] = dist.attempt
-    if 'SLURM_JOB_ID' in env: found[f"slurm {env['SLURM_JOB_ID']}"] = int(env.get('SLURM_RESTART_COUNT', 0))
-    return found
+        starts[f'torchrun {job}'] = dist.attempt
+    if 'SLURM_JOB_ID' in env: starts[f"slurm {env['SLURM_JOB_ID']}"] = int(env.get('SLURM_RESTART_COUNT', 0))
+    return starts
 
 # %% ../../nbs/03_core.dist.ipynb #c8940a80
 def destroy_dist()->None:

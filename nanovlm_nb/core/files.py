@@ -69,8 +69,8 @@ def file_digests(
     "Digests of several files, the largest begun first."
     names = sorted(names, key=lambda n: -(Path(folder)/n).stat().st_size)
     with ThreadPoolExecutor(threads, 'digest') as pool:
-        found = [*pool.map(lambda n: file_digest(Path(folder)/n), names)]
-    return dict(sorted(zip(names, found)))
+        digests = [*pool.map(lambda n: file_digest(Path(folder)/n), names)]
+    return dict(sorted(zip(names, digests)))
 
 # %% ../../nbs/00_core.files.ipynb #a10600d9
 MANIFEST = 'manifest.json' # lists the files of a directory: size and SHA-256 of each
@@ -139,8 +139,8 @@ def changed_files(
     listed,there = read_manifest(folder) or {},file_sizes(folder)
     wanted = listed.keys() & there.keys() & set(there if names is None else names)
     sized = [n for n in wanted if there[n]==listed[n][0] and listed[n][1]]
-    found = file_digests(folder, sized)
-    return sorted(n for n in wanted if there[n]!=listed[n][0] or n in found and found[n]!=listed[n][1])
+    digests = file_digests(folder, sized)
+    return sorted(n for n in wanted if there[n]!=listed[n][0] or n in digests and digests[n]!=listed[n][1])
 
 def foreign_files(
     folder:Path, # a directory with a manifest

@@ -63,9 +63,9 @@ def target_tensors(
     "Where targets are, and which."
     flat = targets.flatten()
     at = (flat!=ignore_index).nonzero().squeeze(1)
-    found = flat[at]
-    bounds = (int(found.min()),int(found.max())) if len(found) else None
-    return dict(at=at, targets=found, bounds=bounds)
+    labels = flat[at]
+    bounds = (int(labels.min()),int(labels.max())) if len(labels) else None
+    return dict(at=at, targets=labels, bounds=bounds)
 
 def check_bounds(
     bounds:tuple[int,int]|None, # from `target_tensors`
@@ -143,10 +143,10 @@ class Layout:
         if targets is not None and targets.shape!=input_ids.shape:
             raise ValueError(f"targets {tuple(targets.shape)} do not match input_ids {(B,T)}: "
                              "one target per position")
-        if doc_lens is None and attention_mask is not None: made = cls.from_mask(attention_mask)
-        else: made = cls.from_doc_lens([[T]*(T>0)]*B if doc_lens is None else doc_lens, T)
+        if doc_lens is None and attention_mask is not None: layout = cls.from_mask(attention_mask)
+        else: layout = cls.from_doc_lens([[T]*(T>0)]*B if doc_lens is None else doc_lens, T)
         slots = None if image_token_id is None else (input_ids.flatten()==image_token_id).nonzero().squeeze(1)
-        return replace(made, slots=slots, **({} if targets is None else target_tensors(targets)))
+        return replace(layout, slots=slots, **({} if targets is None else target_tensors(targets)))
 
     @property
     def spans(self)->list: # per row, a list of (start, end)
@@ -163,9 +163,9 @@ class Layout:
         make:Callable, # makes it
     ): # what was made, the first time or now
         "What follows from a layout and is asked for by every block of a model."
-        made = vars(self).setdefault('_made', {})
-        if key not in made: made[key] = make()
-        return made[key]
+        memo = vars(self).setdefault('_made', {})
+        if key not in memo: memo[key] = make()
+        return memo[key]
 
     def each(self,
         change:Callable, # tensor -> tensor

@@ -280,12 +280,12 @@ def _open_all(
 )->list:                   # What they returned
     "Open things in order; if one fails, those already open are closed."
     with ExitStack() as opened:
-        made = []
+        outputs = []
         for make in makers:
-            made.append(make())
-            opened.callback(made[-1].close)
+            outputs.append(make())
+            opened.callback(outputs[-1].close)
         opened.pop_all()
-        return made
+        return outputs
 
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
 class RunLog:

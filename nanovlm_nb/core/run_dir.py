@@ -143,30 +143,31 @@ def stands_at(
     run_dir:Path, # directory of the run
 )->str: # a name, or whatever is there; empty without a file
     "What `LAST` says, or would say had the run not been killed before it could."
-    said,note = pointer_text(run_dir),re.fullmatch(r'(step_\d+) after (.*)', pointer_text(run_dir, NEXT))
-    return note[1] if note and note[2]==said and not missing_pieces(Path(run_dir)/note[1]) else said
+    name,note = pointer_text(run_dir),re.fullmatch(r'(step_\d+) after (.*)', pointer_text(run_dir, NEXT))
+    return note[1] if note and note[2]==name and not missing_pieces(Path(run_dir)/note[1]) else name
 
 def read_pointer(
     run_dir:Path, # directory of the run
     name:str=LAST, # or `BEST`
 )->Path|None: # the checkpoint; None when the file is not there, or names none that is
     "The checkpoint that the file `name` names."
-    said = stands_at(run_dir) if name==LAST else pointer_text(run_dir, name)
-    if not said: return None
-    path = Path(run_dir)/said
+    name_there = stands_at(run_dir) if name==LAST else pointer_text(run_dir, name)
+    if not name_there: return None
+    path = Path(run_dir)/name_there
     # a replacement may be under way
-    places = (path, path.with_name(path.name+'.old'), path) if _STEP.fullmatch(said) else ()
-    found = next((p for p in places if p.is_dir()), None)
-    if found is None: logger.warning('%s names %.40r, which is no checkpoint there', Path(run_dir)/name, said)
-    return found
+    places = (path, path.with_name(path.name+'.old'), path) if _STEP.fullmatch(name_there) else ()
+    target = next((p for p in places if p.is_dir()), None)
+    if target is None:
+        logger.warning('%s names %.40r, which is no checkpoint there', Path(run_dir)/name, name_there)
+    return target
 
 # %% ../../nbs/04_core.run_dir.ipynb #55b5ba5b
 def checkpoints(
     run_dir:Path, # directory of the run
 )->list[Path]: # `step_N` directories, the oldest step first
     "All checkpoints of a run, complete or not."
-    found = [p for p in Path(run_dir).glob('step_*') if _STEP.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
+    folders = [p for p in Path(run_dir).glob('step_*') if _STEP.fullmatch(p.name) and p.is_dir()]
+    return sorted(folders, key=step_of)
 
 def recover(
     run_dir:Path, # directory of a run that nobody else writes
@@ -185,11 +186,11 @@ def sweep(
 )->list[str]: # names of what was removed
     "Remove what killed processes have left half done; replacements that a kill has stopped are undone first."
     recover(run_dir)
-    found = sorted({p for pattern in LEFT_OVERS for p in Path(run_dir).glob(pattern)})
-    for p in found:
+    leftovers = sorted({p for pattern in LEFT_OVERS for p in Path(run_dir).glob(pattern)})
+    for p in leftovers:
         if p.is_dir() and not p.is_symlink(): shutil.rmtree(p, ignore_errors=True)
         else: p.unlink(missing_ok=True)
-    return [p.relative_to(run_dir).as_posix() for p in found]
+    return [p.relative_to(run_dir).as_posix() for p in leftovers]
 
 def usable_checkpoint(
     run_dir:Path, # directory of the run
@@ -198,8 +199,8 @@ def usable_checkpoint(
     "The checkpoint that can be used, and why not another one."
     named = _STEP.fullmatch(stands_at(run_dir))
     limit = int(named[1]) if named else math.inf
-    found,passed = checkpoints(run_dir),{}
-    before,after = [p for p in found if step_of(p)<=limit],[p for p in found if step_of(p)>limit]
+    kept,passed = checkpoints(run_dir),{}
+    before,after = [p for p in kept if step_of(p)<=limit],[p for p in kept if step_of(p)>limit]
     pointed = read_pointer(run_dir)
     for path in ([pointed] if pointed else [])+[p for p in before[::-1]+after[::-1] if p!=pointed]:
         if not (wrong := damaged_pieces(path) if thorough else missing_pieces(path)): return path,passed
@@ -256,8 +257,8 @@ def abandoned(
     run_dir:Path, # directory of the run
 )->list[Path]: # `abandoned_N` directories, the oldest first
     "What was set aside when somebody went back, one directory each time."
-    found = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdigit() and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name[10:]))
+    folders = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdigit() and p.is_dir()]
+    return sorted(folders, key=lambda p: int(p.name[10:]))
 
 def delete_abandoned(
     run_dir:Path, # directory of the run
@@ -308,8 +309,8 @@ def find_checkpoint(
     path = Path(name)
     if not path.is_dir() or (path/'config.json').is_file(): return str(name)
     best = read_pointer(path, BEST)
-    found = last_checkpoint(path) if best is None or missing_pieces(best) else best
-    if found is None:
+    checkpoint = last_checkpoint(path) if best is None or missing_pieces(best) else best
+    if checkpoint is None:
         raise FileNotFoundError(f'{name} holds no checkpoint: '
                                 'expected config.json, or last_checkpoint of a run')
-    return str(found)
+    return str(checkpoint)

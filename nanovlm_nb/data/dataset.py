@@ -152,17 +152,17 @@ def read_dropped(
     size:int|None=None, # bytes of the file that count; None: all
 )->dict[str,Drops]: # 'train' and 'val', in the order of the file
     "What a run has left out; torn lines and lines of others are passed over."
-    path,found = Path(run_dir)/DROPPED,dict(train=Drops(), val=Drops())
-    if not path.is_file(): return found
+    path,dropped = Path(run_dir)/DROPPED,dict(train=Drops(), val=Drops())
+    if not path.is_file(): return dropped
     with path.open('rb') as f: lines = f.read(-1 if size is None else size).split(b'\n')[:-1]
     for line in lines:
         try: record = json.loads(line)
         except (ValueError, RecursionError): continue
-        d = found.get(record.get('split', '')) if isinstance(record, dict) else None
+        d = dropped.get(record.get('split', '')) if isinstance(record, dict) else None
         if d is None or not isinstance(record.get('id'), str): continue
         if 'reason' in record: d.reasons[record['id']] = record['reason']
         else: d.cut[record['id']] = record.get('cut', 0)
-    return found
+    return dropped
 
 class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
@@ -256,9 +256,9 @@ class PictureFile(io.RawIOBase):
 def _pictures(r):
     "What `open_header` takes, from a row of arrow: bytes as open files, else paths."
     if 'images' not in r.column_names or not (images := r.column('images')[0]).is_valid: return []
-    found = images.values
-    if not isinstance(found, pa.StructArray): return [None]*len(found) # a column without a single picture
-    fields = dict(zip((f.name for f in found.type), found.flatten()))
+    values = images.values
+    if not isinstance(values, pa.StructArray): return [None]*len(values) # a column without a single picture
+    fields = dict(zip((f.name for f in values.type), values.flatten()))
     return [path if data is None else PictureFile(data)
             for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
 
@@ -391,11 +391,11 @@ class BaseDataset(torch.utils.data.Dataset):
         turns, grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids, labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        made = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32),
+        plan = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32),
                     labels.numpy().astype(np.int32), grids, len(ids), len(row['texts'])-len(turns))
-        made.tokens += made.tiles*(self.mp_image_token_length-1)
-        check_length(made.id, made.tokens, self.max_sample_length)
-        return made
+        plan.tokens += plan.tiles*(self.mp_image_token_length-1)
+        check_length(plan.id, plan.tokens, self.max_sample_length)
+        return plan
 
     def plan(self,
         i:int, # index of a row
@@ -557,9 +557,9 @@ def network_errors()->tuple[type[Exception],...]: # for `except`
 
 def _is_offline(e):
     "Does it say that the network shall not be used?"
-    found = []
-    while e is not None and e not in found: found,e = [*found, e],e.__cause__ or e.__context__
-    return any('OfflineModeIsEnabled' in f'{type(x).__name__} {x}' for x in found)
+    chain = []
+    while e is not None and e not in chain: chain,e = [*chain, e],e.__cause__ or e.__context__
+    return any('OfflineModeIsEnabled' in f'{type(x).__name__} {x}' for x in chain)
 
 def may_come_back(
     e:Exception, # from `network_errors`
@@ -615,13 +615,13 @@ class Waiting:
         "Wait for another try; raise what waiting does not help, or `Unreachable` when the patience is over."
         if not may_come_back(e): raise e
         self.since = self.since or time.monotonic()
-        waited,said = time.monotonic()-self.since,f'{type(e).__name__}: {e}'.strip(': ')
+        waited,cause = time.monotonic()-self.since,f'{type(e).__name__}: {e}'.strip(': ')
         if not self.patience:
             raise Unreachable(f'{self.name} cannot be reached: '
-                              f'see that the network is there, or give what lies here ({said})') from e
+                              f'see that the network is there, or give what lies here ({cause})') from e
         if waited+self.pause > self.patience:
-            raise Unreachable(f'{self.name} could not be read for {waited:.0f} s: {said}') from e
-        logger.warning('%s cannot be read%s (%s): tried again in %.0f s', self.name, where, said, self.pause)
+            raise Unreachable(f'{self.name} could not be read for {waited:.0f} s: {cause}') from e
+        logger.warning('%s cannot be read%s (%s): tried again in %.0f s', self.name, where, cause, self.pause)
         self.rest(e)
         self.pause = min(2*self.pause, LONGEST_RETRY_PAUSE_S)
 
@@ -670,7 +670,7 @@ def load_configs(
     if not data:
         raise ValueError(f'No valid datasets were loaded. Check train_dataset_path={path} '
                          f'and train_dataset_name={list(names)}: '
-                         +'; '.join(f'{name}: {said}' for name,said in why.items()))
+                         +'; '.join(f'{name}: {reason}' for name,reason in why.items()))
     return data
 
 def load_data(

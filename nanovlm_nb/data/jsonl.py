@@ -26,13 +26,13 @@ def pair_turns(
     if not isinstance(conversations, list) or not all(map(is_message, conversations)):
         raise ValueError('`conversations` must be a list of {role, content} with texts')
     system = [m['content'] for m in conversations[:1] if m.get('role') == 'system']
-    said, roles = conversations[len(system):], [m.get('role') for m in conversations[len(system):]]
-    if not said or roles != ['user', 'assistant']*(len(said)//2):
+    messages, roles = conversations[len(system):], [m.get('role') for m in conversations[len(system):]]
+    if not messages or roles != ['user', 'assistant']*(len(messages)//2):
         raise ValueError(f'the roles are {roles}: '
                          'a question of the user and an answer of the assistant must take turns')
-    first, *rest = [m['content'] for m in said[::2]]
+    first, *rest = [m['content'] for m in messages[::2]]
     questions = ['\n\n'.join([*system, first]), *rest]
-    return [dict(user=q, assistant=a['content']) for q,a in zip(questions, said[1::2])]
+    return [dict(user=q, assistant=a['content']) for q,a in zip(questions, messages[1::2])]
 
 # %% ../../nbs/27_data.jsonl.ipynb #99f1b4d5
 MARK = '<image>' # where a picture belongs in a question
@@ -66,8 +66,8 @@ def images_first(
 )->list[dict]: # turns without marks
     "Prepare questions for pictures that stand before them all."
     parts = texts[0]['user'].split(MARK)
-    said = [i for i,p in enumerate(parts) if p.strip()] or [0]
-    a, b = said[0], said[-1]+1
+    with_text = [i for i,p in enumerate(parts) if p.strip()] or [0]
+    a, b = with_text[0], with_text[-1]+1
     first = _named(MARK.join(parts[a:b]), a)
     users, k = [first.strip() if len(parts) > b-a else first], len(parts)-1
     for t in texts[1:]:
@@ -124,10 +124,10 @@ def jsonl_files(
     path:str|Path, # a file, or a folder
 )->list[Path]: # the file, or the folder's `*.jsonl` in the order of their names
     "Files of JSON lines."
-    found = sorted(Path(path).glob('*.jsonl')) if Path(path).is_dir() else [Path(path)]
-    if not found or not found[0].is_file():
+    files = sorted(Path(path).glob('*.jsonl')) if Path(path).is_dir() else [Path(path)]
+    if not files or not files[0].is_file():
         raise FileNotFoundError(f'no JSON lines at {path}: give a file, or a folder with *.jsonl in it')
-    return found
+    return files
 
 def _leave_out(d, drops):
     "Count a line; the first for its reason is a warning."

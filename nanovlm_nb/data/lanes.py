@@ -201,24 +201,24 @@ class Lane:
         epoch:int, # augmentations differ from epoch to epoch
     )->dict: # see `packing.pack`, and `drops`: (id, reason, detail) of samples that could not be decoded
         "Decode samples and put them into one pack; what cannot be decoded leaves padding."
-        found,drops = [],[]
+        samples,drops = [],[]
         for p,held in members:
             try:
                 chance = random.Random(f'{self.rules.seed}/{epoch}/{p.id}')
-                with naming(p.id): found.append(self.samples.finish(p, held, chance))
+                with naming(p.id): samples.append(self.samples.finish(p, held, chance))
             except Dropped as d: drops.append(d.args)
         size = (self.rules.length,self.rules.pad_id)
         slots = (self.samples.tokenizer.image_token_id,self.samples.mp_image_token_length)
-        return (pack(found, *size, *slots) if found else empty_pack(*size))|dict(drops=drops)
+        return (pack(samples, *size, *slots) if samples else empty_pack(*size))|dict(drops=drops)
 
     def window(self,
         end, # position of the source where it begins
         before:int=0, # packs of the epoch from earlier windows
     )->Window: # empty; full at once if no more packs are wanted
         "A new window."
-        made = Window(end, self.rules.enough(before), self.rules.max_tiles)
-        made.full = self.rules.over(before)
-        return made
+        window = Window(end, self.rules.enough(before), self.rules.max_tiles)
+        window.full = self.rules.over(before)
+        return window
 
     def fill(self,
         window:Window, # perhaps half full
@@ -235,13 +235,13 @@ class Lane:
         state:LaneState, # where to begin
     )->int: # packs
         "How many packs the rest of the epoch has; pictures are not decoded."
-        rows,found = self.source.rows_of(self.number, self.lanes, state.epoch, state.at),-state.emitted
+        rows,packs = self.source.rows_of(self.number, self.lanes, state.epoch, state.at),-state.emitted
         window = self.fill(self.window(state.at, state.before), rows)
         while window.items:
             n = len(self.plan(window, state))
-            found,state = found+n,LaneState(state.epoch, window.end, state.before+n)
+            packs,state = packs+n,LaneState(state.epoch, window.end, state.before+n)
             window = self.fill(self.window(window.end, state.before), rows)
-        return max(found, 0)
+        return max(packs, 0)
 
     def planned(self,
         state:LaneState, # where to begin
@@ -255,13 +255,13 @@ class Lane:
             n,items,window.items = len(plan),len(window.items),[]
             after = LaneState(state.epoch, window.end, state.before+n)
             following = self.window(window.end, after.before)
-            ahead = items*self.rules.packs(after.before)//n**2+1
+            rows_ahead = items*self.rules.packs(after.before)//n**2+1
             for j in range(n):
                 members,plan[j] = plan[j],[] # let go
                 if j < state.emitted: continue
                 news = (window.drops,window.cut) if j == 0 else ([], {})
                 yield members,after if j+1 == n else replace(state, emitted=j+1),*news
-                self.fill(following, rows, ahead)
+                self.fill(following, rows, rows_ahead)
             state,window = after,self.fill(following, rows)
         yield None,state,window.drops,window.cut
 
@@ -280,30 +280,30 @@ class Lane:
         while True: yield self.label(empty_pack(r.length, r.pad_id)|dict(drops=[]), state, drops, cut, True)
 
     def label(self,
-        made:dict, # a pack
+        pack:dict, # a pack
         state:LaneState, # after it
         drops:list[tuple], # what was dropped while its window was planned
         cut:dict[str,int], # turns that ratings took, by sample
         done:bool=False, # is the epoch over?
     )->dict: # the pack with all that
         "Write on a pack where it comes from."
-        return made|dict(lane=self.number, state=state.to_list(), drops=drops+made['drops'],
+        return pack|dict(lane=self.number, state=state.to_list(), drops=drops+pack['drops'],
                          cut=cut, done=done)
 
 # %% ../../nbs/26_data.lanes.ipynb #0027cc20
 def ship(
-    made:dict, # a pack
+    pack:dict, # a pack
 )->dict: # the same with one tensor of tiles, and how many belong to each picture
     "Make a pack ready to travel between processes."
-    tiles = made['images']
-    return made|dict(images=torch.cat(tiles) if tiles else None, tile_counts=list(map(len, tiles)))
+    tiles = pack['images']
+    return pack|dict(images=torch.cat(tiles) if tiles else None, tile_counts=list(map(len, tiles)))
 
 def unship(
-    made:dict, # from `ship`
+    pack:dict, # from `ship`
 )->dict: # the pack; pictures are views of one tensor
     "Undo `ship`."
-    counts = made.pop('tile_counts')
-    return made|dict(images=list(made['images'].split(counts)) if counts else [])
+    counts = pack.pop('tile_counts')
+    return pack|dict(images=list(pack['images'].split(counts)) if counts else [])
 
 # %% ../../nbs/26_data.lanes.ipynb #7d10a861
 class LaneDataset(IterableDataset):
@@ -381,9 +381,9 @@ class Measured:
         if row['id'] not in self.known:
             try: self.known[row['id']] = replace(self.samples.plan_row(row), ids=None, labels=None)
             except Dropped as d: self.known[row['id']] = d
-        found = self.known[row['id']]
-        if isinstance(found, Dropped): raise Dropped(*found.args)
-        return found
+        known = self.known[row['id']]
+        if isinstance(known, Dropped): raise Dropped(*known.args)
+        return known
 
 class PackLoader:
     "This rank's micro-batches of an epoch; its position is a small dictionary."
@@ -401,14 +401,14 @@ class PackLoader:
         "Lay out the lanes."
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory = num_workers,pin_memory
-        mine = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
-        if num_workers > len(mine):
-            raise ValueError(f'num_workers {num_workers} > {len(mine)} lanes of a rank '
+        lanes = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
+        if num_workers > len(lanes):
+            raise ValueError(f'num_workers {num_workers} > {len(lanes)} lanes of a rank '
                              '(batch_size x gradient_accumulation_steps): '
                              'lower num_workers, a worker without a lane has nothing to do')
         if num_workers: check_socket_room()
-        self.n,self.most,self.accumulation = len(mine)*dist.world_size,most,accumulation
-        self.numbers = mine
+        self.n,self.most,self.accumulation = len(lanes)*dist.world_size,most,accumulation
+        self.numbers = lanes
         self.lay_out(rules)
         self.set_epoch(0)
 
@@ -456,9 +456,9 @@ class PackLoader:
             if all(p['done'] for p in turn): return
             yield turn
 
-    def _count(self, made):
-        for args in made['drops']: self.samples.drops.add(Dropped(*args))
-        self.samples.drops.cut.update(made['cut'])
+    def _count(self, pack):
+        for args in pack['drops']: self.samples.drops.add(Dropped(*args))
+        self.samples.drops.cut.update(pack['cut'])
 
     def collate(self,
         packs:list[dict], # of a micro-batch
@@ -516,8 +516,8 @@ class PackLoader:
     def idle(self)->Batch: # a micro-batch
         "A batch of padding, for a rank that has no data left while others have."
         empty = empty_pack(self.rules.length, self.rules.pad_id)
-        made = empty|dict(drops=[], lane=None, state=None, cut={}, done=True)
-        return self.collate([made]*self.batch_size)
+        pack = empty|dict(drops=[], lane=None, state=None, cut={}, done=True)
+        return self.collate([pack]*self.batch_size)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "Where the lanes stand, and what that depends on."

@@ -277,8 +277,8 @@ def transforms_of(
 )->list[Callable]: # `transform(picture, rng) -> picture`
     "How training pictures are changed."
     named = train_cfg.custom_transforms
-    found = list(parts.transforms) or [load_function(t, 'custom_transforms') for t in named]
-    if not found or not train_cfg.cache_features: return found
+    transforms = list(parts.transforms) or [load_function(t, 'custom_transforms') for t in named]
+    if not transforms or not train_cfg.cache_features: return transforms
     raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, '
         'and keeping their features fills the disk; leave one of them out')
 

@@ -19,7 +19,7 @@ from ..core.config import IGNORE
 from ..core.layout import Layout,slot_error
 
 # %% auto #0
-__all__ = ['utilisation', 'min_bins', 'spread', 'fill_up', 'pour', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs',
+__all__ = ['utilisation', 'min_bins', 'spread', 'fill_up', 'repack', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs',
            'Document', 'unpack']
 
 # %% ../../nbs/24_data.packing.ipynb #23d58b4b
@@ -123,14 +123,14 @@ def spread(
     n_bins:int,        # Bins to open at the start
 )->list[list[tuple]]:  # Items of each bin
     "Largest item first, each into the emptiest bin that has room for it."
-    brim, most_m, most_t = limits
+    capacity, most_m, most_t = limits
     groups = [[] for _ in range(n_bins)]
     heaps = {0: [(0, 0, 0, b) for b in range(n_bins)]} # level -> heap of (three costs of a bin, bin)
     for item in sorted(items, reverse=True):
         n, m, t, _ = item
         fits = [h[0] for h in heaps.values() if h and h[0][1]+m <= most_m and h[0][2]+t <= most_t]
-        load, at_m, at_t, b = min(fits, default=(brim+1, 0, 0, 0))
-        if load+n <= brim: heappop(heaps[_level(at_m, at_t, limits)])
+        load, at_m, at_t, b = min(fits, default=(capacity+1, 0, 0, 0))
+        if load+n <= capacity: heappop(heaps[_level(at_m, at_t, limits)])
         else:
             load, at_m, at_t, b = 0, 0, 0, len(groups)
             groups.append([])
@@ -163,10 +163,10 @@ def fill_up(
 # %% ../../nbs/24_data.packing.ipynb #10d979b8
 def _sums(
     pool:list[tuple], # Items
-    brim:int,         # Sums above this do not count
+    capacity:int,     # Sums above this do not count
 )->list[int]:         # Bit s of number k: some of the first k items sum to s
     "All sums that the first items of a pool can make, for none of them, one, two and so on."
-    sums, within = [1], (2<<brim)-1
+    sums, within = [1], (2<<capacity)-1
     for item in pool: sums.append((sums[-1] | sums[-1]<<item[0]) & within)
     return sums
 
@@ -179,7 +179,7 @@ def _choose(
 )->tuple[list,list]:  # Items that sum to `load`, and the others
     "Items that fill a bin to `load`, with the other costs in step with the first."
     _, most_m, most_t = limits
-    whole = share = ahead = 0
+    whole = share = surplus = 0
     for n, m, t, _ in pool: whole, share = whole+n, share+m*most_t+t*most_m
     taken, left = [], []
     for item, before in zip(reversed(pool), reversed(sums[:-1])):
@@ -187,8 +187,8 @@ def _choose(
         take = n <= load and before>>load-n & 1
         if take:
             tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
-            take = not before>>load & 1 or (tilt < 0) == (ahead >= 0)
-        if take: load, ahead = load-n, ahead+tilt
+            take = not before>>load & 1 or (tilt < 0) == (surplus >= 0)
+        if take: load, surplus = load-n, surplus+tilt
         (taken if take else left).append(item)
     return taken, left
 
@@ -200,9 +200,9 @@ def _refill(
     tries:int,         # Sums to try
 )->tuple[list,list]:   # The bin, not emptier than before, and what is not in it
     "Fill a bin as full as it can be with its own and other items."
-    brim, most_m, most_t = limits
+    capacity, most_m, most_t = limits
     pool, now = group+more, sum([item[0] for item in group])
-    sums = _sums(pool, brim)
+    sums = _sums(pool, capacity)
     open_sums = sums[-1]>>now+1 # those above what the bin has
     for _ in range(tries):
         if not open_sums: break
@@ -214,7 +214,7 @@ def _refill(
     return group, more
 
 # %% ../../nbs/24_data.packing.ipynb #7ec3f2d0
-def pour(
+def repack(
     groups:list[list[tuple]], # Items of each bin
     limits:tuple,             # Most of each cost in a bin
     spare:int,                # Bins to set apart, the emptiest ones
@@ -252,7 +252,7 @@ def balanced_greedy_knapsack(
     best = spread(items, limits, least)
     if len(best) > least: best = min(best, fill_up(items, limits), key=len)
     for apart in (8, 2):
-        if len(best) > least: best = min(best, pour(best, limits, len(best)-least+apart), key=len)
+        if len(best) > least: best = min(best, repack(best, limits, len(best)-least+apart), key=len)
     return sorted(sorted(item[-1] for item in g) for g in best)
 
 # %% ../../nbs/24_data.packing.ipynb #ec9f89ee

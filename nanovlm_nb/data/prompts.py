@@ -130,8 +130,8 @@ def answer_frame(
     q, a = 'xzyvd', 'dvyzx'
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text, prompt = _render(tokenizer, chat), _render(tokenizer, chat[:1], prompt=True)
-    lead, found, end = text[len(prompt):].partition(a)
-    if not (text.startswith(prompt) and found) or lead.strip():
+    lead, separator, end = text[len(prompt):].partition(a)
+    if not (text.startswith(prompt) and separator) or lead.strip():
         raise ValueError('the chat template writes another text '
                          'before an answer in training than for generation')
     between = prompt[prompt.index(q)+len(q):]
@@ -150,11 +150,11 @@ def answer_spans(
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
         head, body = question['content'] + between, lead + answer['content'] + end
-        found = text.find(head + body, cursor)
-        if found < 0:
+        start = text.find(head + body, cursor)
+        if start < 0:
             raise ValueError(f'the chat template changed the turn {answer["content"][:40]!r}: '
                              'its answer cannot be found')
-        cursor = found + len(head) + len(body)
+        cursor = start + len(head) + len(body)
         spans.append((cursor-len(body), cursor))
     return spans
 

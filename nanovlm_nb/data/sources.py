@@ -156,10 +156,10 @@ class MapSource:
     def sizes(self)->dict[str,tuple[int,bool]]: # configuration (or 'rows') -> rows, whether they were counted
         "Rows of this part by configuration."
         if not isinstance(self.rows, Joined): return {self.name or 'rows': (len(self), True)}
-        found = Counter(self.rows.place(self.split[i])[0]
+        counts = Counter(self.rows.place(self.split[i])[0]
                         for i in range(self.start, min(self.stop, self.start+COUNTED)))
         whole = len(self) <= COUNTED
-        return {name:(found[k] if whole else round(found[k]*len(self)/COUNTED), whole)
+        return {name:(counts[k] if whole else round(counts[k]*len(self)/COUNTED), whole)
                 for k,name in enumerate(self.rows.names)}
 
     @property
@@ -212,9 +212,9 @@ def footer(
         return None
     return [meta.row_group(g).num_rows for g in range(meta.num_row_groups)]
 
-def _check_columns(found, known):
+def _check_columns(features, known):
     "Raise what `datasets` would of a file with other columns, as an error of arrow."
-    try: table_cast(found.empty_table(), known)
+    try: table_cast(features.empty_table(), known)
     except TypeError as e: raise pa.ArrowTypeError(str(e)) from e
 
 @dataclass
@@ -264,9 +264,9 @@ class Shard:
 
 def _steps(ds):
     "How a stream is made, from its last step to what it reads; `datasets` has no public name for it."
-    found = [getattr(ds, '_ex_iterable', None)]
-    while hasattr(found[-1], 'ex_iterable'): found.append(found[-1].ex_iterable)
-    return found
+    iterables = [getattr(ds, '_ex_iterable', None)]
+    while hasattr(iterables[-1], 'ex_iterable'): iterables.append(iterables[-1].ex_iterable)
+    return iterables
 
 def _parquet(ds):
     "What reads the files of a stream, if it takes columns from parquet files and does nothing else."
@@ -325,9 +325,9 @@ def lane_shares(
 )->list[tuple[int,int,int]]: # (share, first row, step) of what the lane reads
     "The lane's part of the shares."
     whole = len(order)//lanes*lanes
-    mine,rest = [(s, 0, 1) for s in order[lane:whole:lanes]],order[whole:]
+    shares,rest = [(s, 0, 1) for s in order[lane:whole:lanes]],order[whole:]
     n = len(rest)
-    return mine+[(rest[lane%n], lane//n, -(-(lanes-lane%n)//n))] if n else mine
+    return shares+[(rest[lane%n], lane//n, -(-(lanes-lane%n)//n))] if n else shares
 
 # %% ../../nbs/25_data.sources.ipynb #83e7e278
 VAL_SHARES = 64 # validation rows come from so many shares at most
@@ -398,15 +398,15 @@ def guess_sizes(
     known = [n for sizes in counted.values() for n in sizes if n is not None]
     if not known: return None
     def fill(sizes):
-        own = [n for n in sizes if n is not None] or known
-        return [sum(own)/len(own) if n is None else n for n in sizes]
+        known_here = [n for n in sizes if n is not None] or known
+        return [sum(known_here)/len(known_here) if n is None else n for n in sizes]
     return {name:fill(sizes) for name,sizes in counted.items()}
 
 def _fill(sizes, wanted, most):
     "Heads of the shares of one configuration; what a short share cannot give, others do."
-    found = [min(h, int(n)) for h,n in zip(heads(len(sizes), wanted, most), sizes)]
-    for j,n in enumerate(sizes): found[j] += min(wanted-sum(found), int(n)-found[j])
-    return found
+    filled = [min(h, int(n)) for h,n in zip(heads(len(sizes), wanted, most), sizes)]
+    for j,n in enumerate(sizes): filled[j] += min(wanted-sum(filled), int(n)-filled[j])
+    return filled
 
 def fitted_heads(
     counted:dict[str,list[int|None]], # configuration -> rows of each of its shares; None: unknown
@@ -518,10 +518,10 @@ class StreamSource:
         val_size:int, # rows for validation
     )->None:
         "Say which rows are for validation; before the first is read."
-        every = [s for found in self.by_config.values() for s in found]
+        every = [s for heads_of in self.by_config.values() for s in heads_of]
         sizes = {name:[s.size for s in shares] for name,shares in self.by_config.items()}
-        found = fitted_heads(sizes, val_size)
-        for share,head in zip(every, found): share.head = head
+        heads_of = fitted_heads(sizes, val_size)
+        for share,head in zip(every, heads_of): share.head = head
         self.val_size,self.shares = val_size,[s for s in every if s.head or self.part == 'train']
 
     def held_out(self)->'StreamSource': # always in the same order
@@ -535,12 +535,12 @@ class StreamSource:
 
     def sizes(self)->dict[str,tuple[int|None,bool]]: # rows, None if unknown; whether they were counted
         "Rows of this part by configuration."
-        guessed = guess_sizes({name:[s.size for s in found] for name,found in self.by_config.items()})
+        guessed = guess_sizes({name:[s.size for s in shares] for name,shares in self.by_config.items()})
         def rows(name, head):
             if self.part == 'validation': return head
             return None if guessed is None else round(sum(guessed[name]))-head
-        return {name:(rows(name, sum(s.head for s in found)), all(s.size is not None for s in found))
-                for name,found in self.by_config.items()}
+        return {name:(rows(name, sum(s.head for s in shares)), all(s.size is not None for s in shares))
+                for name,shares in self.by_config.items()}
 
     @property
     def at_random(self)->bool: # False
@@ -579,9 +579,9 @@ class StreamSource:
         mixes = self.shuffle or self.spread and self.part == 'validation'
         seed = f'{self.seed}/{epoch if self.shuffle else self.part}'
         order = [*map(Permutation(n, seed).__getitem__, range(n))] if mixes else list(range(n))
-        mine = lane_shares(order, lane, lanes)
+        shares = lane_shares(order, lane, lanes)
         most = None if self.limit is None else self.limit//lanes+(lane < self.limit%lanes)
-        for j,(s,first,step) in enumerate(mine[done:], start=done):
+        for j,(s,first,step) in enumerate(shares[done:], start=done):
             for i,row in self._read(self.shares[s], start, first, step):
                 if served == most: return
                 served += not isinstance(row, Dropped)

@@ -192,8 +192,8 @@ def packed_attention_backward(
     grads = [torch.empty_like(x) for x in (q,k,v)]
     for s in _documents(cu):
         g,*qkv,o = _one_document(s, grad, q, k, v, out)
-        found = _backward(g, *qkv, o, lse[s].T[None], 0., causal)
-        for whole,part in zip(grads, found): whole[s] = part[0].transpose(0,1)
+        part_grads = _backward(g, *qkv, o, lse[s].T[None], 0., causal)
+        for whole,part in zip(grads, part_grads): whole[s] = part[0].transpose(0,1)
     return tuple(grads)
 
 @packed_attention.register_fake
@@ -282,9 +282,9 @@ def choose_backend(
     wished = _order(layout, device.type, dtype) if backend=='auto' else [backend]
     if wished[0] not in MAY_FAIL: return wished[0]
     order = tuple(dict.fromkeys([*wished, *_order(layout, device.type, dtype)]))
-    found = next((name for name in order if problem_of(name, device.type, dtype) is None), 'explicit')
-    if found!=order[0]: _log_fallback(order, found, device.type, dtype)
-    return found
+    chosen = next((name for name in order if problem_of(name, device.type, dtype) is None), 'explicit')
+    if chosen!=order[0]: _log_fallback(order, chosen, device.type, dtype)
+    return chosen
 
 def _order(layout, kind, dtype):
     "Backends from the fastest to one that always works."
@@ -301,12 +301,12 @@ def _log_backend(asked, chosen, documents, device):
              '' if asked!='auto' else ' (auto)')
 
 @lru_cache(maxsize=None)
-def _log_fallback(order, found, device, dtype):
+def _log_fallback(order, chosen, device, dtype):
     for name in order:
-        if name==found: break
+        if name==chosen: break
         log.warning('attention on %s: backend %s cannot be used, %s', device, name,
                     problem_of(name, device, dtype))
-    log.warning('attention on %s: backend %s instead of %s', device, found, order[0])
+    log.warning('attention on %s: backend %s instead of %s', device, chosen, order[0])
 
 def _check(q, k, v):
     if q.shape[1]%k.shape[1]:
@@ -327,9 +327,9 @@ def _in_graph(backend, kind, dtype):
     "The backend of a compiled block: none that goes from document to document in Python."
     fits = kind=='cpu' or dtype in (torch.bfloat16,torch.float16)
     wished = backend if backend not in ('auto','docs','flash') else 'varlen' if fits else 'sdpa'
-    found = choose_backend(wished, None, torch.device(kind), dtype)
-    _log_backend(backend, found, True, kind)
-    return found
+    chosen = choose_backend(wished, None, torch.device(kind), dtype)
+    _log_backend(backend, chosen, True, kind)
+    return chosen
 
 def _with_layout(q, k, v, layout, causal, backend, dropout_p):
     _check_layout(q, layout)

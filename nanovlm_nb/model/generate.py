@@ -145,9 +145,9 @@ class TextStream:
     def decoded(self)->str: # without special tokens, up to a stop string
         "All that the tokens say so far."
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found = [text.find(s) for s in self.stop if s in text]
-        self.stopped = bool(found)
-        return text[:min(found)] if found else text
+        stops = [text.find(s) for s in self.stop if s in text]
+        self.stopped = bool(stops)
+        return text[:min(stops)] if stops else text
 
     def _safe(self, text):
         "How many characters can be shown: no half letter, nothing that may be the start of a stop string."

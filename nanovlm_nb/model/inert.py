@@ -49,9 +49,9 @@ class Record:
     def __new__(cls,
         *args, # of the call
     ):
-        made = object.__new__(cls)
-        made.args,made.state = args,None
-        return made
+        record = object.__new__(cls)
+        record.args,record.state = args,None
+        return record
 
     def __init__(self, *args): pass
     def __setstate__(self, state): self.state = state
@@ -62,7 +62,7 @@ class Inert(pickle.Unpickler):
         file:io.BufferedIOBase, # with a pickle
     ):
         super().__init__(file)
-        self.made = {}
+        self.classes:dict[str,type] = {}
 
     def find_class(self,
         module:str, # that the pickle names
@@ -72,7 +72,7 @@ class Inert(pickle.Unpickler):
         full = f'{module}.{name}'
         if full not in _NAMES:
             raise pickle.UnpicklingError(f'it wants to call {full}, which no optimizer state needs')
-        return self.made.setdefault(full, type(full, (Record,), {}))
+        return self.classes.setdefault(full, type(full, (Record,), {}))
 
 # %% ../../nbs/15_model.inert.ipynb #b20600dd
 def _is(kind, value):

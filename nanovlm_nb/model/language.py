@@ -278,8 +278,8 @@ def _stance(blocks, cache):
 @torch.compiler.disable
 def _positions(x, layout, position_ids, cache):
     if cache is not None:
-        made = cache.advance(x, layout)
-        return made if position_ids is None else position_ids
+        positions = cache.advance(x, layout)
+        return positions if position_ids is None else position_ids
     if position_ids is not None: return position_ids
     return (torch.arange(x.shape[1], device=x.device)[None]
             if layout is None else layout.position_ids(x.device))

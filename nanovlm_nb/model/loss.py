@@ -28,9 +28,9 @@ def labelled_positions(
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets {tuple(targets.shape)} do not match hidden {tuple(hidden.shape)}: "
                          "one target per position")
-    found = target_tensors(targets, ignore_index)
-    check_bounds(found['bounds'], vocab_size)
-    at, labels = (found[name].to(hidden.device, non_blocking=True) for name in ('at', 'targets'))
+    at_targets = target_tensors(targets, ignore_index)
+    check_bounds(at_targets['bounds'], vocab_size)
+    at, labels = (at_targets[name].to(hidden.device, non_blocking=True) for name in ('at', 'targets'))
     return hidden.flatten(0, -2).index_select(0, at), labels
 
 # %% ../../nbs/14_model.loss.ipynb #be52ee06

@@ -30,7 +30,7 @@ from ..core.files import check_files, file_digest
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
 from ..core.tokenizer import get_tokenizer
-from ..core.recipe import RECIPE_NOTE, note_said
+from ..core.recipe import RECIPE_NOTE, recipe_message
 from ..core.layout import Layout, check_bounds, slot_error
 from .vision import ViT
 from .language import KVCache, LanguageModel
@@ -188,11 +188,11 @@ class VLMNet(nn.Module):
         doc_lens:Sequence[Sequence[int]]|None=None, # see `hidden`
     )->Layout: # on the device of the ids
         "What a loader would have said of a batch, checked row by row; on a GPU this waits for the ids."
-        made = Layout.of(input_ids, self.cfg.image_token_id, targets, attention_mask, doc_lens)
-        slots:Any = made.slots # `Layout.of` has looked for them
-        by_row = (slots//max(made.T, 1)).bincount(minlength=len(input_ids)).tolist()
+        layout = Layout.of(input_ids, self.cfg.image_token_id, targets, attention_mask, doc_lens)
+        slots:Any = layout.slots # `Layout.of` has looked for them
+        by_row = (slots//max(layout.T, 1)).bincount(minlength=len(input_ids)).tolist()
         check_slots(by_row, images, self.cfg.mp_image_token_length)
-        return made.to(input_ids.device)
+        return layout.to(input_ids.device)
 
     def _image_tokens(self, images):
         "(N, tokens per tile, D) from the tower, or from what it has seen before."
@@ -458,11 +458,11 @@ def noted_base(
     "What a checkpoint of adapters says of itself; FileNotFoundError if its base is gone."
     note = _noted(folder/LORA_NOTE)
     base = note['base']
-    found = next((p for p in (Path(base['path']), folder/base['beside']) if p.is_dir()), None)
-    if found is None and Path(base['path']).is_absolute():
+    folder_of_base = next((p for p in (Path(base['path']), folder/base['beside']) if p.is_dir()), None)
+    if folder_of_base is None and Path(base['path']).is_absolute():
         raise FileNotFoundError(f"{folder} holds adapters, and their base {base['path']} is not there: "
                                 "put it back, or beside them as it was")
-    path = str(found.resolve()) if found else base['path'] # of the hub
+    path = str(folder_of_base.resolve()) if folder_of_base else base['path'] # of the hub
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
 def find_base(
@@ -470,9 +470,9 @@ def find_base(
 )->Path: # directory of another checkpoint
     "What adapters are added to; a ValueError if it has changed."
     base = noted_base(folder)['base']
-    found = resolve_checkpoint(base['path'])
-    if base_digest(found) == base['sha256']: return found
-    raise ValueError(f"{folder} holds adapters, and {found} has other weights than their base had: "
+    resolved = resolve_checkpoint(base['path'])
+    if base_digest(resolved) == base['sha256']: return resolved
+    raise ValueError(f"{folder} holds adapters, and {resolved} has other weights than their base had: "
                      "put that back, or begin a new run with --load_from")
 
 def read_adapters(
@@ -488,11 +488,11 @@ def check_adapters(
 )->None:
     "Raise a ValueError if a checkpoint's adapters are not the model's."
     of = lambda state: {k: tuple(w.shape) for k,w in state.items() if is_adapter(k)}
-    own, there = of(model.state_dict()), of(weights)
-    wrong = sorted(k for k in own.keys() | there.keys() if own.get(k) != there.get(k))
+    wanted, there = of(model.state_dict()), of(weights)
+    wrong = sorted(k for k in wanted.keys() | there.keys() if wanted.get(k) != there.get(k))
     if not wrong: return
     raise ValueError(f"{name} has other adapters: {wrong[0]} is {there.get(wrong[0])} there and "
-                     f"{own.get(wrong[0])} here; give the lora_rank and lora_targets of that run")
+                     f"{wanted.get(wrong[0])} here; give the lora_rank and lora_targets of that run")
 
 def write_adapters(
     folder:Path, # a directory that is there
@@ -539,7 +539,7 @@ class Pretrained(nn.Module):
         if not checked: check_files(folder)
         plain = cls is VisionLanguageModel # another class knows what it is
         if plain and (folder/RECIPE_NOTE).is_file():
-            raise ValueError(note_said(str(path), _noted(folder/RECIPE_NOTE)))
+            raise ValueError(recipe_message(str(path), _noted(folder/RECIPE_NOTE)))
         saved, state = checkpoint_weights(folder, cls.config_class)
         cfg = cfg or saved
         model = cls(cfg, load_backbone=False)

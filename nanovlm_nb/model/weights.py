@@ -158,11 +158,11 @@ def their_names(
 )->list: # where it comes from; empty: nowhere
     "The tensors of a checkpoint that make one of ours."
     for ours,theirs in family.names.items():
-        found = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
-        if not found: continue
+        match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
+        if not match: continue
         theirs = [theirs] if isinstance(theirs, str) else theirs
         def put_in(their): # the parts of ours, one for each star
-            parts = iter(found.groups())
+            parts = iter(match.groups())
             return _with_prefix(re.sub(r'\*', lambda _: next(parts), their), family.prefix)
         return [put_in(t) for t in theirs]
     return []
@@ -200,8 +200,8 @@ def _decoder_fields(family, part, name):
     "All our numbers of a decoder, from its configuration."
     fields = _our_fields(family, part)
     width,head = fields['lm_hidden_dim']//fields['lm_n_heads'], getattr(part, 'head_dim', None)
-    own = {} if head in (None,width) else dict(lm_head_dim=head)
-    return fields | own | dict(lm_re_base=_rope_base(part, name),
+    head_dim = {} if head in (None,width) else dict(lm_head_dim=head)
+    return fields | head_dim | dict(lm_re_base=_rope_base(part, name),
         lm_max_position_embeddings=part.max_position_embeddings, lm_tie_weights=part.tie_word_embeddings)
 
 def _known_tokens(folder, rows):
@@ -270,18 +270,18 @@ def load_weights(
     source:str, # where the weights come from, for messages
 )->None:
     "Copy every tensor to its place, or none."
-    own = module.state_dict()
-    missing,extra = sorted(own.keys()-state.keys()), sorted(state.keys()-own.keys())
+    tensors = module.state_dict()
+    missing,extra = sorted(tensors.keys()-state.keys()), sorted(state.keys()-tensors.keys())
     if missing: raise ValueError(f"{source} lacks {_some(missing)}: is it a checkpoint of this model?")
     if extra:
         raise ValueError(f"{source} has tensors without a place: "
                          f"{_some(extra)}; is it a checkpoint of this model?")
-    for k,w in own.items():
+    for k,w in tensors.items():
         if w.shape!=state[k].shape:
             raise ValueError(f"{source}: {k} has shape {tuple(state[k].shape)}, "
                              f"the model wants {tuple(w.shape)}; compare the configurations")
     with torch.no_grad():
-        for k,w in own.items(): w.copy_(state[k])
+        for k,w in tensors.items(): w.copy_(state[k])
 
 def _some(names, n=5): return ', '.join(names[:n])+(f' and {len(names)-n} more' if len(names)>n else '')
 
@@ -291,9 +291,9 @@ def _prefixed(files, prefix):
     if any(k.startswith(prefix) for k in files): return files
     return {k if k=='lm_head.weight' else prefix+k:v for k,v in files.items()}
 
-def _translated(own, files, names_of, ignore, name):
-    "Our tensors, made from theirs. `own`: our names; `names_of` says where each comes from."
-    sources = {k:names_of(k) for k in own}
+def _translated(wanted, files, names_of, ignore, name):
+    "Our tensors, made from theirs. `wanted`: our names; `names_of` says where each comes from."
+    sources = {k:names_of(k) for k in wanted}
     used = [n for names in sources.values() for n in names]
     missing = sorted(set(used)-files.keys())
     if missing: raise ValueError(f"{name} lacks {_some(missing)}: does the configuration fit this backbone?")
@@ -324,10 +324,10 @@ def load_vision_backbone(
     folder = resolve_checkpoint(name)
     family,_ = _family(_their_config(folder), name, 'vit_hidden_dim')
     _check_fields(vit.cfg, vision_config(folder), name)
-    own = vit.state_dict()
-    state = _translated(own, _prefixed(tensor_files(folder), family.prefix),
+    wanted = vit.state_dict()
+    state = _translated(wanted, _prefixed(tensor_files(folder), family.prefix),
                         partial(their_names, family=family), family.ignore, name)
-    load_weights(vit, _shaped(state) | {k:torch.zeros_like(own[k]) for k in family.zeros}, str(name))
+    load_weights(vit, _shaped(state) | {k:torch.zeros_like(wanted[k]) for k in family.zeros}, str(name))
 
 # %% ../../nbs/16_model.weights.ipynb #8a04c4ca
 def _extended(w, rows):
@@ -348,9 +348,9 @@ def load_language_backbone(
     fields,(family,_) = language_config(folder), _family(_their_config(folder), name, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
     _check_fields(lm.cfg, {k:v for k,v in fields.items() if k not in free}, name)
-    own = lm.state_dict()
+    wanted = lm.state_dict()
     files = _with_head(_prefixed(tensor_files(folder), family.prefix), 'model.embed_tokens.weight')
-    state = _translated(own, files, partial(their_names, family=family), family.ignore, name)
+    state = _translated(wanted, files, partial(their_names, family=family), family.ignore, name)
     if lm.cfg.lm_tie_weights and not torch.equal(state[embed], state[head]):
         raise ValueError(f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
     state |= {k:_extended(state[k][:lm.cfg.lm_base_vocab_size], lm.cfg.lm_vocab_size) for k in (embed,head)}
@@ -467,8 +467,8 @@ def _extra_tokens(folder, image_id):
     while end in added: end += 1
     names = {t:n for c in ('nanovlm','smolvlm')
              for n,t in VLMConfig(image_convention=c).vlm_extra_tokens.items()}
-    found = {names.get(added[i], f'token_{i}'):added[i] for i in range(first, end)}
-    return first,found
+    tokens = {names.get(added[i], f'token_{i}'):added[i] for i in range(first, end)}
+    return first,tokens
 
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
@@ -527,10 +527,10 @@ def from_smolvlm(
     folder = resolve_checkpoint(name)
     cfg,embed = smolvlm_config(folder), 'model.text_model.embed_tokens.weight'
     with torch.device('meta'):
-        own = nn.ModuleDict(dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
+        modules = nn.ModuleDict(dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                  decoder=LanguageModel(cfg))).state_dict()
     files = tensor_files(folder)
-    state = _translated(own, _with_head(files, embed) if cfg.lm_tie_weights else files,
+    state = _translated(modules, _with_head(files, embed) if cfg.lm_tie_weights else files,
                         partial(smolvlm_names, text=FAMILIES[text_type(cfg)]),
                         ('*.inv_freq','*.position_ids'), name)
     return cfg, _shaped(state) | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
@@ -614,9 +614,9 @@ def _decoder_names(state, lm, path):
     family,embed,head = ((MINIMIND_EARLY,'tok_embeddings.weight','output.weight')
                          if early else (MINIMIND,'model.embed_tokens.weight','lm_head.weight'))
     state = {head:state[embed]}|state if embed in state else state
-    own = [k for k in lm.state_dict() if k!='rotary_embd.inv_freq']
-    theirs = {k:n for k in own for n in their_names(k, family)}
-    if (none := [k for k in own if k not in theirs]):
+    wanted = [k for k in lm.state_dict() if k!='rotary_embd.inv_freq']
+    theirs = {k:n for k in wanted for n in their_names(k, family)}
+    if (none := [k for k in wanted if k not in theirs]):
         raise ValueError(f"{path} is of MiniMind's early kind, which has no {_some(none)}: "
                          "set moe_shared_experts to 1, lm_qk_norm to False")
     missing = sorted(set(theirs.values())-state.keys())
@@ -627,23 +627,23 @@ def _decoder_names(state, lm, path):
             if early and k.endswith(('q_proj.weight','k_proj.weight')) else w)
     left = {k:w for k,w in state.items() if k not in theirs.values()
             and not any(fnmatch(k, p) for p in (*family.ignore,'vision_encoder.*'))}
-    found = {'decoder.'+k:turn(k, state[n]) for k,n in theirs.items()}
-    return found|{'decoder.rotary_embd.inv_freq':lm.rotary_embd.inv_freq}, left
+    decoder = {'decoder.'+k:turn(k, state[n]) for k,n in theirs.items()}
+    return decoder|{'decoder.rotary_embd.inv_freq':lm.rotary_embd.inv_freq}, left
 
 def _projector_names(left, kind, path):
     "What is not of the language model, the projector's tensors under our names."
     left = {k.replace('vision_proj.0.', 'vision_proj.vision_proj.0.', 1)
             if k.startswith('vision_proj.0.') else k:w for k,w in left.items()}
-    found = next((k for k,names in VISION_PROJ.items() if set(names.values())<=left.keys()), None)
-    if found is None: return left
-    ours = {n:k for k,n in VISION_PROJ[found].items()}
-    made = {ours.get(k, k):w for k,w in left.items()}
-    if kind=='linear' and found=='linear_bias' and not made['MP.proj.bias'].any():
-        return {k:w for k,w in made.items() if k!='MP.proj.bias'}
-    if kind!=found:
-        raise ValueError(f"{path} has a projector of kind {found}, "
-                         f"the model one of kind {kind}: set mp_kind to {found}")
-    return made
+    file_kind = next((k for k,names in VISION_PROJ.items() if set(names.values())<=left.keys()), None)
+    if file_kind is None: return left
+    ours = {n:k for k,n in VISION_PROJ[file_kind].items()}
+    renamed = {ours.get(k, k):w for k,w in left.items()}
+    if kind=='linear' and file_kind=='linear_bias' and not renamed['MP.proj.bias'].any():
+        return {k:w for k,w in renamed.items() if k!='MP.proj.bias'}
+    if kind!=file_kind:
+        raise ValueError(f"{path} has a projector of kind {file_kind}, "
+                         f"the model one of kind {kind}: set mp_kind to {file_kind}")
+    return renamed
 
 def _our_names(state, model, path):
     "The tensors of a file under the names of a whole model."
@@ -660,7 +660,7 @@ def load_pth(
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}: "
                                 "train a language model first, or give load_from another file")
-    lm,own = model.decoder,model.state_dict()
+    lm,tensors = model.decoder,model.state_dict()
     state = _our_names(load_plain(path), model, path)
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==lm.cfg.lm_base_vocab_size<lm.cfg.lm_vocab_size:
@@ -668,7 +668,7 @@ def load_pth(
     if lm.cfg.lm_tie_weights and EMBED in state: state[HEAD] = state[EMBED]
     absent = [part for part in ('vision_encoder','MP') if not any(k.startswith(part+'.') for k in state)]
     if absent==['MP']: absent = []
-    load_weights(model, {k:w for k,w in own.items() if k.split('.')[0] in absent}|state, str(path))
+    load_weights(model, {k:w for k,w in tensors.items() if k.split('.')[0] in absent}|state, str(path))
     return absent
 
 # %% ../../nbs/16_model.weights.ipynb #6935c1bf
@@ -690,10 +690,10 @@ def to_minimind(
     _minimind_can(cfg, names)
     out,family = {},PTH_NAMES[names]
     for k,w in state.items():
-        if k.startswith('decoder.') and (found := their_names(k.removeprefix('decoder.'), family)):
+        if k.startswith('decoder.') and (names_there := their_names(k.removeprefix('decoder.'), family)):
             if names=='minimind_early' and k.endswith(('q_proj.weight','k_proj.weight')):
                 w = neighbours(w, cfg.head_width)
-            out[found[0]] = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
+            out[names_there[0]] = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
     proj = {k:w for k,w in state.items() if k.startswith('MP.')}
     if cfg.mp_kind=='linear' and proj:
         proj['MP.proj.bias'] = proj['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)

@@ -19,9 +19,9 @@ def flatten(
     prefix:str='', # keys of the sections around it, each with a dot
 )->dict: # dotted key -> value
     "A nested dictionary without nesting."
-    found = {}
-    for k,v in section.items(): found |= flatten(v, f'{prefix}{k}.') if isinstance(v, dict) else {prefix+k:v}
-    return found
+    flat = {}
+    for k,v in section.items(): flat |= flatten(v, f'{prefix}{k}.') if isinstance(v, dict) else {prefix+k:v}
+    return flat
 
 def _take(flat, key):
     "Remove a key and give its value; None if it is missing, or `auto`."
@@ -64,21 +64,21 @@ def zero(
     flat:dict, # from `flatten`; what is used here is removed
 )->tuple[dict,list[str]]: # field -> value and key; lines for the log
     "Sharding and offloading."
-    z,found = 'zero_optimization.',{}
+    z,fields = 'zero_optimization.',{}
     stage = flat.get(z+'stage')
     sharding = _one_of(flat, z+'stage', _STAGES, 'give a stage from 0 to 3')
-    if sharding: found['sharding'] = (sharding, z+'stage')
+    if sharding: fields['sharding'] = (sharding, z+'stage')
     for part,field in (('optimizer','offload_optimizer'), ('param','offload_params')):
         key = f'{z}offload_{part}.device'
         on = _one_of(flat, key, _PLACES, 'give cpu or none; there is no offloading to disks here')
-        if on is not None: found[field] = (on, key)
+        if on is not None: fields[field] = (on, key)
     old = _take(flat, z+'cpu_offload') # its name before there were two
-    if old is not None: found.setdefault('offload_optimizer', (bool(old), z+'cpu_offload'))
-    if found.get('offload_params', (False,))[0] and stage in (0,1,2):
+    if old is not None: fields.setdefault('offload_optimizer', (bool(old), z+'cpu_offload'))
+    if fields.get('offload_params', (False,))[0] and stage in (0,1,2):
         raise ValueError(f"zero_optimization.offload_param needs stage 3, not {stage}: "
                          "before that every rank holds all weights; "
                          "set stage 3, or leave out offload_param and keep offload_optimizer")
-    return found,['zero_optimization.stage 1 becomes zero2: '
+    return fields,['zero_optimization.stage 1 becomes zero2: '
                   'gradients are shared out besides the state of the optimizer']*(stage==1)
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #e63f88b5
@@ -100,52 +100,52 @@ def optimizer(
     train_cfg:TrainConfig, # says what trains
 )->dict: # field -> value and key
     "Learning rates, `betas` and `weight_decay`."
-    p,found = 'optimizer.params.',{}
+    p,fields = 'optimizer.params.',{}
     kind = _take(flat, 'optimizer.type')
     if str(kind).lower() not in ('none','adam','adamw') or flat.pop(p+'adam_w_mode', True) is False:
         raise ValueError(f"optimizer.type {kind} (adam_w_mode on) is not there: "
                          "this trainer has AdamW; give AdamW, or leave out the section")
     lr = _take(flat, p+'lr')
     if lr is not None:
-        own = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones')
-        rates = ('lr_lora',) if train_cfg.lora_rank else own
-        found |= {n:(lr, p+'lr') for n in rates if getattr(train_cfg, n)}
+        component_rates = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones')
+        rates = ('lr_lora',) if train_cfg.lora_rank else component_rates
+        fields |= {n:(lr, p+'lr') for n in rates if getattr(train_cfg, n)}
     for n in ('betas','weight_decay'):
-        if (v := _take(flat, p+n)) is not None: found[n] = (v, p+n)
-    return found
+        if (v := _take(flat, p+n)) is not None: fields[n] = (v, p+n)
+    return fields
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #9b022df3
 def _updates(flat, key, samples):
     "A number of updates; an error if the run counts samples."
-    found = _take(flat, key)
-    if found is not None and samples is not None:
-        raise ValueError(f"{key} {found} counts updates, and max_training_samples {samples} counts samples: "
+    n = _take(flat, key)
+    if n is not None and samples is not None:
+        raise ValueError(f"{key} {n} counts updates, and max_training_samples {samples} counts samples: "
                          "leave one of them out; a climb is a share in warmup_ratio")
-    return found
+    return n
 
 def scheduler(
     flat:dict, # from `flatten`; what is used here is removed
     train_cfg:TrainConfig, # length of the run
 )->dict: # field -> value and key
     "Shape of the learning rate, and the length of the run if it is given."
-    p,found = 'scheduler.params.',{}
+    p,fields = 'scheduler.params.',{}
     kind = _take(flat, 'scheduler.type')
-    if kind is None: return found
+    if kind is None: return fields
     floor = {'WarmupLR':1., 'WarmupCosineLR':flat.pop(p+'cos_min_ratio', .0001)}.get(kind)
     if floor is None:
         raise ValueError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, "
                          "or leave out the section and set lr_schedule to a module:function of yours")
-    found |= dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
+    fields |= dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
     total,climb = (_updates(flat, p+n, train_cfg.max_training_samples)
                    for n in ('total_num_steps','warmup_num_steps'))
-    if total is not None: found['max_training_steps'] = (total, p+'total_num_steps')
+    if total is not None: fields['max_training_steps'] = (total, p+'total_num_steps')
     updates = total or train_cfg.max_training_steps
     if climb is not None:
         if climb>updates:
             raise ValueError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: "
                              "lower it, or raise max_training_steps")
-        found['warmup_ratio'] = (climb/updates, p+'warmup_num_steps')
-    return found
+        fields['warmup_ratio'] = (climb/updates, p+'warmup_num_steps')
+    return fields
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #598ccc22
 def _peak(flat):
@@ -229,14 +229,14 @@ def translate(
     check_names(settings)
     flat = flatten(settings)
     _peak(flat)
-    found,lines = zero(flat)
-    found |= batch_sizes(flat, train_cfg, world_size)|precision(flat)
-    found |= optimizer(flat, train_cfg)|scheduler(flat, train_cfg)
+    fields,lines = zero(flat)
+    fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)
+    fields |= optimizer(flat, train_cfg)|scheduler(flat, train_cfg)
     clip = _take(flat, 'gradient_clipping')
-    if clip is not None: found['max_grad_norm'] = (clip or None, 'gradient_clipping')
-    changed = {n:o for n,o in found.items() if getattr(train_cfg, n)!=o[0]}
-    said = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
-    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}), said+lines+leftovers(flat)
+    if clip is not None: fields['max_grad_norm'] = (clip or None, 'gradient_clipping')
+    changed = {n:o for n,o in fields.items() if getattr(train_cfg, n)!=o[0]}
+    changes = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
+    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}), changes+lines+leftovers(flat)
 
 def read_deepspeed(
     path:str|Path, # a DeepSpeed JSON file

@@ -23,14 +23,14 @@ def causes(
     error:BaseException|None, # as it arrived
 )->list[BaseException]: # the error first
     "An error and those that it came from."
-    found,left = [],[error]
+    chain,left = [],[error]
     while left:
         e = left.pop(0)
-        if e is None or any(e is f for f in found): continue
-        found.append(e)
+        if e is None or any(e is f for f in chain): continue
+        chain.append(e)
         # torch's writer hides a full disk in the second, and has the first as well
         left += [e.__cause__, e.__context__]
-    return found
+    return chain
 
 # how CUDA, its libraries and the CPU say it
 NO_MEMORY = ('out of memory',"can't allocate memory",'not enough memory')

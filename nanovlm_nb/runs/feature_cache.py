@@ -40,7 +40,7 @@ class FeatureCache:
         dtype:torch.dtype=torch.float32, # in which features are kept
     ):
         self.folder,self.see,self.shape,self.dtype = Path(folder),see,tuple(shape),dtype
-        self.found = self.made = 0
+        self.hits = self.misses = 0
 
     @property
     def bytes_per_tile(self)->int: # of a file
@@ -84,7 +84,7 @@ class FeatureCache:
         keys = [tile_key(t) for t in tiles]
         known = {k:self.read(k) for k in dict.fromkeys(keys)}
         new = {k:t for k,t in zip(keys, tiles) if known[k] is None}
-        self.found,self.made = self.found+len(known)-len(new), self.made+len(new)
+        self.hits,self.misses = self.hits+len(known)-len(new), self.misses+len(new)
         if new: known |= self._see(new)
         return torch.stack([known[k] for k in keys])
 

@@ -53,12 +53,12 @@ def write_record(
     path,before = Path(run_dir)/RECORD,previous_run(run_dir)
     text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     yours = text[text.index(YOURS[:15]):] if YOURS[:15] in text else YOURS
-    try: found = changes(load_yaml(before/CONFIG), (vlm_cfg,train_cfg)) if before else []
-    except ValueError as e: found = [f'cannot be compared: {e}']
+    try: changed = changes(load_yaml(before/CONFIG), (vlm_cfg,train_cfg)) if before else []
+    except ValueError as e: changed = [f'cannot be compared: {e}']
     what = f'Changed since {before.name}' if before else 'Changed'
     none = 'nothing' if before else 'the first run of its folder'
     parts = [f'# {Path(run_dir).name}', train_cfg.notes or '(no notes: give --notes "what this run tries")',
-             f'## {what}', bullets(found) or none, '## Results', bullets(results or []) or 'still running']
+             f'## {what}', bullets(changed) or none, '## Results', bullets(results or []) or 'still running']
     return write_atomic(path, '\n\n'.join(parts)+'\n\n'+yours)
 
 # %% ../../nbs/55_runs.record.ipynb #31473c82
@@ -105,7 +105,7 @@ def _limit_lines(vlm_cfg, asked):
     return lines+['answers may be wrong or invented, and carry what its data and backbones carry; '
                   'nothing was done about safety']
 
-def _said(record):
+def _observations(record):
     "What was written into the page by hand."
     after = record.partition('## Observations')[2].partition('## Next')[0].strip()
     return f'## Observations\n\n{after}' if after else ''
@@ -122,7 +122,7 @@ def training_card(
     table,asked = _answer_table(run_dir)
     results = bullets(_result_lines(run_dir)) or 'Nothing was measured.'
     parts = ['## Training', c.notes or '', bullets(_data_lines(c)), '## Results', results, table,
-             _said(record), '## Limits', bullets(_limit_lines(vlm_cfg, asked))]
+             _observations(record), '## Limits', bullets(_limit_lines(vlm_cfg, asked))]
     return '\n\n'.join(p for p in parts if p)
 
 # %% ../../nbs/55_runs.record.ipynb #424c5dca

@@ -58,10 +58,10 @@ def _passed(wrong):
 
 def _auto(run_dir, path, passed):
     "A line about where the run stands, and what is wrong with the pointer or with later checkpoints."
-    said,wrong = stands_at(run_dir),''
-    if not said: wrong = 'There is no file last_checkpoint. '
-    elif said!=path.name and said not in {p.name for p in passed}:
-        wrong = f'last_checkpoint names {said[:40]!r}, which is not there. '
+    pointed,wrong = stands_at(run_dir),''
+    if not pointed: wrong = 'There is no file last_checkpoint. '
+    elif pointed!=path.name and pointed not in {p.name for p in passed}:
+        wrong = f'last_checkpoint names {pointed[:40]!r}, which is not there. '
     if passed: wrong += f'PASSED OVER: {_passed(passed)}. '
     return f'{wrong}Auto resumed from the latest checkpoint {path}.'
 
@@ -74,9 +74,9 @@ def _anew(run_dir, train_cfg):
 
 def _refuse_damaged(run_dir, passed):
     "Raise a ValueError where a run had checkpoints, and none of them can be used."
-    wrong,said = {p:why for p,why in passed.items() if any(p.iterdir())},stands_at(run_dir)
-    if not wrong and not said: return # it has saved nothing
-    why = _passed(wrong) or f'last_checkpoint names {said[:40]!r}, which is not there'
+    wrong,pointed = {p:why for p,why in passed.items() if any(p.iterdir())},stands_at(run_dir)
+    if not wrong and not pointed: return # it has saved nothing
+    why = _passed(wrong) or f'last_checkpoint names {pointed[:40]!r}, which is not there'
     raise ValueError(f'cannot resume: no checkpoint in {run_dir} can be used. {why}. '
                      'Copy one there again, or begin anew: under another --run_name, or here with '
                      '--resume False, which sets aside what there is')
@@ -136,9 +136,9 @@ def abandoned_folder(
     run_dir:Path, # directory of a run
 )->Path: # need not be there
     "Where the next checkpoints are set aside: where a killed start has begun to, or a new directory."
-    found = abandoned(run_dir)
-    if found and not (found[-1]/LAST).is_file(): return found[-1]
-    return Path(run_dir)/f'abandoned_{int(found[-1].name[10:])+1 if found else 1}'
+    folders = abandoned(run_dir)
+    if folders and not (folders[-1]/LAST).is_file(): return folders[-1]
+    return Path(run_dir)/f'abandoned_{int(folders[-1].name[10:])+1 if folders else 1}'
 
 def _copy_records(run_dir, folder):
     for p in run_dir.iterdir():
@@ -154,9 +154,9 @@ def _point_at_best(run_dir, checkpoint):
     names = (f"step_{state.get('best_model_step')}", f"step_{state.get('best_step')}",
              pointer_text(run_dir, BEST), f'step_{lowest}')
     kept = {p.name for p in checkpoints(run_dir) if step_of(p)<=step and not missing_pieces(p)}
-    found = next((n for n in names if n in kept), None)
-    if found is None: (run_dir/BEST).unlink(missing_ok=True)
-    elif found!=pointer_text(run_dir, BEST): write_pointer(run_dir, BEST, run_dir/found)
+    best = next((n for n in names if n in kept), None)
+    if best is None: (run_dir/BEST).unlink(missing_ok=True)
+    elif best!=pointer_text(run_dir, BEST): write_pointer(run_dir, BEST, run_dir/best)
 
 def go_back(
     run_dir:Path, # directory of a run that nobody else writes
@@ -213,11 +213,11 @@ def earlier_run(
     jobs:dict[str,int], # from `dist.launchers`
 )->Path|None: # None: this is the first start
     "The run that an earlier start of this job began."
-    found = [p.parent for p in sorted(Path(parent).glob(f'*/{JOB}')) if is_again(p.parent, jobs)]
-    if len(found)>1:
-        raise ValueError(f'{" and ".join(jobs)} made several runs, {", ".join(p.name for p in found)}: '
+    run_dirs = [p.parent for p in sorted(Path(parent).glob(f'*/{JOB}')) if is_again(p.parent, jobs)]
+    if len(run_dirs)>1:
+        raise ValueError(f'{" and ".join(jobs)} made several runs, {", ".join(p.name for p in run_dirs)}: '
                          'give each a run_name, so that a restart knows its own')
-    return found[0] if found else None
+    return run_dirs[0] if run_dirs else None
 
 # %% ../../nbs/53_runs.resume.ipynb #faacf8be
 NOBODY_KNOWS = 'nobody has said whether it may change'
@@ -242,20 +242,20 @@ def differences(
     train_cfg:TrainConfig, # of this run
 )->list[Difference]: # refused ones first
     "What has changed since the checkpoint was made; packs per update are `split_difference`'s."
-    found = []
+    changes = []
     for cfg,was in ((vlm_cfg,saved['vlm']), (train_cfg,saved['train'])):
         now,kinds = {f.name:getattr(cfg, f.name) for f in fields(cfg)},get_type_hints(type(cfg))
         known = {f.name:(f.metadata['resume'],f.metadata['why']) for f in fields(cfg) if f.metadata}
         # an older checkpoint may hold a number where a list is now
         was = {n:as_type(n, v, kinds[n]) for n,v in was.items() if n in now}
-        found += [Difference(n, was[n], now[n], *known.get(n, (REFUSED,NOBODY_KNOWS)))
+        changes += [Difference(n, was[n], now[n], *known.get(n, (REFUSED,NOBODY_KNOWS)))
                   for n in now if n in was and now[n]!=was[n]]
     was,now = (training_parts(t) for t in (saved['train'], asdict(train_cfg)))
     if was!=now:
-        found.append(Difference('parts that train', was, now, REFUSED,
+        changes.append(Difference('parts that train', was, now, REFUSED,
                                 "the optimizer's state belongs to the old ones; "
                                 "with force_resume it begins anew"))
-    return sorted(found, key=lambda d: [REFUSED, CAREFUL, FINE].index(d.level))
+    return sorted(changes, key=lambda d: [REFUSED, CAREFUL, FINE].index(d.level))
 
 # %% ../../nbs/53_runs.resume.ipynb #f1cd2db4
 def splits(
@@ -328,17 +328,17 @@ def check_resume(
     world_size:int, # ranks of this run
 )->list[str]: # a line for each difference
     "Compare a checkpoint with a run; raises ValueError if they do not fit and `force_resume` is False."
-    c,found = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
+    c,changes = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
     now = c.batch_size, c.gradient_accumulation_steps, world_size
     split = split_difference(state['data']['lanes'], now) if state['data'] else None
     if split is not None and state.get('samples'):
         split = replace(split, why=f'{split.why}. {progress(state, math.prod(now), asdict(c))}')
-    if split is not None: found = [split, *found]
-    refused = [str(d) for d in found if d.level == REFUSED]
+    if split is not None: changes = [split, *changes]
+    refused = [str(d) for d in changes if d.level == REFUSED]
     if refused and not c.force_resume:
         raise ValueError(f'cannot resume: {"; ".join(refused)}. Set these as they were, '
                          'begin a new run from the weights (load_from without resume), or give force_resume')
-    return [str(d) for d in found]
+    return [str(d) for d in changes]
 
 # %% ../../nbs/53_runs.resume.ipynb #f72b3cc5
 def rates(
@@ -360,11 +360,11 @@ def aside_lines(
     checkpoint:Path|None, # where it will go on; None: it begins anew
 )->list[str]: # a line, or none
     "What going on from there leaves behind."
-    own = checkpoint is not None and is_own(run_dir, checkpoint)
-    newer = left_behind(run_dir, checkpoint if own else None)
+    same_run = checkpoint is not None and is_own(run_dir, checkpoint)
+    newer = left_behind(run_dir, checkpoint if same_run else None)
     if not newer: return []
     names = ', '.join(p.name for p in newer)
-    why = f'not on the way from {checkpoint.name}' if own and checkpoint else 'damaged or not complete'
+    why = f'not on the way from {checkpoint.name}' if same_run and checkpoint else 'damaged or not complete'
     return [f'{names}: {why}, '
             f'set aside in {abandoned_folder(run_dir)} with the log of that time '
         f'(`nanovlm runs {run_dir} --delete_abandoned` deletes that)']
@@ -383,21 +383,21 @@ def resume_checklist(
     schedule:Callable|None=None, # of its recipe
 )->list[tuple[bool,str]]: # (in order?, line)
     "What resuming will do."
-    found = [(False, f'{p.name} is not complete, it lacks {", ".join(lacks)}')
+    checks = [(False, f'{p.name} is not complete, it lacks {", ".join(lacks)}')
              for p in checkpoints(run_dir) if (lacks := missing_pieces(p))]
     try:
         path,line = find_resume(run_dir, evolve(train_cfg, resume=True))
-        if path is None: return [*found, (False, line)]
+        if path is None: return [*checks, (False, line)]
         state = read_state(path)
-    except (ValueError, OSError) as e: return [*found, (False, str(e))]
+    except (ValueError, OSError) as e: return [*checks, (False, str(e))]
     lines = [line.replace('Auto resumed from', 'would go on from'), *aside_lines(run_dir, path),
              _work_line(run_dir, state['step'])]
-    found += [(True, l) for l in lines]
+    checks += [(True, l) for l in lines]
     try:
         changed = check_resume(state, vlm_cfg, train_cfg, world_size) or ['no setting has changed']
-        found += [(True, l) for l in changed]
-    except ValueError as e: found.append((False, str(e)))
-    return found+rate_lines(run_dir, state, train_cfg, schedule)
+        checks += [(True, l) for l in changed]
+    except ValueError as e: checks.append((False, str(e)))
+    return checks+rate_lines(run_dir, state, train_cfg, schedule)
 
 def rate_lines(
     run_dir:Path, # directory of the run
@@ -420,6 +420,6 @@ def main(
     "Command `nanovlm resume`: what `--resume True` will do, before it does it."
     run_dir,ranks = Path(values.run_dir),values.ranks
     start = resolve_start(values.vlm_cfg, evolve(values.train_cfg, resume=True), ranks, values.given)
-    found = resume_checklist(run_dir, start.vlm_cfg, start.train_cfg, ranks, start.parts.schedule)
-    sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in found))
-    return int(not all(ok for ok,_ in found))
+    checks = resume_checklist(run_dir, start.vlm_cfg, start.train_cfg, ranks, start.parts.schedule)
+    sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in checks))
+    return int(not all(ok for ok,_ in checks))

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.files import MANIFEST,has_digests,write_atomic
-from ..core.usage import SAID,ends_at_once,is_usage,one_line
+from ..core.usage import CHECK_ERRORS,ends_at_once,is_usage,one_line
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from ..core.config import set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
@@ -154,27 +154,27 @@ def make_run_dir(
     run_dir = run_dir or run_path(vlm_cfg, train_cfg, dist)
     def make():
         run_dir.mkdir(parents=True, exist_ok=True)
-        own = Path(config).read_bytes() if config else None # before anything is replaced: it may be the run's
+        given = Path(config).read_bytes() if config else None # now: it may be replaced below
         if (run_dir/CONFIG).is_file() and not (run_dir/CONFIGS).is_dir(): keep_configs(run_dir)
         save_yaml(run_dir/CONFIG, vlm_cfg, train_cfg)
-        keep_configs(run_dir, own)
+        keep_configs(run_dir, given)
     on_master(dist, make)
     return run_dir
 
 def keep_configs(
     run_dir:Path, # directory of a run, with the `config.yaml` of this start
-    own:bytes|None=None, # the user's own file, if there was one
+    user_file:bytes|None=None, # the user's own file, if there was one
 )->None:
     "Keep the configuration of this start, and the user's file as it was, unless both are those of before."
     folder = run_dir/CONFIGS
     folder.mkdir(exist_ok=True)
-    used,found = (run_dir/CONFIG).read_bytes(),sorted(p for p in folder.glob('*.yaml') if p.stem.isdigit())
-    last = found[-1] if found else None
+    used,files = (run_dir/CONFIG).read_bytes(),sorted(p for p in folder.glob('*.yaml') if p.stem.isdigit())
+    last = files[-1] if files else None
     if last and last.read_bytes()==used:
         given = last.with_suffix('.given.yaml')
-        if own is None or given.is_file() and given.read_bytes()==own: return
+        if user_file is None or given.is_file() and given.read_bytes()==user_file: return
     new = folder/f'{int(last.stem)+1 if last else 1:03d}.yaml'
-    if own is not None: new.with_suffix('.given.yaml').write_bytes(own)
+    if user_file is not None: new.with_suffix('.given.yaml').write_bytes(user_file)
     new.write_bytes(used)
 
 # %% ../../nbs/56_runs.run.ipynb #19bbc265
@@ -373,10 +373,10 @@ def keep_status(
     dist:Dist, # this rank
 )->Iterator[Callable]: # to be called with how the run ended
     "The status is 'running' inside, and afterwards what was said, or 'failed' if nothing was."
-    said = ['failed']
+    statuses = ['failed']
     set_status(run_dir, 'running', dist)
-    try: yield said.append
-    finally: set_status(run_dir, said[-1], dist)
+    try: yield statuses.append
+    finally: set_status(run_dir, statuses[-1], dist)
 
 INTERRUPTED = 85 # exit code of a run that a signal has ended
 
@@ -395,8 +395,8 @@ def may_change(
     "May a run that has begun go on with other values?"
     def changed(cfg): return evolve(cfg, **{k:v for k,v in changes.items() if hasattr(cfg, k)})
     saved = dict(vlm=asdict(vlm_cfg), train=asdict(train_cfg))
-    found = differences(saved, changed(vlm_cfg), changed(train_cfg))
-    return not any(d.level==REFUSED for d in found)
+    diffs = differences(saved, changed(vlm_cfg), changed(train_cfg))
+    return not any(d.level==REFUSED for d in diffs)
 
 class Ending:
     "A context that turns the error that ends a run into an answer: what is left, and what to type."
@@ -488,16 +488,16 @@ def on_each_rank(
     patience:float, # seconds; a `Patience` with a `Stop` breaks off at once when a signal comes
 ): # what it returns
     "Read what every rank needs; if one cannot reach it, or was told to stop, all raise `Unreachable`."
-    found,lost,stop = None,None,getattr(patience, 'stop', None)
+    value,lost,stop = None,None,getattr(patience, 'stop', None)
     try:
         with stop.breaks_off() if isinstance(stop, Stop) else nullcontext():
-            found = until_reached(name, read, patience)
+            value = until_reached(name, read, patience)
     except BrokenOff: lost = SIGNALLED
     except Unreachable as e: lost = SIGNALLED if stop is not None and stop.is_set() else str(e)
-    said = [text for text in dist.gather(lost) if text]
-    if SIGNALLED in said: raise Signalled(SIGNALLED)
-    if said: raise Unreachable(said[0])
-    return found
+    messages = [text for text in dist.gather(lost) if text]
+    if SIGNALLED in messages: raise Signalled(SIGNALLED)
+    if messages: raise Unreachable(messages[0])
+    return value
 
 @contextmanager
 def interrupted_if_unreachable(
@@ -551,9 +551,9 @@ def make_trainer(
     train,val = on_each_rank(train_cfg.train_dataset_path, load, dist, wait)
     dist.barrier()
     def build():
-        made = (parts.model or make_model)(vlm_cfg, train_cfg, resuming)
-        if train_cfg.lora_rank: adapt(made, train_cfg, weights_of_start(vlm_cfg, train_cfg))
-        return made
+        built = (parts.model or make_model)(vlm_cfg, train_cfg, resuming)
+        if train_cfg.lora_rank: adapt(built, train_cfg, weights_of_start(vlm_cfg, train_cfg))
+        return built
     model = on_each_rank('a backbone', build, dist, wait)
     model.recipe_note,model.processor_of = note_for(model, parts),parts.processor
     given = {name:value for name in ('optimizer','hooks') if (value := getattr(parts, name))}
@@ -565,8 +565,8 @@ def note_for(
     parts:Parts, # that its recipe gives
 )->dict|None: # what its checkpoints say of the recipe
     "A model of a class with a configuration of its own knows what it is."
-    own = type(model).config_class is not VLMConfig and parts.processor is None
-    return None if own else recipe_note(parts)
+    is_known = type(model).config_class is not VLMConfig and parts.processor is None
+    return None if is_known else recipe_note(parts)
 
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights
@@ -642,7 +642,7 @@ def put_back(
     "Undo what a start has written, should it be refused."
     stays = []
     try: yield lambda: stays.append(True)
-    except SAID as e:
+    except CHECK_ERRORS as e:
         if dist.is_master and not stays and is_usage(e):
             _restore(before)
             if again: _leave_word(before.run_dir, one_line(e))
@@ -738,9 +738,9 @@ def step_in(
     checkpoint:Path|None, # where it goes on
 )->None:
     "Let the directory say whose it is now; if the checkpoint is its own, only when that has been read."
-    own = checkpoint if checkpoint is not None and is_own(plan.run_dir, checkpoint) else None
-    leave_dashboard(plan.run_dir, own)
-    if own is None: note_start(plan.run_dir, checkpoint, plan.jobs)
+    own_checkpoint = checkpoint if checkpoint is not None and is_own(plan.run_dir, checkpoint) else None
+    leave_dashboard(plan.run_dir, own_checkpoint)
+    if own_checkpoint is None: note_start(plan.run_dir, checkpoint, plan.jobs)
 
 def set_up(
     desk:Desk, # from `opened`
@@ -799,14 +799,14 @@ def sum_up(
 )->str: # 'done', or 'interrupted' by a signal
     "What came of a run."
     dist,parts,f = trainer.dist,desk.plan.parts,trainer.base.features
-    if f: trainer.log.info(f'features: {f.made} tiles seen, {f.found} read, on rank {dist.rank}')
+    if f: trainer.log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
     if trainer.stopped() and (trainer.to_follow or not trainer.finished):
         trainer.log.info(f'{what_is_left(trainer.log.run_dir)}, to go on: {desk.ending.command()}')
         return 'interrupted'
     drops = trainer.drops()
     trainer.report() # reads the clocks of all ranks
-    own = parts if parts.model or parts.processor else None
-    if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples, own)
+    model_parts = parts if parts.model or parts.processor else None
+    if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples, model_parts)
     dist.barrier()
     trainer.wait_for_evals()
     if dist.is_master: publish_best(trainer.log, desk.plan.repo)

@@ -46,17 +46,17 @@ def fields_with(
 
 def check_given(
     vlm_cfg:VLMConfig, # as the user gave it
-    found:dict, # fields as a file of weights has them
+    saved:dict, # fields as a file of weights has them
     given:Set[str], # fields that the user gave
-    weights:str|Path, # where `found` is from
-)->dict: # `found` without what was given
+    weights:str|Path, # where `saved` is from
+)->dict: # `saved` without what was given
     "Keep what was given; a ValueError where the weights cannot be what was given."
-    for name in sorted(given&found.keys()&fields_with('bound')):
+    for name in sorted(given&saved.keys()&fields_with('bound')):
         asked = getattr(vlm_cfg, name)
-        if asked!=found[name]:
-            raise ValueError(f'{name} is {asked!r}, but {weights} was trained with {found[name]!r}: '
+        if asked!=saved[name]:
+            raise ValueError(f'{name} is {asked!r}, but {weights} was trained with {saved[name]!r}: '
                              f'leave {name} out, its weights are another model')
-    return {name:value for name,value in found.items() if name not in given}
+    return {name:value for name,value in saved.items() if name not in given}
 
 def with_backbone_sizes(
     vlm_cfg:VLMConfig, # as the user gave it
@@ -177,9 +177,9 @@ def check_ours(
     *parts:str, # that the command takes from the library alone
 )->None:
     "Raise a UsageError where a recipe makes what a command would take from the library."
-    made = [name for name in parts if name in start.parts.given]
-    if not made: return
-    name,what = start.train_cfg.recipe,' and the '.join(made)
+    parts_made = [name for name in parts if name in start.parts.given]
+    if not parts_made: return
+    name,what = start.train_cfg.recipe,' and the '.join(parts_made)
     raise UsageError(f'recipe {name} makes the {what} of the run, of which {command} knows nothing: '
         'give --recipe None to see what the library would do')
 

@@ -140,7 +140,7 @@ def answers_in(
 )->list[Answer]: # in order
     "Find the answers."
     if (frame := rules.frame) is None: return []
-    pieces,found = [p or '?' for p in rules.tokenizer.convert_ids_to_tokens(ids)],[]
+    pieces,answers = [p or '?' for p in rules.tokenizer.convert_ids_to_tokens(ids)],[]
     starts = list(accumulate(map(len, pieces), initial=0))
     for header in re.finditer(re.escape(frame.header), ''.join(pieces)):
         start = bisect_left(starts, header.end())
@@ -149,8 +149,8 @@ def answers_in(
         if end is not None:
             stop = next((t for t in range(end+1, len(ids))
                          if not frame.tail.startswith(''.join(pieces[end+1:t+1]))), len(ids))
-        found.append(Answer(start, end, stop))
-    return found
+        answers.append(Answer(start, end, stop))
+    return answers
 
 # %% ../../nbs/61_tools.checks.ipynb #196ab209
 def pictures_in(
@@ -207,7 +207,7 @@ class Sample:
         self.learned = {t+self.shift for t,l in enumerate(self.labels) if l!=IGNORE}
         self.answers = answers_in(self.ids, rules)
         self.taught = [a for a in self.answers if not self.learned.isdisjoint(range(a.start, a.stop))]
-        self.tiles,self.told = [tiles_of(im, rules) for im in self.images],pictures_in(self.ids, rules)
+        self.tiles,self.announced = [tiles_of(im, rules) for im in self.images],pictures_in(self.ids, rules)
         self.placeholders = self.ids.count(image)
         self.wanted = sum(self.tiles)*rules.vlm_cfg.mp_image_token_length
         self.torn = (any(i==image or i in rules.markers for i in self.ids[-1:])
@@ -289,7 +289,7 @@ def check_end(s:Sample, # with labels
 def check_cut(s:Sample, # with tiles
 )->Iterator[Fault]: # none, or one
     "A picture, or a part of it, was cut away from the text."
-    if s.placeholders<s.wanted and (s.torn or len(s.told)<len(s.tiles)):
+    if s.placeholders<s.wanted and (s.torn or len(s.announced)<len(s.tiles)):
         yield Fault('image_cut', s.id,
             f'{s.placeholders} of {s.wanted} placeholders of its pictures ({len(s.tiles)}) are left: '
             'the text was cut',
@@ -310,10 +310,10 @@ def _grid_wrong(picture, n, true):
 def check_grid(s:Sample, # with tiles, perhaps pictures
 )->Iterator[Fault]: # one for each picture that is wrong
     "Tiles and the row and column tokens of a picture differ."
-    if len(s.told)!=len(s.tiles) or s.torn: return
+    if len(s.announced)!=len(s.tiles) or s.torn: return
     true = [s.rules.processor.grid(*size) if (size := _size(p)) else None
             for p in s.given.get('pictures') or []]
-    for k,(picture,n) in enumerate(zip(s.told, s.tiles)):
+    for k,(picture,n) in enumerate(zip(s.announced, s.tiles)):
         wrong = _grid_wrong(picture, n, true[k] if k<len(true) else None)
         if wrong: yield Fault('tile_grid', s.id, f'picture {k}: {wrong}',
             'write the image string from the grid that the image processor returned for this picture')
@@ -323,7 +323,7 @@ def check_placeholders(s:Sample, # with tiles
 )->Iterator[Fault]: # none, or one
     "Placeholders and features differ in number."
     each = s.rules.vlm_cfg.mp_image_token_length
-    odd = [m for picture in s.told for cell,m in picture if cell and m!=each]
+    odd = [m for picture in s.announced for cell,m in picture if cell and m!=each]
     if (s.placeholders==s.wanted and not odd) or [*check_cut(s), *check_grid(s)]: return
     where = f', and a tile with {odd[0]} instead of {each}' if odd else ''
     yield Fault('placeholders', s.id, f'{s.placeholders} placeholders for {s.wanted} features{where}',
@@ -371,12 +371,12 @@ def _template_wrong(turns, tok):
     prompt = _render(tok, messages[:1], True)
     at = 0
     for m in messages:
-        found = text.find(m['content'], at)
-        if found<0:
+        start = text.find(m['content'], at)
+        if start<0:
             yield (f"it changes the text of the {m['role']}: "
                    f"{_shorten(m['content'])!r} is not in what it writes",
                    'write message.content unchanged, for every message')
-        at = found+len(m['content'])
+        at = start+len(m['content'])
     if prompt==question:
         yield ('it writes nothing to ask for an answer',
                'write the header of an assistant if add_generation_prompt')
@@ -471,9 +471,9 @@ def _bytes(picture):
 def sample_hash(sample:dict, # `texts` or `input_ids`, and `images`
 )->str: # the same for the same contents
     "A hash of texts and pictures."
-    said:list = [(t['user'], t['assistant']) for t in sample.get('texts') or []]
-    if not said and 'input_ids' in sample: said = tokens_of(sample)[0]
-    digest = hashlib.sha1(json.dumps(said).encode())
+    content:list = [(t['user'], t['assistant']) for t in sample.get('texts') or []]
+    if not content and 'input_ids' in sample: content = tokens_of(sample)[0]
+    digest = hashlib.sha1(json.dumps(content).encode())
     for picture in sample.get('images') or []: digest.update(hashlib.sha1(_bytes(picture)).digest())
     return digest.hexdigest()
 

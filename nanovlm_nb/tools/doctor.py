@@ -68,20 +68,20 @@ def version(
     text:str, # e.g. '2.9.1+cu128'
 )->tuple[int,...]: # e.g. (2, 9, 1)
     "The numbers of a version."
-    found = re.match(r'\D{0,2}(\d+(?:\.\d+)*)', text)
-    if found is None: raise ValueError(f"{text!r} is no version: it should begin with numbers, as in 2.9.1")
-    return tuple(map(int, found[1].split('.')))
+    match = re.match(r'\D{0,2}(\d+(?:\.\d+)*)', text)
+    if match is None: raise ValueError(f"{text!r} is no version: it should begin with numbers, as in 2.9.1")
+    return tuple(map(int, match[1].split('.')))
 
 def check_version(
     name:str, # what it is the version of
-    found:str|None, # None: it is not there
+    installed:str|None, # None: it is not there
     floor:str, # the oldest that will do
     remedy:str, # if it is older or not there
 )->Probe: # pass or fail
     "Is something new enough?"
-    if found is None: return Probe(name, FAIL, f'not installed, {floor} or newer is needed', remedy)
-    return Probe(name, PASS if version(found)>=version(floor) else FAIL,
-                 f'{found} ({floor} or newer)', remedy)
+    if installed is None: return Probe(name, FAIL, f'not installed, {floor} or newer is needed', remedy)
+    return Probe(name, PASS if version(installed)>=version(floor) else FAIL,
+                 f'{installed} ({floor} or newer)', remedy)
 
 def floors(
     requires:list[str], # requirements of a package, e.g. 'torch>=2.9'
@@ -148,10 +148,10 @@ def check_flash(
     "Can FlashAttention's wheels be loaded here?"
     if flash is None:
         return Probe('flash-attn', SKIP, "not installed, and not needed: torch's fused attention is used")
-    found = {'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}
+    versions = {'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}
     old = lambda text, floor: text is None or version(text)<version(floor)
-    wrong = [f'{k} {found[k] or "is missing"} ({floor} or newer)'
-             for k,floor in FLASH_FLOORS.items() if old(found[k], floor)]
+    wrong = [f'{k} {versions[k] or "is missing"} ({floor} or newer)'
+             for k,floor in FLASH_FLOORS.items() if old(versions[k], floor)]
     if not wrong: return Probe('flash-attn', PASS, f'{flash}, GLIBC {glibc}')
     return Probe('flash-attn', FAIL, '; '.join(wrong),
                  'pip uninstall flash-attn, or build it from source here: '
@@ -165,8 +165,8 @@ def driver_version(
     if shutil.which(command) is None: return None
     done = subprocess.run([command, '--query-gpu=driver_version', '--format=csv,noheader'],
                           capture_output=True, text=True, timeout=30)
-    found = re.search(r'^\d+\.\d+', done.stdout.strip())
-    return found[0] if done.returncode==0 and found else None
+    match = re.search(r'^\d+\.\d+', done.stdout.strip())
+    return match[0] if done.returncode==0 and match else None
 
 def machine_checks()->list[Probe]: # CUDA and flash-attn
     "What this machine has."
@@ -190,8 +190,8 @@ def try_backend(
     q,k,v = (torch.randn(1, 2, 12, 8, generator=generator).to(device, dtype) for _ in range(3))
     layout = Layout.from_doc_lens([[5,4,2]], 12)
     try:
-        found,exact = (attention(q, k, v, layout, backend=n) for n in (name,'explicit'))
-        error = (found-exact).abs().max().item()
+        output,exact = (attention(q, k, v, layout, backend=n) for n in (name,'explicit'))
+        error = (output-exact).abs().max().item()
     except (RuntimeError, ValueError) as e:
         return Probe(f'attention {name}', FAIL, f'{type(e).__name__}: {str(e).splitlines()[0]}',
                      'give another --attn_backend, e.g. explicit')
@@ -386,16 +386,16 @@ def check_picture_speed(
     gpu:str|None, # name of the rank's; None: there is none
 )->Probe: # skip without a GPU whose peak is known
     "Do the loader's processes keep up with the GPU?"
-    found = f'{speed:.0f} tiles a second on one core, {workers} loader process{"es"*(workers!=1)}'
+    measured = f'{speed:.0f} tiles a second on one core, {workers} loader process{"es"*(workers!=1)}'
     if not speed: return Probe('pictures', SKIP, 'none in the first rows')
     peak = peak_flops(gpu) if gpu else None
-    if peak is None: return Probe('pictures', SKIP, f'{found}; no GPU here that is known')
+    if peak is None: return Probe('pictures', SKIP, f'{measured}; no GPU here that is known')
     pack,packs = typical_pack(vlm_cfg, train_cfg),train_cfg.batch_size*train_cfg.gradient_accumulation_steps
     trains = {name for name,part in sizes(vlm_cfg, train_cfg).items() if part.trained}
     seconds = update_flops(vlm_cfg, train_cfg, pack, trains)['all']/(peak*MFU)
     need = packs*pack.tiles/seconds
     return Probe('pictures', PASS if speed*max(workers, 1)>=need else FAIL,
-        f'{found}; {gpu} asks for {need:.0f} at {MFU:.0%} of its peak',
+        f'{measured}; {gpu} asks for {need:.0f} at {MFU:.0%} of its peak',
         f'num_workers {math.ceil(need/speed)}, if there are as many cores; '
         'smaller pictures or cache_features ask for less')
 
@@ -455,25 +455,25 @@ def check_memory(
 )->Probe: # skip without GPUs
     "Does the run fit into a GPU?"
     if gib is None: return Probe('memory', SKIP, 'no GPU here')
-    found = sizes(vlm_cfg, train_cfg)
-    need = memory(vlm_cfg, train_cfg, gpus, found).total/GB
-    steps = until_it_fits(vlm_cfg, train_cfg, gpus, gib, found)
+    parameters = sizes(vlm_cfg, train_cfg)
+    need = memory(vlm_cfg, train_cfg, gpus, parameters).total/GB
+    steps = until_it_fits(vlm_cfg, train_cfg, gpus, gib, parameters)
     return Probe('memory', PASS if need<=USABLE*gib else FAIL,
                  f'{need:.1f} GiB for the fullest packs, {gib:.1f} GiB on a GPU, of which {USABLE:.0%} '
                  'can be planned with', '; then '.join(remedy_line(r) for r,_ in steps) or 'a larger GPU')
 
 def check_gpus(
     asked:int, # ranks on this machine
-    found:int, # GPUs that torch sees
+    seen:int, # GPUs that torch sees
 )->Probe: # one rank on a machine without GPUs trains on its CPU
     "Has every rank a GPU?"
     many = lambda n: f'{n} GPU{"s"*(n!=1)}'
-    if asked>max(found, 1):
+    if asked>max(seen, 1):
         elsewhere = f'look on a machine with {many(asked)}; without --gpus, training on this CPU is looked at'
-        return Probe('GPUs', FAIL, f'--gpus {asked}, but there {"is" if found==1 else "are"} {many(found)}',
-                     f'--gpus {found}' if found else elsewhere)
-    if not found: return Probe('GPUs', SKIP, 'none: one rank trains on the CPU')
-    return Probe('GPUs', PASS, f'{asked} of {many(found)}')
+        return Probe('GPUs', FAIL, f'--gpus {asked}, but there {"is" if seen==1 else "are"} {many(seen)}',
+                     f'--gpus {seen}' if seen else elsewhere)
+    if not seen: return Probe('GPUs', SKIP, 'none: one rank trains on the CPU')
+    return Probe('GPUs', PASS, f'{asked} of {many(seen)}')
 
 def check_start(
     vlm_cfg:VLMConfig, # as the user gave it
@@ -509,11 +509,12 @@ def examine(
     yield from package_checks()
     yield from machine_checks()
     yield check_gpus(gpus, torch.cuda.device_count())
-    found,start = check_start(vlm_cfg, train_cfg, gpus, given)
-    yield found
-    vlm_cfg,train_cfg,own = start.vlm_cfg,start.train_cfg,bool(start.parts.model or start.parts.trainer)
+    probe,start = check_start(vlm_cfg, train_cfg, gpus, given)
+    yield probe
+    vlm_cfg,train_cfg,custom = start.vlm_cfg,start.train_cfg,bool(start.parts.model or start.parts.trainer)
     yield from (try_backend(name, device, vlm_cfg.attn_backend) for name in BACKENDS)
-    if own: yield Probe('memory', SKIP, f'recipe {train_cfg.recipe} makes the model, whose size is not known')
+    if custom:
+        yield Probe('memory', SKIP, f'recipe {train_cfg.recipe} makes the model, whose size is not known')
     else: yield check_memory(vlm_cfg, train_cfg, gpus,
                        torch.cuda.get_device_properties(0).total_memory/GB if device.type=='cuda' else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()

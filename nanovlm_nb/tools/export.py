@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..core.files import check_files
-from ..core.usage import UsageError, path_said
+from ..core.usage import UsageError, path_message
 from ..core.config import VLMConfig
 from ..core.run_dir import find_checkpoint
 from ..model.weights import OWN_CONFIG, to_smolvlm
@@ -90,11 +90,11 @@ def open_model(
 )->VisionLanguageModel: # in eval mode
     "What is to be exported."
     if (Path(name)/PEFT_CONFIG).is_file() and not unmerged: return read_peft(name)
-    found = find_checkpoint(name)
-    if not unmerged: return VisionLanguageModel.from_pretrained(found)
-    if (Path(found)/LORA_NOTE).is_file():
-        check_files(Path(found))
-        return read_adapted(Path(found))
+    checkpoint = find_checkpoint(name)
+    if not unmerged: return VisionLanguageModel.from_pretrained(checkpoint)
+    if (Path(checkpoint)/LORA_NOTE).is_file():
+        check_files(Path(checkpoint))
+        return read_adapted(Path(checkpoint))
     raise ValueError('it holds no adapters: format peft is for a run with lora_rank')
 
 def main(
@@ -108,7 +108,7 @@ def main(
         elif kind=='peft': save_peft(model, out)
         else: export_smolvlm(model, out, kind)
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(path_said(e) or f'{name}: {type(e).__name__}: {e}') from e
+        raise UsageError(path_message(e) or f'{name}: {type(e).__name__}: {e}') from e
     if kind=='peft':
         note:Any = model.lora_note
         base,text = note['base']['path'],'for transformers: nanovlm export'

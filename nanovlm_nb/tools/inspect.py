@@ -96,7 +96,7 @@ def _make_card(s, kinds=()):
     "What is kept of a sample to be shown."
     size = (f"{len(s.ids)} tokens, {sum(l!=IGNORE for l in s.labels)} learned, "
             f"{_count(len(s.images), 'picture')}")
-    grids = [*map(grid_of, s.told), *[(1, 1)]*len(s.images)]
+    grids = [*map(grid_of, s.announced), *[(1, 1)]*len(s.images)]
     return SampleCard(s.id, size, _runs_of(s),
                 [(grid, _thumbnails(im)) for grid,im in zip(grids, s.images)], list(kinds))
 
@@ -143,8 +143,8 @@ class Report:
         "Put all checks for such a thing to it."
         n = len(things[0]) if on in ('rows','split') else 1
         for c in CHECKS: self.asked[c.kind] += n*(c.on==on)
-        self.faults += (found := find_faults(on, *things))
-        return found
+        self.faults += (faults := find_faults(on, *things))
+        return faults
 
     def add(self,
         sample:dict, # as for `Sample`
@@ -190,9 +190,9 @@ def _documents(batch, rules):
             doc = {key:batch[key][r][at:at+n]
                    for key in ('input_ids','labels','attention_mask') if batch.get(key) is not None}
             at += n
-            mine = len(images) if at==sum(lengths) else len(pictures_in(tokens_of(doc)[0], rules))
-            yield doc|dict(id=str(name), images=images[:mine])
-            images = images[mine:]
+            n_images = len(images) if at==sum(lengths) else len(pictures_in(tokens_of(doc)[0], rules))
+            yield doc|dict(id=str(name), images=images[:n_images])
+            images = images[n_images:]
 
 # %% ../../nbs/62_tools.inspect.ipynb #bbabe1e4
 def inspect_samples(
@@ -261,9 +261,9 @@ def _by_kind(faults):
 def _verdict(report):
     "What came out, in one sentence."
     errors = report.errors
-    said = (f"{_count(len(errors), 'fault')} in {_count(len({f.id for f in errors}), 'sample')}"
+    summary = (f"{_count(len(errors), 'fault')} in {_count(len({f.id for f in errors}), 'sample')}"
             if errors else 'no fault found')
-    return said+(f", {_count(n, 'warning')}" if (n := len(report.faults)-len(errors)) else '')
+    return summary+(f", {_count(n, 'warning')}" if (n := len(report.faults)-len(errors)) else '')
 
 # %% ../../nbs/62_tools.inspect.ipynb #bceba274
 def _figures(report):
@@ -303,9 +303,9 @@ def summary(
 )->str: # text for a terminal
     "The report in a screenful."
     lines = [f'{report.title}: {_verdict(report)}', '']
-    for what,said in _figures(report).items():
+    for what,text in _figures(report).items():
         spread = report.sizes.get(what.removesuffix(' a sample'))
-        lines.append(f"{what:<22}{said}{'  '+_sparkline(spread) if spread else ''}")
+        lines.append(f"{what:<22}{text}{'  '+_sparkline(spread) if spread else ''}")
     lines += [f'left out: {reason:<12}{len(ids)}: {_ids(ids)}' for reason,ids in _drops_of(report).items()]
     if report.packs: lines += ['', *(f'{_pack_line(p)} {p.used:.0%}' for p in report.packs[:4])]
     for card in _sorted_cards(report)[:2]:
@@ -403,11 +403,11 @@ def _row(texts, numbers, cell=Td): return Tr(*map(cell, texts), *(cell(str(n), c
 
 def _checks_table(report):
     "All kinds of faults."
-    found,wrong = Counter(f.kind for f in report.faults),{f.kind for f in report.errors}
+    counts,wrong = Counter(f.kind for f in report.faults),{f.kind for f in report.errors}
     def row(kind):
-        mark = '✗' if kind in wrong else '!' if found[kind] else '✓' if report.asked[kind] else '–'
+        mark = '✗' if kind in wrong else '!' if counts[kind] else '✓' if report.asked[kind] else '–'
         return _row((mark, Code(kind), '; '.join(c.title for c in CHECKS if c.kind==kind)),
-                    (report.asked[kind], found[kind]))
+                    (report.asked[kind], counts[kind]))
     return Table(_row(('', 'fault', 'what holds without it'), ('checked', 'found'), Th), *map(row, KINDS))
 
 # %% ../../nbs/62_tools.inspect.ipynb #801b1cc6
@@ -537,31 +537,32 @@ def _count_tiles(pictures, processor, report):
     "What it costs to enlarge pictures."
     if processor.convention!='nanovlm': return
     from nanovlm_nb.data.images import image_size
-    own = replace(processor, resize_to_max_side_len=False)
+    native = replace(processor, resize_to_max_side_len=False)
     for size in map(image_size, pictures):
-        report.tiles += Counter(now=processor.n_tiles(*size), own=own.n_tiles(*size))
+        report.tiles += Counter(now=processor.n_tiles(*size), native=native.n_tiles(*size))
 
 def _note_enlarged(report):
     "Say so if that is most of the work."
-    now,own = report.tiles['now'],report.tiles['own']
-    if not now>=2*own>0: return
+    now,native = report.tiles['now'],report.tiles['native']
+    if not now>=2*native>0: return
     report.notes.append(
         f'small pictures are enlarged (resize_to_max_side_len): {now} tiles, '
-        f'at their own size they would be {own}, and the vision tower has {now/own:.1f} times the work; '
+        f'at their own size they would be {native}, '
+        f'and the vision tower has {now/native:.1f} times the work; '
         '--resize_to_max_side_len False, or --preset nanovlm_native, leaves them as they are')
 
 def _look_at(row, samples, report):
     "Put a row through the pipeline and to the checks; without `samples` only its texts are checked."
     from nanovlm_nb.data.dataset import Dropped,keep_turns
     texts = keep_turns(row, report.rules.minimums) if _well_formed(row) else []
-    told = Sample(dict(id=row['id'], texts=texts), report.rules)
-    if samples is None: return report.ask('texts', told)
+    shown = Sample(dict(id=row['id'], texts=texts), report.rules)
+    if samples is None: return report.ask('texts', shown)
     try:
         with _clock(report.seconds, 'planning'): plan = samples.plan_row(row)
         with _clock(report.seconds, 'decoding'): sample = samples.finish(plan, row['images'])
     except Dropped as d: report.drop(d)
     except STOPS as e:
-        if not report.ask('texts', told): report.stop(row['id'], e)
+        if not report.ask('texts', shown): report.stop(row['id'], e)
     else:
         report.add(sample|dict(texts=texts, pictures=row['images']))
         _count_tiles(row['images'], samples.image_processor, report)
@@ -570,16 +571,16 @@ def _look_at(row, samples, report):
 def _look_at_rows(source, part, samples, n, compare, report):
     "Inspect the first `n` rows of a source, and take fingerprints of the first `compare`."
     from nanovlm_nb.data.dataset import Dropped
-    prints,told = [],[]
+    prints,rows = [],[]
     for k,(_,row) in zip(range(max(n, compare)), source.rows_of(0, 1, 0)):
         report.parts[part] += k<n
         if isinstance(row, Dropped):
             report.drop(row)
             continue
         if k<compare: prints.append((row['id'], sample_hash(row)))
-        if k<n and _well_formed(row): told.append({key:v for key,v in row.items() if key!='images'})
+        if k<n and _well_formed(row): rows.append({key:v for key,v in row.items() if key!='images'})
         if k<n: _look_at(row, samples, report)
-    return prints,told
+    return prints,rows
 
 # %% ../../nbs/62_tools.inspect.ipynb #f818a277
 def _look_at_packs(source, samples, n, report):

@@ -59,8 +59,8 @@ def gradient(
              for r in range(w)]
     update:Any = gather_update([m for rank in ranks for m in rank], Dist())
     with trainer.as_one_of(w):
-        losses = [trainer.forward_backward(m, replace(update, micro_batches=mine), True)
-                  for mine in ranks for m in mine]
+        losses = [trainer.forward_backward(m, replace(update, micro_batches=micro_batches), True)
+                  for micro_batches in ranks for m in micro_batches]
     grads = [p.grad.flatten().cpu()/w for g in trainer.optimizer.param_groups
              for p in g['params'] if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)

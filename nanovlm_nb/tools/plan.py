@@ -154,12 +154,12 @@ def sizes(
     with torch.device('meta'): net = VLMNet(vlm_cfg)
     if c.lora_rank: add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
     training_groups(net, c)
-    found = {}
+    parts = {}
     for name,part in net.named_children():
         blocks = [_count(b.parameters()) for b in getattr(part, 'blocks', [])]
-        found[name] = Size(_count(part.parameters()), _count(p for p in part.parameters() if p.requires_grad),
+        parts[name] = Size(_count(part.parameters()), _count(p for p in part.parameters() if p.requires_grad),
                            max(blocks, default=0), sum(blocks))
-    return found
+    return parts
 
 # %% ../../nbs/64_tools.plan.ipynb #c558d316
 def vision_bytes(
@@ -251,27 +251,27 @@ def _passing_by(vlm_cfg, cfg, trains):
     a,patches = 4 if cfg.dtype=='float32' else 2,cfg.batch_size*most_tiles(vlm_cfg, cfg)*vlm_cfg.n_patches
     return patches*(2*a*vlm_cfg.vit_inter_dim+12*vlm_cfg.vit_hidden_dim)
 
-def _copied(cfg, found):
+def _copied(cfg, parameters):
     "Numbers whose 16-bit copy is kept for the backward pass: what learns, or what adapters stand beside."
-    if not cfg.lora_rank: return sum(s.trained for s in found.values())
+    if not cfg.lora_rank: return sum(s.trained for s in parameters.values())
     again = dict(vision_encoder=cfg.vision_checkpointing, decoder=cfg.language_checkpointing)
-    passed = [(n, s) for n,s in found.items() if n=='decoder' or s.trained]
+    passed = [(n, s) for n,s in parameters.items() if n=='decoder' or s.trained]
     return sum(s.largest_block if again.get(n) else s.blocks or s.total for n,s in passed)
 
 def memory(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # batch, sharding, offloading, checkpointing
     gpus:int=1, # ranks
-    found:dict|None=None, # from `sizes`, to save time
+    parameters:dict|None=None, # from `sizes`, to save time
 )->Memory: # of one GPU
     "An estimate of what a run needs at its peak."
-    c,found = train_cfg,found or sizes(vlm_cfg, train_cfg)
-    total,trained = (sum(getattr(s, n) for s in found.values()) for n in ('total','trained'))
-    sharding,trains = c.sharding if gpus>1 else 'ddp',{n for n,s in found.items() if s.trained}
+    c,parameters = train_cfg,parameters or sizes(vlm_cfg, train_cfg)
+    total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
+    sharding,trains = c.sharding if gpus>1 else 'ddp',{n for n,s in parameters.items() if s.trained}
     per = bytes_per_parameter(sharding, gpus, accumulating=c.gradient_accumulation_steps>1)
-    a,blocks = 2 if c.dtype!='float32' else 0,sum(s.blocks for s in found.values())
-    gathered = dict(ddp=a*_copied(c, found), zero2=(a or 4)*blocks,
-                    zero3=2*(a or 4)*max(s.largest_block for s in found.values()))[sharding]
+    a,blocks = 2 if c.dtype!='float32' else 0,sum(s.blocks for s in parameters.values())
+    gathered = dict(ddp=a*_copied(c, parameters), zero2=(a or 4)*blocks,
+                    zero3=2*(a or 4)*max(s.largest_block for s in parameters.values()))[sharding]
     if sharding!='ddp': gathered += 4*(total-blocks) # embedding and norms
     away = c.offload_params and sharding=='zero3'
     return Memory(0 if away else total*4/(1 if sharding=='ddp' else gpus), gathered, trained*per['gradients'],
@@ -291,15 +291,15 @@ def until_it_fits(
 )->list[tuple[Remedy,float]]: # remedies and the bytes needed after each; the last may still be too many
     "What to change, in order, until a GPU is large enough."
     parts = parts or sizes(vlm_cfg, train_cfg)
-    found,needed = [],memory(vlm_cfg, train_cfg, gpus, parts).total
+    steps,needed = [],memory(vlm_cfg, train_cfg, gpus, parts).total
     for remedy in memory_remedies(vlm_cfg, train_cfg, gpus):
         if needed<=USABLE*gib*GB: break
         changed = change(vlm_cfg, train_cfg, remedy.changes)
         less = memory(*changed, gpus, parts).total
         if less>.99*needed: continue
         (vlm_cfg,train_cfg),needed = changed,less
-        found.append((remedy, needed))
-    return found
+        steps.append((remedy, needed))
+    return steps
 
 # %% ../../nbs/64_tools.plan.ipynb #aa1c9d2b
 class PackEstimate(NamedTuple):
@@ -366,8 +366,8 @@ def checkpoints_kept(
     c = train_cfg
     every = min([i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i]
                 or [c.max_training_steps])
-    made = -(-c.max_training_steps//every)+1
-    return made if c.max_keep_ckpts==-1 else min(made, c.max_keep_ckpts+2)
+    total = -(-c.max_training_steps//every)+1
+    return total if c.max_keep_ckpts==-1 else min(total, c.max_keep_ckpts+2)
 
 PICTURE = 200_000 # bytes of an encoded picture, where nothing was measured
 
@@ -393,8 +393,8 @@ def enlargement(
     "What it costs to enlarge a picture of `SMALL_SIDE` pixels."
     v,c = vlm_cfg,evolve(train_cfg, batch_size=1, gradient_accumulation_steps=1)
     if not v.resize_to_max_side_len or v.image_convention!='nanovlm': return None
-    side,own = v.max_img_size//v.vit_img_size,-(-min(SMALL_SIDE, v.max_img_size)//v.vit_img_size)
-    tiles = [n*n+(n>1) for n in (side, own)]
+    side,native = v.max_img_size//v.vit_img_size,-(-min(SMALL_SIDE, v.max_img_size)//v.vit_img_size)
+    tiles = [n*n+(n>1) for n in (side, native)]
     if tiles[0]<=tiles[1]: return None
     def work(n):
         small = PackEstimate(n, 50, 1, n*(v.mp_image_token_length+1)+100)
@@ -410,14 +410,14 @@ def memory_table(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
     gpus:int, # ranks
-    found:dict, # from `sizes`
+    parameters:dict, # from `sizes`
 )->dict[str,dict]: # column -> part -> GiB; activations are `kept` or `recomputed`, with their `total_*`
     "Memory for each way to share it out, with and without recomputation."
     table = {}
     for name,how in (WAYS if gpus>1 else {'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}).items():
         base = evolve(train_cfg, **(dict(sharding='ddp', offload_optimizer=False, offload_params=False)|how))
         kept,again = (memory(vlm_cfg, evolve(base, vision_checkpointing=b, language_checkpointing=b), gpus,
-                             found) for b in (False,True))
+                             parameters) for b in (False,True))
         row = {k:v/GB for k,v in kept._asdict().items() if k!='activations'}
         table[name] = row|dict(kept=kept.activations/GB, recomputed=again.activations/GB,
                                total_kept=kept.total/GB, total_recomputed=again.total/GB)
@@ -427,7 +427,7 @@ def on_device(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
     gpus:int, # ranks
-    found:dict, # from `sizes`
+    parameters:dict, # from `sizes`
     name:str, # of a GPU, see `GPUS`
     needed:float, # bytes, from `memory`
     seconds:float, # FLOPs of an update on one GPU, divided by the share of the peak that is reached
@@ -435,7 +435,7 @@ def on_device(
     "What a run is like on one kind of GPU."
     gpu = known_gpu(name)
     fits,seconds = needed<=USABLE*gpu.memory*GB,seconds/(gpu.tflops*1e12)
-    steps = [] if fits else until_it_fits(vlm_cfg, train_cfg, gpus, gpu.memory, found)
+    steps = [] if fits else until_it_fits(vlm_cfg, train_cfg, gpus, gpu.memory, parameters)
     return dict(seconds=seconds, hours=seconds*train_cfg.max_training_steps/3600,
         memory=gpu.memory, fits=fits,
         remedies=[dict(changes=r.changes, price=r.price, gib=n/GB) for r,n in steps])
@@ -457,18 +457,18 @@ def make_plan(
         raise ValueError(f"gpus is {gpus} and mfu {mfu}: give 1 or more, and a share of the peak")
     packs = effective_batch_size(c, gpus)
     c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
-    found = sizes(v, c)
-    trains,need = {n for n,s in found.items() if s.trained},memory(v, c, gpus, found)
-    adapters = {n:s.trained for n,s in found.items() if s.trained} if c.lora_rank else None
+    parameters = sizes(v, c)
+    trains,need = {n for n,s in parameters.items() if s.trained},memory(v, c, gpus, parameters)
+    adapters = {n:s.trained for n,s in parameters.items() if s.trained} if c.lora_rank else None
     work,samples = update_flops(v, c, pack, trains, adapters),samples or c.data_cutoff_idx
     plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
         pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
-        parameters={n:dict(total=s.total, trained=s.trained) for n,s in found.items()},
-        memory=memory_table(v, c, gpus, found),
+        parameters={n:dict(total=s.total, trained=s.trained) for n,s in parameters.items()},
+        memory=memory_table(v, c, gpus, parameters),
         needed={k:x/GB for k,x in (need._asdict()|dict(total=need.total)).items()}, setting=_setting(c, gpus),
         work=dict(flops=work['all'], useful=work['useful'], packs=packs, tokens=packs*pack.tokens,
                   all_tokens=packs*pack.tokens*c.max_training_steps),
-        devices={d:on_device(v, c, gpus, found, d, need.total, work['all']/mfu) for d in devices},
+        devices={d:on_device(v, c, gpus, parameters, d, need.total, work['all']/mfu) for d in devices},
         batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps,
                    splits=splits(packs, gpus)),
         disk=dict(checkpoint=checkpoint_bytes(v, c), kept=checkpoints_kept(c)), reading=reading(c, pack),
@@ -589,10 +589,10 @@ def claims(
     train_cfg:TrainConfig, # its run
 )->list[str]: # a line for each claim
     "What is said about nanoVLM's run, computed again."
-    found,c = sizes(vlm_cfg, train_cfg),train_cfg
-    size = {n:s.total for n,s in found.items()}
+    parameters,c = sizes(vlm_cfg, train_cfg),train_cfg
+    size = {n:s.total for n,s in parameters.items()}
     state,more = (16*n/1e9 for n in (size['decoder'], size['vision_encoder']+size['MP']))
-    need,tokens = memory(vlm_cfg, c, 1, found),c.batch_size*vlm_cfg.lm_max_length
+    need,tokens = memory(vlm_cfg, c, 1, parameters),c.batch_size*vlm_cfg.lm_max_length
     hours = 1.4*c.max_training_steps/3600
     return [f'1.4 s an update x {c.max_training_steps} updates = {hours:.1f} h: correct',
         f"17 GB a GPU: counts the {size['decoder']/1e6:.1f} M parameters of the language model alone, "
@@ -603,19 +603,19 @@ def claims(
         f'{c.batch_size} x {vlm_cfg.lm_max_length} tokens, which are {tokens/1.4:.0f} a second']
 
 # %% ../../nbs/64_tools.plan.ipynb #e82ef76e
-def _pack(own, vlm_cfg, train_cfg):
-    base = pack_of_run(own.like, vlm_cfg) if own.like else typical_pack(vlm_cfg, train_cfg)
-    given = {n:getattr(own, n) for n in ('tiles','targets','documents')}
+def _pack(asked, vlm_cfg, train_cfg):
+    base = pack_of_run(asked.like, vlm_cfg) if asked.like else typical_pack(vlm_cfg, train_cfg)
+    given = {n:getattr(asked, n) for n in ('tiles','targets','documents')}
     return base._replace(**{n:v for n,v in given.items() if v is not None})
 
-def _changed(own, plan):
+def _changed(asked, plan):
     "Lines about another batch."
-    if own.was is None: return []
+    if asked.was is None: return []
     e = plan.get('epochs')
     if e is None: raise ValueError('--was needs the number of samples: give --samples')
     now = Bookkeeping(*(e[n] for n in Bookkeeping._fields))
-    before = bookkeeping(max(round(e['samples']/plan['pack']['documents']), 1), *own.was, e['epochs'])
-    lines = changed_batch(own.iteration, before, now, e['epochs'])
+    before = bookkeeping(max(round(e['samples']/plan['pack']['documents']), 1), *asked.was, e['epochs'])
+    lines = changed_batch(asked.iteration, before, now, e['epochs'])
     return ['', 'Changed batch', *(f'  {l}' for l in lines or ['an iteration means the same as before'])]
 
 def main(

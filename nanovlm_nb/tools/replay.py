@@ -36,11 +36,11 @@ def checkpoint_before(
     update:int, # from 1
 )->Path: # the newest complete checkpoint of an earlier update, on the way to where the run stands
     "Where the way to an update begins."
-    found = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
-    if not found:
+    earlier = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
+    if not earlier:
         raise FileNotFoundError(f'{run_dir} has no complete checkpoint before update {update}: '
                                 'it keeps max_keep_ckpts of them, choose a later update')
-    return found[-1]
+    return earlier[-1]
 
 def alone(
     train_cfg:TrainConfig, # of a run on any number of ranks
@@ -112,16 +112,16 @@ def judge_samples(
     update:Update, # likewise
 )->list[Verdict]: # the strongest pull first, those that are not finite before all
     "Put each sample of an update through the model alone."
-    found = []
+    verdicts = []
     for batch in update.micro_batches:
         for doc in unpack(batch):
             one,n = micro_batch_of(doc),doc.n_targets
             loss = trainer.forward_backward(one, replace(update, targets=n, micro_batches=[one]), True).item()
             norm = gradient_norm(trainer)
-            found.append(Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
-    usual = median([v.pull for v in found if math.isfinite(v.pull)] or [math.inf])
-    for v in found: v.suspect = not math.isfinite(v.pull) or v.pull>FAR*usual
-    return sorted(found, key=lambda v: -v.pull if math.isfinite(v.pull) else -math.inf)
+            verdicts.append(Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
+    usual = median([v.pull for v in verdicts if math.isfinite(v.pull)] or [math.inf])
+    for v in verdicts: v.suspect = not math.isfinite(v.pull) or v.pull>FAR*usual
+    return sorted(verdicts, key=lambda v: -v.pull if math.isfinite(v.pull) else -math.inf)
 
 def whole_update(
     trainer:Trainer, # from `trainer_before`

@@ -38,12 +38,12 @@ def list_checkpoints(
     now:float|None=None, # seconds since 1970; None: now
 )->list[str]: # a line for each checkpoint: where the run stands, what led there, and the rest
     "What a run has kept."
-    now,marks,mine = time.time() if now is None else now,{},branch(run_dir)
+    now,marks,on_branch = time.time() if now is None else now,{},branch(run_dir)
     for name,path in (('last',last_checkpoint(run_dir)), ('best',read_pointer(run_dir, BEST))):
         if path is not None: marks[path] = ' and '.join(filter(None, [marks.get(path), name]))
-    others = [p for p in checkpoints(run_dir) if p not in mine]
-    marks |= {p:'not where the run stands: the next start sets it aside' for p in others if mine}
-    lines = [describe_checkpoint(p, marks, now) for p in mine[::-1]+others[::-1]]
+    others = [p for p in checkpoints(run_dir) if p not in on_branch]
+    marks |= {p:'not where the run stands: the next start sets it aside' for p in others if on_branch}
+    lines = [describe_checkpoint(p, marks, now) for p in on_branch[::-1]+others[::-1]]
     return lines+[describe_checkpoint(p, {}, now, f'{folder.name}/{p.name}')
                   for folder in abandoned(run_dir)[::-1] for p in checkpoints(folder)[::-1]]
 
@@ -73,8 +73,8 @@ class Follower:
         return [line for line in map(figures_line, lines) if line]
 
     def _checkpoints(self):
-        found = [p for p in checkpoints(self.run_dir) if not missing_pieces(p)]
-        new,self.known = [p for p in found if p not in self.known],set(found)
+        complete = [p for p in checkpoints(self.run_dir) if not missing_pieces(p)]
+        new,self.known = [p for p in complete if p not in self.known],set(complete)
         return [describe_checkpoint(p, {}, time.time()) for p in new]
 
     def lives(self)->bool: # False too when nobody holds the directory

@@ -196,13 +196,13 @@ class Census(TorchDispatchMode):
         line,part,region = self._stack()
         node = torch._C._current_autograd_node()
         if node is not None and self.phase=='forward': self.phase,self.kept_until = 'update',len(self.memory)
-        if line or region: found = part or OTHER,line or '?',region
-        elif node is None: found = OTHER,'?',0
-        else: found = self.nodes.get(node._sequence_nr(), ('gradients','gradients',self.before))
+        if line or region: origin = part or OTHER,line or '?',region
+        elif node is None: origin = OTHER,'?',0
+        else: origin = self.nodes.get(node._sequence_nr(), ('gradients','gradients',self.before))
         if node is None or line or region:
-            self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, found)
-        self.before = found[2]
-        return found[0],found[1],self.phase if node is None else 'backward',found[2]
+            self.nodes.setdefault(torch._C._autograd._get_sequence_nr()-1, origin)
+        self.before = origin[2]
+        return origin[0],origin[1],self.phase if node is None else 'backward',origin[2]
 
     def hold(self,
         tensors:Iterable[Tensor], # that are there before the step
@@ -303,9 +303,9 @@ def by_part(
     memory:list[tuple[int,str,str]], # `Census.memory`, or its beginning
 )->dict[str,int]: # part -> bytes that are there after it
     "Whose the memory is."
-    found = defaultdict(int)
-    for n,part,_ in memory: found[part] += n
-    return {k:n for k,n in found.items() if n}
+    sizes = defaultdict(int)
+    for n,part,_ in memory: sizes[part] += n
+    return {k:n for k,n in sizes.items() if n}
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de21
 def fuse(
@@ -328,8 +328,8 @@ def fuse(
 
 def _joined(run, last):
     "One kernel for a run of operations."
-    made,end = {s for _,o in run for s in o.writes},run[-1][0]
-    reads = {s:n for _,o in run for s,n in o.reads.items() if s not in made}
+    written,end = {s for _,o in run for s in o.writes},run[-1][0]
+    reads = {s:n for _,o in run for s,n in o.reads.items() if s not in written}
     writes = {s:n for _,o in run for s,n in o.writes.items() if last.get(s, end+1)>end}
     first = run[0][1]
     return first._replace(name='fused', flops=0, reads=reads, writes=writes, compiled=True)
@@ -596,7 +596,7 @@ def together(
             out.append(run[0]._replace(reads=_all(o.reads for o in run), writes=_all(o.writes for o in run)))
     return out
 
-def _all(sizes): return {s:n for found in sizes for s,n in found.items()}
+def _all(sizes): return {s:n for sizes_of in sizes for s,n in sizes_of.items()}
 
 class Xray(NamedTuple):
     "What is known of an update's micro-batch."
@@ -621,9 +621,9 @@ class Xray(NamedTuple):
     @property
     def loops(self)->dict[str,int]: # line -> how often a block comes there in one pass
         "Where a block asks for attention more than once."
-        found = Counter((o.line, o.region, o.phase) for o in self.ops
+        counts = Counter((o.line, o.region, o.phase) for o in self.ops
                         if o.kind in ('attention','masked') and o.region)
-        return {line:n for (line,_,_),n in found.items() if n>1}
+        return {line:n for (line,_,_),n in counts.items() if n>1}
 
 def xray(
     vlm_cfg:VLMConfig, # the model
@@ -656,12 +656,12 @@ def accounts(
     rates:Rates=RATES, # assumptions
 )->dict[str,Account]: # the dearest first
     "Sums by part or by line."
-    found:defaultdict[Any,list] = defaultdict(lambda: [0, 0, 0, 0., 0.])
+    sums:defaultdict[Any,list] = defaultdict(lambda: [0, 0, 0, 0., 0.])
     for o in x.ops:
         costs = o.flops,o.bytes,o.kind not in ('view','wait'),kernel_seconds(o, card, rates)
-        for i,n in enumerate(costs): found[getattr(o, by)][i] += n
-    for o in x.compiled: found[getattr(o, by)][4] += kernel_seconds(o, card, rates)
-    return {k:Account(*found[k]) for k in sorted(found, key=lambda k: -found[k][3])}
+        for i,n in enumerate(costs): sums[getattr(o, by)][i] += n
+    for o in x.compiled: sums[getattr(o, by)][4] += kernel_seconds(o, card, rates)
+    return {k:Account(*sums[k]) for k in sorted(sums, key=lambda k: -sums[k][3])}
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de65
 class Pace(NamedTuple):
@@ -722,15 +722,15 @@ def what_if(
     contents:Contents=Contents(), # of its packs
 )->dict[str,Pace]: # change -> how fast
     "Changes, and what they bring."
-    found,looked = {},{}
+    paces,looked = {},{}
     rows = [*CHANGES, (f'and batch_size {2*train_cfg.batch_size}',
                        dict(attn_backend='auto', batch_size=2*train_cfg.batch_size), True)]
     for name,how,compiled in rows:
         key,size = tuple(how.items()),how.pop('batch_size', train_cfg.batch_size)
         if key not in looked:
             looked[key] = quick_xray(evolve(vlm_cfg, **how), evolve(train_cfg, batch_size=size), contents)
-        found[name] = pace(looked[key], card, train_cfg.gradient_accumulation_steps, compiled)
-    return found
+        paces[name] = pace(looked[key], card, train_cfg.gradient_accumulation_steps, compiled)
+    return paces
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de74
 def _lines(x, card, most):
@@ -743,11 +743,11 @@ def _lines(x, card, most):
     return [f'{name:<26}'+''.join(f'{cell:>10}' for cell in cells) for name,*cells in rows]
 
 def _waits(x):
-    found = Counter((o.name, o.line) for o in x.waits)
-    found = [f'  {line}: {name}'+(f', {n} times' if n>1 else '') for (name,line),n in found.items()]
+    waits = Counter((o.name, o.line) for o in x.waits)
+    waits = [f'  {line}: {name}'+(f', {n} times' if n>1 else '') for (name,line),n in waits.items()]
     loops = [f'  {line}: attention {n} times in a block' for line,n in x.loops.items()]
     leaks = [f'  {line}: matrix product in float32' for line in dict.fromkeys(o.line for o in x.leaks)]
-    return ['Waits for the card', *found, *(['Slow without need', *loops, *leaks] if loops or leaks else [])]
+    return ['Waits for the card', *waits, *(['Slow without need', *loops, *leaks] if loops or leaks else [])]
 
 def _paces(paces):
     head = f'{"":<34}{"micro-batch":>12}{"update":>10}{"tokens/s":>12}{"MFU":>8}{"idle":>8}'

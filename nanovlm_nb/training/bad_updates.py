@@ -56,9 +56,9 @@ def read_bad_updates(
     run_dir:Path, # directory of a run
 )->list[dict]: # `update`, `reason`, `ids` and `data` of each, in order
     "The updates that a run has skipped; lines that are not ours are passed over, and said."
-    found,foreign = _lines(run_dir)
+    records,foreign = _lines(run_dir)
     say_foreign(Path(run_dir)/BAD_UPDATES, foreign)
-    return found
+    return records
 
 def write_bad_update(
     run_dir:Path, # directory of the run
@@ -77,7 +77,7 @@ def forget_bad_updates(
     after:int, # last update that stays
 )->None:
     "Remove the lines of updates that will be made again, all at once."
-    found,foreign = _lines(run_dir)
-    kept = [json.dumps(r).encode() for r in found if r['update']<=after]
-    if len(kept)==len(found): return
+    records,foreign = _lines(run_dir)
+    kept = [json.dumps(r).encode() for r in records if r['update']<=after]
+    if len(kept)==len(records): return
     write_atomic(Path(run_dir)/BAD_UPDATES, b''.join(line+b'\n' for line in kept+foreign))

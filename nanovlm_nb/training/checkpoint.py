@@ -57,7 +57,7 @@ def load_optimizer(
     except (*UNSOUND, RuntimeError, AssertionError) as e:
         raise ValueError(f'the optimizer in {folder} cannot be read: {_first_line(e)}') from e
     set_optimizer_state_dict(model, optimizer, state['optimizer'])
-    for group,own in zip(optimizer.param_groups, options): group.update(own)
+    for group,saved in zip(optimizer.param_groups, options): group.update(saved)
 
 def _first_line(error): return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -187,8 +187,8 @@ def write_checkpoint(
         _together(dist, f'make {tmp}', lambda: on_master(begin))
         _together(dist, f'write its part of {tmp}',
                   lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
-        found = dist.gather(_together(dist, f'read back its part of {tmp}', lambda: _read_back(tmp, dist)))
-        digests = {name:sha for part in found for name,sha in part.items()}
+        gathered = dist.gather(_together(dist, f'read back its part of {tmp}', lambda: _read_back(tmp, dist)))
+        digests = {name:sha for part in gathered for name,sha in part.items()}
         _together(dist, f'complete {final}', lambda: on_master(finish))
     # a part is of no use, and fills the disk
     finally: on_master(lambda: shutil.rmtree(tmp, ignore_errors=True))

@@ -61,12 +61,12 @@ def lora_layers(
     "Linear layers that targets name; a ValueError for one that names none."
     linear = [name for name,m in model.named_modules() if isinstance(m, nn.Linear)
               and name.split('.')[0] in COMPONENTS and name!='decoder.head']
-    found = {t:[n for n in linear if fnmatchcase(f'.{n}.', f'*.{t}.*')] for t in targets}
-    for target,names in found.items():
+    by_target = {t:[n for n in linear if fnmatchcase(f'.{n}.', f'*.{t}.*')] for t in targets}
+    for target,names in by_target.items():
         if names: continue
         raise ValueError(f'lora_targets names {target!r}, and no linear layer of this model is called so: '
                          f'give a part of a name such as {linear[0]} or {linear[-1]}')
-    chosen = {n for names in found.values() for n in names}
+    chosen = {n for names in by_target.values() for n in names}
     return [n for n in linear if n in chosen]
 
 # %% ../../nbs/48_training.lora.ipynb #10ad480f
@@ -196,7 +196,7 @@ def from_peft(
     config = json.loads((folder/PEFT_CONFIG).read_text(encoding='utf-8'))
     _plain_lora(config, folder)
     with open_tensors(folder/PEFT_WEIGHTS) as f: theirs = {k:f.get_tensor(k).float() for k in f.keys()}
-    found,rank = {},config['r']
+    tensors,rank = {},config['r']
     for name in (k.removesuffix('.weight') for k,w in state.items() if k.endswith('.weight') and w.ndim==2):
         layers = smolvlm_names(f'{name}.weight', FAMILIES[text_type(cfg)])
         keys = [f"{_PREFIX}{n.removesuffix('.weight')}.lora_{{}}.weight" for n in layers]
@@ -204,12 +204,12 @@ def from_peft(
         rows,width = len(state[name+'.weight'])//len(keys),state[name+'.weight'].shape[1]
         a = [theirs.pop(k.format('A'), torch.zeros(rank, width)) for k in keys]
         b = [theirs.pop(k.format('B'), torch.zeros(rows, rank)) for k in keys]
-        found |= {name+LORA_A:torch.cat(a), name+LORA_B:torch.cat(b)}
-    if theirs or not found:
+        tensors |= {name+LORA_A:torch.cat(a), name+LORA_B:torch.cat(b)}
+    if theirs or not tensors:
         unknown = next(iter(theirs), 'no tensor')
         raise ValueError(f'{folder} has {unknown}, for which this model has no place: '
                          'was it made for the export of another one?')
-    return found,config['lora_alpha']*(math.sqrt(rank) if config.get('use_rslora') else 1.)
+    return tensors,config['lora_alpha']*(math.sqrt(rank) if config.get('use_rslora') else 1.)
 
 def read_peft(
     folder:str|Path, # of peft; its base is a SmolVLM or Idefics3 of transformers

@@ -153,18 +153,18 @@ class LeftOut:
     def load(self,
         checkpoint:Path, # from which the run goes on
         state:dict, # its `trainer_state.json`
-        own:bool=True, # it lies in the directory of this run
+        same_run:bool=True, # it lies in the directory of this run
         say:Callable=str, # takes a line for the log
     )->None:
         "Go on with what was left out before a checkpoint; every rank must call."
-        self.total = on_master(self.dist, lambda: self._read(checkpoint, state, own, say))
+        self.total = on_master(self.dist, lambda: self._read(checkpoint, state, same_run, say))
 
-    def _read(self, checkpoint, state, own, say):
+    def _read(self, checkpoint, state, same_run, say):
         "What was left out before a checkpoint; what was written after it is forgotten."
         drops,size = state['drops'],state.get('dropped')
-        kept = self.cut(size or 0 if own else 0)
+        kept = self.cut(size or 0 if same_run else 0)
         if size is None: return {split:Drops(**d) for split,d in drops.items()} # of an older checkpoint
-        if not own: kept = read_dropped(checkpoint.parent, size)
+        if not same_run: kept = read_dropped(checkpoint.parent, size)
         for split,d in kept.items(): d.first.update(drops[split]['first'])
         lost = sum(sum(drops[split]['counts'].values())-len(d.reasons) for split,d in kept.items())
         if lost>0: say(f'{DROPPED} lacks {lost} of the ids that were left out before: they are counted anew')

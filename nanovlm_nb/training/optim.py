@@ -79,9 +79,9 @@ def adapter_sizes(
     model:nn.Module, # with adapters, or without
 )->dict[str,int]: # component -> numbers in its adapters; components without are left out
     "How large adapters are."
-    found = {name:sum(p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n))
+    sizes = {name:sum(p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n))
              for name in COMPONENTS if hasattr(model, name)}
-    return {name:n for name,n in found.items() if n}
+    return {name:n for name,n in sizes.items() if n}
 
 def training_groups(
     model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`, and those that its `new_parts` name
@@ -126,8 +126,8 @@ def training_parts(
 )->dict[str,str]: # component -> what of it trains
     "Which parts of the model a run trains."
     if train.get('lora_rank'): return {name:'adapters' for name in train['lora_targets']}
-    told = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks')
-    cfg = TrainConfig(**{k:v for k,v in train.items() if k in told})
+    names = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks')
+    cfg = TrainConfig(**{k:v for k,v in train.items() if k in names})
     last = cfg.language_last_blocks
     return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
             for name,lr in component_lrs(cfg).items() if lr>0}
@@ -250,12 +250,12 @@ def blocks_of(
     model:nn.Module, # with `vision_encoder` and `decoder`
 )->tuple[list[nn.Module],list[str]]: # blocks that can be compiled; names of towers of another make
     "The blocks of both towers, as ours have them: modules in `blocks`, each with an `mlp`."
-    found,others = [],[]
+    all_blocks,others = [],[]
     for name in ('vision_encoder','decoder'):
         blocks = list(getattr(getattr(model, name), 'blocks', ()))
-        if blocks and all(hasattr(b, 'mlp') for b in blocks): found += blocks
+        if blocks and all(hasattr(b, 'mlp') for b in blocks): all_blocks += blocks
         else: others.append(name)
-    return found,others
+    return all_blocks,others
 
 def compile_blocks(
     model:nn.Module, # with `vision_encoder` and `decoder`; one without blocks like ours stays as it is

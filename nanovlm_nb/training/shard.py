@@ -214,9 +214,9 @@ def _begin_other(optimizer):
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
     for p in params: p.grad = None
     for p in new: p.grad = torch.zeros_like(p)
-    for g,own in zip(groups, options): g.update(dict.fromkeys(own, 0.))
+    for g,saved in zip(groups, options): g.update(dict.fromkeys(saved, 0.))
     optimizer.step()
-    for g,own in zip(groups, options): g.update(own)
+    for g,saved in zip(groups, options): g.update(saved)
     for p,grad in zip(params, grads): p.grad = grad
     counters = [optimizer.state[p] for p in new if 'step' in optimizer.state.get(p, ())]
     for state in counters: state['step'] = state['step']*0

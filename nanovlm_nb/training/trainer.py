@@ -800,21 +800,21 @@ class Resuming(Saving):
     )->None:
         "Forget what the run's directory says about later updates."
         log,s = self.log,self.state
-        own = checkpoint.resolve().parent==log.run_dir.resolve() # else log and evaluations stay there
+        is_own = checkpoint.resolve().parent==log.run_dir.resolve() # else log and evaluations stay there
         if self.dist.is_master: forget_bad_updates(log.run_dir, s.step)
-        self.left_out.load(checkpoint, state, own, log.info)
+        self.left_out.load(checkpoint, state, is_own, log.info)
         if state['world_size']==self.dist.world_size:
             generators = checkpoint/f'rng_{self.dist.rank}.json'
             set_rng_state(json.loads(generators.read_text(encoding='utf-8')))
-        log.cut(state['log'] if own else 0)
-        best = on_master(self.dist, lambda: best_kept(log.run_dir, state)) if own else (float('inf'),None)
+        log.cut(state['log'] if is_own else 0)
+        best = on_master(self.dist, lambda: best_kept(log.run_dir, state)) if is_own else (float('inf'),None)
         s.best_val_loss,s.best_step = best # of the log as it is now
-        if own and 'dropped' not in state and s.best_step is not None:
+        if is_own and 'dropped' not in state and s.best_step is not None:
             log.info('validation scores other rows than it did when this checkpoint was made: '
                 'losses before and after are not of the same rows')
-        if own: self.kept = s.step,tuple(self.to_follow)
-        results = state.get('evals', []) if own else []
-        self.desk.take_over(s.step, results, checkpoint if own and self.evaluation_due() else None)
+        if is_own: self.kept = s.step,tuple(self.to_follow)
+        results = state.get('evals', []) if is_own else []
+        self.desk.take_over(s.step, results, checkpoint if is_own and self.evaluation_due() else None)
 
 # %% ../../nbs/47_training.trainer.ipynb #aa03ccb2
 class Judging(Resuming):
@@ -992,9 +992,9 @@ class Trainer(Closing):
             self.settle_compile()
             if not self.begin(): return self.interrupted()
             if self.resumed and self.finished: return self.state
-            for made,update in enumerate(self.watched_updates()):
+            for n,update in enumerate(self.watched_updates()):
                 self.train_step(update)
-                if made==0: self.settle_down(update)
+                if n==0: self.settle_down(update)
                 for hook in self.hooks: hook.after_update(self, update)
                 if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()
                 if not self.close_update(): return self.interrupted()

@@ -50,14 +50,14 @@ def respond(
     "Answer, piece by piece."
     if not question.strip(): return (yield talk.messages,None)
     how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
-    said = ''
+    text = ''
     asked = dict(role='user', content=question.strip())
     try:
         chat = talk.about(asker, file)
         before = talk.messages
         for piece in chat.stream(question.strip(), max_new_tokens, **how):
-            said += piece
-            yield [*before, asked, dict(role='assistant', content=said)],None
+            text += piece
+            yield [*before, asked, dict(role='assistant', content=text)],None
     except (UnreadableImage, ValueError) as e:
         return (yield [*talk.messages, asked, dict(role='assistant', content=f'Not answered: {e}')],None)
     if talk.image is None: return (yield talk.messages,None)

@@ -375,14 +375,14 @@ class ClassTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.base.tokenizer = self.tokenizer
         self.best = dict(best_overall_accuracy=0., best_model_step=None)
-        self.truth,self.judged = self.val_loader.source.rows.answers(),[]
+        self.labels,self.judged = self.val_loader.source.rows.answers(),[]
 
     def judge(self,
         batch:Batch, # a micro-batch for validation
     )->list[Judged]: # its pictures
         "What the model thinks of some pictures."
         inputs = self.inputs(batch)
-        rows = [self.truth[i]+(i,) for pack in batch['ids'] for i in pack]
+        rows = [self.labels[i]+(i,) for pack in batch['ids'] for i in pack]
         if self.base.cfg.class_head:
             logits,_ = self.base(**inputs, reduction='sum', return_logits=True)
             scores = logits.float().log_softmax(-1)
@@ -397,14 +397,14 @@ class ClassTrainer(Trainer):
     def validate(self)->float|None: # None: a signal came in between, or there is no picture
         "Evaluate every picture once: the mean loss over all ranks."
         self.model.eval()
-        mine = []
+        judged = []
         with autocast(self.dist.device, self.dtype):
             for batch in self.validation_batches():
                 if self.stopped(): break
-                mine += self.judge(batch)
+                judged += self.judge(batch)
         self.model.train()
         if self.stopped(): return None
-        self.judged = sorted(j for part in self.dist.gather(mine) for j in part)
+        self.judged = sorted(j for part in self.dist.gather(judged) for j in part)
         if not self.judged:
             self.no_validation()
             return None
@@ -594,14 +594,14 @@ class Settings:
         check_known(list(sections), list(SECTIONS), f'section in {where}')
         parts:dict[str,Any] = {}
         more = {}
-        for name,(own,rest) in SECTIONS.items():
+        for name,(kind,rest) in SECTIONS.items():
             lines = sections.get(name) or {}
             if not isinstance(lines, dict):
                 raise ValueError(f'{where}: the section {name} holds lines of the form `field: value`')
-            known,others = [f.name for f in fields(own)],[f.name for f in fields(rest)] if rest else []
+            known,others = [f.name for f in fields(kind)],[f.name for f in fields(rest)] if rest else []
             options = [f'{name}.{k}' for k in known+others]
             check_known([f'{name}.{k}' for k in lines], options, f'key in {where}')
-            parts[name] = own.from_dict({k:v for k,v in lines.items() if k in known})
+            parts[name] = kind.from_dict({k:v for k,v in lines.items() if k in known})
             more[name] = {k:v for k,v in lines.items() if k not in known}
         return cls(**parts, vlm=more['model'], train=more['training'], translations=translations)
 
@@ -727,11 +727,11 @@ def class_parts(
     def loaders(train_cfg, cfg, dist, tokenizer):
         check_run(settings, cfg, train_cfg)
         workers = dict(zip((True,False), (train_cfg.num_workers,train_cfg.val_workers)))
-        def made(rows, changes, shuffle):
+        def loader(rows, changes, shuffle):
             source = MapSource(rows, train_cfg.seed, shuffle=shuffle)
             samples = ClassSamples(cfg, tokenizer, changes)
             return pack_loader(source, samples, cfg, train_cfg, dist, shuffle, workers[shuffle])
-        return [made(*split) for split in splits]
+        return [loader(*split) for split in splits]
     return Parts(model=make_classifier, loaders=loaders, trainer=partial(class_trainer, settings, data))
 
 def class_trainer(
@@ -798,15 +798,15 @@ def with_resume(
 )->Settings: # that go on
     "Settings of a run that resumes."
     run_dir,t = Path(s.training.output_dir)/(s.training.run_name or ''),s.training
-    if resume_from!='latest' and Path(resume_from).exists(): found = Path(resume_from)
+    if resume_from!='latest' and Path(resume_from).exists(): checkpoint = Path(resume_from)
     elif t.run_name is None:
         raise ValueError(f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
-    else: found = run_dir/resume_from.replace('checkpoint-', 'step_')
+    else: checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
     if resume_from=='latest': return replace(s, train=s.train|dict(resume=True, load_from=None))
-    if not found.exists():
+    if not checkpoint.exists():
         kept = ', '.join(p.name for p in checkpoints(run_dir)) or 'no checkpoint'
         raise FileNotFoundError(f'resume_from: {run_dir} has no {resume_from}, it has {kept}')
-    return replace(s, train=s.train|dict(resume=True, load_from=str(found.resolve())))
+    return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 def place_of_flag(
     flag:str, # e.g. `--learning-rate` or `--num_epochs=3`
@@ -816,8 +816,8 @@ def place_of_flag(
     given = flag.split('=')[0].lstrip('-').replace('-', '_')
     by_guide = {k.rpartition('.')[2]:v.rpartition('.')[2] for k,v in GUIDE.items()}
     for name in filter(None, (given, by_guide.get(given), ELSEWHERE.get(given))):
-        for section,(own,rest) in SECTIONS.items():
-            known = {f.name for kind in (own,rest) if kind for f in fields(kind)}
+        for section,(fields_of,rest) in SECTIONS.items():
+            known = {f.name for kind in (fields_of,rest) if kind for f in fields(kind)}
             if name in known: return f'`{name}` in the section `{section}` of the file (--config)'
     return None
 
@@ -852,8 +852,8 @@ def sort_files(
     "Predict, and say what was found."
     if not (checkpoint and pictures):
         raise ValueError('to sort pictures, give --predict CHECKPOINT and one or more files')
-    found = find_checkpoint(checkpoint)
-    try: model = VLMClassifier.from_pretrained(found)
+    path = find_checkpoint(checkpoint)
+    try: model = VLMClassifier.from_pretrained(path)
     except ValueError as e:
         raise UsageError(f'{checkpoint} cannot sort pictures: {e}; '
             'give a checkpoint of nanovlm classify') from e

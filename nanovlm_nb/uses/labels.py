@@ -34,10 +34,10 @@ def find_column(
     what:str, # what is looked for, for the message
 )->str: # the first of `known` that is there
     "The column that holds something."
-    found = next((c for c in known if c in columns), None)
-    if found is None:
+    column = next((c for c in known if c in columns), None)
+    if column is None:
         raise ValueError(f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
-    return found
+    return column
 
 def find_label(
     ds:datasets.Dataset, # with a column of labels
@@ -105,11 +105,11 @@ def load_splits(
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
         with nullcontext() if folder.is_dir() else asking_hub(path):
-            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+            loaded = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
     except OSError as e:
         what = 'digits, shapes, a folder, or a name on the hub'
         raise FileNotFoundError(f'data set {path} cannot be read ({e}): give {what}') from e
-    return dict(found) if isinstance(found, datasets.DatasetDict) else dict(train=found)
+    return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else dict(train=loaded)
 
 TEST_SPLITS = ('validation','valid','val','dev','eval','test') # for evaluation, the first that is there
 
@@ -175,9 +175,9 @@ def names_of(
     splits:Iterable[datasets.Dataset], # of one data set
 )->list[str]: # in the order of their numbers; of the numbers or the alphabet, where there are none
     "The classes of a data set."
-    found = [find_label(ds) for ds in splits]
-    given = next((names for _,names in found if names), None)
-    return given or _ordered({v for values,_ in found for v in values})
+    by_split = [find_label(ds) for ds in splits]
+    given = next((names for _,names in by_split if names), None)
+    return given or _ordered({v for values,_ in by_split for v in values})
 
 def _undecoded(ds):
     "The pictures of a data set as they are kept."
@@ -188,11 +188,11 @@ def _undecoded(ds):
 
 def _numbered(ds, names):
     "The labels of a data set as numbers in a list of names."
-    values,own = find_label(ds)
+    values,kept = find_label(ds)
     number = {name:i for i,name in enumerate(names)}
-    bad = next((i for i,v in enumerate(values) if v is None or own and not 0<=v<len(own)), None)
+    bad = next((i for i,v in enumerate(values) if v is None or kept and not 0<=v<len(kept)), None)
     if bad is not None: raise ValueError(f'row {bad} has the label {values[bad]}: remove what has no label')
-    return [number[own[v] if own else str(v)] for v in values]
+    return [number[kept[v] if kept else str(v)] for v in values]
 
 @dataclass
 class ClassData:
