@@ -54,7 +54,7 @@ def minimind_lr(
     step:int,             # Steps done before this one
     lr:float,             # Learning rate asked for
     total:int,            # Length of the schedule in steps
-    corrected:bool=True,  # False: the seed formula, which starts at 1.1 lr
+    corrected:bool=True,  # False: MiniMind-V's own formula, which starts at 1.1 lr
 )->float:                 # Learning rate of this step
     "MiniMind-V's cosine without warm-up, constant after `total`."
     if total < 1: raise ValueError(f"total {total} < 1: a schedule needs at least one step")
