@@ -24,7 +24,7 @@ from ..core.usage import UsageError
 from ..core.config import TrainConfig,VLMConfig,load_function
 from ..core.dist import pick_device
 from ..core.run_dir import TRAINER_STATE,find_checkpoint
-from ..core.logs import styled
+from ..core.logs import finished,styled
 from ..core.recipe import Parts,parts_of
 from ..model.weights import load_weights,resolve_checkpoint
 from ..model.generate import TextStreams
@@ -325,8 +325,7 @@ def plot_answers(
         answer = f'{_printable(r.reply)} ✓' if r.right else f'{_printable(r.reply)} ✗ ({r.answer})'
         title = '\n'.join(fill(line, 22) for line in (r.question, answer))
         ax.set_title(title, color='darkgreen' if r.right else 'firebrick', parse_math=False)
-    if path: fig.savefig(path)
-    return fig
+    return finished(fig, path)
 
 # %% ../../nbs/30_answers.answer.ipynb #945b2fad
 def open_pictures(

@@ -24,7 +24,7 @@ if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something 
 
 # %% auto #0
 __all__ = ['EVAL_AXIS', 'JsonLines', 'describe', 'minimind_line', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog',
-           'RunLog', 'Stats', 'Clock', 'styled', 'plot_curves']
+           'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(
@@ -442,11 +442,17 @@ def styled(
     @wraps(draw)
     def drawn(*args:_P.args, **kwargs:_P.kwargs)->Figure:
         from matplotlib import style
-        with style.context('nanovlm_nb.figures'):
-            fig = draw(*args, **kwargs)
-            fig.draw_without_rendering() # ticks take their style when they are first drawn
-        return fig
+        with style.context('nanovlm_nb.figures'): return draw(*args, **kwargs)
     return drawn
+
+def finished(
+    fig:Figure,              # What a function that is `styled` has drawn
+    path:str|Path|None=None, # Where to save it; None: nowhere
+)->Figure:                   # The same
+    "Save a figure, or at least draw it: ticks take their style when they are first drawn."
+    if path: fig.savefig(path)
+    else: fig.draw_without_rendering()
+    return fig
 
 # %% ../../nbs/05_core.logs.ipynb #13b08687
 @styled
@@ -473,5 +479,4 @@ def plot_curves(
         if ax.lines: ax.legend()
     for ax in panels[:2]:
         if ax.lines: ax.set_yscale('log')
-    if path: fig.savefig(path)
-    return fig
+    return finished(fig, path)

@@ -24,7 +24,7 @@ from datasets import Dataset, Features, Image as ImageFeature, List, Value
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
-from ..core.logs import styled
+from ..core.logs import finished,styled
 from ..core.tokenizer import train_tokenizer
 from .dataset import RATINGS
 
@@ -284,7 +284,7 @@ def plot_scenes(
         ax.imshow(r['images'][0], interpolation='nearest')
         turns = [fill(f"{t['user']} {t['assistant'].upper()}", 23) for t in r['texts']]
         ax.text(.5, -.05, '\n'.join(turns), transform=ax.transAxes, ha='center', va='top')
-    return fig
+    return finished(fig)
 
 # %% ../../nbs/23_data.shapes.ipynb #8c0cc82d
 def shapes_tokenizer(

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from ..core.run_dir import LOG,STATUS,TEXT_LOG,read_log
-from ..core.logs import describe,styled
+from ..core.logs import describe,finished,styled
 from ..runs.arguments import AXES
 from .runs import list_checkpoints
 
@@ -170,8 +170,7 @@ def plot_runs(
     axes = list(fig.subplots(rows, min(len(panels), 3), squeeze=False).flat)
     for ax,panel in zip(axes, panels): _draw(ax, panel, runs, x, smooth)
     for ax in axes[len(panels):]: ax.set_visible(False)
-    if path: fig.savefig(path)
-    return fig
+    return finished(fig, path)
 
 # %% ../../nbs/66_tools.plot.ipynb #d79728e2
 SHOWN = ('batch_loss','val_loss','grad_norm','epoch','tokens_per_second') # figures of the status

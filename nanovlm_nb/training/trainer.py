@@ -225,6 +225,7 @@ class TrainerBase:
         self.left_out = LeftOut(dist, loaders, log.run_dir if log else None)
         self.desk = EvalDesk(log, dist) # see `evaluate_with`
         self.guard,self.saver = NormGuard(c.max_grad_spike),Saver(dist, c.async_save)
+        self.thaws = False # whether it has frozen objects, see `settle_down`
         self.begin_state()
 
     def assemble(self,
@@ -956,8 +957,10 @@ class Closing(Feeding):
         update:Update, # the first of this start
     )->None:
         "After the first update: what is there now stays; what compiling took is said."
-        gc.collect()
-        gc.freeze()
+        self.thaws = not gc.get_freeze_count() # else whoever has frozen before will thaw
+        if self.thaws:
+            gc.collect()
+            gc.freeze()
         if not self.compiled: return
         n,seconds = compile_counts(),self.meters.waits[-1][1]-update.data_time
         self.log.info(f"compiled: the first update took {seconds:.1f} s, {n['graphs']} graphs, "
@@ -1003,5 +1006,5 @@ class Trainer(Closing):
             return self.state if self.close_run() else self.interrupted()
         except Unreachable as e: return self.out_of_reach(e)
         finally:
-            gc.unfreeze()
+            if self.thaws: gc.unfreeze()
             self.saver.wait()

@@ -34,7 +34,7 @@ from ..core.config import evolve,preset,refused
 from ..core.dist import Dist,on_master
 from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
 from ..core.run_dir import find_checkpoint
-from ..core.logs import styled
+from ..core.logs import finished,styled
 from ..core.recipe import Parts
 from ..core.layout import Layout
 from ..model.language import KVCache,init_language_weights
@@ -362,8 +362,7 @@ def plot_confusion(
     for i,j in zip(*matrix.nonzero()):
         colour = 'white' if shares[i,j]>.5 else 'black'
         if n<=20: ax.text(j, i, matrix[i,j], ha='center', va='center', color=colour)
-    if path: fig.savefig(path)
-    return fig
+    return finished(fig, path)
 
 # %% ../../nbs/81_uses.classify.ipynb #562f1085
 class ClassTrainer(Trainer):
