@@ -88,6 +88,23 @@ def test_figures_of_the_home_page_are_those_of_the_first_run():
     assert (claim[1].replace(',', ''), claim[0], *claim[2:]) == row
 
 
+BENCHMARKS = sorted((NBS/'benchmarks').glob('*.ipynb'))
+
+
+def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
+    "Made anew from the outputs that the pages saved, it is the table that is saved; every page is in it, its code folded away."
+    summary = NBS/'benchmarks'/'summary.ipynb'
+    monkeypatch.chdir(summary.parent)
+    made: dict = {}
+    for c in cells(summary, 'code'): exec(c['source'], made)
+    saved, = (''.join(o['data']['text/markdown']) for c in cells(summary, 'code') for o in c['outputs'])
+    assert made['table'] == saved, 'run nbs/benchmarks/summary.ipynb and save it'
+    pages = [p for p in BENCHMARKS if p != summary]
+    assert len(pages) >= 5 and {p.name for p in pages} == set(links(saved))
+    for p in pages: assert cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true', p.name
+    assert len(re.findall(r'\*\*.*\d.*\*\*', saved)) == len(saved.splitlines())-2  # a figure in each row
+
+
 def test_words_of_the_glossary_are_used_where_it_points():
     page = NBS/'tutorials'/'glossary.ipynb'
     rows = re.findall(r'^\| \*\*(.+?)\*\* \|.*\]\(([^)]+)\) \|$', text_of(page), re.MULTILINE)
