@@ -367,24 +367,28 @@ def invariance_parser()->Parser: # of `nanovlm invariance`
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00018
-FORMATS = ('smolvlm','idefics3','nanovlm','peft') # what can be written; ours is nanovlm
+FORMATS = ('smolvlm','idefics3','nanovlm','peft','onnx') # what can be written; ours is nanovlm
 
 def _check_export(a):
     out = Path(a.out)
     first = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     if not first.is_dir(): raise UsageError(f'{out}: {first} is a file: give a new directory')
     if out.is_dir() and any(out.iterdir()): raise UsageError(f'{out} is not empty: give a new directory')
+    if a.int8 and a.format!='onnx':
+        raise UsageError(f'--int8 with format {a.format}: it is for --format onnx, leave it out')
 
 def export_parser()->Parser: # of `nanovlm export`
-    "Write a model for transformers, or as nanoVLM's checkpoint."
+    "Write a model for transformers, as ONNX files, or as nanoVLM's checkpoint."
     p = Parser('nanovlm export', description=export_parser.__doc__, check=_check_export)
     p.add_argument('checkpoint', type=_checkpoint,
         help='a checkpoint, a run directory, a SmolVLM or Idefics3 of transformers, a hub id, or adapters '
              'of peft')
     p.add_argument('out', help='directory to write')
     p.add_argument('--format', choices=FORMATS, default=FORMATS[0],
-        help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours, all three with '
-             'adapters added to their base; peft: the adapters of a checkpoint alone')
+        help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime '
+             'and transformers.js; all four with adapters added to their base; peft: the adapters of a '
+             'checkpoint alone')
+    p.add_argument('--int8', action='store_true', help='with onnx: each file also with one byte a weight')
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a0001b
