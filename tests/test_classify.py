@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from commands import SIZES, run, start_of
+from commands import SIZES, ranks_of, run, start_of
 from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
 from nanovlm_nb.cli import main
 from nanovlm_nb.uses.labels import digits_splits, load_classes, shapes_splits
@@ -203,3 +203,24 @@ def test_sharded_weights_learn_the_same(place, whole):
     run(command(settings(place, 'sharded', batch_size=2, sharding='zero3'), ranks=2), place)
     losses = [[r for r in log(place, name) if 'val_loss' in r] for name in ('whole', 'sharded')]
     for a, b in zip(*losses, strict=True): assert a['val_loss'] == pytest.approx(b['val_loss'], rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sharding', ['ddp', 'zero2', 'zero3'])
+def test_killed_on_two_ranks_it_ends_as_if_it_had_not_been(place, sharding):
+    "Both ranks are killed in the middle: the same figures, weights and predictions, whoever keeps what."
+    files = {name: settings(place, f'{name}_{sharding}', batch_size=2, sharding=sharding) for name in ('left_alone', 'struck')}
+    run(command(files['left_alone'], ranks=2), place)
+    alone, struck = (place/'outputs'/f'{name}_{sharding}' for name in files)
+    args, env = start_of(command(files['struck'], ranks=2))
+    process = subprocess.Popen(args, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    end = time.monotonic()+300
+    while not (struck/'step_6').exists() and process.poll() is None and time.monotonic() < end: time.sleep(.01)
+    for rank in (0, 1):
+        for pid in ranks_of(place, rank): os.kill(pid, signal.SIGKILL)
+    assert process.wait(timeout=120) and not (struck/'step_12').exists(), 'it was too fast to be killed'
+    run(command(files['struck'], '--resume_from', 'latest', ranks=2), place)
+    assert figures(log(place, struck.name)) == figures(log(place, alone.name))
+    ours, theirs = (load_file(d/'step_12'/'model.safetensors') for d in (struck, alone))
+    assert ours.keys() == theirs.keys() and all(w.equal(theirs[k]) for k, w in ours.items())
+    assert read_predictions(struck) == read_predictions(alone)

@@ -7,6 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 from commands import TINY
+from commands import train as ranks_train
 from safetensors.torch import load_file
 
 from nanovlm_nb.answers.answer import Asker, load_asker
@@ -52,7 +53,8 @@ def place(tmp_path_factory):
     "A working directory with the user's file and a parquet file of LLaVA's kind."
     cwd = tmp_path_factory.mktemp('own')
     made = [f'{name} = joined({", ".join(several)})' for name, several in TOGETHER.items()]
-    (cwd/'mine.py').write_text('\n\n'.join([*own_cells(), JOINED, *made]))
+    made += [f'struck_{name} = struck({name})' for name in TOGETHER]
+    (cwd/'mine.py').write_text('\n\n'.join([*own_cells(), JOINED, STRUCK, *made]))
     rows = [as_llava(r) for r in shapes_dataset(90) if len(r['images']) < 2][:60]
     texts = [{'from': datasets.Value('string'), 'value': datasets.Value('string')}]
     features = datasets.Features(id=datasets.Value('string'), image=datasets.Image(), conversations=texts)
@@ -82,11 +84,11 @@ def once(name):
 def flags_of(name): return [flag for one in TOGETHER.get(name, [name]) for flag in RECIPES[one]]
 
 
-def record(run_dir) -> tuple[list, dict]:
+def record(run_dir, last=4) -> tuple[list, dict]:
     "What must not depend on an interruption: figures and weights."
     keep = ('step', 'batch_loss', 'batch_digest', 'grad_norm', 'lr_MP', 'lr_adapters', 'val_loss', 'mine/projector_norm', 'mine/largest')
     lines = [{k: v for k, v in json.loads(line).items() if k in keep} for line in (run_dir/'log.jsonl').read_text().splitlines()]
-    return [line for line in lines if len(line) > 1], {k: w.clone() for k, w in load_file(run_dir/'step_4'/'model.safetensors').items()}
+    return [line for line in lines if len(line) > 1], {k: w.clone() for k, w in load_file(run_dir/f'step_{last}'/'model.safetensors').items()}
 
 
 # --- each part, from outside, in a real run
@@ -117,6 +119,64 @@ def test_every_recipe_of_the_tutorial_is_tried_and_is_short():
     file = '\n\n'.join(own_cells())
     assert all(f'\ndef {name}(vlm_cfg, train_cfg)' in f'\n{file}' for name in RECIPES)
     assert file.count('(vlm_cfg, train_cfg)') == len(RECIPES) and max(len(c.splitlines()) for c in own_cells()) <= 30
+
+
+# --- shared out over two ranks, killed in the middle, and gone on
+
+STRUCK = """
+import os, signal
+from pathlib import Path
+
+class Struck(Hook):
+    "Ends its process as the machine's end would, after update 5, where a file says so."
+    def after_update(self, trainer, update):
+        if trainer.state.step == 5 and Path('strike').is_file(): os.kill(os.getpid(), signal.SIGKILL)
+
+def struck(recipe):
+    "The same recipe with that hook."
+    def parts(vlm_cfg, train_cfg):
+        made = recipe(vlm_cfg, train_cfg)
+        return dataclasses.replace(made, hooks=[*made.hooks, Struck()])
+    return parts
+"""
+
+
+def on_two_ranks(name, run_name, sharding, **kw):
+    "A run of nine updates with a recipe that can be struck; it goes on where there is something to go on with."
+    flags = [*SHORT, *flags_of(name), '--recipe', f'mine:struck_{name}', '--run_name', run_name, '--sharding', sharding, '--batch_size', '1', '--max_training_steps', '9',
+             '--resume', 'True']
+    return ranks_train(flags, Path.cwd(), ranks=2, **kw), Path('checkpoints')/run_name
+
+
+def struck_and_gone_on(name, sharding):
+    "The directory of a run that both ranks left by SIGKILL, and that went on."
+    run_name = f'struck_{name}_{sharding}'
+    Path('strike').touch()
+    done, run_dir = on_two_ranks(name, run_name, sharding, check=False)
+    Path('strike').unlink()
+    assert done.returncode and 'SIGKILL' in done.stderr and not (run_dir/'step_9').exists(), done.stderr[-3000:]
+    on_two_ranks(name, run_name, sharding)
+    assert 'Auto resumed from the latest checkpoint' in (run_dir/'train.log').read_text()
+    return run_dir
+
+
+def test_muon_an_augmentation_and_a_hook_on_two_ranks_that_share_the_weights():
+    "Killed and gone on, the samples are those of one process, and the losses are close: Muon rounds to bfloat16, which pieces do in another order."
+    shared, alone = record(struck_and_gone_on('muon_mirror_norms', 'zero2'), 9)[0], record(once('muon_mirror_norms'))[0]
+    shared, alone = ([r for r in figures if 'batch_loss' in r] for figures in (shared, alone))
+    assert [r['batch_digest'] for r in shared[:4]] == [r['batch_digest'] for r in alone] and len(shared) == 9
+    assert shared[0]['batch_loss'] == pytest.approx(alone[0]['batch_loss'], rel=1e-5) and shared[0]['grad_norm'] == pytest.approx(alone[0]['grad_norm'], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sharding', ['ddp', 'zero2', 'zero3'])
+@pytest.mark.parametrize('name', TOGETHER)
+def test_killed_on_two_ranks_a_recipe_ends_as_if_it_had_not_been(name, sharding):
+    "Figures, samples and weights to the last bit."
+    _, whole = on_two_ranks(name, f'whole_{name}_{sharding}', sharding)
+    (a, weights), (b, others) = record(whole, 9), record(struck_and_gone_on(name, sharding), 9)
+    assert a == b and len([r for r in a if 'batch_loss' in r]) == 9
+    assert weights.keys() == others.keys() and all(w.equal(others[k]) for k, w in weights.items())
 
 
 # --- from the command to the loss

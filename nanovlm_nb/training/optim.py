@@ -193,14 +193,14 @@ class ChainedOptimizer(torch.optim.Optimizer):
 def own_optimizer(
     make:Callable, # `optimizer(model, train_cfg)`
     model:nn.Module, # see `training_groups`
-    train_cfg:TrainConfig, # the run; the model must be whole on each rank
+    train_cfg:TrainConfig, # the run
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
     "Ask a function of the user's for an optimizer; a ValueError if it cannot be had or does not fit."
     c = train_cfg
-    if c.sharding!='ddp' or c.offload_optimizer or c.offload_params:
-        raise ValueError(f'an optimizer of your own with sharding {c.sharding}, '
-            f'offload_optimizer {c.offload_optimizer}, offload_params {c.offload_params}: '
-            'it would see pieces of matrices; set sharding to ddp, the other two to False')
+    if c.offload_optimizer or c.offload_params:
+        raise ValueError(f'an optimizer of your own with offload_optimizer {c.offload_optimizer}, '
+            f'offload_params {c.offload_params}: only the update of AdamW is made in the memory of the CPU; '
+            'set both to False')
     optimizer,name = make(model, c),getattr(make, '__name__', make)
     for i,group in enumerate(optimizer.param_groups):
         lacking = [key for key in ('name','max_lr') if key not in group]
