@@ -7,7 +7,6 @@ __all__ = ['main']
 
 # %% ../nbs/58_train.ipynb #2cf8fdd5
 import sys
-from importlib import import_module
 
 from .core.usage import ends_at_once,one_line_errors,without_debug
 from .core.config import set_env
@@ -22,7 +21,7 @@ def main(
     with one_line_errors('nanovlm train', debug):
         values = train_parser().parse_args(words)
         set_env()
-        with ends_at_once(): run = import_module('nanovlm_nb.runs.run')
+        with ends_at_once(): from nanovlm_nb.runs import run
         return run.main(values)
 
 # %% ../nbs/58_train.ipynb #95e5c272
