@@ -472,7 +472,7 @@ def test_the_page_stands_alone(made, tokenizer, tmp_path, capsys):
     page.feed(text)
     assert not page.open and page.addresses and all(a.startswith('data:image/') for a in page.addresses)
     assert not re.search(r'<script|<link|@import|url\(|https?:', text)
-    assert 'prefers-color-scheme:dark' in text and text.count('<img') == sum(len(u) for c in report.cards for *_, u in c.pictures)
+    assert 'prefers-color-scheme:dark' in text and text.count('<img') == sum(len(u) for c in report.shown for *_, u in c.pictures)
 
 
 def test_control_characters_do_not_reach_the_terminal(tokenizer):

@@ -152,7 +152,7 @@ def _agree(
     world_size:int, # processes
     timeout_s:float, # seconds that rank 0 waits for the others
 )->str: # an unused prefix, the same on all ranks; begins with the number of earlier meetings
-    "Choose a corner of the store that only the living ranks know."
+    "Choose a prefix of keys in the store that only the living ranks know."
     me = uuid4().hex
     if rank:
         store.set(f'asks/{rank}', me)
