@@ -1,4 +1,5 @@
 "What foretells a run starts from what the run starts from: the same sizes, tokenizer and DeepSpeed file, for each kind of start."
+import itertools
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 from nanovlm_nb.tools import doctor, inspect
 from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import main as nanovlm
-from nanovlm_nb.core.config import load_yaml, parse_args, preset
+from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset
 from nanovlm_nb.runs.start import resolve_start
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -82,3 +83,36 @@ def test_check_resume_reads_the_deepspeed_file(place, monkeypatch, capsys):
     assert 'packs per update' not in capsys.readouterr().out
     assert nanovlm(['resume', 'checkpoints/first', '--deepspeed_config', 'ds.json']) == 1
     assert 'packs per update: 4 -> ' in capsys.readouterr().out
+
+
+# --- what was given is what runs
+
+#: field -> its section, its value in the file, and as a flag. The first follows a checkpoint unless it is given, the others never do
+VALUES = dict(lm_dropout=('vlm', .1, .2), lm_max_length=('vlm', 4500, 5000), lr_mp=('train', .03, .04))
+
+
+@pytest.mark.parametrize('in_file, flag, checkpoint', itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize('named', [None, 'shapes', 'nanovlm'])
+def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tmp_path, monkeypatch):
+    "Flag before file before checkpoint before preset, also where the value given is that of a preset; a size that the weights do not have is refused."
+    monkeypatch.chdir(place)
+    words = ['--preset', named] if named else []
+    if in_file:
+        (tmp_path/'c.yaml').write_text(''.join(f'{section}: {{{", ".join(f"{n}: {v[1]}" for n, v in VALUES.items() if v[0] == section)}}}\n' for section in ('vlm', 'train')))
+        words += ['--config', str(tmp_path/'c.yaml')]
+    if flag: words += [word for name, (*_, value) in VALUES.items() for word in (f'--{name}', str(value))]
+    words += ['--load_from', 'checkpoints/first/step_1'] if checkpoint else ['--vlm_load_backbone_weights', 'False']
+    def start(*more):
+        vlm_cfg, train_cfg, asked = parse_args([*words, *more])
+        return resolve_start(vlm_cfg, train_cfg, given=asked.given)
+    saved, presets = VLMConfig.load('checkpoints/first/step_1'), vars(preset(named or 'shapes')[0]) | vars(preset(named or 'shapes')[1])
+    found = start()
+    for name, (_, file, value) in VALUES.items():
+        base = saved.lm_dropout if checkpoint and name == 'lm_dropout' else presets[name]
+        assert getattr(found.train_cfg if name == 'lr_mp' else found.vlm_cfg, name) == (value if flag else file if in_file else base), name
+    assert found.vlm_cfg.max_img_size == (saved.max_img_size if checkpoint else presets['max_img_size'])
+    assert found.vlm_cfg.lm_hidden_dim == (saved.lm_hidden_dim if checkpoint else presets['lm_hidden_dim'])
+    usual = preset('nanovlm')[0].lm_n_blocks
+    if not checkpoint: assert start('--lm_n_blocks', str(usual)).vlm_cfg.lm_n_blocks == usual
+    else:
+        with pytest.raises(ValueError, match=f'lm_n_blocks is {usual}, but .* was trained with {saved.lm_n_blocks}'): start('--lm_n_blocks', str(usual))

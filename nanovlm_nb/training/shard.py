@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARDINGS', 'bytes_per_parameter', 'shard_model', 'local_bytes', 'engine_lines', 'reshard', 'full_weights',
-           'load_full_weights', 'OffloadedAdamW', 'optimizer_class', 'begin_state']
+           'load_full_weights', 'OffloadedAdamW', 'optimizer_class', 'begin_state', 'try_pieces']
 
 # %% ../../nbs/42_training.shard.ipynb #40990b30
 from collections.abc import Iterable
@@ -203,6 +203,17 @@ def begin_state(
         known = type(part) in (torch.optim.AdamW, OffloadedAdamW)
         if known and not any(g['amsgrad'] for g in part.param_groups): _begin_adamw(part)
         else: _begin_other(part)
+
+def try_pieces(
+    optimizer:torch.optim.Optimizer, # anybody's, of parameters in pieces
+    sharding:str, # for the message
+)->None:
+    "Make a step that does not count; a ValueError if the optimizer cannot make one on pieces."
+    try: begin_state(optimizer)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as e:
+        raise ValueError(f'the optimizer {type(optimizer).__name__} cannot work with sharding {sharding}, '
+            f'where parameters are pieces (DTensor): {str(e).splitlines()[0]:.200}; '
+            'set sharding to ddp') from e
 
 def _begin_other(optimizer):
     "A step of zeros, with rate 0, for parameters that have made none; it does not count."

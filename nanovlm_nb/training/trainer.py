@@ -24,7 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
-from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
+from ..core.dist import Dist,is_sharded,no_sync,on_master,set_rng_state,synchronized_batches
+from ..core.dist import wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
 from ..core.logs import Clock,RunLog
 from ..core.advice import MOST,advice,stability_advice
@@ -42,7 +43,7 @@ from .optim import adapter_sizes,amp_dtype,autocast,checked_lr,clip_gradients
 from .optim import compile_blocks
 from .optim import compile_counts,decide_compile,eager_line,has_compiled,make_optimizer
 from .optim import make_scaler,own_optimizer,set_lrs,training_parts
-from .shard import load_full_weights,optimizer_class,shard_model
+from .shard import load_full_weights,optimizer_class,shard_model,try_pieces
 from .checkpoint import Saver,check_checkpoint,load_optimizer
 from .bad_updates import NormGuard,forget_bad_updates,write_bad_update
 from .update import Update,gather_update,tally
@@ -243,6 +244,7 @@ class TrainerBase:
         self.base.decoder.recompute = c.language_checkpointing
         if optimizer: self.optimizer = own_optimizer(optimizer, self.base, c)
         else: self.optimizer = make_optimizer(self.base, c, optimizer_class(c, self.dist))
+        if optimizer and is_sharded(self.base): try_pieces(self.optimizer, c.sharding)
         self.model = wrap_model(self.base, self.dist)
         self.scaler = make_scaler(device, self.dtype)
         self.exchange = GradientExchange(self.model)
