@@ -21,8 +21,8 @@ def main(
     with one_line_errors('nanovlm train', debug):
         values = train_parser().parse_args(words)
         set_env()
-        with ends_at_once(): from nanovlm_nb.runs import run
-        return run.main(values)
+        with ends_at_once(): from nanovlm_nb.runs.run import main as train
+        return train(values)
 
 # %% ../nbs/58_train.ipynb #95e5c272
 #| eval: false
