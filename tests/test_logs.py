@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run
+from commands import TINY, run, train
 from wandb_reader import read_wandb
 
 from nanovlm_nb.core.config import TrainConfig, VLMConfig
@@ -106,3 +106,18 @@ def test_four_ranks_gather_and_one_writes(tmp_path):
 
 
 if __name__ == '__main__': one_rank(sys.argv[1])
+
+
+def test_tensorboard_shows_what_the_record_has_after_going_back(tmp_path):
+    "Six updates; back to the third with another rate. TensorBoard's own reader sees each figure of log.jsonl, each step once."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    flags = [*TINY, '--run_name', 'r', '--ask_samples', 0, '--log_tensorboard', 'True']
+    train(flags, tmp_path)
+    train([*flags, '--resume', 'True', '--load_from', 'checkpoints/r/step_3', '--force_resume', 'True', '--lr_mp', '0.01'], tmp_path)
+    run_dir = tmp_path/'checkpoints'/'r'
+    records, board = read_log(run_dir/'log.jsonl'), EventAccumulator(str(run_dir/'tensorboard')).Reload()
+    names = {k for r in records for k, v in r.items() if isinstance(v, (int, float)) and k != 'step'}
+    assert {'batch_loss', 'val_loss', 'lr_MP'} <= names == set(board.Tags()['scalars'])
+    for name in names:
+        assert {e.step: e.value for e in board.Scalars(name)} == pytest.approx({r['step']: r[name] for r in records if r.get(name) is not None}, rel=1e-6)
+    assert [e.step for e in board.Scalars('batch_loss')] == [1, 2, 3, 4, 5, 6]

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from tqdm import tqdm
 
 from .files import write_atomic
-from .usage import is_usage
+from .usage import UsageError,is_usage
 from .dist import Dist
-from .run_dir import LOG,TEXT_LOG,WANDB_ID
+from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID
 
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% auto #0
 __all__ = ['EVAL_AXIS', 'JsonLines', 'describe', 'minimind_line', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog',
-           'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'plot_curves']
+           'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(
@@ -67,6 +67,13 @@ class JsonLines:
         self.file.seek(0)
         self.file.truncate(self.file.read(max(position, 0)).rfind(b'\n')+1)
         return before-self.position
+
+    @property
+    def last_step(self)->int: # 0 if there is none
+        "The step of the last line."
+        self.file.seek(0)
+        lines = self.file.read().splitlines()
+        return json.loads(lines[-1])['step'] if lines else 0
 
     def close(self,
         failed:bool=False, # Whether the run ended with an error
@@ -205,15 +212,19 @@ class Bar:
 # %% ../../nbs/05_core.logs.ipynb #e506b876
 class _NeverFatal:
     "A context in which errors of a service are logged once instead of raised."
-    def __init__(self): self.failed = False
+    def __init__(self,
+        name:str='wandb', # the service
+        remedy:str='Try WANDB_MODE=offline, or --log_wandb False', # what helps, or how to leave it out
+    ):
+        self.failed, self.name, self.remedy = False, name, remedy
+
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
         if kind is None or not issubclass(kind, Exception): return False
         if not self.failed:
             logging.getLogger('nanovlm_nb').warning(
-                f"wandb failed and is off for the rest of this run ({kind.__name__}: "
-                f"{error}); log.jsonl has all figures. "
-                "Try WANDB_MODE=offline, or --log_wandb False")
+                f"{self.name} failed and is off for the rest of this run ({kind.__name__}: "
+                f"{error}); log.jsonl has all figures. {self.remedy}")
         self.failed = True
         return True
 
@@ -274,6 +285,46 @@ class WandbLog:
         if run is not None:
             with self.guard: run.finish(exit_code=int(failed))
 
+# %% ../../nbs/05_core.logs.ipynb #7e50b002
+class TensorBoardLog:
+    "Writes figures as TensorBoard's event files; the first figures open the file."
+    def __init__(self,
+        folder:str|Path, # where the event files go; made with the first one
+    ):
+        try: from torch.utils.tensorboard import SummaryWriter
+        except ImportError as e:
+            raise UsageError(f"log_tensorboard needs the package tensorboard ({e}): "
+                "pip install 'nanovlm_nb[tensorboard]', or leave log_tensorboard out") from e
+        self.make, self.folder = SummaryWriter, Path(folder)
+        self.writer, self.purge_step = None, None
+        self.guard = _NeverFatal('TensorBoard', 'To leave it out: --log_tensorboard False')
+
+    def log(self,
+        metrics:dict, # Figures by name; text and missing ones stay in the local log
+        step:int,     # Updates done
+    ):
+        "Write the figures of one step; those of a late evaluation at the step that it is of."
+        if self.guard.failed: return
+        with self.guard:
+            if self.writer is None: self.writer = self.make(str(self.folder), purge_step=self.purge_step)
+            figures = {k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
+            at = int(figures.pop(EVAL_AXIS, step))
+            for name, value in figures.items(): self.writer.add_scalar(name, value, at)
+
+    def cut(self,
+        step:int, # the last one that stays
+    ):
+        "Have TensorBoard leave out what earlier starts wrote after a step."
+        self.close()
+        self.writer, self.purge_step = None, step+1
+
+    def close(self,
+        failed:bool=False, # Whether the run ended with an error
+    ):
+        "See the file onto the disk."
+        if self.writer is not None:
+            with self.guard: self.writer.close()
+
 # %% ../../nbs/05_core.logs.ipynb #fb76cd54
 def _open_all(
     makers:list[Callable], # Functions without arguments; what they return has `close`
@@ -289,7 +340,7 @@ def _open_all(
 
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
 class RunLog:
-    "Where the figures of a run go: a file, the console, a bar, wandb. Silent on all ranks but the master."
+    "Where the figures of a run go: a file, the console, a bar, dashboards. Silent on all ranks but the master."
     def __init__(self,
         run_dir:str|Path,           # Directory of the run; made if it is not there
         dist:Dist,                  # This process among its peers
@@ -302,13 +353,16 @@ class RunLog:
         project:str='nanoVLM',      # wandb project
         console_every:int=10,       # Show every n-th update
         console_epochs:int|None=None, # Show them as MiniMind does: passes over the data in the whole run
+        log_tensorboard:bool=False, # Write TensorBoard's event files
     ):
         self.run_dir, self.sinks = Path(run_dir), []
+        board = TensorBoardLog(self.run_dir/TENSORBOARD) if log_tensorboard else None # refused on every rank
         if not dist.is_master: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         makers = [lambda: JsonLines(self.run_dir/LOG),
                   lambda: TextLog(self.run_dir/TEXT_LOG, total_steps, console_every, console_epochs)]
         if log_wandb: makers.append(lambda: WandbLog(self.run_dir, config or {}, run_name, entity, project))
+        if board: makers.append(lambda: board)
         self.sinks = _open_all([*makers, lambda: Bar(total_steps, None if progress else False)])
 
     def log(self,
@@ -334,7 +388,10 @@ class RunLog:
         position:int|None, # from `position`, when a checkpoint was made
     )->None:
         "Go back to where the record stood: what a killed run did after its last checkpoint is done again."
-        if self.sinks and position is not None: self.sinks[0].cut(position)
+        if not self.sinks or position is None: return
+        self.sinks[0].cut(position)
+        for sink in self.sinks:
+            if isinstance(sink, TensorBoardLog): sink.cut(self.sinks[0].last_step)
 
     def info(self,
         text:str, # Message

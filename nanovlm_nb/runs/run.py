@@ -530,7 +530,7 @@ def open_log(
     configs = dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict())
     line = (c.stats_log_interval, c.max_epochs or 1) if c.console_line=='minimind' else ()
     return RunLog(run_dir, dist, configs, run_dir.name, updates_of_run(c),
-        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project, *line)
+        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project, *line, log_tensorboard=c.log_tensorboard)
 
 def make_trainer(
     vlm_cfg:VLMConfig, # the model
