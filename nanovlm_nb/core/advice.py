@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from .config import TrainConfig, VLMConfig, evolve, updates_of_run
+from .config import PROJECTOR_RANGES, TrainConfig, VLMConfig, evolve, updates_of_run
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'MINIMIND_RANGES',
-           'SAVE_EARLY', 'SAVE_LATER', 'grouped', 'over_budget', 'capped_workers', 'loader_workers', 'more_workers',
-           'data_advice', 'communication_advice', 'other_advice', 'compute_advice', 'stability_advice', 'Remedy',
-           'memory_remedies', 'remedy_line', 'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
+__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'SAVE_EARLY',
+           'SAVE_LATER', 'grouped', 'over_budget', 'capped_workers', 'loader_workers', 'more_workers', 'data_advice',
+           'communication_advice', 'other_advice', 'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies',
+           'remedy_line', 'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
@@ -272,7 +272,6 @@ def advice(
     return lines
 
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
-MINIMIND_RANGES = {'epochs':(4, 6), 'batch_size':(8, 32), 'learning rate':(1e-4, 5e-4)} # of its pretraining
 SAVE_EARLY,SAVE_LATER = (50, 100),(500, 1000) # updates between checkpoints
 
 def save_notes(
@@ -300,11 +299,12 @@ def range_notes(
     c = train_cfg
     rates = {c.lr_mp, *((c.lr_vision_backbone, c.lr_language_backbone)
                         if c.lr_backbones is None else (c.lr_backbones,))}-{0}
-    given = [('epochs', epochs or c.max_epochs), ('batch_size', c.batch_size),
-             *(('learning rate', lr) for lr in sorted(rates))]
-    ranges = [(name,x,*MINIMIND_RANGES[name]) for name,x in given if x is not None]
+    r = PROJECTOR_RANGES
+    given = [('epochs', epochs or c.max_epochs, r['max_epochs']),
+             ('batch_size', c.batch_size, r['packs_of_an_update']),
+             *(('learning rate', lr, r['lr_mp']) for lr in sorted(rates))]
     return [f'{name} {x:g} is outside {low:g} to {high:g}, the range of MiniMind-V'
-            for name,x,low,high in ranges if not low<=x<=high]
+            for name,x,(low,high) in given if x is not None and not low<=x<=high]
 
 # %% ../../nbs/07_core.advice.ipynb #e8d0096d
 def lint(

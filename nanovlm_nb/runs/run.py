@@ -705,7 +705,7 @@ class Desk:
     lines:list[str] # about that, for the log
 
     @property
-    def own(self)->bool: # then nothing is moved before the checkpoint has been read
+    def own_checkpoint(self)->bool: # then nothing is moved before the checkpoint has been read
         "Does the run go on from a checkpoint of its own?"
         return self.checkpoint is not None and is_own(self.plan.run_dir, self.checkpoint)
 
@@ -759,7 +759,7 @@ def set_up(
     train,val = trainer.train_loader.source,trainer.val_loader.source # a run that goes on keeps its split
     log.info(size_line(train, val))
     use_frozen_tower(trainer, checkpoint)
-    if checkpoint is not None and not desk.own: settle_in(trainer)
+    if checkpoint is not None and not desk.own_checkpoint: settle_in(trainer)
     if dist.is_master: write_record(plan.run_dir, vlm_cfg, train_cfg)
     desk.stays()
     desk.ending.watch(trainer)
@@ -786,7 +786,7 @@ def go_on_from(
     def move():
         desk.stays()
         if not trainer.dist.is_master: return
-        if desk.own: note_start(plan.run_dir, checkpoint, plan.jobs, before)
+        if desk.own_checkpoint: note_start(plan.run_dir, checkpoint, plan.jobs, before)
         else: go_back(plan.run_dir, None, before)
     if trainer.cfg.lora_rank: trainer.base.lora_note |= dict(base=noted_base(checkpoint)['base'])
     trainer.load(checkpoint, trainer.cfg.force_resume, True, move)
