@@ -296,7 +296,8 @@ class TensorBoardLog:
             raise UsageError(f"log_tensorboard needs the package tensorboard ({e}): "
                 "pip install 'nanovlm_nb[tensorboard]', or leave log_tensorboard out") from e
         self.make, self.folder = SummaryWriter, Path(folder)
-        self.writer, self.purge_step = None, None
+        self.writer:Any = None
+        self.purge_step:int|None = None
         self.guard = _NeverFatal('TensorBoard', 'To leave it out: --log_tensorboard False')
 
     def log(self,
@@ -340,7 +341,7 @@ def _open_all(
 
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
 class RunLog:
-    "Where the figures of a run go: a file, the console, a bar, dashboards. Silent on all ranks but the master."
+    "Where the figures of a run go: a file, the console, a bar, dashboards. Only the master writes."
     def __init__(self,
         run_dir:str|Path,           # Directory of the run; made if it is not there
         dist:Dist,                  # This process among its peers

@@ -528,9 +528,10 @@ def open_log(
     "The log of a run, as its config says."
     c = train_cfg
     configs = dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict())
-    line = (c.stats_log_interval, c.max_epochs or 1) if c.console_line=='minimind' else ()
+    every = dict(console_every=c.stats_log_interval, console_epochs=c.max_epochs or 1)
     return RunLog(run_dir, dist, configs, run_dir.name, updates_of_run(c),
-        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project, *line, log_tensorboard=c.log_tensorboard)
+        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project,
+        log_tensorboard=c.log_tensorboard, **(every if c.console_line=='minimind' else {}))
 
 def make_trainer(
     vlm_cfg:VLMConfig, # the model
