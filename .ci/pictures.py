@@ -6,7 +6,8 @@ import io
 import json
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageFilter
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
 SAVED = {  # picture -> notebook, cell, part of the figure as shares of its width and height
@@ -14,6 +15,7 @@ SAVED = {  # picture -> notebook, cell, part of the figure as shares of its widt
     'same_curve.png': ('tutorials/stop_and_go.ipynb', 'a6d227f9', (0, 0, 1, 1)),
     'same_samples.png': ('tutorials/scaling_out.ipynb', 'a683ef86', (0, 0, 1, 1))}
 
+GROUND, FILLED = 0x22, 45  # grey level of a dark page; pixels, odd
 WIDTH, BOX = 1000, 168
 BLUE, GREEN, PURPLE, LINE = '#1f5f9e', '#1d6b45', '#6a3d9a', '#767d86'
 
@@ -95,9 +97,23 @@ def saved(notebook: str, cell: str, part: tuple[float, float, float, float]) -> 
     return buffer.getvalue()
 
 
+def dark(data: bytes) -> bytes:
+    """The same picture for a page with a dark ground: white becomes that ground, black becomes white, hues stay.
+    What is filled (a photograph, a coloured field) keeps its colours; lines and letters are thinner than `FILLED`."""
+    image = Image.open(io.BytesIO(data)).convert('RGB')
+    colours = np.asarray(image, dtype=float)
+    drawn = Image.fromarray((colours.min(-1) < 250).astype(np.uint8)*255)
+    filled = np.asarray(drawn.filter(ImageFilter.MinFilter(FILLED)).filter(ImageFilter.MaxFilter(FILLED))) > 0
+    turned = colours + 255 - colours.max(-1, keepdims=True) - colours.min(-1, keepdims=True)
+    out = np.where(filled[..., None], colours, GROUND + turned*(255-GROUND)/255)
+    Image.fromarray(out.round().astype(np.uint8)).save(buffer := io.BytesIO(), 'PNG', optimize=True)
+    return buffer.getvalue()
+
+
 def pictures() -> dict[str, bytes]:
-    "Name and content of each picture of the home page."
-    return {'map.svg': draw().encode()} | {name: saved(*of) for name, of in SAVED.items()}
+    "Name and content of each picture of the home page; those of a dark page end with _dark."
+    found = {name: saved(*of) for name, of in SAVED.items()}
+    return {'map.svg': draw().encode()} | found | {name.replace('.', '_dark.'): dark(data) for name, data in found.items()}
 
 
 if __name__ == '__main__':

@@ -69,7 +69,27 @@ def test_pictures_of_the_home_page_are_what_notebooks_show():
         same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
         assert same, f'nbs/{name} is not what its notebook shows: run `make readme`'
     home = text_of(NBS/'index.ipynb')
-    assert not [name for name in made if f']({name})' not in home]
+    styles = (NBS/'styles.css').read_text(encoding='utf-8')
+    for name in made:
+        if not name.endswith('_dark.png'): assert f']({name})' in home
+        else: assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
+
+
+def test_pictures_of_the_home_page_have_the_ground_of_a_dark_page():
+    "White paper becomes the ground, black letters white; a filled field keeps its colour, a thin line its hue."
+    pictures = script('pictures')
+    paper = Image.new('RGB', (200, 100), 'white')
+    paper.paste((180, 30, 30), (20, 20, 80, 80))  # a field
+    paper.paste((0, 0, 0), (120, 50, 190, 53))  # a line
+    paper.paste((0, 100, 0), (120, 20, 190, 24))  # a green one
+    paper.save(before := io.BytesIO(), 'PNG')
+    after = Image.open(io.BytesIO(pictures.dark(before.getvalue())))
+    ground = (pictures.GROUND,)*3
+    assert (after.getpixel((2, 2)), after.getpixel((50, 50)), after.getpixel((150, 51))) == (ground, (180, 30, 30), (255, 255, 255))
+    red, green, blue = after.getpixel((150, 22))
+    assert green > 150 and green > red+60 and red == blue
+    for name, content in pictures.pictures().items():
+        if name.endswith('_dark.png'): assert np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))[[0, 0, -1, -1], [0, -1, 0, -1]].max() <= pictures.GROUND+2, name
 
 
 def test_shapes_on_the_map_are_those_of_the_photograph():

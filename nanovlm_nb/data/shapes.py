@@ -287,16 +287,19 @@ def plot_scenes(
     return finished(fig)
 
 # %% ../../nbs/23_data.shapes.ipynb #8c0cc82d
+@cache
+def _conversations()->list[str]: # about a thousand scenes, always the same
+    rng, given = random.Random(0), Counter()
+    return [f'user\n{t.user} assistant\n{t.assistant}\n'
+            for _ in range(1000) for t in _conversation('train', given, rng)[1]]
+
 def shapes_tokenizer(
     extra_special_tokens:dict[str,str]|None=None, # attribute name -> token text
     chat_template:str|None=None, # Jinja template that turns messages into one text
     vocab_size:int=448, # tokens before the extra ones
 )->PreTrainedTokenizerBase: # always the same one
     "Train the tokenizer of this data set."
-    rng, given = random.Random(0), Counter()
-    texts = [f'user\n{t.user} assistant\n{t.assistant}\n'
-             for _ in range(1000) for t in _conversation('train', given, rng)[1]]
-    tokenizer = train_tokenizer(texts, vocab_size, extra_special_tokens, chat_template)
+    tokenizer = train_tokenizer(_conversations(), vocab_size, extra_special_tokens, chat_template)
     got = len(tokenizer)-len(extra_special_tokens or {})
     if got != vocab_size:
         raise ValueError(f'vocab_size {vocab_size} is more than the texts give: choose {got} or less')
