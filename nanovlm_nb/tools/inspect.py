@@ -154,7 +154,8 @@ class Report:
         kinds = list(dict.fromkeys(f.kind for f in self.ask('texts', s)+self.ask('sample', s)))
         sizes = len(s.ids),sum(l!=IGNORE for l in s.labels),len(s.images),sum(s.tiles)
         for values,size in zip(self.sizes.values(), sizes): values.append(size)
-        if sum(bool(c.kinds)==bool(kinds) for c in self.shown)<SAMPLES_SHOWN: self.shown.append(_to_show(s, kinds))
+        alike = [c for c in self.shown if bool(c.kinds)==bool(kinds)]
+        if len(alike)<SAMPLES_SHOWN: self.shown.append(_to_show(s, kinds))
 
     def add_batch(self,
         batch:dict, # as `collate_packs` makes it
