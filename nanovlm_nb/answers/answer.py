@@ -120,7 +120,7 @@ class Asker:
     def sampling(self,
         how:dict, # what the caller gave
     )->dict: # for `Picker`
-        "Greedy, unless something is said about how to draw."
+        "Greedy, unless a rule for drawing is given."
         return how if how.keys()&{'temperature','top_k','top_p'} else dict(greedy=True)|how
 
     def stream(self,
@@ -200,7 +200,7 @@ class Chat:
         ids:list[int], # of the whole conversation
         room:int, # tokens that may follow
     )->int: # tokens that need no reading
-        "A reader that stands where reading has to go on."
+        "A reader at the position where reading continues."
         n = self.shared(ids)
         if n and self.reader: self.reader.go_back(n, len(ids)-n+room)
         else: self.reader = Reader(self.asker.model.decoder, torch.ones(1, len(ids), dtype=torch.long), room)
@@ -208,7 +208,7 @@ class Chat:
         return n
 
     def stream(self,
-        question:str, # what is said next
+        question:str, # the next question
         max_new_tokens:int=32, # longest answer in tokens
         stop:Sequence[str|int]=(), # see `Asker.ends`
         **sampling, # see `Asker.stream`
@@ -231,7 +231,7 @@ class Chat:
         self.turns = [*turns[:-1], dict(user=question, assistant=streams.texts[0].strip())]
 
     def __call__(self,
-        question:str, # what is said next
+        question:str, # the next question
         *args, # see `stream`
         **kwargs, # see `stream`
     )->str: # the answer

@@ -192,7 +192,7 @@ def is_running(
 def writers(
     log:Path, # of `start_process`
 )->list[int]: # process groups; empty where there is no /proc
-    "Who writes there, should nobody have noted it."
+    "The process that writes there, if it is not noted."
     groups = set()
     for out in Path('/proc').glob('[0-9]*/fd/1'):
         with suppress(OSError): # of somebody else, or it has ended
@@ -200,10 +200,10 @@ def writers(
     return sorted(groups-{os.getpgrp()})
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #7c0d5a02
-VISIBLE = 'CUDA_VISIBLE_DEVICES' # which cards a program may use
+VISIBLE = 'CUDA_VISIBLE_DEVICES' # which GPUs a program may use
 
 def visible_cards()->list[str]: # names as `CUDA_VISIBLE_DEVICES` has them
-    "The cards that this process may use."
+    "The GPUs that this process may use."
     if VISIBLE in os.environ: return [name.strip() for name in os.environ[VISIBLE].split(',') if name.strip()]
     import torch
     return [str(i) for i in range(torch.cuda.device_count())]
@@ -211,9 +211,9 @@ def visible_cards()->list[str]: # names as `CUDA_VISIBLE_DEVICES` has them
 def evaluator_cards(
     asked:str|None, # `eval_gpus`
     cards:list[str], # from `visible_cards`
-    ranks:int, # of the training on this machine, which have the first cards
-)->tuple[dict[str,str],str]: # variables for an evaluator; a few words for the log, if there is a card
-    "Where an evaluator computes: as asked, else on the last card that no rank has, else on none."
+    ranks:int, # of the training on this machine, which have the first GPUs
+)->tuple[dict[str,str],str]: # variables for an evaluator; a few words for the log, if there is a GPU
+    "Where an evaluator computes: as asked, else on the last GPU that no rank has, else on none."
     if asked is not None: return {VISIBLE:asked},f', on card {asked}' if asked else ', on the CPU'
     if not cards: return {},''
     if (free := cards[ranks:]): return {VISIBLE:free[-1]},f', on card {free[-1]}'
@@ -247,7 +247,7 @@ def task_file(
 def choose_eval_backend(
     train_cfg:TrainConfig, # `eval_backend` and `eval_script`
 )->str: # 'subprocess', 'in_process' or 'slurm'
-    "Who evaluates: as the config says, or Slurm where it is."
+    "The backend of evaluations: as in the config, or Slurm where it is."
     c = train_cfg
     if c.eval_backend=='subprocess' and fcntl is None:
         raise ValueError('eval_backend subprocess: '
@@ -278,7 +278,7 @@ MOST_STARTS = 10 # a job that was killed so often is given up
 def read_job(
     path:Path, # a `job.json`
 )->Job|None: # None: it is damaged, or something else
-    "Read what was written down about a job; what is no job is passed over, and said."
+    "Read the record of a job; skip what is no job, with a warning."
     try:
         job = Job(**json.loads(path.read_text(encoding='utf-8')))
         numbered = job.number is None or job.number.isdigit()
@@ -477,7 +477,7 @@ class Evaluations(Polling):
         if path.exists(): path.rename(next(p for p in names if not p.exists()))
 
     def _stop(self, job:Job)->None:
-        "End a job, whoever started it, and let its checkpoint go."
+        "End a job of any process, and release its checkpoint."
         log,running = self.log(job.step),job.state=='running'
         if job.state in ('waiting','running') and is_running(log):
             for group in [int(job.number)] if running and job.number else writers(log):
@@ -489,11 +489,11 @@ class Evaluations(Polling):
         set_pin(Path(job.checkpoint), False)
 
     def take_over(self,
-        step:int=-1, # updates that are behind the run; -1: it begins anew
+        step:int=-1, # updates that the run has done; -1: it begins
         logged:Iterable=(), # from `Results.logged`, as the checkpoint has it
         lacking:Path|None=None, # a checkpoint of this step that ought to have a job, and may have none
     )->list[str]: # lines for the log
-        "Go on where an earlier trainer was; it may have been killed at any moment."
+        "Take over the jobs of an earlier trainer; it may have been killed at any moment."
         self.results = Results(self.folder, logged)
         lines = self.forget(step)
         if lacking is not None: self.submit(lacking, step)
@@ -507,7 +507,7 @@ class Evaluations(Polling):
 PAUSE_S,ASK_SLURM_EVERY = 1.,30 # seconds between two looks; looks between two questions to Slurm
 
 class EvalDesk:
-    "Evaluations as a trainer meets them: every rank has a desk, that of rank 0 has the jobs."
+    "The trainer's side of evaluations: every rank has a desk, that of rank 0 has the jobs."
     def __init__(self,
         log:RunLog, # of the run
         dist:Dist=Dist(), # this rank
@@ -530,20 +530,20 @@ class EvalDesk:
         if self.jobs is not None and self.evaluate is None: self.jobs.submit(checkpoint, step)
 
     def take_over(self,
-        step:int=-1, # updates that are behind the run; -1: it begins anew
+        step:int=-1, # updates that the run has done; -1: it begins
         logged:Iterable=(), # results that the log holds already
         lacking:Path|None=None, # a checkpoint that ought to have been given away
     )->None:
-        "Go on with the evaluations of an earlier start, or begin anew."
+        "Take over the evaluations of an earlier start, or begin."
         if self.jobs is None: return
         if self.evaluate is not None: lacking = None
         for line in self.jobs.take_over(step, logged, lacking): self.log.info(line)
 
     def collect(self,
-        step:int, # where the run stands
+        step:int, # updates done
         thorough:bool=False, # take the time to ask Slurm
     )->bool: # is there more?
-        "Let evaluations go on, and log one result if there is any."
+        "Start and check evaluations, and log one result if there is any."
         if self.jobs is None: return False
         for line in self.jobs.poll(thorough): self.log.info(line)
         for of_step,figures in islice(self.jobs.results.new(step), 1):
@@ -569,7 +569,7 @@ class EvalDesk:
         self.jobs.put(step, results)
 
     def wait(self,
-        step:int, # where the run stands
+        step:int, # updates done
         seconds:float, # at most
         stopped:Callable[[],bool]=bool, # has a signal come to this rank?
     )->None:

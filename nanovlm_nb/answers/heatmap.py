@@ -114,7 +114,7 @@ def answer_heat(
     asker:Asker, # the model
     images:Sequence[Image.Image], # pictures, one or more
     question:str|list[dict], # a question, or turns of which the last has no 'assistant'
-    answer:str, # what was said
+    answer:str, # the model's
     blocks:Sequence[int]|None=None, # numbers of blocks; None: `default_blocks`
     heads:Sequence[int]|None=None, # numbers of heads; None: all
     answer_only:bool=False, # leave out the words of the question
@@ -127,7 +127,7 @@ def answer_heat(
                        device=asker.device)
     slots = (ids[0]==c.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
-    # the last token is said and not read
+    # the last token is generated and not read
     rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
     with record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))

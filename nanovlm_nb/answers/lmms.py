@@ -94,7 +94,7 @@ logger = logging.getLogger(__name__)
 
 # %% ../../nbs/35_answers.lmms.ipynb #8aa7b73a
 class NanoVLM(lmms):
-    "A checkpoint, or a model in memory, as lmms-eval wants it."
+    "A checkpoint, or a model in memory, in lmms-eval's interface."
     is_simple = True # questions are texts with pictures, not conversations
 
     def __init__(self,
@@ -153,7 +153,7 @@ class NanoVLM(lmms):
 
     def answer(self,
         request, # from `loglikelihood`
-    )->str: # without lmms-eval's space between question and answer: here the template stands there
+    )->str: # without lmms-eval's space between question and answer: the template has its own
         "The answer that is to be rated."
         answer = request.args[1]
         if not callable(answer): return str(answer).strip()

@@ -27,7 +27,7 @@ def tile_names(
     image_token_id:int, # the placeholder
     per_tile:int, # placeholders of a tile
 )->list[int]: # the token before each tile's first placeholder; -1 if the sample begins with it
-    "What stands before each tile."
+    "The text before each tile."
     slots = [i for i,token in enumerate(ids) if token==image_token_id]
     return [ids[i-1] if i else -1 for i in slots[::per_tile]]
 
@@ -66,7 +66,7 @@ def text_only(
     labels:Tensor, # (B, T) those that are scored
     cfg:VLMConfig, # of the model
 )->dict: # `input_ids`, `labels`, `doc_lens` and `images` of shorter packs, with padding on the right
-    "Cut out what stands for pictures."
+    "Cut out the placeholders of pictures."
     ids = batch['input_ids']
     keep = (ids<cfg.lm_base_vocab_size) | (ids>=cfg.lm_base_vocab_size+len(cfg.vlm_extra_tokens))
     new,marks = torch.zeros_like(ids),torch.full_like(labels, IGNORE)

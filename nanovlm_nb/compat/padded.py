@@ -170,7 +170,7 @@ class VLMDataset(Dataset):
 
 # %% ../../nbs/70_compat.padded.ipynb #dadf7a53
 def get_sampler(
-    dataset:Dataset, # whose items are shared out
+    dataset:Dataset, # whose items are divided
     dist:Dist=Dist(), # this process
     shuffle:bool=True, # an order of its own for each epoch; False: the data's order
     seed:int=0, # of the order, the same on all ranks

@@ -57,7 +57,7 @@ NANOVLMS = 3      # loader processes of a rank in nanoVLM, for a machine that is
 MOST_WORKERS = 16 # a bound, since each of them holds packs in memory
 
 def loader_workers(
-    cfg:TrainConfig, # `num_workers`; the packs of an update limit what None stands for
+    cfg:TrainConfig, # `num_workers`; the packs of an update limit what None means
     cores:int|None=None, # of a rank; None: unknown
 )->int: # as given, or one for each core of the rank but one
     "How many loader processes a rank starts."
@@ -249,7 +249,7 @@ def advice(
     train_cfg:TrainConfig, # the run
     vlm_cfg:VLMConfig|None=None, # the model; None: nanoVLM's
     oom:bool=False, # memory ran out
-    keeps:Callable|None=None, # `keeps(changes)`: may a run go on with them? None: it has not begun
+    keeps:Callable|None=None, # `keeps(changes)`: may a run resume with them? None: it has not begun
     unstable:bool=False, # the loss or the gradient norm jumped
     cpus:int|None=None, # processors of the machine
     ranks:int=1, # ranks on this machine

@@ -142,7 +142,7 @@ FEW = 12 # names that a message lists
 def check_known(
     names:list[str], # names that were given
     known:list[str], # names that exist
-    what:str, # what a name stands for, for the message
+    what:str, # what the name means, for the message
 )->None: # nothing, if every name exists
     "Raise a ValueError about the first unknown name, and name the one that was probably meant."
     for name in names:
@@ -238,10 +238,10 @@ def _smolvlm_tokens():
     return _image_tokens() | {'image_token':'<image>', 'global_image_token':'<global-img>'} | fixed
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d001
-FINE,CAREFUL,REFUSED = 'fine','careful','refused' # what a change means for a run that goes on
+FINE,CAREFUL,REFUSED = 'fine','careful','refused' # what a change means for a run that is resumed
 
-if TYPE_CHECKING: Derived = int # who reads such a field finds a number
-else: Derived = int|None        # who leaves it out, or gives None, gets what follows from other fields
+if TYPE_CHECKING: Derived = int # read, such a field is a number
+else: Derived = int|None        # left out, or None: computed from other fields
 
 def _field(default, help, resume, why, common=False, own=False, weights='bound'):
     about = dict(help=help, resume=resume, why=why, common=common, own=own, weights=weights)
@@ -255,7 +255,7 @@ def fine(
     help:str, # what the field means, its unit, and what None means
     **marks, # `common`: `--help` shows it; `own`: nanoVLM does not know it; `weights`: see below
 )->Any: # a field of a configuration
-    "A field that may change when a run goes on."
+    "A field that may change when a run is resumed."
     return _field(default, help, FINE, '', **marks)
 
 def careful(
@@ -559,7 +559,7 @@ class OptimFields:
         'it jumps to where the new schedule stands', common=True)
     max_epochs:int|None = careful(None,
         'end after so many passes over the data, if that is sooner; None: no limit',
-        'the learning rate follows the length of the run, which is found anew', common=True)
+        'the learning rate follows the length of the run, which is computed again', common=True)
     loss_average:str = careful('tokens',
         'mean over target tokens of an update, or over micro_batches as nanoVLM does',
         'from here on an update means something else')
@@ -690,7 +690,7 @@ class DataFields:
 class EngineFields:
     "How ranks share work and memory."
     sharding:str = fine('ddp',
-        'ddp: each rank keeps all; zero2: optimizer and gradients are shared out; zero3: weights too',
+        'ddp: each rank keeps all; zero2: optimizer and gradients are sharded; zero3: weights too',
         common=True)
     offload_optimizer:bool = fine(False,
         "keep the optimizer's state in the memory of the CPU and update there", common=True)
@@ -752,7 +752,7 @@ class ReportFields:
     resume:bool = fine(False, 'go on from the newest complete checkpoint of run_name, or from load_from',
         common=True)
     load_from:str|None = fine(None,
-        'checkpoint directory: with resume, to go on from; without, to take the weights of', common=True)
+        'checkpoint directory: with resume, to continue from; without, to take the weights of', common=True)
     force_resume:bool = fine(False, 'resume although the settings differ in what must not change',
         common=True)
     stats_log_interval:int = fine(100, 'updates between statistics', common=True)
@@ -775,10 +775,10 @@ class ReportFields:
     lmms_eval_limit:float|None = fine(None, 'samples of a task; None: all')
     lmms_eval_batch_size:int = fine(64, 'questions answered at a time')
     eval_backend:str = fine('auto',
-        'who evaluates checkpoints: slurm, subprocess (beside the training), in_process (the training '
+        'what evaluates checkpoints: slurm, subprocess (beside the training), in_process (the training '
         'waits); auto: slurm where it is, else subprocess')
     eval_gpus:str|None = fine(None,
-        "cards of an evaluator beside the training, as CUDA_VISIBLE_DEVICES names them, '' for none; "
+        "GPUs of an evaluator beside the training, as CUDA_VISIBLE_DEVICES names them, '' for none; "
         'None: the last that no rank has')
     eval_include_path:str|None = fine(None, 'directory with tasks of your own')
     eval_script:str = fine('slurm/eval.slurm', 'what sbatch is given')
@@ -838,7 +838,7 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
                      f"{name} needs a frozen vision tower, but it trains with rate {vision} and {why}: "
                      "set lr_vision_backbone (or lr_backbones) to 0")
         _require(not self.cache_features or self.sharding=='ddp',
-                 f"cache_features and sharding {self.sharding}: ranks that share out a tower must "
+                 f"cache_features and sharding {self.sharding}: ranks that shard a tower must "
                  "all use it at the same time, set sharding to ddp or cache_features to False")
         _require(self.language_last_blocks is None or language>0,
                  f"language_last_blocks is {self.language_last_blocks}, "
@@ -847,7 +847,7 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
     def check_evals(self)->None:
         "Raise a ValueError where checkpoints cannot be evaluated as asked."
         _require(self.eval_backend!='in_process' or self.sharding=='ddp',
-                 f"eval_backend in_process and sharding {self.sharding}: ranks that share out a model "
+                 f"eval_backend in_process and sharding {self.sharding}: ranks that shard a model "
             "must all use it at the same time; give eval_backend subprocess")
 
     def schedule_kwargs(self)->dict: # keyword arguments of `get_schedule`
@@ -899,7 +899,7 @@ _MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batc
     train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False, val_size=1000,
     max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth', save_vision=False,
     wandb_entity=None, use_lmms_eval=False)
-# a picture stands in the text without an announcement
+# no tokens announce a picture in the text
 _BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
 _MINIMIND_CLIP = _MINIMIND_VLM | _BARE | dict(vit_model_type='openai/clip-vit-base-patch16',
     vit_ln_eps=1e-5, vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False,

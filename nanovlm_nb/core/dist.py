@@ -82,7 +82,7 @@ class Dist(FromGather):
     device:torch.device = torch.device('cpu') # where this process computes
     cpu_group:Any = None # gloo process group for objects; None when alone
     timeout_s:float = 1800. # seconds to wait for the other ranks
-    attempt:int = 0 # how often the ranks of this job have met before: torchrun restarts them when one dies
+    attempt:int = 0 # how often torchrun has restarted the ranks of this job: it does when one dies
 
     @property
     def is_master(self)->bool: # True on exactly one rank
@@ -144,14 +144,14 @@ def launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None
     return dict(rank=rank, world_size=world_size, local_rank=int(os.environ.get('LOCAL_RANK', rank)))
 
 # %% ../../nbs/03_core.dist.ipynb #befde26e
-POLL_S = .01 # seconds between two looks of rank 0 at who is there
+POLL_S = .01 # seconds between two looks of rank 0 at which ranks are there
 
 def _agree(
     store:c10d.Store, # of torchrun's agent, perhaps with what earlier attempts left
     rank:int, # of this process
     world_size:int, # processes
     timeout_s:float, # seconds that rank 0 waits for the others
-)->str: # an unused prefix, the same on all ranks; begins with the number of earlier meetings
+)->str: # an unused prefix, the same on all ranks; begins with the number of earlier attempts
     "Choose a prefix of keys in the store that only the living ranks know."
     me = uuid4().hex
     if rank:
@@ -172,7 +172,7 @@ def _agree(
     return me
 
 def _agent_store(rank, world_size, timeout_s):
-    "Where the ranks of this attempt meet, and its number; None: torch chooses, torchrun keeps no store."
+    "The store where the ranks of this attempt register, and its number; None: torchrun keeps no store."
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')!='True':
         return None,int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
     store = c10d.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False,
@@ -212,8 +212,8 @@ def _rank_device(kind, local_rank):
 
 # %% ../../nbs/03_core.dist.ipynb #820d89ed
 def launchers(
-    dist:Dist=Dist(), # this process; knows how often its ranks have met
-)->dict[str,int]: # job -> starts before this one; empty when nobody says
+    dist:Dist=Dist(), # this process; knows how often its ranks were restarted
+)->dict[str,int]: # job -> starts before this one; empty if unknown
     "The jobs that this process belongs to, the innermost first."
     env,starts = os.environ,{}
     if 'TORCHELASTIC_RUN_ID' in env:
@@ -306,7 +306,7 @@ def no_sync(
 def synchronized_batches(
     loader:Iterable, # batches of this rank
     dist:Dist, # this process
-    idle:Callable|None=None, # makes a batch without effect; None: no rank goes on when one has ended
+    idle:Callable|None=None, # makes a batch without effect; None: all ranks end when one has ended
 )->Iterator: # as many batches on each rank as the shortest has; with `idle`, as the longest
     "Yield batches until the first rank has no more, or until the last has none."
     batches = (b for b in loader if b is not None and len(b))
@@ -325,7 +325,7 @@ def cores_of_rank()->int: # at least 1
 
 def set_threads(
     dist:Dist, # this process; on a GPU nothing is changed
-    num_workers:int, # loader processes that want a core
+    num_workers:int, # loader processes that need a core
 )->int: # threads that torch computes with
     "Compute on all cores if threads sleep while they wait; else leave a core to each loader worker."
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'

@@ -163,7 +163,7 @@ def damage(
 def check_files(
     folder:Path, # a directory, with a manifest or without
 )->None:
-    "Raise a ValueError if a file beside the manifest was changed or added; what lies deeper is not read."
+    "Raise a ValueError if a file beside the manifest was changed or added; folders in it are not read."
     here = [n for n in read_manifest(folder) or {} if '/' not in n]
     wrong = [f'{n} is not as it was written' for n in changed_files(folder, here)]
     if here: wrong += [f'{n} is not in its manifest' for n in foreign_files(folder) if '/' not in n]

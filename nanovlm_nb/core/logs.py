@@ -235,7 +235,7 @@ def wandb_mode(
     "How wandb runs here, without asking anyone."
     if mode := os.environ.get('WANDB_MODE'): return mode
     try: known = wandb.login(prompt=False, verify=False)
-    except TypeError: known = wandb.api.api_key # wandb before 0.31 cannot be told not to ask
+    except TypeError: known = wandb.api.api_key # wandb before 0.31 always asks
     return 'online' if known else 'offline'
 
 # %% ../../nbs/05_core.logs.ipynb #4eae6fa3
@@ -382,13 +382,13 @@ class RunLog:
 
     @property
     def position(self)->int|None: # bytes of log.jsonl; None on other ranks than the master
-        "Where the record stands."
+        "The position of the record."
         return self.sinks[0].position if self.sinks else None
 
     def cut(self,
         position:int|None, # from `position`, when a checkpoint was made
     )->None:
-        "Go back to where the record stood: what a killed run did after its last checkpoint is done again."
+        "Return to an earlier position: what a killed run did after its last checkpoint is done again."
         if not self.sinks or position is None: return
         self.sinks[0].cut(position)
         for sink in self.sinks:
@@ -433,7 +433,7 @@ class Stats:
     def aggregate(self,
         dist:Dist,       # This process among its peers; every rank must call
     )->dict[str,float]:  # `training_stats/{avg,max,min}_{name}` for names with figures
-        "Average, maximum and minimum over all ranks; then start anew."
+        "Average, maximum and minimum over all ranks; then start again."
         gathered, out = dist.gather(self.values), {}
         self.values = {name: [] for name in self.names}
         for name in self.names:

@@ -107,7 +107,7 @@ TO_UNDERSTAND = ('model','processor') # parts without which it is another model,
 def recipe_note(
     parts:Parts, # of a run
 )->dict[str,Any]|None: # `recipe` and the parts that it `gives`; None: the checkpoint needs none
-    "What somebody must know who loads a checkpoint of the run."
+    "What is needed to load a checkpoint of the run."
     gives = [name for name in parts.given if name in TO_UNDERSTAND]
     return dict(recipe=getattr(parts.train_cfg, 'recipe', None), gives=gives) if gives else None
 

@@ -20,7 +20,7 @@ from .files import MANIFEST,damage,missing_files,write_atomic
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200003
 CONFIG,CONFIGS = 'config.yaml','configs' # settings of the last start; those of every start
-STATUS,LOCK,JOB = 'status','lock','job' # running, done, ...; who holds the directory; what started the run
+STATUS,LOCK,JOB = 'status','lock','job' # running, done, ...; holder of the directory; what started the run
 LAST,BEST,NEXT = 'last_checkpoint','best_checkpoint','next_checkpoint' # pointers
 LOG,TEXT_LOG,WANDB_ID = 'log.jsonl','train.log','wandb_id' # figures, lines, the run on the dashboard
 TENSORBOARD = 'tensorboard' # folder of event files
@@ -29,7 +29,7 @@ DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
 PREDICTIONS,CLASSIFY = 'predictions.json','classify.yaml' # of a classifier
 FEATURE_CACHE,COMPILED = 'features','compiled' # kept pictures, compiled code
-TRAINER_STATE,PIN = 'trainer_state.json','evaluating' # in a checkpoint: where the run stood; do not delete
+TRAINER_STATE,PIN = 'trainer_state.json','evaluating' # in a checkpoint: state of the run; do not delete
 
 # %% ../../nbs/04_core.run_dir.ipynb #b5403ccb
 def json_lines(
@@ -49,7 +49,7 @@ def say_foreign(
     path:str|Path,       # the file
     foreign:list[bytes], # from `json_lines`
 ):
-    "Warn about lines that were passed over."
+    "Warn about lines that were skipped."
     if foreign:
         logging.getLogger('nanovlm_nb').warning(
             '%s: %d line%s passed over, not ours or damaged, the first is %r',
@@ -58,7 +58,7 @@ def say_foreign(
 def read_log(
     path:str|Path, # A log.jsonl
 )->list[dict]:     # Its records in order
-    "Read a log back; lines that are not ours are passed over, and said."
+    "Read a log back; skip lines that are not ours, with a warning."
     records, foreign = json_lines(path, 'step')
     say_foreign(path, foreign)
     return records
@@ -78,14 +78,14 @@ def damaged_pieces(
     "All that is wrong with a checkpoint; every file is read."
     return damage(checkpoint, NEEDED) or _of_another_update(Path(checkpoint))
 
-# what a run needs to go on
+# what a run needs to resume
 STATE = ('step','epoch','samples','epoch_sums','data','configs','norms','drops','scaler','log','world_size')
 
 def read_state(
     checkpoint:Path, # a `step_N` directory
     needed:Iterable[str]=STATE, # names that must be there
 )->dict: # `trainer_state.json`
-    "Where a run stood; a ValueError if the file holds something else."
+    "The state of a run; a ValueError if the file holds something else."
     try: state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
     except (ValueError, RecursionError): state = None
     if not isinstance(state, dict): raise ValueError('trainer_state.json is not the state of a run')
@@ -137,7 +137,7 @@ def announce(
     run_dir:Path, # directory of the run
     final:Path, # a checkpoint that is about to have its name
 )->None:
-    "Say which checkpoint comes next: killed between two steps, the run still stands at it."
+    "Write which checkpoint is current: a run that is killed between two steps resumes from it."
     write_atomic(Path(run_dir)/NEXT, f'{Path(final).name} after {pointer_text(run_dir)}\n')
 
 def stands_at(
@@ -171,7 +171,7 @@ def checkpoints(
     return sorted(folders, key=step_of)
 
 def recover(
-    run_dir:Path, # directory of a run that nobody else writes
+    run_dir:Path, # directory of a run that no other process writes
 )->None:
     "Undo a replacement that was killed between its two renames."
     for old in Path(run_dir).glob('step_*.old'):
@@ -183,7 +183,7 @@ LEFT_OVERS = ('step_*.tmp', '.step_*.tmp-*', 'step_*.old', *(f'{name}.tmp' for n
               f'{FEATURE_CACHE}/*/tmp/*')
 
 def sweep(
-    run_dir:Path, # directory of a run that nobody is writing into
+    run_dir:Path, # directory of a run that no process is writing
 )->list[str]: # names of what was removed
     "Remove what killed processes have left half done; replacements that a kill has stopped are undone first."
     recover(run_dir)
@@ -195,8 +195,8 @@ def sweep(
 
 def usable_checkpoint(
     run_dir:Path, # directory of the run
-    thorough:bool=False, # read every file, as before a run goes on from it
-)->tuple[Path|None,dict[Path,str]]: # `last_checkpoint`; those that were passed over, with what is wrong
+    thorough:bool=False, # read every file, as before a run resumes from it
+)->tuple[Path|None,dict[Path,str]]: # `last_checkpoint`; those that were skipped, with what is wrong
     "The checkpoint that can be used, and why not another one."
     named = _STEP.fullmatch(stands_at(run_dir))
     limit = int(named[1]) if named else math.inf
@@ -212,24 +212,24 @@ def usable_checkpoint(
 
 def last_checkpoint(
     run_dir:Path, # directory of the run
-    thorough:bool=False, # read every file, as before a run goes on from it
+    thorough:bool=False, # read every file, as before a run resumes from it
 )->Path|None: # None: there is no complete checkpoint
-    "Where a run stands: what `last_checkpoint` names, or if that is damaged the newest complete one before."
+    "Current checkpoint of a run: the one `last_checkpoint` names, or if damaged the newest complete before."
     return usable_checkpoint(run_dir, thorough)[0]
 
 def branch(
     run_dir:Path, # directory of the run
 )->list[Path]: # the oldest step first
-    "The checkpoints up to where a run stands."
+    "The checkpoints up to the current one."
     last = last_checkpoint(run_dir)
     return [] if last is None else [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)]
 
 # %% ../../nbs/04_core.run_dir.ipynb #c48eb973
 def best_kept(
     run_dir:Path, # directory of the run
-    state:dict, # `trainer_state.json` of where it stands
+    state:dict, # `trainer_state.json` of its current checkpoint
 )->tuple[float,int|None]: # lowest validation loss, and its step; infinite and None: nothing was validated
-    "The best checkpoint that a run still has, up to where it stands."
+    "The best checkpoint that a run still has, up to the current one."
     run_dir,step = Path(run_dir),state['step']
     kept = {step_of(p) for p in checkpoints(run_dir) if step_of(p)<=step and not missing_pieces(p)}
     if state.get('best_step') in kept: return state['best_val_loss'],state['best_step']

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 class UsageError(ValueError):
     "A mistake of the user; the message names the value and the remedy."
 
-CHECK_ERRORS = (ValueError, OSError, ImportError) # kinds of error with which checks of ours refuse something
+CHECK_ERRORS = (ValueError, OSError, ImportError) # kinds of error that our checks raise
 UPDATE = 'train_step' # name of the function that makes an update
 
 def raised_here(

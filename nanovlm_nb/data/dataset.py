@@ -92,7 +92,7 @@ class Drops:
     "Samples that were left out or cut, by id."
     reasons:dict[str,str] = field(default_factory=dict) # id -> reason
     cut:dict[str,int] = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
-    first:dict[str,str] = field(default_factory=dict) # reason -> the first sample that it met, with details
+    first:dict[str,str] = field(default_factory=dict) # reason -> its first sample, with details
 
     def add(self,
         dropped:Dropped, # what was left out
@@ -151,7 +151,7 @@ def read_dropped(
     run_dir:str|Path, # directory of a run
     size:int|None=None, # bytes of the file that count; None: all
 )->dict[str,Drops]: # 'train' and 'val', in the order of the file
-    "What a run has left out; torn lines and lines of others are passed over."
+    "What a run has left out; torn lines and lines of others are skipped."
     path,dropped = Path(run_dir)/DROPPED,dict(train=Drops(), val=Drops())
     if not path.is_file(): return dropped
     with path.open('rb') as f: lines = f.read(-1 if size is None else size).split(b'\n')[:-1]
@@ -604,7 +604,7 @@ class Waiting:
         self.answered()
 
     def answered(self)->None:
-        "Begin to count anew."
+        "Start counting from zero."
         self.since:float|None = None # when it was away for the first time
         self.pause = RETRY_PAUSE_S
 
@@ -618,7 +618,7 @@ class Waiting:
         waited,cause = time.monotonic()-self.since,f'{type(e).__name__}: {e}'.strip(': ')
         if not self.patience:
             raise Unreachable(f'{self.name} cannot be reached: '
-                              f'see that the network is there, or give what lies here ({cause})') from e
+                              f'check the network, or name files on this machine ({cause})') from e
         if waited+self.pause > self.patience:
             raise Unreachable(f'{self.name} could not be read for {waited:.0f} s: {cause}') from e
         logger.warning('%s cannot be read%s (%s): tried again in %.0f s', self.name, where, cause, self.pause)
@@ -628,7 +628,7 @@ class Waiting:
     def rest(self,
         e:Exception, # why
     )->None: # nothing, after a pause; raises `Unreachable` when the wait is ended
-        "Pause, in naps: a signal's handler only sets an event, and sleep goes on behind it."
+        "Pause, in naps: a signal's handler only sets an event, and does not end a sleep."
         if self.stop is None: return time.sleep(self.pause)
         for _ in range(ceil(self.pause/NAP_S)):
             if self.stop.is_set():

@@ -20,7 +20,7 @@ from .dataset import Dropped, Drops
 # %% ../../nbs/27_data.jsonl.ipynb #47c47a3e
 def pair_turns(
     conversations:list[dict], # messages {'role', 'content'}: perhaps a system text, then user, assistant
-)->list[dict]: # turns {'user', 'assistant'}; the system text stands before the first question
+)->list[dict]: # turns {'user', 'assistant'}; the system text is before the first question
     "Messages in pairs; a ValueError says what is wrong with them."
     is_message = lambda m: isinstance(m, dict) and isinstance(m.get('content'), str)
     if not isinstance(conversations, list) or not all(map(is_message, conversations)):
@@ -64,7 +64,7 @@ def _named(text, k):
 def images_first(
     texts:list[dict], # turns with a mark for every picture
 )->list[dict]: # turns without marks
-    "Prepare questions for pictures that stand before them all."
+    "Prepare questions for pictures that come before them all."
     parts = texts[0]['user'].split(MARK)
     with_text = [i for i,p in enumerate(parts) if p.strip()] or [0]
     a, b = with_text[0], with_text[-1]+1
@@ -155,7 +155,7 @@ def jsonl_rows(
     data_path:str|Path, # a file of JSON lines, or a folder of such files
     images_path:str|Path|None=None, # folder of the pictures; None: `images` beside the file
     drops:Drops|None=None, # counts lines that are left out, if you want to see which
-    marks:bool=False, # keep `<image>` in the questions; else pictures stand before them
+    marks:bool=False, # keep `<image>` in the questions; else pictures come before them
 )->datasets.Dataset: # columns `images` (paths), `texts`, `source` (the file), `row_id` (the line)
     "JSON lines as rows for the packed trainer."
     drops, pieces = Drops() if drops is None else drops, []

@@ -38,7 +38,7 @@ class PackRules:
     max_tiles:int|None=None # tiles of a pack at most
     window:int=128 # packs that are planned together, at most
     seed:int=0 # of the shuffling within windows, and of augmentations
-    shuffle:bool=True # False keeps the order of the rows, as validation wants it
+    shuffle:bool=True # False keeps the order of the rows, as for validation
     first:int=FIRST_WINDOW # packs of an epoch's first window; `window`: all are of one size
     most:int|None=None # packs that a lane gives in an epoch at most; None: all
 
@@ -130,7 +130,7 @@ class Window:
 # %% ../../nbs/26_data.lanes.ipynb #b5b5f243
 @dataclass(frozen=True)
 class LaneState:
-    "Where a lane stands."
+    "The position of a lane."
     epoch:int=0 # from 0
     at:object=None # the source's position where the current window begins; None: at the beginning
     before:int=0 # packs of this epoch from earlier windows
@@ -364,7 +364,7 @@ class _letting_go:
                                'Was it killed for its memory? Lower num_workers or num_of_sequences') from e
 
 PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count its updates
-PROBED = 1_024 # rows that stand for all in a stream, or where there are more
+PROBED = 1_024 # rows taken as a sample of a stream, or of a table with more
 
 class Measured:
     "Plans each sample once and remembers what it measures: enough to count packs."
@@ -393,9 +393,9 @@ class PackLoader:
         rules:PackRules, # how to pack
         batch_size:int=1, # packs in a micro-batch
         accumulation:int=1, # micro-batches of a rank in an update
-        dist:Dist=Dist(), # who we are
+        dist:Dist=Dist(), # this rank
         num_workers:int=0, # processes that plan and decode; 0: this one, when asked
-        pin_memory:bool=False, # hand out what the model reads in memory from which a GPU copies by itself
+        pin_memory:bool=False, # yield tensors in page-locked memory, from which a GPU copies by itself
         most:int|None=None, # micro-batches of this rank in an epoch, always the same, planned once; None: all
     ):
         "Lay out the lanes."
@@ -496,7 +496,7 @@ class PackLoader:
 
     def updates_left(self,
         epochs:int, # of the run
-    )->tuple[int|None,bool]: # None: nobody knows; were they counted?
+    )->tuple[int|None,bool]: # None: unknown; were they counted?
         "Updates from here to the end of the last epoch; every rank must call."
         rows,left = self.source.epoch_rows(),range(self.epoch, epochs)
         if not left: return 0,True
@@ -520,7 +520,7 @@ class PackLoader:
         return self.collate([pack]*self.batch_size)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
-        "Where the lanes stand, and what that depends on."
+        "The positions of the lanes, and what they depend on."
         states = {str(lane.number):s.to_list() for lane,s in zip(self.lanes, self.states)}
         return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(),
                     samples=sizes_of(self.samples), states=states)
@@ -528,7 +528,7 @@ class PackLoader:
     def load_state_dict(self,
         state:dict, # of this rank, or of all ranks (`merge_states`)
     )->None:
-        "Go on where a run stood; an error if the order of the packs would not be the same."
+        "Resume at saved positions; an error if the order of the packs would not be the same."
         first = state['rules'].get('first', state['rules']['window']) # at first all windows were of one size
         if first != self.rules.first: self.lay_out(replace(self.rules, first=first))
         keep_split(self.source, state)
@@ -545,7 +545,7 @@ def merge_states(
 
 def check_state(
     state:dict, # a saved one
-    loader:PackLoader, # that is to go on from it
+    loader:PackLoader, # that is to resume from it
 )->None: # nothing, if they fit
     "Raise a ValueError that names what is not as it was."
     now = loader.state_dict()

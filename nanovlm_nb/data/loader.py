@@ -144,7 +144,7 @@ def check_images_path(
     train_cfg:TrainConfig, # `images_path`
     lines:bool, # are the data JSON lines?
 )->None:
-    "Raise a ValueError if the folder of pictures is not there, or nobody would look into it."
+    "Raise a ValueError if the folder of pictures is not there, or would not be used."
     path = train_cfg.images_path
     if path is None: return
     if not lines:
@@ -236,7 +236,7 @@ def pack_loader(
     samples:VQADataset, # from `make_samples`
     vlm_cfg:VLMConfig, # for the length of a pack
     train_cfg:TrainConfig, # batch size, limits, window, seed
-    dist:Dist, # who we are
+    dist:Dist, # this rank
     shuffle:bool, # True for training, False for validation
     num_workers:int, # processes that decode; 0 decodes in this one
     most:int|None=None, # micro-batches that are asked for, always the same; None: all
@@ -252,7 +252,7 @@ def pack_loader(
 def get_dataloaders(
     train_cfg:TrainConfig, # data, filters, packing, workers
     vlm_cfg:VLMConfig, # pictures, tokens, length of a pack
-    dist:Dist=Dist(), # who we are
+    dist:Dist=Dist(), # this rank
     tokenizer:PreTrainedTokenizerBase|None=None, # default: `load_tokenizer(vlm_cfg)`
     patience:float=0., # seconds that a network may be away at the start
     parts:Parts=Parts(), # `rows`, `transforms` and `processor` in place of those that the config names
@@ -309,7 +309,7 @@ def first_rows(
 # %% ../../nbs/28_data.loader.ipynb #1d0a0e02
 @runtime_checkable
 class Loader(Protocol):
-    "This rank's micro-batches of an epoch, and where they stand."
+    "This rank's micro-batches of an epoch, and the position in them."
     @property
     def epoch(self)->int: # from 0
         "The epoch of which iteration gives the rest."
@@ -334,14 +334,14 @@ class Loader(Protocol):
     def keep(self)->None:
         "Plan all that will be asked for, if that is always the same."
     def state_dict(self)->dict|None: # JSON-able, for `lanes.merge_states`; None: there is no position
-        "Where this rank's data stand after the last update that was handed out whole."
+        "The position of this rank's data after the last complete update."
     def load_state_dict(self,
         state:dict, # of this rank, or of all
     )->None:
-        "Go on there; a ValueError if the order of the batches would not be the same."
+        "Resume there; a ValueError if the order of the batches would not be the same."
     def updates_left(self,
         epochs:int, # of the run
-    )->tuple[int|None,bool]: # None: nobody knows; were they counted?
+    )->tuple[int|None,bool]: # None: unknown; were they counted?
         "Updates from here to the end of the last of so many epochs; every rank must call."
 
 # %% ../../nbs/28_data.loader.ipynb #1d0a0e04
@@ -378,7 +378,7 @@ class PlainLoader:
 
     def updates_left(self,
         epochs:int, # of the run
-    )->tuple[None,bool]: # nobody knows
+    )->tuple[None,bool]: # unknown
         "There is no count."
         return None,False
 

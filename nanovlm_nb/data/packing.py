@@ -348,7 +348,7 @@ def collate_packs(
 # %% ../../nbs/24_data.packing.ipynb #d0c00001
 @dataclass(frozen=True, eq=False)
 class Document:
-    "A sample where it lies in a batch."
+    "A sample and its place in a batch."
     id:str             # Of the sample
     row:int            # Its pack
     span:slice         # Its positions in the pack

@@ -119,7 +119,7 @@ def _render(tokenizer, messages, prompt=False):
 # %% ../../nbs/21_data.prompts.ipynb #bbf6d039
 class AnswerFrame(NamedTuple):
     "The characters that a chat template puts around an answer."
-    between:str # what stands between question and answer, up to where generation begins
+    between:str # text between question and answer, up to where generation begins
     end:str # what ends an answer
     lead:str='' # spaces in front of an answer, which generation has to write itself
 
@@ -144,7 +144,7 @@ def answer_spans(
     messages:list[dict], # its messages, from `to_messages`
     frame:AnswerFrame, # from `answer_frame`
 )->list[tuple[int,int]]: # (start, end) of each answer, from the spaces before it to its end-of-turn
-    "Where the answers stand in a rendered conversation."
+    "Where the answers are in a rendered conversation."
     between, end, lead = frame
     spans, cursor = [], 0
     for question,answer in zip(messages, messages[1:]):
@@ -212,7 +212,7 @@ def expand_images(
     image_token_id:int, # the placeholder
     mp_image_token_length:int, # placeholders per tile
 )->tuple[Tensor,Tensor]: # ids and labels, int64, with `mp_image_token_length` placeholders per tile
-    "Repeat every placeholder, as the model wants them."
+    "Repeat every placeholder, once for each image token."
     counts = np.where(ids.numpy() == image_token_id, mp_image_token_length, 1)
     ids, labels = (torch.from_numpy(x.numpy().astype(np.int64).repeat(counts)) for x in (ids, labels))
     return ids, labels

@@ -369,7 +369,7 @@ class QuotaSplit:
     "Rows of several configurations in an order whose first ones, and hence the others, go by size."
     def __init__(self,
         ends:list[int], # number of the row after the last of each configuration
-        first:int, # rows to be shared out, fewer than all
+        first:int, # rows to be divided, fewer than all
         seed:int, # of the split
     ):
         "Derive quotas and orders."
@@ -670,7 +670,7 @@ class Mixture:
                     sources=[s.describe() for s in self.sources])
 
 def keep_split(
-    source, # of a run that goes on, or of its validation
+    source, # of a run that resumes, or of its validation
     data:dict|None, # position of its data as a checkpoint has it
 )->None:
     "Split and read rows as the run did when it began: no training row becomes a validation row."

@@ -26,7 +26,7 @@ def document_mask(
     causal:bool=True, # keys after the query are forbidden
     device:str|torch.device='cpu', # where the mask lives
 )->Tensor: # (B, 1, T, T) True where query (row) may use key (column)
-    "Who may look at whom; made once for a layout."
+    "Which positions attend to which; made once for a layout."
     def make():
         ids = layout.document_ids(device)
         same = ids[:,None,:,None]==ids[:,None,None,:]
@@ -220,7 +220,7 @@ def varlen_options(
     causal:bool, # keys after the query are forbidden
     shared:bool, # several queries to a key
 )->dict: # keyword arguments for it
-    "How this release of torch is told what attention is wanted."
+    "How this release of torch selects an attention kernel."
     options = (dict(window_size=(-1, 0 if causal else -1))
                if 'window_size' in names else dict(is_causal=causal))
     return options|(dict(enable_gqa=shared) if 'enable_gqa' in names else {})

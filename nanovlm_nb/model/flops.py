@@ -203,7 +203,7 @@ GPUS = {'B200':Gpu(2250, 180), 'H200 NVL':Gpu(835, 141), 'H200':Gpu(989, 141), '
     'RTX 5090':Gpu(210, 32), 'RTX 4090':Gpu(165, 24), 'RTX 3090':Gpu(71, 24), 'RTX 3060 Ti':Gpu(32, 8),
     'RTX 3060':Gpu(25, 12), 'V100':Gpu(125, 32),
     'T4':Gpu(65, 16), 'MI300X':Gpu(1307, 192), 'MI250X':Gpu(383, 128)}
-# words of names that stand for another chip, or for a part of one
+# words in names of another chip, or of a part of one
 LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}
 
 def _words(name): return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
@@ -235,7 +235,7 @@ BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1
     'L40S':.864, 'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
 
 class GpuCard(NamedTuple):
-    "What a card can do at best."
+    "The peak performance of a GPU."
     flops:float # dense bfloat16, a second
     bandwidth:float # bytes a second
     memory:float # GiB
@@ -243,7 +243,7 @@ class GpuCard(NamedTuple):
 def find_card(
     name:str, # as in `BANDWIDTH`
 )->GpuCard: # its data sheet
-    "A card by its name."
+    "A GPU by its name."
     gpu = find_gpu(name)
     if gpu is None or name not in BANDWIDTH:
         raise ValueError(f"GPU {name!r} is unknown here: give one of {', '.join(BANDWIDTH)}")

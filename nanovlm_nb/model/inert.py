@@ -92,7 +92,7 @@ def _shape(record):
     return torch.Size(_is(int, n) for n in _is(tuple, _is(tuple, record.args)[0]))
 
 def _dtype(record):
-    "A type of numbers: the class that stands for it bears its name."
+    "A type of numbers: its class has its name."
     name = getattr(record, '__name__', None)
     if name not in _DTYPES: raise ValueError('type of numbers expected')
     return _DTYPES[name]

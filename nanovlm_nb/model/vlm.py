@@ -297,7 +297,7 @@ class Reader:
 # %% ../../nbs/18_model.vlm.ipynb #8e810794
 @contextmanager
 def written_at_once(
-    path:str|Path, # directory to fill; files that are there and not written anew stay
+    path:str|Path, # directory to fill; other files in it stay
 )->Iterator[Path]: # a temporary directory beside it
     "Write into a temporary directory whose files move into `path` when all are there; on an error none does."
     path = Path(path)
@@ -348,7 +348,7 @@ UNTOLD = ('## Training\n\nNothing is recorded: '
 def describe_model(
     cfg:VLMConfig, # sizes
     parameters:int, # numbers that are trained or loaded
-)->list[str]: # lines for a card
+)->list[str]: # lines for a model card
     "What a model is, in numbers."
     side,tile = cfg.max_img_size//cfg.vit_img_size, cfg.vit_img_size
     return [f'{parameters/1e6:.1f} million parameters',

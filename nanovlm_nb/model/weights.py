@@ -239,7 +239,7 @@ def _pixels(p, default=.5):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
     mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
-    # what is that small stands for 0, see `69_tools.export`
+    # values that small mean 0, see `69_tools.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
 def pixel_config(
@@ -252,7 +252,7 @@ def pixel_config(
 def tower_fields(
     cfg:VLMConfig, # names a vision backbone
 )->dict: # fields that follow from it
-    "The numbers of the vision backbone, and how a CLIP wants its pixels if they were left from 0 to 1."
+    "The numbers of the vision backbone, and a CLIP's pixel normalization if pixels were left from 0 to 1."
     numbers = vision_config(cfg.vit_model_type)
     left = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
     return numbers | (pixel_config(cfg.vit_model_type) if left and numbers.get('vit_cls_flag') else {})
@@ -340,7 +340,7 @@ def load_language_backbone(
     lm:LanguageModel, # receives the weights
     name:str|Path, # directory or hub name
 )->None:
-    "Weights of a language backbone; rows of tokens that it does not know are made anew."
+    "Weights of a language backbone; rows of tokens that it does not know are initialised."
     if lm.cfg.use_moe:
         raise ValueError(f"{name} has one MLP a block and no experts, but use_moe is True: "
                          "set it to False, or start from a .pth file with experts (load_from)")
@@ -437,7 +437,7 @@ def to_smolvlm(
     cfg:VLMConfig, # its configuration
     kind:str='smolvlm', # or idefics3
 )->tuple[dict,dict]: # their config.json and their tensors
-    "A whole model as transformers wants it."
+    "A whole model in the format of transformers."
     _expressible(cfg)
     text,tensors = text_type(cfg), {}
     named = lambda family: {theirs:getattr(cfg, ours) for ours,theirs in family.fields.items()}
@@ -496,7 +496,7 @@ def _chat_fields(folder):
 OWN_CONFIG = 'nanovlm_config.json' # in a directory that we wrote for transformers: our configuration
 AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [{'role': "
             "m['role'], 'content': [{'type': 'text', 'text': m['content']}]}] %}"
-    "{% endfor %}{% set messages = ns.all %}") # before a chat template that wants contents as lists
+    "{% endfor %}{% set messages = ns.all %}") # before a chat template that expects contents as lists
 
 def smolvlm_config(
     name:str|Path, # directory or hub name of a SmolVLM or Idefics3
@@ -686,7 +686,7 @@ def to_minimind(
     cfg:VLMConfig, # its configuration
     names:str='minimind', # or minimind_early
 )->dict: # MiniMind-V's name -> tensor
-    "The tensors of a whole model as MiniMind-V wants them."
+    "The tensors of a whole model in MiniMind-V's format."
     _minimind_can(cfg, names)
     out,family = {},PTH_NAMES[names]
     for k,w in state.items():

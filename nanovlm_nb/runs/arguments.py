@@ -39,7 +39,7 @@ class SettingsParser(Parser):
         values:Namespace, # of the command's own flags
         rest:list[str], # what it does not know
     )->list[str]: # arguments for `config.parse_args`
-        "A file may stand first, without `--config`."
+        "A file may come first, without `--config`."
         return ['--config', *rest] if rest and Path(rest[0]).suffix in ('.yaml','.yml') else rest
 
     def parse_args(self, # type: ignore[override] # ours has one form, argparse's has three
@@ -262,7 +262,7 @@ def plan_parser()->Parser: # of `nanovlm plan`
 def xray_parser()->Parser: # of `nanovlm xray`
     """A training step, operation by operation, without a GPU.
 
-    Work, memory, waits, and the time that a card would take."""
+    Work, memory, waits, and the time that a GPU would take."""
     p = SettingsParser('nanovlm xray', '[--gpu NAME] ', xray_parser.__doc__)
     p.add_argument('--gpu', default='H200', metavar='NAME', type=checked(find_card),
         help=f"the card: {', '.join(BANDWIDTH)} (default: %(default)s)")
@@ -288,7 +288,7 @@ def doctor_parser()->Parser: # of `nanovlm doctor`
     return p
 
 def plot_parser()->Parser: # of `nanovlm plot`
-    "Draw the curves of runs, or say how they stand."
+    "Draw the curves of runs, or print their state."
     p = Parser('nanovlm plot', description=plot_parser.__doc__)
     p.add_argument('runs', nargs='+', metavar='RUN', type=_log, help='directory of a run, or its log.jsonl')
     p.add_argument('--out', default='curves.png', metavar='FILE', type=_picture,

@@ -79,7 +79,7 @@ def zero(
                          "before that every rank holds all weights; "
                          "set stage 3, or leave out offload_param and keep offload_optimizer")
     return fields,['zero_optimization.stage 1 becomes zero2: '
-                  'gradients are shared out besides the state of the optimizer']*(stage==1)
+                  'gradients are sharded besides the state of the optimizer']*(stage==1)
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #e63f88b5
 _SWITCH = {True:True, False:False}

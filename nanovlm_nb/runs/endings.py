@@ -61,7 +61,7 @@ def full_place(
 def last_complete(
     run_dir:Path, # directory of a run
 )->Path|None: # None: there is none yet
-    "The checkpoint that a run goes on from."
+    "The checkpoint that a run resumes from."
     return last_checkpoint(run_dir)
 
 def what_is_left(
@@ -77,7 +77,7 @@ def go_on(
     dist:Dist=Dist(), # its ranks
     changes:dict={}, # fields that are to have another value
 )->str: # a line for the shell
-    "The command that goes on with a run."
+    "The command that resumes a run."
     local = int(os.environ.get('LOCAL_WORLD_SIZE', dist.world_size))
     nodes = f'--nnodes {dist.world_size//local} (as before) ' if local<dist.world_size else ''
     launch = (f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train'
@@ -143,7 +143,7 @@ BEAT_S,BEATS = 15.,4 # seconds between two signs of life; how many of them missi
 def read_lock(
     path:Path, # a lock
 )->tuple[str,Holder|None]: # the counter, '' if there is no lock; None: it is just being written
-    "Who holds a directory."
+    "The process that holds a directory."
     try: count,_,text = Path(path).read_text(encoding='utf-8').partition('\n')
     except FileNotFoundError: return '',None
     try: return count or '?',Holder(**json.loads(text))
@@ -178,7 +178,7 @@ class RunLock:
         self.me = Holder(socket.gethostname(), me, machine(), began(me),
                          time.strftime('%Y-%m-%d %H:%M:%S'), list(jobs))
 
-    def take(self)->None: # nothing; a ValueError says who holds it
+    def take(self)->None: # nothing; a ValueError names the process that holds it
         "Be the holder."
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():

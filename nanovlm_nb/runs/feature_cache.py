@@ -32,7 +32,7 @@ SUM = 4 # bytes at the end of a file: CRC-32 of those before
 logger = logging.getLogger(__name__)
 
 class FeatureCache:
-    "Features of tiles by the content of a tile; stands in for `VLMNet.see`."
+    "Features of tiles by the content of a tile; replaces `VLMNet.see`."
     def __init__(self,
         folder:str|Path, # where the files are; of this tower alone, since their names say nothing about it
         see:Callable, # stacks of tiles -> (N, P, D) features

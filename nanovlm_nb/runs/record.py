@@ -106,7 +106,7 @@ def _limit_lines(vlm_cfg, asked):
                   'nothing was done about safety']
 
 def _observations(record):
-    "What was written into the page by hand."
+    "What the user has written into the page."
     after = record.partition('## Observations')[2].partition('## Next')[0].strip()
     return f'## Observations\n\n{after}' if after else ''
 
@@ -128,7 +128,7 @@ def training_card(
 # %% ../../nbs/55_runs.record.ipynb #424c5dca
 # what `publish` may raise; the last is that of the client's HTTP library, without connection
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
-UNASKED = VLMConfig.hf_repo_name # a default that is nobody's repository
+UNASKED = VLMConfig.hf_repo_name # a default, no repository
 
 def where_to_publish(
     name:str|None, # `hf_repo_name`
@@ -152,7 +152,7 @@ def publish(
     repo_id:str|None, # owner/name on the hub, see `where_to_publish`; None: nowhere
     api:HfApi|None=None, # client; default: one with your login
 )->bool: # whether it was uploaded
-    "Upload the best checkpoint of a run (without validation the last) with its card, privately if anew."
+    "Upload the best checkpoint of a run (without validation the last) with its card, privately if it is new."
     if not repo_id: return False
     best = read_pointer(Path(run_dir), BEST) or read_pointer(Path(run_dir))
     if best is None: raise ValueError(f'{run_dir} has no checkpoint: train at least to the first one')

@@ -39,7 +39,7 @@ def given_checkpoint(
     if not path.is_dir():
         raise FileNotFoundError(f'load_from: there is no directory {path}: '
                                 'correct the path, or give run_name alone')
-    # of a run's directory, where it stands
+    # of a run's directory, its current checkpoint
     path = path if (path/MANIFEST).is_file() else last_checkpoint(path) or path
     check_checkpoint(path, f'load_from {path}')
     return path
@@ -57,7 +57,7 @@ def _passed(wrong):
     return '. '.join(named[:3])+(f'. And {len(named)-3} more' if named[3:] else '')
 
 def _auto(run_dir, path, passed):
-    "A line about where the run stands, and what is wrong with the pointer or with later checkpoints."
+    "A line about the current checkpoint, and what is wrong with the pointer or with later ones."
     pointed,wrong = stands_at(run_dir),''
     if not pointed: wrong = 'There is no file last_checkpoint. '
     elif pointed!=path.name and pointed not in {p.name for p in passed}:
@@ -93,8 +93,8 @@ def _resumed(load_from, path):
 def find_resume(
     run_dir:Path, # directory of the run
     train_cfg:TrainConfig, # `resume` and `load_from`
-    again:bool=False, # an earlier start of the same job was here: where the run stands comes first
-)->tuple[Path|None,str]: # the checkpoint to go on from, or None; a line for the log
+    again:bool=False, # an earlier start of the same job was here: its current checkpoint comes first
+)->tuple[Path|None,str]: # the checkpoint to resume from, or None; a line for the log
     "Decide where a run begins."
     c,(here,passed) = train_cfg,usable_checkpoint(run_dir, thorough=train_cfg.resume or again)
     if again and here is not None: return here,_auto(run_dir, here, passed)
@@ -119,7 +119,7 @@ LEFT_DASHBOARD = 'wandb_id.left' # the dashboard's name of what is about to be l
 
 def leave_dashboard(
     run_dir:Path, # directory of a run
-    checkpoint:Path|None, # where it will go on; None: none of its own
+    checkpoint:Path|None, # from which it will resume; None: none of its own
 )->None:
     "If something will be left behind, what follows is another run on the dashboard; call before the log."
     if left_behind(run_dir, checkpoint) and (run_dir/WANDB_ID).is_file():
@@ -159,15 +159,15 @@ def _point_at_best(run_dir, checkpoint):
     elif best!=pointer_text(run_dir, BEST): write_pointer(run_dir, BEST, run_dir/best)
 
 def go_back(
-    run_dir:Path, # directory of a run that nobody else writes
+    run_dir:Path, # directory of a run that no other process writes
     checkpoint:Path|None, # one of its checkpoints; None: at its beginning
     config:bytes|None=None, # `config.yaml` of the start before
 )->Path|None: # where what is newer was set aside; None: nothing is newer
-    "Let a run stand at one of its checkpoints."
+    "Make one of its checkpoints the current one of a run."
     newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
     (run_dir/NEXT).unlink(missing_ok=True)
     if checkpoint is None: (run_dir/LAST).unlink(missing_ok=True)
-    else: write_pointer(run_dir, LAST, checkpoint) # from here on it stands there
+    else: write_pointer(run_dir, LAST, checkpoint) # from here on it is the current one
     if newer:
         folder.mkdir(exist_ok=True)
         _copy_records(run_dir, folder)
@@ -191,7 +191,7 @@ def note_start(
     jobs:dict[str,int], # from `dist.launchers`
     config:bytes|None=None, # `config.yaml` of the start before
 )->None:
-    "Let the run stand where it begins, then say whose the directory is: a kill in between costs nothing."
+    "Set the current checkpoint, then write the owner of the directory: a kill in between costs nothing."
     if checkpoint is not None and is_own(run_dir, checkpoint): go_back(run_dir, checkpoint, config)
     else: # nothing here can be used, see `find_resume`; it is set aside when all parts of the run are there
         for name in (NEXT,LAST): (run_dir/name).unlink(missing_ok=True)
@@ -295,7 +295,7 @@ def place_of(
     state:dict, # `trainer_state.json`
     train:dict, # fields of the `TrainConfig` of the run to come
 )->tuple[float,float]: # `step` and `max_steps` of a schedule
-    "Where the schedule goes on, and its length, in updates of the size of before."
+    "Where the schedule continues, and its length, in updates of the earlier size."
     most,samples = train.get('max_training_samples'),state.get('samples', 0)
     if most is None: return state['step'],planned_length(state, train)
     return in_samples(samples, samples/max(state['step'], 1), most)
@@ -305,7 +305,7 @@ def progress(
     packs:int, # of an update from now on
     train:dict|None=None, # fields of the `TrainConfig` of the run to come; None: those of before
 )->str: # a sentence
-    "Where a run stands in updates and in samples, and what that is with other updates."
+    "The progress of a run in updates and in samples, and what that is with other updates."
     step,samples,was,before = state['step'],state['samples'],state['data']['lanes'],state['configs']['train']
     if (whole := (train or before).get('max_training_samples')) is not None:
         left = max(whole-samples, 0)*step*was/samples/packs
@@ -348,7 +348,7 @@ def rates(
     place:tuple[float,float], # from `place_of`
     schedule:Callable|None=None, # of the run's recipe; None: that of the configuration
 )->tuple[float|None,float]: # the projector's rate in the last update (None: not in the log), in the next
-    "Does the learning rate go on where it was? Of a run with adapters it is theirs."
+    "Does the learning rate continue where it was? Of a run with adapters it is theirs."
     c,log = train_cfg,run_dir/LOG
     name,peak = ('lr_lora',c.lr_lora) if c.lora_rank else ('lr_MP',c.lr_mp)
     last = [r[name] for r in (read_log(log) if log.is_file() else []) if r['step']<=step and name in r]
@@ -357,7 +357,7 @@ def rates(
 
 def aside_lines(
     run_dir:Path, # directory of the run
-    checkpoint:Path|None, # where it will go on; None: it begins anew
+    checkpoint:Path|None, # from which it will resume; None: it begins
 )->list[str]: # a line, or none
     "What going on from there leaves behind."
     same_run = checkpoint is not None and is_own(run_dir, checkpoint)
@@ -405,7 +405,7 @@ def rate_lines(
     train_cfg:TrainConfig, # of the run to come
     schedule:Callable|None=None, # of its recipe
 )->list[tuple[bool,str]]: # (is it about the same?, line); empty if the log does not say
-    "Whether the learning rate goes on where it was."
+    "Whether the learning rate continues where it was."
     place = place_of(state, asdict(train_cfg))
     before,after = rates(run_dir, state['step'], train_cfg, place, schedule)
     if before is None: return []

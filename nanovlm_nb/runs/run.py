@@ -89,7 +89,7 @@ def hold(
     run_dir:Path, # directory of the run
     dist:Dist, # all ranks must call
     jobs:dict[str,int]={}, # from `launchers`
-)->Iterator[None]: # nothing; a ValueError says who else is there
+)->Iterator[None]: # nothing; a ValueError names the other process
     "While inside, no other run writes into the directory."
     lock,new = RunLock(run_dir, jobs),not run_dir.exists()
     on_master(dist, lock.take)
@@ -109,8 +109,8 @@ def runs_folder(
 
 def checkpoint_around(
     folder:Path, # need not be there
-)->Path|None: # None: it lies in none
-    "The checkpoint that a directory lies in."
+)->Path|None: # None: it is in none
+    "The checkpoint that contains a directory."
     def is_model(p):
         weights = (p/'config.json').is_file() and (p/'model.safetensors').is_file()
         return (p/MANIFEST).is_file() or weights
@@ -133,7 +133,7 @@ def _run_path(vlm_cfg, c, dist):
 def run_path(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path` is the parent directory
     train_cfg:TrainConfig, # `run_name`, or what a name is made of
-    dist:Dist, # the ranks, who all get the same answer
+    dist:Dist, # the ranks, which all get the same answer
 )->Path: # the directory, which need not be there
     "Where a run keeps its files: where this job was before, or beside the checkpoint that it resumes from."
     run_dir = _run_path(vlm_cfg, train_cfg, dist)
@@ -146,7 +146,7 @@ def run_path(
 def make_run_dir(
     vlm_cfg:VLMConfig, # the model; `vlm_checkpoint_path` is the parent directory
     train_cfg:TrainConfig, # the run; `run_name` is the name, if given
-    dist:Dist, # the ranks, who all get the same answer
+    dist:Dist, # the ranks, which all get the same answer
     run_dir:Path|None=None, # None: `run_path`
     config:str|Path|None=None, # the user's own YAML file
 )->Path: # the directory, with `config.yaml` in it
@@ -290,7 +290,7 @@ def plan_resume(
     world_size:int, # ranks
     jobs:dict[str,int]={}, # from `dist.launchers`
     schedule:Callable|None=None, # of the run's recipe
-)->tuple[Path|None,list[str]]: # the checkpoint to go on from, or None; lines for the log
+)->tuple[Path|None,list[str]]: # the checkpoint to resume from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
     recover(run_dir)
     again = is_again(run_dir, jobs)
@@ -346,7 +346,7 @@ def stop_on_signals(
         if os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C) # a handler may come in the middle of a print
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
         here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
-        # nohup wants SIGHUP ignored
+        # under nohup SIGHUP stays ignored
         meant = [s for s in here if s==signal.SIGINT or signal.getsignal(s)!=signal.SIG_IGN]
         old |= {s:signal.signal(s, ask) or signal.SIG_DFL for s in meant}
     try: yield
@@ -358,7 +358,7 @@ def set_status(
     status:str, # 'running', 'interrupted', 'done' or 'failed'
     dist:Dist, # only rank 0 writes
 )->None:
-    "Write down how a run stands; on a full disk there is still the room of the word before."
+    "Write the status of a run; on a full disk there is still the room of the word before."
     if not dist.is_master: return
     file = run_dir/STATUS
     try: write_atomic(file, status+'\n')
@@ -372,7 +372,7 @@ def keep_status(
     run_dir:Path, # of the run
     dist:Dist, # this rank
 )->Iterator[Callable]: # to be called with how the run ended
-    "The status is 'running' inside, and afterwards what was said, or 'failed' if nothing was."
+    "The status is 'running' inside, and afterwards the one that was set, or 'failed' if none was."
     statuses = ['failed']
     set_status(run_dir, 'running', dist)
     try: yield statuses.append
@@ -392,7 +392,7 @@ def may_change(
     train_cfg:TrainConfig, # of the run
     changes:dict, # fields that are to have another value
 )->bool: # with the same checkpoints
-    "May a run that has begun go on with other values?"
+    "May a run that has begun resume with other values?"
     def changed(cfg): return evolve(cfg, **{k:v for k,v in changes.items() if hasattr(cfg, k)})
     saved = dict(vlm=asdict(vlm_cfg), train=asdict(train_cfg))
     diffs = differences(saved, changed(vlm_cfg), changed(train_cfg))
@@ -420,7 +420,7 @@ class Ending:
     def command(self,
         **changes, # fields that are to have another value
     )->str: # a line for the shell
-        "What goes on with this run, or begins it once more."
+        "The command that resumes this run, or begins it again."
         flags = [f'--{k} {v}' for k,v in changes.items()]
         if self.trainer is None: return ' '.join(['the same command', *flags])
         return self.make_command(self.log.run_dir, self.cfg, self.dist, changes)
@@ -442,7 +442,7 @@ class Ending:
     def reason(self,
         error:Exception, # as it arrived
     )->str|None: # a sentence; None: it is a fault of ours, or of use
-        "What broke the run, if that is known, and what goes on with it."
+        "What broke the run, if that is known, and the command that resumes it."
         run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
         if place is not None: return disk_is_full(place, run_dir, self.cfg, self.command())
         if out_of_memory(error): return self.no_memory(error)
@@ -468,8 +468,8 @@ class Ending:
 # %% ../../nbs/56_runs.run.ipynb #c0de3402
 def start_patience(
     train_cfg:TrainConfig, # `timeout_s`
-    dist:Dist, # who has started this rank
-    resuming:bool, # there is something to go on with
+    dist:Dist, # this rank
+    resuming:bool, # there is something to resume from
     stop:threading.Event|None=None, # ends the wait
 )->Patience: # seconds; 0: somebody is looking
     "How long a start waits for a network that is away."
@@ -487,7 +487,7 @@ def on_each_rank(
     dist:Dist, # all ranks must call
     patience:float, # seconds; a `Patience` with a `Stop` breaks off at once when a signal comes
 ): # what it returns
-    "Read what every rank needs; if one cannot reach it, or was told to stop, all raise `Unreachable`."
+    "Read what every rank needs; if one cannot reach it, or got a signal to stop, all raise `Unreachable`."
     value,lost,stop = None,None,getattr(patience, 'stop', None)
     try:
         with stop.breaks_off() if isinstance(stop, Stop) else nullcontext():
@@ -504,7 +504,7 @@ def interrupted_if_unreachable(
     log:RunLog, # says so
     end:Callable, # from `keep_status`
     patience:float, # from `start_patience`; 0: it is an error
-    command:Callable=lambda: 'the same command', # names what goes on, see `Ending.command`
+    command:Callable=lambda: 'the same command', # names the command that resumes, see `Ending.command`
 )->Iterator[None]: # nothing
     "A start that cannot have its data ends the run as a signal would: a scheduler starts it again."
     try: yield
@@ -636,7 +636,7 @@ def _restore(before):
 def put_back(
     before:Before, # from `look_before`
     dist:Dist, # only rank 0 writes
-    again:bool=False, # a job is started again, and nobody reads its terminal
+    again:bool=False, # a job is started again, without a user at its terminal
 )->Iterator[Callable]: # to be called when the run is about to train: from then on nothing is put back
     "Undo what a start has written, should it be refused."
     stays = []
@@ -648,7 +648,7 @@ def put_back(
         raise
 
 def _leave_word(run_dir, line):
-    "Say in a run's directory why it does not go on."
+    "Write in a run's directory why it is not resumed."
     with (run_dir/TEXT_LOG).open('a', encoding='utf-8') as f:
         f.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} ERROR this start was refused: {line}\n')
     write_atomic(run_dir/STATUS, 'failed\n')
@@ -699,15 +699,15 @@ class Desk:
     "What is open while a run runs."
     plan:RunPlan # what runs
     log:RunLog # where figures go
-    ending:Ending # knows the command that goes on
+    ending:Ending # knows the command that resumes
     end:Callable # from `keep_status`
     stays:Callable # from `put_back`
-    checkpoint:Path|None # where the run goes on; None: it begins
+    checkpoint:Path|None # from which the run resumes; None: it begins
     lines:list[str] # about that, for the log
 
     @property
     def own_checkpoint(self)->bool: # then nothing is moved before the checkpoint has been read
-        "Does the run go on from a checkpoint of its own?"
+        "Does the run resume from a checkpoint of its own?"
         return self.checkpoint is not None and is_own(self.plan.run_dir, self.checkpoint)
 
 @contextmanager
@@ -715,7 +715,7 @@ def opened(
     plan:RunPlan, # what will run
     dist:Dist, # this rank; all must call
     config:str|None=None, # the user's own YAML file
-    command:Callable=go_on, # names the command that goes on with the run
+    command:Callable=go_on, # names the command that resumes the run
 )->Iterator[Desk]: # to work at
     "Inside, the run's directory is its own, with log and status."
     run_dir,(vlm_cfg,c) = plan.run_dir,plan.parts.configs
@@ -734,7 +734,7 @@ def opened(
 
 def step_in(
     plan:RunPlan, # what will run
-    checkpoint:Path|None, # where it goes on
+    checkpoint:Path|None, # from which it resumes
 )->None:
     "Let the directory say whose it is now; if the checkpoint is its own, only when that has been read."
     own_checkpoint = checkpoint if checkpoint is not None and is_own(plan.run_dir, checkpoint) else None
@@ -746,7 +746,7 @@ def set_up(
     dist:Dist, # this rank; all must call
     stop:threading.Event, # ends the run with a checkpoint when it is set
 )->Trainer: # ready to train
-    "Put the parts together and let the run stand where it goes on."
+    "Put the parts together, and restore the checkpoint from which the run resumes."
     plan,checkpoint,log = desk.plan,desk.checkpoint,desk.log
     vlm_cfg,train_cfg = plan.parts.configs
     if (left := on_master(dist, lambda: sweep(plan.run_dir))):
@@ -757,7 +757,7 @@ def set_up(
     use_evals(trainer)
     if checkpoint is not None: go_on_from(trainer, desk, checkpoint)
     else: begin_anew(trainer, desk)
-    train,val = trainer.train_loader.source,trainer.val_loader.source # a run that goes on keeps its split
+    train,val = trainer.train_loader.source,trainer.val_loader.source # a resumed run keeps its split
     log.info(size_line(train, val))
     use_frozen_tower(trainer, checkpoint)
     if checkpoint is not None and not desk.own_checkpoint: settle_in(trainer)
@@ -794,7 +794,7 @@ def go_on_from(
 
 def sum_up(
     trainer:Trainer, # has trained, or was stopped
-    desk:Desk, # knows the command that goes on
+    desk:Desk, # knows the command that resumes
 )->str: # 'done', or 'interrupted' by a signal
     "What came of a run."
     dist,parts,f = trainer.dist,desk.plan.parts,trainer.base.features
@@ -819,7 +819,7 @@ def settle_in(
     trainer.saver.wait()
 
 def begin_anew(
-    trainer:Trainer, # without a checkpoint to go on from
+    trainer:Trainer, # without a checkpoint to resume from
     desk:Desk, # whose run it is
 )->None:
     "Whatever an earlier start has left is done again; checkpoints that cannot be used are set aside."
@@ -842,7 +842,7 @@ def millions(
 @contextmanager
 def met(
     timeout_s:float=TrainConfig.timeout_s, # of what ranks do together
-    dist:Dist|None=None, # ranks that have met already; then signals are the caller's, too
+    dist:Dist|None=None, # ranks that are already initialised; then signals are the caller's, too
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
 )->Iterator[tuple[Dist,threading.Event]]: # this rank, and what a signal sets
     "Inside, the ranks of a run know each other."
@@ -860,10 +860,10 @@ def run(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
     recipe:Callable|Parts|None=None, # parts of your own, see `parts_of`; or `train_cfg.recipe` names them
-    dist:Dist|None=None, # ranks that have met already; None: alone, or as one of torchrun's
+    dist:Dist|None=None, # ranks that are already initialised; None: alone, or as one of torchrun's
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
     asked:Namespace=NOT_ASKED, # what the command line names, see `parse_args`
-    command:Callable=go_on, # names the command that goes on with the run
+    command:Callable=go_on, # names the command that resumes the run
 )->Path: # directory of the run
     "Train as the configs say."
     with met(train_cfg.timeout_s, dist, stop) as (dist,stop):

@@ -31,7 +31,7 @@ def is_pth(
 def weights_of_start(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path`
     train_cfg:TrainConfig, # `resume`, `load_from`, `resume_from_vlm_checkpoint`
-)->str|None: # None: the run begins with backbones, a `.pth` file or random numbers, or goes on
+)->str|None: # None: the run begins with backbones, a `.pth` file or random numbers, or resumes
     "The checkpoint whose weights a new run takes; of a run's directory, the best."
     c = train_cfg
     if c.resume_from_vlm_checkpoint: return find_checkpoint(vlm_cfg.vlm_checkpoint_path)
@@ -72,7 +72,7 @@ def with_backbone_sizes(
 def given_fields(
     vlm_cfg:VLMConfig, # without a command line
 )->set[str]: # names of fields
-    "What was chosen by hand: it is the value of no preset."
+    "What the user has chosen: it is the value of no preset."
     plain = [preset(p)[0] for p in PRESETS if p!='nanovlm_native']
     return {f.name for f in fields(VLMConfig)
             if all(getattr(vlm_cfg, f.name)!=getattr(p, f.name) for p in plain)}

@@ -91,7 +91,7 @@ class Rules:
 
     @cached_property
     def markers(self)->dict[int,tuple[int,int]]: # token id -> (row, column) from 1; (0, 0): the whole
-        "Tokens that stand before the placeholders of a tile."
+        "Tokens before the placeholders of a tile."
         extra = {name:self.tokenizer.convert_tokens_to_ids(token)
                  for name,token in self.vlm_cfg.vlm_extra_tokens.items()}
         cells = {i:re.fullmatch(r'r(\d+)c(\d+)', 'r0c0' if name=='global_image_token' else name)
@@ -457,7 +457,7 @@ def check_ratings(
 
 # %% ../../nbs/61_tools.checks.ipynb #a2842a60
 def _bytes(picture):
-    "The bytes of whatever stands for a picture."
+    "The bytes of a picture, in any form."
     if isinstance(picture, dict): return _bytes(picture.get('bytes') or picture.get('path'))
     if isinstance(picture, (str,Path)):
         return Path(picture).read_bytes() if Path(picture).is_file() else str(picture).encode()

@@ -273,7 +273,7 @@ def check_wandb(
     asked:bool, # `log_wandb`
     mode:str|None, # from `wandb_mode`; None: it could not be asked
     chosen:bool=False, # WANDB_MODE is set
-)->Probe: # skip when nobody asks
+)->Probe: # skip if it is not asked for
     "Will figures arrive at wandb?"
     if not asked: return Probe('wandb', SKIP, 'log_wandb is False: figures stay in log.jsonl')
     if mode and (mode=='online' or chosen): return Probe('wandb', PASS, mode)
@@ -337,7 +337,7 @@ def _end(p):
         p.wait()
 
 def two_processes(
-    timeout_s:float=120., # until they must have met
+    timeout_s:float=120., # until they must be connected
 )->Probe: # pass or fail
     "Let torchrun start two processes that exchange their numbers by gloo."
     code = ("from nanovlm_nb.core.dist import init_dist,destroy_dist; "

@@ -290,7 +290,7 @@ def _drops_of(report):
 
 # %% ../../nbs/62_tools.inspect.ipynb #36fc1161
 def _fault_lines(faults):
-    "A kind of fault: the first message and remedy, and who has it."
+    "A kind of fault: the first message and remedy, and the samples that have it."
     f,ids = faults[0],list(dict.fromkeys(f.id for f in faults))
     return [f"{'warning' if f.warning else 'FAULT  '} {f.kind}: {_ids(ids)}",
             f'          {f.id}: {f.message}', f'          remedy: {f.remedy}']
@@ -443,7 +443,7 @@ def _settings(report):
 
 # %% ../../nbs/62_tools.inspect.ipynb #f627d33c
 def _sections(report):
-    "(heading, what stands below it), for all that there is."
+    "(heading, text below it), for all that there is."
     spread = {f'{k} a sample':v for k,v in report.sizes.items()}
     spread['% of a pack used'] = [100*p.used for p in report.packs]
     facts = (_figures(report)|_settings(report)).items()

@@ -72,14 +72,14 @@ def epoch_at(
     iteration:int, # iterations so far
     per_epoch:int, # iterations of an epoch
 )->float: # epochs so far
-    "Where a counter of iterations stands; also the `begin` of a schedule in epochs that goes on from there."
+    "The epoch of an iteration; also the `begin` of a schedule in epochs that continues there."
     if per_epoch<1: raise ValueError(f"per_epoch is {per_epoch}: give the iterations of an epoch")
     return iteration/per_epoch
 
 def changed_batch(
     iteration:int, # iterations so far
     before:Bookkeeping, # with which they were made
-    after:Bookkeeping, # with which the run is to go on
+    after:Bookkeeping, # with which the run is to resume
     epochs:int, # of the whole run
 )->list[str]: # lines; empty when an iteration means the same
     "What another batch does to a run that counts iterations. Shares are of epochs as read, with one digit."
@@ -252,7 +252,7 @@ def _passing_by(vlm_cfg, cfg, trains):
     return patches*(2*a*vlm_cfg.vit_inter_dim+12*vlm_cfg.vit_hidden_dim)
 
 def _copied(cfg, parameters):
-    "Numbers whose 16-bit copy is kept for the backward pass: what learns, or what adapters stand beside."
+    "Numbers whose 16-bit copy is kept for the backward pass: what learns, or what has adapters."
     if not cfg.lora_rank: return sum(s.trained for s in parameters.values())
     again = dict(vision_encoder=cfg.vision_checkpointing, decoder=cfg.language_checkpointing)
     passed = [(n, s) for n,s in parameters.items() if n=='decoder' or s.trained]
@@ -588,7 +588,7 @@ def claims(
     vlm_cfg:VLMConfig, # nanoVLM's model
     train_cfg:TrainConfig, # its run
 )->list[str]: # a line for each claim
-    "What is said about nanoVLM's run, computed again."
+    "The figures of nanoVLM's run, computed again."
     parameters,c = sizes(vlm_cfg, train_cfg),train_cfg
     size = {n:s.total for n,s in parameters.items()}
     state,more = (16*n/1e9 for n in (size['decoder'], size['vision_encoder']+size['MP']))

@@ -27,12 +27,12 @@ class Run(NamedTuple):
     "What a run has written."
     name:str # of its directory
     records:list # of log.jsonl, in order
-    restarts:list # updates from which it went on after a stop
+    restarts:list # updates from which it resumed
 
 def restarts_in(
     text:str, # of a train.log
 )->list[int]: # updates
-    "From which checkpoints a run went on."
+    "From which checkpoints a run resumed."
     return [int(n) for n in re.findall(r'(?:Auto resumed|Resumed) from .*step_(\d+)', text)]
 
 def load_run(
@@ -51,7 +51,7 @@ def positions(
     records:list[dict], # of a run
     x:str='updates', # one of `AXES`
 )->list[float]: # of each record
-    "Where records stand on an axis."
+    "The positions of records on an axis."
     if x not in AXES: raise ValueError(f"x is {x!r}: give one of {', '.join(AXES)}")
     if x=='updates': return [r['step'] for r in records]
     cost = ((lambda r: r.get('samples', 0)) if x=='samples'
@@ -195,7 +195,7 @@ def status_lines(
     path:str|Path, # directory of a run
     now:float|None=None, # seconds since 1970; None: now
 )->list[str]: # a few lines
-    "How a run stands."
+    "The state of a run."
     run,now = load_run(path),time.time() if now is None else now
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     state = ((folder/STATUS).read_text(encoding='utf-8').strip()

@@ -34,7 +34,7 @@ from ..runs.run import make_trainer
 def checkpoint_before(
     run_dir:Path, # directory of a run
     update:int, # from 1
-)->Path: # the newest complete checkpoint of an earlier update, on the way to where the run stands
+)->Path: # the newest complete checkpoint of an earlier update, on the way to the current one
     "Where the way to an update begins."
     earlier = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
     if not earlier:

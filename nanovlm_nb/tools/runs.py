@@ -36,7 +36,7 @@ def describe_checkpoint(
 def list_checkpoints(
     run_dir:Path, # directory of the run
     now:float|None=None, # seconds since 1970; None: now
-)->list[str]: # a line for each checkpoint: where the run stands, what led there, and the rest
+)->list[str]: # a line for each checkpoint: the current one, what led there, and the rest
     "What a run has kept."
     now,marks,on_branch = time.time() if now is None else now,{},branch(run_dir)
     for name,path in (('last',last_checkpoint(run_dir)), ('best',read_pointer(run_dir, BEST))):
@@ -77,7 +77,7 @@ class Follower:
         new,self.known = [p for p in complete if p not in self.known],set(complete)
         return [describe_checkpoint(p, {}, time.time()) for p in new]
 
-    def lives(self)->bool: # False too when nobody holds the directory
+    def lives(self)->bool: # False too when no process holds the directory
         "Has the run given a sign of life lately?"
         path = self.run_dir/LOCK
         sign = path.read_bytes() if path.is_file() else None

@@ -100,7 +100,7 @@ PARTS = dict(vision='vision tower', projector='projector', language='language mo
     optim='update') # module -> part of the step
 # what is compiled as a whole
 BLOCKS = {ViTBlock.forward:'vision tower', LanguageModelBlock.forward:'language model'}
-NAIVE = ('nanovlm_loss','_masked_block') # of this module, what asks itself; the rest stands in for torch
+NAIVE = ('nanovlm_loss','_masked_block') # of this module, what asks itself; the rest replaces torch
 OTHER = 'around them' # embedding table, copies, what the trainer does
 
 class Op(NamedTuple):
@@ -108,7 +108,7 @@ class Op(NamedTuple):
     name:str # of the operation
     kind:str # 'matmul', 'attention', 'masked', 'pointwise', 'copy', 'view' or 'wait'
     part:str # of the step
-    line:str # who asked, e.g. `vision.py:58`
+    line:str # the line that asked, e.g. `vision.py:58`
     phase:str # 'forward', 'backward' or 'update'
     region:int # number of the block that it belongs to; 0: none
     flops:int # arithmetic that a kernel does
@@ -336,7 +336,7 @@ def _joined(run, last):
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de24
 class Rates(NamedTuple):
-    "What is reached of a card, and what the host costs."
+    "The rates that a GPU reaches, and what the host costs."
     matmul:float=.5 # share of the arithmetic, matrix products
     attention:float=.33 # flash attention
     masked:float=.11 # attention with a mask
@@ -346,7 +346,7 @@ class Rates(NamedTuple):
     ask_back:float=13e-6 # of the backward pass, where the engine asks
     view:float=3e-6 # for a view
     launch:float=6e-6 # for a kernel of a compiled block
-    link:float=20e9 # bytes a second from pinned memory to the card
+    link:float=20e9 # bytes a second from pinned memory to the GPU
     pageable:float=4e9 # bytes a second from other memory, the host's own copy included
 
 RATES = Rates()
@@ -355,7 +355,7 @@ RATES = Rates()
 def kernel_seconds(
     op:Op, # one operation
     card:GpuCard, # that does it
-    rates:Rates=RATES, # what is reached of the card
+    rates:Rates=RATES, # rates that the GPU reaches
 )->float: # 0 for what needs no kernel
     "The roofline: the slower of arithmetic and memory."
     if op.kind in ('view','wait','copy'): return 0.
@@ -365,7 +365,7 @@ def kernel_seconds(
 def host_seconds(
     op:Op, # one operation
     rates:Rates=RATES, # what the host costs
-)->float: # before it can go on
+)->float: # before it can continue
     "How long it takes to ask."
     if op.kind=='wait': return sum(op.writes.values())/rates.pageable
     if op.kind=='view': return rates.view
@@ -374,17 +374,17 @@ def host_seconds(
 
 class Seconds(NamedTuple):
     "How long a step takes."
-    total:float # until card and host are both done
-    busy:float # the card computes
+    total:float # until GPU and host are both done
+    busy:float # the GPU computes
     host:float # the host asks
-    waiting:float # the host stands still
+    waiting:float # the host waits
 
 def two_clocks(
     ops:list[Op], # of a step, in order
     card:GpuCard, # that does them
     rates:Rates=RATES, # assumptions
 )->Seconds: # of the step
-    "Let host and card run beside each other."
+    "Let host and GPU run beside each other."
     host = gpu = busy = waiting = 0.
     for op in ops:
         host += host_seconds(op, rates)
@@ -610,7 +610,7 @@ class Xray(NamedTuple):
 
     @property
     def waits(self)->list[Op]: # in order
-        "Where the host waits for the card."
+        "Where the host waits for the GPU."
         return [o for o in self.ops if o.kind=='wait']
 
     @property
@@ -646,7 +646,7 @@ class Account(NamedTuple):
     flops:int # arithmetic
     bytes:int # moved
     kernels:int # launched
-    seconds:float # of the card
+    seconds:float # of the GPU
     compiled:float # the same with compiled blocks
 
 def accounts(
@@ -669,8 +669,8 @@ class Pace(NamedTuple):
     micro:float # seconds of a micro-batch
     update:float # seconds of an update, all its micro-batches included
     tokens:float # a second
-    mfu:float # share of the card's arithmetic that the answer needs
-    idle:float # share of the time in which the card has nothing to do
+    mfu:float # share of the GPU's arithmetic that the answer needs
+    idle:float # share of the time in which the GPU has nothing to do
 
 def pace(
     x:Xray, # from `xray`

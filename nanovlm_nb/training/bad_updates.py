@@ -55,7 +55,7 @@ def _lines(run_dir):
 def read_bad_updates(
     run_dir:Path, # directory of a run
 )->list[dict]: # `update`, `reason`, `ids` and `data` of each, in order
-    "The updates that a run has skipped; lines that are not ours are passed over, and said."
+    "The updates that a run has skipped; lines that are not ours are ignored, with a warning."
     records,foreign = _lines(run_dir)
     say_foreign(Path(run_dir)/BAD_UPDATES, foreign)
     return records

@@ -157,7 +157,7 @@ def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
     (tmp/TRAINER_STATE).write_text(json.dumps(state or {}, indent=1, sort_keys=True)+'\n', encoding='utf-8')
 
 def _read_back(tmp, dist):
-    "Digests of the files that this rank has written: they bear its number, or nobody's."
+    "Digests of the files that this rank has written: with its number, or with none."
     numbers = {name:re.search(r'(?:__|rng_)(\d+)', Path(name).name) for name in file_sizes(tmp)}
     return file_digests(tmp, [name for name,m in numbers.items() if (int(m[1]) if m else 0)==dist.rank])
 
@@ -208,7 +208,7 @@ def save_checkpoint(
 
 # %% ../../nbs/43_training.checkpoint.ipynb #02552f4c
 class Saver:
-    "Writes one checkpoint after another, while the training goes on if it may."
+    "Writes one checkpoint after another, beside the training if it may."
     def __init__(self,
         dist:Dist, # every rank makes one, and calls the same methods in the same order
         background:bool=True, # write in a thread
@@ -239,7 +239,7 @@ class Saver:
         if writing is not None: writing.result()
 
 def _own_group(dist):
-    "The same ranks, with a group that nobody else talks through."
+    "The same ranks, with a process group of their own."
     if dist.world_size==1: return dist
     return replace(dist, cpu_group=torch.distributed.new_group(
         backend='gloo', timeout=timedelta(seconds=dist.timeout_s)))

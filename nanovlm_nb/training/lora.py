@@ -56,7 +56,7 @@ class LoraLinear(nn.Linear):
 # %% ../../nbs/48_training.lora.ipynb #10ad480c
 def lora_layers(
     model:nn.Module, # with `vision_encoder`, `MP`, `decoder`
-    targets:Sequence[str], # parts of names, `*` stands for anything
+    targets:Sequence[str], # parts of names, `*` matches anything
 )->list[str]: # names, in the model's order
     "Linear layers that targets name; a ValueError for one that names none."
     linear = [name for name,m in model.named_modules() if isinstance(m, nn.Linear)
@@ -91,7 +91,7 @@ def add_adapters(
 def adapt(
     model:nn.Module, # as it was read; changed in place
     train_cfg:TrainConfig, # `lora_rank`, `lora_alpha`, `lora_targets`
-    weights:str|None, # the checkpoint that it was read from; None: one of a run that goes on will follow
+    weights:str|None, # the checkpoint that it was read from; None: a resumed run's will follow
 )->None:
     "Put a run's adapters on its model."
     c,base = train_cfg,None
@@ -138,7 +138,7 @@ def to_peft(
     note:dict[str,Any], # the model's `lora_note`
     cfg:VLMConfig, # of the model
 )->tuple[dict,dict]: # contents of adapter_config.json, tensors
-    "Adapters as peft wants them."
+    "Adapters in peft's format."
     tensors = {}
     for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
         theirs = peft_layers(name, cfg)

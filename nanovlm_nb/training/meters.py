@@ -50,7 +50,7 @@ class Meters:
         return dict(loss=0., targets=0, samples=0, updates=0, norm=0., flops=0)
 
     def add_losses(self,
-        losses:Tensor|None, # (n,) of the targets of a micro-batch; None: nobody knows them
+        losses:Tensor|None, # (n,) of the targets of a micro-batch; None: unknown
         batch:Batch, # the micro-batch
     )->None:
         "Keep the losses of single targets; they are looked at in the next report."
@@ -151,12 +151,12 @@ class LeftOut:
         return self.file.cut(size)
 
     def load(self,
-        checkpoint:Path, # from which the run goes on
+        checkpoint:Path, # from which the run resumes
         state:dict, # its `trainer_state.json`
-        same_run:bool=True, # it lies in the directory of this run
+        same_run:bool=True, # it is in the directory of this run
         say:Callable=str, # takes a line for the log
     )->None:
-        "Go on with what was left out before a checkpoint; every rank must call."
+        "Restore what was left out before a checkpoint; every rank must call."
         self.total = on_master(self.dist, lambda: self._read(checkpoint, state, same_run, say))
 
     def _read(self, checkpoint, state, same_run, say):

@@ -176,7 +176,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
             part.param_groups,part.state = [next(groups) for _ in part.param_groups],self.state
 
     def step(self,
-        closure=None, # computes the gradients anew, as in every optimizer
+        closure=None, # computes the gradients again, as in every optimizer
     ): # what `closure` returned
         "One step of each."
         loss = None if closure is None else torch.enable_grad()(closure)()

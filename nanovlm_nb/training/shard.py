@@ -155,7 +155,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self,
-        closure=None, # computes the gradients anew, as in every optimizer
+        closure=None, # computes the gradients again, as in every optimizer
     ): # what `closure` returned
         "Gradients down, update, weights up."
         loss = None if closure is None else torch.enable_grad()(closure)()

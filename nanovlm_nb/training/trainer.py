@@ -52,7 +52,7 @@ from .meters import FIRST,LeftOut,Meters,profiled
 # %% ../../nbs/47_training.trainer.ipynb #4f414fd1
 @dataclass
 class TrainState:
-    "Where a run stands."
+    "The progress of a run."
     step:int = 0 # updates so far
     epoch:int = 0 # epochs completed
     samples:int = 0 # samples seen, over all ranks
@@ -61,7 +61,7 @@ class TrainState:
     best_step:int|None = None # update at which it was reached
     skipped:int = 0 # updates that were not made, see `bad_updates`
     bad_in_a_row:int = 0 # how many of them came last
-    planned:int|None = None # updates that `max_epochs` will come to; None: nobody knows, or there is none
+    planned:int|None = None # updates that `max_epochs` will come to; None: unknown, or there is none
     planned_for:list[int]|None = None # `max_epochs` and packs of an update that this was found for
     counted:bool = True # False: `planned` is an estimate
     began:int|None = 0 # update at which the epoch began; None: not known
@@ -69,7 +69,7 @@ class TrainState:
 
 # %% ../../nbs/47_training.trainer.ipynb #d750f3d7
 class GradientExchange:
-    "Notes when DDP hands over the last gradients of a backward pass."
+    "Notes when DDP gets the last gradients of a backward pass."
     def __init__(self,
         model:nn.Module, # plain, or in DDP
     ):
@@ -133,7 +133,7 @@ class Hook:
         return type(self).__name__
 
     def begin(self,
-        trainer:'TrainerBase', # loaded, if the run goes on from a checkpoint
+        trainer:'TrainerBase', # loaded, if the run resumes from a checkpoint
     )->None:
         "Before the first update of this start, and before the validation of the untrained model."
 
@@ -156,7 +156,7 @@ class Hook:
     def load_state_dict(self,
         state:dict, # from `state_dict`; all ranks get the same
     )->None:
-        "Go on from there."
+        "Continue from that state."
 
 def named_hooks(
     hooks:Iterable[Hook], # of a run
@@ -176,7 +176,7 @@ def hook_states(
     "What hooks have to remember; a ValueError if JSON cannot hold it."
     states = {}
     for name,hook in named_hooks(hooks).items():
-        try: states[name] = json.loads(json.dumps(hook.state_dict())) # a copy, for the run goes on
+        try: states[name] = json.loads(json.dumps(hook.state_dict())) # a copy, for the run continues
         except (TypeError, ValueError) as e:
             raise ValueError(f'the state of hook {name} cannot be saved as JSON ({e}): '
                 'give numbers, strings, lists') from e
@@ -186,7 +186,7 @@ def load_hooks(
     hooks:Iterable[Hook], # of a run
     states:dict[str,dict], # from `hook_states`, at an earlier start
 )->list[str]: # lines for the log
-    "Let hooks go on; say which one begins anew, and whose state nobody wants."
+    "Restore the states of hooks; report hooks without a state, and states without a hook."
     named = named_hooks(hooks)
     for name,state in states.items():
         if name in named: named[name].load_state_dict(state)
@@ -197,7 +197,7 @@ def load_hooks(
 
 # %% ../../nbs/47_training.trainer.ipynb #61ba74cd
 class TrainerBase:
-    "The parts of a run, and where it stands."
+    "The parts of a run, and its progress."
     def __init__(self,
         model:nn.Module, # a `VisionLanguageModel`
         train_cfg:TrainConfig, # how to train
@@ -269,7 +269,7 @@ class TrainerBase:
         return self.left_out.gather()
 
     def stop_on(self,
-        event:threading.Event, # set by whoever gets the signal
+        event:threading.Event, # set by the signal handler
     )->None:
         "Let an event of the caller's end the run, with a checkpoint."
         self.stop = event
@@ -362,7 +362,7 @@ class Scheduling(TrainerBase):
         if rows and passed>=rows/10: self.correct_length(s.step*max(rows/passed, 1), .01)
 
 # %% ../../nbs/47_training.trainer.ipynb #7c0d2a02
-FORESEEN_MFU,DOCUMENTS = .3,8 # share of the peak that is foretold; documents of a pack, likewise
+FORESEEN_MFU,DOCUMENTS = .3,8 # assumed share of the peak; assumed documents of a pack
 
 def foreseen_seconds(
     vlm_cfg:VLMConfig, # length of a pack, tokens of a tile
@@ -371,7 +371,7 @@ def foreseen_seconds(
     peak:float|None, # FLOP/s of the device of one rank; None: unknown, the fastest there is
     ranks:int=1, # that share the packs
 )->float: # of an update
-    "How long an update takes, foretold: half of the tiles that fit, targets at a quarter of the positions."
+    "Predicted time of an update: half of the tiles that fit, targets at a quarter of the positions."
     T = vlm_cfg.lm_max_length
     tiles = T/((vlm_cfg.mp_image_token_length or 0)+1)/2
     peak = peak or max(gpu.tflops for gpu in GPUS.values())*1e12
@@ -380,7 +380,7 @@ def foreseen_seconds(
 class Compiling(Scheduling):
     "Whether a run is long enough for compiled blocks."
     def settle_compile(self)->None: # every rank must call, when the length of the run is known
-        "Compile the blocks if that was left open and it pays, and say so."
+        "Compile the blocks if that was left open and it pays, and log it."
         c,s,ranks,kind = self.cfg,self.state,self.dist.world_size,self.dist.device.type
         packs,peak,units = effective_batch_size(c, ranks),self.meters.peak,self.meters.units
         samples = c.max_training_samples or 0
@@ -592,7 +592,7 @@ class Stepping(Clipping):
 class Validating(Stepping):
     "What held-out rows say about the weights as they are."
     def no_validation(self)->None:
-        "Go on without validation if it was meant so; else raise a `ValueError` with the remedy."
+        "Train without validation if that is wanted; else raise a `ValueError` with the remedy."
         size,blame = self.cfg.val_size,self.drops()['val'].blame or 'raise val_size'
         if size:
             raise ValueError(f'no usable validation row among val_size {size}: {blame}; '
@@ -714,7 +714,7 @@ class Saving(Evaluating):
         prune(self.log.run_dir, self.cfg.max_keep_ckpts)
 
     def state_dict(self)->dict: # JSON-able; every rank must ask
-        "Where the run stands, with the position of its data; without weights and optimizer."
+        "The progress of the run, with the position of its data; without weights and optimizer."
         position = self.train_loader.state_dict()
         return asdict(self.state)|self.left_out.state_dict()|dict(
             data=None if position is None else merge_states(self.dist.gather(position)),
@@ -731,14 +731,14 @@ class Saving(Evaluating):
 
 # %% ../../nbs/47_training.trainer.ipynb #69da71e8
 class Resuming(Saving):
-    "How a run goes on from a checkpoint."
+    "How a run resumes from a checkpoint."
     def load(self,
         checkpoint:Path, # a `step_N` directory
         force:bool=False, # if the position of the data does not fit, begin the next epoch
         checked:bool=False, # its files were compared with its manifest already
         then:Callable|None=None, # called when all is read, before anything in the run's directory is changed
     )->None: # every rank must call
-        "Go on where a checkpoint stands; `FileNotFoundError` if it is not whole, ValueError if damaged."
+        "Resume from a checkpoint; `FileNotFoundError` if it is not complete, ValueError if damaged."
         if not checked: check_checkpoint(checkpoint, dist=self.dist)
         state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
         self.load_data(state, force)
@@ -751,7 +751,7 @@ class Resuming(Saving):
         state:dict, # of a checkpoint; what it says about the epoch follows
         force:bool, # see `load`
     )->None:
-        "Put the data where they stood."
+        "Set the position of the data."
         state.setdefault('began', None)
         if state['data'] is None: return
         state['epoch'] = self.place_data(state['data'], force)
@@ -761,8 +761,8 @@ class Resuming(Saving):
     def place_data(self,
         data:dict, # `merge_states` of the run that was
         force:bool=False, # if it does not fit, begin the next epoch
-    )->int: # the epoch where the data stand
-        "Put the data where they stood, and let validation keep its rows."
+    )->int: # the epoch of the data's position
+        "Set the position of the data, and let validation keep its rows."
         keep_split(self.val_loader.source, data)
         try: self.train_loader.load_state_dict(data)
         except ValueError as e:
@@ -777,7 +777,7 @@ class Resuming(Saving):
         force:bool, # other parts may train than before
     )->None:
         "Read model, optimizer and scaler."
-        merge = self.base.lora_note is None # else the adapters go on
+        merge = self.base.lora_note is None # else the adapters continue
         weights = checkpoint_weights(checkpoint, self.base.config_class, merge)[1]
         if not merge: check_adapters(self.base, weights, checkpoint)
         load_full_weights(self.base, weights)
@@ -789,7 +789,7 @@ class Resuming(Saving):
     def load_state(self,
         state:dict, # `trainer_state.json`
     )->None:
-        "Stand where the checkpoint stands."
+        "Restore everything from the checkpoint."
         self.state = TrainState(**{f.name:state[f.name] for f in fields(TrainState) if f.name in state})
         self.resumed,self.to_follow = True,state.get('to_follow', [])
         self.came_with = self.state.step,self.state.samples
@@ -883,7 +883,7 @@ class Feeding(Judging):
                 if self.state.step==before: self.say_padding(update)
                 yield update
                 if self.full_length: return
-            idle_epochs = idle_epochs+1 if self.state.samples==seen else 0 # a start may stand at the end
+            idle_epochs = idle_epochs+1 if self.state.samples==seen else 0 # a start may be at the end
             if idle_epochs==2:
                 why = self.drops()['train'].blame or 'is the training data empty?'
                 raise ValueError(f'an epoch without a single sample: {why}')
@@ -914,7 +914,7 @@ class Unstable(FloatingPointError):
 class Closing(Feeding):
     "How an update is closed, and how a run ends."
     def interrupted(self)->TrainState: # where the run stopped
-        "Keep what there is, and say so."
+        "Freeze the objects that exist, and log it."
         if self.kept!=(self.state.step,tuple(self.to_follow)): self.save()
         self.saver.wait()
         self.log.info(f'stopped by a signal after update {self.state.step}')
@@ -958,8 +958,8 @@ class Closing(Feeding):
     def settle_down(self,
         update:Update, # the first of this start
     )->None:
-        "After the first update: what is there now stays; what compiling took is said."
-        self.thaws = not gc.get_freeze_count() # else whoever has frozen before will thaw
+        "After the first update: freeze the objects that exist; log what compiling took."
+        self.thaws = not gc.get_freeze_count() # else the code that froze before will thaw
         if self.thaws:
             gc.collect()
             gc.freeze()

@@ -34,7 +34,7 @@ class Update:
     packs:int = 0 # of the whole update
     empty:int = 0 # those of padding only
     data_time:float = 0. # seconds this rank waited for its data
-    before:dict|None = None # where this rank's data stood before it
+    before:dict|None = None # position of this rank's data before it
 
 # %% ../../nbs/45_training.update.ipynb #4f1cefa8
 def tally(

@@ -25,7 +25,7 @@ class Talk:
     def about(self,
         asker:Asker, # the model
         file:str|None, # the picture that the page shows now
-    )->Chat: # goes on if the picture is the same, else it is new
+    )->Chat: # continued if the picture is the same, else new
         "The conversation about a picture."
         if self.chat is None or file!=self.file:
             self.image = None if file is None else open_image(file)

@@ -438,7 +438,7 @@ class ClassTrainer(Trainer):
         if self.dist.is_master: lay_out(self.log.run_dir)
 
     def state_dict(self)->dict: # JSON-able; every rank must ask
-        "Where the run stands, its best evaluation included."
+        "The progress of the run, its best evaluation included."
         return super().state_dict()|self.best
 
     def load(self,
@@ -447,7 +447,7 @@ class ClassTrainer(Trainer):
         checked:bool=False, # likewise
         then:Callable|None=None, # likewise
     )->None:
-        "Go on where a checkpoint stands."
+        "Resume from a checkpoint."
         super().load(checkpoint, force, checked, then)
         state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
         best = self.log.run_dir/f"step_{state['best_model_step']}"
@@ -755,7 +755,7 @@ def classify_again(
     dist:Dist=Dist(), # its ranks
     changes:dict={}, # fields that are to have another value
 )->str: # a line for the shell
-    "The command that goes on with a run, as `endings.go_on` says it of others."
+    "The command that resumes a run, as `endings.go_on` does of others."
     launch,n,run_dir = 'nanovlm classify',dist.world_size,Path(run_dir)
     if n>1: launch = f'torchrun --nproc_per_node {n} -m nanovlm_nb.cli classify'
     lines = ', '.join(f'{k}: {v}' for k,v in changes.items())
@@ -769,7 +769,7 @@ def classify_on(
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
     config:str|None=None, # the user's own file, which is kept as it is
 )->Path: # directory of the run
-    "Train a classifier on ranks that have already met."
+    "Train a classifier on ranks that are already initialised."
     t = settings.training
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
     configs,asked = configs_of(settings, data, dist.world_size),Namespace(given=None, config=config)
@@ -794,7 +794,7 @@ def classify(
 def with_resume(
     s:Settings, # the file
     resume_from:str, # 'checkpoint-N' or 'step_N' of the run that it names, a path, or 'latest'
-)->Settings: # that go on
+)->Settings: # of the resumed run
     "Settings of a run that resumes."
     run_dir,t = Path(s.training.output_dir)/(s.training.run_name or ''),s.training
     if resume_from!='latest' and Path(resume_from).exists(): checkpoint = Path(resume_from)
