@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -218,40 +219,147 @@ def test_a_full_disk_at_five_points(small_disk, quiet_run, point, room):
     ends_full(small_disk, quiet_run, point, room)
 
 
-FILLS = """
-import os, shutil
+LOSES = """
+import os, shutil, time
 from pathlib import Path
+DISK = Path('disk')
+def fill(room=0): (DISK/'ballast').write_bytes(b'0'*max(shutil.disk_usage(DISK).free-room, 0))
+def fill_before_its_shard():
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    write = FileSystemWriter.write_data
+    def later(self, plan, planner):
+        other, size = Path(self.path)/'__0_0.distcp', -1
+        while not other.exists() or other.stat().st_size != size: # the other rank still writes
+            size = other.stat().st_size if other.exists() else -1
+            time.sleep(.3)
+        fill()
+        return write(self, plan, planner)
+    FileSystemWriter.write_data = later
+WAYS = dict(moved=lambda: (DISK/'run').rename(DISK/'away'), denied=lambda: os.seteuid(65534), shard=fill_before_its_shard)
+done = []
 def rate(step, max_lr, max_steps):
-    "A rate that never changes; before update 4, rank 0 leaves ROOM bytes on the disk."
-    disk, log = Path('disk'), Path('disk/run/log.jsonl')
-    if step == 3 and 'ROOM' in os.environ and os.environ['RANK'] == '0' and log.exists() and log.read_text().count('batch_loss') == 3 and not (disk/'ballast').exists():
-        (disk/'ballast').write_bytes(b'0'*max(shutil.disk_usage(disk).free-int(os.environ['ROOM']), 0))
+    "A rate that never changes; before update 4 a rank loses what WAY says."
+    way, log = os.environ.get('WAY'), DISK/'run'/'log.jsonl'
+    if way and step == 3 and not done and os.environ['RANK'] == os.environ['WHO'] and log.exists() and log.read_text().count('batch_loss') == 3:
+        done.append(way)
+        WAYS[way]() if way in WAYS else fill(int(way))
     return max_lr
 """
 
 
 def two_ranks(cwd, folder, *more, **env):
-    "The small run on two ranks, whose rate may fill the disk."
-    return train([*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder, '--lr_schedule', 'fills:rate', *more], cwd, ranks=2, check=False, PYTHONPATH=str(cwd), **env)
+    "The small run on two ranks, one of which may lose its disk."
+    (cwd/'loses.py').write_text(LOSES)
+    return train([*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder, '--lr_schedule', 'loses:rate', *more], cwd, ranks=2, check=False, PYTHONPATH=str(cwd), **env)
+
+
+def is_quiet(ended, began, says):
+    "Both ranks end as one does, and soon; of tracebacks there is torchrun's own. What was said, once by the command and once by the log."
+    assert ended.returncode == 1 and time.monotonic()-began < 200, ended.stderr[-6000:] # the ranks would wait for half an hour
+    codes = {int(n) for n in re.findall(r'exitcode *: (-?\d+)', ended.stderr)}
+    assert 2 in codes and codes <= {2, -signal.SIGTERM}, ended.stderr[-6000:]
+    assert ended.stderr.count('Traceback') == ended.stderr.count('ChildFailedError:') == 1 and 'RuntimeError' not in ended.stderr, ended.stderr[-6000:]
+    said = [line.partition(says)[2] for line in ended.stderr.splitlines() if '--resume True' in line]
+    assert len(set(said)) == 1 and 1 <= len(said) <= 2 and said[0], ended.stderr[-6000:]
+    return said[0]
+
+
+@pytest.fixture(scope='module')
+def quiet_ranks(tmp_path_factory):
+    "The small run on two ranks, undisturbed, by kind of sharding."
+    found = {}
+
+    def of(*more):
+        if more not in found:
+            cwd = tmp_path_factory.mktemp('ranks')
+            assert two_ranks(cwd, 'whole', *more).returncode == 0
+            found[more] = record(cwd/'whole'/'run')
+        return found[more]
+    return of
+
+
+def goes_on(cwd, quiet, *more):
+    again = two_ranks(cwd, 'disk', '--resume', 'True', *more)
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert record(cwd/'disk'/'run') == quiet
+
+
+ZERO2, ZERO3 = (('--sharding', kind) for kind in ('zero2', 'zero3'))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('room, background', [(0, True), (0, False), (4096, True), (300_000, False)])
-def test_a_full_disk_leaves_no_rank_waiting(small_disk, tmp_path, room, background):
-    "Neither waits for the other: the command ends long before the ranks would give up; when there is room again, it goes on as if nothing had been."
-    (tmp_path/'fills.py').write_text(FILLS)
-    assert two_ranks(tmp_path, 'whole').returncode == 0
-    began = time.monotonic()
-    ended, run = two_ranks(tmp_path, 'disk', '--async_save', background, ROOM=str(room)), small_disk/'run'
-    assert ended.returncode and time.monotonic()-began < 200, ended.stderr[-4000:] # the ranks would wait for half an hour
-    said = [line.partition('no space left in')[2] for line in ended.stderr.splitlines() if 'no space left in' in line] # by the log, and by the command unless another rank's fault came first
+@pytest.mark.parametrize('way, who, more', [('0', 0, ()), ('0', 0, ('--async_save', 'False')), ('4096', 0, ()), ('300000', 0, ('--async_save', 'False')), ('300000', 0, ZERO2), ('shard', 1, ZERO2), ('shard', 1, ZERO3)])
+def test_a_full_disk_ends_all_ranks_with_one_sentence(small_disk, tmp_path, quiet_ranks, way, who, more):
+    "Neither waits for the other, nor complains about it; when there is room again, the run goes on as if nothing had been."
+    began, run = time.monotonic(), small_disk/'run'
+    said = is_quiet(two_ranks(tmp_path, 'disk', *more, WAY=way, WHO=str(who)), began, 'no space left in ')
     last = read_pointer(run)
-    assert len(set(said)) == 1 and len(said) <= 2 and not missing_pieces(last) and f'the last complete checkpoint is {last.name}. Make room' in said[0], ended.stderr[-6000:]
+    assert not missing_pieces(last) and said.startswith(f'disk/run: the last complete checkpoint is {last.name}. Make room') and 'torchrun --nproc_per_node 2 -m nanovlm_nb.train --config disk/run/config.yaml' in said, said
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
-    again = two_ranks(tmp_path, 'disk', '--async_save', background, '--resume', 'True')
-    assert again.returncode == 0, again.stderr[-4000:]
-    assert record(run) == record(tmp_path/'whole'/'run')
+    goes_on(tmp_path, quiet_ranks(*more), *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('way, who, more', [('moved', 0, ()), ('denied', 0, ()), ('denied', 1, ZERO2)])
+def test_a_lost_place_ends_all_ranks_with_one_sentence(tmp_path, quiet_ranks, way, who, more):
+    "The directory was moved, or one rank may write no more."
+    if way == 'denied' and os.geteuid(): pytest.skip('only root can give up a right for a while')
+    (tmp_path/'disk').mkdir()
+    tmp_path.chmod(0o755)
+    began, run = time.monotonic(), tmp_path/'disk'/'run'
+    said = is_quiet(two_ranks(tmp_path, 'disk', *more, WAY=way, WHO=str(who)), began, 'disk/run')
+    if way == 'moved':
+        assert said.startswith(' is not there any more, it was moved or removed while the run wrote into it: put it back, then: torchrun'), said
+        (tmp_path/'disk'/'away').rename(run)
+    else: assert re.match(r'/\S+ cannot be written any more \(permission denied\): the last complete checkpoint is step_3\. See that it can be written, then: torchrun', said), said
+    goes_on(tmp_path, quiet_ranks(*more), *more)
+
+
+# A place that is lost
+
+def losing(lose):
+    "A maker of trainers that lose something before the fourth update, when nothing is being written."
+    def make(*args):
+        trainer = Trainer(*args)
+        before = trainer.train_step
+
+        def then(update):
+            if trainer.state.step == 3:
+                trainer.saver.wait()
+                lose()
+            return before(update)
+        trainer.train_step = then
+        return trainer
+    return make
+
+
+def as_if_nothing_had_been(folder, quiet_run):
+    "The lock that could not be taken away is that of a process that lives: this one."
+    (folder/'run'/'lock').unlink()
+    assert record(in_process(folder, '--resume', 'True')) == quiet_run
+
+
+def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, quiet_run):
+    "An open log would take lines to the end; a checkpoint would be written where nobody looks."
+    run, away = tmp_path/'run', tmp_path/'away'
+    with pytest.raises(RunFailed, match=f'{run} is not there any more, it was moved or removed .*: put it back, then: nanovlm train --config {run}/config.yaml --run_name run --resume True$'):
+        in_process(tmp_path, make=losing(lambda: run.rename(away)))
+    assert not run.exists()
+    away.rename(run)
+    as_if_nothing_had_been(tmp_path, quiet_run)
+
+
+@pytest.mark.skipif(not hasattr(os, 'geteuid') or os.geteuid() != 0, reason='only root can give up a right for a while')
+def test_a_right_that_was_lost_names_the_last_checkpoint(quiet_run):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        try:
+            with pytest.raises(RunFailed, match=f'{name}/run/step_4.tmp cannot be written any more .permission denied.: the last complete checkpoint is step_3. See that it can be written, then: nanovlm train'):
+                in_process(folder, make=losing(lambda: os.seteuid(65534)))
+        finally: os.seteuid(0)
+        as_if_nothing_had_been(folder, quiet_run)
 
 
 # Memory

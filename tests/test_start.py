@@ -116,3 +116,42 @@ def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tm
     if not checkpoint: assert start('--lm_n_blocks', str(usual)).vlm_cfg.lm_n_blocks == usual
     else:
         with pytest.raises(ValueError, match=f'lm_n_blocks is {usual}, but .* was trained with {saved.lm_n_blocks}'): start('--lm_n_blocks', str(usual))
+
+
+# Going on with a name alone
+
+def settings(run):
+    return {name: value for cfg in load_yaml(f'{run}/config.yaml') for name, value in cfg.to_dict().items()}
+
+
+@pytest.mark.parametrize('kind', [k if k == 'checkpoint' else pytest.param(k, marks=pytest.mark.slow) for k in [*STARTS, 'yaml', 'preset', 'vlm']])
+def test_a_name_and_resume_are_enough(kind, place, monkeypatch):
+    "Whatever a run began with, and a run that was renamed: what is not given is as it was. What only said where to look is not taken over."
+    monkeypatch.chdir(place)
+    more = dict(yaml=['--config', 'mine.yaml'], preset=['--preset', 'minimind', *SIZES, '--train_dataset_path', 'shapes', '--train_dataset_name', 'default', '--gradient_accumulation_steps', '2'],
+                vlm=['--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', 'checkpoints/first/step_1', '--lr_mp', '0.004'])
+    Path('mine.yaml').write_text('train: {lr_mp: 0.003}\nvlm: {lm_n_blocks: 1, lm_hidden_dim: 32, lm_inter_dim: 64, lm_n_heads: 2, lm_n_kv_heads: 1, vit_hidden_dim: 32, vit_n_heads: 2, vit_n_blocks: 1}\n')
+    assert nanovlm(['train', *RUN, *STARTS.get(kind, more.get(kind)), '--run_name', f'{kind}-begun']) == 0
+    run = Path('checkpoints', f'{kind}-renamed')
+    Path('checkpoints', f'{kind}-begun').rename(run)
+    before = settings(run)
+    assert nanovlm(['train', '--run_name', run.name, '--resume', 'True', '--max_training_steps', '2']) == 0
+    log = (run/'train.log').read_text()
+    assert (run/'step_2').is_dir() and f'what was not given is as in {run}/config.yaml' in log and 'Auto resumed' in log
+    assert {n for n, v in settings(run).items() if v != before[n]} <= {'max_training_steps', 'resume', 'run_name', 'load_from', 'vlm_checkpoint_path', 'resume_from_vlm_checkpoint'}
+
+
+@pytest.mark.slow
+def test_a_branch_and_a_return_take_the_settings_of_what_they_leave(place, monkeypatch):
+    "From a checkpoint of a run with other sizes than the preset: into a run of its own, and back within it. What is given wins; what is not complete is begun anew."
+    monkeypatch.chdir(place)
+    branch = ['train', '--resume', 'True', '--load_from', 'checkpoints/first/step_1', '--run_name', 'branch']
+    assert nanovlm([*branch, '--max_training_steps', '2', '--lr_mp', '0.002']) == 0
+    was, now = settings('checkpoints/first'), settings('checkpoints/branch')
+    assert {n for n, v in now.items() if v != was[n]} == {'max_training_steps', 'resume', 'run_name', 'load_from', 'lr_mp'} and now['lr_mp'] == .002
+    assert nanovlm(['train', '--resume', 'True', '--load_from', 'checkpoints/branch/step_1']) == 0
+    assert settings('checkpoints/branch')['lr_mp'] == .002 and '--lr_mp' not in branch
+    Path('checkpoints/empty/step_3').mkdir(parents=True)
+    Path('checkpoints/empty/config.yaml').write_text(Path('checkpoints/branch/config.yaml').read_text())
+    assert nanovlm(['train', *RUN, *SIZES, '--resume', 'True', '--run_name', 'empty']) == 0
+    assert settings('checkpoints/empty')['lr_mp'] != .002 and 'what was not given' not in Path('checkpoints/empty/train.log').read_text()

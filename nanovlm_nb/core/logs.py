@@ -41,7 +41,7 @@ class JsonLines:
     def __init__(self,
         path:str|Path, # File to append to
     ):
-        self.file = open(path, 'a+b')
+        self.folder,self.file = Path(path).parent,open(path, 'a+b')
         self.file.seek(0)
         self.file.truncate(self.file.read().rfind(b'\n')+1)
 
@@ -49,10 +49,11 @@ class JsonLines:
         metrics:dict, # Figures by name
         step:int,     # Updates done
     ):
-        "Write one line, at once."
+        "Write one line, at once; a FileNotFoundError if the directory is not there any more."
         record = {k: _plain(v) for k,v in metrics.items()} | dict(step=step)
         self.file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode()+b'\n')
         self.file.flush()
+        os.stat(self.folder) # else an open file takes lines that nobody will find
 
     @property
     def position(self)->int: # bytes written so far

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import ceil
+from multiprocessing import parent_process
 from pathlib import Path
 
 import datasets
@@ -40,6 +41,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import asking_hub, check_hub_name
 from ..core.config import IGNORE
+from ..core.dist import BrokenOff, Stop
 from ..core.run_dir import DROPPED
 from .images import ImageProcessor, UnreadableImage, image_size
 from .prompts import answer_frame, encode_chat, expand_images, get_image_string
@@ -590,7 +592,8 @@ class Patience(float):
         self.stop = stop
         return self
 
-    def __reduce__(self): return Patience,(float(self),) # another process has signals of its own
+    def __reduce__(self): # of events only a `Stop` can go to another process
+        return Patience,(float(self),self.stop if isinstance(self.stop, Stop) else None)
 
 class Waiting:
     "How long something has not answered."
@@ -607,6 +610,15 @@ class Waiting:
         "Start counting from zero."
         self.since:float|None = None # when it was away for the first time
         self.pause = RETRY_PAUSE_S
+
+    def ask(self,
+        read:Callable, # called without arguments
+    ): # what it returns
+        "Read; a signal breaks that off, and it is `Unreachable`."
+        if not isinstance(self.stop, Stop): return read()
+        try:
+            with self.stop.breaks_off(): return read()
+        except BrokenOff: raise Unreachable(f'{self.name} could not be read when a signal came') from None
 
     def failed(self,
         e:Exception, # from `network_errors`
@@ -629,10 +641,13 @@ class Waiting:
         e:Exception, # why
     )->None: # nothing, after a pause; raises `Unreachable` when the wait is ended
         "Pause, in naps: a signal's handler only sets an event, and does not end a sleep."
-        if self.stop is None: return time.sleep(self.pause)
+        parent = parent_process() # of a loader worker
+        if self.stop is None and parent is None: return time.sleep(self.pause)
         for _ in range(ceil(self.pause/NAP_S)):
-            if self.stop.is_set():
+            if self.stop is not None and self.stop.is_set():
                 raise Unreachable(f'{self.name} could not be read when a signal came: {e}') from e
+            if parent is not None and not parent.is_alive():
+                raise Unreachable(f'{self.name} was read for a process that was killed: {e}') from e
             time.sleep(NAP_S)
 
 def until_reached(

@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from ..core.config import IGNORE
-from ..core.dist import Dist,check_socket_room,seed_worker
-from .dataset import Dropped,Drops,Plan,VQADataset
+from ..core.dist import Dist,check_socket_room,from_workers,seed_worker
+from .dataset import Dropped,Drops,Plan,Unreachable,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
-from .sources import keep_split
+from .sources import keep_split,stop_of
 
 # %% ../../nbs/26_data.lanes.ipynb #809a7ebf
 SPARE = 3/8 # share of a pack that a window leaves free
@@ -314,6 +314,7 @@ class LaneDataset(IterableDataset):
     ):
         "Keep them for the workers."
         self.lanes,self.states = lanes,states
+        self.stop = stop_of(lanes[0].source)
 
     def __iter__(self)->Iterator[dict|None]: # packs as `ship` makes them; None is an empty turn
         "The turns of this worker."
@@ -449,7 +450,7 @@ class PackLoader:
 
     def updates(self)->Iterator[list[dict]]: # the packs of this rank, one per lane, for each update
         "One update after the other, until all lanes are done."
-        packs = (unship(p) for p in self.loader() if p is not None)
+        packs = (unship(p) for p in from_workers(self.loader()) if p is not None)
         while True:
             with _letting_go(self.num_workers): turn = [next(packs) for _ in self.lanes]
             for p in turn: self._count(p)
@@ -468,7 +469,7 @@ class PackLoader:
 
     def __iter__(self)->Iterator[Batch]: # as `packing.collate_packs` makes them
         "The micro-batches of the rest of the epoch, each as soon as its lanes have given their packs."
-        packs,turn,ready = (unship(p) for p in self.loader() if p is not None),[],[]
+        packs,turn,ready = (unship(p) for p in from_workers(self.loader()) if p is not None),[],[]
         while True:
             with _letting_go(self.num_workers): turn += [next(packs) for _ in range(self.batch_size)]
             for p in turn[-self.batch_size:]: self._count(p)
@@ -507,8 +508,12 @@ class PackLoader:
                 states = self.states if e == self.epoch else [LaneState(e)]*len(lanes)
                 return max(lane.count(s) for lane,s in zip(lanes, states))
             return sum(max(self.dist.gather(packs(e))) for e in left),True
-        share = None if rows is None else self.probe()
-        share = self.dist.gather(share)[0]
+        try: share:Any = None if rows is None else self.probe()
+        except Unreachable as e: share = str(e)
+        got = self.dist.gather(share)
+        for s in got:
+            if isinstance(s, str): raise Unreachable(s)
+        share = got[0]
         if share is None: return None,False
         one,done = max(ceil(rows*share/self.n), 1),max(s.before+s.emitted for s in self.states)
         return max(one*len(left)-max(self.dist.gather(done)), 1),False

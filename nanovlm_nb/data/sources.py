@@ -6,7 +6,7 @@
 __all__ = ['COUNTED', 'READ_ROWS', 'READ_BYTES', 'RESHARD_BELOW', 'FOOTERS', 'SMALL_FILE', 'VAL_SHARES', 'Permutation', 'as_row',
            'Joined', 'MapSource', 'footer', 'RowGroups', 'Shard', 'count_rows', 'shares', 'lane_shares', 'heads',
            'shares_of', 'quotas', 'QuotaSplit', 'guess_sizes', 'fitted_heads', 'no_room', 'Share', 'cut', 'patiently',
-           'StreamSource', 'Mixture', 'keep_split', 'Chain']
+           'stop_of', 'StreamSource', 'Mixture', 'keep_split', 'Chain']
 
 # %% ../../nbs/25_data.sources.ipynb #4d95c168
 import hashlib
@@ -20,6 +20,7 @@ from functools import partial
 from itertools import accumulate,count
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -474,12 +475,21 @@ def patiently(
     waiting = Waiting(name, patience)
     while True:
         try:
-            for i,row in read(start):
-                start = i+1
+            rows = iter(read(start))
+            while (found := waiting.ask(lambda: next(rows, None))) is not None:
+                start = found[0]+1
                 waiting.answered()
-                yield i,row
+                yield found
             return
         except network_errors() as e: waiting.failed(e, f' at row {start}')
+
+def stop_of(
+    source, # `StreamSource`, `Mixture`, or another
+)->Any: # an event; None: nothing ends its patience
+    "What ends the patience of a source."
+    own = getattr(getattr(source, 'patience', None), 'stop', None)
+    inner = (stop_of(s) for s in getattr(source, 'sources', ()))
+    return own or next((s for s in inner if s is not None), None)
 
 # %% ../../nbs/25_data.sources.ipynb #84882d1a
 def _by_itself(picture):

@@ -6,17 +6,17 @@
 __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'SIGNALLED', 'TOWER', 'WRITTEN_ANEW', 'NOT_ASKED',
            'get_vision_model', 'make_model', 'hold', 'runs_folder', 'checkpoint_around', 'run_path', 'make_run_dir',
            'keep_configs', 'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines', 'report',
-           'publish_best', 'plan_resume', 'BrokenOff', 'Stop', 'stop_on_signals', 'set_status', 'keep_status',
-           'exit_code', 'may_change', 'Ending', 'start_patience', 'Signalled', 'on_each_rank',
-           'interrupted_if_unreachable', 'open_log', 'make_trainer', 'note_for', 'use_frozen_tower', 'use_evals',
-           'Before', 'look_before', 'put_back', 'RunPlan', 'need_base', 'plan_run', 'Desk', 'opened', 'step_in',
-           'set_up', 'first_lines', 'go_on_from', 'sum_up', 'settle_in', 'begin_anew', 'millions', 'met', 'run', 'main']
+           'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change',
+           'Ending', 'start_patience', 'Signalled', 'on_each_rank', 'interrupted_if_unreachable', 'open_log',
+           'make_trainer', 'note_for', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'RunPlan',
+           'need_base', 'plan_run', 'Desk', 'opened', 'step_in', 'set_up', 'first_lines', 'go_on_from', 'sum_up',
+           'settle_in', 'begin_anew', 'millions', 'met', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import json,os,re,shutil,signal,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterator
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager,nullcontext,suppress
 from dataclasses import asdict,dataclass,replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from ..core.files import MANIFEST,has_digests,write_atomic
 from ..core.usage import CHECK_ERRORS,ends_at_once,is_usage,one_line
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from ..core.config import set_env,updates_of_run
-from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
-from ..core.dist import set_threads
+from ..core.dist import BrokenOff,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
+from ..core.dist import on_master,set_seed,set_threads
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG,NEXT
 from ..core.run_dir import STATUS,TEXT_LOG,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint
 from ..core.run_dir import read_log,read_state,recover,sweep
@@ -54,7 +54,8 @@ from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume
 from .resume import go_back,is_again,is_own,leave_dashboard,note_start,rate_lines
-from .endings import RunFailed,RunLock,disk_is_full,full_place,go_on,out_of_memory,what_is_left
+from .endings import RunFailed,RunLock,Together,disk_is_full,full_place,go_on,lost_file
+from .endings import out_of_memory,place_is_lost,what_is_left,word_of_ranks
 from .record import HUB_ERRORS,publish,where_to_publish,write_record
 
 # %% ../../nbs/56_runs.run.ipynb #551b02e0
@@ -96,7 +97,8 @@ def hold(
     try: yield
     finally:
         if dist.is_master: lock.let_go()
-        if dist.is_master and new and run_dir.is_dir() and not any(run_dir.iterdir()): run_dir.rmdir()
+        with suppress(PermissionError):
+            if dist.is_master and new and run_dir.is_dir() and not any(run_dir.iterdir()): run_dir.rmdir()
 
 def runs_folder(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path` is the parent directory, unless it is what the run begins with
@@ -313,22 +315,6 @@ def plan_resume(
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
 CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; once more ends at once\n'
 
-class BrokenOff(KeyboardInterrupt):
-    "What a signal raises where a start reads something that may not come."
-
-class Stop(threading.Event):
-    "Set by a signal; inside `breaks_off` the signal does not wait for what is going on there."
-    reads = False # is something going on?
-
-    @contextmanager
-    def breaks_off(self)->Iterator[None]: # a `with` block
-        "Inside, a signal raises `BrokenOff`, also one that came before."
-        self.reads = True
-        try:
-            if self.is_set(): raise BrokenOff
-            yield
-        finally: self.reads = False
-
 @contextmanager
 def stop_on_signals(
     stop:threading.Event, # set by the first signal; a `Stop` can break off what reads
@@ -337,13 +323,13 @@ def stop_on_signals(
     me,old = os.getpid(),{}
     def ask(number, _):
         if os.getpid()!=me: return # a loader worker that is being born
-        stop.set()
-        if number==signal.SIGINT: signal.signal(number, old[number])
-        if isinstance(stop, Stop) and stop.reads:
-            stop.reads = False
-            raise BrokenOff
-        if number!=signal.SIGINT: return
-        if os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C) # a handler may come in the middle of a print
+        breaks_off = isinstance(stop, Stop) and stop.reads
+        if number==signal.SIGINT:
+            signal.signal(number, old[number])
+            # by this way, for a handler may come in the middle of a print
+            if not breaks_off and os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C)
+        if isinstance(stop, Stop): stop.press()
+        else: stop.set()
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
         here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
         # under nohup SIGHUP stays ignored
@@ -376,7 +362,9 @@ def keep_status(
     statuses = ['failed']
     set_status(run_dir, 'running', dist)
     try: yield statuses.append
-    finally: set_status(run_dir, statuses[-1], dist)
+    finally:
+        status = statuses[-1] # that 'failed' cannot be written is what the run has ended with
+        with suppress(OSError) if status=='failed' else nullcontext(): set_status(run_dir, status, dist)
 
 INTERRUPTED = 85 # exit code of a run that a signal has ended
 
@@ -446,6 +434,8 @@ class Ending:
         run_dir,place = self.log.run_dir,full_place(error, self.log.run_dir)
         if place is not None: return disk_is_full(place, run_dir, self.cfg, self.command())
         if out_of_memory(error): return self.no_memory(error)
+        lost = lost_file(error, run_dir) if self.trainer is not None else None
+        if lost is not None: return place_is_lost(lost, run_dir, self.command())
         no_twin = self.cfg.deterministic and NO_TWIN in str(error)
         if not no_twin and not isinstance(error, Unstable): return None
         left = what_is_left(run_dir).capitalize()
@@ -457,7 +447,15 @@ class Ending:
 
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, Exception): return
-        if (why := self.reason(error)): raise RunFailed(why) from error
+        why = self.reason(error)
+        word = word_of_ranks(error, self.dist, why)
+        if not (word and self.command() in word): self.say_what_is_left(error)
+        if word: raise RunFailed(word) from error
+
+    def say_what_is_left(self,
+        error:Exception, # that no sentence of ours explains
+    )->None:
+        "What to type when it is mended."
         run_dir = self.log.run_dir
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
@@ -674,20 +672,22 @@ def need_base(
     raise ValueError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is '
                      f'trained already{file}; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
 
-NOT_ASKED = Namespace(given=None, config=None) # what `parse_args` gives, where there is no command line
+# what `parse_args` gives, where there is no command line
+NOT_ASKED = Namespace(given=None, config=None, before=None)
 
 def plan_run(
     vlm_cfg:VLMConfig, # the model, as the user gave it
     train_cfg:TrainConfig, # the run, likewise
     dist:Dist, # this rank; all must call
     recipe:Callable|Parts|None=None, # of a caller in this process, see `parts_of`
-    given:set[str]|None=None, # fields that flags or a file name; None: there is no command line
+    asked:Namespace=NOT_ASKED, # what the command line names, see `parse_args`
 )->RunPlan: # nothing is written yet
     "Ask the recipe, find what the run starts from, and name its directory."
     parts = parts_of(vlm_cfg, train_cfg, recipe) # functions, which every rank has from its own
     repo,line = on_master(dist, lambda: where_to_publish(parts.configs[0].hf_repo_name))
-    def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, given, parts)[:4]
+    def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, asked.given, parts)[:4]
     vlm_cfg,train_cfg,_,lines = on_master(dist, start)
+    if asked.before: lines = [f'what was not given is as in {asked.before}', *lines]
     need_base(vlm_cfg, train_cfg)
     set_threads(dist, loader_workers(train_cfg, cores_of_rank()))
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
@@ -853,7 +853,7 @@ def met(
         return
     dist = init_dist(timeout_s=timeout_s)
     try:
-        with stop_on_signals(stop): yield dist,stop
+        with stop_on_signals(stop),Together(dist): yield dist,stop
     finally: destroy_dist()
 
 def run(
@@ -867,7 +867,7 @@ def run(
 )->Path: # directory of the run
     "Train as the configs say."
     with met(train_cfg.timeout_s, dist, stop) as (dist,stop):
-        plan = plan_run(vlm_cfg, train_cfg, dist, recipe, asked.given)
+        plan = plan_run(vlm_cfg, train_cfg, dist, recipe, asked)
         with opened(plan, dist, asked.config, command) as desk:
             trainer = set_up(desk, dist, stop)
             if trainer.stopped(): trainer.log.info(SIGNALLED)

@@ -128,23 +128,25 @@ def snapshot(
                  rng=None if optimizer is None else rng_state())
     return _host(parts, True) if copy else parts
 
-def _together(dist, what, action):
+def _together(dist, what, place, action):
     "Do something on this rank; if it fails on any, it fails on all."
     failed = error = None
     try: result = action()
     except (OSError, RuntimeError, ValueError, SafetensorError) as e:
-        failed = _plain_error(e)
+        failed = _plain_error(e, place)
         error = getattr(failed, 'errno', None) or errno.EIO,f'{type(failed).__name__}: {failed}'
     errors = dist.gather(error)
     if failed is not None: raise failed
     for rank,error in enumerate(errors):
-        if error: raise OSError(error[0], f'rank {rank} could not {what}: {error[1]}')
+        if error: raise OSError(error[0], f'rank {rank} could not {what} {place}: {error[1]}', str(place))
     return result
 
-def _plain_error(e):
-    "What went wrong with a file, as the system calls it: safetensors has an error of its own for it."
-    number = re.search(r'os error (\d+)', str(e))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else e
+def _plain_error(e, place):
+    "What went wrong with a file, as the system calls it: safetensors and torch have errors of their own."
+    found = re.search(r'os error (\d+)', str(e))
+    cut_short = isinstance(e, RuntimeError) and 'unexpected pos' in str(e) # torch's word for a full disk
+    number = int(found[1]) if found else errno.ENOSPC if cut_short else None
+    return e if number is None else OSError(number, os.strerror(number), str(place))
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b442f527
 def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
@@ -184,12 +186,12 @@ def write_checkpoint(
         if then: then(final)
     on_master = lambda action: action() if dist.is_master else None
     try:
-        _together(dist, f'make {tmp}', lambda: on_master(begin))
-        _together(dist, f'write its part of {tmp}',
+        _together(dist, 'make', tmp, lambda: on_master(begin))
+        _together(dist, 'write its part of', tmp,
                   lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
-        gathered = dist.gather(_together(dist, f'read back its part of {tmp}', lambda: _read_back(tmp, dist)))
+        gathered = dist.gather(_together(dist, 'read back its part of', tmp, lambda: _read_back(tmp, dist)))
         digests = {name:sha for part in gathered for name,sha in part.items()}
-        _together(dist, f'complete {final}', lambda: on_master(finish))
+        _together(dist, 'complete', final, lambda: on_master(finish))
     # a part is of no use, and fills the disk
     finally: on_master(lambda: shutil.rmtree(tmp, ignore_errors=True))
     return final

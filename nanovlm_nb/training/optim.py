@@ -270,8 +270,10 @@ def eager_line(
     model:nn.Module, # of a run that compiles
 )->str: # for the log; nothing if all blocks can be compiled
     "What stays eager."
-    others = ' and '.join(blocks_of(model)[1])
-    return f'not compiled: {others}, which has no blocks like ours, each with an mlp' if others else ''
+    others = blocks_of(model)[1]
+    have = 'has' if len(others)==1 else 'have'
+    names = ' and '.join(others)
+    return f'not compiled: {names}, which {have} no blocks like ours, each with an mlp' if others else ''
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a02
 SAVED = .2 # share of an update's time that compiled blocks save at least

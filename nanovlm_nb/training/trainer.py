@@ -923,10 +923,11 @@ class Closing(Feeding):
     def out_of_reach(self,
         error:Unreachable, # which data
     )->TrainState: # where the run stopped
-        "End a run whose data are away for too long as a signal would."
-        self.stop.set()
+        "End a run whose data are away for too long as a signal would, and where one came while it waited."
         why = str(error).strip().splitlines()[-1]
-        self.log.info(f'the data cannot be reached, the run ends as if a signal had come: {why}')
+        if not self.stopped():
+            self.log.info(f'the data cannot be reached, the run ends as if a signal had come: {why}')
+        self.stop.set()
         return self.interrupted()
 
     def too_many_bad(self)->None:

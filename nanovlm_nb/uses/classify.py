@@ -48,7 +48,7 @@ from ..data.loader import load_tokenizer,pack_loader
 from ..answers.answer import left_pad
 from ..training.optim import autocast
 from ..training.trainer import Trainer
-from ..runs.run import exit_code,run,met
+from ..runs.run import NOT_ASKED,exit_code,run,met
 from ..compat.guide import GUIDE,translated
 from .labels import ClassData,load_classes
 
@@ -772,7 +772,8 @@ def classify_on(
     "Train a classifier on ranks that are already initialised."
     t = settings.training
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
-    configs,asked = configs_of(settings, data, dist.world_size),Namespace(given=None, config=config)
+    configs = configs_of(settings, data, dist.world_size)
+    asked = Namespace(**vars(NOT_ASKED)|dict(config=config))
     run_dir = run(*configs, class_parts(settings, data), dist, stop, asked, classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
