@@ -216,21 +216,42 @@ def in_torch(asker, ids, tiles, new):
     return dict(ids=ids, said=said, answer=asker.tokenizer.decode(said, skip_special_tokens=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('backend', ['native', 'wasm'])
-def test_transformers_js_says_the_same(asker, exported, node, backend):
-    "With its own processor: ten samples of up to three pictures that have the size of the grid already, so that nothing is resized."
+def shown_in_node(asker, place, side, new=12):
+    "Ten samples of up to three pictures of a size, as files, and what torch makes of them."
     samples, want = [], []
     for i in range(10):
-        files, shown = [], []
-        for j in range(i % 4):
-            noise = np.random.default_rng(10*i + j).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-            Image.fromarray(noise).save(path := exported.parent/f'{i}-{j}.png')
-            files.append(str(path))
-            shown.append(Image.open(path))
-        samples.append(dict(pictures=files, question=QUESTIONS[i % 4], most=12))
-        want.append(in_torch(asker, *asker.prompt(shown, QUESTIONS[i % 4]), 12))
-    assert in_node(node, exported, samples, backend) == want
+        files = [str(place/f'{i}-{j}.png') for j in range(i % 4)]
+        for j, file in enumerate(files): Image.fromarray(np.random.default_rng(10*i + j).integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
+        ids, tiles = asker.prompt([Image.open(f) for f in files], QUESTIONS[i % 4])
+        samples.append(dict(pictures=files, question=QUESTIONS[i % 4], most=new))
+        if tiles:
+            samples[-1]['expected'] = str(place/f'{i}.bin')
+            (place/f'{i}.bin').write_bytes((torch.cat(tiles).float()/255).numpy().tobytes())
+        want.append(in_torch(asker, ids, tiles, new))
+    return samples, want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('backend', ['native', 'wasm'])
+def test_transformers_js_says_the_same(tmp_path, node, backend):
+    "With its own processor: tokens, pixels, ids and answers, where a picture has the size of the tile and nothing is resized."
+    asker = Asker.from_model(small_model('smolvlm', max_img_size=32))
+    export_onnx(asker.model, tmp_path/'files')
+    samples, want = shown_in_node(asker, tmp_path, 32)
+    got = in_node(node, tmp_path/'files', samples, backend)
+    assert max(d for g in got for d in g.pop('differs', [])) < 1e-6  # the hair of the exporter
+    assert got == want and len({w['answer'] for w in want}) > 3
+
+
+@pytest.mark.slow
+def test_transformers_js_resizes_with_other_code(asker, exported, node):
+    "Tokens and tiles are the same; the view of the whole is shrunk with a cubic curve there, with Lanczos' in transformers and here."
+    samples, want = shown_in_node(asker, exported.parent, 64)
+    got = in_node(node, exported, samples, 'native')
+    assert [g['ids'] for g in got] == [w['ids'] for w in want]
+    tiles, views = ([d for g in got for i, d in enumerate(g.get('differs', [])) if (i % 5 == 4) == last] for last in (False, True))
+    print(f'pixels differ by {max(tiles):.1e} in tiles, by {max(views):.2f} in the view; {sum(g["said"] == w["said"] for g, w in zip(got, want))} of 10 answers are equal')
+    assert max(tiles) < 1e-6 and .01 < max(views) < 1
 
 
 @pytest.mark.slow
