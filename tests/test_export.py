@@ -162,6 +162,26 @@ def test_shards_and_half_precision(tmp_path):
     with torch.no_grad(): assert far(ours(ids)[0], theirs.float()(input_ids=ids).logits) <= 1e-5
 
 
+@pytest.mark.parametrize('form', [dict(mp_kind='mlp'), dict(mp_kind='linear_bias'), dict(use_moe=True), dict(lm_attn_scaling=2.)])
+@pytest.mark.parametrize('how', ['smolvlm', 'onnx'])
+def test_a_network_that_smolvlm_has_not_is_refused(tmp_path, form, how, capsys):
+    "In one line, and nothing is written; a projector of two layers used to lose one in silence."
+    small_model(**form).save_pretrained(tmp_path/'ours')
+    with pytest.raises(SystemExit): main(['export', str(tmp_path/'ours'), str(tmp_path/'out'), '--format', how])
+    (name, value), = form.items()
+    assert f'{name} is {value}, but SmolVLM has' in (said := capsys.readouterr().err) and said.endswith('but with --format nanovlm\n'), said
+    assert not (tmp_path/'out').exists()
+
+
+@pytest.mark.parametrize('how', ['smolvlm', 'onnx'])
+def test_a_language_model_alone_is_refused(tmp_path, how, capsys):
+    (tmp_path/'text').mkdir()
+    (tmp_path/'text'/'config.json').write_text(json.dumps(dict(model_type='llama', architectures=['LlamaForCausalLM'])))
+    with pytest.raises(SystemExit): main(['export', str(tmp_path/'text'), str(tmp_path/'out'), '--format', how])
+    assert "text is a model of type 'llama', and of transformers' whole models only smolvlm and idefics3 are read" in capsys.readouterr().err
+    assert not (tmp_path/'out').exists()
+
+
 def test_tensor_without_a_place(tmp_path):
     "A tensor too few or too many is named."
     their_model('smolvlm', True).save_pretrained(tmp_path)

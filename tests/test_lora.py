@@ -180,6 +180,14 @@ def test_merged_is_unmerged_and_every_command_opens_it(capsys):
     assert scores(VisionLanguageModel.from_pretrained('plain'), ids, pictures).equal(b)
 
 
+def test_onnx_files_have_the_sum():
+    pytest.importorskip('onnxruntime', reason='ONNX Runtime is not there: pip install nanovlm_nb[onnx]')
+    if not Path('plain').is_dir(): main(['export', 'checkpoints/adapters', 'plain', '--format', 'nanovlm'])
+    for words in (['plain', 'one'], ['checkpoints/adapters', 'other'], ['checkpoints/base', 'base_alone']): main(['export', *words, '--format', 'onnx'])
+    one, other, base = (Path(n, 'onnx', 'decoder_model_merged.onnx').read_bytes() for n in ('one', 'other', 'base_alone'))
+    assert one == other != base
+
+
 def test_peft_says_the_same_of_what_is_written(capsys):
     "On the exported base, with the code of peft and of transformers; and the merged export is that model, too."
     peft, transformers = pytest.importorskip('peft'), pytest.importorskip('transformers')

@@ -276,3 +276,29 @@ def test_a_model_of_more_than_two_gigabytes_is_refused(asker, monkeypatch):
     with pytest.raises(ValueError, match='0.0 GB of weights for one ONNX file, which holds less than 2: export a smaller model'):
         to_onnx(graphs_of(asker.model.cfg)['embed_tokens'], asker.model)
     assert LARGEST_FILE < 2**31
+
+
+# --- the tutorial
+
+CLIENT = '''
+import json, sys
+sys.modules['torch'] = None  # whoever imports it gets an error
+cells = json.load(open(sys.argv[1]))['cells']
+for c in cells:
+    if c['source'] and (c['source'][0].startswith('import json') or c['source'][0].startswith('class Client')): exec(''.join(c['source']))
+client = Client(sys.argv[2])
+print(json.dumps([client.ask(Image.open(p) if p else None, q, 12) for p, q in json.loads(sys.argv[3])]))
+'''
+
+
+def test_the_client_of_the_tutorial_needs_no_torch(tmp_path):
+    "And says what torch says, about a picture of any proportions and about none."
+    asker = Asker.from_model(small_model('nanovlm', max_img_size=32))
+    export_onnx(asker.model, tmp_path/'files')
+    shown = pictures(3, 5)
+    for i, im in enumerate(shown): im.save(tmp_path/f'{i}.png')
+    samples = [*((str(tmp_path/f'{i}.png'), q) for i, q in enumerate(QUESTIONS[:3])), (None, QUESTIONS[3])]
+    asked = [(shown[i:i+1] if p else [], q) for i, (p, q) in enumerate(samples)]
+    notebook = HERE.parent/'nbs'/'tutorials'/'onnx.ipynb'
+    done = run([sys.executable, '-c', CLIENT, notebook, tmp_path/'files', json.dumps(samples)], tmp_path, fresh=True)
+    assert json.loads(done.stdout) == asker(asked, 12)

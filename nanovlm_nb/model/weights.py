@@ -383,8 +383,12 @@ def checkpoint_config(
 )->VLMConfig: # without reading a tensor
     "The configuration of what `read_checkpoint` reads."
     folder = resolve_checkpoint(name)
-    if _json(folder, 'config.json').get('model_type') in WHOLE:
-        return kind.from_dict(smolvlm_config(folder).to_dict())
+    theirs = _json(folder, 'config.json').get('model_type')
+    if theirs in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
+    if theirs:
+        raise ValueError(f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
+            f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
+            "vit_model_type)")
     return kind.load(folder/'config.json')
 
 def read_checkpoint(
@@ -426,11 +430,11 @@ def text_type(
 def _expressible(cfg):
     "Raise where SmolVLM has no such network."
     plain = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False, vit_pre_norm=False,
-                 vit_post_norm=True)
+                 vit_post_norm=True, mp_kind='linear')
     for k,v in plain.items():
         if getattr(cfg, k)!=v:
             raise ValueError(f"{k} is {getattr(cfg, k)}, but SmolVLM has {v}: "
-                             "this model cannot be written as one")
+                             "this model cannot be written as one, but with --format nanovlm")
 
 def to_smolvlm(
     state:dict, # state dict of a whole model

@@ -188,7 +188,8 @@ def _gelu_tanh(w, x):
 
 def _quick_gelu(w, x): return w('Mul', x, w('Sigmoid', w('Mul', x, w.number(1.702))))
 
-BENT = dict(gelu_pytorch_tanh=_gelu_tanh, gelu=_gelu, quick_gelu=_quick_gelu) # name of an activation -> its steps
+# name of an activation -> its steps
+BENT = dict(gelu_pytorch_tanh=_gelu_tanh, gelu=_gelu, quick_gelu=_quick_gelu)
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a00016
 def write_vision(
@@ -197,13 +198,14 @@ def write_vision(
 )->None:
     "From pixels to image tokens."
     cfg,tower = model.cfg,model.vision_encoder
-    side,first = cfg.vit_img_size,tower.patch_embedding
+    side,patches,step = cfg.vit_img_size,tower.patch_embedding,cfg.vit_patch_size
     any_pixel = w('ReduceMax', w('Cast', 'pixel_attention_mask', to=_type('INT32')), w.ints(2, 3), keepdims=0)
     real = w('Cast', w.shaped(any_pixel, -1), to=_type('BOOL'))
     tiles = w('Compress', w.shaped('pixel_values', -1, 3, side, side), real, axis=0)
-    x = w('Conv', tiles, w.weight(first.conv.weight), w.weight(first.conv.bias), strides=[cfg.vit_patch_size]*2)
+    conv = patches.conv
+    x = w('Conv', tiles, w.weight(conv.weight), w.weight(conv.bias), strides=[step,step])
     x = w('Transpose', w.shaped(x, 0, cfg.vit_hidden_dim, -1), perm=[0,2,1])
-    x = w('Add', x, w.weight(first.position_embedding))
+    x = w('Add', x, w.weight(patches.position_embedding))
     for block in tower.blocks: x = write_tower_block(w, x, block)
     folded = _fold(w, layer_norm(w, x, tower.layer_norm), cfg)
     w('Identity', w.linear(folded, model.MP.proj), out='image_features')
@@ -297,7 +299,8 @@ def write_decoder(
     part = model.decoder
     x,mask,rotation = 'inputs_embeds',write_mask(w),write_rotation(w, part.rotary_embd)
     for block in part.blocks:
-        x = w('Add', x, write_attention(w, rms_norm(w, x, block.norm1), block.attn, model.cfg, rotation, mask))
+        h = rms_norm(w, x, block.norm1)
+        x = w('Add', x, write_attention(w, h, block.attn, model.cfg, rotation, mask))
         h = rms_norm(w, x, block.norm2)
         gate = w.linear(h, block.mlp.gate_proj)
         wide = w('Mul', w('Mul', gate, w('Sigmoid', gate)), w.linear(h, block.mlp.up_proj))
