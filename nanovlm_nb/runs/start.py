@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..core.usage import UsageError
 from ..core.config import PRESETS,TrainConfig,VLMConfig,check_configs,evolve,preset
+from ..core.config import ranks_of_copy
 from ..core.run_dir import find_checkpoint
 from ..core.recipe import Parts,changed_fields,parts_of
 from ..model.weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
@@ -148,6 +149,7 @@ def resolve_start(
         cfg,translated = read_deepspeed(cfg.deepspeed_config, cfg, world_size)
         lines += translated
     check_configs(used, cfg)
+    ranks_of_copy(cfg, world_size)
     used,cfg,best = name_weights(used, cfg)
     return Start(used, cfg, origin_of(used, cfg), lines+best, replace(parts, vlm_cfg=used, train_cfg=cfg))
 

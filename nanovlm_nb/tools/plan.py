@@ -20,6 +20,7 @@ from typing import Any,NamedTuple
 import torch
 
 from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,updates_of_run
+from ..core.config import ranks_of_copy
 from ..core.run_dir import LOG
 from ..core.advice import Remedy,lint,memory_remedies
 from ..model.vlm import VLMNet
@@ -268,13 +269,14 @@ def memory(
     c,parameters = train_cfg,parameters or sizes(vlm_cfg, train_cfg)
     total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
     sharding,trains = c.sharding if gpus>1 else 'ddp',{n for n,s in parameters.items() if s.trained}
-    per = bytes_per_parameter(sharding, gpus, accumulating=c.gradient_accumulation_steps>1)
+    share = ranks_of_copy(c, gpus)
+    per = bytes_per_parameter(sharding, share, accumulating=c.gradient_accumulation_steps>1)
     a,blocks = 2 if c.dtype!='float32' else 0,sum(s.blocks for s in parameters.values())
     gathered = dict(ddp=a*_copied(c, parameters), zero2=(a or 4)*blocks,
                     zero3=2*(a or 4)*max(s.largest_block for s in parameters.values()))[sharding]
     if sharding!='ddp': gathered += 4*(total-blocks) # embedding and norms
     away = c.offload_params and sharding=='zero3'
-    return Memory(0 if away else total*4/(1 if sharding=='ddp' else gpus), gathered, trained*per['gradients'],
+    return Memory(0 if away else total*4/share, gathered, trained*per['gradients'],
         0 if away or c.offload_optimizer else trained*per['moments'],
         max(activation_bytes(vlm_cfg, c, trains), _passing_by(vlm_cfg, c, trains)),
         logit_bytes(vlm_cfg, c, trains))

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
 from torch.distributed.tensor import DTensor, Shard
 
-from ..core.config import TrainConfig
+from ..core.config import TrainConfig,ranks_of_copy
 from ..core.dist import Dist,is_sharded
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
@@ -29,7 +29,7 @@ SHARDINGS = ('ddp','zero2','zero3')
 
 def bytes_per_parameter(
     sharding:str, # one of `SHARDINGS`
-    world_size:int=1, # ranks
+    world_size:int=1, # ranks that share
     copy:int=2, # bytes of a gathered weight: 2 in bfloat16, 4 in float32
     accumulating:bool=False, # several micro-batches per update
 )->dict[str,float]: # `weights`, `gradients`, `moments`: bytes on each rank, without zero3's block in use
@@ -55,13 +55,16 @@ def shard_model(
     sharding:str='ddp', # one of `SHARDINGS`
     dtype:torch.dtype=torch.float32, # precision of the matrix products
     offload_params:bool=False, # keep a rank's pieces in the memory of the CPU
+    shard_ranks:int|None=None, # that share a copy, from `ranks_of_copy`; None: all
 )->nn.Module: # `model`, on the device, its parameters cut if there is more than one rank
     "Move a model to the device, whole or in pieces."
     if sharding=='ddp' or dist.world_size==1: return model.to(dist.device)
     for t in chain(model.parameters(), model.buffers()): c10d.broadcast(t.detach(), 0, group=dist.cpu_group)
-    n,kind = dist.world_size,dist.device.type
+    n,kind = shard_ranks or dist.world_size,dist.device.type
+    grid = dict(pieces=n) if n==dist.world_size else dict(copies=dist.world_size//n, pieces=n)
+    mesh = init_device_mesh(kind, tuple(grid.values()), mesh_dim_names=tuple(grid))
     offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
-    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=_placement(n),
+    options = dict(mesh=mesh, shard_placement_fn=_placement(n),
                    offload_policy=offload)
     policy = lambda dtype: MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -84,15 +87,18 @@ def engine_lines(
     dist:Dist, # this rank
 )->list[str]: # lines for the log; empty for plain DDP
     "What the engine's settings mean for this run."
-    c,n,lines = train_cfg,dist.world_size,[]
-    if c.sharding!='ddp' and n==1:
+    c,ranks,lines = train_cfg,dist.world_size,[]
+    n = ranks_of_copy(c, ranks)
+    if c.sharding!='ddp' and ranks==1:
         lines.append(f'sharding {c.sharding}: one process has nobody to share with, it keeps everything')
     elif c.sharding!='ddp':
         lines.append(f"sharding {c.sharding}: each of {n} ranks keeps 1/{n} of the gradients and of "
-                     "the optimizer's state" + (', and of the weights' if c.sharding=='zero3' else ''))
+                     "the optimizer's state" + (', and of the weights' if c.sharding=='zero3' else '')
+                     + f'; {ranks//n} such groups have a copy each'*(n<ranks))
+    if c.sharding=='ddp' and c.shard_ranks: lines.append('shard_ranks: with sharding ddp nothing is shared')
     if c.offload_params:
         lines.append('offload_params: one process keeps its weights on the device'
-                     if n==1 else 'offload_params: weights and the update are in the memory of the CPU')
+                     if ranks==1 else 'offload_params: weights and the update are in the memory of the CPU')
     if c.offload_optimizer and not _params_are_on_cpu(c, dist):
         lines.append("offload_optimizer: the optimizer's state and the update are in the memory of the CPU")
     return lines
