@@ -8,7 +8,7 @@ __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL'
            'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields', 'DataFields',
            'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny', 'save_yaml',
            'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size',
-           'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
+           'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json
@@ -692,6 +692,9 @@ class EngineFields:
     sharding:str = fine('ddp',
         'ddp: each rank keeps all; zero2: optimizer and gradients are sharded; zero3: weights too',
         common=True)
+    shard_ranks:int|None = fine(None,
+        'zero2 and zero3: so many ranks, e.g. those of a node, share one copy of the model, and each such '
+        'group has its own; None: all ranks share one')
     offload_optimizer:bool = fine(False,
         "keep the optimizer's state in the memory of the CPU and update there", common=True)
     offload_params:bool = fine(False, 'zero3 only: keep weights there too while they are not in use')
@@ -720,6 +723,8 @@ class EngineFields:
         _require(not self.offload_params or self.sharding=='zero3',
                  f"offload_params needs sharding zero3, not {self.sharding}: with {self.sharding} "
             "every rank holds all weights all the time; give --sharding zero3, or offload_optimizer alone")
+        _require(self.shard_ranks is None or self.shard_ranks>1,
+                 f"shard_ranks is {self.shard_ranks}: give 2 or more, or None")
         _require(self.tile_multiple is None or self.tile_multiple>0,
                  f"tile_multiple is {self.tile_multiple}: give a number above 0, or None")
         _require(self.peak_tflops is None or self.peak_tflops>0,
@@ -1115,6 +1120,17 @@ def effective_batch_size(
     "Packs behind one update, over all ranks."
     _require(world_size>0, f"world_size is {world_size}: give the number of ranks")
     return train_cfg.batch_size*train_cfg.gradient_accumulation_steps*world_size
+
+def ranks_of_copy(
+    train_cfg:TrainConfig, # `sharding` and `shard_ranks`
+    world_size:int=1, # number of ranks
+)->int: # 1: each rank has a copy of its own
+    "Ranks that share one copy of the model."
+    n = train_cfg.shard_ranks
+    if train_cfg.sharding=='ddp' or world_size==1: return 1
+    _require(n is None or world_size%n==0, f"shard_ranks is {n}, of {world_size} ranks: "
+             f"groups must be of equal size, give a divisor of {world_size}, or None")
+    return n or world_size
 
 # %% ../../nbs/02_core.config.ipynb #5a3b1e02
 def updates_of_run(

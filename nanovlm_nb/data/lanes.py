@@ -443,6 +443,9 @@ class PackLoader:
         "Workers that begin at the present states."
         n,turns = self.num_workers,-(-len(self.lanes)//max(self.num_workers, 1))
         self.keep()
+        # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
+        # at the fork, it would wait for ever
+        if n: torch.set_num_threads(torch.get_num_threads())
         more = dict(prefetch_factor=max(2, turns)) if n else {}
         return DataLoader(LaneDataset(self.lanes, self.states), batch_size=None, collate_fn=_same,
             num_workers=n, worker_init_fn=seed_worker,

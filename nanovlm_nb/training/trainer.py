@@ -23,7 +23,7 @@ from torch import Tensor,nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
+from ..core.config import TrainConfig,VLMConfig,effective_batch_size,ranks_of_copy,updates_of_run
 from ..core.dist import Dist,is_sharded,no_sync,on_master,set_rng_state,synchronized_batches
 from ..core.dist import wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
@@ -46,7 +46,7 @@ from .optim import make_scaler,own_optimizer,set_lrs,training_parts
 from .shard import load_full_weights,optimizer_class,shard_model,try_pieces
 from .checkpoint import Saver,check_checkpoint,load_optimizer
 from .bad_updates import NormGuard,forget_bad_updates,write_bad_update
-from .update import Update,gather_update,tally
+from .update import Feed,Update,tally
 from .meters import FIRST,LeftOut,Meters,profiled
 
 # %% ../../nbs/47_training.trainer.ipynb #4f414fd1
@@ -224,6 +224,7 @@ class TrainerBase:
         self.meters = Meters(dist, units, peak_of_all(dist, c.peak_tflops))
         loaders = dict(train=self.train_loader, val=self.val_loader)
         self.left_out = LeftOut(dist, loaders, log.run_dir if log else None)
+        self.feed = Feed(self.train_loader, dist, c.gradient_accumulation_steps, self.clock)
         self.desk = EvalDesk(log, dist) # see `evaluate_with`
         self.guard,self.saver = NormGuard(c.max_grad_spike),Saver(dist, c.async_save)
         self.thaws = False # whether it has frozen objects, see `settle_down`
@@ -239,7 +240,8 @@ class TrainerBase:
         self.dtype = amp_dtype(device, c.dtype)
         self.compiled = bool(c.compile) # None is decided when the length of the run is known
         if self.compiled: compile_blocks(model)
-        self.base = shard_model(model, self.dist, c.sharding, self.dtype, c.offload_params)
+        share = ranks_of_copy(c, self.dist.world_size)
+        self.base = shard_model(model, self.dist, c.sharding, self.dtype, c.offload_params, share)
         self.base.vision_encoder.recompute = c.vision_checkpointing
         self.base.decoder.recompute = c.language_checkpointing
         if optimizer: self.optimizer = own_optimizer(optimizer, self.base, c)
@@ -290,8 +292,21 @@ class Scheduling(TrainerBase):
     @property
     def full_length(self)->bool: # in updates, or in samples
         "Has the run its length?"
-        c,s,samples = self.cfg,self.state,self.cfg.max_training_samples
-        return s.step>=c.max_training_steps if samples is None else s.samples>=samples
+        return self.long_enough(self.state.step, self.state.samples)
+
+    def long_enough(self,
+        step:int, # updates
+        samples:int, # of them
+    )->bool: # the run would have its length
+        "Would so much be enough?"
+        most = self.cfg.max_training_samples
+        return step>=self.cfg.max_training_steps if most is None else samples>=most
+
+    def is_last(self,
+        update:Update, # that is to be made
+    )->bool: # no other will be asked for
+        "Does the run end with this update?"
+        return self.long_enough(self.state.step+1, self.state.samples+update.samples)
 
     @property
     def finished(self)->bool: # by its length or by `max_epochs`
@@ -523,18 +538,30 @@ class Stepping(Clipping):
         self.leave_alone(update)
         self.clock.move('forward_backward', 'communication', self.waited)
         with self.clock('optimizer'): scalar = self.clip()
+        idle = self.fetch_ahead(update)
         with self.clock('forward_backward'): part,norm = read_once(torch.stack(losses).sum(), scalar)
         computed = time.perf_counter()
         with self.clock('communication'): loss,verdict = self.agree(part, norm)
         with self.clock('optimizer'): self.optimizer_step(norm, verdict)
         self.count(update, verdict)
         figures = dict(batch_loss=loss, grad_norm=norm, **lrs)|self.counts_of(update, verdict)
-        seconds = computed-start,time.perf_counter()-computed
+        seconds = computed-start-idle,time.perf_counter()-computed
         figures |= self.measure(update, None if verdict else loss, norm, *seconds)
         if self.cfg.max_training_samples is not None: self.log.length(self.total)
         self.log.log(figures, self.state.step)
         if self.due(self.cfg.stats_log_interval): self.check_length()
         return figures
+
+    def fetch_ahead(self,
+        update:Update, # that the device computes
+    )->float: # seconds in which it had nothing to do
+        "Meanwhile, fetch the next update, if there is to be one."
+        return 0. if self.is_last(update) else self.feed.fetch(self.busy)
+
+    def busy(self)->bool: # a CPU has computed when a call returns
+        "Has the GPU still something to do?"
+        device = self.dist.device
+        return device.type=='cuda' and not torch.cuda.current_stream(device).query()
 
     def count(self,
         update:Update, # that is behind us
@@ -715,7 +742,7 @@ class Saving(Evaluating):
 
     def state_dict(self)->dict: # JSON-able; every rank must ask
         "The progress of the run, with the position of its data; without weights and optimizer."
-        position = self.train_loader.state_dict()
+        position = self.feed.state_dict()
         return asdict(self.state)|self.left_out.state_dict()|dict(
             data=None if position is None else merge_states(self.dist.gather(position)),
             configs=dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg)),
@@ -764,6 +791,7 @@ class Resuming(Saving):
     )->int: # the epoch of the data's position
         "Set the position of the data, and let validation keep its rows."
         keep_split(self.val_loader.source, data)
+        self.feed.forget()
         try: self.train_loader.load_state_dict(data)
         except ValueError as e:
             if not force: raise
@@ -849,30 +877,13 @@ class Judging(Resuming):
 # %% ../../nbs/47_training.trainer.ipynb #440529db
 class Feeding(Judging):
     "Updates of one epoch after another."
-    def next_batches(self,
-        batches:Iterator[Batch], # of an epoch
-    )->list[Batch]|Unreachable: # for `gather_update`
-        "This rank's part of an update, or why it cannot be had."
-        try: return list(islice(batches, self.cfg.gradient_accumulation_steps))
-        except Unreachable as e: return e
-
     def epoch_updates(self)->Iterator[Update]: # updates of one epoch
         "One pass over the training data."
-        loader = self.train_loader
-        if loader.epoch!=self.state.epoch: loader.set_epoch(self.state.epoch)
-        batches = iter(loader)
-        while True:
-            start,before = time.perf_counter(),loader.state_dict()
-            with self.clock('data'): part = self.next_batches(batches)
-            waited = time.perf_counter()-start
-            try:
-                with self.clock('communication'): update = gather_update(part, self.dist, loader.idle)
-            except Unreachable:
-                if before is not None: loader.load_state_dict(before) # the update is not made
-                raise
-            if update is None: return
-            update.data_time,update.before = waited,before
-            yield update
+        self.saver.wait() # workers are forked: no thread shall hold a lock
+        self.feed.begin(self.state.epoch)
+        try:
+            while (update := self.feed.take()) is not None: yield update
+        finally: self.feed.close()
 
     def updates(self)->Iterator[Update]: # until the run is finished
         "Updates of one epoch after another."
