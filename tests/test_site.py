@@ -28,8 +28,6 @@ NARROW = {('classifier', '023f9ea9'): RUN,
           ('classifier', '2c1b547d'): RUN,
           ('0_one_page', '0a0e0007'): 'one small picture of the training set, enlarged four times',
           ('packing', '3086c08f'): RUN}
-# drawn wide and with large text before there was a style sheet: to be moved to it when next drawn
-OWN_LOOK = ('7_learning',)
 
 
 def script(name: str):
@@ -74,7 +72,7 @@ def test_no_exception_outlives_its_figure():
 def test_all_figures_have_one_style(notebook):
     "Notebooks that draw choose the style sheet, once; size and text are its, not those of a cell."
     source = '\n'.join(c['source'] for c in code_cells(notebook) if not re.match(r'#\| ?exports?\b', c['source']))
-    if notebook.stem in OWN_LOOK or not re.search(r'plt\.(subplots|figure)\(', source): return
+    if not re.search(r'plt\.(subplots|figure)\(', source): return
     assert source.count("style.use('nanovlm_nb.figures')") == 1
     own = re.findall(r'dpi=\d+|fontsize=\d|labelsize=\d|set_fontsize|rcParams\[.*\] *=|set_matplotlib_formats', source)
     assert not own, own
