@@ -211,7 +211,7 @@ def status_lines(
 def main(
     values:Namespace, # from `arguments.plot_parser`
 )->int: # 0
-    "Command `nanovlm plot`: curves of runs, or how they stand."
+    "Command `nanovlm plot`: curves of runs, or their state."
     if values.status: lines = [l for run in values.runs for l in status_lines(run)]
     else:
         plot_runs([load_run(r) for r in values.runs], values.x, values.smooth, values.out)

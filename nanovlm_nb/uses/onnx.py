@@ -64,7 +64,7 @@ class Writer:
 
     def weight(self,
         w:Tensor, # a parameter
-        turned:bool=False, # rows become columns, as MatMul wants them
+        turned:bool=False, # rows become columns, as in MatMul
     )->str: # its name
         "Keep a parameter."
         array = w.detach().cpu().float().numpy()
@@ -229,7 +229,7 @@ def _length(w, x): return w('Shape', x, start=1, end=2)
 def write_mask(
     w:Writer, # takes the steps
 )->str: # (B, 1, 1, T, S) 0 where a position may look, else `LOW`
-    "Who may look at whom."
+    "Which positions attend to which."
     T,S,zero = _length(w, 'inputs_embeds'),_length(w, 'attention_mask'),w.keep('zero', np.array(0))
     columns = w('Range', zero, w('Squeeze', S), w.keep('one', np.array(1)))
     new = w('Slice', columns, w('Neg', T), w.ints(2**31-1))
@@ -374,7 +374,7 @@ def export_onnx(
     folder:str|Path, # directory to write, made if missing
     int8:bool=False, # write the files with one byte a weight, too
 )->None:
-    "Write a model for transformers.js, and for everybody who has ONNX Runtime."
+    "Write a model for transformers.js, and for ONNX Runtime."
     with written_at_once(folder) as tmp:
         write_form(model, tmp, 'smolvlm')
         _tell_template(tmp/'tokenizer_config.json', tmp/'chat_template.jinja')
