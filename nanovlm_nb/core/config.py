@@ -772,7 +772,8 @@ class ReportFields:
     log_wandb:bool = fine(True, 'report to Weights & Biases', common=True)
     wandb_entity:str|None = fine('HuggingFace', 'whose account there; None: yours')
     wandb_project:str = fine('nanoVLM', 'project there', common=True)
-    log_tensorboard:bool = fine(False, 'write the figures to the run directory as TensorBoard event files too')
+    log_tensorboard:bool = fine(False,
+        'write the figures to the run directory as TensorBoard event files too')
     use_lmms_eval:bool = fine(True, 'evaluate checkpoints with lmms-eval', common=True)
     lmms_eval_tasks:str = fine(
         'mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa',
