@@ -391,6 +391,7 @@ def _write_json(path, values):
 def _tell_template(config, template):
     "transformers.js looks for the chat template among the settings of the tokenizer."
     values = json.loads(config.read_text(encoding='utf-8'))
+    for here in ('is_local','local_files_only'): values.pop(here, None) # of this machine
     _write_json(config, values|dict(chat_template=template.read_text(encoding='utf-8')))
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a00031
