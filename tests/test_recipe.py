@@ -251,7 +251,7 @@ def test_an_evaluator_beside_the_run_gets_its_recipe(place, monkeypatch):
 
 # --- on resume
 
-@pytest.mark.parametrize('flags, said', [([], "recipe: 'mine:lora_alone' -> None (refused: model, rows and optimizer would be others)"), (['--recipe', 'mine:norms'], "recipe: 'mine:lora_alone' -> 'mine:norms'")])
+@pytest.mark.parametrize('flags, said', [(['--recipe', 'None'], "recipe: 'mine:lora_alone' -> None (refused: model, rows and optimizer would be others)"), (['--recipe', 'mine:norms'], "recipe: 'mine:lora_alone' -> 'mine:norms'")])
 def test_another_recipe_is_refused_on_resume(flags, said, capsys):
     once('lora_alone')
     with pytest.raises(SystemExit): main(['train', *SHORT, '--run_name', 'lora_alone', '--resume', 'True', *flags])
