@@ -37,6 +37,7 @@ from ..model.language import LanguageModelBlock,apply_rotary
 from ..model.vlm import VLMNet
 from ..model.flops import GpuCard,count_flops,find_card
 from ..data.packing import Batch,collate_packs,pack
+from ..training.optim import blocks_of
 from ..training.update import gather_update,tally
 from ..training.trainer import Trainer
 from ..training.lora import add_adapters
@@ -526,11 +527,24 @@ class OnCard(nn.Module):
         net:nn.Module, # on the meta device
     ):
         super().__init__()
-        self.net = net
+        self.net,self.inside = net,False
+        for block in blocks_of(net)[0]: block.forward = self.again(block.forward)
 
     def forward(self, *args, **kwargs):
         "What the network returns."
-        with LikeCuda(): return self.net(*args, **kwargs)
+        self.inside = True
+        with LikeCuda(): found = self.net(*args, **kwargs)
+        self.inside = False
+        return found
+
+    def again(self,
+        forward:Callable, # of a block
+    )->Callable: # the same, also when the backward pass calls it, as it does to recompute
+        "A block that is always called as under CUDA's autocast."
+        def call(*args, **kwargs):
+            if self.inside: return forward(*args, **kwargs)
+            with LikeCuda(): return forward(*args, **kwargs)
+        return call
 
 class Unheard:
     "A log that keeps nothing."
