@@ -286,7 +286,7 @@ def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
     for name in ('SLURM_JOB_ID', 'TORCHELASTIC_RUN_ID'): monkeypatch.delenv(name, raising=False)
     server.down()
     try:
-        with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached: see that the network is there') as e:
+        with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached: check the network') as e:
             run(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), dist=Dist())
     finally: server.up()
     assert is_usage(e.value) and not any(tmp_path.iterdir())

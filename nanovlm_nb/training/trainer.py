@@ -630,6 +630,7 @@ class Validating(Stepping):
 
     def validation_batches(self)->Iterator[Batch]: # the same each time; every rank must call
         "Read the rows, unless that was done; if a rank cannot reach them, all raise `Unreachable`."
+        if self.cfg.val_workers: self.saver.wait() # workers are forked: no thread shall hold a lock
         lost,loader = None,self.val_loader
         try: loader.keep()
         except Unreachable as e: lost = str(e)
@@ -925,7 +926,7 @@ class Unstable(FloatingPointError):
 class Closing(Feeding):
     "How an update is closed, and how a run ends."
     def interrupted(self)->TrainState: # where the run stopped
-        "Freeze the objects that exist, and log it."
+        "Write a checkpoint unless this update has one, and log it."
         if self.kept!=(self.state.step,tuple(self.to_follow)): self.save()
         self.saver.wait()
         self.log.info(f'stopped by a signal after update {self.state.step}')
@@ -934,7 +935,7 @@ class Closing(Feeding):
     def out_of_reach(self,
         error:Unreachable, # which data
     )->TrainState: # where the run stopped
-        "End a run whose data are away for too long as a signal would, and where one came while it waited."
+        "End a run as a signal would: its data are away for too long, or a signal came while it waited."
         why = str(error).strip().splitlines()[-1]
         if not self.stopped():
             self.log.info(f'the data cannot be reached, the run ends as if a signal had come: {why}')
