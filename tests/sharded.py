@@ -22,7 +22,7 @@ from nanovlm_nb.training.trainer import Trainer
 from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
-UPDATES = 10
+UPDATES, HALF = 6, 3  # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
 SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
 COUNTED = ('ddp', 'zero2', 'zero3', 'zero2_of_4')  # cases whose exchanges are counted, on the rank that writes them down; to profile costs more than to train
@@ -83,13 +83,13 @@ def keep(out, name, trainer):
 
 
 def case(dist, out, name, model, run):
-    "Ten updates, with a checkpoint after five; what is worth knowing about them."
+    "Six updates, with a checkpoint after three; what is worth knowing about them."
     trainer = make_trainer(dist, out/name, model, run)
     before = trainer.validate()
     figures, exchanges = count(trainer, 1) if name in COUNTED and dist.is_master else (updates(trainer, 1), None)
-    figures += updates(trainer, 4)
+    figures += updates(trainer, HALF-1)
     trainer.save()
-    figures += updates(trainer, UPDATES-5)
+    figures += updates(trainer, UPDATES-HALF)
     trainer.saver.wait()
     keep(out, name, trainer)
     state = [v for s in trainer.optimizer.state.values() for v in s.values() if v.ndim]
@@ -98,13 +98,13 @@ def case(dist, out, name, model, run):
 
 
 def continued(dist, out, name, source, run):
-    "Five updates from another case's checkpoint."
+    "Three updates from another case's checkpoint."
     trainer = make_trainer(dist, out/name, {}, run)
-    checkpoint = out/source/'step_5'
+    checkpoint = out/source/f'step_{HALF}'
     load_full_weights(trainer.base, VisionLanguageModel.from_pretrained(checkpoint).state_dict())
     load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, dist)
-    trainer.state.step = 5
-    figures = updates(trainer, UPDATES-5)
+    trainer.state.step = HALF
+    figures = updates(trainer, UPDATES-HALF)
     keep(out, name, trainer)
     return dict(figures=figures)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from commands import run
 from safetensors.torch import load_file, save_file
-from sharded import UPDATES, make_trainer, updates
+from sharded import HALF, UPDATES, make_trainer, updates
 
 from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.dist import Dist
@@ -54,9 +54,9 @@ SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'z
 
 @pytest.mark.parametrize('name, reference', [(n, ref) for ref, names in SAME.items() for n in names])
 def test_same_training(out, facts, name, reference):
-    "Losses, norms and weights of ten updates, or of the five after a checkpoint of another kind; a micro-batch of one rank has no picture."
+    "Losses, norms and weights of six updates, or of the three after a checkpoint of another kind; a micro-batch of one rank has no picture."
     a, b = torch.tensor(facts[name]['figures']), torch.tensor(facts[reference]['figures'])
-    assert len(a) == (5 if '_to_' in name else UPDATES)
+    assert len(a) == (HALF if '_to_' in name else UPDATES)
     torch.testing.assert_close(a, b[-len(a):], atol=2e-6, rtol=1e-6)
     assert apart(weights(out/f'{name}.safetensors'), weights(out/f'{reference}.safetensors')) < 1e-6
     if 'val' in facts[name]: assert facts[name]['val'] == pytest.approx(facts[reference]['val'], abs=1e-6)
@@ -74,7 +74,7 @@ def test_mixed_precision(out, facts):
     "In bfloat16 blocks are gathered in bfloat16; in float16 the ranks agree on the scale of the loss."
     a, b = (torch.tensor(facts[n]['figures'])[:, 0] for n in ('ddp_bf16', 'zero2_bf16'))
     torch.testing.assert_close(a, b, atol=2e-2, rtol=0)
-    assert 0 < apart(weights(out/'ddp_bf16.safetensors'), weights(out/'zero2_bf16.safetensors')) < 2e-3  # ten steps of 3e-4
+    assert 0 < apart(weights(out/'ddp_bf16.safetensors'), weights(out/'zero2_bf16.safetensors')) < 2e-3  # six steps of 3e-4
     scales = facts['zero3_fp16']['scales']
     assert scales[0] == scales[1] > 1 and facts['zero3_fp16']['val'][1] < facts['zero3_fp16']['val'][0]
 
@@ -99,7 +99,7 @@ def test_share_of_the_optimizer(facts, name, ranks):
 @pytest.mark.parametrize('name, ranks', [('whole', 1), ('zero2', 2), ('zero3', 2), ('zero2_of_4', 4)])
 def test_files_of_a_checkpoint(out, facts, name, ranks):
     "One model, and of the optimizer a file for each rank that holds its share."
-    folder = out/name/'step_5'
+    folder = out/name/f'step_{HALF}'
     assert [p.name for p in folder.glob('*.safetensors')] == ['model.safetensors']
     sizes = {p.name: p.stat().st_size for p in (folder/'optimizer').glob('*.distcp')}
     assert sorted(sizes) == [f'__{r}_0.distcp' for r in range(ranks)]
@@ -108,14 +108,14 @@ def test_files_of_a_checkpoint(out, facts, name, ranks):
 
 def test_a_sharded_checkpoint_in_one_process(out, tmp_path):
     "Two ranks wrote it; here are none."
-    a, b = (VisionLanguageModel.from_pretrained(out/n/'step_5') for n in ('zero2', 'whole'))
+    a, b = (VisionLanguageModel.from_pretrained(out/n/f'step_{HALF}') for n in ('zero2', 'whole'))
     ids = torch.arange(40)[None]
     with torch.no_grad(): torch.testing.assert_close(a(ids)[0], b(ids)[0], atol=1e-5, rtol=0)
     trainer = make_trainer(Dist(), tmp_path, {}, {})
     load_full_weights(trainer.base, a.state_dict())
-    load_optimizer(out/'zero2'/'step_5'/'optimizer', trainer.base, trainer.optimizer, Dist())
-    trainer.state.step = 5
-    updates(trainer, UPDATES-5)
+    load_optimizer(out/'zero2'/f'step_{HALF}'/'optimizer', trainer.base, trainer.optimizer, Dist())
+    trainer.state.step = HALF
+    updates(trainer, UPDATES-HALF)
     save_file({k: v.clone() for k, v in trainer.base.state_dict().items()}, tmp_path/'last.safetensors')
     assert apart(weights(tmp_path/'last.safetensors'), weights(out/'whole.safetensors')) < 1e-6
 

@@ -106,7 +106,7 @@ def loss_and_gradients(vlm, recompute, **compiling):
 
 @pytest.mark.usefixtures('one_thread', 'quick_inductor')
 @pytest.mark.parametrize('use_moe, dropout, blocks, backend', [  # aot_eager fails on dropout in training, recomputed or not
-    (False, .1, 1, 'inductor'), (True, 0., 2, 'aot_eager'), pytest.param(False, .1, 2, 'inductor', marks=pytest.mark.slow)])
+    (True, 0., 2, 'aot_eager'), *(pytest.param(False, .1, blocks, 'inductor', marks=pytest.mark.slow) for blocks in (1, 2))])
 def test_recomputed_blocks_of_a_compiled_model(use_moe, dropout, blocks, backend):
     vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout, lm_dropout=dropout, vit_n_blocks=blocks, lm_n_blocks=blocks)
     (once, ask), (again, ask_again) = (loss_and_gradients(vlm, recompute, backend=backend) for recompute in (False, True))

@@ -99,8 +99,9 @@ def with_sizes(
     "Sizes of the checkpoint or of the backbones that the run begins with."
     weights = weights_of_start(vlm_cfg, train_cfg)
     if weights: return with_saved_sizes(vlm_cfg, weights, given) if type(vlm_cfg) is VLMConfig else vlm_cfg
-    # a `.pth` file has no backbone of language
-    return vlm_cfg if is_pth(train_cfg.load_from) else with_backbone_sizes(vlm_cfg, given or set())
+    # a `.pth` file has no backbone of language, and the settings of a run that is resumed are complete
+    if is_pth(train_cfg.load_from) or (given or set())>={f.name for f in fields(VLMConfig)}: return vlm_cfg
+    return with_backbone_sizes(vlm_cfg, given or set())
 
 def followed(
     given:VLMConfig, # as the user gave it
