@@ -10,6 +10,7 @@ import torch
 from commands import TINY, nanovlm, train
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
+from small_smolvlm import QUESTIONS, small_model
 from their_smolvlm import make_smolvlm
 from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Config, Idefics3ForConditionalGeneration, SmolVLMConfig,
                           SmolVLMForConditionalGeneration)
@@ -18,7 +19,7 @@ from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.data.prompts import encode_chat, get_image_string
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.run_dir import read_pointer
-from nanovlm_nb.core.config import VLMConfig, evolve, load_yaml
+from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.tools.export import export_smolvlm, picture_rules
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.core.run_dir import read_log
@@ -27,24 +28,10 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.model.weights import OWN_CONFIG
 
 pytestmark = pytest.mark.usefixtures('one_thread')
-SMALL = dict(vit_hidden_dim=48, vit_n_heads=3, vit_n_blocks=2, vit_patch_size=8, vit_img_size=32, max_img_size=96, mp_pixel_shuffle_factor=2, lm_hidden_dim=48,
-             lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_max_length=1024, lm_max_position_embeddings=2048, image_convention='smolvlm', init_std=.1)
-QUESTIONS = ['How many squares are red?', 'What is this?', 'Describe the picture in a few words, please.', 'Is 12 + 30 = 42? Why?']
-
 
 def far(a, b):
     "Largest absolute difference."
     return (a - b).abs().max().item()
-
-
-def small_model(**fields):
-    "A random model with a tokenizer of its own."
-    cfg = VLMConfig(**SMALL | fields)
-    tok = train_tokenizer(QUESTIONS*2, 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    torch.manual_seed(0)
-    model = VisionLanguageModel(evolve(cfg, lm_base_vocab_size=len(tok) - len(cfg.vlm_extra_tokens)), load_backbone=False).eval()
-    model.tokenizer = tok
-    return model
 
 
 @pytest.fixture(scope='module')

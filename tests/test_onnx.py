@@ -17,37 +17,27 @@ import torch
 from PIL import Image, ImageDraw
 
 from commands import run
+from small_smolvlm import QUESTIONS, small_model
 from nanovlm_nb.answers.answer import Asker, left_pad
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import VLMConfig, evolve
-from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.shapes import shapes_dataset
-from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.uses.onnx import LARGEST_FILE, OWN_NOTE, export_onnx, graphs_of, to_onnx
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
 FILES = 'vision_encoder', 'embed_tokens', 'decoder_model_merged'
 NPM = '@huggingface/transformers@4.3.1'
-QUESTIONS = ['How many squares are red?', 'What is this?', 'Describe the pictures in a few words, please.', 'Is 12 + 30 = 42? Why?']
-SMALL = dict(vit_hidden_dim=48, vit_n_heads=3, vit_n_blocks=1, vit_patch_size=8, vit_img_size=32, max_img_size=64, mp_pixel_shuffle_factor=2, lm_hidden_dim=48,
-             lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_max_length=1024, lm_max_position_embeddings=2048, init_std=.15)
 
 
-def small_model(convention, **fields):
-    "A random model with a tokenizer of its own."
-    cfg = VLMConfig(**SMALL | dict(image_convention=convention, resize_to_max_side_len=True) | fields)
-    tok = train_tokenizer(QUESTIONS*2, 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    torch.manual_seed(0)
-    model = VisionLanguageModel(evolve(cfg, lm_base_vocab_size=len(tok) - len(cfg.vlm_extra_tokens)), load_backbone=False).eval()
-    model.tokenizer = tok
-    return model
+def own_model(convention, **fields):
+    "A small model in one of the two conventions, of one tile and a view at most."
+    return small_model(**dict(image_convention=convention, vit_n_blocks=1, max_img_size=64, init_std=.15, resize_to_max_side_len=True) | fields)
 
 
 @pytest.fixture(scope='module')
 def asker():
     "A small model in SmolVLM's convention."
-    return Asker.from_model(small_model('smolvlm'))
+    return Asker.from_model(own_model('smolvlm'))
 
 
 @pytest.fixture(scope='module')
@@ -142,7 +132,7 @@ def test_scores_and_ids_are_those_of_torch(asker, exported, batch):
 @pytest.mark.parametrize('batch', [1, 2])
 def test_fifty_samples(tmp_path, convention, batch):
     "Pictures of up to 16 tiles and the view of the whole."
-    asker = Asker.from_model(small_model(convention, max_img_size=128, vit_n_blocks=2, lm_n_blocks=3))
+    asker = Asker.from_model(own_model(convention, max_img_size=128, vit_n_blocks=2, lm_n_blocks=3))
     export_onnx(asker.model, tmp_path/'files')
     whole, cached = compare(asker, Files(tmp_path/'files'), range(50), batch)
     print(f'{convention}, batch {batch}: {whole:.2e} at once, {cached:.2e} with cache')
@@ -235,7 +225,7 @@ def shown_in_node(asker, place, side, new=12):
 @pytest.mark.parametrize('backend', ['native', 'wasm'])
 def test_transformers_js_says_the_same(tmp_path, node, backend):
     "With its own processor: tokens, pixels, ids and answers, where a picture has the size of the tile and nothing is resized."
-    asker = Asker.from_model(small_model('smolvlm', max_img_size=32))
+    asker = Asker.from_model(own_model('smolvlm', max_img_size=32))
     export_onnx(asker.model, tmp_path/'files')
     samples, want = shown_in_node(asker, tmp_path, 32)
     got = in_node(node, tmp_path/'files', samples, backend)
@@ -258,7 +248,7 @@ def test_transformers_js_resizes_with_other_code(asker, exported, node):
 @pytest.mark.parametrize('backend', ['native', 'wasm'])
 def test_transformers_js_without_a_processor(tmp_path, node, backend):
     "A model of nanoVLM's convention gets ids and pixels that were made as its note says."
-    asker, samples, want = Asker.from_model(small_model('nanovlm')), [], []
+    asker, samples, want = Asker.from_model(own_model('nanovlm')), [], []
     export_onnx(asker.model, tmp_path/'files')
     for i in range(10):
         ids, tiles = asker.prompt(pictures(i % 4, i), QUESTIONS[i % 4])
@@ -293,7 +283,7 @@ print(json.dumps([client.ask(Image.open(p) if p else None, q, 12) for p, q in js
 
 def test_the_client_of_the_tutorial_needs_no_torch(tmp_path):
     "And says what torch says, about a picture of any proportions and about none."
-    asker = Asker.from_model(small_model('nanovlm', max_img_size=32))
+    asker = Asker.from_model(own_model('nanovlm', max_img_size=32))
     export_onnx(asker.model, tmp_path/'files')
     shown = pictures(3, 5)
     for i, im in enumerate(shown): im.save(tmp_path/f'{i}.png')

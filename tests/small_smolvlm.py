@@ -1,0 +1,20 @@
+"A small random model of ours in SmolVLM's form, with a tokenizer of its own."
+import torch
+
+from nanovlm_nb.core.config import VLMConfig, evolve
+from nanovlm_nb.core.tokenizer import train_tokenizer
+from nanovlm_nb.model.vlm import VisionLanguageModel
+
+QUESTIONS = ['How many squares are red?', 'What is this?', 'Describe the picture in a few words, please.', 'Is 12 + 30 = 42? Why?']
+SIZES = dict(vit_hidden_dim=48, vit_n_heads=3, vit_n_blocks=2, vit_patch_size=8, vit_img_size=32, max_img_size=96, mp_pixel_shuffle_factor=2, lm_hidden_dim=48,
+             lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_max_length=1024, lm_max_position_embeddings=2048, image_convention='smolvlm', init_std=.1)
+
+
+def small_model(**fields):
+    "One with other fields."
+    cfg = VLMConfig(**SIZES | fields)
+    tok = train_tokenizer(QUESTIONS*2, 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
+    torch.manual_seed(0)
+    model = VisionLanguageModel(evolve(cfg, lm_base_vocab_size=len(tok) - len(cfg.vlm_extra_tokens)), load_backbone=False).eval()
+    model.tokenizer = tok
+    return model
