@@ -192,7 +192,7 @@ def is_running(
 def writers(
     log:Path, # of `start_process`
 )->list[int]: # process groups; empty where there is no /proc
-    "The process that writes there, if it is not noted."
+    "The processes that write there, where no number was noted."
     groups = set()
     for out in Path('/proc').glob('[0-9]*/fd/1'):
         with suppress(OSError): # of somebody else, or it has ended

@@ -1083,8 +1083,8 @@ def parse_args(
     argv:list[str]|None=None, # arguments; default: those of the process
     prog:str='nanovlm train', # name of the command in its help
     own:Iterable[str]=(), # flags of the command itself, which one may have meant
-    before:Callable|None=None, # `before(named)`: where from, and both configurations in place of a preset's
-)->tuple[VLMConfig,TrainConfig,Namespace]: # model, run; `preset`, `config`, `before`, `given` (names)
+    saved:Callable|None=None, # `saved(named)`: a file and both configurations in place of a preset's, or None
+)->tuple[VLMConfig,TrainConfig,Namespace]: # model, run; `preset`, `config`, `saved` (file), `given` (names)
     "Preset, file and flags, the later ones winning."
     parser = make_parser(prog)
     args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(_FIELDS, MISSING)))
@@ -1093,8 +1093,8 @@ def parse_args(
     check_flags(rest, [o for o in parser._option_string_actions if '-' not in o[2:]]+[*own])
     inside,*sections = read_yaml(args.config) if args.config else (None,{},{})
     named = {n:v for section in (*sections, given) for n,v in section.items()}
-    where,*found = (before(named) if before else None) or (None,*preset(args.preset or inside or 'shapes'))
-    vlm,train = (evolve(cfg, **section) for cfg,section in zip(found, sections))
+    source,*configs = (saved(named) if saved else None) or (None,*preset(args.preset or inside or 'shapes'))
+    vlm,train = (evolve(cfg, **section) for cfg,section in zip(configs, sections))
     vlm = evolve(vlm, **{f.name:given[f.name] for f in fields(vlm) if f.name in given})
     train = evolve(train, **{f.name:given[f.name] for f in fields(train) if f.name in given})
     check_configs(vlm, train)
@@ -1102,8 +1102,8 @@ def parse_args(
              f"max_training_steps {train.max_training_steps} has no effect "
         f"beside max_training_samples {train.max_training_samples}: "
         "leave it out, or give --max_training_samples None")
-    names = {*_FIELDS} if where else {*named}
-    return vlm,train,Namespace(preset=args.preset, config=args.config, given=names, before=where)
+    names = {*_FIELDS} if source else {*named} # the settings of a run are complete
+    return vlm,train,Namespace(preset=args.preset, config=args.config, given=names, saved=source)
 
 # %% ../../nbs/02_core.config.ipynb #22971d6d
 def set_env()->None:

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import ceil
-from multiprocessing import parent_process
 from pathlib import Path
 
 import datasets
@@ -41,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import asking_hub, check_hub_name
 from ..core.config import IGNORE
-from ..core.dist import BrokenOff, Stop
+from ..core.dist import Interrupted, Stop
 from ..core.run_dir import DROPPED
 from .images import ImageProcessor, UnreadableImage, image_size
 from .prompts import answer_frame, encode_chat, expand_images, get_image_string
@@ -617,8 +616,8 @@ class Waiting:
         "Read; a signal breaks that off, and it is `Unreachable`."
         if not isinstance(self.stop, Stop): return read()
         try:
-            with self.stop.breaks_off(): return read()
-        except BrokenOff: raise Unreachable(f'{self.name} could not be read when a signal came') from None
+            with self.stop.interruptible(): return read()
+        except Interrupted: raise Unreachable(f'{self.name} could not be read when a signal came') from None
 
     def failed(self,
         e:Exception, # from `network_errors`
@@ -641,13 +640,10 @@ class Waiting:
         e:Exception, # why
     )->None: # nothing, after a pause; raises `Unreachable` when the wait is ended
         "Pause, in naps: a signal's handler only sets an event, and does not end a sleep."
-        parent = parent_process() # of a loader worker
-        if self.stop is None and parent is None: return time.sleep(self.pause)
+        if self.stop is None: return time.sleep(self.pause)
         for _ in range(ceil(self.pause/NAP_S)):
-            if self.stop is not None and self.stop.is_set():
+            if self.stop.is_set():
                 raise Unreachable(f'{self.name} could not be read when a signal came: {e}') from e
-            if parent is not None and not parent.is_alive():
-                raise Unreachable(f'{self.name} was read for a process that was killed: {e}') from e
             time.sleep(NAP_S)
 
 def until_reached(

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..core.usage import Parser,UsageError,at_least,check_hub_name,checked
 from ..core.config import TrainConfig,VLMConfig,change,evolve,load_yaml,parse_args
-from ..core.run_dir import CONFIG,checkpoints,missing_pieces,read_state
+from ..core.run_dir import CONFIG,checkpoints,last_checkpoint,missing_pieces,read_state
 from ..model.flops import BANDWIDTH,GPUS,find_card,known_gpu
 
 # %% ../../nbs/57_runs.arguments.ipynb #f1257023
@@ -26,9 +26,9 @@ from ..model.flops import BANDWIDTH,GPUS,find_card,known_gpu
 WHERE:dict[str,Any] = dict(run_name=None, resume=False, load_from=None, resume_from_vlm_checkpoint=False,
                             vlm_checkpoint_path=VLMConfig.vlm_checkpoint_path)
 
-def _complete(run_dir):
-    "Checkpoints of a run, the latest first."
-    return [p for p in checkpoints(run_dir)[::-1] if not missing_pieces(p)]
+def _is_begun(run_dir):
+    "Does a run have a complete checkpoint?"
+    return any(not missing_pieces(p) for p in checkpoints(run_dir))
 
 def place_to_go_on(
     named:dict, # fields that flags or a file name
@@ -37,13 +37,20 @@ def place_to_go_on(
     if named.get('resume') is not True or named.get('resume_from_vlm_checkpoint'): return None
     folder = Path(named.get('vlm_checkpoint_path') or WHERE['vlm_checkpoint_path'])
     name,load_from = named.get('run_name'),named.get('load_from')
-    if name and _complete(folder/str(name)): return folder/str(name)
+    if name and _is_begun(folder/str(name)): return folder/str(name)
     return Path(str(load_from)) if load_from and Path(str(load_from)).is_dir() else None
 
 def _of_checkpoint(folder):
+    "Settings as a checkpoint has them."
     configs = read_state(folder, ('configs',))['configs']
     def known(cfg, was): return evolve(cfg, **{f.name:was[f.name] for f in fields(cfg) if f.name in was})
     return known(VLMConfig(), configs['vlm']),known(TrainConfig(), configs['train'])
+
+def _sources(place):
+    "Where settings may be read, the best first, and with what."
+    begun = _is_begun(place) # else it is a checkpoint
+    yield (place if begun else place.parent)/CONFIG,load_yaml
+    yield last_checkpoint(place) if begun else place,_of_checkpoint
 
 def own_settings(
     named:dict, # fields that flags or a file name
@@ -51,9 +58,7 @@ def own_settings(
     "The settings of the run that a start goes on with."
     place = place_to_go_on(named)
     if place is None: return None
-    found = _complete(place)
-    run,checkpoint = (place,found[0]) if found else (place.parent,place)
-    for where,read in ((run/CONFIG, load_yaml), (checkpoint, _of_checkpoint)):
+    for where,read in _sources(place):
         try: vlm_cfg,train_cfg = read(where)
         except (ValueError, TypeError, KeyError, OSError): continue # damaged, or not there
         return where,*change(vlm_cfg, train_cfg, WHERE)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NO_MEMORY', 'FULL', 'LOST', 'BEAT_S', 'BEATS', 'causes', 'out_of_memory', 'full_place', 'lost_file', 'last_complete',
-           'what_is_left', 'go_on', 'RunFailed', 'disk_is_full', 'place_is_lost', 'word_of_ranks', 'Together',
+           'what_is_left', 'go_on', 'RunFailed', 'disk_is_full', 'place_is_lost', 'reason_of_ranks', 'FirstErrorOnly',
            'machine', 'began', 'Holder', 'read_lock', 'is_alive', 'RunLock']
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10004
@@ -20,6 +20,7 @@ from ..core.usage import first_to_tell,is_usage,one_line
 from ..core.config import TrainConfig
 from ..core.dist import Dist
 from ..core.run_dir import CONFIG,LOCK,last_checkpoint
+from ..training.checkpoint import was_cut_short
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10007
 def causes(
@@ -54,8 +55,7 @@ def full_place(
     "The directory in which there was no space left."
     for e in causes(error):
         if 'shared memory' in str(e) or '/torch_' in str(e): return Path('/dev/shm')
-        # what torch's writer says when a write was cut short
-        if isinstance(e, RuntimeError) and 'unexpected pos' in str(e): return Path(run_dir)
+        if was_cut_short(e): return Path(run_dir)
         if isinstance(e, OSError) and e.errno in FULL:
             elsewhere = isinstance(e.filename, str) and not _lies_in(Path(run_dir), e)
             return Path(e.filename).parent if elsewhere else Path(run_dir)
@@ -145,18 +145,18 @@ def place_is_lost(
     return (f'{error.filename} cannot be written any more ({said}): {what_is_left(run_dir)}. '
             f'See that it can be written, then: {command}')
 
-def word_of_ranks(
+def reason_of_ranks(
     error:BaseException, # what ends this rank
     dist:Dist, # this rank
     why:str|None=None, # the sentence that explains it, if there is one
 )->str|None: # the sentence with which it ends; None: its own error says what happened
-    "Leave a word for the other ranks; if one of them has ended before, take its word."
+    "Store why this rank ends; if another rank has ended before, its reason is the one to show."
     said = why or (one_line(error) if is_usage(error) else None)
     mine = said or f'rank {dist.rank} ended with {type(error).__name__}: {one_line(error)}'
-    first = dist.first_word(mine)
+    first = dist.first_reason(mine)
     return first if why or not said and first!=mine else None
 
-class Together:
+class FirstErrorOnly:
     "A context that lets the error of one rank be the only one that is shown."
     def __init__(self,
         dist:Dist, # this rank
@@ -167,7 +167,7 @@ class Together:
 
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, Exception): return
-        if (word := word_of_ranks(error, self.dist)): raise RunFailed(word) from error
+        if (word := reason_of_ranks(error, self.dist)): raise RunFailed(word) from error
         if not is_usage(error): first_to_tell() # the others wait, so that its traceback is seen
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10010

@@ -10,7 +10,7 @@ __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'SIGNALLED', 'T
            'Ending', 'start_patience', 'Signalled', 'on_each_rank', 'interrupted_if_unreachable', 'open_log',
            'make_trainer', 'note_for', 'use_frozen_tower', 'use_evals', 'Before', 'look_before', 'put_back', 'RunPlan',
            'need_base', 'plan_run', 'Desk', 'opened', 'step_in', 'set_up', 'first_lines', 'go_on_from', 'sum_up',
-           'settle_in', 'begin_anew', 'millions', 'met', 'run', 'main']
+           'settle_in', 'begin_anew', 'millions', 'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import json,os,re,shutil,signal,threading,time
@@ -27,7 +27,7 @@ from ..core.files import MANIFEST,has_digests,write_atomic
 from ..core.usage import CHECK_ERRORS,ends_at_once,is_usage,one_line
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from ..core.config import set_env,updates_of_run
-from ..core.dist import BrokenOff,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
+from ..core.dist import Interrupted,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
 from ..core.dist import on_master,set_seed,set_threads
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG,NEXT
 from ..core.run_dir import STATUS,TEXT_LOG,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint
@@ -54,8 +54,8 @@ from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import REFUSED,aside_lines,check_resume,differences,earlier_run,find_resume
 from .resume import go_back,is_again,is_own,leave_dashboard,note_start,rate_lines
-from .endings import RunFailed,RunLock,Together,disk_is_full,full_place,go_on,lost_file
-from .endings import out_of_memory,place_is_lost,what_is_left,word_of_ranks
+from .endings import RunFailed,RunLock,FirstErrorOnly,disk_is_full,full_place,go_on,lost_file
+from .endings import out_of_memory,place_is_lost,what_is_left,reason_of_ranks
 from .record import HUB_ERRORS,publish,where_to_publish,write_record
 
 # %% ../../nbs/56_runs.run.ipynb #551b02e0
@@ -323,12 +323,12 @@ def stop_on_signals(
     me,old = os.getpid(),{}
     def ask(number, _):
         if os.getpid()!=me: return # a loader worker that is being born
-        breaks_off = isinstance(stop, Stop) and stop.reads
+        interrupts = isinstance(stop, Stop) and stop.may_raise
         if number==signal.SIGINT:
             signal.signal(number, old[number])
             # by this way, for a handler may come in the middle of a print
-            if not breaks_off and os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C)
-        if isinstance(stop, Stop): stop.press()
+            if not interrupts and os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C)
+        if isinstance(stop, Stop): stop.handle()
         else: stop.set()
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
         here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
@@ -448,7 +448,7 @@ class Ending:
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, Exception): return
         why = self.reason(error)
-        word = word_of_ranks(error, self.dist, why)
+        word = reason_of_ranks(error, self.dist, why)
         if not (word and self.command() in word): self.say_what_is_left(error)
         if word: raise RunFailed(word) from error
 
@@ -488,9 +488,9 @@ def on_each_rank(
     "Read what every rank needs; if one cannot reach it, or got a signal to stop, all raise `Unreachable`."
     value,lost,stop = None,None,getattr(patience, 'stop', None)
     try:
-        with stop.breaks_off() if isinstance(stop, Stop) else nullcontext():
+        with stop.interruptible() if isinstance(stop, Stop) else nullcontext():
             value = until_reached(name, read, patience)
-    except BrokenOff: lost = SIGNALLED
+    except Interrupted: lost = SIGNALLED
     except Unreachable as e: lost = SIGNALLED if stop is not None and stop.is_set() else str(e)
     messages = [text for text in dist.gather(lost) if text]
     if SIGNALLED in messages: raise Signalled(SIGNALLED)
@@ -673,7 +673,7 @@ def need_base(
                      f'trained already{file}; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
 
 # what `parse_args` gives, where there is no command line
-NOT_ASKED = Namespace(given=None, config=None, before=None)
+NOT_ASKED = Namespace(given=None, config=None, saved=None)
 
 def plan_run(
     vlm_cfg:VLMConfig, # the model, as the user gave it
@@ -687,7 +687,7 @@ def plan_run(
     repo,line = on_master(dist, lambda: where_to_publish(parts.configs[0].hf_repo_name))
     def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, asked.given, parts)[:4]
     vlm_cfg,train_cfg,_,lines = on_master(dist, start)
-    if asked.before: lines = [f'what was not given is as in {asked.before}', *lines]
+    if asked.saved: lines = [f'what was not given is as in {asked.saved}', *lines]
     need_base(vlm_cfg, train_cfg)
     set_threads(dist, loader_workers(train_cfg, cores_of_rank()))
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
@@ -840,12 +840,12 @@ def millions(
 
 # %% ../../nbs/56_runs.run.ipynb #84d3c983
 @contextmanager
-def met(
+def process_group(
     timeout_s:float=TrainConfig.timeout_s, # of what ranks do together
     dist:Dist|None=None, # ranks that are already initialised; then signals are the caller's, too
     stop:threading.Event|None=None, # ends the run with a checkpoint when it is set
 )->Iterator[tuple[Dist,threading.Event]]: # this rank, and what a signal sets
-    "Inside, the ranks of a run know each other."
+    "Inside, the process group of a run exists, and signals set `stop`."
     set_env()
     stop = stop or Stop()
     if dist is not None:
@@ -853,7 +853,7 @@ def met(
         return
     dist = init_dist(timeout_s=timeout_s)
     try:
-        with stop_on_signals(stop),Together(dist): yield dist,stop
+        with stop_on_signals(stop),FirstErrorOnly(dist): yield dist,stop
     finally: destroy_dist()
 
 def run(
@@ -866,7 +866,7 @@ def run(
     command:Callable=go_on, # names the command that resumes the run
 )->Path: # directory of the run
     "Train as the configs say."
-    with met(train_cfg.timeout_s, dist, stop) as (dist,stop):
+    with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
         plan = plan_run(vlm_cfg, train_cfg, dist, recipe, asked)
         with opened(plan, dist, asked.config, command) as desk:
             trainer = set_up(desk, dist, stop)

@@ -48,7 +48,7 @@ from ..data.loader import load_tokenizer,pack_loader
 from ..answers.answer import left_pad
 from ..training.optim import autocast
 from ..training.trainer import Trainer
-from ..runs.run import NOT_ASKED,exit_code,run,met
+from ..runs.run import NOT_ASKED,exit_code,process_group,run
 from ..compat.guide import GUIDE,translated
 from .labels import ClassData,load_classes
 
@@ -789,7 +789,7 @@ def classify(
 )->Path: # directory of the run
     "Train a classifier: alone, or as one of torchrun's ranks."
     timeout_s = settings.train.get('timeout_s', TrainConfig.timeout_s)
-    with met(timeout_s) as (dist,stop): return classify_on(settings, dist, stop, config)
+    with process_group(timeout_s) as (dist,stop): return classify_on(settings, dist, stop, config)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
 def with_resume(
