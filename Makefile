@@ -2,6 +2,7 @@
 # make test    install into .venv, then the gate: clean, export, no difference, notebook tests, pytest
 # make readme  write README.md from nbs/index.ipynb, and the pictures of the home page
 # make docs    build the site in _docs with Quarto, and check its links
+# make demo    train the embedded default, and put the page of its model in _demo, from where `make docs` takes it; needs npm
 # make figures make the saved figures of the notebooks small
 # PYTHON=python3.12 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
@@ -12,7 +13,7 @@ STAMP := .venv/.installed
 ADDRESS := $(shell sed -n 's/^ *site-url: "\(.*\)"/\1/p' nbs/nbdev.yml)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: train test gate generated install readme docs figures clean
+.PHONY: train test gate generated install readme docs demo figures clean
 .NOTPARALLEL:
 
 train: install
@@ -52,10 +53,17 @@ readme:
 docs:
 	nbdev_docs
 	python .ci/site.py _docs $(ADDRESS)
+	rm -rf _docs/demo
+	if test -d _demo; then cp -r _demo _docs/demo; else mkdir _docs/demo && echo '<!DOCTYPE html><title>No demo</title><p>This copy of the site was built without <code>make demo</code>.</p>' > _docs/demo/index.html; fi
 	python .ci/check_links.py _docs $(ADDRESS)
+
+demo: install
+	rm -rf _demo
+	nanovlm train --run_name demo --resume True $(ARGS)
+	nanovlm export checkpoints/demo _demo --format web
 
 figures:
 	python .ci/figures.py
 
 clean:
-	rm -rf .venv _docs _proc *.egg-info
+	rm -rf .venv _docs _demo _proc *.egg-info

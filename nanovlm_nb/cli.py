@@ -22,7 +22,7 @@ TABLE = {
     'Look at data and runs': dict(inspect='tools.inspect', plan='tools.plan', xray='tools.xray',
         doctor='tools.doctor', plot='tools.plot', runs='tools.runs'),
     'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance'),
-    'Take away': dict(export='uses.onnx'), # which leaves the other formats to `tools.export`
+    'Take away': dict(export='uses.web'), # which leaves the other formats to `uses.onnx` and `tools.export`
 } # purpose -> command -> module with its `main(values)`
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
 KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', serve='chat', evaluate='eval', checkpoints='runs',

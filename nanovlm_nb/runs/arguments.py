@@ -412,7 +412,7 @@ def invariance_parser()->Parser: # of `nanovlm invariance`
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00018
-FORMATS = ('smolvlm','idefics3','nanovlm','peft','onnx') # what can be written; ours is nanovlm
+FORMATS = ('smolvlm','idefics3','nanovlm','peft','onnx','web') # what can be written; ours is nanovlm
 
 def _check_export(a):
     out = Path(a.out)
@@ -421,9 +421,11 @@ def _check_export(a):
     if out.is_dir() and any(out.iterdir()): raise UsageError(f'{out} is not empty: give a new directory')
     if a.int8 and a.format!='onnx':
         raise UsageError(f'--int8 with format {a.format}: it is for --format onnx, leave it out')
+    if a.web_runtime and a.format!='web':
+        raise UsageError(f'--web_runtime with format {a.format}: it is for --format web, leave it out')
 
 def export_parser()->Parser: # of `nanovlm export`
-    "Write a model for transformers, as ONNX files, or as nanoVLM's checkpoint."
+    "Write a model for transformers, as ONNX files, as a web page, or as nanoVLM's checkpoint."
     p = Parser('nanovlm export', description=export_parser.__doc__, check=_check_export)
     p.add_argument('checkpoint', type=_checkpoint,
         help='a checkpoint, a run directory, a SmolVLM or Idefics3 of transformers, a hub id, or adapters '
@@ -431,9 +433,11 @@ def export_parser()->Parser: # of `nanovlm export`
     p.add_argument('out', help='directory to write')
     p.add_argument('--format', choices=FORMATS, default=FORMATS[0],
         help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime '
-             'and transformers.js; all four with adapters added to their base; peft: the adapters of a '
-             'checkpoint alone')
+             'and transformers.js; web: a page that answers in the browser; all five with adapters added to '
+             'their base; peft: the adapters of a checkpoint alone')
     p.add_argument('--int8', action='store_true', help='with onnx: each file also with one byte a weight')
+    p.add_argument('--web_runtime',
+        help='with web: onnxruntime-web, its package or a directory that has it; default: npm fetches it')
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a0001b
