@@ -68,6 +68,8 @@ def load():
     import nanovlm_nb
     for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
     nanovlm_nb.core.config.make_parser()
+    nanovlm_nb.data.shapes._conversations()  # and what else is the same in all runs, and kept once it is known: texts, fonts
+    nanovlm_nb.core.logs.plot_curves([dict(step=n, batch_loss=10**n, lr_mp=10.**-n, grad_norm=1) for n in range(9)])
     gc.freeze()  # so that forks share what is here until they change it
     threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
     assert threads <= {'jemalloc_bg_thd'}, f'imports have started {threads}'  # the one of pyarrow, which minds forks
@@ -110,6 +112,24 @@ def become(fds, cwd, args, env, search):
     return lambda: exec(compile(what if kind else open(what, encoding='utf-8').read(), what if not kind else '<string>', 'exec'), vars(main))
 
 
+def end(job):
+    """Do what is left to do, and end as a python does, but for taking itself apart.
+
+    That would write to each page that a fork shares with the server: half a second of CPU to copy them, and as much to free them.
+    Whoever ends otherwise than with a number leaves it to Python."""
+    import atexit
+    import threading
+    status = 0
+    try: job()
+    except SystemExit as e:
+        if not isinstance(e.code, int | None): raise
+        status = e.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr): stream.flush()
+    os._exit(status & 0xff)
+
+
 def serve(listener, search):
     "Fork for each command until the tests have closed standard input; returns in each fork with what is to be done there."
     import selectors
@@ -150,4 +170,4 @@ if __name__ == '__main__':
         del sys.path[0]
         load()
         job = serve(socket.socket(fileno=int(where)), list(sys.path))
-        if job: job()
+        if job: end(job)
