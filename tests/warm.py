@@ -68,7 +68,8 @@ def load():
     import nanovlm_nb
     for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
     nanovlm_nb.core.config.make_parser()
-    nanovlm_nb.data.shapes._conversations()  # and what else is the same in all runs, and kept once it is known: texts, fonts
+    nanovlm_nb.data.shapes._conversations()  # and what else is the same in many runs, and kept once it is known: texts, the rows of TINY in commands.py, fonts
+    for rows in (200, 'train', 0), (16, 'validation', 0): nanovlm_nb.data.shapes.shapes_dataset(*rows)
     nanovlm_nb.core.logs.plot_curves([dict(step=n, batch_loss=10**n, lr_mp=10.**-n, grad_norm=1) for n in range(9)])
     gc.freeze()  # so that forks share what is here until they change it
     threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}

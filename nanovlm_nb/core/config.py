@@ -961,8 +961,8 @@ def save_yaml(
 )->None:
     "Write all fields of both configurations; a recipe adds those of its own classes each time."
     configs = dict(vlm=(VLMConfig,vlm_cfg), train=(TrainConfig,train_cfg))
-    sections = {name:{f.name:cfg.to_dict()[f.name] for f in fields(kind)}
-                for name,(kind,cfg) in configs.items()}
+    plain = {name:(fields(kind),cfg.to_dict()) for name,(kind,cfg) in configs.items()}
+    sections = {name:{f.name:values[f.name] for f in known} for name,(known,values) in plain.items()}
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
 # %% ../../nbs/02_core.config.ipynb #705f2e54

@@ -16,7 +16,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -251,6 +251,7 @@ def _conversation(split, given, rng):
             candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
     return balanced(candidates, given)
 
+@lru_cache(maxsize=4) # rows never change: who asks again, as a run that goes on does, gets them again
 def shapes_dataset(
     n:int, # rows, one scene each
     split:str='train', # 'train' or 'validation'
