@@ -21,7 +21,8 @@ TABLE = {
         look='answers.sight', chat='uses.chat_page'),
     'Look at data and runs': dict(inspect='tools.inspect', plan='tools.plan', xray='tools.xray',
         doctor='tools.doctor', plot='tools.plot', runs='tools.runs'),
-    'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance'),
+    'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance',
+        speedrun='runs.speedrun'),
     'Take away': dict(export='uses.web'), # which leaves the other formats to `uses.onnx` and `tools.export`
 } # purpose -> command -> module with its `main(values)`
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
