@@ -97,13 +97,20 @@ def saved(notebook: str, cell: str, part: tuple[float, float, float, float]) -> 
     return buffer.getvalue()
 
 
+def opened(image: Image.Image) -> Image.Image:
+    "Leaves of a black-and-white picture what is `FILLED` pixels wide and high: steps of a pixel, which take a tenth of the time of one wide filter."
+    for grow in (ImageFilter.MinFilter(3), ImageFilter.MaxFilter(3)):
+        for _ in range(FILLED//2): image = image.filter(grow)
+    return image
+
+
 def dark(data: bytes) -> bytes:
     """The same picture for a page with a dark ground: white becomes that ground, black becomes white, hues stay.
     What is filled (a photograph, a coloured field) keeps its colours; lines and letters are thinner than `FILLED`."""
     image = Image.open(io.BytesIO(data)).convert('RGB')
     colours = np.asarray(image, dtype=float)
     drawn = Image.fromarray((colours.min(-1) < 250).astype(np.uint8)*255)
-    filled = np.asarray(drawn.filter(ImageFilter.MinFilter(FILLED)).filter(ImageFilter.MaxFilter(FILLED))) > 0
+    filled = np.asarray(opened(drawn)) > 0
     turned = colours + 255 - colours.max(-1, keepdims=True) - colours.min(-1, keepdims=True)
     out = np.where(filled[..., None], colours, GROUND + turned*(255-GROUND)/255)
     Image.fromarray(out.round().astype(np.uint8)).save(buffer := io.BytesIO(), 'PNG', optimize=True)

@@ -62,8 +62,13 @@ def test_the_book_shows_the_same_way_in_every_chapter():
         assert steps == WAY and '**' in found[0], f'{name}: {found[0]}'
 
 
-def test_pictures_of_the_home_page_are_what_notebooks_show():
-    made = script('pictures').pictures()
+@pytest.fixture(scope='module')
+def made() -> dict[str, bytes]:
+    "The pictures of the home page, made anew."
+    return script('pictures').pictures()
+
+
+def test_pictures_of_the_home_page_are_what_notebooks_show(made):
     for name, content in made.items():
         there = (NBS/name).read_bytes()
         same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
@@ -75,7 +80,7 @@ def test_pictures_of_the_home_page_are_what_notebooks_show():
         else: assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
 
 
-def test_pictures_of_the_home_page_have_the_ground_of_a_dark_page():
+def test_pictures_of_the_home_page_have_the_ground_of_a_dark_page(made):
     "White paper becomes the ground, black letters white; a filled field keeps its colour, a thin line its hue."
     pictures = script('pictures')
     paper = Image.new('RGB', (200, 100), 'white')
@@ -88,7 +93,7 @@ def test_pictures_of_the_home_page_have_the_ground_of_a_dark_page():
     assert (after.getpixel((2, 2)), after.getpixel((50, 50)), after.getpixel((150, 51))) == (ground, (180, 30, 30), (255, 255, 255))
     red, green, blue = after.getpixel((150, 22))
     assert green > 150 and green > red+60 and red == blue
-    for name, content in pictures.pictures().items():
+    for name, content in made.items():
         if name.endswith('_dark.png'): assert np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))[[0, 0, -1, -1], [0, -1, 0, -1]].max() <= pictures.GROUND+2, name
 
 
