@@ -7,8 +7,9 @@ import commands
 import pytest
 
 #: the files that take longest, the longest first: with several workers none of them is begun when all others are done
-LONG = ('sharding', 'stages', 'classify', 'evaluate', 'kills', 'elastic', 'bad_updates', 'packing_certificate', 'docs', 'endings', 'inspect', 'doctor', 'cli', 'gate', 'export',
-        'concepts', 'histories', 'dist', 'stream', 'trainer', 'misuse', 'plan', 'flops', 'failing_producer', 'jsonl', 'late_ranks', 'text_only', 'damage', 'run', 'compiled', 'file_kills')
+LONG = ('stages', 'sharding', 'stream', 'classify', 'docs', 'run', 'evaluate', 'packing_certificate', 'endings', 'kills', 'elastic', 'concepts', 'doctor', 'recipe', 'dist', 'inspect', 'export',
+        'histories', 'bad_updates', 'plan', 'look', 'layering', 'cli', 'gate', 'real_data', 'jsonl', 'misuse', 'flops', 'logs', 'lora', 'failing_producer', 'plot', 'start', 'outage', 'damage',
+        'packing', 'late_ranks', 'trainer', 'compiled', 'file_kills', 'text_only', 'types')
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -73,12 +73,13 @@ def documents(values, samples):
 @torch.no_grad()
 def test_scores_as_alone(net, groups):
     "200 packs: every sample's scores within 1e-5 of those it has alone."
-    worst = 0.
+    worst, alone = 0., {}
     for samples in groups:
         packed = documents(net(**as_batch(samples, LENGTH)[0])[0], samples)
         for sample, got in zip(samples, packed):
-            worst = max(worst, (got - net(**as_batch([sample])[0])[0][0]).abs().max().item())
-    assert worst <= 1e-5
+            if sample['id'] not in alone: alone[sample['id']] = net(**as_batch([sample])[0])[0][0]
+            worst = max(worst, (got - alone[sample['id']]).abs().max().item())
+    assert worst <= 1e-5 and len(alone) > 300
 
 
 @torch.no_grad()
@@ -114,8 +115,8 @@ def gradients(net, batches):
 
 
 def test_gradients_as_alone(net, groups):
-    "For 40 packs the gradient of each part is the sum of what its samples give alone."
-    with_images = [g for g in groups if any(s['images'] for s in g)][:40]
+    "For 20 packs the gradient of each part is the sum of what its samples give alone."
+    with_images = [g for g in groups if any(s['images'] for s in g)][:20]
     for samples in with_images:
         packed = gradients(net, [as_batch(samples, LENGTH)])
         alone = gradients(net, [as_batch([s]) for s in samples])

@@ -24,7 +24,7 @@ def updates(run_dir):
 def one(tmp_path_factory):
     "A short run of one process; its directory."
     cwd = tmp_path_factory.mktemp('one')
-    train([*TINY, '--run_name', 'r', '--max_training_steps', 7], cwd)
+    train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--ask_samples', 4], cwd)
     return cwd/'checkpoints'/'r'
 
 
@@ -58,8 +58,8 @@ def test_config_repeats_the_run_byte_for_byte(one, tmp_path):
 
 def test_two_ranks_train_like_one(one, tmp_path):
     "Also over the ends of epochs, where one rank has data left and the other has none."
-    done = train([*TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32'], tmp_path, ranks=2)
-    train([*TINY, '--run_name', 'alone', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--dtype', 'float32', '--num_workers', 1], tmp_path)
+    done = train([*TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32', '--ask_samples', 2], tmp_path, ranks=2)
+    train([*TINY, '--run_name', 'alone', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--dtype', 'float32', '--num_workers', 1, '--ask_samples', 0], tmp_path)
     two, alone = updates(tmp_path/'checkpoints'/'r'), updates(tmp_path/'checkpoints'/'alone')
     assert [r['step'] for r in two] == list(range(1, 10)), 'one line an update, from one rank'
     assert [r['batch_digest'] for r in two] == [r['batch_digest'] for r in alone]
@@ -81,7 +81,7 @@ def test_generate_answers_from_a_run_directory(one, tmp_path):
 
 
 def test_resume_from_a_whole_model(one, tmp_path):
-    train([*TINY, '--run_name', 'again', '--max_training_steps', 1, '--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', one/'step_7'], tmp_path)
+    train([*TINY, '--run_name', 'again', '--max_training_steps', 1, '--ask_samples', 0, '--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', one/'step_7'], tmp_path)
     assert not (one/'step_7'/'again').exists(), 'a run that lives in a checkpoint is deleted with it'
     start = next(r for r in read_log(one.parent/'again'/'log.jsonl') if 'val_loss' in r)
     end = [r for r in read_log(one/'log.jsonl') if 'val_loss' in r][-1]
@@ -107,7 +107,7 @@ def test_backbones_bring_their_sizes_also_on_resume(tmp_path):
 
 
 def test_wandb_offline_has_what_the_log_has(tmp_path):
-    train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody'], tmp_path)
+    train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody', '--ask_samples', 4], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
     sent, records = read_wandb(run_dir), read_log(run_dir/'log.jsonl')
     vlm, cfg = load_yaml(run_dir/'config.yaml')

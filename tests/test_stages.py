@@ -134,7 +134,7 @@ def test_experts_on_one_rank_and_two(tmp_path):
     moe = [*SMALL, '--use_moe', 'True', '--moe_experts', 3, '--lm_n_blocks', 2]
     train([*moe, '--run_name', 'one', '--ask_samples', 2], tmp_path)
     train([*moe, '--run_name', 'two', '--gradient_accumulation_steps', 1], tmp_path, ranks=2)
-    train([*moe, '--run_name', 'unweighted', '--moe_aux_weight', 0], tmp_path)
+    train([*moe, '--run_name', 'unweighted', '--moe_aux_weight', 0, '--max_training_steps', 1], tmp_path)
     train([*moe, '--run_name', 'resumed', '--resume', 'True', '--load_from', tmp_path/'checkpoints'/'one'/'step_3'], tmp_path)
     close(updates(tmp_path, 'one'), updates(tmp_path, 'two'), 1e-5)
     assert updates(tmp_path, 'one')[0][0]-updates(tmp_path, 'unweighted')[0][0] == pytest.approx(.1*2, rel=.1), 'two blocks, each almost balanced'
@@ -181,7 +181,7 @@ def test_checkpoints_without_vision_tower(tmp_path, siglip):
 
 
 def test_features_are_kept(tmp_path):
-    frozen = [*SMALL, '--lr_vision_backbone', 0, '--data_cutoff_idx', 40, '--max_training_steps', 12, '--eval_interval', 6]
+    frozen = [*SMALL, '--lr_vision_backbone', 0, '--data_cutoff_idx', 40]
     train([*frozen, '--run_name', 'live'], tmp_path)
     cached = [*frozen, '--cache_features', 'True']
     train([*cached, '--run_name', 'kept'], tmp_path)
@@ -192,7 +192,7 @@ def test_features_are_kept(tmp_path):
     assert files['kept'] == files['two'], 'two ranks make and find the same'
     words = line(tmp_path, 'kept', 'tiles seen').split()
     assert int(words[1]) == len(files['kept']) and int(words[4]) > int(words[1]), 'two epochs and two validations'
-    train([*cached, '--run_name', 'kept', '--resume', 'True', '--max_training_steps', 16], tmp_path)
+    train([*cached, '--run_name', 'kept', '--resume', 'True', '--max_training_steps', 8], tmp_path)
     assert line(tmp_path, 'kept', 'tiles seen').startswith('features: 0 tiles seen')
     trains = train([*SMALL, '--run_name', 'x', '--cache_features', 'True'], tmp_path, check=False)
     assert trains.returncode == 2 and 'cache_features needs a frozen vision tower' in trains.stderr
