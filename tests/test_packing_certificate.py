@@ -79,7 +79,7 @@ def test_scores_as_alone(net, groups):
         for sample, got in zip(samples, packed):
             if sample['id'] not in alone: alone[sample['id']] = net(**as_batch([sample])[0])[0][0]
             worst = max(worst, (got - alone[sample['id']]).abs().max().item())
-    assert worst <= 1e-5 and len(alone) > 300
+    assert worst <= 1e-5 and len(alone) > 200
 
 
 @torch.no_grad()
