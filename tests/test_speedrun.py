@@ -145,11 +145,3 @@ def test_verify_runs_a_record_from_its_file_in_a_process_of_its_own(tmp_path):
     done = nanovlm(['speedrun', 'verify', 'try.json', '--seeds', 0, '--out', 'out.json'], tmp_path, check=False)
     assert done.returncode == 1 and 'the goal is 95%' in done.stdout and 'try is refused' in done.stdout
     assert json.loads((tmp_path/'out.json').read_text())['results'][0]['updates'] == 3
-
-
-@pytest.mark.slow
-def test_the_best_record_is_verified_on_its_three_seeds(tmp_path):
-    "As a reader would: a new process for every seed, from nothing."
-    best = [r for r in all_records() if len(r.results) == 3][-1]
-    done = nanovlm(['speedrun', 'verify', best.name], tmp_path, timeout=3600, check=False)
-    assert done.returncode == 0 and f'{best.name} is a record' in done.stdout, done.stdout + done.stderr

@@ -364,7 +364,7 @@ def judge_alone(
         file,out = write_record_file(Path(folder)/'record.json', record),Path(folder)/'found.json'
         path = os.pathsep.join(filter(None, [str(beside.absolute()), os.environ.get('PYTHONPATH')]))
         done = subprocess.run([sys.executable, '-c', _ALONE, file, str(seed), out], cwd=folder,
-            env=os.environ|dict(PYTHONPATH=path), capture_output=True, text=True)
+            env=os.environ|dict(PYTHONPATH=path, CUDA_VISIBLE_DEVICES=''), capture_output=True, text=True)
         if done.returncode:
             raise UsageError(f'record {record.name}, seed {seed}: {done.stderr.strip().splitlines()[-1]}')
         return json.loads(out.read_text(encoding='utf-8'))
