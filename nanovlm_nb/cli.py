@@ -23,7 +23,7 @@ TABLE = {
         doctor='tools.doctor', plot='tools.plot', runs='tools.runs'),
     'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance',
         speedrun='runs.speedrun'),
-    'Take away': dict(export='uses.web'), # which leaves the other formats to `uses.onnx` and `tools.export`
+    'Take away': dict(export='uses.gguf'), # other formats: `uses.web`, `uses.onnx`, `tools.export`
 } # purpose -> command -> module with its `main(values)`
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
 KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', serve='chat', evaluate='eval', checkpoints='runs',

@@ -10,10 +10,10 @@ SIZES = dict(vit_hidden_dim=48, vit_n_heads=3, vit_n_blocks=2, vit_patch_size=8,
              lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_max_length=1024, lm_max_position_embeddings=2048, image_convention='smolvlm', init_std=.1)
 
 
-def small_model(**fields):
-    "One with other fields."
+def small_model(texts=QUESTIONS, **fields):
+    "One with other fields, and a tokenizer that has read these texts."
     cfg = VLMConfig(**SIZES | fields)
-    tok = train_tokenizer(QUESTIONS*2, 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
+    tok = train_tokenizer(texts*2, 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
     torch.manual_seed(0)
     model = VisionLanguageModel(evolve(cfg, lm_base_vocab_size=len(tok) - len(cfg.vlm_extra_tokens)), load_backbone=False).eval()
     model.tokenizer = tok

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'CHECKPOINT', 'RECIPE', 'SAMPLES', 'COMPARED', 'DEVICES', 'MFU', 'AXES', 'PACKS',
-           'TOLERANCE', 'FORMATS', 'RACES', 'PARSERS', 'place_to_go_on', 'own_settings', 'SettingsParser',
+           'TOLERANCE', 'FORMATS', 'OUTTYPES', 'RACES', 'PARSERS', 'place_to_go_on', 'own_settings', 'SettingsParser',
            'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser', 'look_parser', 'chat_parser',
            'inspect_parser', 'plan_parser', 'xray_parser', 'doctor_parser', 'plot_parser', 'runs_parser', 'RunParser',
            'resume_parser', 'replay_parser', 'invariance_parser', 'export_parser', 'speedrun_parser']
@@ -412,7 +412,8 @@ def invariance_parser()->Parser: # of `nanovlm invariance`
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00018
-FORMATS = ('smolvlm','idefics3','nanovlm','peft','onnx','web') # what can be written; ours is nanovlm
+FORMATS = ('smolvlm','idefics3','nanovlm','peft','onnx','web','gguf') # what can be written; ours is nanovlm
+OUTTYPES = ('f32','f16','q8_0') # how a GGUF file keeps its matrices
 
 def _check_export(a):
     out = Path(a.out)
@@ -423,9 +424,11 @@ def _check_export(a):
         raise UsageError(f'--int8 with format {a.format}: it is for --format onnx, leave it out')
     if a.web_runtime and a.format!='web':
         raise UsageError(f'--web_runtime with format {a.format}: it is for --format web, leave it out')
+    if a.outtype and a.format!='gguf':
+        raise UsageError(f'--outtype with format {a.format}: it is for --format gguf, leave it out')
 
 def export_parser()->Parser: # of `nanovlm export`
-    "Write a model for transformers, as ONNX files, as a web page, or as nanoVLM's checkpoint."
+    "Write a model for transformers, as ONNX files, as a web page, for llama.cpp, or as nanoVLM's checkpoint."
     p = Parser('nanovlm export', description=export_parser.__doc__, check=_check_export)
     p.add_argument('checkpoint', type=_checkpoint,
         help='a checkpoint, a run directory, a SmolVLM or Idefics3 of transformers, a hub id, or adapters '
@@ -433,11 +436,13 @@ def export_parser()->Parser: # of `nanovlm export`
     p.add_argument('out', help='directory to write')
     p.add_argument('--format', choices=FORMATS, default=FORMATS[0],
         help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime '
-             'and transformers.js; web: a page that answers in the browser; all five with adapters added to '
-             'their base; peft: the adapters of a checkpoint alone')
+             'and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six with '
+             'adapters added to their base; peft: the adapters of a checkpoint alone')
     p.add_argument('--int8', action='store_true', help='with onnx: each file also with one byte a weight')
     p.add_argument('--web_runtime',
         help='with web: onnxruntime-web, its package or a directory that has it; default: npm fetches it')
+    p.add_argument('--outtype', choices=OUTTYPES,
+        help='with gguf: how matrices are kept; f16 if left out, q8_0 has one byte a weight')
     return p
 
 # %% ../../nbs/57_runs.arguments.ipynb #59a00102
