@@ -436,8 +436,8 @@ def export_parser()->Parser: # of `nanovlm export`
     p.add_argument('out', help='directory to write')
     p.add_argument('--format', choices=FORMATS, default=FORMATS[0],
         help='smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime '
-             'and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six with '
-             'adapters added to their base; peft: the adapters of a checkpoint alone')
+             'and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six '
+             'with adapters added to their base; peft: the adapters of a checkpoint alone')
     p.add_argument('--int8', action='store_true', help='with onnx: each file also with one byte a weight')
     p.add_argument('--web_runtime',
         help='with web: onnxruntime-web, its package or a directory that has it; default: npm fetches it')
@@ -462,7 +462,8 @@ def speedrun_parser()->Parser: # of `nanovlm speedrun`
     The exit code is 1 if a record is refused."""
     p = Parser('nanovlm speedrun', description=speedrun_parser.__doc__, check=_check_speedrun)
     p.add_argument('what', nargs='?', default=RACES[0], choices=RACES, help='default: %(default)s')
-    p.add_argument('record', nargs='?', help='to verify: the name of a listed record, or a JSON file of yours')
+    p.add_argument('record', nargs='?',
+        help='to verify: the name of a listed record, or a JSON file of yours')
     p.add_argument('--seeds', type=at_least(0), nargs='+', default=[0,1,2], metavar='SEED',
         help='seeds to run, one after the other (default: 0 1 2, which a record needs)')
     p.add_argument('--out', type=_new, metavar='FILE.json', help='write the record with what was found')
