@@ -32,7 +32,7 @@ from nanovlm_nb.data.prompts import get_image_string, neutralise
 from nanovlm_nb.data.shapes import shapes_dataset, shapes_tokenizer
 from nanovlm_nb.model.generate import TextStreams
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.uses.web import PAGE, tall_first
+from nanovlm_nb.uses.web import PAGE, RUNTIME, tall_first
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
@@ -380,3 +380,16 @@ def test_a_file_that_is_missing_is_told(browser, folder, tmp_path):
     until(page, "document.getElementById('status').textContent == 'It does not work here: model/embed_tokens.onnx cannot be loaded (404).'")
     page.close()
     server.shutdown()
+
+
+# --- the site
+
+def test_the_site_shows_the_demo():
+    "It is made before the site is built, and the page that explains it names the runtime that is fetched."
+    root = HERE.parent
+    steps = re.findall(r'run: (make \w+)', (root/'.github'/'workflows'/'docs.yaml').read_text())
+    assert steps == ['make install', 'make demo', 'make docs']
+    recipe = (root/'Makefile').read_text().split('\ndemo:')[1].split('\n\n')[0]
+    assert recipe.count('checkpoints/demo _demo --format web') == 1 and 'cp -r _demo _docs/demo' in (root/'Makefile').read_text()
+    page = (root/'nbs'/'tutorials'/'in_the_page.ipynb').read_text()
+    assert f'npm pack {RUNTIME}' in page and RUNTIME.replace('@', '-') + '.tgz' in page and '/demo/)' in page

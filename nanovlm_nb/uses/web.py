@@ -69,19 +69,21 @@ def check_page_tokenizer(
 )->None: # nothing, if the page can read it
     "Raise a ValueError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
     bpe,steps = spec['model'],_steps(spec['pre_tokenizer'])
-    odd = [k for k in ('dropout','byte_fallback','continuing_subword_prefix','end_of_word_suffix') if bpe.get(k)]
+    odd = any(map(bpe.get, ('dropout','byte_fallback','continuing_subword_prefix','end_of_word_suffix')))
     kinds = [s['type'] for s in steps]
     whole = bpe['type']=='BPE' and not odd and spec['normalizer'] is None
     cut = kinds in (['ByteLevel'], ['Digits','ByteLevel']) and steps[0].get('individual_digits', True)
     if not (whole and cut and steps[-1]['use_regex'] and not steps[-1]['add_prefix_space']):
         raise ValueError(f"a tokenizer of the kind {bpe['type']} with the steps {kinds} is no byte-level BPE "
                          f'after GPT-2; {OTHER_TOKENIZERS}')
-    if len({c for t in bpe['vocab'] for c in t if len(t)==1})<256 or not all(map(_plain, spec['added_tokens'])):
-        raise ValueError(f'a tokenizer without all bytes, or with tokens that take spaces; {OTHER_TOKENIZERS}')
+    letters = sum(len(token)==1 for token in bpe['vocab'])
+    if letters<256 or not all(map(_plain, spec['added_tokens'])):
+        raise ValueError('a tokenizer without all bytes, or with tokens that take spaces; '
+                         f'{OTHER_TOKENIZERS}')
 
 # %% ../../nbs/84_uses.web.ipynb #74a00011
 PAGE = files('nanovlm_nb')/'uses'/'page' # the page's own files
-PAGE_FILES = 'index.html','page.js','style.css' 
+PAGE_FILES = 'index.html','page.js','style.css'
 
 # %% ../../nbs/84_uses.web.ipynb #74a00014
 def tall_first()->bool: # since Pillow 13
@@ -113,7 +115,8 @@ def _unpacked(package):
         with tarfile.open(package) as tar:
             found = {name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES}
             return {name:f.read() for name,f in found.items() if f}
-    except (tarfile.TarError, KeyError) as e: raise UsageError(f'{package} is no {RUNTIME} ({e}): {REMEDY}') from e
+    except (tarfile.TarError, KeyError) as e:
+        raise UsageError(f'{package} is no {RUNTIME} ({e}): {REMEDY}') from e
 
 def read_runtime(
     where:str|Path|None=None, # the package or a directory that has it; None: npm fetches it
