@@ -95,7 +95,7 @@ def tall_first()->bool: # since Pillow 13
 # %% ../../nbs/84_uses.web.ipynb #74a00017
 RUNTIME = 'onnxruntime-web@1.30.0' # a package of npm
 RUNTIME_FILES = 'ort.wasm.bundle.min.mjs','ort-wasm-simd-threaded.wasm' # what the page takes from it
-REMEDY = f'give --web_runtime with the package, or its directory (npm pack {RUNTIME} fetches it anywhere)'
+REMEDY = f'name its package or directory with --web_runtime (npm pack {RUNTIME} fetches it anywhere)'
 _WITHIN = '.','dist','package/dist','onnxruntime-web/dist','node_modules/onnxruntime-web/dist'
 
 def ask_npm(
@@ -103,7 +103,7 @@ def ask_npm(
 )->Path: # the package, a .tgz
     "Fetch the runtime."
     if not (npm := shutil.which('npm')): raise UsageError(f'npm is not here to fetch {RUNTIME}: {REMEDY}')
-    words = [npm, 'pack', RUNTIME, '--silent', '--fetch-retries=1', f'--pack-destination={folder}']
+    words = [npm, 'pack', RUNTIME, '-s', '--fetch-retries=1', f'--pack-destination={folder}']
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     if (got := sorted(folder.glob('*.tgz'))) and not done.returncode: return got[0]
     why = next((line for line in done.stderr.splitlines() if 'error' in line.lower()), 'no reason given')
