@@ -451,7 +451,8 @@ RACES = ('list','verify') # what `nanovlm speedrun` does
 def _check_speedrun(a):
     if a.what=='verify' and not a.record:
         raise UsageError('verify needs a record: give the name of one, or a JSON file')
-    if a.what=='list' and (a.record or a.out): raise UsageError('list shows all records: give no other argument')
+    if a.what=='list' and (a.record or a.out):
+        raise UsageError('list shows all records: give no other argument')
     if len({*a.seeds})<len(a.seeds): raise UsageError(f'--seeds {a.seeds}: give each seed once')
     if a.record and a.record.endswith('.json') and not Path(a.record).is_file():
         raise UsageError(f'there is no file {a.record}: correct the path')
