@@ -91,8 +91,8 @@ def test_an_editor_completes_every_method_of_the_trainer():
 
 def test_the_modules_of_the_table_have_lower_numbers_too():
     "They are imported by name; nothing else is, but what a user names."
-    from nanovlm_nb.cli import COMMANDS
-    assert all(module in NOTEBOOKS and number(module) < number(named('cli')) for module in COMMANDS.values())
+    from nanovlm_nb.cli import COMMANDS, EXPORTS
+    assert all(module in NOTEBOOKS and number(module) < number(named('cli')) for module in [*COMMANDS.values(), *EXPORTS.values()])
     assert {m.split('.')[-1] for m in MODULES if 'import_module(' in source(m).read_text(encoding='utf-8')} == {'config', 'cli'}
 
 

@@ -15,7 +15,7 @@ import pytest
 from commands import TINY, run
 
 from nanovlm_nb import train
-from nanovlm_nb.cli import COMMANDS, main
+from nanovlm_nb.cli import COMMANDS, EXPORTS, main
 from nanovlm_nb.core.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
 from nanovlm_nb.runs.endings import RunLock
 from nanovlm_nb.core.usage import is_usage
@@ -350,9 +350,9 @@ def test_two_ranks_say_it_once(tmp_path):
     assert 'nanovlm_nb/' not in done.stderr and not list(tmp_path.iterdir()), 'no traceback of ours, no directory'
 
 
-@pytest.mark.parametrize('command', COMMANDS)
-def test_every_command_has_a_module_that_takes_its_values(command):
-    text = (ROOT/'nanovlm_nb'/f"{COMMANDS[command].replace('.', '/')}.py").read_text()
+@pytest.mark.parametrize('command, module', [*COMMANDS.items(), *(('export', module) for module in EXPORTS.values())])
+def test_every_command_has_a_module_that_takes_its_values(command, module):
+    text = (ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text()
     assert re.search(r"(?m)^def main\(\n    values:Namespace, # from `arguments\.%s_parser`$" % command, text)
 
 

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING,Any
 
 import numpy as np
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import UsageError,path_message
 from ..core.config import VLMConfig
 from ..model.weights import Family,neighbours,text_type,their_names,to_smolvlm
 from ..model.vlm import VisionLanguageModel,written_at_once
-from ..tools.export import chat_template,open_model
-from .web import main as export_otherwise
+from ..tools.export import chat_template,exporting,open_model
 
 if TYPE_CHECKING: from gguf import GGMLQuantizationType # loaded where a file is written
 
@@ -244,13 +241,7 @@ def export_gguf(
 def main(
     values:Namespace, # from `arguments.export_parser`
 )->None:
-    "Command `nanovlm export`: GGUF files are written here, the other formats by `web`, `onnx` and `export`."
-    if values.format!='gguf': return export_otherwise(values)
-    try: import gguf # noqa: F401
-    except ImportError as e:
-        raise UsageError('format gguf needs the package gguf: pip install nanovlm_nb[gguf]') from e
-    name,out,outtype = values.checkpoint,values.out,values.outtype or 'f16'
-    try: export_gguf(open_model(name), out, outtype)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(path_message(e) or f'{name}: {type(e).__name__}: {e}') from e
+    "Command `nanovlm export --format gguf`."
+    out,outtype = values.out,values.outtype or 'f16'
+    with exporting(values, 'gguf', extra='gguf'): export_gguf(open_model(values.checkpoint), out, outtype)
     sys.stdout.write(f'{out}: gguf {outtype}\n')

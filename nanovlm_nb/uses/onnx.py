@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING,Any
 
 import numpy as np
-from safetensors import SafetensorError
 from torch import Tensor,nn
 
-from ..core.usage import UsageError,path_message
 from ..core.config import VLMConfig
 from ..model.language import RMSNorm
 from ..model.vlm import VisionLanguageModel,written_at_once
 from ..data.prompts import get_image_string,to_messages
-from ..tools.export import main as export_otherwise
-from ..tools.export import open_model,write_form
+from ..tools.export import exporting,open_model,write_form
 
 if TYPE_CHECKING: from onnx import ModelProto # loaded where a file is written
 
@@ -398,15 +395,10 @@ def _tell_template(config, template):
 def main(
     values:Namespace, # from `arguments.export_parser`
 )->None:
-    "Command `nanovlm export`: ONNX files are written here, the other formats by `export`."
-    if values.format!='onnx': return export_otherwise(values)
-    try: import onnx,onnxruntime # noqa: F401
-    except ImportError as e:
-        raise UsageError(f'format onnx needs the package {e.name}: pip install nanovlm_nb[onnx]') from e
-    name,out = values.checkpoint,values.out
-    try: export_onnx(model := open_model(name), out, values.int8)
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(path_message(e) or f'{name}: {type(e).__name__}: {e}') from e
+    "Command `nanovlm export --format onnx`."
+    out = values.out
+    with exporting(values, 'onnx', 'onnxruntime', extra='onnx'):
+        export_onnx(model := open_model(values.checkpoint), out, values.int8)
     alone = model.cfg.image_convention!='smolvlm'
     note = (' without a processor: pictures are cut and announced in the nanovlm convention, '
             f'as {OWN_NOTE} says; see image_convention')
