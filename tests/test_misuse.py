@@ -235,7 +235,7 @@ MISUSES = [
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
 ]
 #: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
-OF_OTHERS = set('--logdir --nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --num_epochs --learning_rate --timeout --no_'.split())
+OF_OTHERS = set('--logdir --mmproj --nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --num_epochs --learning_rate --timeout --no_'.split())
 #: parameters of functions, a key of DeepSpeed, a kind of fault
 NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
 # `nanovlm train` gets these where the model does not matter: nothing else is looked for

@@ -71,13 +71,16 @@ class Heat:
     def from_tokens(cls,
         values:Tensor, # (tiles*side*side,) of a picture's tokens in reading order
         grid:tuple[int,int], # rows and columns of tiles
+        convention:str='nanovlm', # the view of the whole comes first, or last (smolvlm)
     )->'Heat': # sorted by place
         "Put tokens in their places."
         (rows,cols),n = grid,grid[0]*grid[1]
         stack = values.unflatten(0, (n+(n>1),-1))
         side = isqrt(stack.shape[1])
         stack = stack.unflatten(1, (side,side))
-        whole,tiles = (stack[0],stack[1:]) if n>1 else (None,stack)
+        if n==1: whole,tiles = None,stack
+        elif convention=='smolvlm': tiles,whole = stack[:-1],stack[-1]
+        else: whole,tiles = stack[0],stack[1:]
         mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side)
         return cls(whole, mosaic, (rows,cols))
 
@@ -134,7 +137,8 @@ def answer_heat(
     weights = torch.stack([recorded[b][0] for b in blocks])
     weights = weights if heads is None else weights[:,list(heads)]
     per_picture = weights.mean((0,1,2))[slots].cpu().split([len(t)*c.mp_image_token_length for t in tiles])
-    return [Heat.from_tokens(v, asker.image_processor.grid(*im.size)) for v,im in zip(per_picture, images)]
+    grids = [asker.image_processor.grid(*im.size) for im in images]
+    return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
 
 # %% ../../nbs/32_answers.heatmap.ipynb #ce3371a3
 def overlay(

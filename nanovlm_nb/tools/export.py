@@ -118,7 +118,8 @@ def exporting(
     "Inside, whatever is wrong with a checkpoint, or with the files to be written, is an error of use."
     for package in packages:
         if find_spec(package) is None:
-            raise UsageError(f'format {values.format} needs the package {package}: pip install nanovlm_nb[{extra}]')
+            raise UsageError(f'format {values.format} needs the package {package}: '
+                f'pip install nanovlm_nb[{extra}]')
     try: yield
     except UsageError: raise
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'Update', 'tally', 'packing_stats', 'digest', 'sources_of', 'add_by_source', 'losses_by_source',
-           'rank_report', 'raise_together', 'agree_on_update', 'gather_update', 'update_of', 'Ahead', 'Feed']
+           'rank_report', 'raise_together', 'agree_on_update', 'gather_update', 'update_of', 'Kept', 'Ahead', 'Feed']
 
 # %% ../../nbs/45_training.update.ipynb #4a5b0004
 import hashlib,logging
@@ -162,6 +162,16 @@ def update_of(
     return Update(batches, samples=len(ids), packing=stats, digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/45_training.update.ipynb #f1d0a014
+class Kept:
+    "A context that keeps an error of any kind, to be raised when all ranks know of it."
+    error:Exception|None = None
+
+    def __enter__(self): return self
+
+    def __exit__(self, kind, e, tb):
+        if isinstance(e, Exception): self.error = e
+        return self.error is not None
+
 class Ahead(NamedTuple):
     "An update whose reports are gathered already, and that is not taken yet."
     batches:list[Batch]|Exception # of this rank
@@ -220,8 +230,8 @@ class Feed:
         batches:Iterator[Batch], # of the epoch
     )->list[Batch]|Exception: # for `agree_on_update`
         "This rank's part of an update, or why it cannot be had."
-        try: return list(islice(batches, self.size))
-        except Exception as e: return e # of whatever kind: `take` raises it, when all ranks know
+        with Kept() as kept: found:Any = list(islice(batches, self.size))
+        return kept.error or found
 
     def take(self)->Update|None: # None: the epoch is over
         "The next update; every rank must call. An error of its data is raised here, and it is not taken."

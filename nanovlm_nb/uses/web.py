@@ -23,17 +23,15 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from safetensors import SafetensorError
 
-from ..core.usage import UsageError,path_message
+from ..core.usage import UsageError
 from ..core.config import VLMConfig
 from ..model.weights import to_smolvlm
 from ..model.vlm import VisionLanguageModel,written_at_once
 from ..data.shapes import QUESTIONS,draw_scene,held_out,make_scene
 from ..answers.heatmap import default_blocks
-from ..tools.export import open_model
+from ..tools.export import exporting,open_model
 from .onnx import OWN_NOTE,Graph,Writer,client_note,graphs_of,to_onnx,write_decoder
-from .onnx import main as export_otherwise
 
 # %% ../../nbs/84_uses.web.ipynb #74a0000a
 def write_watched_decoder(
@@ -196,15 +194,9 @@ def export_web(
 def main(
     values:Namespace, # from `arguments.export_parser`
 )->None:
-    "Command `nanovlm export`: the page is written here, the other formats by `onnx` and `export`."
-    if values.format!='web': return export_otherwise(values)
-    try: import onnx,onnxruntime # noqa: F401
-    except ImportError as e:
-        raise UsageError(f'format web needs the package {e.name}: pip install nanovlm_nb[onnx]') from e
-    name,out = values.checkpoint,values.out
-    try: export_web(open_model(name), out, values.web_runtime)
-    except UsageError: raise
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(path_message(e) or f'{name}: {type(e).__name__}: {e}') from e
+    "Command `nanovlm export --format web`."
+    out = values.out
+    with exporting(values, 'onnx', 'onnxruntime', extra='onnx'):
+        export_web(open_model(values.checkpoint), out, values.web_runtime)
     size = sum(p.stat().st_size for p in Path(out).rglob('*') if p.is_file())
     sys.stdout.write(f'{out}: web, {size/1e6:.1f} MB; python -m http.server -d {out} shows it\n')
