@@ -15,7 +15,7 @@ import pytest
 from commands import TINY, environment, run, start_of, train
 from kills import wait_for
 from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
-from nanovlm_nb.answers.eval_jobs import has_lmms_eval
+from nanovlm_nb.answers.eval_jobs import has_lmms_eval, writers
 from nanovlm_nb.answers.evaluate import read_rows, write_tasks
 from nanovlm_nb.core.run_dir import read_log
 
@@ -64,7 +64,7 @@ def kill_evaluator(cwd):
     for name, job in jobs(cwd).items():
         if job['state'] == 'running' and job['number'] and alive(int(job['number'])):
             os.killpg(int(job['number']), signal.SIGKILL)
-            while alive(int(job['number'])): time.sleep(.005)
+            while alive(int(job['number'])) or writers(cwd/'eval_results'/'a'/'jobs'/name/'log.txt'): time.sleep(.005)  # the fork of a warm python may outlive it for a moment
             out = cwd/'eval_results'/'a'/f'{name}.json'
             return set(NAMES) - set(json.loads(out.read_text())['tasks'] if out.exists() else ())
     return None
