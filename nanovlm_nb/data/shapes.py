@@ -9,6 +9,7 @@ __all__ = ['COLOURS', 'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'QUESTION
            'best_blind_guess']
 
 # %% ../../nbs/23_data.shapes.ipynb #25feacb3
+import copy
 import hashlib
 import io
 import math
@@ -251,7 +252,16 @@ def _conversation(split, given, rng):
             candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
     return balanced(candidates, given)
 
-@lru_cache(maxsize=4) # rows never change: who asks again, as a run that goes on does, gets them again
+@lru_cache(maxsize=4)
+def _drawn(n, split, seed):
+    "The rows, drawn once: a run that is resumed asks for them again."
+    rng, given = random.Random(f'{split} {seed}'), Counter()
+    rows = []
+    for i in range(n):
+        scene, turns = _conversation(split, given, rng)
+        rows.append(_row(f'{split}{i}', scene, turns, rng))
+    return Dataset.from_list(rows, features=_FEATURES)
+
 def shapes_dataset(
     n:int, # rows, one scene each
     split:str='train', # 'train' or 'validation'
@@ -260,12 +270,7 @@ def shapes_dataset(
     "Draw a data set."
     if split not in SPLITS: raise ValueError(f'split is {split!r}: choose from {", ".join(SPLITS)}')
     if n < 1: raise ValueError(f'{n} rows: ask for one or more')
-    rng, given = random.Random(f'{split} {seed}'), Counter()
-    rows = []
-    for i in range(n):
-        scene, turns = _conversation(split, given, rng)
-        rows.append(_row(f'{split}{i}', scene, turns, rng))
-    return Dataset.from_list(rows, features=_FEATURES)
+    return copy.deepcopy(_drawn(n, split, seed)) # shares the table; its format is the caller's own
 
 # %% ../../nbs/23_data.shapes.ipynb #1d148ca5
 @styled

@@ -136,7 +136,7 @@ def language_settings(
     return {'general.architecture':kind, 'general.type':'model'}|{f'{kind}.{k}':v for k,v in sizes.items()}
 
 # activations that llama.cpp's towers have
-_BENT = dict(gelu_pytorch_tanh={'clip.use_gelu':True}, quick_gelu={})
+_ACTIVATION_KEYS = dict(gelu_pytorch_tanh={'clip.use_gelu':True}, quick_gelu={})
 
 def vision_settings(
     cfg:VLMConfig, # sizes
@@ -151,7 +151,7 @@ def vision_settings(
         'image_mean':[float(m) for m in means], 'image_std':[float(s) for s in stds]}
     kind = {'general.architecture':'clip', 'general.type':'mmproj', 'clip.has_vision_encoder':True,
             'clip.projector_type':'idefics3'}
-    return kind|_BENT[cfg.vit_activation]|{f'clip.vision.{k}':v for k,v in sizes.items()}
+    return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v for k,v in sizes.items()}
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00019
 _WHOLE = ('v.position_embd.weight','v.patch_embd.weight') # f32 in every file
@@ -184,9 +184,9 @@ def check_carried(
     if cfg.image_convention!='smolvlm':
         raise ValueError(f"image_convention is {cfg.image_convention}, but llama.cpp cuts and announces "
             "pictures as smolvlm does: train with image_convention smolvlm, or take --format onnx")
-    if cfg.vit_activation not in _BENT:
+    if cfg.vit_activation not in _ACTIVATION_KEYS:
         raise ValueError(f"vit_activation is {cfg.vit_activation}, but llama.cpp's towers have "
-                         f"{' and '.join(_BENT)}: take --format onnx")
+                         f"{' and '.join(_ACTIVATION_KEYS)}: take --format onnx")
     for name,token in cfg.vlm_extra_tokens.items():
         if token!=(_announced(name) or token):
             raise ValueError(f"vlm_extra_tokens has {token} for {name}, but llama.cpp looks for "

@@ -30,7 +30,7 @@ from ..model.weights import to_smolvlm
 from ..model.vlm import VisionLanguageModel,written_at_once
 from ..data.shapes import QUESTIONS,draw_scene,held_out,make_scene
 from ..answers.heatmap import default_blocks
-from ..tools.export import exporting,open_model
+from ..tools.export import exporting,open_model,save_json
 from .onnx import OWN_NOTE,Graph,Writer,client_note,graphs_of,to_onnx,write_decoder
 
 # %% ../../nbs/84_uses.web.ipynb #74a0000a
@@ -155,13 +155,10 @@ def page_note(
 # %% ../../nbs/84_uses.web.ipynb #74a00020
 LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
 
-def _write_json(path, values):
-    path.write_text(json.dumps(values, indent=1, ensure_ascii=False)+'\n', encoding='utf-8')
-
 def _write_model(model, folder):
     "Graphs, tokenizer, and what a client has to know."
     note = client_note(model)
-    _write_json(folder/OWN_NOTE, note|dict(picture=note['picture']|dict(tall_first=tall_first())))
+    save_json(folder/OWN_NOTE, note|dict(picture=note['picture']|dict(tall_first=tall_first())))
     (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(), encoding='utf-8')
     for name,graph in graphs_of_page(model.cfg).items():
         (folder/f'{name}.onnx').write_bytes(to_onnx(graph, model).SerializeToString(deterministic=True))
@@ -186,7 +183,7 @@ def export_web(
         for part in ('model','runtime','scenes'): (tmp/part).mkdir()
         for name in PAGE_FILES: (tmp/name).write_bytes((PAGE/name).read_bytes())
         for i,(_,picture) in enumerate(scenes): picture.save(tmp/'scenes'/f'{i+1}.png')
-        _write_json(tmp/'page.json', page_note(scenes, side))
+        save_json(tmp/'page.json', page_note(scenes, side))
         _write_model(model, tmp/'model')
         _write_runtime(runtime, tmp/'runtime')
 
