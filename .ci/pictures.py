@@ -29,7 +29,7 @@ TEXT = [
     ('conversation', 'words and 1088 slots', '1138 ids'),
     ('pack', 'samples end to end', '4096 ids'),
     ('fill the slots', 'table or image token', '4096 x 960'),
-    ('decoder', '32 blocks', '4096 x 960'),
+    ('language model', '32 blocks', '4096 x 960'),
     ('head and loss', 'at targets alone', 'sum / all targets')]
 PROCESSES = [
     ('loader worker', 'reads, tiles, packs', 'some for each rank'),
@@ -77,7 +77,7 @@ def draw() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 440" width="{WIDTH}" height="440" '
         'font-family="system-ui, sans-serif" role="img" aria-labelledby="title">',
         '<title id="title">A picture becomes tiles, patches and image tokens; they fill slots in a pack of text, '
-        'which the decoder reads; the loss looks at answers. Below: workers fill lanes, ranks compute packs, '
+        'which the language model reads; the loss looks at answers. Below: workers fill lanes, ranks compute packs, '
         'an update takes one pack of each lane, a checkpoint keeps all.</title>',
         f'<defs><marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" orient="auto">'
         f'<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
