@@ -81,7 +81,7 @@ def draw() -> str:
         'an update takes one pack of each lane, a checkpoint keeps all.</title>',
         f'<defs><marker id="head" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="5" markerHeight="5" orient="auto">'
         f'<path d="M0,0 L10,5 L0,10 z" fill="{LINE}"/></marker></defs>',
-        text(WIDTH/2, 26, 'The way of a sample, with the shapes of the preset nanovlm', 17, LINE, 'bold'),
+        text(WIDTH/2, 26, 'The path of a sample, with the shapes of the preset nanovlm', 17, LINE, 'bold'),
         *row(42, BLUE, PICTURE), arrow(down), *row(174, GREEN, TEXT),
         text(WIDTH/2, 304, 'The processes', 17, LINE, 'bold'),
         *row(322, PURPLE, PROCESSES), '</svg>', ''])
