@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from ..core.config import IGNORE
-from ..core.dist import Dist,check_socket_room,from_workers,seed_worker
+from ..core.dist import Dist,Interrupted,check_socket_room,from_workers,seed_worker
 from .dataset import Dropped,Drops,Plan,Unreachable,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
 from .sources import keep_split,stop_of
@@ -358,6 +358,7 @@ class _letting_go:
 
     def __exit__(self, kind, e, tb):
         clear_frames(tb)
+        if isinstance(e, Interrupted): raise Unreachable(f'the data could not be read when a signal came: {e}') from e
         cut_off = isinstance(e, (EOFError, ConnectionError, FileNotFoundError))
         raised_there = str(e).startswith('Caught') # torch's word for what a worker raised
         if self.num_workers and cut_off and not raised_there:
