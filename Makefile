@@ -9,6 +9,8 @@
 fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# of the gate: one more than cores, since each waits now and then for processes that it has started; more than four find too little to share
+WORKERS := $(shell echo $$(( $(CORES)<4 ? $(CORES)+1 : 4 )))
 STAMP := .venv/.installed
 ADDRESS := $(shell sed -n 's/^ *site-url: "\(.*\)"/\1/p' nbs/nbdev.yml)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -34,8 +36,8 @@ $(STAMP): settings.ini setup.py constraints.txt
 	touch $@
 
 gate: generated
-	OMP_NUM_THREADS=$$(( ($(CORES)+1)/2 )) nbdev_test --n_workers 2
-	OMP_NUM_THREADS=1 python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 nbdev_test --n_workers $(WORKERS)
+	OMP_NUM_THREADS=1 python -m pytest -q -n $(WORKERS) --dist loadfile
 
 # what is generated must be committed as it is generated; an edit of a module is shown before the export would undo it
 generated:

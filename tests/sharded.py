@@ -22,7 +22,7 @@ from nanovlm_nb.training.trainer import Trainer
 from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
-UPDATES, HALF = 6, 3  # of a case, and when it writes its checkpoint
+UPDATES, HALF = 4, 2  # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
 SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
 COUNTED = ('ddp', 'zero2', 'zero3', 'zero2_of_4')  # cases whose exchanges are counted, on the rank that writes them down; to profile costs more than to train
@@ -83,7 +83,7 @@ def keep(out, name, trainer):
 
 
 def case(dist, out, name, model, run):
-    "Six updates, with a checkpoint after three; what is worth knowing about them."
+    "Four updates, with a checkpoint after two; what is worth knowing about them."
     trainer = make_trainer(dist, out/name, model, run)
     before = trainer.validate()
     figures, exchanges = count(trainer, 1) if name in COUNTED and dist.is_master else (updates(trainer, 1), None)
@@ -98,7 +98,7 @@ def case(dist, out, name, model, run):
 
 
 def continued(dist, out, name, source, run):
-    "Three updates from another case's checkpoint."
+    "Two updates from another case's checkpoint."
     trainer = make_trainer(dist, out/name, {}, run)
     checkpoint = out/source/f'step_{HALF}'
     load_full_weights(trainer.base, VisionLanguageModel.from_pretrained(checkpoint).state_dict())

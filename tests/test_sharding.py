@@ -54,7 +54,7 @@ SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'z
 
 @pytest.mark.parametrize('name, reference', [(n, ref) for ref, names in SAME.items() for n in names])
 def test_same_training(out, facts, name, reference):
-    "Losses, norms and weights of six updates, or of the three after a checkpoint of another kind; a micro-batch of one rank has no picture."
+    "Losses, norms and weights of four updates, or of the two after a checkpoint of another kind; a micro-batch of one rank has no picture."
     a, b = torch.tensor(facts[name]['figures']), torch.tensor(facts[reference]['figures'])
     assert len(a) == (HALF if '_to_' in name else UPDATES)
     torch.testing.assert_close(a, b[-len(a):], atol=2e-6, rtol=1e-6)

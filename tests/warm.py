@@ -67,6 +67,7 @@ def load():
     import pkgutil
     import nanovlm_nb
     for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
+    importlib.import_module('transformers').AutoTokenizer  # knows every model there is: a second to import
     nanovlm_nb.core.config.make_parser()
     nanovlm_nb.data.shapes._conversations()  # and what else is the same in many runs, and kept once it is known: texts, the rows of TINY in commands.py, fonts
     for rows in (200, 'train', 0), (16, 'validation', 0): nanovlm_nb.data.shapes.shapes_dataset(*rows)
