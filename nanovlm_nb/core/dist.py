@@ -202,7 +202,7 @@ def _die_with_parent():
     if sys.platform=='linux': CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 def _end_if_deaf(stop):
-    "Have a thread end this process if a signal does not end its reading: C++ that waits runs no handler of Python."
+    "Have a thread end this process if its reading outlives a signal: waiting C++ runs no handler of Python."
     heard,told = socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
@@ -233,7 +233,7 @@ def shield_worker(
 def from_workers(
     loader:DataLoader, # of a data set that may have `stop`, a `Stop`
 )->Iterator: # what the loader gives
-    "Iterate over a loader. A signal to this process goes to its workers too; if one ends of it, `Interrupted`."
+    "Iterate over a loader. A signal goes to its workers too; if one ends because of it, `Interrupted`."
     stop = getattr(loader.dataset, 'stop', None)
     before,hold = {*active_children()},getattr(signal, 'pthread_sigmask', None)
     mask = hold(signal.SIG_BLOCK, {signal.SIGUSR1}) if hold else None

@@ -358,7 +358,8 @@ class _letting_go:
 
     def __exit__(self, kind, e, tb):
         clear_frames(tb)
-        if isinstance(e, Interrupted): raise Unreachable(f'the data could not be read when a signal came: {e}') from e
+        if isinstance(e, Interrupted):
+            raise Unreachable(f'the data could not be read when a signal came: {e}') from e
         cut_off = isinstance(e, (EOFError, ConnectionError, FileNotFoundError))
         raised_there = str(e).startswith('Caught') # torch's word for what a worker raised
         if self.num_workers and cut_off and not raised_there:
