@@ -213,6 +213,35 @@ def test_a_traceback_is_short():
     assert {tuple(way) for way in watched.seen} == {(('cli', 'main'), ('run', 'main'), ('run', 'run'), ('trainer', 'train'), ('trainer', 'train_step'), ('trainer', 'forward_backward'))}
 
 
+PROJECTED = """
+from torch import nn
+from nanovlm_nb.core.recipe import Parts
+from nanovlm_nb.runs.run import make_model
+
+class Placed(nn.Module):
+    def __init__(self, projector, cfg):
+        super().__init__()
+        self.projector, self.place = projector, nn.Embedding(cfg.mp_image_token_length, cfg.lm_hidden_dim)
+
+    def forward(self, x): return self.projector(x)+self.place.weight
+
+def projected(vlm_cfg, train_cfg):
+    def model(cfg, *more):
+        made = make_model(cfg, *more)
+        made.MP = Placed(made.MP, cfg)
+        return made
+    return Parts(model=model)
+"""
+
+
+def test_a_projector_of_another_making_is_trained_looked_at_and_asked():
+    "Nothing in the library reaches into the projector for its matrix."
+    Path('projected.py').write_text(PROJECTED)
+    run_dir = train('projected', '--recipe', 'projected:projected', '--look_interval', '2', '--ask_samples', '2')
+    assert (run_dir/'status').read_text() == 'done\n' and 'held-out questions' in (run_dir/'train.log').read_text()
+    assert any('look/accuracy' in line for line in (run_dir/'log.jsonl').read_text().splitlines())
+
+
 # --- whom one trusts
 
 def test_a_checkpoint_runs_nobodys_code(place, capsys):

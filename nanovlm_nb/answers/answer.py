@@ -75,7 +75,7 @@ class Asker:
     @property
     def device(self)->torch.device: # where the model is
         "Device of the model."
-        return self.model.MP.proj.weight.device
+        return self.model.device
 
     def tiles(self,
         images:Iterable[Image.Image], # pictures, may be none

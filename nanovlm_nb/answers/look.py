@@ -164,8 +164,7 @@ def reader(
     model:VisionLanguageModel, # in eval mode
 )->Callable[[Any],Tensor]: # for `look_panel`
     "Scores of a model for what is in a batch."
-    device = model.MP.proj.weight.device
     def read(batch):
-        hidden,_ = model(batch['input_ids'].to(device), batch['images'], doc_lens=batch['doc_lens'])
+        hidden,_ = model(batch['input_ids'].to(model.device), batch['images'], doc_lens=batch['doc_lens'])
         return hidden.cpu()
     return read

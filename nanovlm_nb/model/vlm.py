@@ -196,7 +196,7 @@ class VLMNet(nn.Module):
 
     def _image_tokens(self, images):
         "(N, tokens per tile, D) from the tower, or from what it has seen before."
-        if self.features: return self.MP(self.features(images).to(self.MP.proj.weight))
+        if self.features: return self.MP(self.features(images).to(next(self.decoder.parameters())))
         return self.MP(self.see(images))
 
     def embed(self,
@@ -618,6 +618,11 @@ class VisionLanguageModel(Pretrained, VLMNet):
             log = logging.getLogger(__name__)
             log.warning('%s has no %s: random weights there', path, ' and '.join(anew))
         return model
+
+    @property
+    def device(self)->torch.device: # of the language model; the other parts may be of a recipe's making
+        "Where the model is."
+        return next(self.decoder.parameters()).device
 
     @property
     def tokenizer(self): # with the image tokens as attributes

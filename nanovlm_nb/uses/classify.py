@@ -258,8 +258,7 @@ class VLMClassifier(VisionLanguageModel):
         tiles:list, # of each prompt's picture
     )->Tensor: # (B, C) log-probabilities, which sum to 1 over the classes
         "How likely each class is."
-        device,pad = self.MP.proj.weight.device,self.tokenizer.pad_token_id
-        ids,mask = left_pad(prompts, pad, device)
+        ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         if self.cfg.class_head:
             h,_ = self.hidden(ids, tiles, mask, with_balance=True)
             return self.score(h[:,-1]).float().log_softmax(-1)
