@@ -240,10 +240,10 @@ def from_workers(
     try: made = iter(loader)
     finally:
         if hold: hold(signal.SIG_SETMASK, mask)
-    workers = [p for p in active_children() if p not in before and p.pid is not None]
+    workers = [p for p in active_children() if p not in before]
     if not isinstance(stop, Stop): return (yield from made)
     try:
-        with stop.with_workers([p.pid for p in workers]): yield from made
+        with stop.with_workers([p.pid for p in workers if p.pid]): yield from made
     except RuntimeError as e: # torch's, of a worker that is gone, or an error of the data
         if stop.is_set() and any(p.exitcode==0 for p in workers): raise Interrupted(str(e)) from e
         raise
