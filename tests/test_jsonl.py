@@ -258,13 +258,13 @@ def damaged(tmp_path, folder, tokenizer):
     return VLMDataset(write(tmp_path/'x.jsonl', lines), None, tokenizer, get_image_processor(SIDE, SIDE), RUN, max_length=60)
 
 
-@pytest.mark.parametrize('start', ['fork', 'spawn'])
-def test_workers(damaged, start):
+@pytest.mark.parametrize('start, workers', [('fork', 2), ('spawn', 1)])  # a worker that is spawned imports everything anew
+def test_workers(damaged, start, workers):
     "Workers make the items that this process makes, and what they leave out is counted here."
     want = [damaged[i] for i in range(10)]
     damaged.reason.zero_(), damaged.lost.zero_()
     assert damaged.drops == Drops()
-    loader = jsonl_loader(damaged, 4, shuffle=False, num_workers=2)
+    loader = jsonl_loader(damaged, 4, shuffle=False, num_workers=workers)
     loader.multiprocessing_context = start
     batches = list(loader)
     assert [len(X) for X, *_ in batches] == [4, 4, 2]
