@@ -9,7 +9,7 @@
 fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
-# of the gate: one more than cores, since each waits now and then for processes that it has started; more than four find too little to share
+# of the gate: one more than cores, since each waits now and then for processes that it has started; at most four
 WORKERS := $(shell echo $$(( $(CORES)<4 ? $(CORES)+1 : 4 )))
 STAMP := .venv/.installed
 ADDRESS := $(shell sed -n 's/^ *site-url: "\(.*\)"/\1/p' nbs/nbdev.yml)

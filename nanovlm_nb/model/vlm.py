@@ -196,7 +196,7 @@ class VLMNet(nn.Module):
 
     def _image_tokens(self, images):
         "(N, tokens per tile, D) from the tower, or from what it has seen before."
-        if self.features: return self.MP(self.features(images).to(next(self.decoder.parameters())))
+        if self.features: return self.MP(self.features(images).to(next(self.MP.parameters())))
         return self.MP(self.see(images))
 
     def embed(self,

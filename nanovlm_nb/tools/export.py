@@ -88,7 +88,7 @@ def write_form(
     if cfg.image_convention!='smolvlm': return
     save_json(folder/'preprocessor_config.json', picture_rules(cfg))
     save_json(folder/'processor_config.json',
-                dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
+              dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
 
 def export_smolvlm(
     model:VisionLanguageModel, # with its tokenizer
