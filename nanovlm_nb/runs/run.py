@@ -45,7 +45,7 @@ from ..data.loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from ..answers.answer import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
 from ..answers.evaluate import cli_evaluate
-from ..training.optim import NO_TWIN,keep_compiled,same_bits,trainable_line
+from ..training.optim import NO_TWIN,keep_compiled,precision_notes,same_bits,trainable_line
 from ..training.shard import engine_lines
 from ..training.bad_updates import forget_bad_updates
 from ..training.trainer import Trainer,Unstable
@@ -775,7 +775,8 @@ def first_lines(
     (_,c),dist,model = plan.parts.configs,trainer.dist,trainer.base
     size = f'{millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}'
     return [f'{plan.run_dir}: {size}', trainable_line(model, trainer.optimizer),
-        *projector_advice(c, dist.world_size), *save_notes(c), *plan.lines, *engine_lines(c, dist), *resumed]
+        *projector_advice(c, dist.world_size), *precision_notes(dist.device, trainer.dtype), *save_notes(c),
+        *plan.lines, *engine_lines(c, dist), *resumed]
 
 def go_on_from(
     trainer:Trainer, # put together

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['SAVED', 'COLD_S', 'WARM_S', 'CACHE_ENV', 'WORKSPACE', 'FIXED_SIZES', 'NO_TWIN', 'component_lrs', 'param_groups',
            'adapter_groups', 'adapter_sizes', 'training_groups', 'make_optimizer', 'trainable_line', 'training_parts',
-           'checked_lr', 'set_lrs', 'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'amp_dtype', 'autocast',
-           'make_scaler', 'blocks_of', 'compile_blocks', 'eager_line', 'pays_to_compile', 'decide_compile',
-           'keep_compiled', 'has_compiled', 'compile_counts', 'check_same_bits', 'same_bits']
+           'checked_lr', 'set_lrs', 'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'cpu_has_bfloat16',
+           'amp_dtype', 'precision_notes', 'autocast', 'make_scaler', 'blocks_of', 'compile_blocks', 'eager_line',
+           'pays_to_compile', 'decide_compile', 'keep_compiled', 'has_compiled', 'compile_counts', 'check_same_bits',
+           'same_bits']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
 import math,os
@@ -219,16 +220,29 @@ def clip_gradients(
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 # %% ../../nbs/41_training.optim.ipynb #60d08a7f
+def cpu_has_bfloat16()->bool: # else a product takes many times as long as in float32
+    "Has PyTorch bfloat16 kernels for this processor?"
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
 def amp_dtype(
     device:torch.device, # where the model is
     name:str='auto', # 'auto', 'bfloat16', 'float16' or 'float32'
 )->torch.dtype: # precision of the matrix products
-    "The precision for `device`: bfloat16 on CUDA and CPU, float16 elsewhere, unless `name` says otherwise."
+    "The precision `name`; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
-    if device.type=='cpu': return torch.bfloat16
+    if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported() else torch.float16
 
 # %% ../../nbs/41_training.optim.ipynb #333b15fa
+def precision_notes(
+    device:torch.device, # where the model is
+    dtype:torch.dtype, # from `amp_dtype`
+)->list[str]: # lines
+    "A precision that was asked for, and is slow on this processor."
+    slow = device.type=='cpu' and dtype!=torch.float32 and not cpu_has_bfloat16()
+    return [f'PyTorch has no fast kernels for {dtype} on this processor: '
+            'give --dtype float32, it is several times as fast'] if slow else []
+
 def autocast(
     device:torch.device, # where the model is
     dtype:torch.dtype, # from `amp_dtype`

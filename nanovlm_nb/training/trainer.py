@@ -748,6 +748,7 @@ class Saving(Evaluating):
             data=None if position is None else merge_states(self.dist.gather(position)),
             configs=dict(vlm=asdict(self.base.cfg), train=asdict(self.cfg)),
             versions=dict(torch=torch.__version__),
+            precision=str(self.dtype),
             epoch_sums=dict(self.meters.epoch),
             norms=list(self.guard.norms),
             scaler=self.scaler.state_dict(),
@@ -814,6 +815,9 @@ class Resuming(Saving):
         if force and changed: self.log.info('other parts train than before: the optimizer begins anew')
         else: load_optimizer(checkpoint/'optimizer', self.base, self.optimizer, self.dist)
         self.scaler.load_state_dict(state['scaler'])
+        before,now = state.get('precision', str(self.dtype)),str(self.dtype)
+        if before!=now: self.log.info(f'this run has trained in {before} and goes on in {now}: '
+            f"give --dtype {before.removeprefix('torch.')} to go on as before")
 
     def load_state(self,
         state:dict, # `trainer_state.json`
