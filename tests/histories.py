@@ -54,7 +54,7 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
     while process.poll() is None:
         if (run/'last_checkpoint').exists(): assert names_one(run), f'{run.name} names nothing: {flags}'
         begun = begun or at is not None and starts(run) > before and updates(run) < at  # the log is cut to where the run goes on
-        if at is not None and begun and updates(run) == at:
+        if at is not None and begun and updates(run) >= at:
             os.killpg(process.pid, how)
             at = None
         time.sleep(.01)

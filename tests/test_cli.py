@@ -133,7 +133,7 @@ def test_derived_fields_follow_flags():
     ('--compile perhaps', 'perhaps'),
     ('--lr_mp', 'argument --lr_mp: expected one argument'),
     ('--lr_mp=-1', 'lr_mp is -1.0: give 0 or more'),
-    ('--vit_n_heads 7', 'vit_hidden_dim 128 is no multiple of vit_n_heads 7'),
+    ('--vit_n_heads 7', 'vit_hidden_dim 64 is no multiple of vit_n_heads 7'),
     ('--max_sample_length 100000', 'max_sample_length 100000 > lm_max_length'),
     ('--preset nano', 'nanovlm'),
     ('--config none.yaml', 'none.yaml'),
@@ -145,10 +145,10 @@ def test_what_is_wrong_is_said_in_one_line(line, message, capsys):
 
 def test_preset_then_file_then_flags(tmp_path):
     file = tmp_path/'run.yaml'
-    file.write_text('train:\n  lr_mp: 5e-4\n  batch_size: 3\nvlm:\n  lm_n_blocks: 2\n')
+    file.write_text('train:\n  lr_mp: 5e-4\n  batch_size: 3\nvlm:\n  lm_n_blocks: 4\n')
     base = parsed('')
     found = parsed(f'--config {file} --batch_size 5')
-    assert (found['lr_mp'], found['batch_size'], found['lm_n_blocks'], found['seed']) == (5e-4, 5, 2, base['seed'])
+    assert (found['lr_mp'], found['batch_size'], found['lm_n_blocks'], found['seed']) == (5e-4, 5, 4, base['seed'])
     assert {k for k in base if base[k] != found[k]} == {'lr_mp', 'batch_size', 'lm_n_blocks'}
     assert parsed(f'--preset nanovlm --config {file}')['lm_hidden_dim'] == 960
     file.write_text('preset: nanovlm\n')
@@ -303,10 +303,14 @@ def test_the_console_scripts_are_the_command_and_the_script_of_a_training():
     assert config['DEFAULT']['console_scripts'].split() == ['nanovlm=nanovlm_nb.cli:main', 'nanovlm_train=nanovlm_nb.train:main']
 
 
+CORES = len(os.sched_getaffinity(0))
+
+
 def test_a_run_on_a_cpu_computes_on_all_its_cores(tmp_path):
-    "Also with a loader worker; threads that wait sleep, which has to be said before torch is loaded."
+    "Also with a loader worker; threads that wait sleep, which has to be said before torch is loaded. A narrow model has one thread."
     (tmp_path/'rates.py').write_text("import os, torch\ndef ask(step, max_lr, max_steps): raise ValueError(f\"{torch.get_num_threads()} threads, {os.environ.get('OMP_WAIT_POLICY')}\")\n")
     env = {k: v for k, v in os.environ.items() if k not in ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY')} | dict(PYTHONPATH=f'{ROOT}:{tmp_path}', HF_HUB_OFFLINE='1')
     command = [sys.executable, '-m', 'nanovlm_nb.train', *TINY, '--num_workers', '1', '--lr_schedule', 'rates:ask']
-    done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=240)
-    assert f'{len(os.sched_getaffinity(0))} threads, PASSIVE' in done.stderr, done.stderr
+    for inside, threads in ((64, 1), (2048*CORES, CORES)):
+        done = subprocess.run([*command, '--lm_inter_dim', str(inside)], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=240)
+        assert f'{threads} threads, PASSIVE' in done.stderr, done.stderr

@@ -35,7 +35,12 @@ def test_filters_are_those_of_transformers(vocabulary, top_k, top_p):
     if top_p < 1: want = TopPLogitsWarper(top_p)(None, want)
     assert TemperatureLogitsWarper(.7)(None, scores).equal(scores/.7)
     got = top_k_top_p_filtering(scores/.7, top_k, top_p)
-    assert got.isfinite().equal(want.isfinite()) and got.equal(want)
+    # a probability is added up in another order there: what is kept may differ where the sum is that of top_p to the last digits
+    other = got.isfinite() != want.isfinite()
+    probs, order = (scores.double()/.7).softmax(-1).sort(-1)
+    below = torch.zeros_like(probs).scatter(1, order, probs.cumsum(-1))
+    assert ((below[other] - (1-top_p)).abs() < 1e-6).all() and other.sum() <= 2
+    assert got[~other].equal(want[~other])
 
 
 @pytest.mark.parametrize('penalty', [.5, 1., 1.2, 10.])

@@ -883,16 +883,16 @@ def check_configs(
                  f"(batch_size x gradient_accumulation_steps): lower {name}")
 
 # %% ../../nbs/02_core.config.ipynb #740f2258
-_SHAPES_VLM = dict(vit_hidden_dim=128, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=3,
+_SHAPES_VLM = dict(vit_hidden_dim=64, vit_patch_size=8, vit_img_size=64, vit_n_heads=4, vit_n_blocks=1,
     vit_model_type='shapes-vit', lm_hidden_dim=128, lm_inter_dim=384, lm_max_position_embeddings=1024,
-    lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=3, lm_max_length=512,
+    lm_base_vocab_size=448, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_max_length=512,
     lm_model_type='shapes-lm', lm_tokenizer='shapes', mp_pixel_shuffle_factor=2, max_img_size=64,
     vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
-_SHAPES_TRAIN = dict(lr_mp=3e-4, lr_vision_backbone=3e-4, lr_language_backbone=3e-4, betas=[.9,.99],
+_SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6e-4, betas=[.9,.99],
     lr_schedule='wsd', min_lr_ratio=.02, batch_size=2, gradient_accumulation_steps=1,
-    max_training_steps=4000, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
+    max_training_steps=2000, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
     val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0,
-    eval_interval=500, ask_samples=400, wandb_entity=None, use_lmms_eval=False,
+    eval_interval=250, ask_samples=400, wandb_entity=None, use_lmms_eval=False,
     max_keep_ckpts=-1) # its checkpoints are small
 _MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512,
     lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768, lm_base_vocab_size=6400,

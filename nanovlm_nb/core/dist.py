@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WORKER_SIGNAL', 'WORKER_GRACE_S', 'READ_GRACE_S', 'PR_SET_PDEATHSIG', 'POLL_S', 'synchronized_dataloader_step',
-           'SOCKET_NAME', 'BEHIND', 'pick_device', 'FromGather', 'Dist', 'on_master', 'Interrupted', 'Stop',
-           'shield_worker', 'from_workers', 'launch_env', 'init_dist', 'launchers', 'destroy_dist', 'is_dist',
+           'PER_THREAD', 'SOCKET_NAME', 'BEHIND', 'pick_device', 'FromGather', 'Dist', 'on_master', 'Interrupted',
+           'Stop', 'shield_worker', 'from_workers', 'launch_env', 'init_dist', 'launchers', 'destroy_dist', 'is_dist',
            'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar', 'is_sharded', 'wrap_model',
            'unwrap_model', 'no_sync', 'synchronized_batches', 'cores_of_rank', 'set_threads', 'set_seed', 'seed_worker',
            'rng_state', 'set_rng_state', 'check_socket_room']
@@ -442,13 +442,17 @@ def cores_of_rank()->int: # at least 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(1, allowed//int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
 
+PER_THREAD = 65_536 # numbers of a weight matrix that are worth a thread
+
 def set_threads(
     dist:Dist, # this process; on a GPU nothing is changed
     num_workers:int, # loader processes that need a core
+    largest:int|None=None, # numbers of the largest weight matrix of a block; None: worth all cores
 )->int: # threads that torch computes with
-    "Compute on all cores if threads sleep while they wait; else leave a core to each loader worker."
+    "Compute on all cores that pay, if threads sleep while they wait; else leave one to each loader worker."
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
     threads = cores_of_rank()-(0 if sleeping else num_workers)
+    if largest is not None: threads = min(threads, largest//PER_THREAD)
     if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, threads))
     return torch.get_num_threads()
 

@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager,nullcontext,suppress
 from dataclasses import asdict,dataclass,replace
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -689,7 +690,8 @@ def plan_run(
     vlm_cfg,train_cfg,_,lines = on_master(dist, start)
     if asked.saved: lines = [f'what was not given is as in {asked.saved}', *lines]
     need_base(vlm_cfg, train_cfg)
-    set_threads(dist, loader_workers(train_cfg, cores_of_rank()))
+    widths = (vlm_cfg.vit_hidden_dim,vlm_cfg.vit_inter_dim),(vlm_cfg.lm_hidden_dim,vlm_cfg.lm_inter_dim)
+    set_threads(dist, loader_workers(train_cfg, cores_of_rank()), max(map(prod, widths)))
     run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     parts = replace(parts, vlm_cfg=vlm_cfg, train_cfg=train_cfg)
     return RunPlan(run_dir, parts, repo, [*lines, *filter(None, [line])], jobs, look_before(run_dir))

@@ -257,7 +257,7 @@ def read_record(
     except (json.JSONDecodeError,TypeError) as e:
         raise UsageError(f'{path} is no record ({e}): write an object with name, idea, flags, recipe') from e
 
-BASELINE = 'baseline' # name of the record without a change
+BASELINE = 'baseline' # name of the record that others are compared with
 
 def all_records()->list[RaceRecord]: # the baseline, then the others, most FLOPs first
     "The records of the package."
