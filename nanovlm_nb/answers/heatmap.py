@@ -109,8 +109,8 @@ class Heat:
 def default_blocks(
     n:int, # blocks of the decoder
 )->list[int]: # numbers of blocks
-    "The first two thirds, at least one."
-    return list(range(max(1, 2*n//3)))
+    "The first two thirds, rounded up."
+    return list(range((2*n+2)//3))
 
 @torch.no_grad()
 def answer_heat(
