@@ -65,7 +65,7 @@ def twins(cfg=SMALL, **kwargs):
 def picture(*shape, dtype): return torch.randint(0, 256, shape, dtype=dtype)
 
 
-def test_three_graphs_serve_all_batches():
+def test_two_graphs_serve_all_batches():
     from torch._dynamo.testing import CompileCounter
     rng, counter, seen = random.Random(0), CompileCounter(), []
     eager, compiled = twins(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1), backend=counter)
@@ -78,11 +78,11 @@ def test_three_graphs_serve_all_batches():
         seen.append(counter.frame_count)
         if k % 20 == 0: assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, step(eager, batch), strict=True))
     assert len(tiles) > 10 and len(documents) > 10
-    assert seen[-1] == 3 and seen[30] == 3
+    assert seen[-1] == 2 and seen[0] == 2
     with torch.no_grad():  # what is written with a cache is not compiled for
         cache = KVCache(12)
         for n in (5, 1, 1): compiled.decoder(torch.zeros(1, n, dtype=torch.long), cache=cache)
-    assert counter.frame_count == 3
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_a_second_start_finds_what_the_first_has_compiled(tmp_path):
     assert 'fxgraph' in kept
     start('run', 3, '--resume', True)
     (graphs, found, made), (again, found_again, all_again) = compilers_words(run)
-    assert graphs == again == made and found_again == all_again == made, 'nothing is compiled for a second time'
+    assert graphs == 2 and found == 0 < made and found_again == all_again >= made, 'nothing is compiled for a second time'
     assert len(losses(run)) == 3
 
 

@@ -24,8 +24,6 @@ by_name = pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda p: p.stem)
 
 RUN = 'drawn by a run of minutes (slow), when figures were narrower: wide when it is run again'
 NARROW = {('classifier', '023f9ea9'): RUN,
-          ('classifier', '12e6defd'): RUN,
-          ('classifier', '2c1b547d'): RUN,
           ('0_one_page', '0a0e0007'): 'one small picture of the training set, enlarged four times',
           ('packing', '3086c08f'): RUN}
 
@@ -301,3 +299,10 @@ def test_the_first_cell_installs_on_colab_and_kaggle_and_does_nothing_elsewhere(
     for notebook in RUNNABLE:
         read = {m for c in code_cells(notebook) for m in re.findall(r"'\.\./\.\./([^']+)'", c['source'])}
         assert all(any(file in command for command in install_commands(notebook)) for file in read), notebook.name
+
+
+@pytest.mark.parametrize('name', ['CHANGELOG.md', 'CONTRIBUTING.md'])
+def test_a_file_of_the_checkout_that_is_a_page_too_has_no_link_into_the_checkout(name):
+    "The page is in another folder than the file, so such a link leads nowhere."
+    links = re.findall(r'\]\(([^)\s]+)\)', (ROOT/name).read_text(encoding='utf-8'))
+    assert not [link for link in links if not link.startswith(('https://', '#'))]

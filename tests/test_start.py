@@ -128,7 +128,7 @@ def settings(run):
 def test_a_name_and_resume_are_enough(kind, place, monkeypatch):
     "Whatever a run began with, and a run that was renamed: what is not given is as it was. What only said where to look is not taken over."
     monkeypatch.chdir(place)
-    more = dict(yaml=['--config', 'mine.yaml'], preset=['--preset', 'minimind', *SIZES, '--train_dataset_path', 'shapes', '--train_dataset_name', 'default', '--gradient_accumulation_steps', '2'],
+    more = dict(yaml=['--config', 'mine.yaml'], preset=['--preset', 'minimind', *SIZES, '--lm_tokenizer', 'shapes', '--load_from', 'None', '--vlm_load_backbone_weights', 'False', '--lm_base_vocab_size', '448', '--save_vision', 'True', '--train_dataset_path', 'shapes', '--train_dataset_name', 'default', '--gradient_accumulation_steps', '2'],
                 vlm=['--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', 'checkpoints/first/step_1', '--lr_mp', '0.004'])
     Path('mine.yaml').write_text('train: {lr_mp: 0.003}\nvlm: {lm_n_blocks: 1, lm_hidden_dim: 32, lm_inter_dim: 64, lm_n_heads: 2, lm_n_kv_heads: 1, vit_hidden_dim: 32, vit_n_heads: 2, vit_n_blocks: 1}\n')
     assert nanovlm(['train', *RUN, *STARTS.get(kind, more.get(kind)), '--run_name', f'{kind}-begun']) == 0

@@ -271,13 +271,23 @@ def blocks_of(
         else: others.append(name)
     return all_blocks,others
 
+def _any_number(forward):
+    "Say before each call that the number of tiles varies: the first graph then serves all."
+    def call(x, *args):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return forward(x, *args)
+    return call
+
 def compile_blocks(
     model:nn.Module, # with `vision_encoder` and `decoder`; one without blocks like ours stays as it is
     **kwargs, # passed on to `torch.compile`, for example `backend`
 )->int: # number of compiled modules
     "Compile the blocks of both towers in place; state-dict keys stay clean."
     parts = [m for b in blocks_of(model)[0] for m in getattr(b.mlp, 'shared', [b])]
-    for p in parts: p.forward = torch.compile(p.forward, fullgraph=True, **kwargs)
+    sees = {*model.vision_encoder.modules()}
+    for p in parts:
+        compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
+        p.forward = _any_number(compiled) if p in sees else compiled
     return len(parts)
 
 def eager_line(
@@ -322,12 +332,18 @@ def decide_compile(
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a06
 CACHE_ENV = 'TORCHINDUCTOR_CACHE_DIR' # names another directory than that in a run's
 
+def _torchs_own():
+    "The value that PyTorch itself sets as soon as its compiler is imported."
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    return os.path.abspath(default_cache_dir())
+
 @contextmanager
 def keep_compiled(
     run_dir:Path|None, # directory of a run; None: leave everything as it is
 )->Iterator[None]: # nothing
     "While inside, PyTorch keeps what it compiles in the run's directory, unless the environment says where."
-    if run_dir is None or CACHE_ENV in os.environ:
+    before = os.environ.get(CACHE_ENV)
+    if run_dir is None or (before is not None and before!=_torchs_own()):
         yield
         return
     os.environ[CACHE_ENV] = str(Path(run_dir).absolute()/COMPILED)
