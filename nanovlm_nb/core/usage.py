@@ -6,7 +6,7 @@
 __all__ = ['CHECK_ERRORS', 'UPDATE', 'BY_ERRNO', 'NEAR', 'DEBUG', 'WAIT_S', 'KEYBOARD', 'UsageError', 'raised_here',
            'path_message', 'is_usage', 'one_line', 'nearest', 'Says', 'Parser', 'at_least', 'checked', 'unknown_flag',
            'check_hub_name', 'hub_answers', 'asking_hub', 'first_to_tell', 'tell_once', 'refuse', 'without_debug',
-           'one_line_errors', 'ends_at_once']
+           'one_line_errors', 'ends_at_once', 'flush_or_drop']
 
 # %% ../../nbs/01_core.usage.ipynb #e5b10003
 import difflib,dis,errno,logging,os,signal,socket,sys,time
@@ -278,3 +278,9 @@ def ends_at_once()->Iterator[None]: # a `with` block
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try: yield
     finally: signal.signal(signal.SIGINT, before)
+
+def flush_or_drop()->None:
+    "Write what is left to be said, or drop it if nobody reads it: Python would end with 120, not with our code."
+    for stream in (sys.stdout,sys.stderr):
+        try: stream.flush()
+        except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
