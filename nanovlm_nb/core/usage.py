@@ -280,7 +280,7 @@ def ends_at_once()->Iterator[None]: # a `with` block
     finally: signal.signal(signal.SIGINT, before)
 
 def flush_or_drop()->None:
-    "Write what is left to be said, or drop it if nobody reads it: Python would end with 120, not with our code."
+    "Write what is left to be said. If nobody reads it, drop it: with it, Python would end with 120."
     for stream in (sys.stdout,sys.stderr):
         try: stream.flush()
         except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
