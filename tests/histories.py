@@ -43,7 +43,7 @@ def starts(run):
 
 
 def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
-    "Start a run; end it with a signal when its log stands at update `at`. Whoever looks meanwhile finds a checkpoint. Returns the exit code."
+    "Start a run; end it with a signal when its log has come to update `at`. Whoever looks meanwhile finds a checkpoint. Returns the exit code."
     run = Path(cwd)/'checkpoints'/name
     before = starts(run)
     args, env = start_of([sys.executable, '-m', 'nanovlm_nb.train', *TINY, '--run_name', name, '--save_interval', 2, '--eval_interval', 4, '--ask_samples', 0,

@@ -13,7 +13,7 @@ def noisy(grads):
 
 
 def assert_near(name, got, want, grads, lr):
-    "Entries with a gradient that is one differ by at most 3 % of a step, the others by at most a step. `grads`: a tensor for each update."
+    "Entries whose gradient is never noise differ by at most 3 % of a step, all by at most a step. `grads`: a tensor for each update."
     off, noise = (got-want).abs(), noisy(grads)
     assert noise.float().mean() <= (.4 if 'qkv_proj.bias' in name or 'k_proj.bias' in name else .01), f'{name}: {noise.float().mean():.2%} of the gradients are noise'
     assert off.max() <= lr, name

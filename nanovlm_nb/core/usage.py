@@ -6,7 +6,7 @@
 __all__ = ['CHECK_ERRORS', 'UPDATE', 'BY_ERRNO', 'NEAR', 'DEBUG', 'WAIT_S', 'KEYBOARD', 'UsageError', 'raised_here',
            'path_message', 'is_usage', 'one_line', 'nearest', 'Says', 'Parser', 'at_least', 'checked', 'unknown_flag',
            'check_hub_name', 'hub_answers', 'asking_hub', 'first_to_tell', 'tell_once', 'refuse', 'without_debug',
-           'one_line_errors', 'ends_at_once', 'flush_or_drop']
+           'flush_or_drop', 'one_line_errors', 'ends_at_once']
 
 # %% ../../nbs/01_core.usage.ipynb #e5b10003
 import difflib,dis,errno,logging,os,signal,socket,sys,time
@@ -256,6 +256,12 @@ def without_debug(
     debug = DEBUG in argv or os.environ.get('NANOVLM_DEBUG', '0') not in ('','0')
     return [a for a in argv if a!=DEBUG],debug
 
+def flush_or_drop()->None:
+    "Write what is left to be said. If nobody reads it, drop it: with it, Python would end with 120."
+    for stream in filter(None, (sys.stdout,sys.stderr)): # none where a program starts with it closed
+        try: stream.flush()
+        except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
 @contextmanager
 def one_line_errors(
     prog:str, # name of the command in messages
@@ -268,6 +274,7 @@ def one_line_errors(
         if debug or not (stopped or is_usage(e)): raise
         message = one_line(e)
     else: return
+    finally: flush_or_drop()
     if stopped: raise SystemExit(KEYBOARD)
     refuse(prog, message)
 
@@ -278,9 +285,3 @@ def ends_at_once()->Iterator[None]: # a `with` block
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try: yield
     finally: signal.signal(signal.SIGINT, before)
-
-def flush_or_drop()->None:
-    "Write what is left to be said. If nobody reads it, drop it: with it, Python would end with 120."
-    for stream in (sys.stdout,sys.stderr):
-        try: stream.flush()
-        except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.files import MANIFEST,has_digests,write_atomic
-from ..core.usage import CHECK_ERRORS,ends_at_once,flush_or_drop,is_usage,one_line
+from ..core.usage import CHECK_ERRORS,ends_at_once,is_usage,one_line
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
 from ..core.config import set_env,updates_of_run
 from ..core.dist import Interrupted,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
@@ -883,6 +883,4 @@ def main(
     values:Namespace, # from `arguments.train_parser`
 )->int: # exit code, see `exit_code`
     "Command `nanovlm train`: train as a preset, a file and flags say."
-    with ends_at_once():
-        try: return exit_code(run(values.vlm_cfg, values.train_cfg, asked=values))
-        finally: flush_or_drop()
+    with ends_at_once(): return exit_code(run(values.vlm_cfg, values.train_cfg, asked=values))

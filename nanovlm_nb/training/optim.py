@@ -271,7 +271,7 @@ def blocks_of(
         else: others.append(name)
     return all_blocks,others
 
-def _any_number(forward):
+def _for_any_number_of_tiles(forward):
     "Say before each call that the number of tiles varies: the first graph then serves all."
     def call(x, *args):
         torch._dynamo.maybe_mark_dynamic(x, 0)
@@ -284,10 +284,10 @@ def compile_blocks(
 )->int: # number of compiled modules
     "Compile the blocks of both towers in place; state-dict keys stay clean."
     parts = [m for b in blocks_of(model)[0] for m in getattr(b.mlp, 'shared', [b])]
-    sees = {*model.vision_encoder.modules()}
+    tower = {*model.vision_encoder.modules()}
     for p in parts:
         compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
-        p.forward = _any_number(compiled) if p in sees else compiled
+        p.forward = _for_any_number_of_tiles(compiled) if p in tower else compiled
     return len(parts)
 
 def eager_line(
