@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DIGESTS', 'OURS', 'PRODUCTS', 'ASKED_WITH', 'FIXED', 'BASELINE', 'fingerprint', 'digest_of_rows', 'RaceRules',
            'Course', 'Counter', 'Witness', 'shuffled', 'answer_shares', 'RaceRecord', 'records_folder', 'read_record',
-           'all_records', 'write_record_file', 'settings_of', 'judge', 'judge_to_file', 'judge_alone', 'records_table',
-           'seed_line', 'with_results', 'verdict', 'main']
+           'all_records', 'write_record_file', 'settings_of', 'mark_of', 'judge', 'judge_to_file', 'judge_alone',
+           'records_table', 'seed_line', 'with_results', 'verdict', 'main']
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00003
 import json,os,resource,subprocess,sys,tempfile,time
@@ -287,6 +287,16 @@ def settings_of(
         log_wandb=False, progress_bar=False, ask_samples=0)
     return change(*preset('shapes'), record.flags|own)
 
+def mark_of(
+    record:RaceRecord, # with all that it does otherwise
+)->str: # 16 hexadecimal digits
+    "A fingerprint of a record's settings: whatever its flags leave to the default counts, too."
+    told:dict[str,Any] = dict(recipe=record.recipe)
+    for cfg in settings_of(record, 0, '.'):
+        usual = type(cfg)()
+        told |= {k:v for k,v in cfg.to_dict().items() if k not in FIXED and v!=getattr(usual, k)}
+    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
 def _values(configs): return {name:getattr(c, name) for c in configs for name in FIXED if hasattr(c, name)}
 
 def _parts(record, seed, folder):
@@ -316,7 +326,8 @@ def judge(
     with counter: run_dir = run(vlm_cfg, train_cfg, replace(parts, hooks=[*parts.hooks, witness]))
     times = dict(seconds=time.perf_counter()-began, cpu_seconds=_cpu_seconds()-cpu, load=load)
     asker = Asker.from_checkpoint(find_checkpoint(run_dir), torch.device('cpu'), parts)
-    found:dict[str,Any] = dict(seed=seed, flops=counter.products, updates=witness.updates)
+    found:dict[str,Any] = dict(seed=seed, settings=mark_of(record), flops=counter.products,
+                               updates=witness.updates)
     found |= {k:round(v, 1) for k,v in times.items()}|answer_shares(asker, [*course.questions])
     return found|dict(reasons=[*witness.reasons(), *_of_counter(counter, rules), *_of_answers(found, rules),
                               *_of_statement(record, found, rules)])
@@ -402,8 +413,11 @@ def with_results(
     record:RaceRecord, # as it was
     found:list[dict[str,Any]], # from `judge`, a seed each
 )->RaceRecord: # as it is now
-    "A record that states what was found."
-    return replace(record, results=[{k:v for k,v in f.items() if k!='reasons'} for f in found])
+    "State what was found; other seeds keep what was found before with the same settings, if it was fair."
+    new = {f['seed']:{k:v for k,v in f.items() if k!='reasons' or v} for f in found}
+    mark = mark_of(record)
+    kept = {r['seed']:r for r in record.results if r.get('settings')==mark and 'reasons' not in r}
+    return replace(record, results=[r for _,r in sorted((kept|new).items())])
 
 def verdict(
     record:RaceRecord, # that was judged
@@ -411,9 +425,10 @@ def verdict(
 )->str: # a sentence
     "What all seeds come to."
     if any(f['reasons'] for f in found): return f'{record.name} is refused'
-    missing = sorted({*RaceRules().seeds}-{f['seed'] for f in found})
+    now = with_results(record, found)
+    missing = sorted({*RaceRules().seeds}-{f['seed'] for f in now.results})
     if missing: return f'{record.name} is fair so far: a record needs seeds {missing} too'
-    return f'{record.name} is a record: {with_results(record, found).flops/1e12:.3f} TFLOP'
+    return f'{record.name} is a record: {now.flops/1e12:.3f} TFLOP'
 
 def main(
     values:Namespace, # from `arguments.speedrun_parser`
