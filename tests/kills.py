@@ -86,19 +86,19 @@ def record(run):
     return [f for f in figures if len(f) > 2], hashlib.sha256((last/'model.safetensors').read_bytes()).hexdigest()
 
 
-def undisturbed(cwd, ranks, workers, updates):
+def undisturbed(cwd, ranks, workers, updates, *more):
     "The same run without kills."
     write_data(cwd)
-    subprocess.run(command('whole', ranks, workers, updates), cwd=cwd, env=environment(), check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
+    subprocess.run(command('whole', ranks, workers, updates, *more), cwd=cwd, env=environment(), check=True, timeout=1800, stdout=subprocess.DEVNULL, stderr=open(Path(cwd)/'stderr', 'ab'))
     return record(Path(cwd)/'checkpoints'/'whole')
 
 
-def disturbed(cwd, kills, ranks, workers, updates, seed=0, how=signal.SIGKILL, fresh=True):
+def disturbed(cwd, kills, ranks, workers, updates, *more, seed=0, how=signal.SIGKILL, fresh=True):
     "The run with kills; returns its record and when it was killed."
     rng, run, when = random.Random(seed), Path(cwd)/'checkpoints'/'killed', []
     write_data(cwd)
-    for _ in range(kills): when.append(kill_once(start(command('killed', ranks, workers, updates), cwd, fresh), run, rng, updates, how))
-    ended = start(command('killed', ranks, workers, updates), cwd, fresh).wait(timeout=600)
+    for _ in range(kills): when.append(kill_once(start(command('killed', ranks, workers, updates, *more), cwd, fresh), run, rng, updates, how))
+    ended = start(command('killed', ranks, workers, updates, *more), cwd, fresh).wait(timeout=600)
     assert ended == 0, (Path(cwd)/'stderr').read_text()[-3000:]
     return record(run), when
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from commands import TINY, train
+from kills import disturbed, undisturbed
 from nanovlm_nb.model.attention import problem_of
 from nanovlm_nb.core.run_dir import checkpoints, prune, sweep
 from nanovlm_nb.core.config import evolve, preset
@@ -165,3 +166,15 @@ def test_compiled_ranks_equal_eager_ones(tmp_path, sharding):
     for name in ('True', 'False'): train([*flags, '--run_name', name, '--compile', name], tmp_path, ranks=2)
     compiled, eager = (losses(tmp_path/'checkpoints'/name) for name in ('True', 'False'))
     assert len(eager) == 2 and compiled == pytest.approx(eager, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_a_compiled_deterministic_run_repeats_itself_to_the_bit(tmp_path, ranks):
+    "Twice from nothing, each with code of its own; and killed twice, with what is compiled found on disk."
+    for name in 'ab': (tmp_path/name).mkdir()
+    more = ['--compile', True, '--deterministic', True]
+    whole = undisturbed(tmp_path/'a', ranks, 1, 10, *more)
+    assert undisturbed(tmp_path/'b', ranks, 1, 10, *more) == whole
+    killed, when = disturbed(tmp_path/'b', 2, ranks, 1, 10, *more)
+    assert when[0] != 'it had ended' and killed == whole

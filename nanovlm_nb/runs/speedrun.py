@@ -6,7 +6,8 @@
 __all__ = ['DIGESTS', 'OURS', 'PRODUCTS', 'ASKED_WITH', 'FIXED', 'BASELINE', 'fingerprint', 'digest_of_rows', 'RaceRules',
            'Course', 'Counter', 'Witness', 'shuffled', 'answer_shares', 'RaceRecord', 'records_folder', 'read_record',
            'all_records', 'write_record_file', 'settings_of', 'mark_of', 'judge', 'judge_to_file', 'judge_alone',
-           'records_table', 'seed_line', 'with_results', 'verdict', 'main']
+           'records_table', 'seed_line', 'with_results', 'verdict', 'main', 'louder_places', 'without_tower',
+           'with_muon', 'louder_places_with_muon']
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00003
 import json,os,resource,subprocess,sys,tempfile,time
@@ -36,9 +37,10 @@ from ..data.images import open_image
 from ..data.shapes import best_blind_guess,shapes_dataset
 from ..data.sources import MapSource
 from ..answers.answer import Asker,Result,answer_all,questions_of
+from ..training.optim import ChainedOptimizer,training_groups
 from ..training.update import Update
 from ..training.trainer import Hook,TrainerBase
-from .run import run
+from .run import make_model,run
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00007
 def fingerprint(
@@ -447,3 +449,59 @@ def main(
     if values.out: write_record_file(values.out, with_results(record, found))
     say(verdict(record, found)+'\n')
     return int(any(f['reasons'] for f in found))
+
+# %% ../../nbs/59_runs.speedrun.ipynb #59a00031
+def _louder_places(model):
+    with torch.no_grad(): model.vision_encoder.patch_embedding.position_embedding.mul_(4)
+
+def _leave_out_tower(model): model.vision_encoder.blocks = nn.ModuleList()
+
+def _with(change):
+    "A maker of models that are changed before their first update."
+    def model(vlm_cfg, train_cfg, resuming):
+        made = make_model(vlm_cfg, train_cfg, resuming)
+        change(made)
+        return made
+    return model
+
+def _muon(model, train_cfg):
+    "Muon for the matrices of blocks and projector, AdamW for the rest."
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    matrices,rest = [],[]
+    for g in training_groups(model, train_cfg):
+        inner = [p for p in g['params'] if p.ndim==2 and id(p) not in tables]
+        others = [p for p in g['params'] if p.ndim!=2 or id(p) in tables]
+        if inner: matrices.append(g|dict(params=inner, name=f"{g['name']}_matrices", max_lr=3*g['max_lr']))
+        if others: rest.append(g|dict(params=others))
+    return ChainedOptimizer(torch.optim.Muon(matrices, weight_decay=train_cfg.weight_decay,
+                                             adjust_lr_fn='match_rms_adamw'),
+        torch.optim.AdamW(rest, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay))
+
+# %% ../../nbs/59_runs.speedrun.ipynb #59a00032
+def louder_places(
+    vlm_cfg:VLMConfig, # not changed
+    train_cfg:TrainConfig, # not changed
+)->Parts: # a maker of models
+    "A recipe: vectors of places begin four times as large."
+    return Parts(model=_with(_louder_places))
+
+def without_tower(
+    vlm_cfg:VLMConfig, # not changed
+    train_cfg:TrainConfig, # not changed
+)->Parts: # a maker of models
+    "A recipe: patches go from their embedding straight to the projector."
+    return Parts(model=_with(_leave_out_tower))
+
+def with_muon(
+    vlm_cfg:VLMConfig, # not changed
+    train_cfg:TrainConfig, # not changed
+)->Parts: # an optimizer
+    "A recipe: Muon for matrices, AdamW for the rest."
+    return Parts(optimizer=_muon)
+
+def louder_places_with_muon(
+    vlm_cfg:VLMConfig, # not changed
+    train_cfg:TrainConfig, # not changed
+)->Parts: # a maker of models, and an optimizer
+    "A recipe: both."
+    return Parts(model=_with(_louder_places), optimizer=_muon)
