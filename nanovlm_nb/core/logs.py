@@ -528,14 +528,14 @@ def plot_curves(
     if not any(series.values()):
         raise ValueError(f"none of {len(records)} records has a loss, "
                          "a learning rate or a gradient norm: is this a log.jsonl?")
-    fig = Figure(figsize=(8.8, 3))
+    fig = Figure(figsize=(8.8, 3.6))
     panels = fig.subplots(1, 3)
     for name, points in series.items():
         ax = panels[0 if 'loss' in name else 2 if name == 'grad_norm' else 1]
         if points: ax.plot(*zip(*points), **(dict(marker='o') if name == 'val_loss' else {}), label=name)
     for ax, label in zip(panels, ('loss', 'learning rate', 'gradient norm')):
         ax.set(xlabel='step', ylabel=label)
-        if ax.lines: ax.legend()
+        if ax.lines: ax.legend(loc='lower left', bbox_to_anchor=(0, 1)) # above: nothing is hidden
     for ax in panels[:2]:
         if ax.lines: ax.set_yscale('log')
     return finished(fig, path)
