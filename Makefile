@@ -14,6 +14,8 @@ WORKERS := $(shell echo $$(( $(CORES)<4 ? $(CORES)+1 : 4 )))
 STAMP := .venv/.installed
 ADDRESS := $(shell sed -n 's/^ *site-url: "\(.*\)"/\1/p' nbs/nbdev.yml)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# what one process has compiled the others load, also where the environment says otherwise
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test gate generated install readme docs demo figures clean
 .NOTPARALLEL:
@@ -32,7 +34,8 @@ $(STAMP): settings.ini setup.py constraints.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q -c constraints.txt pip setuptools wheel || { echo "missing: a package index that pip can reach (pip config list)"; exit 1; }
-	.venv/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,test]'
+	.venv/bin/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[dev,test]'
+	.venv/bin/python -c 'import nanovlm_nb.runs.run, torch._dynamo' # compiles what is used, a sixth of all
 	touch $@
 
 gate: generated
