@@ -14,7 +14,7 @@ from nanovlm_nb.core.recipe import Parts
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.shapes import shapes_dataset
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.runs.speedrun import RaceRecord, RaceRules, all_records, judge, write_record_file
+from nanovlm_nb.runs.speedrun import RaceRecord, RaceRules, all_records, judge, mark_of, write_record_file
 from nanovlm_nb.training.trainer import Hook
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -135,6 +135,11 @@ def test_the_table_shows_every_record_and_the_baseline_first(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ['record', *(r.name for r in all_records())]
     assert 'baseline' in {r.name for r in all_records()}
+
+
+def test_the_results_of_each_record_are_those_of_its_settings():
+    "A change of the default changes records that leave something to it: they must say what they had, or be judged again."
+    for record in all_records(): assert {r['settings'] for r in record.results} <= {mark_of(record)}, record.name
 
 
 @pytest.mark.slow

@@ -6,8 +6,7 @@
 __all__ = ['DIGESTS', 'OURS', 'PRODUCTS', 'ASKED_WITH', 'FIXED', 'BASELINE', 'fingerprint', 'digest_of_rows', 'RaceRules',
            'Course', 'Counter', 'Witness', 'shuffled', 'answer_shares', 'RaceRecord', 'records_folder', 'read_record',
            'all_records', 'write_record_file', 'settings_of', 'mark_of', 'judge', 'judge_to_file', 'judge_alone',
-           'records_table', 'seed_line', 'with_results', 'verdict', 'main', 'louder_places', 'without_tower',
-           'with_muon', 'louder_places_with_muon']
+           'records_table', 'seed_line', 'with_results', 'verdict', 'main', 'without_tower', 'with_muon']
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00003
 import json,os,resource,subprocess,sys,tempfile,time
@@ -451,17 +450,9 @@ def main(
     return int(any(f['reasons'] for f in found))
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00031
-def _louder_places(model):
-    with torch.no_grad(): model.vision_encoder.patch_embedding.position_embedding.mul_(4)
-
-def _leave_out_tower(model): model.vision_encoder.blocks = nn.ModuleList()
-
-def _with(change):
-    "A maker of models that are changed before their first update."
-    def model(vlm_cfg, train_cfg, resuming):
-        made = make_model(vlm_cfg, train_cfg, resuming)
-        change(made)
-        return made
+def _leave_out_tower(vlm_cfg, train_cfg, resuming):
+    model = make_model(vlm_cfg, train_cfg, resuming)
+    model.vision_encoder.blocks = nn.ModuleList()
     return model
 
 def _muon(model, train_cfg):
@@ -478,19 +469,12 @@ def _muon(model, train_cfg):
         torch.optim.AdamW(rest, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay))
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00032
-def louder_places(
-    vlm_cfg:VLMConfig, # not changed
-    train_cfg:TrainConfig, # not changed
-)->Parts: # a maker of models
-    "A recipe: vectors of places begin four times as large."
-    return Parts(model=_with(_louder_places))
-
 def without_tower(
     vlm_cfg:VLMConfig, # not changed
     train_cfg:TrainConfig, # not changed
 )->Parts: # a maker of models
     "A recipe: patches go from their embedding straight to the projector."
-    return Parts(model=_with(_leave_out_tower))
+    return Parts(model=_leave_out_tower)
 
 def with_muon(
     vlm_cfg:VLMConfig, # not changed
@@ -498,10 +482,3 @@ def with_muon(
 )->Parts: # an optimizer
     "A recipe: Muon for matrices, AdamW for the rest."
     return Parts(optimizer=_muon)
-
-def louder_places_with_muon(
-    vlm_cfg:VLMConfig, # not changed
-    train_cfg:TrainConfig, # not changed
-)->Parts: # a maker of models, and an optimizer
-    "A recipe: both."
-    return Parts(model=_with(_louder_places), optimizer=_muon)

@@ -146,7 +146,8 @@ def _write(model, out, kind):
     if kind=='nanovlm':
         model.cfg,unknown = for_nanovlm(model.cfg)
         model.save_pretrained(out)
-        return f", for this library alone: nanoVLM's own code does not know {', '.join(unknown)}"*bool(unknown)
+        own = ', '.join(unknown)
+        return f", for this library alone: nanoVLM's own code does not know {own}"*bool(own)
     if kind=='peft':
         save_peft(model, out)
         base = model.lora_note['base']['path']
