@@ -22,8 +22,6 @@ ADDRESS = 'https://nanovlm-nb.github.io/nanovlm_nb'
 NARROWEST = 500  # pixels of the page
 by_name = pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda p: p.stem)
 
-NARROW = {('packing', '3086c08f'): 'drawn by a run of minutes (slow), when figures were narrower: wide when it is run again'}
-
 
 def script(name: str):
     "A script of .ci/ as a module."
@@ -54,13 +52,7 @@ def pictures(cell: dict) -> list[tuple[Image.Image, int]]:
 @by_name
 def test_figures_are_wide_enough_to_be_read(notebook):
     narrow = {(notebook.stem, c['id']) for c in code_cells(notebook) for _, width in pictures(c) if width < NARROWEST}
-    assert narrow <= set(NARROW), f'narrower than {NARROWEST} pixels: {narrow - set(NARROW)}; leave out figsize and dpi, see nanovlm_nb/figures.mplstyle'
-
-
-def test_no_exception_outlives_its_figure():
-    "A figure that is wide by now, or gone, needs no reason."
-    narrow = {(p.stem, c['id']) for p in NOTEBOOKS for c in code_cells(p) for _, width in pictures(c) if width < NARROWEST}
-    assert set(NARROW) == narrow, set(NARROW) ^ narrow
+    assert not narrow, f'narrower than {NARROWEST} pixels: {narrow}; leave out figsize and dpi, see nanovlm_nb/figures.mplstyle'
 
 
 @by_name
