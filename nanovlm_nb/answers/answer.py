@@ -101,7 +101,7 @@ class Asker:
     def check_length(self,
         n:int, # tokens of the longest prompt
         max_new_tokens:int, # longest answer in tokens
-    )->None: # nothing, if they fit
+    )->None: # raises unless they fit
         "Raise a ValueError where prompt and answer need more positions than the model has."
         if n+max_new_tokens>(most := self.model.cfg.lm_max_position_embeddings):
             raise ValueError(f'{n} tokens of a prompt and {max_new_tokens} of its answer '

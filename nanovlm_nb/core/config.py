@@ -143,7 +143,7 @@ def check_known(
     names:list[str], # names that were given
     known:list[str], # names that exist
     what:str, # what the name means, for the message
-)->None: # nothing, if every name exists
+)->None: # raises unless every name exists
     "Raise a ValueError about the first unknown name, and name the one that was probably meant."
     for name in names:
         if name in known: continue
@@ -864,7 +864,7 @@ class TrainConfig(ReportFields, EngineFields, DataFields, OptimFields, Config):
 def check_configs(
     vlm_cfg:VLMConfig, # the model
     train_cfg:TrainConfig, # the run
-)->None: # nothing, if they fit
+)->None: # raises unless they fit
     "Raise a ValueError where the model and the run contradict each other."
     length,pack = train_cfg.max_sample_length,vlm_cfg.lm_max_length
     _require(length<=pack, f"max_sample_length {length} > lm_max_length {pack}: "
@@ -1067,7 +1067,7 @@ def make_parser(
 def check_flags(
     rest:list[str], # what the parser did not understand
     known:list[str], # flags that exist
-)->None: # nothing, if `rest` is empty
+)->None: # raises unless `rest` is empty
     "Raise a ValueError about the first unknown flag, and name the one that was probably meant."
     if not rest: return
     flag = next((r for r in rest if r.startswith('-')), '')

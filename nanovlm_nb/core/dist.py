@@ -166,7 +166,7 @@ class Stop(threading.Event):
         for pid in self.workers:
             with suppress(ProcessLookupError): os.kill(pid, WORKER_SIGNAL)
 
-    def handle(self)->None: # nothing, or `Interrupted`
+    def handle(self)->None: # may raise `Interrupted`
         "What a signal handler calls."
         self.set()
         if not self.may_raise: return
@@ -203,15 +203,15 @@ def _die_with_parent():
 
 def _end_if_deaf(stop):
     "Have a thread end this process if its reading outlives a signal: waiting C++ runs no handler of Python."
-    heard,told = socketpair()
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    def watch(heard, _): # as long as this runs, both ends are kept
-        while heard.recv(1):
+    reader,writer = socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    def watch(reader, _): # as long as this runs, both ends are kept
+        while reader.recv(1):
             reading = stop.reading
             time.sleep(READ_GRACE_S)
             if reading is not None and stop.reading is reading: os._exit(0)
-    threading.Thread(target=watch, args=(heard,told), daemon=True).start()
+    threading.Thread(target=watch, args=(reader,writer), daemon=True).start()
 
 def shield_worker(
     stop:Stop|None=None, # breaks off what this process reads; None: nothing does

@@ -100,7 +100,7 @@ def get_tokenizer(
 def check_tokenizer(
     tokenizer:PreTrainedTokenizerBase, # as `get_tokenizer` returns it
     vlm_cfg:VLMConfig, # what the model was built from
-)->None: # nothing, if they agree
+)->None: # raises unless they agree
     "Raise if a tokenizer writes other ids than a model configuration expects."
     n, base = len(tokenizer), vlm_cfg.lm_base_vocab_size
     if n > vlm_cfg.lm_vocab_size:

@@ -295,7 +295,7 @@ def _is_turn(t): return isinstance(t, dict) and all(k in t and _is_text(t[k]) fo
 
 def check_form(
     row:dict, # from `to_row`
-)->None: # nothing, if it has turns
+)->None: # raises unless it has turns
     "Raise `Dropped` for a row without turns, or with turns or ratings of another form than FineVision's."
     id, texts = row['id'], row.get('texts')
     if texts is None or (isinstance(texts, list) and not texts): raise Dropped(id, 'no_turns')
@@ -329,7 +329,7 @@ def check_length(
     id:str, # of the sample
     n:int, # its tokens
     limit:int|None=None, # so many tokens are too many
-)->None: # nothing, if it is short enough
+)->None: # raises unless it is short enough
     "Raise `Dropped` for a sample of `limit` tokens or more."
     if limit is not None and n >= limit: raise Dropped(id, 'too_long', f'{n} tokens')
 
@@ -622,7 +622,7 @@ class Waiting:
     def failed(self,
         e:Exception, # from `network_errors`
         where:str='', # where it happened, for the log
-    )->None: # nothing, after a pause
+    )->None: # returns after a pause
         "Wait for another try; raise what waiting does not help, or `Unreachable` when the patience is over."
         if not may_come_back(e): raise e
         self.since = self.since or time.monotonic()
@@ -638,7 +638,7 @@ class Waiting:
 
     def rest(self,
         e:Exception, # why
-    )->None: # nothing, after a pause; raises `Unreachable` when the wait is ended
+    )->None: # returns after a pause; raises `Unreachable` when the wait is ended
         "Pause, in naps: a signal's handler only sets an event, and does not end a sleep."
         if self.stop is None: return time.sleep(self.pause)
         for _ in range(ceil(self.pause/NAP_S)):

@@ -556,7 +556,7 @@ def merge_states(
 def check_state(
     state:dict, # a saved one
     loader:PackLoader, # that is to resume from it
-)->None: # nothing, if they fit
+)->None: # raises unless they fit
     "Raise a ValueError that names what is not as it was."
     now = loader.state_dict()
     if state['lanes'] != now['lanes']:

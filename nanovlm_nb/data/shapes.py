@@ -77,7 +77,7 @@ def make_scene(
 
 # %% ../../nbs/23_data.shapes.ipynb #0549d776
 def held_out(
-    scene:Scene, # drawn or told
+    scene:Scene, # drawn or described
 )->bool: # True: validation; False: training
     "Which side of the split a scene is on."
     return int(hashlib.sha1(str(scene).encode()).hexdigest(), 16)%8 == 0

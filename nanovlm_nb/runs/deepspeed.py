@@ -204,7 +204,7 @@ def check_names(
     settings:dict, # nested as in the file
     known:dict=KNOWN, # names of this section -> names inside, or None
     prefix:str='', # keys of the sections around it, each with a dot
-)->None: # nothing, if no name is misspelt
+)->None: # raises if a name is misspelt
     "Raise a ValueError about a name that looks like one of DeepSpeed's, and about a value for a section."
     for name,value in settings.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=LIKE)

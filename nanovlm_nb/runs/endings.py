@@ -238,7 +238,7 @@ class RunLock:
         self.me = Holder(socket.gethostname(), me, machine(), began(me),
                          time.strftime('%Y-%m-%d %H:%M:%S'), list(jobs))
 
-    def take(self)->None: # nothing; a ValueError names the process that holds it
+    def take(self)->None: # raises a ValueError that names the process that holds it
         "Be the holder."
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -274,7 +274,7 @@ class RunLock:
                 with self.path.open('r+', encoding='utf-8') as f: f.write(f'{n:010}')
             except OSError: continue # a full disk or a lost connection is for the run to find out
 
-    def let_go(self)->None: # nothing; without effect if it is not held
+    def let_go(self)->None: # without effect if it is not held
         "Hold it no longer."
         self.ended.set()
         with suppress(PermissionError): # then it is found that its holder is dead

@@ -292,11 +292,11 @@ def mark_of(
     record:RaceRecord, # with all that it does otherwise
 )->str: # 16 hexadecimal digits
     "A fingerprint of a record's settings: whatever its flags leave to the default counts, too."
-    told:dict[str,Any] = dict(recipe=record.recipe)
+    settings:dict[str,Any] = dict(recipe=record.recipe)
     for cfg in settings_of(record, 0, '.'):
         usual = type(cfg)()
-        told |= {k:v for k,v in cfg.to_dict().items() if k not in FIXED and v!=getattr(usual, k)}
-    return sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        settings |= {k:v for k,v in cfg.to_dict().items() if k not in FIXED and v!=getattr(usual, k)}
+    return sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 def _values(configs): return {name:getattr(c, name) for c in configs for name in FIXED if hasattr(c, name)}
 

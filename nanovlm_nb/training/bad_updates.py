@@ -63,7 +63,7 @@ def read_bad_updates(
 def write_bad_update(
     run_dir:Path, # directory of the run
     record:dict, # JSON-able, with `update`
-)->None: # nothing; the line is on the disk
+)->None: # the line is on the disk
     "Add a line; half a line, left by a process that was killed, gets an end first."
     with (Path(run_dir)/BAD_UPDATES).open('a+b') as f:
         if f.tell(): f.seek(-1, os.SEEK_END)

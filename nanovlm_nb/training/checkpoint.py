@@ -232,7 +232,7 @@ class Saver:
         state:dict|None=None, # becomes `trainer_state.json`
         optimizer:torch.optim.Optimizer|None=None, # None: weights only
         then:Callable|None=None, # called with the checkpoint on rank 0 when it is complete
-    )->None: # nothing; the checkpoint is there after `wait`
+    )->None: # the checkpoint is there after `wait`
         "Copy what the next update will change, and have it written."
         self.wait()
         parts = snapshot(model, optimizer, self.dist, copy=self.pool is not None)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['logger', 'Update', 'tally', 'packing_stats', 'digest', 'sources_of', 'add_by_source', 'losses_by_source',
-           'rank_report', 'raise_together', 'agree_on_update', 'gather_update', 'update_of', 'Kept', 'Ahead', 'Feed']
+           'rank_report', 'raise_together', 'agree_on_update', 'gather_update', 'update_of', 'Kept', 'Fetched', 'Feed']
 
 # %% ../../nbs/45_training.update.ipynb #4a5b0004
 import hashlib,logging
@@ -172,7 +172,7 @@ class Kept:
         if isinstance(e, Exception): self.error = e
         return self.error is not None
 
-class Ahead(NamedTuple):
+class Fetched(NamedTuple):
     "An update whose reports are gathered already, and that is not taken yet."
     batches:list[Batch]|Exception # of this rank
     infos:list[list[dict]|Exception] # what all ranks have said
@@ -193,7 +193,7 @@ class Feed:
     def forget(self)->None:
         "Begin anew: the loader was put somewhere else."
         self.batches:Iterator[Batch]|None = None # of the epoch; None: none has begun
-        self.ahead:Ahead|None = None # fetched, and not taken yet
+        self.fetched:Fetched|None = None # and not taken yet
 
     def begin(self,
         epoch:int, # from 0
@@ -206,14 +206,14 @@ class Feed:
     def close(self)->None:
         "Let go of the epoch, and of the loader's processes. What was not taken comes again."
         state = self.state_dict()
-        if self.ahead and state is not None: self.loader.load_state_dict(state)
+        if self.fetched and state is not None: self.loader.load_state_dict(state)
         self.forget()
 
     def fetch(self,
         busy:Callable[[],bool]=lambda: False, # does the device still compute when all is there?
     )->float: # seconds in which nothing was computed
         "Read the next update and ask the ranks about it, unless that was done; every rank must call."
-        if self.batches is None or self.ahead is not None: return 0.
+        if self.batches is None or self.fetched is not None: return 0.
         now = self.clock.now
         before,start = self.loader.state_dict(),now()
         with self.clock('data'): batches = self.read(self.batches)
@@ -223,7 +223,7 @@ class Feed:
         if busy():
             for kind,s in seconds.items(): self.clock.move(kind, 'forward_backward', s)
             seconds = dict.fromkeys(seconds, 0.)
-        self.ahead = Ahead(batches, infos, before, seconds['data'])
+        self.fetched = Fetched(batches, infos, before, seconds['data'])
         return sum(seconds.values())
 
     def read(self,
@@ -236,14 +236,14 @@ class Feed:
     def take(self)->Update|None: # None: the epoch is over
         "The next update; every rank must call. An error of its data is raised here, and it is not taken."
         self.fetch()
-        if self.ahead is None: return None # no epoch has begun
-        batches,infos,before,waited = self.ahead
+        if self.fetched is None: return None # no epoch has begun
+        batches,infos,before,waited = self.fetched
         update = agree_on_update(batches, infos, self.loader.idle)
-        self.ahead = None
+        self.fetched = None
         if update is None: return None
         update.before,update.data_time = before,waited
         return update
 
     def state_dict(self)->dict|None: # of this rank, see `Loader`
         "Where the data stand after the last update that was taken."
-        return self.loader.state_dict() if self.ahead is None else self.ahead.before
+        return self.loader.state_dict() if self.fetched is None else self.fetched.before

@@ -629,7 +629,7 @@ class Settings:
 # %% ../../nbs/81_uses.classify.ipynb #af2705ed
 def check_buildable(
     name:str, # directory or hub id
-)->None: # nothing, if it may be a model that is built here
+)->None: # raises unless it may be a model that is built here
     "Raise a ValueError about a Qwen-VL, before anything of it is fetched."
     folder = Path(name)
     kind = _read_config(folder).get('model_type', '') if (folder/'config.json').is_file() else folder.name
@@ -705,7 +705,7 @@ def check_run(
     s:Settings, # the file
     cfg:ClassConfig, # the model
     train_cfg:TrainConfig, # the run, with what a DeepSpeed file says
-)->None: # nothing, if they fit
+)->None: # raises unless they fit
     "Raise a ValueError where the pieces do not go together."
     wanted,now = [(c.batch_size, c.gradient_accumulation_steps) for c in (s.training,train_cfg)]
     if wanted!=now:
@@ -847,7 +847,7 @@ def main(
 def sort_files(
     checkpoint:str, # a checkpoint, or a run directory
     pictures:list[str], # files
-)->None: # nothing; one line a picture is written: file, class, probability
+)->None: # one line a picture is written: file, class, probability
     "Predict, and say what was found."
     if not (checkpoint and pictures):
         raise ValueError('to sort pictures, give --predict CHECKPOINT and one or more files')

@@ -178,7 +178,7 @@ def _announced(name):
 def check_carried(
     cfg:VLMConfig, # of a model
     tokenizer:PreTrainedTokenizerBase, # its tokenizer
-)->None: # nothing, if llama.cpp can do the same
+)->None: # raises unless llama.cpp can do the same
     "Raise where llama.cpp would show a model something else than it learned."
     to_smolvlm({}, cfg)
     if cfg.image_convention!='smolvlm':

@@ -116,9 +116,9 @@ def to_onnx(
     w = Writer(model)
     graph.write(w, model)
     _check_size(w.values)
-    told = lambda table: [helper.make_tensor_value_info(k, getattr(TensorProto, _KINDS.get(k, 'FLOAT')), axes)
+    infos = lambda table: [helper.make_tensor_value_info(k, getattr(TensorProto, _KINDS.get(k, 'FLOAT')), axes)
                           for k,axes in table.items()]
-    made = helper.make_graph(w.steps, 'nanovlm_nb', told(graph.inputs), told(graph.outputs),
+    made = helper.make_graph(w.steps, 'nanovlm_nb', infos(graph.inputs), infos(graph.outputs),
                              [numpy_helper.from_array(a, k) for k,a in w.values.items()])
     return helper.make_model(made, producer_name='nanovlm_nb', ir_version=IR,
                              opset_imports=[helper.make_opsetid('', OPSET)])
@@ -358,11 +358,11 @@ def to_int8(
 )->Path: # another one beside it, `_quantized`
     "Write the same graph with matrices of one byte a weight."
     from onnxruntime.quantization import QuantType,quantize_dynamic
-    out,told = path.with_name(f'{path.stem}_quantized.onnx'),logging.getLogger()
-    level = told.level
-    told.setLevel(logging.ERROR) # it asks for a step that is of no use to such graphs
+    out,logger = path.with_name(f'{path.stem}_quantized.onnx'),logging.getLogger()
+    level = logger.level
+    logger.setLevel(logging.ERROR) # it asks for a step that is of no use to such graphs
     try: quantize_dynamic(path, out, op_types_to_quantize=['MatMul','Gather'], weight_type=QuantType.QInt8)
-    finally: told.setLevel(level)
+    finally: logger.setLevel(level)
     return out
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0002c

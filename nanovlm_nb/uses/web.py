@@ -64,7 +64,7 @@ def _plain(token): return not (token['lstrip'] or token['rstrip'] or token['sing
 
 def check_page_tokenizer(
     spec:dict[str,Any], # contents of tokenizer.json
-)->None: # nothing, if the page can read it
+)->None: # raises unless the page can read it
     "Raise a ValueError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
     bpe,steps = spec['model'],_steps(spec['pre_tokenizer'])
     odd = any(map(bpe.get, ('dropout','byte_fallback','continuing_subword_prefix','end_of_word_suffix')))
