@@ -890,9 +890,9 @@ _SHAPES_VLM = dict(vit_hidden_dim=64, vit_patch_size=8, vit_img_size=64, vit_n_h
     vlm_load_backbone_weights=False, hf_repo_name=None, init_std=.088)
 _SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6e-4, betas=[.9,.99],
     lr_schedule='wsd', min_lr_ratio=.02, batch_size=2, gradient_accumulation_steps=1,
-    max_training_steps=1300, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
+    max_training_steps=1500, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
     val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0,
-    eval_interval=325, ask_samples=400, wandb_entity=None, use_lmms_eval=False,
+    eval_interval=375, ask_samples=400, wandb_entity=None, use_lmms_eval=False,
     max_keep_ckpts=-1) # its checkpoints are small
 _MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512,
     lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768, lm_base_vocab_size=6400,
