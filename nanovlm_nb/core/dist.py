@@ -245,7 +245,8 @@ def from_workers(
     try:
         with stop.with_workers([p.pid for p in workers if p.pid]): yield from made
     except RuntimeError as e: # torch's, of a worker that is gone, or an error of the data
-        if stop.is_set() and any(p.exitcode==0 for p in workers): raise Interrupted(str(e)) from e
+        ended = any(p.exitcode==0 for p in workers) and not str(e).startswith('Caught')
+        if ended and stop.is_set(): raise Interrupted(str(e)) from e
         raise
 
 # %% ../../nbs/03_core.dist.ipynb #daeb33c1
