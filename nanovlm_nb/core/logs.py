@@ -535,7 +535,7 @@ def plot_curves(
         if points: ax.plot(*zip(*points), **(dict(marker='o') if name == 'val_loss' else {}), label=name)
     for ax, label in zip(panels, ('loss', 'learning rate', 'gradient norm')):
         ax.set(xlabel='step', ylabel=label)
-        ax.locator_params(axis='x', nbins=3, integer=True) # as many ticks for any width: the layout knows them
+        ax.locator_params(axis='x', nbins=3, integer=True) # the layout knows the last label's width
         if ax.lines: ax.legend(loc='lower left', bbox_to_anchor=(0, 1)) # above: nothing is hidden
     for ax in panels[:2]:
         if ax.lines: ax.set_yscale('log')

@@ -116,8 +116,9 @@ def to_onnx(
     w = Writer(model)
     graph.write(w, model)
     _check_size(w.values)
-    infos = lambda table: [helper.make_tensor_value_info(k, getattr(TensorProto, _KINDS.get(k, 'FLOAT')), axes)
-                          for k,axes in table.items()]
+    def infos(table):
+        return [helper.make_tensor_value_info(k, getattr(TensorProto, _KINDS.get(k, 'FLOAT')), axes)
+                for k,axes in table.items()]
     made = helper.make_graph(w.steps, 'nanovlm_nb', infos(graph.inputs), infos(graph.outputs),
                              [numpy_helper.from_array(a, k) for k,a in w.values.items()])
     return helper.make_model(made, producer_name='nanovlm_nb', ir_version=IR,
