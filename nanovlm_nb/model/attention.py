@@ -69,9 +69,9 @@ def _kernel_dtype(q):
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else q.dtype
 
-def _short_bf16(q):
+def _short_bf16(q, longest):
     "Would a CPU compute this in bfloat16, although it is short?"
-    return q.device.type=='cpu' and q.shape[2]<=SHORT_ROW and _kernel_dtype(q)==torch.bfloat16
+    return q.device.type=='cpu' and longest<=SHORT_ROW and _kernel_dtype(q)==torch.bfloat16
 
 def sdpa_attention(
     q:Tensor, # (B, H, T, D) queries
@@ -82,7 +82,7 @@ def sdpa_attention(
     dropout_p:float, # share of the attention weights that is dropped
 )->Tensor: # (B, H, T, D) mixed values
     "Fused attention, with the block-diagonal mask if there is a layout."
-    if layout is None and _short_bf16(q):
+    if layout is None and _short_bf16(q, q.shape[2]):
         with torch.autocast('cpu', enabled=False):
             return sdpa_attention(q.float(), k.float(), v.float(), None, causal, dropout_p).bfloat16()
     group = q.shape[1]//k.shape[1]
@@ -118,6 +118,9 @@ def docs_attention(
     if layout is None: return sdpa_attention(q, k, v, None, causal, dropout_p)
     B,H,T,D = q.shape
     runs = layout.once('pieces', lambda: pieces(layout))
+    if _short_bf16(q, max((n for c,n in runs if c), default=0)): # converted once, not document by document
+        with torch.autocast('cpu', enabled=False):
+            return docs_attention(q.float(), k.float(), v.float(), layout, causal, dropout_p).bfloat16()
     def cut(x): return x.transpose(1,2).reshape(B*T, -1, D).split([max(c,1)*n for c,n in runs])
     def run(count, n, *qkv):
         if not count: return qkv[0].new_zeros(n, H, D)
