@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['WORKER_SIGNAL', 'WORKER_GRACE_S', 'READ_GRACE_S', 'PR_SET_PDEATHSIG', 'POLL_S', 'synchronized_dataloader_step',
            'PER_THREAD', 'SOCKET_NAME', 'BEHIND', 'pick_device', 'FromGather', 'Dist', 'on_master', 'Interrupted',
-           'Stop', 'shield_worker', 'from_workers', 'launch_env', 'init_dist', 'launchers', 'destroy_dist', 'is_dist',
-           'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar', 'is_sharded', 'wrap_model',
-           'unwrap_model', 'no_sync', 'synchronized_batches', 'cores_of_rank', 'set_threads', 'set_seed', 'seed_worker',
-           'rng_state', 'set_rng_state', 'check_socket_room']
+           'Stop', 'shield_worker', 'raised_in_worker', 'from_workers', 'launch_env', 'init_dist', 'launchers',
+           'destroy_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar',
+           'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'cores_of_rank',
+           'set_threads', 'set_seed', 'seed_worker', 'rng_state', 'set_rng_state', 'check_socket_room']
 
 # %% ../../nbs/03_core.dist.ipynb #c63fc988
 import base64
@@ -230,6 +230,12 @@ def shield_worker(
     if hasattr(signal, 'alarm'): signal.signal(signal.SIGTERM, on_signal)
     if hasattr(signal, 'pthread_sigmask'): signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
+def raised_in_worker(
+    e:BaseException, # from a loader
+)->bool: # or did the worker itself end?
+    "Did the data raise it? PyTorch begins what it passes on with this word."
+    return str(e).startswith('Caught')
+
 def from_workers(
     loader:DataLoader, # of a data set that may have `stop`, a `Stop`
 )->Iterator: # what the loader gives
@@ -245,8 +251,8 @@ def from_workers(
     try:
         with stop.with_workers([p.pid for p in workers if p.pid]): yield from made
     except RuntimeError as e: # torch's, of a worker that is gone, or an error of the data
-        ended = any(p.exitcode==0 for p in workers) and not str(e).startswith('Caught')
-        if ended and stop.is_set(): raise Interrupted(str(e)) from e
+        ended = any(p.exitcode==0 for p in workers)
+        if stop.is_set() and ended and not raised_in_worker(e): raise Interrupted(str(e)) from e
         raise
 
 # %% ../../nbs/03_core.dist.ipynb #daeb33c1

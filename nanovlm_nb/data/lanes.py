@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from ..core.config import IGNORE
-from ..core.dist import Dist,Interrupted,check_socket_room,from_workers,seed_worker
+from nanovlm_nb.core.dist import (Dist,Interrupted,check_socket_room,from_workers,raised_in_worker,
+    seed_worker)
 from .dataset import Dropped,Drops,Plan,Unreachable,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
 from .sources import keep_split,stop_of
@@ -293,7 +294,7 @@ class Lane:
                          cut=cut, done=done)
 
 # %% ../../nbs/26_data.lanes.ipynb #0027cc20
-BY_VALUE = 2**18 # bytes below which a copy costs less than a handle
+BY_VALUE = 2**18 # bytes; smaller tensors are copied
 
 def ship(
     pack:dict, # a pack
@@ -370,8 +371,7 @@ class _letting_go:
         if isinstance(e, Interrupted):
             raise Unreachable(f'the data could not be read when a signal came: {e}') from e
         cut_off = isinstance(e, (EOFError, ConnectionError, FileNotFoundError))
-        raised_there = str(e).startswith('Caught') # torch's word for what a worker raised
-        if self.num_workers and cut_off and not raised_there:
+        if self.num_workers and cut_off and not raised_in_worker(e):
             raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). '
                                'Was it killed for its memory? Lower num_workers or num_of_sequences') from e
 
