@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DIGESTS', 'OURS', 'PRODUCTS', 'ASKED_WITH', 'FIXED', 'BASELINE', 'fingerprint', 'digest_of_rows', 'RaceRules',
            'Course', 'Counter', 'Witness', 'shuffled', 'answer_shares', 'RaceRecord', 'records_folder', 'read_record',
-           'all_records', 'write_record_file', 'settings_of', 'mark_of', 'judge', 'judge_to_file', 'judge_alone',
-           'records_table', 'seed_line', 'with_results', 'verdict', 'main', 'without_tower', 'with_muon']
+           'write_record_file', 'settings_of', 'mark_of', 'valid_results', 'all_records', 'judge', 'judge_to_file',
+           'judge_alone', 'records_table', 'seed_line', 'with_results', 'verdict', 'main', 'without_tower', 'with_muon']
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00003
 import json,os,resource,subprocess,sys,tempfile,time
@@ -258,13 +258,6 @@ def read_record(
     except (json.JSONDecodeError,TypeError) as e:
         raise UsageError(f'{path} is no record ({e}): write an object with name, idea, flags, recipe') from e
 
-BASELINE = 'baseline' # name of the record that others are compared with
-
-def all_records()->list[RaceRecord]: # the baseline, then the others, most FLOPs first
-    "The records of the package."
-    records = map(read_record, records_folder().glob('*.json'))
-    return sorted(records, key=lambda r: (r.name!=BASELINE, -r.flops, r.name))
-
 def write_record_file(
     path:str|Path, # JSON file
     record:RaceRecord, # with its results
@@ -290,13 +283,34 @@ def settings_of(
 
 def mark_of(
     record:RaceRecord, # with all that it does otherwise
+    folder:str|Path|None=None, # where the module of its recipe may be; one of the package counts by its name
 )->str: # 16 hexadecimal digits
-    "A fingerprint of a record's settings: whatever its flags leave to the default counts, too."
+    "A fingerprint of a record's settings and its recipe: what its flags leave to the default counts, too."
     settings:dict[str,Any] = dict(recipe=record.recipe)
+    module = (record.recipe or '').partition(':')[0]
+    if folder and module and not module.startswith('nanovlm_nb.'):
+        code = Path(folder)/f"{module.replace('.', '/')}.py"
+        if code.is_file(): settings['code'] = sha256(code.read_bytes()).hexdigest()
     for cfg in settings_of(record, 0, '.'):
         usual = type(cfg)()
         settings |= {k:v for k,v in cfg.to_dict().items() if k not in FIXED and v!=getattr(usual, k)}
     return sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+def valid_results(
+    record:RaceRecord, # with all that its file says
+    folder:str|Path|None=None, # see `mark_of`
+)->list[dict]: # a seed each
+    "What was found with the settings and the recipe that a record has today."
+    mark = mark_of(record, folder)
+    return [r for r in record.results if r.get('settings')==mark]
+
+BASELINE = 'baseline' # name of the record that others are compared with
+
+def all_records()->list[RaceRecord]: # the baseline, then the others, most FLOPs first
+    "The records of the package, with what is valid of their results."
+    records = map(read_record, records_folder().glob('*.json'))
+    return sorted((replace(r, results=valid_results(r)) for r in records),
+        key=lambda r: (r.name!=BASELINE, -r.flops, r.name))
 
 def _values(configs): return {name:getattr(c, name) for c in configs for name in FIXED if hasattr(c, name)}
 
@@ -327,8 +341,7 @@ def judge(
     with counter: run_dir = run(vlm_cfg, train_cfg, replace(parts, hooks=[*parts.hooks, witness]))
     times = dict(seconds=time.perf_counter()-began, cpu_seconds=_cpu_seconds()-cpu, load=load)
     asker = Asker.from_checkpoint(find_checkpoint(run_dir), torch.device('cpu'), parts)
-    found:dict[str,Any] = dict(seed=seed, settings=mark_of(record), flops=counter.products,
-                               updates=witness.updates)
+    found:dict[str,Any] = dict(seed=seed, flops=counter.products, updates=witness.updates)
     found |= {k:round(v, 1) for k,v in times.items()}|answer_shares(asker, [*course.questions])
     return found|dict(reasons=[*witness.reasons(), *_of_counter(counter, rules), *_of_answers(found, rules),
                               *_of_statement(record, found, rules)])
@@ -379,7 +392,7 @@ def judge_alone(
             env=os.environ|dict(PYTHONPATH=path, CUDA_VISIBLE_DEVICES=''), capture_output=True, text=True)
         if done.returncode:
             raise UsageError(f'record {record.name}, seed {seed}: {done.stderr.strip().splitlines()[-1]}')
-        return json.loads(out.read_text(encoding='utf-8'))
+        return json.loads(out.read_text(encoding='utf-8'))|dict(settings=mark_of(record, beside))
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00020
 def _percent(values): return ' '.join(f'{100*v:.1f}' for v in values)
@@ -411,25 +424,26 @@ def seed_line(
     return '\n'.join([f"seed {f['seed']}: {clocks}, {answers}", *(f'  refused: {r}' for r in f['reasons'])])
 
 def with_results(
-    record:RaceRecord, # as it was
-    found:list[dict[str,Any]], # from `judge`, a seed each
+    record:RaceRecord, # as it was, with valid results
+    found:list[dict[str,Any]], # from `judge_alone`, a seed each
 )->RaceRecord: # as it is now
-    "State what was found; other seeds keep what was found before with the same settings, if it was fair."
+    "State what was found with seeds of the race; its other seeds keep what was found before, if it was fair."
     new = {f['seed']:{k:v for k,v in f.items() if k!='reasons' or v} for f in found}
-    mark = mark_of(record)
-    kept = {r['seed']:r for r in record.results if r.get('settings')==mark and 'reasons' not in r}
-    return replace(record, results=[r for _,r in sorted((kept|new).items())])
+    kept = {r['seed']:r for r in record.results if 'reasons' not in r}
+    return replace(record, results=[r for seed,r in sorted((kept|new).items()) if seed in RaceRules.seeds])
 
 def verdict(
-    record:RaceRecord, # that was judged
-    found:list[dict[str,Any]], # from `judge`, a seed each
+    record:RaceRecord, # that was judged, with valid results of its file
+    found:list[dict[str,Any]], # from `judge_alone`, a seed each
 )->str: # a sentence
     "What all seeds come to."
     if any(f['reasons'] for f in found): return f'{record.name} is refused'
-    now = with_results(record, found)
-    missing = sorted({*RaceRules().seeds}-{f['seed'] for f in now.results})
-    if missing: return f'{record.name} is fair so far: a record needs seeds {missing} too'
-    return f'{record.name} is a record: {now.flops/1e12:.3f} TFLOP'
+    seeds,race,now = {f['seed'] for f in found},{*RaceRules.seeds},with_results(record, found)
+    if not seeds&race: return f'{record.name} arrives: a record needs seeds {sorted(race)}'
+    have = {r['seed'] for r in now.results}
+    if race-have: return f'{record.name} is fair so far: a record needs seeds {sorted(race-have)} too'
+    taken = f' (seeds {sorted(have-seeds)} as its file says)' if have-seeds else ''
+    return f'{record.name} is a record: {now.flops/1e12:.3f} TFLOP{taken}'
 
 def main(
     values:Namespace, # from `arguments.speedrun_parser`
@@ -441,7 +455,13 @@ def main(
         return 0
     record,found = read_record(values.record),[]
     beside = Path(values.record).absolute().parent
+    valid = valid_results(record, beside)
+    old = [r['seed'] for r in record.results if r not in valid]
+    if old: say(f'{record.name} was judged with other settings or another recipe: seeds {old} do not count\n')
+    record = replace(record, results=valid)
     for seed in values.seeds:
+        say(f'seed {seed} of {record.name}: it trains, then it is asked; that takes minutes\n')
+        sys.stdout.flush()
         found.append(judge_alone(record, seed, beside))
         say(seed_line(found[-1])+'\n')
         sys.stdout.flush()
