@@ -11,7 +11,8 @@ from argparse import Namespace
 from importlib import import_module
 from textwrap import TextWrapper
 
-from .core.usage import UsageError,ends_at_once,nearest,one_line_errors,without_debug
+from nanovlm_nb.core.usage import (UsageError,ends_at_once,nearest,one_line_errors,open_closed_streams,
+    without_debug)
 from .core.config import set_env
 from .runs.arguments import HELP,PARSERS
 
@@ -67,6 +68,7 @@ def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int|None: # exit code
     "Console script `nanovlm`, and `python -m nanovlm_nb.cli`: do what the first word says."
+    open_closed_streams()
     words,debug = without_debug(argv)
     if not words or words[0] in HELP:
         sys.stdout.write(overview(shutil.get_terminal_size((100, 24)).columns)+'\n')

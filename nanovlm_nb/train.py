@@ -8,7 +8,7 @@ __all__ = ['main']
 # %% ../nbs/58_train.ipynb #2cf8fdd5
 import sys
 
-from .core.usage import ends_at_once,one_line_errors,without_debug
+from .core.usage import ends_at_once,one_line_errors,open_closed_streams,without_debug
 from .core.config import set_env
 from .runs.arguments import train_parser
 
@@ -17,6 +17,7 @@ def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # exit code: 0, or `run.INTERRUPTED`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
+    open_closed_streams()
     words,debug = without_debug(argv)
     with one_line_errors('nanovlm train', debug):
         values = train_parser().parse_args(words)

@@ -6,7 +6,7 @@
 __all__ = ['CHECK_ERRORS', 'UPDATE', 'BY_ERRNO', 'NEAR', 'DEBUG', 'WAIT_S', 'KEYBOARD', 'UsageError', 'raised_here',
            'path_message', 'is_usage', 'one_line', 'nearest', 'Says', 'Parser', 'at_least', 'checked', 'unknown_flag',
            'check_hub_name', 'hub_answers', 'asking_hub', 'first_to_tell', 'tell_once', 'refuse', 'without_debug',
-           'flush_or_drop', 'one_line_errors', 'ends_at_once']
+           'open_closed_streams', 'flush_or_drop', 'one_line_errors', 'ends_at_once']
 
 # %% ../../nbs/01_core.usage.ipynb #e5b10003
 import difflib,dis,errno,logging,os,signal,socket,sys,time
@@ -256,9 +256,14 @@ def without_debug(
     debug = DEBUG in argv or os.environ.get('NANOVLM_DEBUG', '0') not in ('','0')
     return [a for a in argv if a!=DEBUG],debug
 
+def open_closed_streams()->None:
+    "Give a command that starts with a closed stream an empty one: else the next file takes its number."
+    for name,mode in (('stdin','r'), ('stdout','w'), ('stderr','w')): # an open file takes the least number that is free
+        if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))
+
 def flush_or_drop()->None:
     "Write what is left to be said. If nobody reads it, drop it: with it, Python would end with 120."
-    for stream in filter(None, (sys.stdout,sys.stderr)): # none where a program starts with it closed
+    for stream in filter(None, (sys.stdout,sys.stderr)):
         try: stream.flush()
         except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
