@@ -20,11 +20,13 @@ from .usage import UsageError,is_usage
 from .dist import Dist
 from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID
 
-if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
+if TYPE_CHECKING: # loaded where something is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # %% auto #0
 __all__ = ['EVAL_AXIS', 'JsonLines', 'describe', 'minimind_line', 'TextLog', 'Bar', 'wandb_mode', 'wandb_id', 'WandbLog',
-           'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'plot_curves']
+           'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(
@@ -514,6 +516,16 @@ def finished(
     return fig
 
 # %% ../../nbs/05_core.logs.ipynb #13b08687
+def log_axis(
+    ax:Axes, # Whose y axis becomes logarithmic
+)->None:
+    "Label a logarithmic axis with plain numbers: 0.6, not 6e-01 or a power of ten."
+    from matplotlib.ticker import LogFormatter
+    class Plain(LogFormatter):
+        def __call__(self, x, pos=None): return f'{x:g}' if super().__call__(x, pos) else ''
+    ax.set_yscale('log')
+    for label in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): label(Plain())
+
 @styled
 def plot_curves(
     records:Iterable[dict],     # What `read_log` returns
@@ -538,5 +550,5 @@ def plot_curves(
         ax.locator_params(axis='x', nbins=3, integer=True) # the layout knows the last label's width
         if ax.lines: ax.legend(loc='lower left', bbox_to_anchor=(0, 1)) # above: nothing is hidden
     for ax in panels[:2]:
-        if ax.lines: ax.set_yscale('log')
+        if ax.lines: log_axis(ax)
     return finished(fig, path)

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
 from ..core.run_dir import LOG,STATUS,TEXT_LOG,read_log
-from ..core.logs import describe,finished,styled
+from ..core.logs import describe,finished,log_axis,styled
 from ..runs.arguments import AXES
 from .runs import list_checkpoints
 
@@ -118,10 +117,6 @@ def _mark(ax, run, x, color):
         there = [p for p,step in zip(at, steps) if step<=s]
         if there: ax.axvline(there[-1], color=color, lw=1.2, ls=':')
 
-class _Plain(LogFormatter):
-    "0.6 instead of 6e-01."
-    def __call__(self, x, pos=None): return f'{x:g}' if super().__call__(x, pos) else ''
-
 def _shares(ax, run, names, x):
     "What the time went to, as a stack."
     xs,ys = zip(*(series(run, n, x) for n in names))
@@ -137,9 +132,7 @@ def _lines(ax, panel, runs, names, x, smooth):
             style = STYLES[(i+k*len(runs))%len(STYLES)]
             several = dict(color=f'C{i}', ls=style, label=run.name if k==0 else None)
             _curve(ax, run, name, x, smooth, **(dict(label=name) if len(runs)==1 else several))
-    if panel.log:
-        ax.set_yscale('log')
-        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): axis(_Plain())
+    if panel.log: log_axis(ax)
     else: ax.set_ylim(bottom=0)
     if len(names if len(runs)==1 else runs)>1 and (len(runs)==1 or panel is PANELS[0]): ax.legend()
 
