@@ -258,7 +258,7 @@ def without_debug(
 
 def open_closed_streams()->None:
     "Give a command that starts with a closed stream an empty one: else the next file takes its number."
-    for name,mode in (('stdin','r'), ('stdout','w'), ('stderr','w')): # each takes the least number that is free
+    for name,mode in (('stdin','r'), ('stdout','w'), ('stderr','w')): # each takes the least free number
         if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))
 
 def flush_or_drop()->None:
