@@ -91,7 +91,7 @@ def test_check_resume_reads_the_deepspeed_file(place, monkeypatch, capsys):
 VALUES = dict(lm_dropout=('vlm', .1, .2), lm_max_length=('vlm', 4500, 5000), lr_mp=('train', .03, .04))
 
 
-@pytest.mark.parametrize('in_file, flag, checkpoint', itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize('in_file, flag, checkpoint', list(itertools.product((False, True), repeat=3)))
 @pytest.mark.parametrize('named', [None, 'shapes', 'nanovlm'])
 def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tmp_path, monkeypatch):
     "Flag before file before checkpoint before preset, also where the value given is that of a preset; a size that the weights do not have is refused."

@@ -116,6 +116,11 @@ def _say_all(lines):
         sys.stdout.write(f'{line}\n')
         sys.stdout.flush()
 
+def _nothing_in(run_dir):
+    "No checkpoint; where some are, if the folder is that of many runs."
+    runs = [str(p) for p in sorted(run_dir.iterdir()) if p.is_dir() and checkpoints(p)]
+    return f'no checkpoint in {run_dir}'+(f", a folder of runs: give {' or '.join(runs)}" if runs else '')
+
 def main(
     values:Namespace, # from `arguments.runs_parser`
 )->int: # exit code: 1 if there is no complete checkpoint
@@ -127,7 +132,7 @@ def main(
     if values.pth:
         from nanovlm_nb.training.checkpoint import export_pth # to list checkpoints takes no model
         say(f'{export_pth(run_dir, values.pth, not values.without_vision, values.pth_names)}\n')
-    say('\n'.join(list_checkpoints(run_dir) or [f'no checkpoint in {run_dir}'])+'\n')
+    say('\n'.join(list_checkpoints(run_dir) or [_nothing_in(run_dir)])+'\n')
     if values.follow:
         with suppress(KeyboardInterrupt): _say_all(follow(run_dir))
     return 0 if any(not missing_pieces(p) for p in checkpoints(run_dir)) else 1
