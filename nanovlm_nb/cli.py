@@ -73,6 +73,9 @@ def main(
     if not words or words[0] in HELP:
         sys.stdout.write(overview(shutil.get_terminal_size((100, 24)).columns)+'\n')
         return 0
+    if words[0] in ('--version','-V'):
+        sys.stdout.write(f"nanovlm_nb {import_module('nanovlm_nb').__version__}\n")
+        return 0
     with one_line_errors('nanovlm', debug): check_command(words[0])
     with one_line_errors(f'nanovlm {words[0]}', debug):
         values = PARSERS[words[0]]().parse_args(words[1:])

@@ -259,7 +259,7 @@ def test_the_table_names_every_command_by_its_purpose(helps):
     assert len(text.splitlines()) < 40
 
 
-@pytest.mark.parametrize(('words', 'code'), [('nanovlm_nb.cli --help', 0), ('nanovlm_nb.cli nosuch', 2), ('nanovlm_nb.train --nosuch 1', 2)])
+@pytest.mark.parametrize(('words', 'code'), [('nanovlm_nb.cli --help', 0), ('nanovlm_nb.cli --version', 0), ('nanovlm_nb.cli nosuch', 2), ('nanovlm_nb.train --nosuch 1', 2)])
 def test_a_command_that_starts_with_closed_streams_ends_as_it_does_otherwise(words, code):
     ended = [subprocess.run(['sh', '-c', f'exec "$0" -m {words} {closed}', sys.executable], stderr=subprocess.PIPE, check=False) for closed in ('<&- >&-', '<&- >&- 2>&-')]
     assert [p.returncode for p in ended] == [code]*2 and b'Traceback' not in ended[0].stderr

@@ -401,7 +401,7 @@ def test_no_clipping():
 
 def test_every_flag_that_is_named_exists():
     "In messages, advice, help and documents: a flag that nobody understands is a wrong remedy."
-    known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug'}
+    known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug', '--version'}
     sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name != '_modidx.py'}
     for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r'var\((--\w+)\)', text))  # also the colours of a page
     assert not {f: p.name for p, text in sources.items() for f in flags_in(text) if f not in known | OF_OTHERS}

@@ -7,8 +7,9 @@ __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL'
            'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful', 'refused',
            'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields', 'DataFields',
            'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny', 'save_yaml',
-           'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size',
-           'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
+           'read_sections', 'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env',
+           'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function',
+           'projector_advice', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json
@@ -430,6 +431,8 @@ class BridgeFields:
         tile,patch = self.vit_img_size,self.vit_patch_size # type: ignore[attr-defined] # of `VisionFields`
         patches = tile//patch
         _positive(self, 'mp_pixel_shuffle_factor', 'max_img_size', 'init_std', 'loss_chunk_size')
+        _require(not self.vlm_checkpoint_path.startswith('~'), f'vlm_checkpoint_path is '
+            f'{self.vlm_checkpoint_path!r}: a shell replaces ~, a file does not, write the whole path')
         _one_of(self, 'mp_kind', ('linear','linear_bias','mlp'))
         for name in ('pixel_mean','pixel_std'): _colours(self, name)
         _require(min(self.pixel_std)>0, f"pixel_std is {self.pixel_std}: give numbers above 0")
@@ -966,15 +969,31 @@ def save_yaml(
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
 # %% ../../nbs/02_core.config.ipynb #705f2e54
+class _EachOnce(yaml.SafeLoader):
+    "PyYAML takes the last of two equal names without a word; YAML forbids them."
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key,_ in node.value]
+        twice = next((n for n in names if names.count(n)>1), None)
+        if twice is None: return super().construct_mapping(node, deep)
+        raise yaml.constructor.ConstructorError(None, None, f'`{twice}` is there twice: leave one out',
+            node.start_mark)
+
+def read_sections(
+    path:str|Path, # a YAML file
+    remedy:str, # what to write if it holds none
+)->dict: # section -> what is in it
+    "The sections of a file, in which no name is there twice."
+    try: sections = yaml.load(Path(path).read_text(encoding='utf-8'), _EachOnce) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(sections, dict): raise ValueError(f'{path} holds no sections: {remedy}')
+    return sections
+
 def read_yaml(
     path:str|Path, # a YAML file
 )->tuple[str|None,dict,dict]: # preset or None, fields of the model, fields of the run
     "Read the sections of a file and check that every name in them exists."
-    try: sections = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
-    if not isinstance(sections, dict):
-        raise ValueError(f"{path} holds no sections: start it with `train:` or `vlm:`")
+    sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(list(sections), ['preset','vlm','train'], f'section in {path}')
     name,vlm,train = sections.get('preset'),sections.get('vlm') or {},sections.get('train') or {}
     if not (isinstance(vlm, dict) and isinstance(train, dict)):

@@ -340,8 +340,8 @@ def check_resume(
                          'begin a new run from the weights (load_from without resume), or give force_resume')
     made,most = state['step'],c.max_training_steps
     if made>most and c.max_training_samples is None:
-        raise ValueError(f'cannot resume: the checkpoint has made {made} updates, max_training_steps is {most}: '
-            'give more than it has made, or an earlier checkpoint of the run (load_from)')
+        raise ValueError(f'cannot resume: the checkpoint has made {made} updates, '
+            f'max_training_steps is {most}: give more, or an earlier checkpoint of the run (load_from)')
     return [str(d) for d in changes]
 
 # %% ../../nbs/53_runs.resume.ipynb #f72b3cc5

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from ..core.files import write_atomic
 from ..core.usage import UsageError,unknown_flag
 from ..core.config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known
-from ..core.config import evolve,preset,refused
+from ..core.config import evolve,preset,read_sections,refused
 from ..core.dist import Dist,on_master
 from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
 from ..core.run_dir import find_checkpoint
@@ -608,11 +608,7 @@ class Settings:
         path:str|Path, # a YAML file
     )->'Settings': # its defaults filled in
         "Read a file."
-        try: sections = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
-        except yaml.YAMLError as e: raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
-        if not isinstance(sections, dict):
-            raise ValueError(f'{path} holds no sections: write {", ".join(SECTIONS)}')
-        return cls.from_dict(sections, str(path))
+        return cls.from_dict(read_sections(path, f'write {", ".join(SECTIONS)}'), str(path))
 
     def to_dict(self)->dict: # what `from_dict` takes
         "Nested dictionaries."
