@@ -18,7 +18,8 @@ from typing import get_type_hints
 
 from ..core.files import MANIFEST,write_atomic
 from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve
-from ..core.run_dir import BEST,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned,best_kept
+from ..core.run_dir import BEST,CLASSIFY,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned
+from ..core.run_dir import best_kept
 from ..core.run_dir import checkpoints,find_checkpoint,last_checkpoint,missing_pieces,pointer_text
 from ..core.run_dir import read_log,read_state,set_pin,stands_at,step_of,usable_checkpoint
 from ..core.run_dir import write_pointer
@@ -328,6 +329,9 @@ def check_resume(
     world_size:int, # ranks of this run
 )->list[str]: # a line for each difference
     "Compare a checkpoint with a run; raises ValueError if they do not fit and `force_resume` is False."
+    if 'class_names' in state['configs']['vlm'] and not hasattr(vlm_cfg, 'class_names'):
+        raise ValueError('cannot resume: this is a run of nanovlm classify, give '
+            f'nanovlm classify --config RUN/{CLASSIFY} --resume_from latest')
     c,changes = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
     now = c.batch_size, c.gradient_accumulation_steps, world_size
     split = split_difference(state['data']['lanes'], now) if state['data'] else None

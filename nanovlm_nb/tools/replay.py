@@ -59,10 +59,10 @@ def trainer_before(
     update:int, # from 1
 )->Iterator[tuple[Trainer,Update]]: # a trainer that has made all updates before this one, and this one
     "Repeat a run up to an update."
-    checkpoint = checkpoint_before(run_dir, update)
-    state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     if (run_dir/CLASSIFY).is_file():
         raise UsageError(f'{run_dir} is a run of nanovlm classify: replay makes others')
+    checkpoint = checkpoint_before(run_dir, update)
+    state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     parts = parts_of(*load_yaml(run_dir/CONFIG))
     vlm_cfg,train_cfg = parts.configs
     most = updates_of_run(train_cfg)
