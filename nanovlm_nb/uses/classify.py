@@ -7,8 +7,8 @@ __all__ = ['LOGS', 'Section', 'SECTIONS', 'ClassConfig', 'as_classifier', 'at_an
            'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
            'ModelSection', 'TrainingSection', 'MonitorSection', 'frequency_note', 'Settings', 'check_buildable',
-           'workers_of', 'configs_of', 'check_run', 'class_parts', 'class_trainer', 'classify_again', 'classify_on',
-           'classify', 'with_resume', 'place_of_flag', 'asked_settings', 'main', 'sort_files']
+           'workers_of', 'configs_of', 'check_run', 'class_parts', 'without_resume', 'class_trainer', 'classify_again',
+           'classify_on', 'classify', 'with_resume', 'place_of_flag', 'asked_settings', 'main', 'sort_files']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import json,math,os,random,re,shlex,sys,threading
@@ -728,6 +728,13 @@ def class_parts(
         return [loader(*split) for split in splits]
     return Parts(model=make_classifier, loaders=loaders, trainer=partial(class_trainer, settings, data))
 
+def without_resume(
+    s:Settings, # of a start
+)->Settings: # of the run: started again, they do not go back to where this start began
+    "What a run is, without where one of its starts resumed."
+    if not s.train.get('resume'): return s
+    return replace(s, train={k:v for k,v in s.train.items() if k not in ('resume','load_from')})
+
 def class_trainer(
     settings:Settings, # kept beside the checkpoints
     data:ClassData, # pictures
@@ -736,7 +743,7 @@ def class_trainer(
     "A trainer that says what it trains on."
     trainer = ClassTrainer(*args)
     log,workers = trainer.log,trainer.cfg.num_workers
-    if trainer.dist.is_master: settings.save(log.run_dir/CLASSIFY)
+    if trainer.dist.is_master: without_resume(settings).save(log.run_dir/CLASSIFY)
     parts = [p for rows in (data.train,data.val) for p in rows.parts]
     sizes = ', '.join(f'{p.name} {len(p.labels)} {p.split}' for p in parts)
     asked = f'{workers} workers for training (asked for {settings.training.dataloader_num_workers})'
