@@ -20,8 +20,8 @@ from ..core.files import MANIFEST,write_atomic
 from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve
 from ..core.run_dir import BEST,CLASSIFY,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned
 from ..core.run_dir import best_kept,checkpoints,find_checkpoint,last_checkpoint,missing_pieces
-from ..core.run_dir import pointer_text,read_log,read_state,set_pin,stands_at,step_of,usable_checkpoint
-from ..core.run_dir import write_pointer
+from ..core.run_dir import pointer_text,read_log,read_state,set_pin,stands_at,step_of
+from ..core.run_dir import usable_checkpoint,write_pointer
 from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
 from ..training.checkpoint import check_checkpoint
