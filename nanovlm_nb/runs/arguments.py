@@ -292,7 +292,7 @@ def plan_parser()->Parser: # of `nanovlm plan`
     p.add_argument('--tiles', type=at_least(0, float), metavar='FLOAT', help='tiles of an average pack')
     p.add_argument('--targets', type=at_least(0, float), metavar='FLOAT',
         help='positions with a target of an average pack')
-    p.add_argument('--documents', type=at_least(0, float), metavar='FLOAT', help='samples of an average pack')
+    p.add_argument('--documents', type=at_least(1, float), metavar='FLOAT', help='samples of an average pack')
     p.add_argument('--samples', type=at_least(1), metavar='INT', help='samples of the data set')
     p.add_argument('--epochs', type=at_least(1), metavar='INT', help='passes over the data set')
     p.add_argument('--was', type=_batch, metavar='BxGxA',

@@ -19,6 +19,7 @@ from typing import Any,NamedTuple
 
 import torch
 
+from ..core.usage import UsageError
 from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,updates_of_run
 from ..core.config import ranks_of_copy
 from ..core.run_dir import LOG
@@ -608,7 +609,16 @@ def claims(
 def _pack(asked, vlm_cfg, train_cfg):
     base = pack_of_run(asked.like, vlm_cfg) if asked.like else typical_pack(vlm_cfg, train_cfg)
     given = {n:getattr(asked, n) for n in ('tiles','targets','documents')}
-    return base._replace(**{n:v for n,v in given.items() if v is not None})
+    given = {n:v for n,v in given.items() if v is not None}
+    room = base.tokens-given.get('tiles', 0)*vlm_cfg.mp_image_token_length
+    # a sample has a target and a position before it
+    most = dict(tiles=most_tiles(vlm_cfg, train_cfg), documents=base.tokens/2, targets=room)
+    for name in most:
+        if given.get(name, 0)<=most[name]: continue
+        beside = f" beside {given['tiles']:g} tiles" if name=='targets' and room<base.tokens else ''
+        raise UsageError(f'--{name} {given[name]:g}: an average pack of {base.tokens:.0f} tokens '
+                         f'holds {int(most[name])} at most{beside}, give fewer')
+    return base._replace(**dict(targets=min(base.targets, room))|given)
 
 def _changed(asked, plan):
     "Lines about another batch."

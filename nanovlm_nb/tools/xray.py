@@ -506,13 +506,20 @@ def example_batch(
     contents:Contents=Contents(), # of each
 )->Batch: # as the loader makes it, 99 % full
     "A micro-batch without meaning."
-    v,length = vlm_cfg,int(.99*vlm_cfg.lm_max_length)//contents.documents
+    v,room = vlm_cfg,int(.99*vlm_cfg.lm_max_length)
+    length = room//contents.documents
+    if length<2: # a target and a position before it
+        raise ValueError(f'{contents.documents} documents do not fit into a pack of {v.lm_max_length} tokens: '
+                         f'give at most {room//2}')
     tiles = int(length/1.2)//v.mp_image_token_length if contents.tiles is None else contents.tiles
     text = length-tiles*v.mp_image_token_length
     targets = 2*text//3 if contents.targets is None else contents.targets
+    if text<2:
+        raise ValueError(f'{tiles} tiles do not fit into a document of {length} positions: '
+                         f'give at most {(length-2)//v.mp_image_token_length}, or fewer documents')
     if not 0<targets<text:
-        raise ValueError(f'{tiles} tiles and {targets} targets '
-                         f'do not fit into a document of {length}: give fewer')
+        raise ValueError(f'{targets} targets do not fit beside {tiles} tiles '
+                         f'into a document of {length} positions: give 1 to {text-1}')
     ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), IGNORE)
     ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
     pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
