@@ -11,10 +11,10 @@ from typing import NamedTuple
 from ..core.config import VLMConfig
 
 # %% auto #0
-__all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'BANDWIDTH', 'Flops', 'matrix_flops', 'pairs', 'vision_flops',
-           'projector_flops', 'mlp_weights', 'block_weights', 'language_flops', 'unit_flops', 'step_flops',
-           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'GpuCard', 'find_card', 'mfu',
-           'count_flops']
+__all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'BANDWIDTH', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops',
+           'matrix_flops', 'pairs', 'vision_flops', 'projector_flops', 'mlp_weights', 'block_weights', 'language_flops',
+           'unit_flops', 'step_flops', 'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops',
+           'GpuCard', 'find_card', 'mfu', 'count_flops', 'fitting_unit', 'with_unit']
 
 # %% ../../nbs/19_model.flops.ipynb #96f6c58b
 class Flops(NamedTuple):
@@ -270,3 +270,25 @@ def count_flops(
     "Useful arithmetic of an update."
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs, targets=targets)
     return sum((units[part].forward+units[part].backward)*counts[c] for part,c in DRIVERS.items())
+
+# %% ../../nbs/19_model.flops.ipynb #d51cd29c
+BYTES = {'GiB':2**30, 'MiB':2**20, 'KiB':2**10} # of memory
+STORED = {'GB':1e9, 'MB':1e6, 'kB':1e3} # on a disk, or moved
+OPERATIONS = {'TFLOP':1e12, 'GFLOP':1e9, 'MFLOP':1e6}
+COUNTS = {'billion':1e9, 'million':1e6, 'thousand':1e3}
+
+def fitting_unit(
+    number:float, # in ones
+    units:dict[str,float], # name -> size, the largest first
+)->tuple[str,float]: # name and size of the one to show it in
+    "The largest unit of which a number has at least one, else the smallest."
+    return next(((name, size) for name,size in units.items() if number>=size), [*units.items()][-1])
+
+def with_unit(
+    number:float, # in ones
+    units:dict[str,float], # likewise
+    digits:int=1, # after the point
+)->str: # e.g. '12.5 MiB'
+    "A number in the unit that fits it."
+    name,size = fitting_unit(number, units)
+    return f'{number/size:.{digits}f} {name}'

@@ -25,7 +25,8 @@ from ..core.config import ranks_of_copy
 from ..core.run_dir import LOG
 from ..core.advice import Remedy,lint,memory_remedies
 from ..model.vlm import VLMNet
-from ..model.flops import all_flops,known_gpu,step_flops,useful_flops
+from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu,step_flops
+from ..model.flops import useful_flops,with_unit
 from ..training.optim import training_groups
 from ..training.shard import bytes_per_parameter
 from ..training.lora import add_adapters
@@ -501,7 +502,8 @@ def _parameters_text(plan):
     parts = plan['parameters']
     both = dict(total=sum(p['total'] for p in parts.values()),
                 trained=sum(p['trained'] for p in parts.values()))
-    rows = [(NAMES.get(n, n), f"{p['total']/1e6:.1f} M", f"{p['trained']/1e6:.1f} M" if p['trained'] else '-')
+    short = {'M':1e6, 'k':1e3}
+    rows = [(NAMES.get(n, n), *(with_unit(p[k], short) if p[k] else '-' for k in ('total','trained')))
             for n,p in [*parts.items(), ('together', both)]]
     return _rows([('Parameters', 'all', 'trained'), *rows])
 
@@ -511,23 +513,27 @@ def _memory_text(plan):
                  kept='activations, kept', recomputed='or recomputed', total_kept='together, kept',
                  total_recomputed='together, recomputed')
     first = next(iter(table.values()))
-    rows = [(words.get(part, part), *(f'{row[part]:.1f}' for row in table.values())) for part in first]
+    unit,size = fitting_unit(GB*max(row['total_kept'] for row in table.values()), BYTES)
+    rows = [(words.get(part, part), *(f'{row[part]*GB/size:.1f}' for row in table.values()))
+            for part in first]
     full = (f"with packs of {plan['pack_length']} tokens and {plan['most_tiles']} tiles, "
             "the fullest there can be")
     saved = ', '.join(f"{name} saves {1-row['total_kept']/first['total_kept']:.0%}"
                       for name,row in table.items() if row is not first)
-    return [*_rows([(f"GiB on each of {plan['gpus']} GPUs" if plan['gpus']>1 else 'GiB', *table), *rows]),
+    return [*_rows([(f"{unit} on each of {plan['gpus']} GPUs" if plan['gpus']>1 else unit, *table), *rows]),
             f"  {saved}, recomputation {1-first['total_recomputed']/first['total_kept']:.0%}", f'  {full}',
-            f"  as configured ({plan['setting']}): {plan['needed']['total']:.1f} GiB"]
+            f"  as configured ({plan['setting']}): {with_unit(plan['needed']['total']*GB, BYTES)}"]
 
 def _device_text(name, d):
     verdict = 'fits' if d['fits'] else 'too small'
-    head = (f"{d['seconds']:.2f} s",f"{d['hours']:.1f} h",f"{d['memory']:g} GiB",verdict)
+    run = with_unit(3600*d['hours'], {'h':3600, 'min':60, 's':1, 'ms':.001})
+    head = with_unit(d['seconds'], {'s':1, 'ms':.001}, 2),run,f"{d['memory']:g} GiB",verdict
     lines = _rows([(name, *head)])
     enough = d['remedies'] and d['remedies'][-1]['gib']<=USABLE*d['memory']
     for k,r in enumerate(d['remedies']):
         changes = ', '.join(f'{f} {v}' for f,v in r['changes'].items())
-        lines.append(f"      {'first' if k==0 else 'then '} {changes}: {r['gib']:.1f} GiB ({r['price']})")
+        needed = with_unit(r['gib']*GB, BYTES)
+        lines.append(f"      {'first' if k==0 else 'then '} {changes}: {needed} ({r['price']})")
     if d['fits'] or enough: return lines
     return [*lines, '      and still too small: take a larger GPU or a smaller model']
 
@@ -539,8 +545,8 @@ def _work_text(plan):
                f"{p['targets']:.0f} targets, {p['documents']:.1f} samples")
     return ['Work', f'  {average}',
         f"  an update: {w['packs']} packs, {w['tokens']:,.0f} tokens, "
-        f"{w['flops']/1e12:.0f} TFLOP on each GPU, {w['useful']/w['flops']:.0%} of them useful",
-        f"  {length}: {w['all_tokens']/1e9:.2f} billion tokens"]
+        f"{with_unit(w['flops'], OPERATIONS, 0)} on each GPU, {w['useful']/w['flops']:.0%} of them useful",
+        f"  {length}: {with_unit(w['all_tokens'], COUNTS, 2)} tokens"]
 
 # %% ../../nbs/64_tools.plan.ipynb #cfd2f83f
 def _batch_text(plan):
@@ -561,10 +567,10 @@ def _epochs_text(plan):
 
 def _storage_text(plan):
     d,r,e = plan['disk'],plan['reading'],plan['enlarged']
-    gb = lambda n: f"{n*r['picture']/1e9:.1f} GB"
+    gb = lambda n: with_unit(n*r['picture'], STORED)
     lines = ['Disk and data',
         f"  {d['kept']} checkpoint{'s'*(d['kept']>1)} at most, "
-        f"each of {d['checkpoint']/1e9:.1f} GB: {d['kept']*d['checkpoint']/1e9:.1f} GB",
+        f"each of {with_unit(d['checkpoint'], STORED)}: {with_unit(d['kept']*d['checkpoint'], STORED)}",
         f"  before its first update a rank reads about {r['first']} samples "
         f"({gb(r['first'])} with a picture of {r['picture']//1000} kB each); "
         f"later its {r['lanes']} lanes hold up to {r['most']} ({gb(r['most'])} in a stream)"]

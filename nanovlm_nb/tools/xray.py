@@ -35,7 +35,7 @@ from ..model.attention import choose_backend
 from ..model.vision import ViTBlock
 from ..model.language import LanguageModelBlock,apply_rotary
 from ..model.vlm import VLMNet
-from ..model.flops import GpuCard,count_flops,find_card
+from ..model.flops import BYTES,OPERATIONS,STORED,GpuCard,count_flops,find_card,fitting_unit,with_unit
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of
 from ..training.update import gather_update,tally
@@ -509,8 +509,8 @@ def example_batch(
     v,room = vlm_cfg,int(.99*vlm_cfg.lm_max_length)
     length = room//contents.documents
     if length<2: # a target and a position before it
-        raise ValueError(f'{contents.documents} documents do not fit into a pack of {v.lm_max_length} tokens: '
-                         f'give at most {room//2}')
+        raise ValueError(f'{contents.documents} documents do not fit '
+                         f'into a pack of {v.lm_max_length} tokens: give at most {room//2}')
     tiles = int(length/1.2)//v.mp_image_token_length if contents.tiles is None else contents.tiles
     text = length-tiles*v.mp_image_token_length
     targets = 2*text//3 if contents.targets is None else contents.targets
@@ -755,12 +755,15 @@ def what_if(
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de74
 def _lines(x, card, most):
-    rows = [('', 'TFLOP', 'GB', 'kernels', 'ms', 'compiled')]
+    parts = accounts(x, card).values()
+    flop,flops = fitting_unit(max(a.flops for a in parts), OPERATIONS)
+    moved,size = fitting_unit(max(a.bytes for a in parts), STORED)
+    rows = [('', flop, moved, 'kernels', 'ms', 'compiled')]
     for title,by in (('By part','part'),('By line','line')):
         rows.append((title,))
         for name,a in list(accounts(x, card, by).items())[:most]:
             ms = f'{1e3*a.seconds:.1f}',f'{1e3*a.compiled:.1f}'
-            rows.append(('  '+name, f'{a.flops/1e12:.2f}', f'{a.bytes/1e9:.1f}', f'{a.kernels}', *ms))
+            rows.append(('  '+name, f'{a.flops/flops:.2f}', f'{a.bytes/size:.1f}', f'{a.kernels}', *ms))
     return [f'{name:<26}'+''.join(f'{cell:>10}' for cell in cells) for name,*cells in rows]
 
 def _waits(x):
@@ -772,8 +775,9 @@ def _waits(x):
 
 def _paces(paces):
     head = f'{"":<34}{"micro-batch":>12}{"update":>10}{"tokens/s":>12}{"MFU":>8}{"idle":>8}'
+    update = lambda p: with_unit(p.update, {'s':1, 'ms':.001}, 2)
     return [head, *(
-        f'  {name:<32}{1e3*p.micro:>9.0f} ms{p.update:>8.2f} s{p.tokens:>12,.0f}{p.mfu:>8.1%}{p.idle:>8.1%}'
+        f'  {name:<32}{1e3*p.micro:>9.0f} ms{update(p):>10}{p.tokens:>12,.0f}{p.mfu:>8.1%}{p.idle:>8.1%}'
         for name,p in paces.items())]
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de75
@@ -787,9 +791,11 @@ def xray_text(
     "An x-ray as people read it."
     fits = 'fits' if x.peak<.95*card.memory*2**30 else 'does not fit'
     largest = sorted(x.at_peak.items(), key=lambda kv: -kv[1])
-    memory = [f'  {part:<24}{n/2**30:>8.1f} GiB' for part,n in largest]
+    unit,size = fitting_unit(x.peak, BYTES)
+    memory = [f'  {part:<24}{n/size:>8.1f} {unit}' for part,n in largest]
     sections = ([f'A micro-batch of {x.tokens} tokens, and the update after it'], _lines(x, card, most),
-        [f'Memory at its peak: {x.peak/2**30:.1f} GiB, {fits} into {card.memory:g} GiB', *memory], _waits(x),
+        [f'Memory at its peak: {x.peak/size:.1f} {unit}, {fits} into {card.memory:g} GiB', *memory],
+        _waits(x),
         _paces({'as asked for':pace(x, card, accumulation, False),
                 'blocks compiled':pace(x, card, accumulation, True)}),
         ['What would bring what', *_paces(changes)[1:]] if changes else [])
