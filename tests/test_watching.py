@@ -50,7 +50,7 @@ def test_updates_are_shown_as_minimind_does(watched):
 def test_a_start_says_what_is_odd_about_its_checkpoints(watched):
     text = (watched[0]/'train.log').read_text()
     assert 'a checkpoint every 2 updates: 50 to 100 with max_keep_ckpts 3 while you try whether a run works' in text
-    assert 'max_keep_ckpts is -1: all 4 checkpoints stay on the disk' in text
+    assert 'max_keep_ckpts is -1: all 5 checkpoints stay on the disk' in text
 
 
 def test_a_resumed_start_says_where_from_what_changed_and_how_the_learning_rate_goes_on(watched, monkeypatch):

@@ -5,6 +5,7 @@
 # %% ../../nbs/07_core.advice.ipynb #e734e36c
 from __future__ import annotations
 from collections.abc import Callable
+from math import lcm
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from .config import PROJECTOR_RANGES, TrainConfig, VLMConfig, evolve, updates_of
 __all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'SAVE_EARLY',
            'SAVE_LATER', 'grouped', 'over_budget', 'capped_workers', 'loader_workers', 'more_workers', 'data_advice',
            'communication_advice', 'other_advice', 'compute_advice', 'stability_advice', 'Remedy', 'memory_remedies',
-           'remedy_line', 'memory_lines', 'advice', 'save_notes', 'range_notes', 'lint']
+           'remedy_line', 'memory_lines', 'advice', 'checkpoints_written', 'save_notes', 'range_notes', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
@@ -274,6 +275,16 @@ def advice(
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
 SAVE_EARLY,SAVE_LATER = (50, 100),(500, 1000) # updates between checkpoints
 
+def checkpoints_written(
+    train_cfg:TrainConfig, # how often it saves
+    updates:int, # of the run
+)->int: # one before the first update if that is validated, and always one at the end
+    "Checkpoints that a run writes, from its beginning to its end."
+    c = train_cfg
+    intervals = [i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i]
+    both = updates//lcm(*intervals) if len(intervals)==2 else 0 # written once
+    return sum(updates//i for i in intervals)-both+all(updates%i for i in intervals)+c.eval_in_epochs
+
 def save_notes(
     train_cfg:TrainConfig, # how often it saves, and what it keeps
 )->list[str]: # a line for each
@@ -288,7 +299,7 @@ def save_notes(
              if not SAVE_EARLY[0]<=every<=SAVE_LATER[1] else [])
     updates = updates_of_run(c)
     if c.max_keep_ckpts!=-1 or updates is not None and updates//every<=3: return lines
-    n = '' if updates is None else f'{updates//every} '
+    n = '' if updates is None else f'{checkpoints_written(c, updates)} '
     return lines+[f'max_keep_ckpts is -1: all {n}checkpoints stay on the disk; {advised}']
 
 def range_notes(

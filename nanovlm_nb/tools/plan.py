@@ -23,7 +23,7 @@ from ..core.usage import UsageError
 from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,updates_of_run
 from ..core.config import ranks_of_copy
 from ..core.run_dir import LOG
-from ..core.advice import Remedy,lint,memory_remedies
+from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.vlm import VLMNet
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu,step_flops
 from ..model.flops import useful_flops,with_unit
@@ -367,10 +367,7 @@ def checkpoints_kept(
     train_cfg:TrainConfig, # how often it saves, and what it keeps
 )->int: # at the same time, with the best and the one that is being written
     "How many checkpoints lie on the disk."
-    c = train_cfg
-    every = min([i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i]
-                or [c.max_training_steps])
-    total = -(-c.max_training_steps//every)+1
+    c,total = train_cfg,checkpoints_written(train_cfg, train_cfg.max_training_steps)
     return total if c.max_keep_ckpts==-1 else min(total, c.max_keep_ckpts+2)
 
 PICTURE = 200_000 # bytes of an encoded picture, where nothing was measured
