@@ -279,9 +279,14 @@ def inspect_parser()->Parser: # of `nanovlm inspect`
         help="page to write; '' writes none (default: %(default)s)")
     return p
 
+def _check_plan(a):
+    if a.iteration is not None and a.was is None:
+        raise UsageError(f'--iteration {a.iteration} has no effect without --was: '
+                         'give the batch of the first part of the run, as in --was 64x2x1')
+
 def plan_parser()->Parser: # of `nanovlm plan`
     "What a run will cost: parameters, memory, arithmetic, hours."
-    p = SettingsParser('nanovlm plan', '[--gpus N] [--gpu NAME ...] ', plan_parser.__doc__)
+    p = SettingsParser('nanovlm plan', '[--gpus N] [--gpu NAME ...] ', plan_parser.__doc__, check=_check_plan)
     p.add_argument('--gpus', type=at_least(1), default=1, metavar='INT',
         help='GPUs of the run (default: %(default)s)')
     p.add_argument('--gpu', nargs='+', default=list(DEVICES), metavar='NAME', type=checked(known_gpu),
@@ -298,8 +303,8 @@ def plan_parser()->Parser: # of `nanovlm plan`
     p.add_argument('--was', type=_batch, metavar='BxGxA',
         help='batch_size x GPUs x accumulation of the first part '
         'of a run, e.g. 64x2x1: what the change does to a run that counts iterations')
-    p.add_argument('--iteration', type=at_least(0), default=0, metavar='INT',
-        help='iterations of that first part')
+    p.add_argument('--iteration', type=at_least(0), metavar='INT',
+        help='iterations of that first part, with --was')
     p.add_argument('--claims', action='store_true', help="check what is said about nanoVLM's run")
     p.add_argument('--json', action='store_true', help='print the plan as JSON')
     return p

@@ -80,21 +80,23 @@ def epoch_at(
     return iteration/per_epoch
 
 def changed_batch(
-    iteration:int, # iterations so far
+    iteration:int, # iterations so far; 0: not known
     before:Bookkeeping, # with which they were made
     after:Bookkeeping, # with which the run is to resume
     epochs:int, # of the whole run
 )->list[str]: # lines; empty when an iteration means the same
-    "What another batch does to a run that counts iterations. Shares are of epochs as read, with one digit."
-    was,now = ((b.iterations_per_epoch, round(epoch_at(iteration, b.iterations_per_epoch), 1))
-               for b in (before, after))
-    if was[0]==now[0]: return []
-    lines = [f'an epoch has {now[0]} iterations instead of {was[0]}: '
-             f'iteration {iteration} would stand for {now[1]} epochs instead of {was[1]}, '
-             f'{100*now[1]/epochs:.1f} % of the run instead of {100*was[1]/epochs:.1f} %',
-        f'a schedule in epochs would go on at {epoch_at(iteration, after.iterations_per_epoch):.2f} '
-        f'(its `begin`), one in iterations at {iteration} of {after.total_iterations}; '
-        'one in samples or updates stays where it is']
+    "What another batch does to a run that counts iterations."
+    (was,begun),(now,begin) = ((b.iterations_per_epoch, epoch_at(iteration, b.iterations_per_epoch))
+                               for b in (before, after))
+    if was==now: return []
+    lines = [f'an epoch has {now} iterations instead of {was}']
+    if iteration:
+        lines = [f'{lines[0]}: iteration {iteration} '
+                 f'would stand for {begin:.1f} epochs instead of {begun:.1f}, '
+                 f'{begin/epochs:.1%} of the run instead of {begun/epochs:.1%}'.replace('%', ' %'),
+            f'a schedule in epochs would go on at {begin:.2f} (its `begin`), '
+            f'one in iterations at {iteration} of {after.total_iterations}; '
+            'one in samples or updates stays where it is']
     same = before.effective_batch==after.effective_batch
     kept = ', '.join(f'{b} x {w} x {a}' for b,a,w in splits(before.effective_batch, after.gpus))
     kept = kept or f'(not possible with {after.gpus} GPUs)'
@@ -630,7 +632,7 @@ def _changed(asked, plan):
     if e is None: raise ValueError('--was needs the number of samples: give --samples')
     now = Bookkeeping(*(e[n] for n in Bookkeeping._fields))
     before = bookkeeping(max(round(e['samples']/plan['pack']['documents']), 1), *asked.was, e['epochs'])
-    lines = changed_batch(asked.iteration, before, now, e['epochs'])
+    lines = changed_batch(asked.iteration or 0, before, now, e['epochs'])
     return ['', 'Changed batch', *(f'  {l}' for l in lines or ['an iteration means the same as before'])]
 
 def main(
