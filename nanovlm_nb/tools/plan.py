@@ -451,7 +451,7 @@ def make_plan(
     devices:tuple=DEVICES, # names of GPUs
     mfu:float=MFU, # share of the peak that is reached
     pack:PackEstimate|None=None, # an average one; None: `typical_pack`
-    samples:int|None=None, # of the data set; None: `data_cutoff_idx`
+    samples:int|None=None, # of the data set; None: at most `data_cutoff_idx`
     epochs:int|None=None, # passes over it; None: `max_epochs`
 )->dict: # sections of plain numbers and texts
     "What a run costs."
@@ -463,7 +463,9 @@ def make_plan(
     parameters = sizes(v, c)
     trains,need = {n for n,s in parameters.items() if s.trained},memory(v, c, gpus, parameters)
     adapters = {n:s.trained for n,s in parameters.items() if s.trained} if c.lora_rank else None
-    work,samples = update_flops(v, c, pack, trains, adapters),samples or c.data_cutoff_idx
+    work = update_flops(v, c, pack, trains, adapters)
+    at_most = samples is None and (c.train_dataset_path!='shapes' or c.recipe is not None) # it is not opened
+    samples = samples or c.data_cutoff_idx
     plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
         pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
         parameters={n:dict(total=s.total, trained=s.trained) for n,s in parameters.items()},
@@ -480,7 +482,7 @@ def make_plan(
     if not samples: return plan
     passes,rows = epochs or c.max_epochs or 1,max(round(samples/pack.documents), 1)
     books = bookkeeping(rows, c.batch_size, gpus, c.gradient_accumulation_steps, passes)
-    plan['epochs'] = books._asdict()|dict(samples=samples, epochs=passes,
+    plan['epochs'] = books._asdict()|dict(samples=samples, at_most=at_most, epochs=passes,
         passes=packs*pack.documents*c.max_training_steps/samples)
     return plan
 
@@ -558,11 +560,15 @@ def _batch_text(plan):
 def _epochs_text(plan):
     if 'epochs' not in plan: return []
     e = plan['epochs']
+    size,passes = f"{e['samples']} samples",f"{e['passes']:.1f} passes"
+    if e['at_most']:
+        size = f'at most {size} (data_cutoff_idx; give --samples, the size of the data set)'
+        passes = f'at least {passes}'
     return ['Epochs',
-        f"  {e['samples']} samples in packs of {plan['pack']['documents']:.1f}: "
+        f"  {size} in packs of {plan['pack']['documents']:.1f}: "
         f"{e['iterations_per_epoch']} iterations an epoch; {e['epochs']} epoch{'s'*(e['epochs']>1)}: "
         f"{e['total_iterations']} iterations, {e['updates']} updates",
-        f"  {plan['updates']} updates as configured are {e['passes']:.1f} passes over the data"]
+        f"  {plan['updates']} updates as configured are {passes} over the data"]
 
 def _storage_text(plan):
     d,r,e = plan['disk'],plan['reading'],plan['enlarged']
