@@ -20,8 +20,8 @@ from typing import Any,NamedTuple
 import torch
 
 from ..core.usage import UsageError
-from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,updates_of_run
-from ..core.config import ranks_of_copy
+from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,preset
+from ..core.config import ranks_of_copy,updates_of_run
 from ..core.run_dir import LOG
 from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.vlm import VLMNet
@@ -651,7 +651,8 @@ def main(
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, pack, values.samples, values.epochs)
     plan = dict(start=start.origin)|plan|dict(notes=[*start.lines, *plan['notes']])
     more = _changed(values, plan)
-    if values.claims: more += ['', "Claims about nanoVLM's run", *(f'  {l}' for l in claims(v, t))]
+    if values.claims: # whatever is planned
+        more += ['', "Claims about nanoVLM's run", *(f'  {l}' for l in claims(*preset('nanovlm')))]
     text = json.dumps(plan, indent=1) if values.json else '\n'.join([plan_text(plan), *more])
     sys.stdout.write(text+'\n')
     return 0
