@@ -145,7 +145,7 @@ MISUSES = [
     ('inspect', '--load_from nowhere/step_5', 'nowhere/step_5'),
     ('inspect', '--html nowhere/page.html', 'there is no directory nowhere: make it, or give another file'),
     ('inspect', '--html empty', 'empty is a directory: give a file'),
-    ('inspect', 'RUN', '`checkpoints/r` belongs to no flag: write --FIELD VALUE'),
+    ('inspect', 'RUN', '`checkpoints/r` belongs to no flag: give --config checkpoints/r/config.yaml'),
     ('doctor', '--config none.yaml', 'none.yaml: there is no such file'),
     ('doctor', '--gpus 0', "--gpus: '0' will not do: give a whole number, 1 or more"),
     ('doctor', '--smok 2', 'did you mean `--smoke`?'),
