@@ -1089,9 +1089,8 @@ def check_flags(
 )->None: # raises unless `rest` is empty
     "Raise a ValueError about the first unknown flag, and name the one that was probably meant."
     if not rest: return
-    flag,own = next((r for r in rest if r.startswith('-')), ''),Path(rest[0])/'config.yaml'
-    remedy = f'give --config {own}' if own.is_file() else 'write --FIELD VALUE' # it is the directory of a run
-    _require(flag, f"`{rest[0]}` belongs to no flag: {remedy}")
+    flag = next((r for r in rest if r.startswith('-')), '')
+    _require(flag, f"`{rest[0]}` belongs to no flag: write --FIELD VALUE")
     flag = flag.split('=')[0].replace('-','_').replace('__','--',1)
     here,near = elsewhere(flag),nearest(flag, known)
     remedy = (f"here it is {here}" if here

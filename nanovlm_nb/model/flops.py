@@ -272,10 +272,10 @@ def count_flops(
     return sum((units[part].forward+units[part].backward)*counts[c] for part,c in DRIVERS.items())
 
 # %% ../../nbs/19_model.flops.ipynb #d51cd29c
-BYTES = {'GiB':2**30, 'MiB':2**20, 'KiB':2**10} # of memory
-STORED = {'GB':1e9, 'MB':1e6, 'kB':1e3} # on a disk, or moved
-OPERATIONS = {'TFLOP':1e12, 'GFLOP':1e9, 'MFLOP':1e6}
-COUNTS = {'billion':1e9, 'million':1e6, 'thousand':1e3}
+BYTES:dict[str,float] = {'GiB':2**30, 'MiB':2**20, 'KiB':2**10} # of memory
+STORED:dict[str,float] = {'GB':1e9, 'MB':1e6, 'kB':1e3} # on a disk, or moved
+OPERATIONS:dict[str,float] = {'TFLOP':1e12, 'GFLOP':1e9, 'MFLOP':1e6}
+COUNTS:dict[str,float] = {'billion':1e9, 'million':1e6, 'thousand':1e3}
 
 def fitting_unit(
     number:float, # in ones

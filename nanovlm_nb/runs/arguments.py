@@ -84,7 +84,9 @@ class SettingsParser(Parser):
         values:Namespace, # of the command's own flags
         rest:list[str], # what it does not know
     )->list[str]: # arguments for `config.parse_args`
-        "A file may come first, without `--config`."
+        "A file may come first, without `--config`; a run may not."
+        if rest and (own := Path(rest[0])/CONFIG).is_file():
+            raise UsageError(f'`{rest[0]}` belongs to no flag: give --config {own}')
         return ['--config', *rest] if rest and Path(rest[0]).suffix in ('.yaml','.yml') else rest
 
     def parse_args(self, # type: ignore[override] # ours has one form, argparse's has three

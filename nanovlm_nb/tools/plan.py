@@ -618,7 +618,7 @@ def claims(
         f'{c.batch_size} x {vlm_cfg.lm_max_length} tokens, which are {tokens/1.4:.0f} a second']
 
 # %% ../../nbs/64_tools.plan.ipynb #e82ef76e
-TITLES = dict(changed_batch='Changed batch', claims="Claims about nanoVLM's run") # of what is asked for besides
+TITLES = dict(changed_batch='Changed batch', claims="Claims about nanoVLM's run")
 
 def _pack(asked, vlm_cfg, train_cfg):
     base = pack_of_run(asked.like, vlm_cfg) if asked.like else typical_pack(vlm_cfg, train_cfg)

@@ -35,7 +35,8 @@ from ..model.attention import choose_backend
 from ..model.vision import ViTBlock
 from ..model.language import LanguageModelBlock,apply_rotary
 from ..model.vlm import VLMNet
-from ..model.flops import BYTES,OPERATIONS,STORED,GpuCard,count_flops,find_card,fitting_unit,with_unit
+from ..model.flops import BYTES,OPERATIONS,STORED,fitting_unit,with_unit
+from ..model.flops import GpuCard,count_flops,find_card
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of
 from ..training.update import gather_update,tally
