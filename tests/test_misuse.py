@@ -191,6 +191,11 @@ MISUSES = [
     ('eval', 'nowhere --tasks shapes', 'nowhere'),
     ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu': give cpu, cuda or cuda:0"),
     ('eval', 'RUN --tasks shapes --out nowhere/x.json', '--out: there is no directory nowhere'),
+    ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
+    ('eval', 'RUN/step_2 --tasks shapes --limit 60 --step 3 --out result.json', 'global_step 2 instead of 3'),
+    ('eval', 'lost/step_2 --tasks shapes --limit 60 --out result.json', 'checkpoint checkpoints/r/step_2 instead of lost/step_2'),
+    ('eval', 'RUN --tasks shapes --out typo.yaml', '--out typo.yaml is there, and is no result of an evaluation: give another --out'),
+    ('eval', 'RUN --tasks shapes --out torn.jsonl', '--out torn.jsonl is there, and is no result'),
     ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
     ('export', 'RUN out --format onxx', "--format: invalid choice: 'onxx'"),
@@ -264,6 +269,7 @@ def place(tmp_path_factory):
     (home/'bad.jsonl').write_text('{"a": 1}\n')
     (home/'torn.jsonl').write_text('{"conversations": [\n')
     (home/'words.png').write_text('no picture')
+    (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60})))
     (home/'empty').mkdir()
     shutil.copytree(home/'checkpoints'/'r'/'step_2', home/'lost'/'step_2')
     (home/'lost'/'step_2'/'model.safetensors').unlink()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OWN_TASKS', 'logger', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match',
-           'flat_figures', 'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'evaluate_into', 'results_table',
-           'step_in_name', 'main']
+           'flat_figures', 'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'result_before', 'evaluate_into',
+           'results_table', 'step_in_name', 'main']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aca7a662
 import json,logging,math,sys,tempfile
@@ -196,14 +196,37 @@ def _add(results, task, asker, args, dist):
         results['samples'] |= new[1]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
+def _same_place(a, b):
+    "Is it one checkpoint? One that is gone may have been moved with its run."
+    if a==b: return True
+    if not (isinstance(a, str) and isinstance(b, str)): return False
+    here,there = Path(b).absolute(),Path(a).absolute()
+    return here==there or not there.exists() and here.parts[-2:]==there.parts[-2:]
+
+def result_before(
+    out:Path|None, # result file; need not be there
+    head:dict, # see `result_values`
+)->dict|None: # what it holds; None: nothing
+    "What is to be gone on with; raises UsageError for a file with anything else."
+    if out is None or not Path(out).exists() or not Path(out).stat().st_size: return None
+    kinds = dict(tasks=list, results=dict, samples=dict)
+    try: before = json.loads(Path(out).read_text(encoding='utf-8'))
+    except ValueError: before = None
+    if not isinstance(before, dict) or any(not isinstance(before.get(k), kind) for k,kind in kinds.items()):
+        raise UsageError(f'--out {out} is there, and is no result of an evaluation: give another --out')
+    same = lambda k,v: _same_place(before.get(k), v) if k=='checkpoint' else before.get(k)==v
+    if (other := [k for k,v in head.items() if not same(k, v)]):
+        what = ', '.join(f'{k} {before.get(k)} instead of {head[k]}' for k in other)
+        raise UsageError(f'--out {out} holds the result of another evaluation ({what}): give another --out')
+    return before|head
+
 def evaluate_into(
     args:Namespace, # see `cli_evaluate`
     head:dict, # see `result_values`
     out:Path|None=None, # result file; None: none is written
 )->tuple[dict,dict[str,str]]: # what the file holds; messages of tasks that failed
     "Evaluate the tasks that a result file lacks, and write each into it as soon as it is done."
-    try: before = json.loads(Path(out).read_text(encoding='utf-8')) if out else None
-    except (ValueError, OSError): before = None # not there yet, or broken
+    before = result_before(out, head)
     values,failed = result_values(head, dict(tasks=[], results={}, samples={}), before),{}
     for task in task_names(args.tasks):
         if task in values['tasks']: continue
@@ -244,15 +267,16 @@ def main(
         sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
         return 0
     checkpoint = find_checkpoint(a.checkpoint)
-    asker = load_asker(checkpoint, _device(a.device), a.recipe)
     step = step_in_name(checkpoint) if a.step is None else a.step
+    head,out = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit),Path(a.out) if a.out else None
+    result_before(out, head) # before a model is read
+    asker = load_asker(checkpoint, _device(a.device), a.recipe)
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path)
     with tempfile.TemporaryDirectory() as folder:
         own_tasks = [t for t in task_names(a.tasks) if t in OWN_TASKS]
         if own_tasks and not a.include_path: args.include_path = str(write_tasks(folder, names=own_tasks))
-        head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
-        results,failed = evaluate_into(args, head, Path(a.out) if a.out else None)
+        results,failed = evaluate_into(args, head, out)
     sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

@@ -222,7 +222,8 @@ def eval_parser()->Parser: # of `nanovlm eval`
     p.add_argument('--limit', type=at_least(0, float),
         help='samples of a task; below 1 a share; default: all')
     p.add_argument('--batch_size', type=at_least(1), default=64, help='questions answered at a time')
-    p.add_argument('--out', type=_new, help='result file to write, or to go on with')
+    p.add_argument('--out', type=_new,
+        help='result file to write, or to go on with if it is of the same checkpoint and limit')
     p.add_argument('--step', type=at_least(0),
         help='updates behind the checkpoint; default: as its name says')
     p.add_argument('--device', help='default: the best there is')
