@@ -121,6 +121,14 @@ def test_predicting_from_the_command_line(place, whole):
     done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'classify', '--predict', whole, *files], place)
     assert [line.split('\t')[:2] for line in done.stdout.splitlines()] == [[str(f), names[judged[i].predicted]] for f, i in zip(files, (0, 50))]
 
+    (place/'words.png').write_text('no picture')
+    refused = lambda *line: run([sys.executable, '-m', 'nanovlm_nb.cli', *line], place, check=False).stderr.splitlines()
+    line, = refused('classify', '--predict', whole, files[0], 'nope.png', '.', 'words.png')
+    assert all(part in line for part in ('nope.png: there is no such file; ', '.: this is a directory; ', 'words.png: cannot identify'))
+    for others in (['ask', whole, '--prompt', 'hi'], ['eval', whole, '--tasks', 'shapes'], ['look', whole], ['export', whole, 'out']):
+        line, = refused(*others)
+        assert f'error: {whole}/step_' in line and ' is a classifier: use it with nanovlm classify --predict ' in line
+
 
 # --- ranks
 

@@ -180,6 +180,7 @@ MISUSES = [
     ('ask', 'RUN/step_2/config.json --prompt x', 'config.json is a file: give the directory of a checkpoint'),
     ('ask', 'empty --prompt x', 'empty holds no checkpoint: expected config.json, or last_checkpoint of a run'),
     ('ask', 'RUN --prompt x --image words.png', 'words.png: cannot identify'),
+    ('ask', 'RUN --prompt x --image empty --image /dev/null', 'empty: this is a directory; /dev/null: this is no regular file: give picture files'),
     ('ask', 'RUN --prompt x --json --stream', 'not allowed with argument --json'),
     ('ask', 'RUN --prompt x --top_p 2', "--top_p: '2' will not do: give a number, from 0 to 1"),
     ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),

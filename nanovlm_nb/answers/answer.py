@@ -328,6 +328,11 @@ def plot_answers(
     return finished(fig, path)
 
 # %% ../../nbs/30_answers.answer.ipynb #945b2fad
+def _no_file(path):
+    "What is there instead of a file."
+    if path.is_dir(): return 'this is a directory'
+    return 'this is no regular file' if path.exists() else 'there is no such file'
+
 def open_pictures(
     names:Iterable[str|Path], # files
 )->list[Image.Image]: # decoded
@@ -335,7 +340,7 @@ def open_pictures(
     pictures,problems = [],[]
     for name in names:
         if not Path(name).is_file():
-            problems.append(f'{name}: there is no such file')
+            problems.append(f'{name}: {_no_file(Path(name))}')
             continue
         try: pictures.append(open_image(name))
         except UnreadableImage as e: problems.append(f'{name}: {e}')
@@ -350,6 +355,7 @@ def load_asker(
     "The model that a user means; raises UsageError about what is wrong with it."
     if recipe: load_function(recipe, 'recipe')
     try: return Asker.from_checkpoint(find_checkpoint(checkpoint), device, recipe)
+    except UsageError: raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e:
         raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}') from e
 

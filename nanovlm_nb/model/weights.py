@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 from tokenizers import Tokenizer
 
+from ..core.usage import UsageError
 from ..core.config import VLMConfig, evolve
 from .vision import ViT
 from .language import LanguageModel, RotaryEmbedding
@@ -389,6 +390,8 @@ def checkpoint_config(
         raise ValueError(f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
+    if 'class_names' in _json(folder, 'config.json') and 'class_names' not in {f.name for f in fields(kind)}:
+        raise UsageError(f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE')
     return kind.load(folder/'config.json')
 
 def read_checkpoint(
