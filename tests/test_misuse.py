@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
+import datasets
 import pytest
 from commands import TINY, run
 
@@ -195,8 +196,17 @@ MISUSES = [
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
     ('eval', 'RUN/step_2 --tasks shapes --limit 60 --step 3 --out result.json', 'global_step 2 instead of 3'),
     ('eval', 'lost/step_2 --tasks shapes --limit 60 --out result.json', 'checkpoint checkpoints/r/step_2 instead of lost/step_2'),
+    ('eval', 'RUN --tasks shapes --limit 0', '--limit is 0: give at least 1 sample, or a share below 1 of them'),
+    ('eval', 'RUN --tasks shapes --device cuda:77', "--device is 'cuda:77', which cannot be used here ("),
+    ('eval', 'RUN --tasks shapes --device meta', "--device is 'meta', which cannot be used here ("),
+    ('eval', 'RUN --tasks words.parquet', '--tasks: words.parquet is no parquet file: give one with the columns images and texts'),
+    ('eval', 'RUN --tasks bare.parquet', '--tasks: bare.parquet has no column images, it has texts: give a question file'),
     ('eval', 'RUN --tasks shapes --out typo.yaml', '--out typo.yaml is there, and is no result of an evaluation: give another --out'),
     ('eval', 'RUN --tasks shapes --out torn.jsonl', '--out torn.jsonl is there, and is no result'),
+    *([] if find_spec('lmms_eval') else [
+        ('eval', 'RUN --tasks shape', '--tasks: there is no task shape: did you mean shapes?'),
+        ('eval', 'RUN --tasks shapes --include_path empty', 'shapes needs its questions: write them with nanovlm eval --write_tasks DIR, and name DIR with the flag --include_path'),
+        ('eval', 'RUN --tasks mmstar', 'mmstar cannot be evaluated here. pip install')]),
     ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
     ('export', 'RUN out --format onxx', "--format: invalid choice: 'onxx'"),
@@ -271,6 +281,8 @@ def place(tmp_path_factory):
     (home/'torn.jsonl').write_text('{"conversations": [\n')
     (home/'words.png').write_text('no picture')
     (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60})))
+    (home/'words.parquet').write_text('no parquet')
+    datasets.Dataset.from_dict(dict(texts=[[dict(user='a', assistant='b')]])).to_parquet(home/'bare.parquet')
     (home/'empty').mkdir()
     shutil.copytree(home/'checkpoints'/'r'/'step_2', home/'lost'/'step_2')
     (home/'lost'/'step_2'/'model.safetensors').unlink()

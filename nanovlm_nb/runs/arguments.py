@@ -209,6 +209,7 @@ def _check_eval(a):
         raise UsageError('give a checkpoint and --tasks, or --write_tasks DIR')
     files = [t.strip() for t in a.tasks.split(',') if t.strip().endswith('.parquet')]
     missing = [f for f in files if not Path(f).is_file()]
+    if a.limit==0: raise UsageError('--limit is 0: give at least 1 sample, or a share below 1 of them')
     if a.include_path and not Path(a.include_path).is_dir():
         raise UsageError(f'--include_path: there is no directory {a.include_path}: correct the path')
     if missing: raise UsageError(f"--tasks: there is no file {', '.join(missing)}: correct the path")
