@@ -406,6 +406,23 @@ def resume_checklist(
     except ValueError as e: checks.append((False, str(e)))
     return checks+rate_lines(run_dir, state, train_cfg, schedule)
 
+def _all_made(state, train_cfg):
+    "Has a run the length that its settings ask for?"
+    c,samples = train_cfg,train_cfg.max_training_samples
+    if c.max_epochs is not None and (state.get('epoch') or 0)>=c.max_epochs: return True
+    return state['step']>=c.max_training_steps if samples is None else state.get('samples', 0)>=samples
+
+def _as_planned(run_dir, state, train_cfg, before, after, schedule):
+    "Are the rates those of the checkpoint's settings? A schedule may well halve them from one to the next."
+    kinds,was = get_type_hints(TrainConfig),state['configs']['train']
+    saved = replace(train_cfg, **{n:as_type(n, v, kinds[n]) for n,v in was.items() if n in kinds})
+    at,length = place_of(state, was)
+    near = lambda rate,place: math.isclose(rate, rates(run_dir, state['step'], saved, place, schedule)[1],
+                                           rel_tol=1e-3)
+    counted = saved.max_training_samples is None and (saved.max_epochs is None or state.get('counted'))
+    # the last one tells whether the function itself has changed; samples and estimates do not say where it was
+    return near(after, (at,length)) and (not counted or near(before, (at-1,length)))
+
 def rate_lines(
     run_dir:Path, # directory of the run
     state:dict, # `trainer_state.json` of the checkpoint
@@ -413,13 +430,14 @@ def rate_lines(
     schedule:Callable|None=None, # of its recipe
 )->list[tuple[bool,str]]: # (is it about the same?, line); empty if the log does not say
     "Whether the learning rate continues where it was."
+    if _all_made(state, train_cfg): return [(True, f"no update is left: the run ends at {state['step']}")]
     place = place_of(state, asdict(train_cfg))
     before,after = rates(run_dir, state['step'], train_cfg, place, schedule)
     if before is None: return []
     smooth = .5<(after/before if before else 1)<2
     whose = 'adapters' if train_cfg.lora_rank else 'projector'
     line = f'learning rate of the {whose}: {before:.3g} in the last update, {after:.3g} in the next'
-    return [(smooth, line)]
+    return [(smooth or _as_planned(run_dir, state, train_cfg, before, after, schedule), line)]
 
 def main(
     values:Namespace, # from `arguments.resume_parser`
