@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NO_MEMORY', 'FULL', 'LOST', 'BEAT_S', 'BEATS', 'causes', 'out_of_memory', 'full_place', 'lost_file', 'last_complete',
            'what_is_left', 'go_on', 'RunFailed', 'disk_is_full', 'place_is_lost', 'reason_of_ranks', 'FirstErrorOnly',
-           'machine', 'began', 'Holder', 'read_lock', 'is_alive', 'RunLock']
+           'machine', 'began', 'Holder', 'read_lock', 'known_to_live', 'is_alive', 'RunLock']
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10004
 import errno,json,os,shlex,socket,threading,time
@@ -209,6 +209,13 @@ def read_lock(
     try: return count or '?',Holder(**json.loads(text))
     except (ValueError, TypeError): return count or '?',None
 
+def known_to_live(
+    holder:Holder|None, # from `read_lock`
+)->bool|None: # None: only its own machine can say
+    "Does a process of this machine live?"
+    if holder is None or not holder.machine or holder.machine!=machine(): return None
+    return began(holder.pid)==holder.began
+
 def is_alive(
     path:Path, # a lock
     jobs:dict[str,int]={}, # from `dist.launchers`: one that was started again has ended its earlier start
@@ -217,8 +224,7 @@ def is_alive(
     "Does the holder of a directory live?"
     count,holder = read_lock(path)
     if holder is not None and any(n and job in holder.jobs for job,n in jobs.items()): return False
-    if holder is not None and holder.machine and holder.machine==machine():
-        return began(holder.pid)==holder.began
+    if (known := known_to_live(holder)) is not None: return known
     for _ in range(BEATS):
         time.sleep(beat_s)
         now,_ = read_lock(path)
