@@ -121,6 +121,8 @@ def test_predicting_from_the_command_line(place, whole):
     done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'classify', '--predict', whole, *files], place)
     assert [line.split('\t')[:2] for line in done.stdout.splitlines()] == [[str(f), names[judged[i].predicted]] for f, i in zip(files, (0, 50))]
 
+    again = run(command(place/'whole.yaml'), place, check=False).stderr.splitlines()[-1]
+    assert 'give another run_name, or go on with: nanovlm classify --config ' in again and again.endswith('--run_name whole --resume_from latest')
     (place/'words.png').write_text('no picture')
     refused = lambda *line: run([sys.executable, '-m', 'nanovlm_nb.cli', *line], place, check=False).stderr.splitlines()
     line, = refused('classify', '--predict', whole, files[0], 'nope.png', '.', 'words.png')

@@ -209,6 +209,9 @@ MISUSES = [
         ('eval', 'RUN --tasks mmstar', 'mmstar cannot be evaluated here. pip install')]),
     ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
+    ('export', 'RUN /proc/foo', '/proc/foo: there is no such file or directory'),
+    ('export', 'bare out', 'bare has no tokenizer.json, and that of its training is not here ('),
+    ('ask', 'bare --prompt x', 'copy tokenizer.json and tokenizer_config.json into bare'),
     ('export', 'RUN out --format onxx', "--format: invalid choice: 'onxx'"),
     ('export', 'RUN out --int8', '--int8 with format smolvlm: it is for --format onnx'),
     ('export', 'nowhere out --format onnx', 'nowhere' if find_spec('onnxruntime') else 'pip install nanovlm_nb[onnx]'),
@@ -286,6 +289,9 @@ def place(tmp_path_factory):
     (home/'empty').mkdir()
     shutil.copytree(home/'checkpoints'/'r'/'step_2', home/'lost'/'step_2')
     (home/'lost'/'step_2'/'model.safetensors').unlink()
+    (home/'bare').mkdir()
+    (home/'bare'/'config.json').write_text((home/'lost'/'step_2'/'config.json').read_text().replace('"checkpoints/r/', '"checkpoints/gone/'))
+    shutil.copy(home/'checkpoints'/'r'/'step_2'/'model.safetensors', home/'bare')
     (home/'torn').mkdir()
     (home/'torn'/'config.json').write_text('{')
     (home/'adapters').mkdir()

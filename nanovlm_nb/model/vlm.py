@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.files import check_files, file_digest
+from ..core.usage import UsageError
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
 from ..core.tokenizer import get_tokenizer
@@ -302,7 +303,9 @@ def written_at_once(
     "Write into a temporary directory whose files move into `path` when all are there; on an error none does."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=path.parent) as tmp:
+    try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=path.parent)
+    except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
+    with beside as tmp:
         inside = Path(tmp)/'new'
         inside.mkdir()
         yield inside
@@ -544,7 +547,7 @@ class Pretrained(nn.Module):
         cfg = cfg or saved
         model = cls(cfg, load_backbone=False)
         load_weights(model, state, str(path))
-        model.tokenizer_source = find_tokenizer(folder, cfg.lm_tokenizer)
+        model.tokenizer_source,model.folder = find_tokenizer(folder, cfg.lm_tokenizer),folder
         return model.eval()
 
     def save_pretrained(self,
@@ -597,6 +600,7 @@ class VisionLanguageModel(Pretrained, VLMNet):
         if load_backbone: cfg = evolve(with_tower(cfg), **language_config(cfg.lm_model_type))
         super().__init__(cfg)
         self._tokenizer, self.tokenizer_source = None, cfg.lm_tokenizer
+        self.folder: Path|None = None # that it was read from
         if not load_backbone: return
         load_vision_backbone(self.vision_encoder, cfg.vit_model_type)
         load_language_backbone(self.decoder, cfg.lm_model_type)
@@ -628,8 +632,12 @@ class VisionLanguageModel(Pretrained, VLMNet):
     def tokenizer(self): # with the image tokens as attributes
         "The tokenizer, loaded when first asked for."
         if self._tokenizer is None:
-            self._tokenizer = get_tokenizer(self.tokenizer_source, self.cfg.vlm_extra_tokens,
-                                            self.cfg.lm_chat_template)
+            how = self.cfg.vlm_extra_tokens, self.cfg.lm_chat_template
+            try: self._tokenizer = get_tokenizer(self.tokenizer_source, *how)
+            except OSError as e:
+                if self.folder is None or Path(self.tokenizer_source).is_dir(): raise
+                raise UsageError(f'{self.folder} has no tokenizer.json, and that of its training is not here '
+                    f'({e}): copy tokenizer.json and tokenizer_config.json into {self.folder}') from e
         return self._tokenizer
 
     @tokenizer.setter

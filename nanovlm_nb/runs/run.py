@@ -294,6 +294,7 @@ def plan_resume(
     world_size:int, # ranks
     jobs:dict[str,int]={}, # from `dist.launchers`
     schedule:Callable|None=None, # of the run's recipe
+    how:str='--resume True to go on', # what the user may give instead of another name
 )->tuple[Path|None,list[str]]: # the checkpoint to resume from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
     recover(run_dir)
@@ -304,7 +305,7 @@ def plan_resume(
         kept = [p.name for p in checkpoints(run_dir)]
         if kept and not train_cfg.resume and not again and last_checkpoint(run_dir, thorough=True):
             raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be '
-                'mixed up with: give another run_name, or --resume True to go on')
+                f'mixed up with: give another run_name, or {how}')
         return None,lines+aside_lines(run_dir, None)
     if not has_digests(path):
         lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: '
@@ -723,7 +724,9 @@ def opened(
     "Inside, the run's directory is its own, with log and status."
     run_dir,(vlm_cfg,c) = plan.run_dir,plan.parts.configs
     with hold(run_dir, dist, plan.jobs), put_back(plan.before, dist, is_again(run_dir, plan.jobs)) as stays:
-        def begins(): return plan_resume(vlm_cfg, c, run_dir, dist.world_size, plan.jobs, plan.parts.schedule)
+        how = () if command is go_on else (f'go on with: {command(run_dir, c, dist)}',)
+        def begins():
+            return plan_resume(vlm_cfg, c, run_dir, dist.world_size, plan.jobs, plan.parts.schedule, *how)
         checkpoint,lines = on_master(dist, begins)
         make_run_dir(vlm_cfg, c, dist, run_dir, config)
         if dist.is_master: step_in(plan, checkpoint)

@@ -10,6 +10,7 @@ __all__ = ['OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'RUNTIME', 'RUNTIME_FILES',
 # %% ../../nbs/84_uses.web.ipynb #74a00004
 import json
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -196,4 +197,4 @@ def main(
     with exporting(values, 'onnx', 'onnxruntime', extra='onnx'):
         export_web(open_model(values.checkpoint), out, values.web_runtime)
     size = sum(p.stat().st_size for p in Path(out).rglob('*') if p.is_file())
-    sys.stdout.write(f'{out}: web, {size/1e6:.1f} MB; python -m http.server -d {out} shows it\n')
+    sys.stdout.write(f'{out}: web, {size/1e6:.1f} MB; python -m http.server -d {shlex.quote(out)} shows it\n')
