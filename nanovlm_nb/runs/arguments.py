@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'CHECKPOINT', 'RECIPE', 'SAMPLES', 'COMPARED', 'DEVICES', 'MFU', 'AXES', 'PACKS',
-           'TOLERANCE', 'FORMATS', 'OUTTYPES', 'RACES', 'PARSERS', 'place_to_go_on', 'own_settings', 'SettingsParser',
-           'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser', 'look_parser', 'chat_parser',
-           'inspect_parser', 'plan_parser', 'xray_parser', 'doctor_parser', 'plot_parser', 'runs_parser', 'RunParser',
-           'resume_parser', 'replay_parser', 'invariance_parser', 'export_parser', 'speedrun_parser']
+           'TOLERANCE', 'FORMATS', 'OUTTYPES', 'RACES', 'SEEDS', 'PARSERS', 'place_to_go_on', 'own_settings',
+           'SettingsParser', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser',
+           'look_parser', 'chat_parser', 'inspect_parser', 'plan_parser', 'xray_parser', 'doctor_parser', 'plot_parser',
+           'runs_parser', 'RunParser', 'resume_parser', 'replay_parser', 'invariance_parser', 'export_parser',
+           'speedrun_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
@@ -354,9 +355,13 @@ def plot_parser()->Parser: # of `nanovlm plot`
         help='draw nothing, say in a few lines how each run stands')
     return p
 
+def _check_runs(a):
+    for flag,given in (('--without_vision', a.without_vision), ('--pth_names', a.pth_names!='minimind')):
+        if given and not a.pth: raise UsageError(f'{flag} is about the file of --pth: give --pth DIR too')
+
 def runs_parser()->Parser: # of `nanovlm runs`
     "List the checkpoints of a run, the latest first; follow it, or tidy up."
-    p = Parser('nanovlm runs', description=runs_parser.__doc__)
+    p = Parser('nanovlm runs', description=runs_parser.__doc__, check=_check_runs)
     p.add_argument('run_dir', type=_folder, help='directory of the run')
     p.add_argument('--pth', type=Path, metavar='DIR',
         help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
@@ -414,7 +419,7 @@ def invariance_parser()->Parser: # of `nanovlm invariance`
 
     The exit code is 1 if not."""
     p = SettingsParser('nanovlm invariance', '[--packs N] [--tolerance X] ', invariance_parser.__doc__)
-    p.add_argument('--packs', type=at_least(1), default=PACKS, metavar='INT',
+    p.add_argument('--packs', type=at_least(2), default=PACKS, metavar='INT',
         help='packs of the batch (default: %(default)s)')
     p.add_argument('--tolerance', type=at_least(0, float), default=TOLERANCE, metavar='FLOAT',
         help='largest distance of gradients (default: %(default)s)')
@@ -456,11 +461,12 @@ def export_parser()->Parser: # of `nanovlm export`
 
 # %% ../../nbs/57_runs.arguments.ipynb #59a00102
 RACES = ('list','verify') # what `nanovlm speedrun` does
+SEEDS = [0,1,2] # which a record needs
 
 def _check_speedrun(a):
     if a.what=='verify' and not a.record:
         raise UsageError('verify needs a record: give the name of one, or a JSON file')
-    if a.what=='list' and (a.record or a.out):
+    if a.what=='list' and (a.record or a.out or a.seeds!=SEEDS):
         raise UsageError('list shows all records: give no other argument')
     if len({*a.seeds})<len(a.seeds): raise UsageError(f'--seeds {a.seeds}: give each seed once')
     if a.record and a.record.endswith('.json') and not Path(a.record).is_file():
@@ -474,7 +480,7 @@ def speedrun_parser()->Parser: # of `nanovlm speedrun`
     p.add_argument('what', nargs='?', default=RACES[0], choices=RACES, help='default: %(default)s')
     p.add_argument('record', nargs='?',
         help='to verify: the name of a listed record, or a JSON file of yours')
-    p.add_argument('--seeds', type=at_least(0), nargs='+', default=[0,1,2], metavar='SEED',
+    p.add_argument('--seeds', type=at_least(0), nargs='+', default=SEEDS, metavar='SEED',
         help='seeds to run, one after the other (default: 0 1 2, which a record needs)')
     p.add_argument('--out', type=_new, metavar='FILE.json', help='write the record with what was found')
     return p

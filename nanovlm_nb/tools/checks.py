@@ -428,9 +428,10 @@ def check_columns(row:dict, # a row as it is stored, with `id`
     known = [*COLUMNS, 'row_id', 'id', 'kinds', 'scene']
     for name in (n for n in row if n not in known):
         typo = difflib.get_close_matches(name, [c for c in known if c not in row], n=1)
-        near = (typo or difflib.get_close_matches(name, COLUMNS, n=1, cutoff=0))[0]
-        message = f'unknown column `{name}` is ignored: did you mean `{near}`?'
-        remedy = f'rename it to `{near}`, or leave it out'
+        near = next(iter(typo or difflib.get_close_matches(name, COLUMNS, n=1, cutoff=.4)), None)
+        meant = f': did you mean `{near}`?' if near else ''
+        message = f'unknown column `{name}` is ignored{meant}'
+        remedy = f'rename it to `{near}`, or leave it out' if near else f"the columns are {', '.join(COLUMNS)}"
         yield Fault('columns', row['id'], message, remedy, warning=not typo)
     try: check_form(row)
     except Dropped as d:
