@@ -273,20 +273,24 @@ def check_wandb(
     asked:bool, # `log_wandb`
     mode:str|None, # from `wandb_mode`; None: it could not be asked
     chosen:bool=False, # WANDB_MODE is set
+    said:bool=True, # `log_wandb` was given; False: it is the default
 )->Probe: # skip if it is not asked for
     "Will figures arrive at wandb?"
     if not asked: return Probe('wandb', SKIP, 'log_wandb is False: figures stay in log.jsonl')
     if mode and (mode=='online' or chosen): return Probe('wandb', PASS, mode)
+    if not said: return Probe('wandb', SKIP, 'not logged in: figures stay in log.jsonl and on disk')
     return Probe('wandb', FAIL, 'not logged in: the run would be recorded here only',
                  'wandb login; or say that it is meant: WANDB_MODE=offline, or --log_wandb False')
 
 def wandb_check(
     train_cfg:TrainConfig, # `log_wandb`
+    given:set[str]|None=None, # fields that flags or a file name
 )->Probe: # see `check_wandb`
     "Ask wandb, if the run reports to it."
     if not train_cfg.log_wandb: return check_wandb(False, None)
     import wandb
-    return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ)
+    said = given is None or 'log_wandb' in given
+    return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ, said)
 
 # %% ../../nbs/65_tools.doctor.ipynb #3b9d21c8
 def check_workers(
@@ -526,7 +530,7 @@ def examine(
     gpu = torch.cuda.get_device_name() if device.type=='cuda' else None
     processes = loader_workers(train_cfg, max((cpus or 1)//gpus, 1))
     yield picture_check(vlm_cfg, train_cfg, start.parts, processes, gpu)
-    yield wandb_check(train_cfg)
+    yield wandb_check(train_cfg, given)
     yield check_slurm()
     yield two_processes()
     if smoke: yield smoke_run(vlm_cfg, train_cfg, smoke)
