@@ -496,6 +496,23 @@ def _stored_row(path, name):
     return next(iter(_stored(path, name).with_format('arrow').iter(batch_size=1))).to_pylist()[0]
 
 # %% ../../nbs/62_tools.inspect.ipynb #18709952
+def _unreadable(path):
+    "What is wrong with parquet files that are here: damaged, or without a row."
+    from nanovlm_nb.data.sources import footer
+    files = sorted(Path(path).rglob('*.parquet')) if Path(path).is_dir() else [Path(path)]
+    groups = {p:footer(str(p)) for p in files if p.suffix=='.parquet' and p.is_file()}
+    damaged = [f'{p} is damaged, or no parquet file: take it away, or copy it again'
+               for p,g in groups.items() if g is None]
+    empty = [f'{p} has no rows' for p in groups] if not any(groups.values()) else []
+    return damaged or empty
+
+def _why(error, path):
+    "Why data cannot be loaded: the files, if they tell, else the error and what caused it."
+    if (wrong := _unreadable(path)):
+        return '; '.join(wrong[:3])+(f'; and {len(wrong)-3} more' if wrong[3:] else '')
+    cause = f' ({error.__cause__})' if error.__cause__ else ''
+    return f'{type(error).__name__}: {error}{cause}'
+
 def _look_at_stored(report):
     "Look at the columns of each configuration; says whether any can be loaded."
     from nanovlm_nb.data.dataset import LOAD_ERRORS,config_names,load_config
@@ -509,7 +526,7 @@ def _look_at_stored(report):
             ok = True
         except (*LOAD_ERRORS,StopIteration,IndexError) as e:
             if n<len(report.errors): continue
-            report.faults.append(Fault('columns', name, f'it cannot be loaded: {type(e).__name__}: {e}',
+            report.faults.append(Fault('columns', name, f'it cannot be loaded: {_why(e, path)}',
                 'correct the files, or take it out of train_dataset_name'))
     if not ok: report.notes.append('No sample was made: nothing could be loaded.')
     return ok
@@ -617,7 +634,8 @@ def inspect_config(
     if parts.rows is None and not _look_at_stored(report): return report
     try: train,val = data_sources(train_cfg, drops, parts=parts)
     except LOAD_ERRORS as e:
-        report.stop(path, e)
+        wrong = parts.rows is None and _unreadable(path)
+        report.stop(path, ValueError(_why(e, path)) if wrong else e)
         return report
     for id,reason in drops.reasons.items(): report.drop(Dropped(id, reason))
     samples = make_samples(train_cfg, vlm_cfg, rules.tokenizer, processor_of=cut) if rules.frame else None
