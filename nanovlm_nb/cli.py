@@ -77,7 +77,7 @@ def main(
         sys.stdout.write(f"nanovlm_nb {import_module('nanovlm_nb').__version__}\n")
         return 0
     with one_line_errors('nanovlm', debug): check_command(words[0])
-    with one_line_errors(f'nanovlm {words[0]}', debug):
+    with one_line_errors(f'nanovlm {words[0]}', debug, words[0] in ('train','classify')):
         values = PARSERS[words[0]]().parse_args(words[1:])
         set_env()
         with ends_at_once(): module = import_module(f'nanovlm_nb.{module_of(words[0], values)}')

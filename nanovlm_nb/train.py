@@ -19,7 +19,7 @@ def main(
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
     open_closed_streams()
     words,debug = without_debug(argv)
-    with one_line_errors('nanovlm train', debug):
+    with one_line_errors('nanovlm train', debug, keeps_code=True):
         values = train_parser().parse_args(words)
         set_env()
         with ends_at_once(): from nanovlm_nb.runs.run import main as train

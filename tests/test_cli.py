@@ -265,6 +265,13 @@ def test_a_command_that_starts_with_closed_streams_ends_as_it_does_otherwise(wor
     assert [p.returncode for p in ended] == [code]*2 and b'Traceback' not in ended[0].stderr
 
 
+@pytest.mark.parametrize(('keeps', 'code'), [(False, 2), (True, 85)])
+def test_a_full_output_is_an_error_unless_the_exit_code_says_how_a_run_ended(keeps, code):
+    words = f"import sys; from nanovlm_nb.core.usage import one_line_errors\nwith one_line_errors('c', keeps_code={keeps}): sys.stdout.write('done')\nsys.exit(85)"
+    with open('/dev/full', 'w') as full: ended = subprocess.run([sys.executable, '-c', words], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr.count('its disk is full')) == (code, not keeps)
+
+
 #: what each command is asked so that it gets as far as its module; `.` is a run
 SOUND = dict(train='', classify='', ask='own/model --prompt x', eval='own/model --tasks shapes', look='own/model', chat='own/model', inspect='', plan='', xray='', doctor='',
              plot='.', runs='.', resume='.', replay='.', invariance='', speedrun='verify none', export='own/model out')

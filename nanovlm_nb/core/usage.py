@@ -290,6 +290,7 @@ def not_taken(
 def one_line_errors(
     prog:str, # name of the command in messages
     debug:bool=False, # show the traceback instead
+    keeps_code:bool=False, # its exit code counts more than its last words, as that of a run does
 )->Iterator[None]: # a `with` block
     "Inside, an error of use ends the command with one line, and Ctrl-C ends it without a word."
     code = 2
@@ -300,7 +301,7 @@ def one_line_errors(
         message = FULL_OUTPUT if lost else one_line(e)
         if stopped or isinstance(e, BrokenPipeError) and lost: code = KEYBOARD if stopped else NO_READER
     else:
-        if flush_or_drop(): return
+        if flush_or_drop() or keeps_code: return
         message = FULL_OUTPUT
     finally: flush_or_drop()
     if code!=2: raise SystemExit(code)
