@@ -268,7 +268,8 @@ def test_a_command_that_starts_with_closed_streams_ends_as_it_does_otherwise(wor
 @pytest.mark.parametrize(('keeps', 'code'), [(False, 2), (True, 85)])
 def test_a_full_output_is_an_error_unless_the_exit_code_says_how_a_run_ended(keeps, code):
     words = f"import sys; from nanovlm_nb.core.usage import one_line_errors\nwith one_line_errors('c', keeps_code={keeps}): sys.stdout.write('done')\nsys.exit(85)"
-    with open('/dev/full', 'w') as full: ended = subprocess.run([sys.executable, '-c', words], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'}
+    with open('/dev/full', 'w') as full: ended = subprocess.run([sys.executable, '-c', words], env=env, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stderr.count('its disk is full')) == (code, not keeps)
 
 
