@@ -29,7 +29,8 @@ from ..core.dist import Dist,pick_device,rng_state,set_rng_state
 from ..core.run_dir import find_checkpoint
 from ..data.shapes import shapes_dataset
 from .answer import Asker,answer_all,load_asker,questions_of
-from .eval_jobs import OWN_TASKS,WRITE_THEM,has_lmms_eval,result_values,task_file,task_names,write_json
+from .eval_jobs import OWN_TASKS,WRITE_THEM,has_lmms_eval,result_values
+from .eval_jobs import task_file,task_names,write_json
 from .lmms import NanoVLM
 
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc3
