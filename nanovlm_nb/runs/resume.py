@@ -420,7 +420,7 @@ def _as_planned(run_dir, state, train_cfg, before, after, schedule):
     near = lambda rate,place: math.isclose(rate, rates(run_dir, state['step'], saved, place, schedule)[1],
                                            rel_tol=1e-3)
     counted = saved.max_training_samples is None and (saved.max_epochs is None or state.get('counted'))
-    # the last one tells whether the function itself has changed; samples and estimates do not say where it was
+    # the last one tells whether the function itself has changed; samples and estimates do not place it
     return near(after, (at,length)) and (not counted or near(before, (at-1,length)))
 
 def rate_lines(

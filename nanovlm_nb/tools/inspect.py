@@ -503,7 +503,7 @@ def _unreadable(path):
     groups = {p:footer(str(p)) for p in files if p.suffix=='.parquet' and p.is_file()}
     damaged = [f'{p} is damaged, or no parquet file: take it away, or copy it again'
                for p,g in groups.items() if g is None]
-    empty = [f'{p} has no rows' for p in groups] if not any(groups.values()) else []
+    empty = [f'{p} has no rows' for p in groups] if not any(map(sum, filter(None, groups.values()))) else []
     return damaged or empty
 
 def _why(error, path):
