@@ -431,7 +431,8 @@ def check_columns(row:dict, # a row as it is stored, with `id`
         near = next(iter(typo or difflib.get_close_matches(name, COLUMNS, n=1, cutoff=.4)), None)
         meant = f': did you mean `{near}`?' if near else ''
         message = f'unknown column `{name}` is ignored{meant}'
-        remedy = f'rename it to `{near}`, or leave it out' if near else f"the columns are {', '.join(COLUMNS)}"
+        remedy = (f'rename it to `{near}`, or leave it out' if near
+                  else f"the columns are {', '.join(COLUMNS)}")
         yield Fault('columns', row['id'], message, remedy, warning=not typo)
     try: check_form(row)
     except Dropped as d:
