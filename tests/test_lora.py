@@ -97,6 +97,8 @@ def test_it_goes_on_bit_for_bit(capsys):
     def record(): return figures_of_run('checkpoints/adapters')
     before = record()
     main(['resume', 'checkpoints/adapters'])
+    assert 'no update is left: the run ends at 4' in capsys.readouterr().out
+    main(['resume', 'checkpoints/adapters', '--max_training_steps', '8'])
     assert 'learning rate of the adapters' in capsys.readouterr().out
     assert main(['train', *GO_ON, '--load_from', 'checkpoints/adapters/step_2']) == 0
     after = record()

@@ -150,7 +150,7 @@ MISUSES = [
     ('doctor', '--config none.yaml', 'none.yaml: there is no such file'),
     ('doctor', '--gpus 0', "--gpus: '0' will not do: give a whole number, 1 or more"),
     ('doctor', '--smok 2', 'did you mean `--smoke`?'),
-    ('invariance', '--packs 0', "--packs: '0' will not do: give a whole number, 1 or more"),
+    ('invariance', '--packs 1', "--packs: '1' will not do: give a whole number, 2 or more"),
     ('invariance', '--load_from nowhere/step_5', 'nowhere/step_5'),
     ('resume', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('resume', 'RUN --ranks 0', "--ranks: '0' will not do"),
