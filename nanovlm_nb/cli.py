@@ -11,8 +11,8 @@ from argparse import Namespace
 from importlib import import_module
 from textwrap import TextWrapper
 
-from nanovlm_nb.core.usage import (UsageError,ends_at_once,nearest,one_line_errors,open_closed_streams,
-    without_debug)
+from .core.usage import UsageError,ends_at_once,nearest,one_line_errors,open_closed_streams
+from .core.usage import without_debug
 from .core.config import set_env
 from .runs.arguments import HELP,PARSERS
 

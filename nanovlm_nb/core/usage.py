@@ -299,7 +299,8 @@ def one_line_errors(
         stopped,lost = isinstance(e, KeyboardInterrupt),not_taken(e)
         if debug or not (stopped or lost or is_usage(e)): raise
         message = FULL_OUTPUT if lost else one_line(e)
-        if stopped or isinstance(e, BrokenPipeError) and lost: code = KEYBOARD if stopped else NO_READER
+        if stopped: code = KEYBOARD
+        elif lost and isinstance(e, BrokenPipeError): code = NO_READER
     else:
         if flush_or_drop() or keeps_code: return
         message = FULL_OUTPUT

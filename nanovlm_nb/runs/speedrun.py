@@ -40,6 +40,7 @@ from ..training.optim import ChainedOptimizer,training_groups
 from ..training.update import Update
 from ..training.trainer import Hook,TrainerBase
 from .run import make_model,run
+from .arguments import SEEDS
 
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00007
 def fingerprint(
@@ -66,7 +67,7 @@ DIGESTS:dict[int,tuple[str,str]] = {0:('4a88cf661d94ea45','747941d94d18846d'),
 class RaceRules:
     "The course, and what counts as arriving."
     goal:float = .95 # share of the questions, 0 to 1, on every seed
-    seeds:tuple[int,...] = (0,1,2) # that a record needs
+    seeds:tuple[int,...] = tuple(SEEDS) # that a record needs
     scenes:int = 10_000 # of training, at most
     asked:int = 400 # held-out scenes, one to four questions each
     by_chance:float = .03 # above the best guess without looking, with pictures of other scenes

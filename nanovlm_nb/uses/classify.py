@@ -795,8 +795,6 @@ def classify(
     with process_group(timeout_s) as (dist,stop): return classify_on(settings, dist, stop, config)
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
-AT_ONCE = 32 # pictures that are opened together
-
 def with_resume(
     s:Settings, # the file
     resume_from:str, # 'checkpoint-N' or 'step_N' of the run that it names, a path, or 'latest'
@@ -849,6 +847,8 @@ def main(
         sort_files(values.predict, values.pictures)
         return 0
     return exit_code(classify(asked_settings(values), values.config))
+
+AT_ONCE = 32 # pictures that are opened together
 
 def sort_files(
     checkpoint:str, # a checkpoint, or a run directory
