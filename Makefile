@@ -4,10 +4,10 @@
 # make docs    build the site in _docs with Quarto, and check its links
 # make demo    train the embedded default, and put the page of its model in _demo, from where `make docs` takes it; needs npm
 # make figures make the saved figures of the notebooks small
-# PYTHON=python3.12 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
+# PYTHON=python3.13 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
-fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12))
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
+fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 # of the gate: one more than cores, since each waits now and then for processes that it has started; at most four
 WORKERS := $(shell echo $$(( $(CORES)<4 ? $(CORES)+1 : 4 )))
@@ -29,8 +29,8 @@ test: install
 install: $(STAMP)
 
 $(STAMP): settings.ini setup.py constraints.txt
-	@test -n "$(PYTHON)" || { echo "missing: Python 3.10, 3.11 or 3.12 (python3 on PATH, or make PYTHON=/path/to/python)"; exit 1; }
-	@$(PYTHON) -c '$(fits)' 2>/dev/null || { echo "missing: Python 3.10, 3.11 or 3.12, $(PYTHON) is not one of them"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "missing: Python 3.10 to 3.13 (python3 on PATH, or make PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c '$(fits)' 2>/dev/null || { echo "missing: Python 3.10 to 3.13, $(PYTHON) is not one of them"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q -c constraints.txt pip setuptools wheel || { echo "missing: a package index that pip can reach (pip config list)"; exit 1; }

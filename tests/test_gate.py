@@ -78,7 +78,7 @@ def test_file_that_was_not_committed_fails(clone, names):
     else: assert 'not committed: ' in done.stdout and all(name in done.stdout for name in names)
 
 
-@pytest.mark.parametrize('python, message', [('no-such-python', 'missing: Python 3.10, 3.11 or 3.12'), ('', 'missing: Python 3.10, 3.11 or 3.12')])
+@pytest.mark.parametrize('python, message', [('no-such-python', 'missing: Python 3.10 to 3.13'), ('', 'missing: Python 3.10 to 3.13')])
 def test_missing_python_is_said_in_one_line(clone, python, message):
     done = sh(clone, 'make', 'test', f'PYTHON={python}')
     assert done.returncode != 0
