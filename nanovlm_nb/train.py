@@ -8,21 +8,20 @@ __all__ = ['main']
 # %% ../nbs/58_train.ipynb #2cf8fdd5
 import sys
 
-from .core.usage import ends_at_once,one_line_errors,open_closed_streams,without_debug
-from .core.config import set_env
-from .runs.arguments import train_parser
+# by their full names, so that this file also runs by its path
+import nanovlm_nb.core.config as config,nanovlm_nb.core.usage as usage,nanovlm_nb.runs.arguments as arguments
 
 # %% ../nbs/58_train.ipynb #893ff1d1
 def main(
     argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # exit code: 0, or `run.INTERRUPTED`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
-    open_closed_streams()
-    words,debug = without_debug(argv)
-    with one_line_errors('nanovlm train', debug, keeps_code=True):
-        values = train_parser().parse_args(words)
-        set_env()
-        with ends_at_once(): from nanovlm_nb.runs.run import main as train
+    usage.open_closed_streams()
+    words,debug = usage.without_debug(argv)
+    with usage.one_line_errors('nanovlm train', debug, keeps_code=True):
+        values = arguments.train_parser().parse_args(words)
+        config.set_env()
+        with usage.ends_at_once(): from nanovlm_nb.runs.run import main as train
         return train(values)
 
 # %% ../nbs/58_train.ipynb #95e5c272

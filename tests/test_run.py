@@ -14,6 +14,8 @@ from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.runs.start import with_sizes
 from nanovlm_nb.data.shapes import shapes_dataset
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def updates(run_dir):
     "The log's lines that are updates."
@@ -57,8 +59,9 @@ def test_config_repeats_the_run_byte_for_byte(one, tmp_path):
 
 
 def test_two_ranks_train_like_one(one, tmp_path):
-    "Also over the ends of epochs, where one rank has data left and the other has none."
-    done = train([*TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32', '--ask_samples', 2], tmp_path, ranks=2)
+    "Also over the ends of epochs, where one rank has data left and the other has none. The ranks run the file, as nanoVLM's users type it."
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, ROOT/'nanovlm_nb'/'train.py']
+    done = run([*launch, *TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32', '--ask_samples', 2], tmp_path)
     train([*TINY, '--run_name', 'alone', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--dtype', 'float32', '--num_workers', 1, '--ask_samples', 0], tmp_path)
     two, alone = updates(tmp_path/'checkpoints'/'r'), updates(tmp_path/'checkpoints'/'alone')
     assert [r['step'] for r in two] == list(range(1, 10)), 'one line an update, from one rank'
