@@ -48,6 +48,11 @@ def test_passes_when_nothing_was_touched(first):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_hooks_that_contributing_names_change_nothing(clone):
+    assert 'nbdev_install_hooks' in (clone/'CONTRIBUTING.md').read_text() and sh(clone, 'nbdev_install_hooks').returncode == 0
+    assert sh(clone, 'git', 'status', '--porcelain').stdout == ''
+
+
 def test_planted_edit_of_a_module_fails(clone):
     file = clone/MODULE
     file.write_text(file.read_text() + 'planted = 1\n')
