@@ -31,9 +31,9 @@ def start(cwd, *flags):
     return subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
 
 
-def figures(cwd, name='a'):
-    "(step, figure, value) of every evaluation in the log, in order."
-    log = cwd/'checkpoints'/name/'log.jsonl'
+def figures(place):
+    "(step, figure, value) of every evaluation in the log of a run, or of the one below a working directory, in order."
+    log = (place if place.name == 'a' else place/'checkpoints'/'a')/'log.jsonl'
     rows = [r for r in read_log(log) if '<lmms-eval-step>' in r] if log.exists() else []
     return [(int(r['<lmms-eval-step>']), k, v) for r in rows for k, v in r.items() if k.startswith('lmms_eval/')]
 
@@ -47,10 +47,10 @@ def ended(process, cwd, timeout=240):
     except subprocess.TimeoutExpired: raise AssertionError((cwd/'stderr').read_text()[-5000:]) from None
 
 
-def said(cwd, name='a'): return (cwd/'checkpoints'/name/'train.log').read_text()
+def said(cwd): return (cwd/'checkpoints'/'a'/'train.log').read_text()
 
 
-def jobs(cwd): return {p.parent.name: json.loads(p.read_text()) for p in sorted((cwd/'eval_results'/'a'/'jobs').glob('step_*/job.json')) if p.parent.name[5:].isdigit()}
+def jobs(cwd): return {p.parent.name: json.loads(p.read_text()) for p in sorted((cwd/'checkpoints'/'a'/'eval_results'/'jobs').glob('step_*/job.json')) if p.parent.name[5:].isdigit()}
 
 
 def alive(pid):
@@ -64,8 +64,8 @@ def kill_evaluator(cwd):
     for name, job in jobs(cwd).items():
         if job['state'] == 'running' and job['number'] and alive(int(job['number'])):
             os.killpg(int(job['number']), signal.SIGKILL)
-            while alive(int(job['number'])) or writers(cwd/'eval_results'/'a'/'jobs'/name/'log.txt'): time.sleep(.005)  # the fork of a warm python may outlive it for a moment
-            out = cwd/'eval_results'/'a'/f'{name}.json'
+            while alive(int(job['number'])) or writers(cwd/'checkpoints'/'a'/'eval_results'/'jobs'/name/'log.txt'): time.sleep(.005)  # the fork of a warm python may outlive it for a moment
+            out = cwd/'checkpoints'/'a'/'eval_results'/f'{name}.json'
             return set(NAMES) - set(json.loads(out.read_text())['tasks'] if out.exists() else ())
     return None
 
@@ -124,14 +124,18 @@ def test_a_run_does_not_wait_for_ever_and_a_resumed_one_collects(tmp_path):
 
 
 def test_other_weights_have_other_results(tmp_path):
-    "A new run of an old name: results of the old one are put aside."
+    "Runs of one name in sibling folders share nothing; one that begins anew in its directory puts the old results aside."
     (tmp_path/'go').touch()
-    for seed in (0, 1):
-        shutil.rmtree(tmp_path/'checkpoints', ignore_errors=True)
-        assert ended(start(tmp_path, '--max_training_steps', 4, '--seed', seed), tmp_path) == 0
-        assert sorted(figures(tmp_path)) == expected((4,))
-    assert 'belong to an earlier start: put aside' in said(tmp_path)
-    assert (tmp_path/'eval_results'/'a'/'step_4.json.old').exists()
+    run_dirs = [tmp_path/place/'a' for place in ('checkpoints', 'others')]
+    begin = lambda run_dir: ended(start(tmp_path, '--max_training_steps', 4, '--vlm_checkpoint_path', run_dir.parent), tmp_path)
+    for run_dir in run_dirs:
+        assert begin(run_dir) == 0
+        assert sorted(figures(run_dir)) == expected((4,))
+    assert all((d/'eval_results'/'step_4.json').exists() and 'put aside' not in (d/'train.log').read_text() for d in run_dirs)
+    for checkpoint in run_dirs[0].glob('step_*'): shutil.rmtree(checkpoint)
+    assert begin(run_dirs[0]) == 0
+    assert sorted(figures(run_dirs[0])) == expected((4,)) and 'belong to an earlier start: put aside' in said(tmp_path)
+    assert (run_dirs[0]/'eval_results'/'step_4.json.old').exists()
 
 
 def test_broken_files_are_read_when_they_are_whole(tmp_path):
@@ -142,7 +146,7 @@ from pathlib import Path
 import nanovlm_nb.runs.run as run
 from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.core.recipe import Parts
-folder, text = Path('eval_results/a'), json.dumps(dict(global_step=1, results=dict(mme=3.5)))
+folder, text = Path('checkpoints/a/eval_results'), json.dumps(dict(global_step=1, results=dict(mme=3.5)))
 def schedule(step, max_lr, max_steps):
     if step == 2: [(folder/n).parent.mkdir(parents=True, exist_ok=True) or (folder/n).write_text(t) for n, t in (('step_1.json', text[:25]), ('xstep_2.json', text), ('step_3.json.bak', text))]
     if step == 5: (folder/'step_1.json').write_text(text)
@@ -174,7 +178,7 @@ def test_sbatch_gets_a_list_of_arguments(tmp_path):
     (bin/'sbatch').chmod(0o755)
     (tmp_path/'slurm').mkdir()
     (tmp_path/'slurm'/'eval.slurm').write_text('#!/bin/sh\n')
-    tasks, out = 'mme, a task; touch pwned,$(touch pwned)', tmp_path/'eval_results'/'a'/'step_4.json'
+    tasks, out = 'mme, a task; touch pwned,$(touch pwned)', tmp_path/'checkpoints'/'a'/'eval_results'/'step_4.json'
     flags = [*FLAGS, '--eval_backend', 'auto', '--lmms_eval_tasks', tasks, '--lmms_eval_limit', '8', '--max_training_steps', '6', '--eval_wait', '60']
     args, env = start_of([sys.executable, '-m', 'nanovlm_nb.train', *flags], dict(PATH=f'{bin}:{os.environ["PATH"]}'))
     env |= dict(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29411', SLURM_JOB_ID='12')
@@ -198,9 +202,9 @@ def test_script_of_the_slurm_job(root, tmp_path):
     python.chmod(0o755)
     call = lambda *words, **kw: run([root/'slurm'/'eval.slurm', *words], tmp_path, PYTHON=str(python), **kw)
     words = ['/d/checkpoints/a/step_4', '4', 'a', 'x; y,z', '8.0', '64']
-    base = ['-m', 'nanovlm_nb.cli', 'eval', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--out', '/d/eval_results/a/step_4.json']
-    assert call(*words).stdout.strip() == str([*base, '--limit', '8.0'])
-    assert call(*words[:4], 'None', '64', '/t t').stdout.strip() == str([*base, '--include_path', '/t t'])
+    base = ['-m', 'nanovlm_nb.cli', 'eval', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--out', '/d/checkpoints/a/eval_results/step_4.json']
+    assert call(*words).stdout.splitlines() == ['run a, step 4: x; y,z', str([*base, '--limit', '8.0'])]
+    assert call(*words[:4], 'None', '64', '/t t').stdout.splitlines()[1] == str([*base, '--include_path', '/t t'])
     wrong = call(*words[:3], check=False)
     assert wrong.returncode == 2 and 'got 3 arguments' in wrong.stderr
 
@@ -221,7 +225,7 @@ def test_beside_and_inside_write_the_same_file(tasks, tmp_path):
         cwd = tmp_path/backend
         cwd.mkdir()
         train([*FLAGS, *EVAL, '--eval_backend', backend, '--lmms_eval_tasks', lists], cwd)
-        results[backend] = (cwd/'eval_results'/'a'/'step_4.json').read_text().replace(str(cwd), '')
+        results[backend] = (cwd/'checkpoints'/'a'/'eval_results'/'step_4.json').read_text().replace(str(cwd), '')
         losses[backend] = [(r['batch_loss'], r['batch_digest']) for r in read_log(cwd/'checkpoints'/'a'/'log.jsonl') if 'batch_loss' in r]
         assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match'}
     assert results['subprocess'] == results['in_process'] and losses['subprocess'] == losses['in_process']
@@ -231,7 +235,7 @@ def test_beside_and_inside_write_the_same_file(tasks, tmp_path):
 def test_two_ranks_share_the_questions(tasks, tmp_path):
     train([*FLAGS, *EVAL, '--batch_size', '1', '--eval_backend', 'in_process', '--lmms_eval_tasks', f'{tasks}/digits.parquet'], tmp_path, ranks=2)
     assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')]
-    assert json.loads((tmp_path/'eval_results'/'a'/'step_4.json').read_text())['samples'] == {'digits': 10}
+    assert json.loads((tmp_path/'checkpoints'/'a'/'eval_results'/'step_4.json').read_text())['samples'] == {'digits': 10}
 
 
 @pytest.mark.skipif(has_lmms_eval(), reason='lmms-eval is here')
@@ -297,7 +301,7 @@ def test_all_roads_to_lmms_eval_write_the_same_file(tasks, tmp_path):
         cwd = tmp_path/backend
         cwd.mkdir()
         run([LMMS, '-m', 'nanovlm_nb.train', *FLAGS, *EVAL, '--eval_backend', backend, '--lmms_eval_tasks', 'shapes,digits,digits_choice', '--eval_include_path', tasks], cwd, timeout=900)
-        files[backend] = (cwd/'eval_results'/'a'/'step_4.json').read_text().replace(str(cwd), '')
+        files[backend] = (cwd/'checkpoints'/'a'/'eval_results'/'step_4.json').read_text().replace(str(cwd), '')
         assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match', 'lmms_eval/digits_choice_acc'}
     assert files['subprocess'] == files['in_process']
     own = tmp_path/'own.json'

@@ -35,8 +35,7 @@ def results_dir(
     run_dir:str|Path, # directory of a run
 )->Path: # need not be there
     "Where the results of a run's evaluations are put."
-    run_dir = Path(run_dir).absolute()
-    return run_dir.parent.parent/'eval_results'/run_dir.name
+    return Path(run_dir).absolute()/'eval_results'
 
 def result_files(
     folder:Path, # from `results_dir`; need not be there
