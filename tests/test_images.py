@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps, PngImagePlugin, features
 from torch.utils.data import DataLoader
+from transformers.image_transforms import convert_to_rgb
 
 from nanovlm_nb.data.images import (MAX_PIXELS, ImageProcessor, UnreadableImage, get_image_processor, global_view, image_size, open_header,
                                open_image, split_tiles)
@@ -69,14 +70,21 @@ def clear_palette():
     return encode(FOUR.convert('P', palette=Image.Palette.ADAPTIVE, colors=4), transparency=bytes([0, 128, 255, 7]))
 
 
+def on_white(im, alpha):
+    "A picture of which `alpha`, 0 to 255, one number or one for each pixel, is there; the rest is white."
+    x, share = np.asarray(im), np.reshape(alpha, (*np.shape(alpha), *[1]*(np.ndim(im)-np.ndim(alpha))))/255
+    return share*x + (1-share)*255
+
+
 FRAMES = dict(save_all=True, append_images=[FOUR.rotate(90), FOUR.rotate(180)])
 KINDS = dict(  # name -> (file, what it should look like, largest difference)
     rgb=(encode(FOUR), FOUR, 0), bmp=(encode(FOUR, 'BMP'), FOUR, 0), ppm=(encode(FOUR, 'PPM'), FOUR, 0), tiff=(encode(FOUR, 'TIFF'), FOUR, 0),
     jpeg=(encode(FOUR, 'JPEG', quality=100, subsampling=0), FOUR, 8), webp=(encode(FOUR, 'WEBP', lossless=True), FOUR, 0),
     grey=(encode(Image.fromarray(GREY)), GREY, 0), bits=(encode(Image.fromarray(GREY > 100)), (GREY > 100)*np.uint8(255), 0),
-    palette=(encode(FOUR.convert('P', palette=Image.Palette.ADAPTIVE, colors=4)), FOUR, 0), clear_palette=(clear_palette(), FOUR, 0),
-    one_clear_colour=(encode(FOUR, transparency=(230, 30, 30)), FOUR, 0), rgba=(encode(with_alpha(FOUR)), FOUR, 0), rgba_webp=(encode(with_alpha(FOUR), 'WEBP', lossless=True), FOUR, 0),
-    la=(encode(with_alpha(Image.fromarray(GREY))), GREY, 0), deep_grey=(encode(Image.fromarray(GREY.astype(np.uint16)*257)), GREY, 0),
+    palette=(encode(FOUR.convert('P', palette=Image.Palette.ADAPTIVE, colors=4)), FOUR, 0), clear_palette=(clear_palette(), on_white(FOUR, np.array([0, 128, 255, 7])[np.asarray(FOUR.convert('P', palette=Image.Palette.ADAPTIVE, colors=4))]), 1),
+    one_clear_colour=(encode(FOUR, transparency=(230, 30, 30)), on_white(FOUR, 255*(np.asarray(FOUR)[..., 0] != 230)), 0), rgba=(encode(with_alpha(FOUR)), on_white(FOUR, 40), 1), rgba_webp=(encode(with_alpha(FOUR), 'WEBP', lossless=True), on_white(FOUR, 40), 1),
+    la=(encode(with_alpha(Image.fromarray(GREY))), on_white(GREY, 40), 1),
+    deep_grey_clear=(encode(Image.fromarray(GREY.astype(np.uint16)*257), transparency=80*257), on_white(GREY, 255*(GREY != 80)), 0), deep_grey=(encode(Image.fromarray(GREY.astype(np.uint16)*257)), GREY, 0),
     deep_grey_tiff=(encode(Image.fromarray(GREY.astype(np.uint16)*257), 'TIFF'), GREY, 0), int_tiff=(encode(Image.fromarray(GREY.astype(np.int32)*257), 'TIFF'), GREY, 0),
     deep_rgb=(deep_rgb(), FOUR, 0), cmyk_tiff=(encode(FOUR.convert('CMYK'), 'TIFF'), FOUR, 0), cmyk_adobe=(adobe(True), FOUR, 8), cmyk_plain=(adobe(False), FOUR, 8),
     gif=(encode(FOUR, 'GIF'), FOUR, 0), moving_gif=(encode(FOUR, 'GIF', **FRAMES), FOUR, 0), moving_webp=(encode(FOUR, 'WEBP', lossless=True, **FRAMES), FOUR, 0),
@@ -97,6 +105,19 @@ def test_kind(kind):
     tiles, grid = get_image_processor(32, 16)(b)
     assert grid == (2, 2)
     assert np.abs(tiles[1:].float().mean((2, 3)).numpy() - want[::16, ::16].reshape(4, 3)).max() <= tolerance
+
+
+@pytest.mark.parametrize('mode', ['LA', 'RGBA', 'RGBa', 'PA'])
+def test_hidden_colours(mode):
+    "White shows as in transformers, and what is under a transparent place has no part in the result."
+    noise = np.random.default_rng(0)
+    mask = noise.integers(0, 256, (16, 16), dtype=np.uint8)*noise.integers(0, 2, (16, 16), dtype=np.uint8)
+    seen, hidden = (noise.integers(0, 256, (16, 16, 3), dtype=np.uint8) for _ in range(2))
+    pictures = [Image.fromarray(np.dstack([np.where(mask[..., None], seen, under), mask])) for under in (seen, hidden)]
+    if mode == 'PA': pictures = [im.convert('RGB').quantize(8).convert('PA') for im in pictures[:1]]
+    shown = [np.asarray(open_image(im.convert(mode))).astype(int) for im in pictures]
+    for im, got in zip(pictures, shown): assert np.abs(got - convert_to_rgb(im.convert(mode).convert('RGBA'), return_numpy=True)).max() == 0 and np.abs(got - shown[0]).max() == 0
+    if mode != 'PA': assert (shown[0][mask == 0] == 255).all() and np.abs(shown[0] - np.asarray(pictures[0].convert('RGB'))).max() > 100
 
 
 def test_first_frames_move():
@@ -294,7 +315,7 @@ def test_flip_is_applied_once():
     exif[0x0112] = 6
     turned = encode(FOUR.transpose(Image.Transpose.ROTATE_90), exif=exif)
     want = get_image_processor(32, 16)(ImageOps.mirror(FOUR))[0]
-    for src in (FOUR, encode(FOUR), turned, dict(bytes=encode(with_alpha(FOUR)))): assert get_image_processor(32, 16, custom_transforms=[flip])(src)[0].equal(want)
+    for src in (FOUR, encode(FOUR), turned, dict(bytes=encode(with_alpha(FOUR, 255)))): assert get_image_processor(32, 16, custom_transforms=[flip])(src)[0].equal(want)
     assert get_image_processor(32, 16, custom_transforms=(flip, flip))(FOUR)[0].equal(get_image_processor(32, 16)(FOUR)[0])
     count, before = Counter(), FOUR.tobytes()
     proc = get_image_processor(32, 16, custom_transforms=(count,))

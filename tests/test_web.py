@@ -282,14 +282,16 @@ def test_ten_scenes_get_the_answers_of_python(visit, asker, tmp_path):
 
 @pytest.mark.slow
 def test_pictures_of_any_size_and_kind(visit, asker, tmp_path):
-    "A photograph that is shrunk, a strip, a picture in grey, one that is pasted; a file that is no picture is told."
+    "A photograph that is shrunk, a strip, a picture in grey, one of a palette, one with holes; a file that is no picture is told."
     here, noise = visit(), np.random.default_rng(1)
     smooth = Image.fromarray(noise.integers(0, 256, (9, 12, 3), dtype=np.uint8)).resize((1200, 900))
     strip = Image.fromarray(noise.integers(0, 256, (500, 40, 3), dtype=np.uint8))
-    for i, picture in enumerate((smooth, strip, smooth.convert('L'), smooth.convert('P'))):
+    clear = strip.copy()
+    clear.putalpha(Image.fromarray(255*noise.integers(0, 2, (500, 40), dtype=np.uint8)))
+    for i, picture in enumerate((smooth, strip, smooth.convert('L'), smooth.convert('P'), clear)):
         here.page.set_input_files('#file', as_file(picture, tmp_path/f'{i}.png'))
         until(here.page, f"document.getElementById('picture').width == {picture.width} && document.getElementById('answer').textContent == ''")
-        agrees(here.ask('What colour is shown?'), asker, picture.convert('RGB'), 'What colour is shown?')
+        agrees(here.ask('What colour is shown?'), asker, picture, 'What colour is shown?')
         here.page.click('#clear')
     (tmp_path/'no.png').write_text('no')
     here.page.set_input_files('#file', str(tmp_path/'no.png'))

@@ -16,6 +16,7 @@ import torch
 from PIL import Image,ImageDraw
 from torch import Tensor
 
+from ..data.images import image_size,open_image
 from ..model.language import LanguageModel,apply_rotary
 from .answer import Asker
 
@@ -137,7 +138,7 @@ def answer_heat(
     weights = torch.stack([recorded[b][0] for b in blocks])
     weights = weights if heads is None else weights[:,list(heads)]
     per_picture = weights.mean((0,1,2))[slots].cpu().split([len(t)*c.mp_image_token_length for t in tiles])
-    grids = [asker.image_processor.grid(*im.size) for im in images]
+    grids = [asker.image_processor.grid(*image_size(im)) for im in images]
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
 
 # %% ../../nbs/32_answers.heatmap.ipynb #ce3371a3
@@ -150,11 +151,12 @@ def overlay(
     "Draw a heat map over a picture."
     from matplotlib import colormaps
     if not 0<=strength<=1: raise ValueError(f'strength is {strength}: give 0 (the picture) to 1 (the heat)')
+    image = open_image(image)
     scale = longest/max(image.size)
     w,h = (max(1, round(n*scale)) for n in image.size)
     hot = heat.draw(w, h).numpy()
     colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[...,:3]
-    mixed = (1-strength)*np.asarray(image.convert('RGB').resize((w,h)), dtype=float)+strength*255*colour
+    mixed = (1-strength)*np.asarray(image.resize((w,h)), dtype=float)+strength*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
     pen,(rows,cols) = ImageDraw.Draw(out),heat.grid
     for c in range(1, cols): pen.line([(c*w/cols,0), (c*w/cols,h)], fill=(255,255,255))

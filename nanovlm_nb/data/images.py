@@ -137,13 +137,16 @@ def image_size(
 
 # %% ../../nbs/20_data.images.ipynb #87a90e0a
 def _rgb(im):
-    "Any mode to RGB."
-    if im.mode == 'RGB': return im
+    "Any mode to RGB; what is transparent shows white."
     if im.mode == 'F':
         raise ValueError('mode F (floating point) has no agreed range: convert the picture to 8 bits first')
-    if im.mode.startswith('I'): im = Image.fromarray((np.asarray(im).clip(0, 65535)>>8).astype(np.uint8))
-    if im.mode == 'P' and 'transparency' in im.info: im = im.convert('RGBA')
-    return im.convert('RGB')
+    if im.mode.startswith('I'):
+        x = np.asarray(im)
+        x = np.where(x == im.info.get('transparency'), 65535, x).clip(0, 65535)
+        im = Image.fromarray((x>>8).astype(np.uint8))
+    if im.has_transparency_data:
+        im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im.convert('RGBA'))
+    return im if im.mode == 'RGB' else im.convert('RGB')
 
 def open_image(
     src:Image.Image|bytes|str|Path|dict|io.IOBase, # whatever `open_header` takes

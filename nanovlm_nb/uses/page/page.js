@@ -356,6 +356,8 @@ class Sheet { // the picture, and a pen
   show(picture) {
     if (picture.width * picture.height > LARGEST) throw new Error(`The picture has ${picture.width} x ${picture.height} pixels: give one of ${LARGEST.toLocaleString('en')} at most.`);
     this.size(picture.width, picture.height);
+    this.context.fillStyle = '#fff'; // what is transparent shows white, as in training
+    this.context.fillRect(0, 0, picture.width, picture.height);
     this.context.drawImage(picture, 0, 0);
     this.changed();
   }
