@@ -1,6 +1,7 @@
 "Fixtures that every test may ask for, and the order of the files."
 import gc
 import os
+import signal
 from pathlib import Path
 
 import commands
@@ -18,6 +19,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else what a script has started with & would pass on that it is ignored
     config.addinivalue_line('markers', 'slow: takes minutes; runs with --slow')
     config.option.loadscopereorder = False  # xdist would begin with the files of many tests
     if getattr(config.option, 'numprocesses', None) and not hasattr(config, 'workerinput'): os.environ[commands.SHARED_WARM] = commands.warm().python

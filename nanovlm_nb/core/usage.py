@@ -311,7 +311,8 @@ def one_line_errors(
 # %% ../../nbs/01_core.usage.ipynb #e5b10026
 @contextmanager
 def ends_at_once()->Iterator[None]: # a `with` block
-    "Inside, Ctrl-C ends the process without a word, unless what runs there takes care of it."
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    "Inside, Ctrl-C ends the process without a word, unless it is ignored or what runs there takes care of it."
+    before = signal.getsignal(signal.SIGINT)
+    if before!=signal.SIG_IGN: signal.signal(signal.SIGINT, signal.SIG_DFL)
     try: yield
     finally: signal.signal(signal.SIGINT, before)

@@ -335,8 +335,8 @@ def stop_on_signals(
         else: stop.set()
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
         here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
-        # under nohup SIGHUP stays ignored
-        meant = [s for s in here if s==signal.SIGINT or signal.getsignal(s)!=signal.SIG_IGN]
+        # what is ignored stays so: SIGHUP under nohup, SIGINT where a script has started this with &
+        meant = [s for s in here if signal.getsignal(s)!=signal.SIG_IGN]
         old |= {s:signal.signal(s, ask) or signal.SIG_DFL for s in meant}
     try: yield
     finally:
