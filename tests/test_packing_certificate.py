@@ -83,6 +83,18 @@ def test_scores_as_alone(net, groups):
 
 
 @torch.no_grad()
+def test_pictures_reach_their_own_places(net, groups):
+    "A sample of several pictures: in the places of each stand the features of that one, in their order, wherever the sample is in its pack."
+    seen = lambda tiles: net.MP(net.see([[tiles]])).flatten(0, 1)
+    for group in [g for g in groups if sum(len(s['images']) for s in g) > 1][:20]:
+        album = dict(id='album', images=[t for s in group for t in s['images']], **{k: torch.cat([s[k] for s in group]) for k in ('input_ids', 'labels')})
+        batch = as_batch([group[0], album, group[-1]])[0]
+        got = net.embed(batch['input_ids'], batch['images'])[batch['input_ids'] == net.cfg.image_token_id]
+        own = [seen(t) for s in (group[0], album, group[-1]) for t in s['images']]
+        assert (got - torch.cat(own)).abs().max() <= 1e-5
+
+
+@torch.no_grad()
 def test_without_boundaries_it_leaks(net, groups):
     "The same packs read as one document differ by far more than the tolerance, so the certificate can fail."
     for samples in groups[:20]:
