@@ -25,7 +25,7 @@ def names_one(run):
     pointer = run/'last_checkpoint'
     for _ in range(3):
         said = pointer.read_text().strip()
-        if (run/said).is_dir() or (run/(said+'.old')).is_dir(): return True
+        if (run/said).is_dir() or (run/(said+'.nanovlm.old')).is_dir(): return True
     return False
 
 

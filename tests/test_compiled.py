@@ -102,8 +102,8 @@ def test_what_is_compiled_stays_when_a_run_is_swept_and_is_no_checkpoint(tmp_pat
     file = tmp_path/COMPILED/'fxgraph'/'ab'/'graph.tmp'
     file.parent.mkdir(parents=True)
     file.touch()
-    (tmp_path/'step_1.tmp').mkdir()
-    assert sweep(tmp_path) == ['step_1.tmp'] and file.is_file()
+    (tmp_path/'step_1.nanovlm.tmp').mkdir()
+    assert sweep(tmp_path) == ['step_1.nanovlm.tmp'] and file.is_file()
     assert checkpoints(tmp_path) == [] and prune(tmp_path, 1) == [] and file.is_file()
 
 

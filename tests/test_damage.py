@@ -92,7 +92,7 @@ BESIDE = {'step_58 empty': lambda r: make(r/'step_58'), 'step_58 with {}': lambd
           'record.md binary': lambda r: garbage(r/'record.md'), 'drops.json zeros': lambda r: zeros(r/'drops.json'), 'train.log binary': lambda r: garbage(r/'train.log'),
           'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'{"update": 3, "rea'), 'bad_updates.jsonl foreign': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n\xff\n{}\n'),
           'features cut': lambda r: [cut(p) for p in features(r)], 'features flipped': lambda r: [flip(p) for p in features(r)], 'features zeros': lambda r: [zeros(p) for p in features(r)],
-          'left-overs': lambda r: [make(r/'step_9.tmp'), make(r/'.step_9.tmp-ab'), make(r/'status.tmp', b'x')],
+          'left-overs': lambda r: [make(r/'step_9.nanovlm.tmp'), make(r/'.step_9.nanovlm.tmp-ab'), make(r/'status.nanovlm.tmp', b'x')],
           'log.jsonl torn at the end': lambda r: (r/'log.jsonl').write_bytes((r/'log.jsonl').read_bytes()+b'{"batch_')}
 
 

@@ -356,7 +356,7 @@ def test_a_right_that_was_lost_names_the_last_checkpoint(quiet_run):
         folder = Path(name)
         folder.chmod(0o755)
         try:
-            with pytest.raises(RunFailed, match=f'{name}/run/step_4.tmp cannot be written any more .permission denied.: the last complete checkpoint is step_3. See that it can be written, then: nanovlm train'):
+            with pytest.raises(RunFailed, match=f'{name}/run/step_4.nanovlm.tmp cannot be written any more .permission denied.: the last complete checkpoint is step_3. See that it can be written, then: nanovlm train'):
                 in_process(folder, make=losing(lambda: os.seteuid(65534)))
         finally: os.seteuid(0)
         as_if_nothing_had_been(folder, quiet_run)

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['CONFIG', 'CONFIGS', 'STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'NEXT', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'TENSORBOARD',
            'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE',
-           'COMPILED', 'TRAINER_STATE', 'PIN', 'NEEDED', 'STATE', 'logger', 'REPLACED', 'LEFT_OVERS', 'json_lines',
-           'say_foreign', 'read_log', 'missing_pieces', 'damaged_pieces', 'read_state', 'write_pointer', 'step_of',
-           'pointer_text', 'announce', 'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep',
-           'usable_checkpoint', 'last_checkpoint', 'branch', 'best_kept', 'pinned', 'set_pin', 'abandoned',
-           'delete_abandoned', 'prune', 'prune_older', 'written', 'find_checkpoint']
+           'COMPILED', 'TRAINER_STATE', 'PIN', 'NEEDED', 'STATE', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign',
+           'read_log', 'missing_pieces', 'damaged_pieces', 'read_state', 'write_pointer', 'step_of', 'pointer_text',
+           'announce', 'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep', 'usable_checkpoint',
+           'last_checkpoint', 'branch', 'best_kept', 'pinned', 'set_pin', 'abandoned', 'delete_abandoned', 'prune',
+           'prune_older', 'written', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
-import json,logging,math,re,shutil,time
+import json,logging,math,re,time
 from collections.abc import Iterable
 from pathlib import Path
 
-from .files import MANIFEST,damage,missing_files,write_atomic
+from .files import MANIFEST,OLD,TMP,damage,missing_files,remove,write_atomic
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200003
 CONFIG,CONFIGS = 'config.yaml','configs' # settings of the last start; those of every start
@@ -156,7 +156,7 @@ def read_pointer(
     if not name_there: return None
     path = Path(run_dir)/name_there
     # a replacement may be under way
-    places = (path, path.with_name(path.name+'.old'), path) if _STEP.fullmatch(name_there) else ()
+    places = (path, path.with_name(path.name+OLD), path) if _STEP.fullmatch(name_there) else ()
     target = next((p for p in places if p.is_dir()), None)
     if target is None:
         logger.warning('%s names %.40r, which is no checkpoint there', Path(run_dir)/name, name_there)
@@ -174,23 +174,21 @@ def recover(
     run_dir:Path, # directory of a run that no other process writes
 )->None:
     "Undo a replacement that was killed between its two renames."
-    for old in Path(run_dir).glob('step_*.old'):
-        if not old.with_suffix('').exists(): old.rename(old.with_suffix(''))
+    for old in Path(run_dir).glob(f'step_*{OLD}'):
+        place = old.with_name(old.name.removesuffix(OLD))
+        if not place.exists(): old.rename(place)
 
-# in one step
-REPLACED = (LAST,BEST,NEXT,STATUS,JOB,WANDB_ID,CONFIG,RECORD,ANSWER_TABLE,DROP_LIST,PREDICTIONS,BAD_UPDATES)
-LEFT_OVERS = ('step_*.tmp', '.step_*.tmp-*', 'step_*.old', *(f'{name}.tmp' for name in REPLACED),
-              f'{FEATURE_CACHE}/*/tmp/*')
+LEFT_OVERS = (f'*{TMP}*', f'*{OLD}', f'{FEATURE_CACHE}/*/*{TMP}') # of processes that were killed
 
 def sweep(
     run_dir:Path, # directory of a run that no process is writing
 )->list[str]: # names of what was removed
-    "Remove what killed processes have left half done; replacements that a kill has stopped are undone first."
+    "Remove what killed processes have left half done in it; a replacement that was cut off is undone first."
     recover(run_dir)
-    leftovers = sorted({p for pattern in LEFT_OVERS for p in Path(run_dir).glob(pattern)})
-    for p in leftovers:
-        if p.is_dir() and not p.is_symlink(): shutil.rmtree(p, ignore_errors=True)
-        else: p.unlink(missing_ok=True)
+    inside = Path(run_dir).resolve()
+    found = {p for pattern in LEFT_OVERS for p in Path(run_dir).glob(pattern)}
+    leftovers = sorted(p for p in found if p.parent.resolve().is_relative_to(inside))
+    for p in leftovers: remove(p, quiet=True)
     return [p.relative_to(run_dir).as_posix() for p in leftovers]
 
 def usable_checkpoint(
@@ -266,7 +264,7 @@ def delete_abandoned(
 )->list[Path]: # the directories that were deleted
     "Delete what was set aside."
     old = abandoned(run_dir)
-    for p in old: shutil.rmtree(p)
+    for p in old: remove(p)
     return old
 
 def prune(
@@ -299,7 +297,7 @@ def _delete(run_dir, old):
     "Delete some checkpoints, unless they are still needed."
     safe = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
     old = [p for p in old if p not in safe and not pinned(p) and not any(p.glob(f'*/{LOG}'))]
-    for p in old: shutil.rmtree(p)
+    for p in old: remove(p)
     return old
 
 # %% ../../nbs/04_core.run_dir.ipynb #86b1b53c

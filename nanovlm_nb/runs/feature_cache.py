@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.files import TMP
 from ..model.weights import weights_sha
 from ..model.vlm import VLMNet, flatten_tiles, trains
 
@@ -70,8 +71,8 @@ class FeatureCache:
         features:Tensor, # (P, D) on the CPU, of `dtype`
     )->None:
         "Features to disk."
-        path,tmp = self.path(key),self.folder/'tmp'/f'{key}.{os.getpid()}'
-        for p in (path,tmp): p.parent.mkdir(parents=True, exist_ok=True)
+        path,tmp = self.path(key),self.folder/f'{key}.{os.getpid()}{TMP}'
+        path.parent.mkdir(parents=True, exist_ok=True)
         raw = features.contiguous().flatten().view(torch.uint8).numpy()
         tmp.write_bytes(raw.tobytes()+zlib.crc32(raw).to_bytes(SUM, 'little'))
         tmp.replace(path)

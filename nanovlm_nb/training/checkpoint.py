@@ -7,7 +7,7 @@ __all__ = ['save_optimizer', 'load_optimizer', 'check_checkpoint', 'put_in_place
            'write_checkpoint', 'save_checkpoint', 'Saver', 'export_pth']
 
 # %% ../../nbs/43_training.checkpoint.ipynb #232cc379
-import errno,json,os,re,shutil,warnings
+import errno,json,os,re,warnings
 from collections.abc import Callable
 from concurrent.futures import Future,ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
-from ..core.files import MEANT,file_digests,file_sizes,fsync,fsync_tree,write_manifest
+from ..core.files import MEANT,OLD,TMP,file_digests,file_sizes,fsync,fsync_tree,remove,write_manifest
 from ..core.dist import Dist,rng_state
 from ..core.run_dir import LAST,NEXT,TRAINER_STATE,announce,damaged_pieces,find_checkpoint
 from ..core.run_dir import missing_pieces,write_pointer
@@ -97,11 +97,11 @@ def put_in_place(
     "Turn a written directory into a checkpoint."
     write_manifest(tmp, digests)
     fsync_tree(tmp)
-    old = final.with_name(final.name+'.old')
+    old = final.with_name(final.name+OLD)
     if final.exists(): final.rename(old)
     tmp.rename(final)
     fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old, quiet=True)
     return final
 
 # %% ../../nbs/43_training.checkpoint.ipynb #575ca2b5
@@ -180,9 +180,9 @@ def write_checkpoint(
 )->Path: # `run_dir/step_{step}`
     "Write a checkpoint that is complete or not there, then move `last_checkpoint`."
     run_dir = Path(run_dir)
-    final,tmp = run_dir/f'step_{step}',run_dir/f'step_{step}.tmp'
+    final,tmp = run_dir/f'step_{step}',run_dir/f'step_{step}{TMP}'
     def begin():
-        shutil.rmtree(tmp, ignore_errors=True)
+        remove(tmp, quiet=True)
         tmp.mkdir(parents=True)
     def finish():
         announce(run_dir, final)
@@ -198,7 +198,7 @@ def write_checkpoint(
         digests = {name:sha for part in gathered for name,sha in part.items()}
         _together(dist, 'complete', final, lambda: on_master(finish))
     # a part is of no use, and fills the disk
-    finally: on_master(lambda: shutil.rmtree(tmp, ignore_errors=True))
+    finally: on_master(lambda: remove(tmp, quiet=True))
     return final
 
 def save_checkpoint(
