@@ -18,12 +18,17 @@ from PIL import Image, PngImagePlugin
 from torch.utils.data import DataLoader
 
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import RATINGS, Dropped, Unreachable, VQADataset, keep_turns, load_config, load_data, local_configs
+from nanovlm_nb.data.dataset import RATINGS, Dropped, Unreachable, VQADataset, keep_turns, load_config, load_configs, local_configs
 from nanovlm_nb.data.loader import map_pair
 from nanovlm_nb.data.images import UnreadableImage, get_image_processor, image_size, open_image
 from nanovlm_nb.core.tokenizer import train_tokenizer
 
 PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')
+
+
+def load_data(*where, **how):
+    "All rows of some configurations, one after the other."
+    return datasets.concatenate_datasets(list(load_configs(*where, **how).values()))
 
 
 @pytest.fixture(scope='module', autouse=True)

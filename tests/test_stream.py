@@ -342,22 +342,23 @@ def test_shards_with_a_corrupt_one(root, tokenizer, tmp_path, caplog):
 
 
 def test_what_is_damaged_within_a_stream(root, tokenizer, tmp_path):
-    "A torn page, another schema and a text that is not UTF-8 cost their own rows, under a name, at any number of lanes and after a resume."
+    "A torn page, a file of other types, one without texts and a text that is not UTF-8 cost their own rows, under a name, at any number of lanes and after a resume."
     folder = shutil.copytree(root/'many', tmp_path/'many')
     torn, texts = bytearray((folder/'train-1.parquet').read_bytes()), pq.ParquetFile(folder/'train-1.parquet').metadata.row_group(1).column(3)
     torn[texts.data_page_offset:texts.data_page_offset+texts.total_compressed_size//2] = b'\xff'*(texts.total_compressed_size//2)
     (folder/'train-1.parquet').write_bytes(torn)
     datasets.Dataset.from_dict(dict(x=[1])).to_parquet(folder/'train-3.parquet')
+    datasets.Dataset.from_dict(dict(texts=['a'])).to_parquet(folder/'train-4.parquet')
     sound = (folder/'train-2.parquet').read_bytes()
     (folder/'train-2.parquet').write_bytes(sound.replace(b'Sure?', b'Sur\xe9?'))
     runs = Runs(Data(('many',), (), True, 4, 1, 0), tmp_path, tokenizer, val_size=0)
     for split in ((1, 4, 1), (4, 1, 1)):
         whole = [r for r in takewhile(lambda r: json.loads(r[1])['epoch'] == 0, runs.play(split))]
         drops = whole[-1][2]
-        assert {i for i, reason in drops.items() if reason == 'unreadable_shard'} == {'many/5', 'many/12'}
-        assert [i for i, reason in drops.items() if reason == 'bad_row'] == ['many/10:2']
+        assert {i for i, reason in drops.items() if reason == 'unreadable_shard'} == {'many/5', 'many/13'}
+        assert [i for i, reason in drops.items() if reason == 'bad_row'] == ['many/10:2'] and drops['many/12:0'] == 'no_turns'
         seen = [i for update, *_ in whole for ids, *_ in update for i in ids]
-        assert len(seen) == len(set(seen)) and len({*seen, *drops}) == ROWS['many'] - 3 + 2     # without the three rows of one share, with two names of shares
+        assert len(seen) == len(set(seen)) and len({*seen, *drops}) == ROWS['many'] - 3 + 3     # without the three rows of one share, with two names of shares and the row of `x`
         rest = [u for u, *_ in islice(runs.play((2, 2, 1), state=whole[1][1]), len(whole)-2)]
         assert rest == [u for u, *_ in whole[2:]]
 

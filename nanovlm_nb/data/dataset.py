@@ -6,9 +6,9 @@
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'SPLIT_FOLDERS', 'COLUMNS', 'FILES', 'SAVED_SHARDS', 'PATIENCE', 'RETRY_PAUSE_S',
            'LONGEST_RETRY_PAUSE_S', 'GONE', 'NAP_S', 'LOAD_ERRORS', 'rating', 'keep_turns', 'Dropped', 'Drops',
            'read_dropped', 'DropFile', 'PictureFile', 'to_row', 'read_row', 'check_form', 'check_row', 'check_length',
-           'Plan', 'BaseDataset', 'VQADataset', 'local_configs', 'config_names', 'load_config', 'conform',
-           'Unreachable', 'network_errors', 'may_come_back', 'Patience', 'Waiting', 'until_reached', 'load_configs',
-           'load_data', 'collate_padded']
+           'Plan', 'BaseDataset', 'VQADataset', 'local_configs', 'config_names', 'UnusedColumn', 'check_unused',
+           'load_config', 'conform', 'Unreachable', 'network_errors', 'may_come_back', 'Patience', 'Waiting',
+           'until_reached', 'load_configs', 'collate_padded']
 
 # %% ../../nbs/22_data.dataset.ipynb #d7ed6922
 import errno
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -33,8 +33,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
@@ -62,10 +64,10 @@ def keep_turns(
     row:dict, # a row with `texts` and ratings
     minimums:dict[str,int], # name of a rating -> lowest value that passes
 )->list[dict]: # turns {'user', 'assistant'}
-    "The turns of a row that pass every rating; a turn without an answer passes none."
+    "The turns of a row that pass every rating; a turn with a blank answer, or none, passes none."
     def passes(i, name): return (r := rating(row, name, i)) is None or r >= minimums[name]
     return [dict(user=t['user'], assistant=t['assistant']) for i,t in enumerate(row['texts'] or [])
-            if t['assistant'] is not None and all(passes(i, name) for name in minimums)]
+            if (t['assistant'] or '').strip() and all(passes(i, name) for name in minimums)]
 
 # %% ../../nbs/22_data.dataset.ipynb #b1fff3fd
 class Dropped(Exception):
@@ -81,7 +83,7 @@ class Dropped(Exception):
 
 # %% ../../nbs/22_data.dataset.ipynb #b77adc3b
 logger = logging.getLogger(__name__)
-REMEDIES = dict(no_turns='give every row a list of turns in `texts`',
+REMEDIES = dict(no_turns='give every row a list of turns with answers in `texts`',
     bad_row='write `texts` as a list of {user, assistant}',
     ratings='lower the rating limits (relevance_min_rating and others)',
     too_many_images='raise max_images_per_example', too_many_tiles='raise max_tiles_per_knapsack',
@@ -258,17 +260,18 @@ def _pictures(r):
     "What `open_header` takes, from a row of arrow: bytes as open files, else paths."
     if 'images' not in r.column_names or not (images := r.column('images')[0]).is_valid: return []
     values = images.values
-    if not isinstance(values, pa.StructArray): return [None]*len(values) # a column without a single picture
+    if not isinstance(values, pa.StructArray): return [] # a column without a single picture
     fields = dict(zip((f.name for f in values.type), values.flatten()))
     return [path if data is None else PictureFile(data)
-            for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())]
+            for data,path in zip(_in_place(fields['bytes']), fields['path'].to_pylist())
+            if data is not None or path is not None]
 
 def _from_table(r):
     "A row of arrow as a dictionary; its pictures stay where they are."
     others = r.drop_columns('images') if 'images' in r.column_names else r
     return others.to_pylist()[0] | dict(images=_pictures(r))
 
-def _as_list(x): return list(x) if isinstance(x, (list, tuple)) else [] if x is None else [x]
+def _as_list(x): return [im for im in (x if isinstance(x, (list, tuple)) else [x]) if im is not None]
 
 def to_row(
     r:pa.Table|dict, # one row, of arrow or of Python
@@ -318,6 +321,7 @@ def check_row(
     "What remains of a row, from text and headers; raises `Dropped` if nothing does."
     check_form(row)
     id, n = row['id'], len(row['images'])
+    if not keep_turns(row, {}): raise Dropped(id, 'no_turns', f"none of {len(row['texts'])} turns has an answer")
     if not (turns := keep_turns(row, minimums)):
         raise Dropped(id, 'ratings', f"none of {len(row['texts'])} turns passes {minimums}")
     if max_images is not None and n > max_images:
@@ -464,7 +468,7 @@ def local_configs(
 
 def config_names(
     path:str|Path, # a folder, a file or a hub name
-    names:tuple[str,...]|list[str]=('default',), # as in `load_data`
+    names:tuple[str,...]|list[str]=('default',), # as in `load_configs`
 )->list[str]: # one name per configuration to load
     "Which configurations a selection means."
     folder, every = Path(path), bool({'all', 'shards'} & set(names))
@@ -478,8 +482,36 @@ def config_names(
     if every or (tuple(names) == ('default',) and 'default' not in subs): return subs or ['default']
     return list(names)
 
-# %% ../../nbs/22_data.dataset.ipynb #fc93185d
+# %% ../../nbs/22_data.dataset.ipynb #0f3a51d1
 COLUMNS = ('images', 'texts', *(f'{r}_ratings' for r in RATINGS), 'source', 'row_id')
+
+class UnusedColumn(ValueError):
+    "A column that would be left aside, though it may hold pictures or a conversation."
+
+def _held(x):
+    "What a value of Python or a type of arrow may hold that must not be lost; '' if nothing."
+    if isinstance(x, (list, tuple)) and x: return _held(x[0])
+    if hasattr(x, 'value_type'): return _held(x.value_type)
+    names = set(x) if isinstance(x, dict) else {f.name for f in x} if isinstance(x, pa.StructType) else set()
+    if {'from', 'value'} <= names or {'role', 'content'} <= names: return 'a conversation'
+    binary = isinstance(x, pa.DataType) and x in (pa.binary(), pa.large_binary())
+    array = len(getattr(x, 'shape', ())) > 1
+    return 'pictures' if 'bytes' in names or binary or array or isinstance(x, (bytes, Image.Image)) else ''
+
+def check_unused(
+    columns:dict|pa.Schema, where:str, # a row of Python, or the columns of a data set; whose they are
+    known:Sequence[str]=COLUMNS, # those that are read; first those with pictures and conversations
+)->None:
+    "Raise `UnusedColumn` if pictures or a conversation would not be read."
+    if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))
+    for name in (c for c in columns if c not in known):
+        named = 'pictures' if 'image' in name.lower() and known[0] not in columns else ''
+        if what := _held(columns[name]) or named:
+            raise UnusedColumn(f'column `{name}` of {where} may hold {what}, and would not be read: '
+                f'pictures are read from `{known[0]}`, conversations from `{known[1]}`; '
+                'rename it, or remove it if it shall not be trained on')
+
+# %% ../../nbs/22_data.dataset.ipynb #fc93185d
 # ending of a file -> how `datasets` calls it
 FILES = {'.parquet': 'parquet', '.arrow': 'arrow', '.json': 'json', '.jsonl': 'json'}
 SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for streaming
@@ -490,39 +522,54 @@ def load_config(
     split:str='train', # which split
     cache_dir:str|None=None, # where `datasets` keeps its copy; None: its default
     streaming:bool=False, # read while training, without a copy
-)->datasets.Dataset|datasets.IterableDataset: # the columns of `COLUMNS` that it has
+    as_stored:bool=False, # all columns as they are; False: those of `COLUMNS`, after a look at the others
+)->datasets.Dataset|datasets.IterableDataset: # its rows
     "Load one configuration and check its schema."
-    if Path(path).is_file():
-        return conform(_load_file(Path(path), split, cache_dir, streaming), Path(path).stem)
     folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
-    if folder.is_dir() and folder == Path(path) and name != 'default':
+    if folder.is_file(): ds,name = _load_file(folder, split, cache_dir, streaming),folder.stem
+    elif folder.is_dir() and folder == Path(path) and name != 'default':
         raise FileNotFoundError(f'no folder {name} in {path}; there are {local_configs(path)}')
-    if _is_saved(folder):
+    elif _is_saved(folder):
         ds = datasets.load_from_disk(str(folder))
         if isinstance(ds, datasets.DatasetDict):
             ds = ds[split] if split in ds else _fail(f'no split {split}: there are {list(ds)}')
         if streaming and len(ds): ds = ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
     elif folder.is_dir():
-        ds = datasets.load_dataset(str(folder), split=split, cache_dir=cache_dir, streaming=streaming)
+        ds = datasets.load_dataset(str(folder), split=split, cache_dir=cache_dir, streaming=streaming,
+                                   features=_features(folder.rglob('*.parquet')))
     else:
         with asking_hub(path):
             ds = datasets.load_dataset(str(path), name, split=split, cache_dir=cache_dir, streaming=streaming)
-    return conform(ds, name)
+    return ds if as_stored else conform(ds, name, f'{path} ({name})')
 
 # %% ../../nbs/22_data.dataset.ipynb #18fe4b8b
 def _fail(message): raise ValueError(message)
+
+def _features(files:Iterable[Path])->datasets.Features|None:
+    "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
+    found,first = {},0
+    for file in sorted(files):
+        try: schema = pq.read_schema(file)
+        except (OSError, pa.ArrowException): continue # damaged: it will be named when it is read
+        twice = [c for c,n in Counter(schema.names).items() if n > 1]
+        if twice: _fail(f'{file} has two columns `{twice[0]}`: rename or remove one')
+        found = {**datasets.Features.from_arrow_schema(schema), **found}
+        first = first or len(found)
+    return datasets.Features(found) if len(found) > first else None
 
 def _load_file(path, split, cache_dir, streaming):
     "The rows of one file."
     if path.suffix not in FILES:
         _fail(f'{path} is no data set: '
               f'give a file that ends in {", ".join(FILES)}, a folder of such files or a hub name')
+    if path.suffix == '.parquet': _features([path])
     return datasets.load_dataset(FILES[path.suffix], data_files={split: str(path)}, split=split,
                                  cache_dir=cache_dir, streaming=streaming)
 
 def conform(
     ds:datasets.Dataset|datasets.IterableDataset, # rows
     name:str, # their `source`, if they have none
+    where:str='the rows', # their data set, for messages
 )->datasets.Dataset|datasets.IterableDataset: # the columns of `COLUMNS` that it has
     "FineVision's columns only; an error if `texts` is not a list of turns."
     whole = isinstance(ds, datasets.Dataset)
@@ -534,6 +581,10 @@ def conform(
     if not isinstance(texts, dict) or not {'user', 'assistant'} <= set(texts):
         _fail(f"column `texts` must be a list of {{user, assistant}}, it is {ds.features.get('texts')}; "
               f"the columns are {ds.column_names}")
+    check_unused(ds.features.arrow_schema, where)
+    pictures = ds.features.get('images')
+    if not hasattr(pictures, 'feature') and pictures not in (None, datasets.Value('null')):
+        _fail(f'column `images` must be a list of pictures, it is {pictures}: put each into a list')
     ds = ds.select_columns([c for c in COLUMNS if c in ds.column_names])
     images = datasets.List(datasets.Image())
     fits = (images, datasets.List(datasets.Value('null')))
@@ -674,7 +725,7 @@ def load_configs(
         try:
             load = partial(load_config, path, name, split, cache_dir, streaming)
             data[name] = until_reached(f'{path} ({name})', load, patience)
-        except Unreachable: raise # it was not looked at
+        except (Unreachable, UnusedColumn): raise # it was not looked at, or not to the end
         except LOAD_ERRORS as e:
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(e).__name__, e)
             why[name] = str(e).strip().split('\n')[0]
@@ -683,18 +734,6 @@ def load_configs(
                          f'and train_dataset_name={list(names)}: '
                          +'; '.join(f'{name}: {reason}' for name,reason in why.items()))
     return data
-
-def load_data(
-    path:str|Path, # a hub name, or a folder
-    names:tuple[str,...]|list[str]=('default',), # as in `load_configs`
-    split:str='train', # which split
-    cache_dir:str|None=None, # where `datasets` keeps its copy; None: its default
-)->datasets.Dataset: # all rows, one configuration after the other
-    "Load and concatenate configurations."
-    parts = list(load_configs(path, names, split, cache_dir).values())
-    if len({str(p.features.get('row_id')) for p in parts}) > 1:
-        parts = [p.remove_columns([c for c in p.column_names if c == 'row_id']) for p in parts]
-    return datasets.concatenate_datasets(parts)
 
 # %% ../../nbs/22_data.dataset.ipynb #a97b91ca
 def collate_padded(

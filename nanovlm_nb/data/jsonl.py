@@ -15,7 +15,7 @@ from pathlib import Path
 
 import datasets
 
-from .dataset import Dropped, Drops
+from .dataset import Dropped, Drops, check_unused
 
 # %% ../../nbs/27_data.jsonl.ipynb #47c47a3e
 def pair_turns(
@@ -88,6 +88,7 @@ def _parse(line, id):
     try:
         data = json.loads(line)
         if not isinstance(data, dict): raise ValueError('it is no JSON object')
+        check_unused(data, 'the line', ('image', 'conversations'))
         names, texts = _names(data.get('image')), pair_turns(data.get('conversations'))
         json.dumps([names, texts], ensure_ascii=False).encode()
         return names, texts

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['COLOURS', 'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'QUESTIONS', 'CLAIMS', 'question_kinds', 'SPLITS', 'Thing',
            'Scene', 'make_scene', 'held_out', 'outline', 'draw_scene', 'Turn', 'plain_turn', 'yes_no_turn', 'pair_turn',
-           'text_turn', 'plan_turns', 'balanced', 'shapes_dataset', 'plot_scenes', 'shapes_tokenizer',
-           'best_blind_guess']
+           'text_turn', 'plan_turns', 'balanced', 'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../../nbs/23_data.shapes.ipynb #25feacb3
 import copy
@@ -18,18 +17,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from textwrap import fill
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from datasets import Dataset, Features, Image as ImageFeature, List, Value
 from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
-from ..core.logs import finished,styled
 from ..core.tokenizer import train_tokenizer
 from .dataset import RATINGS
-
-if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% ../../nbs/23_data.shapes.ipynb #e6a05950
 COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255
@@ -271,26 +266,6 @@ def shapes_dataset(
     if split not in SPLITS: raise ValueError(f'split is {split!r}: choose from {", ".join(SPLITS)}')
     if n < 1: raise ValueError(f'{n} rows: ask for one or more')
     return copy.deepcopy(_drawn(n, split, seed)) # shares the table; its format is the caller's own
-
-# %% ../../nbs/23_data.shapes.ipynb #1d148ca5
-@styled
-def plot_scenes(
-    rows:Iterable[dict], # with `images` and `texts`; those without a picture are left out
-    columns:int=4, # pictures side by side
-)->'Figure': # pictures with their questions and answers below
-    "Draw pictures with their conversations."
-    from matplotlib.figure import Figure
-    rows = [r for r in rows if r['images']]
-    if not rows: raise ValueError('no row has a picture to draw')
-    lines = -(-len(rows)//columns)
-    fig = Figure(figsize=(2.2*columns, 3.9*lines))
-    grid = fig.subplots(lines, columns, squeeze=False)
-    for ax in grid.flat: ax.axis('off')
-    for ax,r in zip(grid.flat, rows):
-        ax.imshow(r['images'][0], interpolation='nearest')
-        turns = [fill(f"{t['user']} {t['assistant'].upper()}", 23) for t in r['texts']]
-        ax.text(.5, -.05, '\n'.join(turns), transform=ax.transAxes, ha='center', va='top')
-    return finished(fig)
 
 # %% ../../nbs/23_data.shapes.ipynb #8c0cc82d
 @cache

@@ -30,7 +30,8 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.table import CastError,cast_table_to_features,table_cast
 from datasets.utils.file_utils import xopen
 
-from .dataset import PATIENCE,Dropped,PictureFile,Waiting,network_errors,to_row,until_reached
+from .dataset import PATIENCE,Dropped,PictureFile,UnusedColumn,Waiting,check_unused
+from .dataset import network_errors,to_row,until_reached
 
 # %% ../../nbs/25_data.sources.ipynb #a6e02dd1
 _M64 = 2**64-1
@@ -132,6 +133,9 @@ class MapSource:
         self.stop = len(rows) if stop is None else stop
         if not 0 <= start <= self.stop <= len(rows):
             raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
+        for part in rows.parts if isinstance(rows, Joined) else [rows]:
+            whole = isinstance(part, datasets.Dataset)
+            check_unused(part.features.arrow_schema if whole else next(iter(part), {}), 'the rows')
         self.spread_as(True)
 
     def spread_as(self,
@@ -213,10 +217,12 @@ def footer(
         return None
     return [meta.row_group(g).num_rows for g in range(meta.num_row_groups)]
 
-def _check_columns(features, known):
-    "Raise what `datasets` would of a file with other columns, as an error of arrow."
-    try: table_cast(features.empty_table(), known)
-    except TypeError as e: raise pa.ArrowTypeError(str(e)) from e
+def _check_columns(schema, columns, written):
+    "Raise, as an error of arrow, if columns have other types, or one would be lost that the first file lacks."
+    try:
+        check_unused(schema, 'the file')
+        table_cast(schema.empty_table().select(columns), written)
+    except (TypeError, UnusedColumn) as e: raise pa.ArrowTypeError(str(e)) from e
 
 @dataclass
 class RowGroups:
@@ -225,7 +231,6 @@ class RowGroups:
     groups:tuple[int,...]|None # which row groups; None: all
     written:datasets.Features # of the columns that we read, as they are in the files
     wanted:datasets.Features # as they shall be
-    known:datasets.Features # of all columns that a file may have
 
     def tables(self,
         start:int=0, # rows to pass over
@@ -233,12 +238,12 @@ class RowGroups:
         "The rows from `start` on, perhaps with some before them; row groups before it are not read."
         with xopen(self.file, 'rb') as f:
             file = pq.ParquetFile(f, buffer_size=READ_BYTES)
-            _check_columns(file.schema_arrow, self.known.arrow_schema)
             (written,wanted),meta,at = (f.arrow_schema for f in (self.written, self.wanted)),file.metadata,0
             left = list(range(meta.num_row_groups) if self.groups is None else self.groups)
             while left and at+meta.row_group(left[0]).num_rows <= start:
                 at += meta.row_group(left.pop(0)).num_rows
             columns = [c for c in self.written if c in file.schema_arrow.names]
+            _check_columns(file.schema_arrow, columns, written)
             for batch in file.iter_batches(READ_ROWS, left, columns, use_threads=False) if left else ():
                 table = table_cast(pa.Table.from_batches([batch]), written)
                 yield at,table if table.schema == wanted else cast_table_to_features(table, self.wanted)
@@ -286,7 +291,7 @@ def _row_groups(ds, reader):
     "The parts of parquet files, with their sizes."
     read,known = _steps(ds)[-1].kwargs,reader.info.features
     make = partial(RowGroups, written=datasets.Features({c:known[c] for c in ds.features}),
-                   wanted=ds.features, known=known)
+                   wanted=ds.features)
     parts = [(str(f), groups) for f,groups in zip(read['files'], read['row_groups_list'])]
     asked = list(dict.fromkeys(f for f,_ in parts))[:FOOTERS]
     with ThreadPoolExecutor(8) as pool: sizes = dict(zip(asked, pool.map(footer, asked)))

@@ -427,13 +427,10 @@ def check_columns(row:dict, # a row as it is stored, with `id`
     from nanovlm_nb.data.dataset import COLUMNS,Dropped,check_form
     known = [*COLUMNS, 'row_id', 'id', 'kinds', 'scene']
     for name in (n for n in row if n not in known):
-        typo = difflib.get_close_matches(name, [c for c in known if c not in row], n=1)
-        near = next(iter(typo or difflib.get_close_matches(name, COLUMNS, n=1, cutoff=.4)), None)
+        [near] = difflib.get_close_matches(name, [c for c in known if c not in row], n=1) or ['']
         meant = f': did you mean `{near}`?' if near else ''
-        message = f'unknown column `{name}` is ignored{meant}'
-        remedy = (f'rename it to `{near}`, or leave it out' if near
-                  else f"the columns are {', '.join(COLUMNS)}")
-        yield Fault('columns', row['id'], message, remedy, warning=not typo)
+        remedy = f"the columns are {', '.join(COLUMNS)}; rename it or leave it out"
+        yield Fault('columns', row['id'], f'unknown column `{name}` is ignored{meant}', remedy, not near)
     try: check_form(row)
     except Dropped as d:
         there = ', '.join(c for c in row if c!='id')

@@ -23,7 +23,6 @@ from typing import Any,NamedTuple
 from fastcore.xml import (B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Main,Meta,P,Safe,Small,Span,
     Style,Summary,Table,Td,Th,Title,Tr,to_xml)
 
-from ..core.usage import asking_hub
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve
 from ..core.recipe import Parts
 from ..runs.start import check_ours,foresee_start
@@ -476,24 +475,11 @@ def to_html(report:Report, # of an inspection
     return to_xml(Html(head, Body(Main(*top, *body)), lang='en'), indent=False)
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
-def _stored(path, name):
-    "A configuration as it is stored: all columns, pictures as bytes."
-    import datasets
-    from nanovlm_nb.data.dataset import FILES
-    file = Path(path)
-    folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
-    stream = dict(split='train', streaming=True)
-    if file.is_file():
-        return datasets.load_dataset(FILES.get(file.suffix, file.suffix[1:]), data_files=str(file), **stream)
-    if not folder.is_dir():
-        with asking_hub(path): return datasets.load_dataset(str(path), name, **stream)
-    try: ds = datasets.load_from_disk(str(folder))
-    except FileNotFoundError: ds = datasets.load_dataset(str(folder), **stream)
-    return ds['train'] if isinstance(ds, datasets.DatasetDict) else ds
-
 def _stored_row(path, name):
-    "Its first row."
-    return next(iter(_stored(path, name).with_format('arrow').iter(batch_size=1))).to_pylist()[0]
+    "The first row of a configuration as it is stored: all columns, pictures as bytes."
+    from nanovlm_nb.data.dataset import load_config
+    stored = load_config(path, name, streaming=True, as_stored=True).with_format('arrow')
+    return next(iter(stored.iter(batch_size=1))).to_pylist()[0]
 
 # %% ../../nbs/62_tools.inspect.ipynb #18709952
 def _unreadable(path):
