@@ -207,6 +207,14 @@ def ends_full(disk, quiet_run, point, room):
     return last.name
 
 
+def test_a_disk_that_is_full_before_the_start(small_disk, quiet_run):
+    "It is said in one sentence, and nothing that was left keeps the next start out."
+    fill(small_disk)
+    with pytest.raises(RunFailed, match=r'^no space left in \S+/run: there is no checkpoint yet\. Make room, then: the same command$'): in_process(small_disk)
+    (small_disk/'ballast').unlink()
+    assert record(in_process(small_disk)) == quiet_run
+
+
 def test_a_full_disk_names_the_last_checkpoint(small_disk, quiet_run):
     "In the third save."
     assert ends_full(small_disk, quiet_run, 'save', 4096) == 'step_2'
@@ -335,8 +343,7 @@ def losing(lose):
 
 
 def as_if_nothing_had_been(folder, quiet_run):
-    "The lock that could not be taken away is that of a process that lives: this one."
-    (folder/'run'/'lock').unlink()
+    "The lock that could not be taken away keeps nobody out."
     assert record(in_process(folder, '--resume', 'True')) == quiet_run
 
 

@@ -18,7 +18,7 @@ from commands import TINY, run
 from nanovlm_nb import train
 from nanovlm_nb.cli import COMMANDS, EXPORTS, main
 from nanovlm_nb.core.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
-from nanovlm_nb.runs.endings import RunLock
+from nanovlm_nb.core.run_dir import RunLock
 from nanovlm_nb.core.usage import is_usage
 
 pytestmark = pytest.mark.usefixtures('one_thread')

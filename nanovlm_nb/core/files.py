@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 # %% ../../nbs/00_core.files.ipynb #a70f11c1
-TMP,OLD = '.nanovlm.tmp','.nanovlm.old' # ends of the names of what is being written, and of what is being replaced
+# ends of names: what is being written, and what is being replaced
+TMP,OLD = '.nanovlm.tmp','.nanovlm.old'
 
 def remove(
     path:Path, # a file, a directory, a link or nothing

@@ -8,12 +8,14 @@ __all__ = ['CONFIG', 'CONFIGS', 'STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'NEXT',
            'COMPILED', 'TRAINER_STATE', 'PIN', 'NEEDED', 'STATE', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign',
            'read_log', 'missing_pieces', 'damaged_pieces', 'read_state', 'write_pointer', 'step_of', 'pointer_text',
            'announce', 'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep', 'usable_checkpoint',
-           'last_checkpoint', 'branch', 'best_kept', 'pinned', 'set_pin', 'abandoned', 'delete_abandoned', 'prune',
-           'prune_older', 'written', 'find_checkpoint']
+           'last_checkpoint', 'branch', 'best_kept', 'lock_file', 'holder', 'RunLock', 'pinned', 'set_pin', 'abandoned',
+           'delete_abandoned', 'prune', 'prune_older', 'written', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
-import json,logging,math,re,time
+import json,logging,math,os,re,socket,time
 from collections.abc import Iterable
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from .files import MANIFEST,OLD,TMP,damage,missing_files,remove,write_atomic
@@ -234,6 +236,68 @@ def best_kept(
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
     return min(((r['val_loss'],r['step']) for r in log
                 if r['step'] in kept and r.get('val_loss') is not None), default=(math.inf,None))
+
+# %% ../../nbs/04_core.run_dir.ipynb #04a11c03
+def lock_file(
+    file, # an open file
+    shared:bool=False, # only look: others may look too
+)->bool|None: # False: another process has locked it; None: nobody can
+    "Lock a file until it is closed or the process ends."
+    try:
+        import fcntl # which Windows lacks
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX)|fcntl.LOCK_NB)
+    except BlockingIOError: return False
+    except (ImportError, OSError) as e:
+        logger.warning('%s cannot be locked (%s): see that only one run writes there', file.name, e)
+        return None
+    return True
+
+def holder(
+    run_dir:Path, # directory of a run
+)->str: # empty: no process holds it
+    "The process that writes into a directory, in words."
+    try:
+        with open(Path(run_dir)/LOCK, encoding='utf-8') as file:
+            if lock_file(file, shared=True): return ''
+            return file.read().strip() or 'a process that has just begun'
+    except OSError: return ''
+
+class RunLock:
+    "Lets one process at a time write into a run's directory."
+    def __init__(self,
+        run_dir:Path, # directory of the run; made if it is not there
+        again:bool=False, # a launcher starts this run again: it has ended the process that was here
+    ):
+        self.path,self.again = Path(run_dir)/LOCK,again
+        self.file:FileIO|None = None
+
+    def take(self)->None: # raises a ValueError that names the process that holds it
+        "Be the holder."
+        for pause in (.1, .2, .5, 1., 0.): # somebody may look just now, or be about to end
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.open('a+b', buffering=0)
+            if (lock_file(file) is not False or self.again and not pause) and self._is_here(file): break
+            file.close()
+            time.sleep(pause)
+        else: raise ValueError(f'{self.path.parent} is in use by {holder(self.path.parent)}: '
+                               'wait for its end, stop it, or give another run_name')
+        self.file = file
+        if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
+        with suppress(OSError): # a full disk
+            file.truncate(0)
+            file.write(f'process {os.getpid()} on {socket.gethostname()}, since '
+                       f'{time.strftime("%Y-%m-%d %H:%M:%S")}\n'.encode())
+
+    def _is_here(self, file):
+        "Whether the name still means this file."
+        with suppress(OSError): return os.path.samestat(os.stat(self.path), os.fstat(file.fileno()))
+
+    def let_go(self)->None: # without effect if it is not held
+        "Hold it no longer."
+        if self.file is None: return
+        with suppress(OSError):
+            if self._is_here(self.file): self.path.unlink()
+        self.file.close()
 
 # %% ../../nbs/04_core.run_dir.ipynb #eed862f2
 def pinned(

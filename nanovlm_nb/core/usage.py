@@ -311,7 +311,7 @@ def one_line_errors(
 # %% ../../nbs/01_core.usage.ipynb #e5b10026
 @contextmanager
 def ends_at_once()->Iterator[None]: # a `with` block
-    "Inside, Ctrl-C ends the process without a word, unless it is ignored or what runs there takes care of it."
+    "Inside, Ctrl-C ends the process without a word, unless it is ignored or handled there."
     before = signal.getsignal(signal.SIGINT)
     if before!=signal.SIG_IGN: signal.signal(signal.SIGINT, signal.SIG_DFL)
     try: yield

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from ..core.run_dir import LOCK,LOG,STATUS,TEXT_LOG,read_log
+from ..core.run_dir import LOG,STATUS,TEXT_LOG,holder,read_log
 from ..core.logs import describe,finished,log_axis,styled
 from ..runs.arguments import AXES
-from .runs import SILENT_S,is_known_dead,list_checkpoints
+from .runs import list_checkpoints
 
 # %% ../../nbs/66_tools.plot.ipynb #45e269c1
 class Run(NamedTuple):
@@ -185,17 +185,6 @@ def gpu_lines(
     cells = [[c.strip() for c in line.split(',')] for line in done.stdout.splitlines() if line.count(',')==4]
     return [f'GPU {i} {name}: {busy} % busy, {used} of {total} MiB' for i,name,busy,used,total in cells]
 
-def _running(folder, now):
-    "What is known about a run whose status file says that it is running."
-    lock = folder/LOCK
-    if (how := is_known_dead(lock)) is not None: return f'the run was killed ({how})'
-    from nanovlm_nb.runs.endings import read_lock # curves need no torch
-    count,holder = read_lock(lock)
-    if holder is None or not count: return 'running'
-    silent = now-lock.stat().st_mtime
-    seen = f'on {holder.host}, last sign of life {_ago(silent)}'
-    return f'running {seen}' if silent<SILENT_S else f'the run was killed, or it hangs: {seen}'
-
 def status_lines(
     path:str|Path, # directory of a run
     now:float|None=None, # seconds since 1970; None: now
@@ -205,7 +194,9 @@ def status_lines(
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     state = ((folder/STATUS).read_text(encoding='utf-8').strip()
              if (folder/STATUS).is_file() else 'unknown (no status file)')
-    if state=='running': state = _running(folder, now)
+    if state=='running':
+        who = holder(folder)
+        state = f'running, {who}' if who else 'the run was killed (nobody holds its directory)'
     latest = {k:v for r in run.records for k,v in r.items() if k in SHOWN}
     n = len(run.restarts)
     lines = [f'{run.name}: {state}'+(f', went on {n} time{"s"*(n>1)}' if n else '')]
