@@ -180,7 +180,7 @@ def test_a_machine_that_can_train(tmp_path):
     notebook = json.loads(next(Path(__file__).parents[1].glob('nbs/*doctor.ipynb')).read_text(encoding='utf-8'))
     rows = next(c['source'] for c in notebook['cells'] if c['id'] == 'f0140001')[3:]
     listed = re.findall(r'`([^`]+)`', ' '.join(row.rsplit('|', 2)[1] for row in rows if row.startswith('|')))
-    assert listed == ['data set', 'wandb', 'GPUs', 'short run', 'checkpoint directory', 'disk', 'Slurm'] and set(listed) <= set(checks)
+    assert listed == ['data set', 'wandb', 'tasks', 'GPUs', 'short run', 'checkpoint directory', 'disk', 'Slurm'] and set(listed) <= set(checks)
     assert not list(tmp_path.iterdir())
 
 

@@ -17,6 +17,7 @@ from kills import wait_for
 from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
 from nanovlm_nb.answers.eval_jobs import has_lmms_eval, writers
 from nanovlm_nb.answers.evaluate import read_rows, write_tasks
+from nanovlm_nb.answers.lmms import as_nanovlm_asks
 from nanovlm_nb.core.run_dir import read_log
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
@@ -190,7 +191,7 @@ def test_sbatch_gets_a_list_of_arguments(tmp_path):
     assert ended(trainer, tmp_path) == 0
     call, = map(json.loads, (tmp_path/'sbatch.jsonl').read_text().splitlines())
     checkpoint = tmp_path/'checkpoints'/'a'/'step_4'
-    assert call == dict(argv=['slurm/eval.slurm', str(checkpoint), '4', 'a', 'mme,a task; touch pwned,$(touch pwned)', '8.0', '64'], rank=None, job=None)
+    assert call == dict(argv=['slurm/eval.slurm', str(checkpoint), '4', 'a', 'mme,a task; touch pwned,$(touch pwned)', '8.0', '64', 'nanovlm'], rank=None, job=None)
     assert not list(tmp_path.rglob('pwned*'))
     assert figures(tmp_path) == [(4, 'lmms_eval/mme_score', 7.)]
 
@@ -202,9 +203,9 @@ def test_script_of_the_slurm_job(root, tmp_path):
     python.chmod(0o755)
     call = lambda *words, **kw: run([root/'slurm'/'eval.slurm', *words], tmp_path, PYTHON=str(python), **kw)
     words = ['/d/checkpoints/a/step_4', '4', 'a', 'x; y,z', '8.0', '64']
-    base = ['-m', 'nanovlm_nb.cli', 'eval', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--out', '/d/checkpoints/a/eval_results/step_4.json']
-    assert call(*words).stdout.splitlines() == ['run a, step 4: x; y,z', str([*base, '--limit', '8.0'])]
-    assert call(*words[:4], 'None', '64', '/t t').stdout.splitlines()[1] == str([*base, '--include_path', '/t t'])
+    base = ['-m', 'nanovlm_nb.cli', 'eval', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--prompts', 'nanovlm', '--out', '/d/checkpoints/a/eval_results/step_4.json']
+    assert call(*words).stdout.splitlines() == ['run a, step 4, prompts nanovlm: x; y,z', str([*base, '--limit', '8.0'])]
+    assert call(*words[:4], 'None', '64', 'nanovlm', '/t t').stdout.splitlines()[1] == str([*base, '--include_path', '/t t'])
     wrong = call(*words[:3], check=False)
     assert wrong.returncode == 2 and 'got 3 arguments' in wrong.stderr
 
@@ -246,9 +247,16 @@ def test_without_lmms_eval_the_run_says_so(tasks, tmp_path):
     assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')]
 
 
+def test_benchmarks_are_asked_as_nanovlm_asks_them(golden):
+    "Every question that its adapter has rewritten for us, word by word."
+    rows = [r for name in ('questions', 'more_questions') for r in json.loads((golden/f'{name}.json').read_text())['rows']]
+    assert len(rows) == 141
+    assert [r for r in rows if as_nanovlm_asks(r['task'], r['asked']) != (r['user'], r['assistant_start'])] == []
+
+
 def test_plugin_and_tasks_are_part_of_the_package():
     assert {e.value for e in entry_points(group='lmms_eval.models') if e.name == 'nanovlm_nb'} == {'nanovlm_nb.answers.lmms:manifest'}
-    assert {'shapes.yaml', 'digits.yaml', 'digits_choice.yaml', '_exact_match.yaml'} <= {p.name for p in files('nanovlm_nb').joinpath('tasks').iterdir()}
+    assert {'shapes.yaml', 'digits.yaml', 'digits_choice.yaml', '_exact_match.yaml', 'nanovlm.json'} <= {p.name for p in files('nanovlm_nb').joinpath('tasks').iterdir()}
 
 
 # --- the real lmms-eval, the real Slurm

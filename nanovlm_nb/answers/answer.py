@@ -52,6 +52,7 @@ class Asker:
     model:VisionLanguageModel # in eval mode
     tokenizer:Any # with nanoVLM's image tokens
     image_processor:ImageProcessor # picture -> (tiles, grid)
+    numbered:bool = True # several pictures are numbered in the text, as in training
 
     @classmethod
     def from_model(cls,
@@ -88,15 +89,17 @@ class Asker:
             grids.append(g)
         if not grids: return tiles,''
         a_tile,convention = self.model.cfg.mp_image_token_length,self.image_processor.convention
-        return tiles,get_image_string(self.tokenizer, grids, a_tile, convention)
+        together = [grids] if self.numbered else [[g] for g in grids]
+        return tiles,''.join(get_image_string(self.tokenizer, g, a_tile, convention) for g in together)
 
     def prompt(self,
         images:Iterable[Image.Image], # pictures that the question is about, may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
+        start:str='', # how the answer begins; it is not repeated in the answer
     )->tuple[list[int],list]: # token ids, one stack of uint8 tiles per picture
         "Token ids and tiles of one question."
         tiles,image_string = self.tiles(images)
-        return encode_prompt(self.tokenizer, question, image_string).tolist(),tiles
+        return encode_prompt(self.tokenizer, question, image_string, start=start).tolist(),tiles
 
     def check_length(self,
         n:int, # tokens of the longest prompt
@@ -124,7 +127,7 @@ class Asker:
         return how if how.keys()&{'temperature','top_k','top_p'} else dict(greedy=True)|how
 
     def stream(self,
-        questions:list[tuple], # (pictures, question or turns) pairs
+        questions:list[tuple], # (pictures, question or turns), perhaps with how the answer begins
         max_new_tokens:int=32, # longest answer in tokens
         stop:Sequence[str|int]=(), # see `ends`
         **sampling, # `temperature`, `top_k` and others of `Picker`; greedy when nothing is given

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL', 'REFUSED', 'ATTN_BACKENDS', 'SCHEDULES',
-           'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful', 'refused',
-           'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields', 'DataFields',
-           'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny', 'save_yaml',
-           'read_sections', 'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args', 'set_env',
-           'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function',
+           'PROMPTS', 'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful',
+           'refused', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields',
+           'DataFields', 'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny',
+           'save_yaml', 'read_sections', 'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args',
+           'set_env', 'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function',
            'projector_advice', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
@@ -734,6 +734,8 @@ class EngineFields:
                  f"peak_tflops is {self.peak_tflops}: give a number above 0, or None")
 
 # %% ../../nbs/02_core.config.ipynb #62f388ec
+PROMPTS = 'nanovlm','plain' # how benchmarks can be asked
+
 @dataclass
 class ReportFields:
     "What a run measures, saves and reports."
@@ -781,6 +783,8 @@ class ReportFields:
     lmms_eval_tasks:str = fine(
         'mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa',
         'tasks, separated by commas', common=True)
+    lmms_eval_prompts:str = fine(PROMPTS[0],
+        'how benchmarks are asked: nanovlm, as its evaluation asks them, or plain, as lmms-eval writes them')
     lmms_eval_limit:float|None = fine(None, 'samples of a task; None: all')
     lmms_eval_batch_size:int = fine(64, 'questions answered at a time')
     eval_backend:str = fine('auto',
@@ -803,6 +807,7 @@ class ReportFields:
         _require(self.recipe is None or all(self.recipe.partition(':')[::2]),
             f"recipe names {self.recipe!r}: give module:function")
         _one_of(self, 'console_line', ('figures','minimind'))
+        _one_of(self, 'lmms_eval_prompts', PROMPTS)
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
         limit = self.lmms_eval_limit
         _require(limit is None or limit>0,

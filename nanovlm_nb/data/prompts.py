@@ -196,13 +196,14 @@ def encode_prompt(
     texts:list[dict]|str, # a question, or turns of which the last has no 'assistant'
     image_string:str='', # placeholders from `get_image_string`
     system:str|None=None, # text of a system turn
+    start:str='', # how the answer begins
 )->Tensor: # ids (T,), int64
     "Ids of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
     if texts and 'assistant' in texts[-1]:
         raise ValueError('the last turn has an answer already: leave its `assistant` out')
     # spaces are the answer's, see `answer_frame`
-    text = _render(tokenizer, to_messages(tokenizer, texts, image_string, system), prompt=True).rstrip(' ')
+    text = _render(tokenizer, to_messages(tokenizer, texts, image_string, system), prompt=True).rstrip(' ')+start
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
 
 # %% ../../nbs/21_data.prompts.ipynb #30ac1093

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.usage import Parser,UsageError,at_least,check_hub_name,checked
-from ..core.config import TrainConfig,VLMConfig,change,evolve,load_yaml,parse_args
+from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,evolve,load_yaml,parse_args
 from ..core.run_dir import CONFIG,checkpoints,last_checkpoint,missing_pieces,read_state
 from ..model.flops import BANDWIDTH,GPUS,find_card,known_gpu
 
@@ -221,6 +221,8 @@ def eval_parser()->Parser: # of `nanovlm eval`
     p.add_argument('checkpoint', nargs='?', type=_checkpoint, help=CHECKPOINT)
     p.add_argument('--tasks', default='', help='names and parquet files, separated by commas')
     p.add_argument('--include_path', help='directory with more tasks, e.g. one that --write_tasks has made')
+    p.add_argument('--prompts', choices=PROMPTS, default=PROMPTS[0],
+        help='how benchmarks are asked: as nanoVLM asks them (default), or as lmms-eval writes them')
     p.add_argument('--limit', type=at_least(0, float),
         help='samples of a task; below 1 a share; default: all')
     p.add_argument('--batch_size', type=at_least(1), default=64, help='questions answered at a time')

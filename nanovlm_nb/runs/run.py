@@ -600,7 +600,8 @@ def use_evals(
     jobs = Evaluations(trainer.log.run_dir, c, tasks) if dist.is_master else None
     live = cli_evaluate if tasks and backend=='in_process' else None
     every = 2*c.eval_interval
-    if tasks: trainer.log.info(f'every {every} updates the checkpoint is evaluated ({backend}): {tasks}')
+    how = f'{backend}, prompts of benchmarks: {c.lmms_eval_prompts}'
+    if tasks: trainer.log.info(f'every {every} updates the checkpoint is evaluated ({how}): {tasks}')
     trainer.evaluate_with(EvalDesk(trainer.log, dist, jobs, tasks if live else '', live))
 
 # %% ../../nbs/56_runs.run.ipynb #e5d10002

@@ -6,9 +6,9 @@
 __all__ = ['PASS', 'FAIL', 'SKIP', 'CUDA_FLOOR', 'CUDA_DRIVERS', 'FLASH_FLOORS', 'PATIENCE_S', 'LOOKED_AT', 'Probe',
            'check_lines', 'doctor_exit_code', 'version', 'check_version', 'floors', 'installed', 'package_checks',
            'check_cuda', 'check_flash', 'driver_version', 'machine_checks', 'try_backend', 'existing', 'check_disk',
-           'try_write', 'attempt', 'data_checks', 'check_wandb', 'wandb_check', 'check_workers', 'check_slurm',
-           'run_to_end', 'two_processes', 'first_pictures', 'tiles_a_second', 'check_picture_speed', 'picture_check',
-           'smoke_run', 'check_memory', 'check_gpus', 'check_start', 'examine', 'main']
+           'try_write', 'attempt', 'data_checks', 'check_wandb', 'wandb_check', 'task_check', 'check_workers',
+           'check_slurm', 'run_to_end', 'two_processes', 'first_pictures', 'tiles_a_second', 'check_picture_speed',
+           'picture_check', 'smoke_run', 'check_memory', 'check_gpus', 'check_start', 'examine', 'main']
 
 # %% ../../nbs/65_tools.doctor.ipynb #eaf72857
 import json,math,os,platform,re,shutil,subprocess,sys,tempfile,time
@@ -31,6 +31,7 @@ from ..core.recipe import Parts
 from ..model.attention import BACKENDS,Layout,attention,problem_of
 from ..model.weights import language_config,pth_path,vision_config
 from ..model.flops import peak_flops
+from ..answers.eval_jobs import possible_tasks
 from ..runs.start import Start,foresee_start,is_pth,resolve_start
 from ..runs.arguments import MFU
 from ..runs.run import plan_resume,run_path
@@ -292,6 +293,18 @@ def wandb_check(
     said = given is None or 'log_wandb' in given
     return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ, said)
 
+# %% ../../nbs/65_tools.doctor.ipynb #eb21e747
+def task_check(
+    train_cfg:TrainConfig, # the run
+    given:set[str]|None=None, # fields that flags or a file name
+)->Probe: # skip where a run may do without what is missing
+    "Whether the checkpoints of a run can be evaluated."
+    if not train_cfg.use_lmms_eval: return Probe('tasks', SKIP, 'use_lmms_eval is False: none is evaluated')
+    tasks,missing = possible_tasks(train_cfg)
+    if not missing: return Probe('tasks', PASS, f'{tasks}; prompts of benchmarks: {train_cfg.lmms_eval_prompts}')
+    asked = given is None or given&{'use_lmms_eval','lmms_eval_tasks'}
+    return Probe('tasks', FAIL if asked else SKIP, missing, 'do what the message says, or give other tasks')
+
 # %% ../../nbs/65_tools.doctor.ipynb #3b9d21c8
 def check_workers(
     train_cfg:TrainConfig, # `num_workers`
@@ -531,6 +544,7 @@ def examine(
     processes = loader_workers(train_cfg, max((cpus or 1)//gpus, 1))
     yield picture_check(vlm_cfg, train_cfg, start.parts, processes, gpu)
     yield wandb_check(train_cfg, given)
+    yield task_check(train_cfg, given)
     yield check_slurm()
     yield two_processes()
     if smoke: yield smoke_run(vlm_cfg, train_cfg, smoke)

@@ -695,9 +695,9 @@ class Evaluating(Validating):
         if desk.evaluate is None or not desk.lacks(self.state.step): return
         if self.tokenizer is not None: base.tokenizer = self.tokenizer
         features,base.features = base.features,None # the pictures of a benchmark are not those of the run
-        limits = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size)
+        asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
         args = Namespace(model=base, tasks=desk.tasks, include_path=c.eval_include_path,
-            process_with_media=True, device=self.dist.device, dist=self.dist, **limits)
+            process_with_media=True, device=self.dist.device, dist=self.dist, **asked)
         stance = torch.compiler.set_stance('force_eager') if self.compiled else nullcontext() # all shapes
         try:
             with self.clock('validation'),stance: results = desk.evaluate(args)
