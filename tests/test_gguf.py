@@ -56,8 +56,10 @@ def test_the_files_hold_the_checkpoint_bit_for_bit(exported):
     there = lambda t: torch.from_numpy(np.array(t.data))
     assert torch.equal(there(lm['blk.1.ffn_down.weight']), block.mlp.down_proj.weight)
     assert torch.equal(there(lm['token_embd.weight']), model.decoder.head.weight) and 'output.weight' not in lm
-    q = there(lm['blk.1.attn_q.weight']).view(-1, width//2, 2, 64).transpose(1, 2).reshape(-1, 64)
-    assert torch.equal(q, block.attn.q_proj.weight)
+    halves = lambda name: there(lm[name]).view(-1, width//2, 2, 64).transpose(1, 2).reshape(-1, 64)  # llama.cpp turns neighbours
+    for i, b in enumerate(model.decoder.blocks):
+        for x in 'qk': assert torch.equal(halves(f'blk.{i}.attn_{x}.weight'), b.attn.get_submodule(f'{x}_proj').weight), (i, x)
+        assert torch.equal(there(lm[f'blk.{i}.attn_v.weight']), b.attn.v_proj.weight)
     tower = model.vision_encoder
     assert torch.equal(there(vision['v.position_embd.weight']), tower.patch_embedding.position_embedding[0])
     assert torch.equal(torch.cat([there(vision[f'v.blk.0.attn_{x}.bias']) for x in 'qkv']), tower.blocks[0].attn.qkv_proj.bias)
