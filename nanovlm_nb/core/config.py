@@ -207,9 +207,9 @@ class Config:
         return cls(**values)
 
     def to_json(self)->str: # text of a JSON file
-        "The fields as JSON; fields that nanoVLM does not know only where they differ from their default."
-        hidden = {f.name for f in fields(self)
-                  if f.name in self.own_fields() and getattr(self, f.name)==_default(f)}
+        "The fields as JSON; of those that nanoVLM does not know only what makes another model."
+        hidden = {f.name for f in fields(self) if f.name in self.own_fields()
+                  and (f.metadata['weights']=='run' or getattr(self, f.name)==_default(f))}
         return json.dumps({k:v for k,v in self.to_dict().items() if k not in hidden}, indent=4)
 
     def save(self,
@@ -357,8 +357,8 @@ class LanguageFields:
         'backbone whose weights are loaded: hub name or directory', common=True, weights='any')
     lm_tokenizer:str = refused('HuggingFaceTB/SmolLM2-360M-Instruct', 'tokenizer: hub name or directory',
         common=True, weights='any')
-    lm_chat_template:str = refused(CHAT_TEMPLATE, 'Jinja template that turns messages into text',
-        weights='any')
+    lm_chat_template:str|None = refused(CHAT_TEMPLATE,
+        "Jinja template that turns messages into text; None: the tokenizer's own", weights='any')
     _argument_group_name = 'language model'
 
     @property
@@ -905,7 +905,7 @@ _SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6
 _MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512,
     lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768, lm_base_vocab_size=6400,
     lm_n_heads=8, lm_n_kv_heads=2, lm_n_blocks=8, lm_max_length=640, lm_model_type='minimind',
-    lm_tokenizer='model', mp_pixel_shuffle_factor=1, max_img_size=224,
+    lm_tokenizer='model', lm_chat_template=None, mp_pixel_shuffle_factor=1, max_img_size=224,
     vlm_extra_tokens={'image_token':'<|image|>', 'global_image_token':'<|global_image|>'},
     hf_repo_name=None, pixel_mean=.5, pixel_std=.5)
 _MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16,

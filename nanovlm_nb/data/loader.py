@@ -17,7 +17,7 @@ import datasets
 from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ..core.config import TrainConfig,VLMConfig,check_configs,load_function
+from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
@@ -39,7 +39,7 @@ def load_tokenizer(
     "The tokenizer of a config; 'shapes' is trained on the spot."
     extra,template = vlm_cfg.vlm_extra_tokens,vlm_cfg.lm_chat_template
     shapes = vlm_cfg.lm_tokenizer=='shapes'
-    tokenizer = (shapes_tokenizer(extra, template, vlm_cfg.lm_base_vocab_size)
+    tokenizer = (shapes_tokenizer(extra, template or CHAT_TEMPLATE, vlm_cfg.lm_base_vocab_size)
                  if shapes else get_tokenizer(vlm_cfg.lm_tokenizer, extra, template))
     check_tokenizer(tokenizer, vlm_cfg)
     return tokenizer

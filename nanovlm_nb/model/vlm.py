@@ -30,7 +30,7 @@ from ..core.files import check_files, file_digest
 from ..core.usage import UsageError
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
-from ..core.tokenizer import get_tokenizer
+from ..core.tokenizer import get_tokenizer, save_tokenizer
 from ..core.recipe import RECIPE_NOTE, recipe_message
 from ..core.layout import Layout, check_bounds, slot_error
 from .vision import ViT
@@ -560,7 +560,9 @@ class Pretrained(nn.Module):
         tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
         named = self.cfg.lm_tokenizer
         from_hub = tokenizer is None or tokenizer.name_or_path == named and not Path(named).is_dir()
-        cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=str(known_as or save_directory))
+        # nanoVLM looks from wherever it is run
+        place = str(known_as or Path(save_directory).absolute())
+        cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
         state = self.state_dict() if state is None else state
         if self.vision_note and trains(self.vision_encoder):
             raise ValueError("the vision tower trains and would be lost: "
@@ -571,7 +573,7 @@ class Pretrained(nn.Module):
             else: write_weights(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
             for name,note in ((VISION_NOTE, self.vision_note), (RECIPE_NOTE, self.recipe_note)):
                 if note: (tmp/name).write_text(json.dumps(note, indent=1)+'\n', encoding='utf-8')
-            if not from_hub: tokenizer.save_pretrained(tmp)
+            if not from_hub: save_tokenizer(tokenizer, tmp)
 
     def push_to_hub(self,
         repo_id:str, # e.g. 'name/my-vlm'; made if missing

@@ -160,7 +160,7 @@ def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
         _write_optimizer(parts['optimizer'], tmp/'optimizer', dist)
         (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
     if not dist.is_master: return
-    model.save_pretrained(tmp, tokenizer, known_as=final, state=parts['weights'])
+    model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=parts['weights'])
     (tmp/TRAINER_STATE).write_text(json.dumps(state or {}, indent=1, sort_keys=True)+'\n', encoding='utf-8')
 
 def _read_back(tmp, dist):

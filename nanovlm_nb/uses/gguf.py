@@ -231,7 +231,7 @@ def export_gguf(
     "Write a model for llama.cpp."
     cfg,tokenizer = model.cfg,model.tokenizer
     check_carried(cfg, tokenizer)
-    words = vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':chat_template(cfg)}
+    words = vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':chat_template(cfg, tokenizer)}
     with written_at_once(folder) as tmp:
         for name,settings,tensors in (('model',language_settings(cfg)|words,language_tensors(model)),
                                       ('mmproj',vision_settings(cfg),vision_tensors(model))):
