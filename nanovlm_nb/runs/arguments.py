@@ -141,6 +141,8 @@ def _is_picture(name):
 
 def _is_page(name):
     if name: _is_new(name)
+    if name and Path(name).is_file() and Path(name).open('rb').read(15) not in (b'', b'<!doctype html>'):
+        raise ValueError(f'{name} is there and is no page, it would be lost: give another file')
 
 # kinds of arguments, for `add_argument`
 _checkpoint,_folder,_run,_file = map(checked, (_is_checkpoint, _is_folder, _is_run, _is_file))
