@@ -70,7 +70,11 @@ def tensor_files(
 )->dict: # name of a tensor -> (file, name in the file)
     "Which tensors there are and where; an index lists the files of a large checkpoint."
     index,single = folder/'model.safetensors.index.json', folder/'model.safetensors'
-    if index.exists(): return {k:(folder/f,k) for k,f in json.loads(index.read_text())['weight_map'].items()}
+    if index.exists():
+        files = json.loads(index.read_text())['weight_map']
+        outside = next((f for f in files.values() if Path(f).name!=f), None)
+        if outside: raise ValueError(f"{index} names {outside}: files of weights lie beside it, correct it")
+        return {k:(folder/f,k) for k,f in files.items()}
     if not single.exists():
         raise FileNotFoundError(f"{folder.name} has neither model.safetensors nor an index of several: "
                                 "is it a checkpoint?")
