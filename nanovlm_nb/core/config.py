@@ -186,6 +186,8 @@ class Config:
         for f in fields(self):
             value = as_type(f.name, getattr(self, f.name), hints[f.name])
             if f.name not in self.may_be_empty: _filled(f.name, value)
+            readable = str(value).encode(errors='replace').decode()==str(value)
+            _require(readable, f"{f.name} is {value!r}, which is no UTF-8: write it in other characters")
             setattr(self, f.name, value)
 
     @classmethod
@@ -371,6 +373,8 @@ class LanguageFields:
         _positive(self, 'lm_hidden_dim', 'lm_inter_dim', 'lm_rms_eps', 'lm_re_base',
                   'lm_max_position_embeddings', 'lm_base_vocab_size', 'lm_n_heads', 'lm_n_kv_heads',
                   'lm_n_blocks', 'lm_max_length', 'lm_attn_scaling')
+        _require(self.lm_base_vocab_size<=2**24, f"lm_base_vocab_size is {self.lm_base_vocab_size}: "
+                 f"give the number of tokens of lm_tokenizer, {2**24} or less")
         if self.lm_head_dim is None: _divides(self, 'lm_hidden_dim', 'lm_n_heads')
         _divides(self, 'lm_n_heads', 'lm_n_kv_heads')
         head = self.head_width
