@@ -152,7 +152,8 @@ class Job:
     )->list[str]: # a command of this machine
         "The evaluator as a process."
         options = dict(tasks=self.tasks, out=out, step=self.step, batch_size=self.batch_size,
-                       prompts=self.prompts, limit=self.limit, include_path=self.include_path, recipe=self.recipe)
+                       prompts=self.prompts, limit=self.limit, include_path=self.include_path,
+                       recipe=self.recipe)
         flags = [o for k,v in options.items() if v is not None for o in (f'--{k}',str(v))]
         return [sys.executable, '-m', 'nanovlm_nb.cli', 'eval', self.checkpoint, *flags]
 
@@ -263,7 +264,8 @@ def benchmarks()->dict[str,Path]: # name of a task or group -> its file; empty w
     spec = find_spec('lmms_eval')
     files = sorted(p for root in (spec and spec.submodule_search_locations or ())
                    for p in Path(root).glob('tasks/**/*.yaml'))
-    names = (re.search(r'^(?:task|group): *["\']?([\w.-]+)', p.read_text(encoding='utf-8'), re.M) for p in files)
+    named = re.compile(r'^(?:task|group): *["\']?([\w.-]+)', re.M)
+    names = (named.search(p.read_text(encoding='utf-8')) for p in files)
     return {m[1]:p for m,p in zip(names, files) if m}
 
 def _task_config(path)->dict:
@@ -398,8 +400,8 @@ class JobBook:
         c,checkpoint = self.cfg,Path(checkpoint).absolute()
         set_pin(checkpoint, True) # again, if it was written again
         if step in self.jobs: return
-        limits = c.lmms_eval_limit,c.lmms_eval_batch_size
-        job = Job(str(checkpoint), step, self.run_dir.name, self.tasks, *limits, c.lmms_eval_prompts, self._own_tasks())
+        how = c.lmms_eval_limit,c.lmms_eval_batch_size,c.lmms_eval_prompts
+        job = Job(str(checkpoint), step, self.run_dir.name, self.tasks, *how, self._own_tasks())
         self._note(job, recipe=self._own_recipe(checkpoint))
 
     def put(self,

@@ -197,7 +197,7 @@ def evaluate_task(
 
 def cli_evaluate(
     args:Namespace, # `model`, `tasks`, `limit`, `batch_size`, `device` and others, see `main`
-)->dict|None: # 'tasks' done, 'results', 'samples', 'prompts', 'failed' with messages; None on other ranks than 0
+)->dict|None: # see `result_values`, and 'failed' with messages; None on other ranks than 0
     "Evaluate a model in memory."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
     model,was,dist = args.model.to(args.device),args.model.training,args.dist
@@ -272,7 +272,7 @@ def results_table(
     width = max(map(len, values['results']), default=6)
     lines = [f"{'figure':<{width}}  {'value':>10}",
              *(f'{k:<{width}}  {v:>10.4f}' for k,v in values['results'].items())]
-    of_tasks = lambda key: ', '.join(f'{k} {v}' for k,v in values[key].items()) or 'none'
+    of_tasks = lambda key: ', '.join(f'{Path(k).name} {v}' for k,v in values[key].items()) or 'none'
     return '\n'.join([*lines, *(f'{key}: {of_tasks(key)}' for key in ('samples','prompts'))])
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dbf

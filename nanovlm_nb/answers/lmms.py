@@ -154,8 +154,8 @@ class NanoVLM(lmms):
         kind = lambda r: (asked_as(r.args[4], self.prompts), repr(sorted(r.args[1].items())))
         for part in batches(requests, self.batch_size, kind):
             options,plain = requests[part[0]].args[1],kind(requests[part[0]])[0]=='plain'
-            asked = [(self.pictures(*args[2:6]), *((args[0],) if plain else as_nanovlm_asks(args[4], args[0])))
-                     for args in (requests[i].args for i in part)]
+            words = lambda args: (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
+            asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
             stop = [s for s in flat(options.get('until')) if s and plain]
             most = int(options.get('max_new_tokens') or self.max_new_tokens)
             pieces = replace(self.asker, numbered=plain).stream(asked, most, stop, **sampling_of(options))

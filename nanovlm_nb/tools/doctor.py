@@ -301,7 +301,7 @@ def task_check(
     "Whether the checkpoints of a run can be evaluated."
     if not train_cfg.use_lmms_eval: return Probe('tasks', SKIP, 'use_lmms_eval is False: none is evaluated')
     tasks,missing = possible_tasks(train_cfg)
-    if not missing: return Probe('tasks', PASS, f'{tasks}; prompts of benchmarks: {train_cfg.lmms_eval_prompts}')
+    if not missing: return Probe('tasks', PASS, f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})')
     asked = given is None or given&{'use_lmms_eval','lmms_eval_tasks'}
     return Probe('tasks', FAIL if asked else SKIP, missing, 'do what the message says, or give other tasks')
 
