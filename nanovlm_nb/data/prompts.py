@@ -203,7 +203,8 @@ def encode_prompt(
     if texts and 'assistant' in texts[-1]:
         raise ValueError('the last turn has an answer already: leave its `assistant` out')
     # spaces are the answer's, see `answer_frame`
-    text = _render(tokenizer, to_messages(tokenizer, texts, image_string, system), prompt=True).rstrip(' ')+start
+    messages = to_messages(tokenizer, texts, image_string, system)
+    text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
 
 # %% ../../nbs/21_data.prompts.ipynb #30ac1093
