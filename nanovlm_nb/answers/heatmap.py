@@ -16,8 +16,7 @@ import torch
 from PIL import Image,ImageDraw
 from torch import Tensor
 
-from ..data.images import image_size,open_image
-from ..model.language import LanguageModel,apply_rotary
+from ..model.language import LanguageModel
 from .answer import Asker
 
 # %% ../../nbs/32_answers.heatmap.ipynb #6acd941b
@@ -42,11 +41,8 @@ def record_attention(
     "Keep the attention weights of a reading."
     weights = {}
     def keep(module, args):
-        x,cos,sin = args[:3]
-        q,k = (p(h).unflatten(-1, (-1,module.head_dim)).transpose(1,2)
-               for p,h in ((module.q_proj, x[:,rows]), (module.k_proj, x)))
-        q,k = apply_rotary(q, cos[:,:,rows], sin[:,:,rows]),apply_rotary(k, cos, sin)
-        weights[module.index] = attention_weights(q, k, rows)
+        q,k,_ = module.heads(*args[:3])
+        weights[module.index] = attention_weights(q[:,:,rows], k, rows)
     hooks = [decoder.blocks[b].attn.register_forward_pre_hook(keep) for b in blocks]
     try: yield weights
     finally:

@@ -152,6 +152,16 @@ class LanguageModelGroupedQueryAttention(nn.Module):
                                    for _ in range(2))
         self.resid_dropout = nn.Dropout(cfg.lm_dropout)
 
+    def heads(self,
+        x:Tensor, # (B, T, D) normed hidden states
+        cos:Tensor, # (B, 1, T, head width) cosines of the positions
+        sin:Tensor, # (B, 1, T, head width) sines
+    )->tuple[Tensor,Tensor,Tensor]: # queries (B, H, T, head width); keys and values (B, Hkv, T, head width)
+        "Queries and keys as they are multiplied, normed and turned, and values."
+        q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
+                 for p in (self.q_proj, self.k_proj, self.v_proj))
+        return apply_rotary(self.q_norm(q), cos, sin),apply_rotary(self.k_norm(k), cos, sin),v
+
     def forward(self,
         x:Tensor, # (B, T, D) normed hidden states
         cos:Tensor, # (B, 1, T, head width) cosines of the positions
@@ -160,9 +170,7 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         cache:KVCache|None=None, # what was read before
     )->Tensor: # (B, T, D) what each position gathered
         "Mix the positions of each document."
-        q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
-                 for p in (self.q_proj, self.k_proj, self.v_proj))
-        q,k = apply_rotary(self.q_norm(q), cos, sin), apply_rotary(self.k_norm(k), cos, sin)
+        q,k,v = self.heads(x, cos, sin)
         if cache is not None: past = cache.append(self.index, k, v)
         if cache is not None and cache.length>x.shape[1]: out = cached_attention(q, *past)
         else: out = attention(q, k, v, layout, backend=self.backend, dropout_p=self.dropout*self.training)

@@ -33,7 +33,7 @@ from ..core.dist import Dist
 from ..core.layout import TENSORS,Layout
 from ..model.attention import choose_backend
 from ..model.vision import ViTBlock
-from ..model.language import LanguageModelBlock,apply_rotary
+from ..model.language import LanguageModelBlock
 from ..model.vlm import VLMNet
 from ..model.flops import BYTES,OPERATIONS,STORED,fitting_unit,with_unit
 from ..model.flops import GpuCard,count_flops,find_card
@@ -399,9 +399,7 @@ def two_clocks(
 # %% ../../nbs/63_tools.xray.ipynb #41c0de31
 def _masked_block(block, x, cos, sin, mask):
     attn = block.attn
-    q,k,v = (p(block.norm1(x)).unflatten(-1, (-1,attn.head_dim)).transpose(1,2)
-             for p in (attn.q_proj, attn.k_proj, attn.v_proj))
-    q,k = apply_rotary(q, cos, sin),apply_rotary(k, cos, sin)
+    q,k,v = attn.heads(block.norm1(x), cos, sin)
     k,v = (y.repeat_interleave(q.shape[1]//k.shape[1], 1) for y in (k,v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
     x = x+attn.out_proj(mixed.transpose(1,2).flatten(2))
@@ -807,7 +805,7 @@ def main(
 )->int: # 0
     "Command `nanovlm xray`: a training step, operation by operation."
     card = find_card(values.gpu)
-    start = foresee_start(values.vlm_cfg, values.train_cfg, 1, values.given)
+    start = foresee_start(values.vlm_cfg, values.train_cfg)
     check_ours(start, 'nanovlm xray', 'model', 'trainer')
     v,t,contents = start.vlm_cfg,start.train_cfg,Contents(values.documents, values.tiles)
     x = xray(v, t, example_batch(v, t.batch_size, contents))
