@@ -99,8 +99,7 @@ def test_backbones_bring_their_sizes_also_on_resume(tmp_path):
     sizes, rest = TINY[:16], TINY[16:]
     backbones = ['--run_name', 'r', '--vlm_load_backbone_weights', 'True', '--vit_model_type', tmp_path/'vit', '--lm_model_type', tmp_path/'lm', '--ask_samples', 0]
     with pytest.raises(ValueError, match='_hidden_dim is 32, but .* was trained with 48: leave .*_hidden_dim out'):
-        vlm, cfg, asked = parse_args([str(a) for a in [*sizes[:2], *sizes[6:8], *rest, *backbones]])
-        with_sizes(vlm, cfg, asked.given)
+        with_sizes(*parse_args([str(a) for a in [*sizes[:2], *sizes[6:8], *rest, *backbones]])[:2])
     flags = [*rest, *backbones]
     train(flags, tmp_path)
     train([*flags, '--resume', 'True', '--max_training_steps', 8], tmp_path)

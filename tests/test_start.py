@@ -60,8 +60,7 @@ def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch, cap
     said = json.loads(capsys.readouterr().out)
     assert {n: p['total'] for n, p in said['parameters'].items()} == {n: sum(p.numel() for p in part.parameters()) for n, part in model.named_children()}
     assert said['batch']['batch_size'] == cfg.batch_size and said['batch']['accumulation'] == cfg.gradient_accumulation_steps
-    given = parse_args([*RUN, *STARTS[kind]])
-    start = resolve_start(*given[:2], given=given[2].given)
+    start = resolve_start(*parse_args([*RUN, *STARTS[kind]])[:2])
     assert (start.vlm_cfg.lm_tokenizer, start.train_cfg.lr_mp) == (vlm.lm_tokenizer, cfg.lr_mp)
 
 
@@ -73,7 +72,7 @@ def test_the_others_see_the_checkpoint_too(place, monkeypatch, capsys):
     monkeypatch.setattr(inspect, 'tell_inspection', lambda *_: 0)
     nanovlm(['inspect', *flags])
     assert nanovlm(['invariance', *flags, '--packs', '2']) == 0, 'a model with other sizes than the data would not get so far'
-    check, start = doctor.check_start(*parse_args(flags)[:2], given=parse_args(flags)[2].given)
+    check, start = doctor.check_start(*parse_args(flags)[:2])
     assert check == ('start', doctor.PASS, 'from the checkpoint checkpoints/first/step_1', '')
     for vlm in (seen['inspect'], start.vlm_cfg):
         assert (vlm.lm_hidden_dim, vlm.lm_tokenizer) == (32, str(Path('checkpoints/first/step_1')))
@@ -106,8 +105,7 @@ def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tm
     if flag: words += [word for name, (*_, value) in VALUES.items() for word in (f'--{name}', str(value))]
     words += ['--load_from', 'checkpoints/first/step_1'] if checkpoint else ['--vlm_load_backbone_weights', 'False']
     def start(*more):
-        vlm_cfg, train_cfg, asked = parse_args([*words, *more])
-        return resolve_start(vlm_cfg, train_cfg, given=asked.given)
+        return resolve_start(*parse_args([*words, *more])[:2])
     saved, presets = VLMConfig.load('checkpoints/first/step_1'), vars(preset(named or 'shapes')[0]) | vars(preset(named or 'shapes')[1])
     found = start()
     for name, (_, file, value) in VALUES.items():

@@ -82,7 +82,7 @@ def _colours(cfg, name):
     "One number, or one for each colour; three equal ones are one."
     values = getattr(cfg, name)
     _require(len(values) in (1,3), f"{name} is {values}: give one number, or three for red, green and blue")
-    if len({*values})==1: setattr(cfg, name, values[:1])
+    if len({*values})==1: vars(cfg)[name] = values[:1]
 
 def _at_least_0(cfg, *names):
     for n in names: _require(getattr(cfg, n)>=0, f"{n} is {getattr(cfg, n)}: give 0 or more")
@@ -179,6 +179,16 @@ C = TypeVar('C', bound='Config') # one of the two configurations
 class Config:
     "What both configurations can do: check types, become a dictionary or a JSON file, and come back."
     may_be_empty:ClassVar[tuple[str,...]] = () # texts that may be ''; others would be taken for left out
+    given:ClassVar[set[str]] # of each configuration its own: fields that were named, here, by `evolve` or later
+
+    def __new__(cls, *args, **kwargs):
+        cfg = super().__new__(cls)
+        vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
+        return cfg
+
+    def __setattr__(self, name, value):
+        if name in vars(self): self.given.add(name)
+        super().__setattr__(name, value)
 
     def convert(self)->None:
         "Convert each field to its annotated type, or say which one cannot be."
@@ -188,7 +198,7 @@ class Config:
             if f.name not in self.may_be_empty: _filled(f.name, value)
             readable = str(value).encode(errors='replace').decode()==str(value)
             _require(readable, f"{f.name} is {value!r}, which is no UTF-8: write it in other characters")
-            setattr(self, f.name, value)
+            vars(self)[f.name] = value
 
     @classmethod
     def own_fields(cls)->list[str]: # names
@@ -464,12 +474,12 @@ class VLMConfig(BridgeFields, LanguageFields, VisionFields, Config):
     def __post_init__(self):
         self.convert()
         if self.image_convention=='smolvlm' and self.vlm_extra_tokens==_image_tokens():
-            self.vlm_extra_tokens = _smolvlm_tokens()
+            vars(self)['vlm_extra_tokens'] = _smolvlm_tokens()
         self.check_vision()
         self.check_language()
         self.check_bridge()
         for name,value in self.derived().items():
-            if getattr(self, name) is None: setattr(self, name, value)
+            if getattr(self, name) is None: vars(self)[name] = value
         self.check_derived()
 
     @property
@@ -514,11 +524,13 @@ def evolve(
     cfg:C, # a `VLMConfig` or `TrainConfig`
     **changes, # field name -> new value
 )->C: # a new, checked configuration of the same class
-    "A changed copy in which derived fields follow."
+    "A changed copy in which derived fields follow; what is changed counts as given."
     check_known(list(changes), [f.name for f in fields(cfg)], f'field of {type(cfg).__name__}')
     derived = cfg.derived() if isinstance(cfg, VLMConfig) else {}
     follow = {n:None for n,v in derived.items() if getattr(cfg, n)==v}
-    return replace(cfg, **(follow|changes))
+    new = replace(cfg, **(follow|changes))
+    vars(new)['given'] = cfg.given|changes.keys()
+    return new
 
 # %% ../../nbs/02_core.config.ipynb #e53db24a
 SCHEDULES = ('cosine','wsd','minimind','minimind_seed') # those of `schedule`
@@ -936,10 +948,12 @@ PRESETS:dict[str,tuple[dict,dict]] = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), na
 def preset(
     name:str, # a key of `PRESETS`
 )->tuple[VLMConfig,TrainConfig]: # fresh copies
-    "The configurations of this name."
+    "The configurations of this name, of which nothing counts as given."
     check_known([str(name)], list(PRESETS), 'preset')
     vlm,train = PRESETS[name]
-    return VLMConfig(**vlm),TrainConfig(**train)
+    configs = VLMConfig(**vlm),TrainConfig(**train)
+    for cfg in configs: cfg.given.clear()
+    return configs
 
 # %% ../../nbs/02_core.config.ipynb #1c0d7102
 _TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64,
@@ -1112,7 +1126,7 @@ def parse_args(
     prog:str='nanovlm train', # name of the command in its help
     own:Iterable[str]=(), # flags of the command itself, which one may have meant
     saved:Callable|None=None, # `saved(named)`: a file and both configurations in place of a preset's, or None
-)->tuple[VLMConfig,TrainConfig,Namespace]: # model, run; `preset`, `config`, `saved` (file), `given` (names)
+)->tuple[VLMConfig,TrainConfig,Namespace]: # model, run; `preset`, `config`, `saved` (file)
     "Preset, file and flags, the later ones winning."
     parser = make_parser(prog)
     args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(_FIELDS, MISSING)))
@@ -1130,8 +1144,7 @@ def parse_args(
              f"max_training_steps {train.max_training_steps} has no effect "
         f"beside max_training_samples {train.max_training_samples}: "
         "leave it out, or give --max_training_samples None")
-    names = {*_FIELDS} if source else {*named} # the settings of a run are complete
-    return vlm,train,Namespace(preset=args.preset, config=args.config, given=names, saved=source)
+    return vlm,train,Namespace(preset=args.preset, config=args.config, saved=source)
 
 # %% ../../nbs/02_core.config.ipynb #22971d6d
 def set_env()->None:

@@ -444,7 +444,7 @@ def main(
 )->int: # 1 if something is not in order, else 0
     "Command `nanovlm resume`: what `--resume True` will do, before it does it."
     run_dir,ranks = Path(values.run_dir),values.ranks
-    start = resolve_start(values.vlm_cfg, evolve(values.train_cfg, resume=True), ranks, values.given)
+    start = resolve_start(values.vlm_cfg, evolve(values.train_cfg, resume=True), ranks)
     checks = resume_checklist(run_dir, start.vlm_cfg, start.train_cfg, ranks, start.parts.schedule)
     sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in checks))
     return int(not all(ok for ok,_ in checks))

@@ -663,7 +663,7 @@ def need_base(
                      f'trained already{file}; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
 
 # what `parse_args` gives, where there is no command line
-NOT_ASKED = Namespace(given=None, config=None, saved=None)
+NOT_ASKED = Namespace(config=None, saved=None)
 
 def plan_run(
     vlm_cfg:VLMConfig, # the model, as the user gave it
@@ -675,7 +675,7 @@ def plan_run(
     "Ask the recipe, find what the run starts from, and name its directory."
     parts = parts_of(vlm_cfg, train_cfg, recipe) # functions, which every rank has from its own
     repo,line = on_master(dist, lambda: where_to_publish(parts.configs[0].hf_repo_name))
-    def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, asked.given, parts)[:4]
+    def start(): return resolve_start(vlm_cfg, train_cfg, dist.world_size, parts)[:4]
     vlm_cfg,train_cfg,_,lines = on_master(dist, start)
     if asked.saved: lines = [f'what was not given is as in {asked.saved}', *lines]
     need_base(vlm_cfg, train_cfg)

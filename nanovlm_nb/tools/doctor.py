@@ -285,24 +285,22 @@ def check_wandb(
 
 def wandb_check(
     train_cfg:TrainConfig, # `log_wandb`
-    given:set[str]|None=None, # fields that flags or a file name
 )->Probe: # see `check_wandb`
     "Ask wandb, if the run reports to it."
     if not train_cfg.log_wandb: return check_wandb(False, None)
     import wandb
-    said = given is None or 'log_wandb' in given
-    return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ, said)
+    asked = 'log_wandb' in train_cfg.given
+    return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ, asked)
 
 # %% ../../nbs/65_tools.doctor.ipynb #eb21e747
 def task_check(
     train_cfg:TrainConfig, # the run
-    given:set[str]|None=None, # fields that flags or a file name
 )->Probe: # skip where a run may do without what is missing
     "Whether the checkpoints of a run can be evaluated."
     if not train_cfg.use_lmms_eval: return Probe('tasks', SKIP, 'use_lmms_eval is False: none is evaluated')
     tasks,missing = possible_tasks(train_cfg)
     if not missing: return Probe('tasks', PASS, f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})')
-    asked = given is None or given&{'use_lmms_eval','lmms_eval_tasks'}
+    asked = train_cfg.given&{'use_lmms_eval','lmms_eval_tasks'}
     return Probe('tasks', FAIL if asked else SKIP, missing, 'do what the message says, or give other tasks')
 
 # %% ../../nbs/65_tools.doctor.ipynb #3b9d21c8
@@ -496,11 +494,10 @@ def check_start(
     vlm_cfg:VLMConfig, # as the user gave it
     train_cfg:TrainConfig, # as the user gave it
     gpus:int=1, # ranks
-    given:set[str]|None=None, # fields that flags or a file name
 )->tuple[Probe,Start]: # and what the run will be, as far as that can be known
     "Does the run find what it starts from?"
     try:
-        start = resolve_start(vlm_cfg, train_cfg, gpus, given)
+        start = resolve_start(vlm_cfg, train_cfg, gpus)
         file = train_cfg.load_from if is_pth(train_cfg.load_from) and not train_cfg.resume else None
         if file and not (path := pth_path(file, start.vlm_cfg)).is_file():
             raise FileNotFoundError(f'there is no file {path}')
@@ -508,7 +505,7 @@ def check_start(
         jobs,schedule = launchers(),start.parts.schedule
         stands_at,_ = plan_resume(v, c, run_path(v, c, Dist()), gpus, jobs, schedule)
     except (OSError, ValueError) as e:
-        try: start = foresee_start(vlm_cfg, train_cfg, gpus, given)
+        try: start = foresee_start(vlm_cfg, train_cfg, gpus)
         except (OSError, ValueError): start = Start(vlm_cfg, train_cfg, 'nothing', [])
         return Probe('start', FAIL, ' '.join(str(e).split()),
                      'do what the message says: nanovlm train would refuse to start'),start
@@ -519,14 +516,13 @@ def examine(
     train_cfg:TrainConfig, # the run
     gpus:int=1, # ranks on this machine
     smoke:int=0, # updates of a short run; 0: none
-    given:set[str]|None=None, # fields that flags or a file name
 )->Iterable[Probe]: # one after the other, as they are made
     "Look at everything."
     device = pick_device()
     yield from package_checks()
     yield from machine_checks()
     yield check_gpus(gpus, torch.cuda.device_count())
-    probe,start = check_start(vlm_cfg, train_cfg, gpus, given)
+    probe,start = check_start(vlm_cfg, train_cfg, gpus)
     yield probe
     vlm_cfg,train_cfg,custom = start.vlm_cfg,start.train_cfg,bool(start.parts.model or start.parts.trainer)
     yield from (try_backend(name, device, vlm_cfg.attn_backend) for name in BACKENDS)
@@ -543,8 +539,8 @@ def examine(
     gpu = torch.cuda.get_device_name() if device.type=='cuda' else None
     processes = loader_workers(train_cfg, max((cpus or 1)//gpus, 1))
     yield picture_check(vlm_cfg, train_cfg, start.parts, processes, gpu)
-    yield wandb_check(train_cfg, given)
-    yield task_check(train_cfg, given)
+    yield wandb_check(train_cfg)
+    yield task_check(train_cfg)
     yield check_slurm()
     yield two_processes()
     if smoke: yield smoke_run(vlm_cfg, train_cfg, smoke)
@@ -555,7 +551,7 @@ def main(
 )->int: # 1 if something fails, else 0
     "Command `nanovlm doctor`: can this machine run this configuration?"
     gpus,checks = values.gpus or max(torch.cuda.device_count(), 1),[]
-    for check in examine(values.vlm_cfg, values.train_cfg, gpus, values.smoke, values.given):
+    for check in examine(values.vlm_cfg, values.train_cfg, gpus, values.smoke):
         checks.append(check)
         if values.json: continue
         sys.stdout.write('\n'.join(check_lines([check]))+'\n')

@@ -651,7 +651,7 @@ def main(
     values:Namespace, # from `arguments.inspect_parser`
 )->int: # 1 if there is a fault, else 0
     "Command `nanovlm inspect`: look at the data of a run before it starts."
-    start = foresee_start(values.vlm_cfg, values.train_cfg, given=values.given)
+    start = foresee_start(values.vlm_cfg, values.train_cfg)
     check_ours(start, 'nanovlm inspect', 'loaders')
     report = inspect_config(start.vlm_cfg, start.train_cfg, values.samples, values.compare, start.parts)
     report.notes[:0] = start.lines

@@ -122,7 +122,7 @@ def main(
     values:Namespace, # from `arguments.invariance_parser`
 )->int: # 1 if the update depends on the split, else 0
     "Command `nanovlm invariance`: one batch of a run's own data, split in many ways."
-    start = resolve_start(values.vlm_cfg, values.train_cfg, given=values.given)
+    start = resolve_start(values.vlm_cfg, values.train_cfg)
     check_ours(start, 'nanovlm invariance', 'loaders', 'trainer')
     rows = check_splits(start.vlm_cfg, start.train_cfg, values.packs, start.parts)
     text,good = tell_invariance(rows, values.tolerance)

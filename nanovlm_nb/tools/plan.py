@@ -648,7 +648,7 @@ def main(
     values:Namespace, # from `arguments.plan_parser`
 )->int: # 0
     "Command `nanovlm plan`: what a run will cost."
-    start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus, values.given)
+    start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
     check_ours(start, 'nanovlm plan', 'model', 'trainer')
     v,t,pack = start.vlm_cfg,start.train_cfg,_pack(values, start.vlm_cfg, start.train_cfg)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, pack, values.samples, values.epochs)
