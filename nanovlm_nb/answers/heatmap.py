@@ -16,6 +16,7 @@ import torch
 from PIL import Image,ImageDraw
 from torch import Tensor
 
+from ..data.images import image_size,open_image
 from ..model.language import LanguageModel
 from .answer import Asker
 
