@@ -1,6 +1,7 @@
 "Classification as a user runs it: own processes, several ranks, kills, and scikit-learn as the judge."
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import yaml
 from safetensors.torch import load_file
 
 from commands import SIZES, ranks_of, run, start_of
+from small_smolvlm import small_model
 from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
 from nanovlm_nb.cli import main
+from nanovlm_nb.tools.export import export_smolvlm
 from nanovlm_nb.uses.labels import digits_splits, load_classes, shapes_splits
 
 UPDATES, EVERY = 12, 3
@@ -146,8 +149,8 @@ def test_two_ranks_are_one_rank(place, whole):
 
 # --- kills and resumes
 
-def test_kill_and_resume(place, whole):
-    file, folder = settings(place, 'killed'), place/'outputs'/'killed'
+def killed(file, place, folder):
+    "Start a run, and end it by SIGKILL when its sixth update is saved."
     args, env = start_of(command(file))
     process = subprocess.Popen(args, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     end = time.monotonic()+300
@@ -155,10 +158,29 @@ def test_kill_and_resume(place, whole):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (folder/'step_12').exists(), 'it was too fast to be killed'
+
+
+def test_kill_and_resume(place, whole):
+    file, folder = settings(place, 'killed'), place/'outputs'/'killed'
+    killed(file, place, folder)
     run(command(file, '--resume_from', 'latest'), place)
     assert figures(log(place, 'killed')) == figures(log(place, 'whole'))
     assert (folder/'step_12'/'model.safetensors').read_bytes() == (whole/'step_12'/'model.safetensors').read_bytes()
     assert read_predictions(folder) == read_predictions(whole)
+
+
+@pytest.mark.parametrize('kind', ['smolvlm', 'nanovlm'])
+def test_kill_and_resume_of_what_began_as_another_model(place, kind):
+    "It names backbones that cannot be had here, and the run does not need them: the command that is printed goes on."
+    model, begun, folder = small_model(), place/f'{kind}_model', place/'outputs'/kind
+    model.save_pretrained(begun) if kind == 'nanovlm' else export_smolvlm(model, begun)
+    own = dict(output_dir=str(folder.parent), run_name=kind, datasets=['numerals'], epochs=20, max_training_steps=9, warmup_steps=2, batch_size=4, dataloader_num_workers=0, dtype='float32', progress_bar=False, save_total_limit=-1)
+    file = place/f'{kind}.yaml'
+    file.write_text(yaml.safe_dump(dict(model=dict(name=str(begun)), training=own, monitor=dict(eval_log_freq=3, use_wandb=False))))
+    killed(file, place, folder)
+    said = run(command(file), place, check=False).stderr
+    run([sys.executable, '-m', 'nanovlm_nb.cli', *shlex.split(said.split('go on with: nanovlm ')[1])], place)
+    assert [r['step'] for r in log(place, kind) if 'batch_loss' in r] == [*range(1, 10)] and 'best accuracy ' in (folder/'record.md').read_text()
 
 
 def test_resume_from_a_named_checkpoint(place, whole):

@@ -9,11 +9,9 @@ import torch
 from commands import TINY, train
 from kills import disturbed, undisturbed
 from nanovlm_nb.model.attention import problem_of
-from nanovlm_nb.core.run_dir import checkpoints, prune, sweep
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.model.language import KVCache
 from nanovlm_nb.core.layout import Layout
-from nanovlm_nb.core.run_dir import COMPILED
 from nanovlm_nb.training.optim import compile_blocks
 from nanovlm_nb.data.packing import balanced_greedy_knapsack, collate_packs, pack
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
@@ -98,15 +96,6 @@ def test_compiled_equals_eager(backend):
         assert max((a-b).abs().max() for a, b in zip(grads, wanted, strict=True)) <= 1e-5
 
 
-def test_what_is_compiled_stays_when_a_run_is_swept_and_is_no_checkpoint(tmp_path):
-    file = tmp_path/COMPILED/'fxgraph'/'ab'/'graph.tmp'
-    file.parent.mkdir(parents=True)
-    file.touch()
-    (tmp_path/'step_1.nanovlm.tmp').mkdir()
-    assert sweep(tmp_path) == ['step_1.nanovlm.tmp'] and file.is_file()
-    assert checkpoints(tmp_path) == [] and prune(tmp_path, 1) == [] and file.is_file()
-
-
 def test_the_tower_sees_few_shapes_in_an_epoch():
     rng = random.Random(2)
     tiles = [rng.choice((1, 1, 5, 9, 13, 17)) for _ in range(4000)]
@@ -139,14 +128,14 @@ def compilers_words(run):
 
 
 @pytest.mark.slow
-def test_a_second_start_finds_what_the_first_has_compiled(tmp_path):
-    "Two ranks compile at the same time into one directory; then the same run goes on."
+def test_a_second_start_finds_what_the_first_has_compiled(tmp_path, monkeypatch):
+    "Two ranks compile at the same time into one directory, the user's; then the same run goes on."
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'mine'))
     flags = [*TINY, '--ask_samples', 0, '--max_val_batches', 1, '--eval_in_epochs', False, '--compile', True]
     start = lambda name, updates, *more: train([*flags, '--run_name', name, '--max_training_steps', updates, *more], tmp_path, ranks=2, timeout=1800, fresh=True)
     run = tmp_path/'checkpoints'/'run'
     start('run', 2)
-    kept = {p.name for p in (run/COMPILED).iterdir()}
-    assert 'fxgraph' in kept
+    assert (tmp_path/'mine'/'fxgraph').is_dir() and not (run/'compiled').exists(), 'a run holds no code'
     start('run', 3, '--resume', True)
     (graphs, found, made), (again, found_again, all_again) = compilers_words(run)
     assert graphs == 2 and found == 0 < made and found_again == all_again >= made, 'nothing is compiled for a second time'
@@ -170,11 +159,13 @@ def test_compiled_ranks_equal_eager_ones(tmp_path, sharding):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [1, 2])
-def test_a_compiled_deterministic_run_repeats_itself_to_the_bit(tmp_path, ranks):
+def test_a_compiled_deterministic_run_repeats_itself_to_the_bit(tmp_path, ranks, monkeypatch):
     "Twice from nothing, each with code of its own; and killed twice, with what is compiled found on disk."
     for name in 'ab': (tmp_path/name).mkdir()
     more = ['--compile', True, '--deterministic', True]
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'first'))
     whole = undisturbed(tmp_path/'a', ranks, 1, 10, *more)
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'second'))
     assert undisturbed(tmp_path/'b', ranks, 1, 10, *more) == whole
     killed, when = disturbed(tmp_path/'b', 2, ranks, 1, 10, *more)
     assert when[0] != 'it had ended' and killed == whole

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import yaml
 from commands import TINY
 from commands import train as ranks_train
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from nanovlm_nb.answers.answer import Asker, load_asker
 from nanovlm_nb.answers.eval_jobs import Evaluations
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import evolve, load_yaml
+from nanovlm_nb.core.files import write_manifest
 from nanovlm_nb.data.shapes import shapes_dataset
 from nanovlm_nb.runs.arguments import eval_parser
 
@@ -262,11 +264,50 @@ def test_a_checkpoint_runs_nobodys_code(place, capsys):
     assert type(Asker.from_checkpoint(best, recipe='mine:convolutions').model.vision_encoder).__name__ == 'Convolutions'
 
 
+HOSTILE = dict(recipe='hostile:f', custom_transforms=['hostile:f'], lr_schedule='hostile:f', eval_script='hostile.sh', eval_include_path='hostile')
+
+
+@pytest.mark.parametrize('field', HOSTILE)
+def test_files_of_a_run_name_no_code(tmp_path, monkeypatch, capsys, field):
+    "Whatever its files say, a run from elsewhere executes nothing, even if one stands in its directory; the user may name the same code."
+    run_dir = tmp_path/'runs'/'begun'
+    shutil.copytree(train('begun') if not Path('checkpoints/begun').is_dir() else 'checkpoints/begun', run_dir)
+    config, states = yaml.safe_load((run_dir/'config.yaml').read_text()), list(run_dir.glob('step_*/trainer_state.json'))
+    config['train'][field] = HOSTILE[field]
+    (run_dir/'config.yaml').write_text(yaml.safe_dump(config))
+    for file in states:
+        state = json.loads(file.read_text())
+        state['configs']['train'][field] = HOSTILE[field]
+        file.write_text(json.dumps(state))
+        write_manifest(file.parent)
+    (run_dir/'guide.yaml').write_text(yaml.safe_dump(dict(training={field: HOSTILE[field]})))
+    ran = tmp_path/'ran'
+    (run_dir/'hostile.py').write_text(f'open({str(ran)!r}, "w")\ndef f(*_): return 0.\n')
+    (run_dir/'hostile.sh').write_text(f'touch {ran}')
+    monkeypatch.chdir(run_dir)
+    flags, step = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)], str(sorted(states)[-1].parent)
+    again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps', '5']
+    refused = [['resume', '.'], ['train', *again], ['train', '--config', 'config.yaml', *again], ['plan', '--config', 'config.yaml'], ['inspect', '--config', 'config.yaml'], ['xray', '--config', 'config.yaml'],
+               ['doctor', '--config', 'config.yaml'], ['invariance', '--config', 'config.yaml'], ['train', '--resume', 'True', '--load_from', step], ['classify', '--config', 'guide.yaml']]
+    if field in ('recipe', 'custom_transforms', 'lr_schedule'): refused.append(['replay', '.', '3'])
+    for words in refused:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped: main(words)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and f'names code, {field} ' in said and f'add {" ".join(flags)} if you trust it' in said, (words, said)
+    for words in (['runs', '.'], ['plot', '.', '--out', str(tmp_path/'c.png')], ['look', step, '--batches', '1'], ['ask', step, '--prompt', 'x']):
+        try: main(words)
+        except SystemExit as stopped: assert field == 'recipe' and words[0] == 'look' and stopped.code == 2
+    (run_dir/'config.yaml').write_text('damaged: [')
+    with pytest.raises(SystemExit): main(['train', *again])
+    assert f'step_4 names code, {field}' in capsys.readouterr().err and not ran.exists()
+
+
 def test_an_evaluator_beside_the_run_gets_its_recipe(place, monkeypatch):
     "The command of a run's own evaluator loads the checkpoint, which without the recipe is refused; a job file that names another recipe is not believed."
     monkeypatch.setenv('PYTHONPATH', str(place))
     run_dir = once('convolutions_up_and_down')
-    cfg = evolve(load_yaml(run_dir/'config.yaml')[1], use_lmms_eval=True, eval_backend='subprocess', lmms_eval_tasks='shapes')
+    cfg = evolve(load_yaml(run_dir/'config.yaml', given=None)[1], use_lmms_eval=True, eval_backend='subprocess', lmms_eval_tasks='shapes')
     jobs = Evaluations(run_dir, cfg, 'shapes')
     jobs.submit(run_dir/'step_4', 4)
     file = jobs.log(4).with_name('job.json')
@@ -321,8 +362,8 @@ def test_what_cannot_be_done_with_a_recipe_is_one_line(words, said, capsys):
 def test_commands_that_repeat_a_run_follow_its_recipe(capsys):
     run_dir = once('llava_by_aspect')
     digest = next(json.loads(line)['batch_digest'] for line in (run_dir/'log.jsonl').read_text().splitlines() if '"step": 3,' in line and 'batch_digest' in line)
-    assert main(['replay', str(run_dir), '3']) in (0, 1) and 'the same samples as in the log' in capsys.readouterr().out and digest
-    main(['resume', str(run_dir)])
+    assert main(['replay', str(run_dir), '3', '--recipe', 'mine:llava_by_aspect']) in (0, 1) and 'the same samples as in the log' in capsys.readouterr().out and digest
+    main(['resume', str(run_dir), '--recipe', 'mine:llava_by_aspect'])
     out = capsys.readouterr().out
     assert 'would go on from the latest checkpoint' in out and 'cannot resume' not in out and 'recipe' not in out, out
     data = [*SHORT, '--recipe', 'mine:llava_by_aspect', *flags_of('llava_by_aspect')]

@@ -65,7 +65,7 @@ class Asker:
 
     @classmethod
     def from_checkpoint(cls,
-        checkpoint:str|Path, # directory with config.json and model.safetensors, or a hub id
+        checkpoint:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
         device:torch.device|None=None, # default: the best there is
         recipe:str|Callable|Parts|None=None, # that the model was trained with, if you trust it
     )->'Asker': # ready to be called
@@ -79,11 +79,11 @@ class Asker:
         return self.model.device
 
     def tiles(self,
-        images:Iterable[Image.Image], # pictures, may be none
+        images:Iterable[Image.Image]|Image.Image, # pictures, may be none; or one
     )->tuple[list,str]: # one stack of uint8 tiles per picture; their placeholders in the text
         "What the model sees of some pictures."
         tiles,grids = [],[]
-        for image in images:
+        for image in [images] if isinstance(images, Image.Image) else images:
             t,g = self.image_processor(image)
             tiles.append(t)
             grids.append(g)
@@ -145,12 +145,13 @@ class Asker:
         yield streams.finish()
 
     def __call__(self,
-        questions:list[tuple], # see `stream`
-        max_new_tokens:int=32, # longest answer in tokens
+        questions:list[tuple]|Image.Image, # see `stream`; or one picture, with its question behind it
+        max_new_tokens:int|str=32, # longest answer in tokens; behind a picture the question
         stop:Sequence[str|int]=(), # see `ends`
         **sampling, # see `stream`
     )->list[str]: # answers without special tokens
-        "Answer several questions in one batch."
+        "Answer several questions in one batch, or one about one picture."
+        if isinstance(max_new_tokens, str): return self([(questions, max_new_tokens)], stop=stop, **sampling)
         return [''.join(pieces).strip()
                 for pieces in zip(*self.stream(questions, max_new_tokens, stop, **sampling))]
 

@@ -50,12 +50,13 @@ def main(
 )->None:
     "Command `nanovlm look`: loss and right answers with the right picture, another, a blank one, and none."
     asker = load_asker(values.checkpoint)
-    _,cfg = load_yaml(values.config or find_config(values.checkpoint))
+    given = {} if values.config else None # of the run's own file, data is read alone
+    _,cfg = load_yaml(values.config or find_config(values.checkpoint), given=given)
     if cfg.recipe and not values.config:
         raise UsageError(f'the data of this run may be those of its recipe {cfg.recipe}, which is not run '
                          'because a checkpoint is looked at: give --config with a file of yours')
     parts = parts_of(asker.model.cfg, cfg)
-    cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False)
+    cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer, parts=parts)
     state = Path(find_checkpoint(values.checkpoint))/TRAINER_STATE
     if values.config is None and state.is_file():

@@ -7,9 +7,9 @@ __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL'
            'PROMPTS', 'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful',
            'refused', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields',
            'DataFields', 'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny',
-           'save_yaml', 'read_sections', 'read_yaml', 'load_yaml', 'make_parser', 'check_flags', 'parse_args',
-           'set_env', 'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function',
-           'projector_advice', 'get_run_name']
+           'save_yaml', 'read_sections', 'read_yaml', 'code_of', 'code_flags', 'is_of_run', 'check_code', 'load_yaml',
+           'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy',
+           'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json
@@ -179,7 +179,7 @@ C = TypeVar('C', bound='Config') # one of the two configurations
 class Config:
     "What both configurations can do: check types, become a dictionary or a JSON file, and come back."
     may_be_empty:ClassVar[tuple[str,...]] = () # texts that may be ''; others would be taken for left out
-    given:ClassVar[set[str]] # of each configuration its own: fields that were named, here, by `evolve` or later
+    given:ClassVar[set[str]] # each configuration has its own: fields named here, by `evolve`, or set later
 
     def __new__(cls, *args, **kwargs):
         cfg = super().__new__(cls)
@@ -256,8 +256,8 @@ FINE,CAREFUL,REFUSED = 'fine','careful','refused' # what a change means for a ru
 if TYPE_CHECKING: Derived = int # read, such a field is a number
 else: Derived = int|None        # left out, or None: computed from other fields
 
-def _field(default, help, resume, why, common=False, own=False, weights='bound'):
-    about = dict(help=help, resume=resume, why=why, common=common, own=own, weights=weights)
+def _field(default, help, resume, why, common=False, own=False, weights='bound', code=False):
+    about = dict(help=help, resume=resume, why=why, common=common, own=own, weights=weights, code=code)
     if isinstance(default, (list,dict)): default = partial(deepcopy, default)
     return (field(default_factory=default, metadata=about)
             if callable(default) else field(default=default, metadata=about))
@@ -266,7 +266,7 @@ def _field(default, help, resume, why, common=False, own=False, weights='bound')
 def fine(
     default:Any, # value, or a function that makes one
     help:str, # what the field means, its unit, and what None means
-    **marks, # `common`: `--help` shows it; `own`: nanoVLM does not know it; `weights`: see below
+    **marks, # `common`: `--help` shows it; `own`: nanoVLM does not know it; `weights`, `code`: see below
 )->Any: # a field of a configuration
     "A field that may change when a run is resumed."
     return _field(default, help, FINE, '', **marks)
@@ -562,7 +562,7 @@ class OptimFields:
     max_grad_norm:float|None = careful(1.0, 'clip the gradient to this norm; None or 0: do not clip',
         'from here on gradients are clipped differently', common=True)
     lr_schedule:str = careful('cosine', 'cosine, minimind, minimind_seed, wsd or module:function',
-        _JUMPS, common=True)
+        _JUMPS, common=True, code=True)
     warmup_ratio:float = careful(0.03, 'share of the updates in which the learning rate rises',
         _JUMPS, common=True)
     min_lr_ratio:float = careful(0.1, 'learning rate at the end, as a share of its maximum', _JUMPS)
@@ -665,7 +665,7 @@ class DataFields:
         'the pictures there must be the same ones', common=True)
     custom_transforms:list[str] = careful(list,
         'changes of training pictures, each as module:function, called with a picture and a random.Random',
-        'from here on pictures are changed differently')
+        'from here on pictures are changed differently', code=True)
     num_of_sequences:int = refused(128, 'packs of a lane that are planned together', _PACKS)
     num_workers:int|None = fine(None,
         'loader processes of a rank for training; None: one for each core of the rank but one, at most 16 '
@@ -774,7 +774,7 @@ class ReportFields:
     notes:str = fine('', 'what this run tries; goes into its record', common=True)
     recipe:str|None = refused(None,
         'module:function of your own that gives parts of the run: model, optimizer, rows, hooks and more; '
-        'None: those of the library', 'model, rows and optimizer would be others', common=True)
+        'None: those of the library', 'model, rows and optimizer would be others', common=True, code=True)
     resume:bool = fine(False, 'go on from the newest complete checkpoint of run_name, or from load_from',
         common=True)
     load_from:str|None = fine(None,
@@ -809,8 +809,8 @@ class ReportFields:
     eval_gpus:str|None = fine(None,
         "GPUs of an evaluator beside the training, as CUDA_VISIBLE_DEVICES names them, '' for none; "
         'None: the last that no rank has')
-    eval_include_path:str|None = fine(None, 'directory with tasks of your own')
-    eval_script:str = fine('slurm/eval.slurm', 'what sbatch is given')
+    eval_include_path:str|None = fine(None, 'directory with tasks of your own', code=True)
+    eval_script:str = fine('slurm/eval.slurm', 'what sbatch is given', code=True)
     eval_wait:float = fine(600., 'seconds that a run waits at its end for evaluations still under way')
     _argument_group_name = 'reports'
     may_be_empty:ClassVar[tuple[str,...]] = ('notes','lmms_eval_tasks','wandb_entity','eval_gpus')
@@ -1025,13 +1025,49 @@ def read_yaml(
     check_known([f'vlm.{k}' for k in vlm] + [f'train.{k}' for k in train], known, f'key in {path}')
     return name,vlm,train
 
+# %% ../../nbs/02_core.config.ipynb #4c0de102
+def code_of(
+    values:dict, # settings of a run
+)->dict[str,Any]: # field -> value
+    "Settings that name code of somebody."
+    ours = {f.name:_default(f) for f in fields(TrainConfig) if f.metadata['code']}
+    return {n:v for n,v in values.items() if n in ours and v not in (ours[n], *SCHEDULES)}
+
+def code_flags(
+    values:dict, # settings of a run
+)->list[str]: # e.g. `['--recipe', 'mine:muon']`
+    "What has to be typed again with each command that goes on with the run."
+    named = {n:[v] if isinstance(v, str) else v for n,v in code_of(values).items()}
+    return [word for n,words in named.items() for word in (f'--{n}', *words)]
+
+def is_of_run(
+    path:str|Path, # of a YAML file
+)->bool: # also a user's own file beside a `config.yaml`
+    "Whether a file lies in the directory of a run, or one below."
+    return any((p/'config.yaml').is_file() for p in Path(path).absolute().parents[:2])
+
+def check_code(
+    path:str|Path, # file of a run
+    values:dict, # settings in it
+    given:Iterable[str], # fields that the user has named
+)->None: # raises if a name of code was not given again
+    "Raise a UsageError where a run would need code that only its files name."
+    for name,value in code_of(values).items():
+        if name in given: continue
+        raise UsageError(f'{path} names code, {name} {value!r}, and files of a run are read as data alone: '
+                         f'add {" ".join(code_flags({name:value}))} if you trust it')
+
+
 # %% ../../nbs/02_core.config.ipynb #1bbe302d
 def load_yaml(
     path:str|Path, # a YAML file
     name:str|None=None, # preset below the file; default: the one it names, else `shapes`
+    given:dict|None={}, # names of code, in place of those in the file; None: only to look at, not to run
 )->tuple[VLMConfig,TrainConfig]: # the preset with the file's changes
     "The configurations that a file describes."
     inside,vlm,train = read_yaml(path)
+    if given is not None and is_of_run(path): check_code(path, train, given)
+    train |= given or {}
     base_vlm,base_train = preset(name or inside or 'shapes')
     return evolve(base_vlm, **vlm),evolve(base_train, **train)
 
@@ -1134,6 +1170,7 @@ def parse_args(
     given = {n:v for n,v in vars(args).items() if n in _FIELDS and v is not MISSING}
     check_flags(rest, [o for o in parser._option_string_actions if '-' not in o[2:]]+[*own])
     inside,*sections = read_yaml(args.config) if args.config else (None,{},{})
+    if args.config and is_of_run(args.config): check_code(args.config, sections[1], given)
     named = {n:v for section in (*sections, given) for n,v in section.items()}
     source,*configs = (saved(named) if saved else None) or (None,*preset(args.preset or inside or 'shapes'))
     vlm,train = (evolve(cfg, **section) for cfg,section in zip(configs, sections))
@@ -1153,6 +1190,7 @@ def set_env()->None:
     if 'PYTORCH_ALLOC_CONF' not in os.environ:
         os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
     if 'torch' not in sys.modules: os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+    os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(Path.home()/'.cache'/'nanovlm_nb'/'compiled'))
 
 # %% ../../nbs/02_core.config.ipynb #71709120
 def effective_batch_size(

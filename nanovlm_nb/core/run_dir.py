@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['CONFIG', 'CONFIGS', 'STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'NEXT', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'TENSORBOARD',
            'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE',
-           'COMPILED', 'TRAINER_STATE', 'PIN', 'NEEDED', 'STATE', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign',
-           'read_log', 'missing_pieces', 'damaged_pieces', 'read_state', 'write_pointer', 'step_of', 'pointer_text',
-           'announce', 'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep', 'usable_checkpoint',
-           'last_checkpoint', 'branch', 'best_kept', 'lock_file', 'holder', 'RunLock', 'pinned', 'set_pin', 'abandoned',
+           'TRAINER_STATE', 'PIN', 'NEEDED', 'STATE', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign', 'read_log',
+           'missing_pieces', 'damaged_pieces', 'read_state', 'write_pointer', 'step_of', 'pointer_text', 'announce',
+           'stands_at', 'read_pointer', 'checkpoints', 'recover', 'sweep', 'usable_checkpoint', 'last_checkpoint',
+           'branch', 'best_kept', 'lock_file', 'holder', 'RunLock', 'pinned', 'set_pin', 'abandoned',
            'delete_abandoned', 'prune', 'prune_older', 'written', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
@@ -30,7 +30,7 @@ TENSORBOARD = 'tensorboard' # folder of event files
 DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
 PREDICTIONS,CLASSIFY = 'predictions.json','classify.yaml' # of a classifier
-FEATURE_CACHE,COMPILED = 'features','compiled' # kept pictures, compiled code
+FEATURE_CACHE = 'features' # kept pictures
 TRAINER_STATE,PIN = 'trainer_state.json','evaluating' # in a checkpoint: state of the run; do not delete
 
 # %% ../../nbs/04_core.run_dir.ipynb #b5403ccb

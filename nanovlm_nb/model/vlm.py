@@ -533,7 +533,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def from_pretrained(cls,
-        path:str|Path, # directory of a checkpoint, or a hub id
+        path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
         cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
         checked:bool=False, # its files were compared with its manifest already
     )->'VisionLanguageModel': # on the CPU, in eval mode

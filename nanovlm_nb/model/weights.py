@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 
 from ..core.usage import UsageError
 from ..core.config import VLMConfig, evolve
+from ..core.run_dir import find_checkpoint
 from .vision import ViT
 from .language import LanguageModel, RotaryEmbedding
 from .projector import ModalityProjector
@@ -41,10 +42,10 @@ from .inert import load_plain
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
 
 def resolve_checkpoint(
-    name:str|Path, # directory, or name of a repository on the hub
+    name:str|Path, # directory of a checkpoint or of a run, or name of a repository on the hub
 )->Path: # a local directory
     "Where the files of a checkpoint are."
-    if Path(name).is_dir(): return Path(name)
+    if Path(name).is_dir(): return Path(find_checkpoint(name))
     if Path(name).is_file(): raise ValueError(f'{name} is a file: give the directory of a checkpoint')
     try: return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError,ValueError) as e:

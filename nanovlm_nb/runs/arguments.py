@@ -14,11 +14,13 @@ __all__ = ['WHERE', 'HELP', 'PICTURES', 'CHECKPOINT', 'RECIPE', 'SAMPLES', 'COMP
 import sys
 from argparse import ArgumentTypeError,Namespace
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..core.usage import Parser,UsageError,at_least,check_hub_name,checked
-from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,evolve,load_yaml,parse_args
+from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,evolve,load_yaml
+from ..core.config import parse_args
 from ..core.run_dir import CONFIG,checkpoints,last_checkpoint,missing_pieces,read_state
 from ..model.flops import BANDWIDTH,GPUS,find_card,known_gpu
 
@@ -50,7 +52,7 @@ def _of_checkpoint(folder):
 def _sources(place):
     "Where settings may be read, the best first, and with what."
     begun = _is_begun(place) # else it is a checkpoint
-    yield (place if begun else place.parent)/CONFIG,load_yaml
+    yield (place if begun else place.parent)/CONFIG,partial(load_yaml, given=None)
     yield last_checkpoint(place) if begun else place,_of_checkpoint
 
 def own_settings(
@@ -62,6 +64,7 @@ def own_settings(
     for where,read in _sources(place):
         try: vlm_cfg,train_cfg = read(where)
         except (ValueError, TypeError, KeyError, OSError): continue # damaged, or not there
+        check_code(where, train_cfg.to_dict(), named)
         return where,*change(vlm_cfg, train_cfg, WHERE)
     return None
 
@@ -174,6 +177,7 @@ def classify_parser()->Parser: # of `nanovlm classify`
     p.add_argument('--run_name', help='name of the run and of its directory')
     p.add_argument('--resume_from', help='checkpoint-N of the run, a path, or `latest`')
     p.add_argument('--deepspeed_config', metavar='FILE.json', help='a DeepSpeed configuration, translated')
+    p.add_argument('--lr_schedule', metavar='MODULE:FUNCTION', help='in place of that in the file')
     p.add_argument('--predict', metavar='CHECKPOINT', type=_checkpoint,
         help='do not train, but sort pictures with this checkpoint or the best of this run')
     p.add_argument('pictures', nargs='*', help='files to sort')
@@ -413,6 +417,9 @@ def replay_parser()->Parser: # of `nanovlm replay`
     "Make one update of a run again, and look at each of its samples alone."
     p = Parser('nanovlm replay', description=replay_parser.__doc__)
     p.add_argument('run_dir', type=_run, help='directory of the run')
+    for name in ('recipe','lr_schedule'):
+        p.add_argument(f'--{name}', metavar='MODULE:FUNCTION', help=f'the {name} of the run, if it had one')
+    p.add_argument('--custom_transforms', metavar='MODULE:FUNCTION', nargs='+', help='likewise')
     p.add_argument('update', type=at_least(1), nargs='?',
         help='number of the update; default: the last one that was skipped')
     p.add_argument('--worst', type=at_least(1), default=10, help='samples to show')

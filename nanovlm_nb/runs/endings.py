@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..core.usage import first_to_tell,is_usage,one_line
-from ..core.config import TrainConfig
+from ..core.config import TrainConfig,code_flags
 from ..core.dist import Dist
 from ..core.run_dir import BEST,CONFIG,checkpoints,last_checkpoint,read_pointer
 from ..training.checkpoint import was_cut_short
@@ -104,7 +104,8 @@ def go_on(
     if train_cfg.load_from: fields['load_from'] = None
     fields |= changes
     return ' '.join([launch, '--config', shlex.quote(str(Path(run_dir)/CONFIG)),
-                     *(f'--{k} {shlex.quote(str(v))}' for k,v in fields.items())])
+                     *(f'--{k} {shlex.quote(str(v))}' for k,v in fields.items()),
+                     *map(shlex.quote, code_flags(train_cfg.to_dict()))])
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d1000d
 class RunFailed(OSError):

@@ -53,7 +53,7 @@ def write_record(
     path,before = Path(run_dir)/RECORD,previous_run(run_dir)
     text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     yours = text[text.index(YOURS[:15]):] if YOURS[:15] in text else YOURS
-    try: changed = changes(load_yaml(before/CONFIG), (vlm_cfg,train_cfg)) if before else []
+    try: changed = changes(load_yaml(before/CONFIG, given=None), (vlm_cfg,train_cfg)) if before else []
     except ValueError as e: changed = [f'cannot be compared: {e}']
     what = f'Changed since {before.name}' if before else 'Changed'
     none = 'nothing' if before else 'the first run of its folder'
@@ -116,7 +116,7 @@ def training_card(
 )->str: # Markdown: training, results, limits
     "What a run's directory knows about its model."
     run_dir = Path(run_dir)
-    vlm_cfg,c = load_yaml(run_dir/CONFIG)
+    vlm_cfg,c = load_yaml(run_dir/CONFIG, given=None)
     path = run_dir/RECORD
     record = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     table,asked = _answer_table(run_dir)

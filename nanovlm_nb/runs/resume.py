@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from ..core.files import MANIFEST,write_atomic
-from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,evolve
+from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,code_of,evolve
 from ..core.run_dir import BEST,CLASSIFY,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned
 from ..core.run_dir import best_kept,checkpoints,find_checkpoint,last_checkpoint,missing_pieces
 from ..core.run_dir import pointer_text,read_log,read_state,set_pin,stands_at,step_of
@@ -415,7 +415,8 @@ def _all_made(state, train_cfg):
 def _as_planned(run_dir, state, train_cfg, before, after, schedule):
     "Are the rates those of the checkpoint's settings? A schedule may well halve them from one to the next."
     kinds,was = get_type_hints(TrainConfig),state['configs']['train']
-    saved = replace(train_cfg, **{n:as_type(n, v, kinds[n]) for n,v in was.items() if n in kinds})
+    mine = {n:v for n,v in was.items() if n in kinds and n not in code_of(was)}
+    saved = replace(train_cfg, **{n:as_type(n, v, kinds[n]) for n,v in mine.items()})
     at,length = place_of(state, was)
     near = lambda rate,place: math.isclose(rate, rates(run_dir, state['step'], saved, place, schedule)[1],
                                            rel_tol=1e-3)

@@ -26,8 +26,8 @@ from torch import nn
 
 from ..core.files import MANIFEST,has_digests,write_atomic
 from ..core.usage import CHECK_ERRORS,ends_at_once,is_usage,one_line
-from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,projector_advice,save_yaml
-from ..core.config import set_env,updates_of_run
+from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,get_run_name,projector_advice
+from ..core.config import save_yaml,set_env,updates_of_run
 from ..core.dist import Interrupted,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
 from ..core.dist import on_master,set_seed,set_threads
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROPPED,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG
@@ -46,7 +46,7 @@ from ..data.loader import first_rows,get_dataloaders,load_tokenizer,size_line
 from ..answers.answer import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
 from ..answers.evaluate import cli_evaluate
-from ..training.optim import NO_TWIN,keep_compiled,precision_notes,same_bits,trainable_line
+from ..training.optim import NO_TWIN,precision_notes,same_bits,trainable_line
 from ..training.shard import engine_lines
 from ..training.bad_updates import forget_bad_updates
 from ..training.trainer import Trainer,Unstable
@@ -238,6 +238,7 @@ def results(
     lines = [size, best, f'time{since}: {time_split(trainer.meters.seconds)}']
     if s.skipped: lines.append(f'{s.skipped} updates skipped, see bad_updates.jsonl')
     asked = {name:by_kind['all'] for name,by_kind in scores.items()}
+    lines += getattr(trainer, 'findings', []) # of a trainer that measures more
     return lines+[f'{name}: {right} of {n} questions right' for name,(right,n) in asked.items()]
 
 ADVICE_AFTER_S = 60. # shorter runs are mostly start and end, and need no advice
@@ -463,8 +464,9 @@ class Ending:
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
         elif not is_usage(error):
-            self.log.info(f'the run has made no update; `nanovlm doctor --config {run_dir/CONFIG}` '
-                'tries its data, disk, memory and a short run')
+            words = 'nanovlm','doctor','--config',str(run_dir/CONFIG),*code_flags(self.cfg.to_dict())
+            self.log.info(f'the run has made no update; `{" ".join(words)}` '
+                          'tries its data, disk, memory and a short run')
 
 # %% ../../nbs/56_runs.run.ipynb #c0de3402
 def start_patience(
@@ -731,7 +733,7 @@ def opened(
         if dist.is_master: step_in(plan, checkpoint)
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
         wait = start_patience(c, dist, checkpoint is not None)
-        with (strict, keep_compiled(run_dir), keep_status(run_dir, dist) as end,
+        with (strict, keep_status(run_dir, dist) as end,
               open_log(run_dir, vlm_cfg, c, dist) as log, Ending(log, vlm_cfg, c, dist, command) as ending,
               interrupted_if_unreachable(log, end, wait, ending.command)):
             yield Desk(plan, log, ending, end, stays, checkpoint, was, lines)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.config import TrainConfig,VLMConfig,evolve,save_yaml
+from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,save_yaml
 from ..core.dist import Dist,launchers,pick_device
 from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
@@ -446,7 +446,8 @@ def smoke_run(
     with tempfile.TemporaryDirectory() as folder:
         if not train_cfg.resume_from_vlm_checkpoint: vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder)
         save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
-        command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml']
+        words = ['--config', f'{folder}/config.yaml', *code_flags(small.to_dict())]
+        command = [sys.executable, '-m', 'nanovlm_nb.train', *words]
         known = filter(None, [os.environ.get('PYTHONPATH')])
         path = os.pathsep.join([*known, os.getcwd()]) # a recipe may lie here
         try: done = run_to_end(command, timeout_s, cwd=folder, env={**os.environ, 'PYTHONPATH':path})

@@ -57,13 +57,15 @@ def alone(
 def trainer_before(
     run_dir:Path, # directory of a run
     update:int, # from 1
+    code:dict={}, # `recipe`, `lr_schedule` and `custom_transforms`, if the run had them
 )->Iterator[tuple[Trainer,Update]]: # a trainer that has made all updates before this one, and this one
     "Repeat a run up to an update."
     if (run_dir/CLASSIFY).is_file():
         raise UsageError(f'{run_dir} is a run of nanovlm classify: replay makes others')
     checkpoint = checkpoint_before(run_dir, update)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
-    parts = parts_of(*load_yaml(run_dir/CONFIG))
+    unused = dict(eval_script=TrainConfig.eval_script, eval_include_path=None)
+    parts = parts_of(*load_yaml(run_dir/CONFIG, given=unused|code))
     vlm_cfg,train_cfg = parts.configs
     most = updates_of_run(train_cfg)
     if most is not None and update>most:
@@ -164,7 +166,9 @@ def main(
     if values.update is None and not skipped:
         raise UsageError(f'{run_dir} has skipped no update: say which one you mean')
     n = values.update or skipped[-1]['update']
-    with trainer_before(run_dir, n) as (trainer,update):
+    named = dict(recipe=values.recipe, lr_schedule=values.lr_schedule, custom_transforms=values.custom_transforms)
+    code = {field:value for field,value in named.items() if value is not None}
+    with trainer_before(run_dir, n, code) as (trainer,update):
         (loss,norm),verdicts = whole_update(trainer, update),judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
     lines = tell_replay(update, loss, norm, verdicts, was, values.worst)

@@ -41,7 +41,7 @@ from ..answers.eval_jobs import EvalDesk
 from .schedule import get_schedule,in_samples
 from .optim import adapter_sizes,amp_dtype,autocast,checked_lr,clip_gradients
 from .optim import compile_blocks
-from .optim import compile_counts,decide_compile,eager_line,has_compiled,make_optimizer
+from .optim import compile_counts,decide_compile,eager_line,make_optimizer
 from .optim import make_scaler,own_optimizer,set_lrs,training_parts
 from .shard import load_full_weights,optimizer_class,shard_model,try_pieces
 from .checkpoint import Saver,check_checkpoint,load_optimizer
@@ -401,8 +401,7 @@ class Compiling(Scheduling):
         samples = c.max_training_samples or 0
         updates = self.total or -(-samples//(DOCUMENTS*packs)) # a run in samples has measured none yet
         seconds = foreseen_seconds(self.base.cfg, units, packs, peak and peak/ranks, ranks)
-        cached = self.dist.broadcast(has_compiled())
-        yes,line = decide_compile(c.compile, kind, s.compiled, updates, seconds, cached)
+        yes,line = decide_compile(c.compile, kind, s.compiled, updates, seconds)
         if c.compile is not None or kind=='cuda': self.log.info(line)
         if yes and (rest := eager_line(self.base)): self.log.info(rest)
         if c.compile is None and kind=='cuda': s.compiled = yes

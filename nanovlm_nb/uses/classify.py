@@ -30,8 +30,8 @@ from torch.nn import functional as F
 
 from ..core.files import write_atomic
 from ..core.usage import UsageError,unknown_flag
-from ..core.config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_known
-from ..core.config import evolve,preset,read_sections,refused
+from ..core.config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_code
+from ..core.config import check_known,code_flags,evolve,is_of_run,preset,read_sections,refused
 from ..core.dist import Dist,on_master
 from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
 from ..core.run_dir import find_checkpoint
@@ -85,8 +85,10 @@ def as_classifier(
     names:list[str], # of the classes
     **changes, # other fields of `ClassConfig`
 )->ClassConfig: # the same sizes
-    "A model's configuration with classes."
-    return ClassConfig.from_dict(cfg.to_dict()|dict(class_names=names)|changes)
+    "A model's configuration with classes; what was given of the model stays so."
+    new = ClassConfig.from_dict(cfg.to_dict()|dict(class_names=names)|changes)
+    new.given.intersection_update(cfg.given|changes.keys()|{'class_names'})
+    return new
 
 # %% ../../nbs/81_uses.classify.ipynb #b4aac334
 def at_answer(
@@ -427,6 +429,12 @@ class ClassTrainer(Trainer):
         self.mark_best()
         return True
 
+    @property
+    def findings(self)->list[str]: # for the page of the run
+        "The best accuracy so far."
+        share,step = self.best.values()
+        return [] if step is None else [f'best accuracy {share:.1%} at update {step}']
+
     def save(self)->None:
         "Have a checkpoint written."
         super().save()
@@ -692,6 +700,9 @@ def configs_of(
         ask_samples=0, use_lmms_eval=False,
         log_wandb=o.use_wandb, wandb_entity=None, wandb_project=o.project)
     train_cfg = evolve(train_cfg, **s.train)
+    if train_cfg.stream_dataset:
+        raise ValueError('stream_dataset is True, but a classifier reads its pictures in any order: '
+            'leave it out')
     if cfg.class_head and train_cfg.lr_mp<=0:
         raise ValueError(f'lr_mp is {train_cfg.lr_mp}: the head trains with this rate and would never learn, '
             'raise it (or head_learning_rate)')
@@ -754,7 +765,7 @@ def class_trainer(
 
 def classify_again(
     run_dir:Path, # directory of the run
-    train_cfg:TrainConfig, # of the run, unused: the file has it all
+    train_cfg:TrainConfig, # of the run; the file has all of it but names of code
     dist:Dist=Dist(), # its ranks
     changes:dict={}, # fields that are to have another value
 )->str: # a line for the shell
@@ -764,7 +775,8 @@ def classify_again(
     lines = ', '.join(f'{k}: {v}' for k,v in changes.items())
     first = f', after {lines} was written into the file' if changes else ''
     config,name = shlex.quote(str(run_dir/CLASSIFY)),shlex.quote(run_dir.name)
-    return f'{launch} --config {config} --run_name {name} --resume_from latest{first}'
+    code = ''.join(f' {shlex.quote(word)}' for word in code_flags(train_cfg.to_dict()))
+    return f'{launch} --config {config} --run_name {name} --resume_from latest{code}{first}'
 
 def classify_on(
     settings:Settings, # the file
@@ -833,6 +845,9 @@ def asked_settings(
     if values.datasets: s = replace(s, training=replace(s.training, datasets=values.datasets))
     if values.run_name: s = replace(s, training=replace(s.training, run_name=values.run_name))
     if values.deepspeed_config: s = replace(s, train=s.train|dict(deepspeed_config=values.deepspeed_config))
+    again = dict(lr_schedule=values.lr_schedule) if values.lr_schedule else {}
+    if values.config and is_of_run(values.config): check_code(values.config, s.train, again)
+    s = replace(s, train=s.train|again)
     return with_resume(s, values.resume_from) if values.resume_from else s
 
 def main(
