@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['IGNORE', 'ELSEWHERE', 'FEW', 'C', 'CHAT_TEMPLATE', 'FINE', 'CAREFUL', 'REFUSED', 'ATTN_BACKENDS', 'SCHEDULES',
-           'PROMPTS', 'PRESETS', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine', 'careful',
-           'refused', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields',
+           'PROMPTS', 'PRESETS', 'CONFIG', 'PROJECTOR_RANGES', 'elsewhere', 'check_known', 'as_type', 'Config', 'fine',
+           'careful', 'refused', 'VisionFields', 'LanguageFields', 'BridgeFields', 'VLMConfig', 'evolve', 'OptimFields',
            'DataFields', 'EngineFields', 'ReportFields', 'TrainConfig', 'check_configs', 'preset', 'change', 'tiny',
            'save_yaml', 'read_sections', 'read_yaml', 'code_of', 'code_flags', 'is_of_run', 'check_code', 'load_yaml',
            'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy',
@@ -1026,6 +1026,8 @@ def read_yaml(
     return name,vlm,train
 
 # %% ../../nbs/02_core.config.ipynb #4c0de102
+CONFIG = 'config.yaml' # settings of a run, in its directory
+
 def code_of(
     values:dict, # settings of a run
 )->dict[str,Any]: # field -> value
@@ -1044,7 +1046,7 @@ def is_of_run(
     path:str|Path, # of a YAML file
 )->bool: # also a user's own file beside a `config.yaml`
     "Whether a file lies in the directory of a run, or one below."
-    return any((p/'config.yaml').is_file() for p in Path(path).absolute().parents[:2])
+    return any((p/CONFIG).is_file() for p in Path(path).absolute().parents[:2])
 
 def check_code(
     path:str|Path, # file of a run
