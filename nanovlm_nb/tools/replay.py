@@ -166,8 +166,8 @@ def main(
     if values.update is None and not skipped:
         raise UsageError(f'{run_dir} has skipped no update: say which one you mean')
     n = values.update or skipped[-1]['update']
-    named = dict(recipe=values.recipe, lr_schedule=values.lr_schedule, custom_transforms=values.custom_transforms)
-    code = {field:value for field,value in named.items() if value is not None}
+    named = vars(values).items()
+    code = {k:v for k,v in named if k in ('recipe','lr_schedule','custom_transforms') and v is not None}
     with trainer_before(run_dir, n, code) as (trainer,update):
         (loss,norm),verdicts = whole_update(trainer, update),judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
