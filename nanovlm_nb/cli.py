@@ -6,7 +6,7 @@
 __all__ = ['TABLE', 'EXPORTS', 'COMMANDS', 'KNOWN_AS', 'overview', 'check_command', 'module_of', 'main']
 
 # %% ../nbs/90_cli.ipynb #90c00003
-import shutil,sys
+import logging,shutil,sys
 from argparse import Namespace
 from importlib import import_module
 from textwrap import TextWrapper
@@ -77,6 +77,8 @@ def main(
         sys.stdout.write(f"nanovlm_nb {import_module('nanovlm_nb').__version__}\n")
         return 0
     with one_line_errors('nanovlm', debug): check_command(words[0])
+    logging.lastResort = logging.StreamHandler()
+    logging.getLogger('nanovlm_nb.core.run_dir').setLevel(logging.INFO) # which checkpoint is taken
     with one_line_errors(f'nanovlm {words[0]}', debug, words[0] in ('train','classify')):
         values = PARSERS[words[0]]().parse_args(words[1:])
         set_env()

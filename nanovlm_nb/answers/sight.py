@@ -15,7 +15,7 @@ import torch
 
 from ..core.usage import UsageError
 from ..core.config import evolve,load_yaml
-from ..core.run_dir import CONFIG,TRAINER_STATE,find_checkpoint
+from ..core.run_dir import CONFIG,TRAINER_STATE
 from ..core.recipe import parts_of
 from ..data.sources import keep_split
 from ..data.loader import get_dataloaders
@@ -58,7 +58,7 @@ def main(
     parts = parts_of(asker.model.cfg, cfg)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer, parts=parts)
-    state = Path(find_checkpoint(values.checkpoint))/TRAINER_STATE
+    state = Path(asker.model.folder or '')/TRAINER_STATE
     if values.config is None and state.is_file():
         keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))
     batches = islice(val, values.batches or cfg.max_val_batches)

@@ -13,7 +13,7 @@ __all__ = ['CONFIGS', 'STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'NEXT', 'LOG', 'T
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
 import json,logging,math,os,re,socket,time
-from collections.abc import Iterable
+from collections.abc import Callable,Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -229,10 +229,10 @@ def branch(
 def best_kept(
     run_dir:Path, # directory of the run
     state:dict, # `trainer_state.json` of its current checkpoint
-)->tuple[float,int|None]: # lowest validation loss, and its step; infinite and None: nothing was validated
+)->tuple[float,int|None]: # lowest validation loss, and its step; infinite and None: no update was validated
     "The best checkpoint that a run still has, up to the current one."
     run_dir,step = Path(run_dir),state['step']
-    kept = {step_of(p) for p in checkpoints(run_dir) if step_of(p)<=step and not missing_pieces(p)}
+    kept = {step_of(p) for p in checkpoints(run_dir) if 0<step_of(p)<=step and not missing_pieces(p)}
     if state.get('best_step') in kept: return state['best_val_loss'],state['best_step']
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
     return min(((r['val_loss'],r['step']) for r in log
@@ -368,13 +368,16 @@ def _delete(run_dir, old):
 # %% ../../nbs/04_core.run_dir.ipynb #86b1b53c
 def find_checkpoint(
     name:str|Path, # a checkpoint, a run directory, or a hub id
+    say:Callable=logger.info, # takes a line: what is taken of a run, and why
 )->str: # something `from_pretrained` can load
-    "The checkpoint that a user means."
+    "The checkpoint that a user means: of a run the best, else the last."
     path = Path(name)
     if not path.is_dir() or (path/'config.json').is_file(): return str(name)
-    best = read_pointer(path, BEST)
-    checkpoint = last_checkpoint(path) if best is None or missing_pieces(best) else best
-    if checkpoint is None:
+    best,why = read_pointer(path, BEST),'the best of its validations'
+    if best is None or not step_of(best) or missing_pieces(best):
+        best,why = last_checkpoint(path),'the last one: no validated update is known as the best'
+    if best is None:
         raise FileNotFoundError(f'{name} holds no checkpoint: '
                                 'expected config.json, or last_checkpoint of a run')
-    return str(checkpoint)
+    say(f'{path}: {best.name} is taken, {why}')
+    return str(best)

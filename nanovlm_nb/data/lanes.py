@@ -408,7 +408,7 @@ class PackLoader:
         dist:Dist=Dist(), # this rank
         num_workers:int=0, # processes that plan and decode; 0: this one, when asked
         pin_memory:bool=False, # yield tensors in page-locked memory, from which a GPU copies by itself
-        most:int|None=None, # micro-batches of this rank in an epoch, always the same, planned once; None: all
+        most:int|None=None, # packs of all ranks in an epoch, always the same, planned once; None: all
     ):
         "Lay out the lanes."
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
@@ -419,7 +419,7 @@ class PackLoader:
                              '(batch_size x gradient_accumulation_steps): '
                              'lower num_workers, a worker without a lane has nothing to do')
         if num_workers: check_socket_room()
-        self.n,self.most,self.accumulation = len(lanes)*dist.world_size,most,accumulation
+        self.n,self.most = len(lanes)*dist.world_size,most
         self.numbers = lanes
         self.lay_out(rules)
         self.set_epoch(0)
@@ -427,12 +427,11 @@ class PackLoader:
     def lay_out(self,
         rules:PackRules, # how to pack
     )->None:
-        "Make the lanes; those of a later micro-batch may have one pack less to give."
+        "Make the lanes; the later ones may have one pack less to give."
         self.rules = rules
-        def asked(m): return None if self.most is None else max(-(-(self.most-m)//self.accumulation), 0)
-        self.lanes = [
-            Lane(self.samples, self.source, replace(rules, most=asked(j//self.batch_size)), k, self.n)
-            for j,k in enumerate(self.numbers)]
+        def asked(k): return None if self.most is None else max(-(-(self.most-k)//self.n), 0)
+        self.lanes = [Lane(self.samples, self.source, replace(rules, most=asked(k)), k, self.n)
+                      for k in self.numbers]
 
     def set_epoch(self,
         epoch:int, # from 0
@@ -445,9 +444,14 @@ class PackLoader:
         "What was left out so far."
         return self.samples.drops
 
-    def keep(self)->None:
+    def keep(self,
+        packs:int|None=None, # of all ranks, that are asked for from now on; None: as many as before
+    )->None:
         "Plan all that is asked for, if that is always the same; without effect when it was done."
         if self.most is None: return
+        if packs not in (None, self.most):
+            self.most = packs
+            self.lay_out(self.rules)
         for lane in self.lanes: lane.keep()
 
     def loader(self)->DataLoader: # packs of this rank's lanes in turn

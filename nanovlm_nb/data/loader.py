@@ -239,7 +239,7 @@ def pack_loader(
     dist:Dist, # this rank
     shuffle:bool, # True for training, False for validation
     num_workers:int, # processes that decode; 0 decodes in this one
-    most:int|None=None, # micro-batches that are asked for, always the same; None: all
+    most:int|None=None, # packs of all ranks that are asked for, always the same; None: all
 )->PackLoader: # batches as `packing.collate_packs` makes them
     "A loader of this rank's micro-batches."
     c,window = train_cfg,train_cfg.num_of_sequences
@@ -267,7 +267,7 @@ def get_dataloaders(
         return pack_loader(source, samples, vlm_cfg, c, dist, shuffle, workers, most)
     train,val = data_sources(c, drops, patience, parts)
     loaders = (loader(train, transforms, True, loader_workers(c, cores_of_rank()), None),
-        loader(val, (), False, c.val_workers, c.max_val_batches))
+        loader(val, (), False, c.val_workers, c.max_val_batches*c.batch_size*dist.world_size))
     loaders[0].samples.drops.merge(drops)
     return loaders
 
@@ -296,14 +296,19 @@ def data_sources(
 def first_rows(
     source, # of rows
     n:int, # how many
+    samples:VQADataset|None=None, # leaves rows out, see `plan_row`; None: takes all
 )->list[dict]: # rows with decoded pictures; unreadable ones are left out
     "The first rows of a source, for eyes."
     result = []
     for _,row in source.rows_of(0, 1, 0):
         if len(result)==n: break
         if isinstance(row, Dropped): continue
-        try: result.append(row|dict(images=[open_image(im) for im in row['images']]))
+        try:
+            if samples is not None: samples.plan_row(row)
+            result.append(row|dict(images=[open_image(im) for im in row['images']]))
         except UnreadableImage: continue
+        except Dropped as d:
+            if samples is not None: samples.drops.add(d)
     return result
 
 # %% ../../nbs/28_data.loader.ipynb #1d0a0e02
@@ -331,7 +336,9 @@ class Loader(Protocol):
         epoch:int, # from 0
     )->None:
         "Go to the beginning of an epoch."
-    def keep(self)->None:
+    def keep(self,
+        packs:int, # of all ranks, that will be asked for
+    )->None:
         "Plan all that will be asked for, if that is always the same."
     def state_dict(self)->dict|None: # JSON-able, for `lanes.merge_states`; None: there is no position
         "The position of this rank's data after the last complete update."
@@ -364,7 +371,9 @@ class PlainLoader:
         "Note the epoch."
         self.epoch = epoch
 
-    def keep(self)->None:
+    def keep(self,
+        packs:int, # of all ranks
+    )->None:
         "There is nothing to plan."
 
     def state_dict(self)->None:

@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..core.files import write_atomic
 from ..core.config import TrainConfig,VLMConfig,length_of_run,load_yaml
-from ..core.run_dir import ANSWER_TABLE,BEST,CONFIG,LOG,RECORD,read_log,read_pointer
+from ..core.run_dir import ANSWER_TABLE,CONFIG,LOG,RECORD,find_checkpoint,read_log
 from ..model.vlm import VisionLanguageModel,bullets
 
 # %% ../../nbs/55_runs.record.ipynb #c916672a
@@ -78,7 +78,7 @@ def _data_lines(c):
 def _result_lines(run_dir):
     "What was measured: of the whole run, and of the best checkpoint."
     log,lines = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else [], []
-    losses = [(r['val_loss'],r['step']) for r in log if 'val_loss' in r]
+    losses = [(r['val_loss'],r['step']) for r in log if 'val_loss' in r and r['step']]
     if losses:
         lines.append('validation loss {:.4f} at update {}, the best of {}'.format(*min(losses), len(losses)))
     if log:
@@ -148,14 +148,12 @@ def where_to_publish(
     return f'{owner}/{name}',f'the best model will be published as {owner}/{name}'
 
 def publish(
-    run_dir:str|Path, # directory of a run with a best checkpoint
+    run_dir:str|Path, # directory of a run
     repo_id:str|None, # owner/name on the hub, see `where_to_publish`; None: nowhere
     api:HfApi|None=None, # client; default: one with your login
 )->bool: # whether it was uploaded
-    "Upload the best checkpoint of a run (without validation the last) with its card, privately if it is new."
+    "Upload the checkpoint that `find_checkpoint` takes of a run with its card, privately if it is new."
     if not repo_id: return False
-    best = read_pointer(Path(run_dir), BEST) or read_pointer(Path(run_dir))
-    if best is None: raise ValueError(f'{run_dir} has no checkpoint: train at least to the first one')
-    VisionLanguageModel.from_pretrained(best).push_to_hub(
+    VisionLanguageModel.from_pretrained(find_checkpoint(run_dir)).push_to_hub(
         repo_id, private=True, api=api, training=training_card(run_dir))
     return True

@@ -151,9 +151,8 @@ def _point_at_best(run_dir, checkpoint):
     if checkpoint is None: return (run_dir/BEST).unlink(missing_ok=True)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     step,(_,lowest) = step_of(checkpoint),best_kept(run_dir, dict(step=step_of(checkpoint))|state)
-    names = (f"step_{state.get('best_model_step')}", f"step_{state.get('best_step')}",
-             pointer_text(run_dir, BEST), f'step_{lowest}')
-    kept = {p.name for p in checkpoints(run_dir) if step_of(p)<=step and not missing_pieces(p)}
+    names = f"step_{state.get('best_model_step')}",f'step_{lowest}',pointer_text(run_dir, BEST)
+    kept = {p.name for p in checkpoints(run_dir) if 0<step_of(p)<=step and not missing_pieces(p)}
     best = next((n for n in names if n in kept), None)
     if best is None: (run_dir/BEST).unlink(missing_ok=True)
     elif best!=pointer_text(run_dir, BEST): write_pointer(run_dir, BEST, run_dir/best)

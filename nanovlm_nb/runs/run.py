@@ -17,6 +17,7 @@ import json,os,re,shutil,signal,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager,nullcontext,suppress
+from copy import copy
 from dataclasses import asdict,dataclass,replace
 from math import prod
 from pathlib import Path
@@ -37,13 +38,13 @@ from ..core.logs import RunLog,plot_curves
 from ..core.advice import advice,loader_workers,memory_remedies,save_notes
 from ..core.recipe import Parts,parts_of,recipe_note
 from ..model.vision import ViT
-from ..model.weights import load_vision_backbone,pth_path,with_tower
+from ..model.weights import load_vision_backbone,with_tower
 from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_note
 from ..data.images import image_processor_of
 from ..data.dataset import Drops,Patience,Unreachable,until_reached
 from ..data.shapes import best_blind_guess
 from ..data.loader import first_rows,get_dataloaders,load_tokenizer,size_line
-from ..answers.answer import Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
+from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
 from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
 from ..answers.evaluate import cli_evaluate
 from ..training.optim import NO_TWIN,precision_notes,same_bits,trainable_line
@@ -79,7 +80,7 @@ def make_model(
     c,backbones = train_cfg,vlm_cfg.vlm_load_backbone_weights and not resuming
     file = c.load_from if is_pth(c.load_from) and not resuming else None
     weights = weights_of_start(vlm_cfg, c)
-    if file: model = VisionLanguageModel.from_pth(pth_path(file, vlm_cfg), vlm_cfg, backbones)
+    if file: model = VisionLanguageModel.from_pth(file, vlm_cfg, backbones)
     elif weights: model = VisionLanguageModel.from_pretrained(weights, vlm_cfg)
     else: model = VisionLanguageModel(vlm_cfg, load_backbone=backbones)
     if not (c.save_vision or resuming): model.leave_vision_out()
@@ -107,7 +108,7 @@ def runs_folder(
 )->Path: # directory of run directories
     "Where runs live: beside the run that made what one begins with, or else in `checkpoints`."
     if not train_cfg.resume_from_vlm_checkpoint: return Path(vlm_cfg.vlm_checkpoint_path)
-    run_dir = Path(find_checkpoint(vlm_cfg.vlm_checkpoint_path)).parent
+    run_dir = Path(find_checkpoint(vlm_cfg.vlm_checkpoint_path, str)).parent
     return run_dir.parent if (run_dir/CONFIG).is_file() else Path(VLMConfig.vlm_checkpoint_path)
 
 def checkpoint_around(
@@ -261,13 +262,17 @@ def report(
     parts:Parts|None=None, # of the run, if its model is not understood without its recipe
 )->dict[str,dict]: # from `ask_held_out`; empty when nothing was asked
     "Rank 0 sums up the run."
-    log,step = trainer.log,trainer.state.step
-    report_drops(drops, log, step)
-    try: rows = first_rows(trainer.val_loader.source, ask_samples)
+    log,step,val = trainer.log,trainer.state.step,trainer.val_loader
+    samples = copy(getattr(val, 'samples', None)) # with the same `drops`
+    most = trainer.base.cfg.lm_max_position_embeddings-LONGEST
+    if samples is not None: samples.max_sample_length = min(samples.max_sample_length or most, most)
+    try: rows = first_rows(val.source, ask_samples, samples)
     except Unreachable as e:
         rows = []
         log.info(f'no held-out question is asked: {e}')
+    drops['val'].merge(val.drops)
     scores = ask_held_out(log.run_dir, rows, log, step, parts) if rows else {}
+    report_drops(drops, log, step)
     plot_curves(read_log(log.run_dir/LOG), log.run_dir/'curves.png')
     log.info(f'time: {time_split(trainer.meters.seconds)}')
     for line in advice_lines(trainer): log.info(line)
@@ -604,7 +609,7 @@ def use_evals(
     every = 2*c.eval_interval
     how = f'{backend}, prompts of benchmarks: {c.lmms_eval_prompts}'
     if tasks: trainer.log.info(f'every {every} updates the checkpoint is evaluated ({how}): {tasks}')
-    trainer.evaluate_with(EvalDesk(trainer.log, dist, jobs, tasks if live else '', live))
+    trainer.desk = EvalDesk(trainer.log, dist, jobs, tasks if live else '', live)
 
 # %% ../../nbs/56_runs.run.ipynb #e5d10002
 # small files that every start writes anew, and those that it adds to
@@ -759,7 +764,7 @@ def set_up(
     if (left := on_master(dist, lambda: sweep(plan.run_dir))):
         log.info(f'removed, left by a start that was killed: {", ".join(left)}')
     trainer = make_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, plan.parts, stop)
-    trainer.stop_on(stop)
+    trainer.stop = stop
     for line in first_lines(trainer, plan, desk.lines): log.info(line)
     use_evals(trainer)
     if checkpoint is not None: go_on_from(trainer, desk, checkpoint)

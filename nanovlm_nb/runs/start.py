@@ -17,7 +17,7 @@ from ..core.config import TrainConfig,VLMConfig,check_configs,evolve
 from ..core.config import ranks_of_copy
 from ..core.run_dir import find_checkpoint
 from ..core.recipe import Parts,parts_of
-from ..model.weights import checkpoint_config,language_config,resolve_checkpoint,tower_fields
+from ..model.weights import checkpoint_config,language_config,pth_path,resolve_checkpoint,tower_fields
 from ..model.vlm import find_tokenizer
 from .deepspeed import read_deepspeed
 
@@ -32,10 +32,10 @@ def weights_of_start(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path`
     train_cfg:TrainConfig, # `resume`, `load_from`, `resume_from_vlm_checkpoint`
 )->str|None: # None: the run begins with backbones, a `.pth` file or random numbers, or resumes
-    "The checkpoint whose weights a new run takes; of a run's directory, the best."
+    "The checkpoint whose weights a new run takes; of a run's directory, see `find_checkpoint`."
     c = train_cfg
-    if c.resume_from_vlm_checkpoint: return find_checkpoint(vlm_cfg.vlm_checkpoint_path)
-    return None if c.resume or not c.load_from or is_pth(c.load_from) else find_checkpoint(c.load_from)
+    if c.resume_from_vlm_checkpoint: return find_checkpoint(vlm_cfg.vlm_checkpoint_path, str)
+    return None if c.resume or not c.load_from or is_pth(c.load_from) else find_checkpoint(c.load_from, str)
 
 # %% ../../nbs/52_runs.start.ipynb #f7317658
 def fields_with(
@@ -149,14 +149,14 @@ def name_weights(
     vlm_cfg:VLMConfig, # `vlm_checkpoint_path`
     train_cfg:TrainConfig, # `load_from`
 )->tuple[VLMConfig,TrainConfig,list[str]]: # both with a checkpoint where a run was named; a line if it was
-    "Name the checkpoint itself, so that all ranks take the same, and the saved configuration says which."
-    weights,c = weights_of_start(vlm_cfg, train_cfg),train_cfg
+    "Name the checkpoint or file itself, so that all ranks and the saved configuration have the same."
+    weights,c,lines = weights_of_start(vlm_cfg, train_cfg),train_cfg,list[str]()
     given = vlm_cfg.vlm_checkpoint_path if c.resume_from_vlm_checkpoint else c.load_from
-    if weights is None or weights==given: return vlm_cfg,c,[]
-    line = (f'{given} is the directory of a run: '
-            f'it begins with the best checkpoint there, {Path(weights).name}')
-    if c.resume_from_vlm_checkpoint: return evolve(vlm_cfg, vlm_checkpoint_path=weights),c,[line]
-    return vlm_cfg,evolve(c, load_from=weights),[line]
+    if weights is None and is_pth(given): c = evolve(c, load_from=str(pth_path(str(given), vlm_cfg)))
+    if weights is None or weights==given: return vlm_cfg,c,lines
+    find_checkpoint(str(given), lines.append)
+    if c.resume_from_vlm_checkpoint: return evolve(vlm_cfg, vlm_checkpoint_path=weights),c,lines
+    return vlm_cfg,evolve(c, load_from=weights),lines
 
 def check_ours(
     start:Start, # of a run

@@ -29,7 +29,7 @@ from ..core.logs import wandb_mode
 from ..core.advice import capped_workers,loader_workers,remedy_line
 from ..core.recipe import Parts
 from ..model.attention import BACKENDS,Layout,attention,problem_of
-from ..model.weights import language_config,pth_path,vision_config
+from ..model.weights import language_config,vision_config
 from ..model.flops import peak_flops
 from ..answers.eval_jobs import possible_tasks
 from ..runs.start import Start,foresee_start,is_pth,resolve_start
@@ -499,10 +499,9 @@ def check_start(
     "Does the run find what it starts from?"
     try:
         start = resolve_start(vlm_cfg, train_cfg, gpus)
-        file = train_cfg.load_from if is_pth(train_cfg.load_from) and not train_cfg.resume else None
-        if file and not (path := pth_path(file, start.vlm_cfg)).is_file():
-            raise FileNotFoundError(f'there is no file {path}')
         v,c = start.vlm_cfg,start.train_cfg
+        if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
+            raise FileNotFoundError(f'there is no file {c.load_from}')
         jobs,schedule = launchers(),start.parts.schedule
         stands_at,_ = plan_resume(v, c, run_path(v, c, Dist()), gpus, jobs, schedule)
     except (OSError, ValueError) as e:

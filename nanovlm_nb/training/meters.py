@@ -47,7 +47,7 @@ class Meters:
     @staticmethod
     def nothing()->dict: # sums by name
         "What was collected since the last report: nothing yet."
-        return dict(loss=0., targets=0, samples=0, updates=0, norm=0., flops=0)
+        return dict(loss=0., targets=0, samples=0, updates=0, made=0, norm=0., flops=0)
 
     def add_losses(self,
         losses:Tensor|None, # (n,) of the targets of a micro-batch; None: unknown
@@ -71,12 +71,14 @@ class Meters:
         for name,value in dict(tokens_per_second=rate, data_load_time=update.data_time, fw_bw_time=computing,
             post_process_time=stepping).items(): self.stats.add(name, value)
         counts = update.tiles,update.tokens,update.pairs,update.targets
+        flops = count_flops(self.units, *counts) if self.units else 0
         _add(self.epoch, tokens=update.tokens, seconds=seconds)
-        _add(self.recent, samples=update.samples, flops=count_flops(self.units, *counts) if self.units else 0)
+        _add(self.recent, updates=1, samples=update.samples, flops=flops)
         if len(self.waits)<FIRST: self.waits.append((update.data_time, seconds))
+        if loss is None: del self.losses[-len(update.micro_batches):] # they are no figures of the run
         if loss is None: return rate
         for sums in (self.epoch, self.recent): _add(sums, loss=loss*update.targets, targets=update.targets)
-        _add(self.recent, norm=norm, updates=1)
+        _add(self.recent, norm=norm, made=1)
         return rate
 
     def waiting(self)->float: # 0 to 1; every rank must ask, after the first updates
@@ -96,11 +98,12 @@ class Meters:
         seconds = {name:sum(c[name] for c in clocks)/len(clocks) for name in Clock.names}
         _add(self.seconds, **seconds)
         self.recent,self.losses = self.nothing(),[]
-        total,updates = sum(seconds.values()),max(r['updates'], 1)
+        total,made = sum(seconds.values()),r['made']
         share = mfu(r['flops'], total, self.peak)
-        speed = dict(step_time=total/updates, samples_per_second=r['samples']/total)
+        speed = dict(step_time=total/max(r['updates'], 1), samples_per_second=r['samples']/total)
         perf = dict(speed, gpu_memory_gb=max(memories), **({} if share is None else dict(mfu=share)))
-        training = dict(loss=r['loss']/max(r['targets'], 1), lr=lr, grad_norm=r['norm']/updates, epoch=epoch)
+        training = dict(lr=lr, epoch=epoch)
+        if made: training |= dict(loss=r['loss']/max(r['targets'], 1), grad_norm=r['norm']/made)
         groups = dict(time={k:v/total for k,v in seconds.items()}, perf=perf)
         named = {f'{group}/{k}':v for group,figures in groups.items() for k,v in figures.items()}
         return named|losses_by_source(losses)|{f'training/{k}':v for k,v in training.items()}
@@ -109,8 +112,8 @@ class Meters:
         "Loss and speed of the epoch so far."
         s = self.epoch
         if not s['seconds']: return {}
-        loss,rate = s['loss']/max(s['targets'], 1),s['tokens']/s['seconds']
-        return dict(epoch_loss=loss, epoch_tokens_per_second=rate, epoch_duration=s['seconds'])
+        loss = dict(epoch_loss=s['loss']/s['targets']) if s['targets'] else {}
+        return loss|dict(epoch_tokens_per_second=s['tokens']/s['seconds'], epoch_duration=s['seconds'])
 
     def begin_epoch(self)->None:
         "Forget the epoch that has ended."

@@ -45,7 +45,7 @@ from .optim import compile_counts,decide_compile,eager_line,make_optimizer
 from .optim import make_scaler,own_optimizer,set_lrs,training_parts
 from .shard import load_full_weights,optimizer_class,shard_model,try_pieces
 from .checkpoint import Saver,check_checkpoint,load_optimizer
-from .bad_updates import NormGuard,forget_bad_updates,write_bad_update
+from .bad_updates import BadUpdate,NormGuard,forget_bad_updates,write_bad_update
 from .update import Feed,Update,tally
 from .meters import FIRST,LeftOut,Meters,profiled
 
@@ -56,6 +56,7 @@ class TrainState:
     step:int = 0 # updates so far
     epoch:int = 0 # epochs completed
     samples:int = 0 # samples seen, over all ranks
+    val_batch:int = 1 # packs that a batch of validation had on all ranks when the run began
     targets:int = 0 # target tokens seen, over all ranks
     best_val_loss:float = float('inf') # lowest validation loss so far
     best_step:int|None = None # update at which it was reached
@@ -141,7 +142,7 @@ class Hook:
         trainer:'TrainerBase', # `state.step` counts the update
         update:Update, # that was made, or skipped
     )->None:
-        "After an update, before its checkpoint."
+        "After an update, before its checkpoint; `update.figures` are as logged, gradients are gone."
 
     def after_validation(self,
         trainer:'TrainerBase', # as it was validated
@@ -225,7 +226,7 @@ class TrainerBase:
         loaders = dict(train=self.train_loader, val=self.val_loader)
         self.left_out = LeftOut(dist, loaders, log.run_dir if log else None)
         self.feed = Feed(self.train_loader, dist, c.gradient_accumulation_steps, self.clock)
-        self.desk = EvalDesk(log, dist) # see `evaluate_with`
+        self.desk = EvalDesk(log, dist) # another has checkpoints evaluated
         self.guard,self.saver = NormGuard(c.max_grad_spike),Saver(dist, c.async_save)
         self.thaws = False # whether it has frozen objects, see `settle_down`
         self.begin_state()
@@ -254,9 +255,9 @@ class TrainerBase:
 
     def begin_state(self)->None:
         "Stand at the beginning."
-        self.state,self.resumed = TrainState(),False
-        self.came_with = 0,0 # updates and samples of earlier starts
-        self.stop = threading.Event() # see `stop_on`
+        self.state = TrainState(val_batch=self.cfg.batch_size*self.dist.world_size)
+        self.resumed,self.came_with = False,(0,0) # updates and samples of earlier starts
+        self.stop = threading.Event() # ends the run with a checkpoint; may be the caller's
         self.validates = True # False: no row for it was asked for
         self.to_follow:list[str] = [] # figures about the weights as they are that are still to be made
         self.kept:tuple|None = None # update and `to_follow` of the last checkpoint
@@ -269,12 +270,6 @@ class TrainerBase:
     def drops(self)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
         "What all ranks left out so far."
         return self.left_out.gather()
-
-    def stop_on(self,
-        event:threading.Event, # set by the signal handler
-    )->None:
-        "Let an event of the caller's end the run, with a checkpoint."
-        self.stop = event
 
     def stopped(self)->bool: # on all ranks the same; every rank must call
         "Has a signal come?"
@@ -488,35 +483,37 @@ class Clipping(Computing):
     def agree(self,
         loss:float, # this rank's part
         norm:float, # of the gradient, the same on all ranks unless one is broken
-    )->tuple[float,str|None]: # loss of the update; why it must not be made, None: it may
-        "Exchange losses and verdicts."
-        losses,verdicts = zip(*self.dist.gather((loss, self.guard.judge(norm))))
-        return sum(losses)/len(losses),next((v for v in verdicts if v), None)
+    )->tuple[float,BadUpdate|None]: # loss of the update; why it must not be made, None: it may
+        "Exchange losses and verdicts; overflow is the mildest."
+        scale = 1. if isfinite(norm) else self.scaler.get_scale() # a GPU is not asked in vain
+        losses,verdicts = zip(*self.dist.gather((loss, self.guard.judge(norm, loss, scale))))
+        return sum(losses)/len(losses),min(filter(None, verdicts), key=lambda v: v.overflow, default=None)
 
     def optimizer_step(self,
         norm:float, # from `clip`
-        verdict:str|None, # from `agree`
+        verdict:BadUpdate|None, # from `agree`
     )->None:
         "Step unless the verdict is against it, and clear the gradients."
-        moves = any(p.grad is not None for p in self.trained())
-        if moves and (verdict is None or self.scaler.is_enabled() and not isfinite(norm)):
+        if verdict is None and any(p.grad is not None for p in self.trained()):
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        else: self.scaler.update(self.scaler.get_scale()/(2 if verdict and verdict.overflow else 1))
         if verdict is None: self.guard.add(norm)
         self.optimizer.zero_grad(set_to_none=True)
 
     def note_skipped(self,
         update:Update, # that was not made
-        verdict:str, # why
+        verdict:BadUpdate, # why
     )->None:
         "Count a skipped update and write down what it takes to make it again."
         s = self.state
-        if self.scaler.is_enabled() and 'times' not in verdict:
-            return self.log.info(f'update {s.step}: {verdict}, the loss scale is lowered')
+        if verdict.overflow:
+            return self.log.info(f'update {s.step} is skipped: {verdict}, '
+                f'the loss scale is lowered to {self.scaler.get_scale():g}')
         s.skipped += 1
         s.bad_in_a_row += 1
         data = None if update.before is None else merge_states(self.dist.gather(update.before))
-        bad = dict(update=s.step, reason=verdict, ids=update.ids, data=data)
+        bad = dict(update=s.step, reason=str(verdict), ids=update.ids, data=data)
         if self.dist.is_master: write_bad_update(self.log.run_dir, bad)
         self.log.info(f'update {s.step} is skipped: {verdict}; '
             f'its {update.samples} samples are in bad_updates.jsonl')
@@ -564,7 +561,7 @@ class Stepping(Clipping):
 
     def count(self,
         update:Update, # that is behind us
-        verdict:str|None, # why it was not made; None: it was
+        verdict:BadUpdate|None, # why it was not made; None: it was
     )->None:
         "Stand one update further."
         s = self.state
@@ -576,7 +573,7 @@ class Stepping(Clipping):
 
     def counts_of(self,
         update:Update, # that is behind us
-        verdict:str|None, # why it was not made; None: it was
+        verdict:BadUpdate|None, # why it was not made; None: it was
     )->dict: # for the log
         "What an update consisted of."
         u,epoch = update,self.state.epoch
@@ -630,12 +627,13 @@ class Validating(Stepping):
     def validation_batches(self)->Iterator[Batch]: # the same each time; every rank must call
         "Read the rows, unless that was done; if a rank cannot reach them, all raise `Unreachable`."
         if self.cfg.val_workers: self.saver.wait() # workers are forked: no thread shall hold a lock
-        lost,loader = None,self.val_loader
-        try: loader.keep()
+        lost,loader,packs = None,self.val_loader,self.cfg.max_val_batches*self.state.val_batch
+        try: loader.keep(packs)
         except Unreachable as e: lost = str(e)
         if (why := next(filter(None, self.dist.gather(lost)), None)): raise Unreachable(why)
         loader.set_epoch(0)
-        return islice(synchronized_batches(loader, self.dist, loader.idle), self.cfg.max_val_batches)
+        most = -(-packs//(self.cfg.batch_size*self.dist.world_size)) # the same packs, however they are split
+        return islice(synchronized_batches(loader, self.dist, loader.idle), most)
 
     @torch.no_grad()
     def validate(self)->float|None: # None: a signal came in between, or there is nothing to validate on
@@ -678,12 +676,6 @@ class Validating(Stepping):
 # %% ../../nbs/47_training.trainer.ipynb #2321442e
 class Evaluating(Validating):
     "What benchmarks say about checkpoints."
-    def evaluate_with(self,
-        desk:EvalDesk, # of this rank
-    )->None:
-        "Have checkpoints evaluated."
-        self.desk = desk
-
     def evaluation_due(self)->bool: # is it?
         "Is the checkpoint of this update to be evaluated?"
         return self.cfg.eval_in_epochs and self.state.step>0 and self.due(2*self.cfg.eval_interval)
@@ -733,7 +725,7 @@ class Saving(Evaluating):
         "Let `best_checkpoint` name the checkpoint of this update."
         path = self.log.run_dir/f'step_{self.state.step}'
         self.saver.wait()
-        if not self.dist.broadcast(path.is_dir()): # before the first update, or of another run's directory
+        if not self.dist.broadcast(path.is_dir()): # it may lie in another run's directory
             self.save()
             self.saver.wait()
         if not self.dist.is_master: return
@@ -822,6 +814,7 @@ class Resuming(Saving):
         state:dict, # `trainer_state.json`
     )->None:
         "Restore everything from the checkpoint."
+        state.setdefault('val_batch', state['configs']['train']['batch_size']*state['world_size'])
         self.state = TrainState(**{f.name:state[f.name] for f in fields(TrainState) if f.name in state})
         self.resumed,self.to_follow = True,state.get('to_follow', [])
         self.came_with = self.state.step,self.state.samples
@@ -854,15 +847,21 @@ class Resuming(Saving):
 # %% ../../nbs/47_training.trainer.ipynb #aa03ccb2
 class Judging(Resuming):
     "Figures about the weights as they are, and which weights are the best."
+    def note(self,
+        loss:float, # of validation
+    )->tuple[dict,bool]: # figures for the log; are these weights the best?
+        "Remember the lowest loss; what the run began with is none of its results."
+        s = self.state
+        best = s.step>0 and loss<s.best_val_loss
+        if best: s.best_val_loss,s.best_step = loss,s.step
+        return dict(val_loss=loss)|(dict(best_val_loss=s.best_val_loss) if s.best_step else {}),best
+
     def score(self)->bool: # False: a signal came in between
         "Validate, and note whether it is the best."
         with self.clock('validation'): loss = self.validate()
         if loss is None: return not self.stopped()
-        s = self.state
-        best = loss<s.best_val_loss
-        if best: s.best_val_loss,s.best_step = loss,s.step
-        figures = dict(val_loss=loss, best_val_loss=s.best_val_loss)
-        self.log.log(figures, s.step)
+        figures,best = self.note(loss)
+        self.log.log(figures, self.state.step)
         for hook in self.hooks: hook.after_validation(self, figures)
         if best: self.mark_best()
         return True
@@ -995,8 +994,7 @@ class Trainer(Closing):
             self.to_follow = ['validation']*c.eval_in_epochs+['panel']*self.due(c.look_interval)
         self.find_validation()
         if not self.follow(): return False
-        unsaved = not self.resumed and self.kept is None # nothing has called it the best
-        if c.eval_in_epochs and unsaved: self.save()
+        if c.eval_in_epochs and not self.resumed: self.save()
         if self.resumed and self.evaluation_due(): self.evaluate_live() # if the earlier start has not
         return True
 
@@ -1014,7 +1012,7 @@ class Trainer(Closing):
             if not self.begin(): return self.interrupted()
             if self.resumed and self.finished: return self.state
             for n,update in enumerate(self.watched_updates()):
-                self.train_step(update)
+                update.figures = self.train_step(update)
                 if n==0: self.settle_down(update)
                 for hook in self.hooks: hook.after_update(self, update)
                 if self.state.bad_in_a_row>=self.cfg.max_bad_updates: self.too_many_bad()

@@ -39,6 +39,7 @@ class Update:
     empty:int = 0 # those of padding only
     data_time:float = 0. # seconds this rank waited for its data
     before:dict|None = None # position of this rank's data before it
+    figures:dict = field(default_factory=dict) # what was logged of it; empty until it is made, or skipped
 
 # %% ../../nbs/45_training.update.ipynb #4f1cefa8
 def tally(

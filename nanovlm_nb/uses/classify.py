@@ -412,22 +412,15 @@ class ClassTrainer(Trainer):
         self.metrics = metrics_of(self.judged, len(self.base.cfg.class_names))
         return self.metrics['eval/overall_loss']
 
-    def score(self)->bool: # False: a signal came in between
-        "Evaluate, and note whether it is the best."
-        with self.clock('validation'): loss = self.validate()
-        if loss is None: return not self.stopped()
-        if loss<self.state.best_val_loss: self.state.best_val_loss,self.state.best_step = loss,self.state.step
-        accuracy = self.metrics['eval/overall_accuracy']
-        better = self.best['best_model_step'] is None or accuracy>self.best['best_overall_accuracy']
-        if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=self.state.step)
-        figures = self.metrics|dict(val_loss=loss, best_val_loss=self.state.best_val_loss)|self.best
-        self.log.log(figures, self.state.step)
-        for hook in self.hooks: hook.after_validation(self, figures)
-        if not better: return True
-        names = self.base.cfg.class_names
-        if self.dist.is_master: write_predictions(self.log.run_dir, self.judged, names, self.state.step)
-        self.mark_best()
-        return True
+    def note(self,
+        loss:float, # of the evaluation
+    )->tuple[dict,bool]: # figures for the log; are these weights the best?
+        "Remember the best accuracy."
+        figures,step = self.metrics|super().note(loss)[0],self.state.step
+        accuracy,before = self.metrics['eval/overall_accuracy'],self.best['best_model_step']
+        better = step>0 and (before is None or accuracy>self.best['best_overall_accuracy'])
+        if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=step)
+        return figures|(self.best if step else {}),better
 
     @property
     def findings(self)->list[str]: # for the page of the run
@@ -441,7 +434,9 @@ class ClassTrainer(Trainer):
         if self.dist.is_master: lay_out(self.log.run_dir)
 
     def mark_best(self)->None:
-        "Remember the best checkpoint."
+        "Write what this evaluation found, and remember the best checkpoint."
+        names = self.base.cfg.class_names
+        if self.dist.is_master: write_predictions(self.log.run_dir, self.judged, names, self.state.step)
         super().mark_best()
         if self.dist.is_master: lay_out(self.log.run_dir)
 
@@ -687,7 +682,6 @@ def configs_of(
             'lower it, or train longer')
     workers = workers_of(t.dataloader_num_workers, lanes)
     head_rate = t.learning_rate if t.head_learning_rate is None else t.head_learning_rate
-    val_batches = -(-len(data.val)//(lanes*world_size))*t.gradient_accumulation_steps
     train_cfg = TrainConfig(lr_mp=head_rate, lr_backbones=t.learning_rate,
         batch_size=t.batch_size, gradient_accumulation_steps=t.gradient_accumulation_steps,
         max_epochs=t.epochs, max_training_steps=updates, warmup_ratio=t.warmup_steps/updates,
@@ -696,7 +690,7 @@ def configs_of(
         num_workers=workers, val_workers=min(workers, 2),
         vision_checkpointing=t.gradient_checkpointing, language_checkpointing=t.gradient_checkpointing,
         run_name=t.run_name, load_from=weights, max_keep_ckpts=t.save_total_limit,
-        eval_interval=o.eval_log_freq, stats_log_interval=o.report_freq, max_val_batches=val_batches,
+        eval_interval=o.eval_log_freq, stats_log_interval=o.report_freq, max_val_batches=len(data.val),
         ask_samples=0, use_lmms_eval=False,
         log_wandb=o.use_wandb, wandb_entity=None, wandb_project=o.project)
     train_cfg = evolve(train_cfg, **s.train)
