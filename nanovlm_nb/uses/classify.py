@@ -118,7 +118,7 @@ class ClassSamples(VQADataset):
     )->Plan: # the sample without its picture
         "Plan a sample."
         c = self.cfg
-        answer = '' if c.class_head else c.class_names[row['label']]
+        answer = '?' if c.class_head else c.class_names[row['label']] # '?': the head answers before it
         plan = super().plan_row(row|dict(texts=[dict(user=c.class_prompt, assistant=answer)]))
         return at_answer(plan, row['label']) if c.class_head else plan
 
