@@ -113,7 +113,7 @@ MISUSES = [
     ('train', '--lm_tokenizer empty', 'lm_tokenizer empty: '),
     ('train', '--hf_repo_name a/b/c/d', "hf_repo_name 'a/b/c/d' is not a name on the hub: give owner/name"),
     ('train', '--max_training_samples 10 --max_training_steps 6', 'max_training_steps 6 has no effect beside max_training_samples 10: leave it out'),
-    ('train', '--vit_model_type empty --vlm_load_backbone_weights True', 'empty is no model that transformers knows'),
+    ('train', '--vit_model_type empty --vlm_load_backbone_weights True', 'empty holds no checkpoint: expected config.json'),
     ('train', '--data_cutoff_idx 0', 'data_cutoff_idx is 0: give a number above 0, or None'),
     ('train', '--resume_from_vlm_checkpoint True --vlm_checkpoint_path RUN --load_from RUN', 'both name weights: give one'),
     ('train', '--wandb_project=', 'wandb_project is empty'),
@@ -254,7 +254,7 @@ MISUSES = [
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
 ]
 #: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
-OF_OTHERS = set('--logdir --mmproj --nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --num_epochs --learning_rate --timeout --no_'.split())
+OF_OTHERS = set('--logdir --mmproj --nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --exc_stop --num_epochs --learning_rate --timeout --no_'.split())
 #: parameters of functions, a key of DeepSpeed, a kind of fault
 NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
 # `nanovlm train` gets these where the model does not matter: nothing else is looked for
@@ -283,14 +283,14 @@ def place(tmp_path_factory):
     (home/'bad.jsonl').write_text('{"a": 1}\n')
     (home/'torn.jsonl').write_text('{"conversations": [\n')
     (home/'words.png').write_text('no picture')
-    (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60})))
+    (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60}, prompts={'shapes': 'plain'})))
     (home/'words.parquet').write_text('no parquet')
     datasets.Dataset.from_dict(dict(texts=[[dict(user='a', assistant='b')]])).to_parquet(home/'bare.parquet')
     (home/'empty').mkdir()
     shutil.copytree(home/'checkpoints'/'r'/'step_2', home/'lost'/'step_2')
     (home/'lost'/'step_2'/'model.safetensors').unlink()
     (home/'bare').mkdir()
-    (home/'bare'/'config.json').write_text((home/'lost'/'step_2'/'config.json').read_text().replace('"checkpoints/r/', '"checkpoints/gone/'))
+    (home/'bare'/'config.json').write_text((home/'lost'/'step_2'/'config.json').read_text().replace('checkpoints/r/', 'checkpoints/gone/'))
     shutil.copy(home/'checkpoints'/'r'/'step_2'/'model.safetensors', home/'bare')
     (home/'torn').mkdir()
     (home/'torn'/'config.json').write_text('{')
@@ -370,9 +370,9 @@ def test_debug_shows_the_traceback(monkeypatch):
 def test_two_ranks_say_it_once(tmp_path):
     "What torchrun says afterwards is its own."
     done = run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'nanovlm_nb.train', *TINY,
-                '--train_dataset_path', './missing', '--run_name', 'x'], tmp_path, check=False)
+                '--train_dataset_path', './missing', '--run_name', 'x', '--log_wandb', 'False'], tmp_path, check=False)
     assert done.returncode and done.stderr.count('nanovlm train: error: ') == 1, done.stderr[-3000:]
-    assert 'nanovlm_nb/' not in done.stderr and not list(tmp_path.iterdir()), 'no traceback of ours, no directory'
+    assert 'nanovlm_nb/' not in done.stderr and not [p for p in tmp_path.rglob('*') if p.is_file()], 'no traceback of ours, no file'
 
 
 @pytest.mark.parametrize('command, module', [*COMMANDS.items(), *(('export', module) for module in EXPORTS.values())])

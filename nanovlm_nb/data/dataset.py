@@ -321,9 +321,9 @@ def check_row(
     "What remains of a row, from text and headers; raises `Dropped` if nothing does."
     check_form(row)
     id, n = row['id'], len(row['images'])
-    if not keep_turns(row, {}): raise Dropped(id, 'no_turns', f"none of {len(row['texts'])} turns has an answer")
-    if not (turns := keep_turns(row, minimums)):
-        raise Dropped(id, 'ratings', f"none of {len(row['texts'])} turns passes {minimums}")
+    turns,none_of = keep_turns(row, minimums),f"none of {len(row['texts'])} turns"
+    if not keep_turns(row, {}): raise Dropped(id, 'no_turns', f'{none_of} has an answer')
+    if not turns: raise Dropped(id, 'ratings', f'{none_of} passes {minimums}')
     if max_images is not None and n > max_images:
         raise Dropped(id, 'too_many_images', f'{n} images, at most {max_images}')
     try: return turns, [image_processor.grid(*image_size(im)) for im in row['images']]
@@ -499,7 +499,8 @@ def _held(x):
     return 'pictures' if 'bytes' in names or binary or array or isinstance(x, (bytes, Image.Image)) else ''
 
 def check_unused(
-    columns:dict|pa.Schema, where:str, # a row of Python, or the columns of a data set; whose they are
+    columns:dict|pa.Schema, # a row of Python, or the columns of a data set
+    where:str, # whose they are
     known:Sequence[str]=COLUMNS, # those that are read; first those with pictures and conversations
 )->None:
     "Raise `UnusedColumn` if pictures or a conversation would not be read."

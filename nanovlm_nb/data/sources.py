@@ -134,8 +134,8 @@ class MapSource:
         if not 0 <= start <= self.stop <= len(rows):
             raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
         for part in rows.parts if isinstance(rows, Joined) else [rows]:
-            whole = isinstance(part, datasets.Dataset)
-            check_unused(part.features.arrow_schema if whole else next(iter(part), {}), 'the rows')
+            columns = part.features.arrow_schema if isinstance(part, datasets.Dataset) else next(iter(part), {})
+            check_unused(columns, 'the rows')
         self.spread_as(True)
 
     def spread_as(self,
@@ -218,7 +218,7 @@ def footer(
     return [meta.row_group(g).num_rows for g in range(meta.num_row_groups)]
 
 def _check_columns(schema, columns, written):
-    "Raise, as an error of arrow, if columns have other types, or one would be lost that the first file lacks."
+    "Raise an arrow error if a column has another type, or would be lost since the first file lacks it."
     try:
         check_unused(schema, 'the file')
         table_cast(schema.empty_table().select(columns), written)
