@@ -205,7 +205,7 @@ MISUSES = [
     ('eval', 'RUN --tasks shapes --out torn.jsonl', '--out torn.jsonl is there, and is no result'),
     *([] if find_spec('lmms_eval') else [
         ('eval', 'RUN --tasks shape', '--tasks: there is no task shape: did you mean shapes?'),
-        ('eval', 'RUN --tasks shapes --include_path empty', 'shapes needs its questions: write them with nanovlm eval --write_tasks DIR, and name DIR with the flag --include_path'),
+        ('eval', 'RUN --tasks shapes --include_path empty', 'shapes needs its questions: write them with nanovlm eval --write_tasks DIR, and name DIR with --include_path, or for a run with --eval_include_path'),
         ('eval', 'RUN --tasks mmstar', 'mmstar cannot be evaluated here. pip install')]),
     ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
