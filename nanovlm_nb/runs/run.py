@@ -234,7 +234,7 @@ def results(
     s = trainer.state
     best = 'no validation'
     if s.best_step is not None: best = f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
-    size = f'{s.step} updates, {s.epoch} whole epochs, {s.samples} samples, {s.targets} target tokens'
+    size = f'{s.step} updates, {s.samples} samples, {s.targets} target tokens'
     since = f' since update {trainer.came_with[0]}, of the last start' if trainer.came_with[0] else ''
     lines = [size, best, f'time{since}: {time_split(trainer.meters.seconds)}']
     if s.skipped: lines.append(f'{s.skipped} updates skipped, see bad_updates.jsonl')
