@@ -89,9 +89,9 @@ def test_metrics_are_scikit_learns(place, whole):
 def test_the_best_is_the_first_of_the_highest(place, whole):
     evaluations = [r for r in log(place, 'whole') if 'eval/overall_accuracy' in r]
     assert [r['step'] for r in evaluations] == list(range(0, UPDATES+1, EVERY))
-    for i, r in enumerate(evaluations):
-        highest = max(e['eval/overall_accuracy'] for e in evaluations[:i+1])
-        first = next(e['step'] for e in evaluations if e['eval/overall_accuracy'] == highest)
+    for i, r in enumerate(evaluations[1:], 1):  # the untrained model is never the best
+        highest = max(e['eval/overall_accuracy'] for e in evaluations[1:i+1])
+        first = next(e['step'] for e in evaluations[1:] if e['eval/overall_accuracy'] == highest)
         assert (r['best_overall_accuracy'], r['best_model_step']) == (highest, first)
     assert (whole/'best_checkpoint').read_text().strip() == f"step_{evaluations[-1]['best_model_step']}"
 
@@ -128,10 +128,10 @@ def test_predicting_from_the_command_line(place, whole):
     assert 'give another run_name, or go on with: nanovlm classify --config ' in again and again.endswith('--run_name whole --resume_from latest')
     (place/'words.png').write_text('no picture')
     refused = lambda *line: run([sys.executable, '-m', 'nanovlm_nb.cli', *line], place, check=False).stderr.splitlines()
-    line, = refused('classify', '--predict', whole, files[0], 'nope.png', '.', 'words.png')
+    *_, line = refused('classify', '--predict', whole, files[0], 'nope.png', '.', 'words.png')
     assert all(part in line for part in ('nope.png: there is no such file; ', '.: this is a directory; ', 'words.png: cannot identify'))
     for others in (['ask', whole, '--prompt', 'hi'], ['eval', whole, '--tasks', 'shapes'], ['look', whole], ['export', whole, 'out']):
-        line, = refused(*others)
+        *_, line = refused(*others)
         assert f'error: {whole}/step_' in line and ' is a classifier: use it with nanovlm classify --predict ' in line
 
 

@@ -44,10 +44,16 @@ def script(name: str):
 
 # --- names
 
+def shared_comments(f) -> dict:
+    "Parameters of one kind share a line and its comment, of which fastcore gives the last one all: `q:Tensor, k:Tensor, # (B, H, T, D)`."
+    lines = [line.partition(' # ') for line in inspect.getsource(f).partition(' "')[0].splitlines() if ' # ' in line]
+    return {name: comment for code, _, comment in lines for name in re.findall(r'(?:^ *|[(,] *)\**(\w+):', code)}
+
+
 def documented(name: str, f) -> list[str]:
     "What is missing in the documentation of a function."
     missing = [] if (f.__doc__ or '').strip() else [f'{name}: no docstring']
-    docs = docments(f)
+    docs = docments(f) | shared_comments(f)
     signature = inspect.signature(f)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # fastcore reads no comment of theirs
     wanted = [n for n, p in signature.parameters.items() if n not in ('self', 'cls', 'ctx') and p.kind not in starred]

@@ -557,7 +557,7 @@ def test_a_validation_reads_what_it_scores(tokenizer):
             return super().row(i)
 
     source = Counted(text_rows('text', 300), shuffle=False)
-    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), source, PackRules(64, tokenizer.pad_token_id, window=4, shuffle=False, first=4), 2, 4, most=3)
+    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), source, PackRules(64, tokenizer.pad_token_id, window=4, shuffle=False, first=4), 2, 4, most=6)
     assert [lane.rules.most for lane in loader.lanes] == [1]*6+[0]*2
     seen = [b['ids'] for b in islice(loader, 3)]
     read, scored = source.read, sum(len(ids) for b in seen for ids in b)

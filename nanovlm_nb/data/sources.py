@@ -134,8 +134,8 @@ class MapSource:
         if not 0 <= start <= self.stop <= len(rows):
             raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
         for part in rows.parts if isinstance(rows, Joined) else [rows]:
-            columns = part.features.arrow_schema if isinstance(part, datasets.Dataset) else next(iter(part), {})
-            check_unused(columns, 'the rows')
+            schema = part.features.arrow_schema if isinstance(part, datasets.Dataset) else None
+            check_unused(schema or next(iter(part), {}), 'the rows')
         self.spread_as(True)
 
     def spread_as(self,

@@ -44,7 +44,8 @@ from ..data.images import image_processor_of
 from ..data.dataset import Drops,Patience,Unreachable,until_reached
 from ..data.shapes import best_blind_guess
 from ..data.loader import first_rows,get_dataloaders,load_tokenizer,size_line
-from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
+from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all
+from ..answers.answer import plot_answers,questions_of
 from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
 from ..answers.evaluate import cli_evaluate
 from ..training.optim import NO_TWIN,precision_notes,same_bits,trainable_line

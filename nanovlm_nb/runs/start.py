@@ -17,7 +17,8 @@ from ..core.config import TrainConfig,VLMConfig,check_configs,evolve
 from ..core.config import ranks_of_copy
 from ..core.run_dir import find_checkpoint
 from ..core.recipe import Parts,parts_of
-from ..model.weights import checkpoint_config,language_config,pth_path,resolve_checkpoint,tower_fields
+from ..model.weights import checkpoint_config,language_config,pth_path,resolve_checkpoint
+from ..model.weights import tower_fields
 from ..model.vlm import find_tokenizer
 from .deepspeed import read_deepspeed
 
