@@ -21,6 +21,7 @@ def main(
     with usage.one_line_errors('nanovlm train', debug, keeps_code=True):
         values = arguments.train_parser().parse_args(words)
         config.set_env()
+        usage.begin_training()
         with usage.ends_at_once(): from nanovlm_nb.runs.run import main as train
         return train(values)
 

@@ -19,7 +19,7 @@ SIZES = {name: getattr(VLM, name) for name in sorted({*changed_fields(preset('sh
 #: a model and a run small enough for a test
 TINY = [word for name, value in SIZES.items() for word in (f'--{name}', str(value))] + (
     '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
-    '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --log_wandb False --progress_bar False').split()
+    '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --progress_bar False').split()
 
 #: the variable that tells workers of xdist where the warm python is
 SHARED_WARM = 'NANOVLM_WARM_PYTHON'

@@ -48,7 +48,7 @@ class Quiet:
 
     def __init__(self, run_dir): self.run_dir = run_dir
 
-    def log(self, metrics, step): pass
+    def log(self, metrics, step, waited=None): pass
 
     def info(self, line): pass
 

@@ -33,7 +33,7 @@ class Silent:
 
     def __init__(self): self.lines = []
 
-    def log(self, metrics, step): self.lines.append(metrics)
+    def log(self, metrics, step, waited=None): self.lines.append(metrics)
 
     def close(self): pass
 

@@ -103,7 +103,7 @@ def test_reports_come_when_they_are_due(place, whole):
 
 def test_layout(whole):
     assert {p.name for p in (whole/'checkpoints').iterdir()} == {f'checkpoint-{n}' for n in range(0, UPDATES+1, EVERY)}
-    assert 'step 10/12' in (whole/'logs'/'train.log').read_text()
+    assert 'update 10/12' in (whole/'logs'/'train.log').read_text()
     assert (whole/'logs'/'log.jsonl').read_text() == (whole/'log.jsonl').read_text()
     assert (whole/'checkpoints'/'checkpoint-3'/'model.safetensors').is_file()
     assert (whole/'confusion.png').read_bytes()[:4] == b'\x89PNG'

@@ -285,7 +285,7 @@ class Looks:
     def find_spec(self, name, path=None, target=None):
         if name == 'torch': raise Reached
 sys.meta_path.insert(0, Looks())
-read = 'TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'OMP_WAIT_POLICY'
+read = 'TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF', 'OMP_WAIT_POLICY'
 given, found = {n: os.environ[n] for n in read if n in os.environ}, {}
 from nanovlm_nb.cli import main
 from nanovlm_nb.train import main as script
@@ -300,8 +300,8 @@ print(json.dumps(found))
 '''
 
 
-@pytest.mark.parametrize('given, found', [({}, ['false', 'expandable_segments:True', 'PASSIVE']),
-                                          (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', 'ACTIVE'])])
+@pytest.mark.parametrize('given, found', [({}, ['false', *['expandable_segments:True']*2, 'PASSIVE']),
+                                          (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', None, 'ACTIVE'])])
 def test_every_command_sets_its_environment_before_torch_loads(given, found, tmp_path, monkeypatch):
     "Threads that wait sleep, the allocator grows its segments: torch reads that when it is imported. What the user has set stays."
     monkeypatch.chdir(tmp_path)

@@ -48,13 +48,13 @@ def start(cmd, cwd):
 
 
 def press(process, cwd, code):
-    "Ctrl-C, and what the command says from then on."
+    "Ctrl-C, and what the command says from then on, beside its progress."
     before = (cwd/'stderr').stat().st_size
     os.killpg(process.pid, signal.SIGINT)
     ended = process.wait(timeout=180)
     said = (cwd/'stderr').read_text()[before:]
     assert ended == code, said[-4000:]
-    return [line for line in said.splitlines() if line.strip()]
+    return [line for line in said.splitlines() if line.strip() and not line.startswith('update ')]
 
 
 def ours(said):

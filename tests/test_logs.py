@@ -21,13 +21,14 @@ def no_login(monkeypatch, tmp_path):
     monkeypatch.setenv('WANDB_SILENT', 'true')
 
 
-def short_run(run_dir, **settings):
+def short_run(run_dir, project='nanoVLM'):
     "Five updates, a validation, a late evaluation."
     configs = dict(VLMConfig=VLMConfig().to_dict(), TrainConfig=TrainConfig().to_dict())
-    with RunLog(run_dir, Dist(), configs, 'a_run', total_steps=5, progress=False, log_wandb=True, **settings) as log:
+    with RunLog(run_dir, Dist(), ['wandb'], configs, 'a_run', None, project, total_steps=5) as log:
         for step in range(1, 6): log.log(dict(batch_loss=1/step, grad_norm=2., batch_digest='3f0a'), step)
         log.log(dict(val_loss=.5, nothing=None, diverged=float('nan')), 5)
         log.log({'lmms_eval/mmstar': .25, '<lmms-eval-step>': 3}, 5)
+        assert log.where.startswith(f'{run_dir}/log.jsonl, ')
     return configs
 
 
@@ -46,7 +47,7 @@ def test_offline_run_can_be_read_back(tmp_path, no_login):
 
 def test_long_history_survives_block_boundaries(tmp_path, no_login):
     "More than one 32 KiB block in the file: the reader puts split records together."
-    with RunLog(tmp_path, Dist(), {}, 'long', progress=False, log_wandb=True, console_every=1000) as log:
+    with RunLog(tmp_path, Dist(), ['wandb'], {}, 'long', every=1000) as log:
         for step in range(400): log.log({f'metric_{i}': step+i for i in range(8)} | dict(batch_loss=float(step)), step)
     assert read_wandb(tmp_path).series('batch_loss') == {s: float(s) for s in range(400)}
 
@@ -59,37 +60,37 @@ def test_wandb_mode_is_respected(tmp_path, no_login, monkeypatch):
 
 
 def test_a_failed_run_is_marked(tmp_path, no_login):
-    with pytest.raises(OSError), RunLog(tmp_path, Dist(), {}, 'bad', progress=False, log_wandb=True) as log:
+    with pytest.raises(OSError), RunLog(tmp_path, Dist(), ['wandb'], {}, 'bad') as log:
         log.log(dict(batch_loss=1.), 1)
         raise OSError('disk full')
     run = read_wandb(tmp_path)
     assert run.exit_code == 1 and run.series('batch_loss') == {1: 1.}
 
 
-def test_wandb_that_cannot_start_is_said_once(tmp_path, no_login, monkeypatch, capsys):
+def test_wandb_that_cannot_start_is_said_once(tmp_path, no_login, monkeypatch, caplog):
     "The real wandb, sent to a server that is not there with settings that it refuses."
     monkeypatch.setenv('WANDB_BASE_URL', 'not a url')
     monkeypatch.setenv('WANDB_MODE', 'online')
     short_run(tmp_path)
-    assert capsys.readouterr().err.count('wandb failed and is off') == 1
+    assert sum('wandb failed and is off' in m for m in caplog.messages) == 1
     assert (tmp_path/'train.log').read_text().count('wandb failed and is off') == 1
     assert len(read_log(tmp_path/'log.jsonl')) == 7
 
 
 def test_wandb_is_not_imported_when_off(tmp_path, root):
     code = ("import sys; from nanovlm_nb.core.logs import RunLog; from nanovlm_nb.core.dist import Dist\n"
-            f"with RunLog({str(tmp_path)!r}, Dist(), progress=False, log_wandb=False) as log: log.log(dict(batch_loss=1.), 10)\n"
+            f"with RunLog({str(tmp_path)!r}, Dist(), every=10) as log: log.log(dict(batch_loss=1.), 10)\n"
             "sys.exit('wandb' in sys.modules)")
     done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path/'train.log').read_text().count('batch_loss 1') == 1
+    assert (tmp_path/'train.log').read_text().count('update 10 | loss 1') == 1
 
 
 def one_rank(run_dir):
     "Every rank collects, all exchange, one writes."
     dist, stats = init_dist('cpu', timeout_s=60), Stats()
     stats.add('data_load_time', *range(dist.rank+1))
-    with RunLog(run_dir, dist, progress=False) as log:
+    with RunLog(run_dir, dist) as log:
         report = stats.aggregate(dist)
         log.log(report | dict(rank=dist.rank), 100)
     everyone = dist.gather(report)
@@ -111,7 +112,7 @@ if __name__ == '__main__': one_rank(sys.argv[1])
 def test_tensorboard_shows_what_the_record_has_after_going_back(tmp_path):
     "Six updates; back to the third with another rate. TensorBoard's own reader sees each figure of log.jsonl, each step once."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    flags = [*TINY, '--run_name', 'r', '--ask_samples', 0, '--log_tensorboard', 'True']
+    flags = [*TINY, '--run_name', 'r', '--ask_samples', 0, '--tracker', 'tensorboard']
     train(flags, tmp_path)
     train([*flags, '--resume', 'True', '--load_from', 'checkpoints/r/step_3', '--force_resume', 'True', '--lr_mp', '0.01'], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'

@@ -258,7 +258,7 @@ OF_OTHERS = set('--logdir --mmproj --nproc_per_node --standalone --nnodes --node
 #: parameters of functions, a key of DeepSpeed, a kind of fault
 NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
 # `nanovlm train` gets these where the model does not matter: nothing else is looked for
-SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--log_wandb', 'False', '--progress_bar', 'False']
+SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--progress_bar', 'False']
 
 
 def picture(path: Path) -> None:

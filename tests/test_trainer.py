@@ -52,7 +52,7 @@ class Memory:
     "A log that keeps what it is told."
     def __init__(self, run_dir): self.run_dir, self.lines = run_dir, []
 
-    def log(self, metrics, step): self.lines.append((step, metrics))
+    def log(self, metrics, step, waited=None): self.lines.append((step, metrics))
 
     def info(self, text): pass
 

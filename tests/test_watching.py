@@ -47,10 +47,13 @@ def test_updates_are_shown_as_minimind_does(watched):
     assert [f[:4] for f in found] == [('1', '1', n, '8') for n in '2468']
 
 
-def test_a_start_says_what_is_odd_about_its_checkpoints(watched):
-    text = (watched[0]/'train.log').read_text()
-    assert 'a checkpoint every 2 updates: 50 to 100 with max_keep_ckpts 3 while you try whether a run works' in text
-    assert 'max_keep_ckpts is -1: all 5 checkpoints stay on the disk' in text
+def test_a_run_says_where_it_is_what_it_trains_and_what_there_is_at_its_end(watched):
+    text = re.sub(r'^\S+ \S+ INFO ', '', (watched[0]/'train.log').read_text(), flags=re.M)
+    first, last = text.partition('update 0: ')[0].splitlines(), text.splitlines()[-3:]
+    assert first[:2] == ['drawing 200 scenes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, torch.bfloat16']
+    assert 'figures: checkpoints/r/log.jsonl, nothing is sent' in first and 'rows: 200 for training and 16 for validation; 8 updates' in first
+    assert not any('max_keep_ckpts' in line for line in first), 'no advice about the disk for a model of a megabyte'
+    assert last[0].startswith('best checkpoint: checkpoints/r/step_') and last[2].startswith('ask it: nanovlm ask checkpoints/r --image PICTURE --prompt ')
 
 
 def test_a_resumed_start_says_where_from_what_changed_and_how_the_learning_rate_goes_on(watched, monkeypatch):

@@ -119,7 +119,7 @@ ELSEWHERE = dict(
     freeze_llm='lr_language_backbone 0', unfreeze_layers='language_last_blocks', use_compile='compile',
     torch_compile='compile',
     gradient_checkpointing='vision_checkpointing and language_checkpointing', use_wandb='log_wandb',
-    report_to='log_wandb', project='wandb_project',
+    report_to='tracker', log_tensorboard='tracker tensorboard', project='wandb_project',
     log_interval='stats_log_interval', logging_steps='stats_log_interval', eval_steps='eval_interval',
     save_steps='save_interval',
     save_total_limit='max_keep_ckpts', dataloader_num_workers='num_workers', bf16='dtype bfloat16',
@@ -788,13 +788,12 @@ class ReportFields:
     resume_from_vlm_checkpoint:bool = fine(False, 'start from the model at vlm_checkpoint_path')
     progress_bar:bool = fine(True, 'show a progress bar', common=True)
     console_line:str = fine('figures',
-        'how an update is shown: all figures, or minimind, its line with the minutes left of the epoch, '
-        'every stats_log_interval')
+        'what is shown: figures, minimind (its line, with the minutes left of the epoch), or none')
     log_wandb:bool = fine(True, 'report to Weights & Biases', common=True)
+    tracker:str = fine('auto', 'where figures go beside log.jsonl: wandb, trackio, tensorboard, none, or '
+        'several with commas; auto: wandb if log_wandb', common=True)
     wandb_entity:str|None = fine('HuggingFace', 'whose account there; None: yours')
-    wandb_project:str = fine('nanoVLM', 'project there', common=True)
-    log_tensorboard:bool = fine(False,
-        'write the figures to the run directory as TensorBoard event files too')
+    wandb_project:str = fine('nanoVLM', 'project there')
     use_lmms_eval:bool = fine(True, 'evaluate checkpoints with lmms-eval', common=True)
     lmms_eval_tasks:str = fine(
         'mmstar,mmmu_val,ocrbench,textvqa_val,docvqa_val,scienceqa,mme,infovqa_val,chartqa',
@@ -815,6 +814,12 @@ class ReportFields:
     _argument_group_name = 'reports'
     may_be_empty:ClassVar[tuple[str,...]] = ('notes','lmms_eval_tasks','wandb_entity','eval_gpus')
 
+    @property
+    def trackers(self)->list[str]: # names
+        "Where figures go beside log.jsonl."
+        asked = self.tracker if self.tracker!='auto' else 'wandb' if self.log_wandb else 'none'
+        return [name.strip() for name in asked.split(',') if name.strip()!='none']
+
     def check_report(self)->None:
         "Raise a ValueError where an interval or a limit makes no sense."
         _positive(self, 'eval_interval', 'max_val_batches', 'stats_log_interval', 'lmms_eval_batch_size')
@@ -822,7 +827,8 @@ class ReportFields:
         _one_name(self, 'run_name')
         _require(self.recipe is None or all(self.recipe.partition(':')[::2]),
             f"recipe names {self.recipe!r}: give module:function")
-        _one_of(self, 'console_line', ('figures','minimind'))
+        _one_of(self, 'console_line', ('figures','minimind','none'))
+        check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker')
         _one_of(self, 'lmms_eval_prompts', PROMPTS)
         _one_of(self, 'eval_backend', ('auto','slurm','subprocess','in_process'))
         limit = self.lmms_eval_limit
@@ -916,7 +922,7 @@ _SHAPES_TRAIN = dict(lr_mp=6e-4, lr_vision_backbone=6e-4, lr_language_backbone=6
     lr_schedule='wsd', min_lr_ratio=.02, batch_size=2, gradient_accumulation_steps=1,
     max_training_steps=1500, train_dataset_path='shapes', stream_dataset=False, data_cutoff_idx=10000,
     val_size=400, max_sample_length=512, num_of_sequences=64, num_workers=1, val_workers=0,
-    eval_interval=375, ask_samples=400, wandb_entity=None, use_lmms_eval=False,
+    eval_interval=375, ask_samples=400, log_wandb=False, wandb_entity=None, use_lmms_eval=False,
     max_keep_ckpts=-1) # its checkpoints are small
 _MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch16-224', lm_hidden_dim=512,
     lm_inter_dim=1408, lm_re_base=1_000_000, lm_max_position_embeddings=32768, lm_base_vocab_size=6400,
@@ -959,7 +965,7 @@ def preset(
 _TINY_VLM = dict(vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, lm_hidden_dim=32, lm_inter_dim=64,
     lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
 _TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_workers=0, val_workers=0,
-    max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32', log_wandb=False,
+    max_training_steps=8, eval_interval=4, ask_samples=0, dtype='float32',
     progress_bar=False)
 
 def change(
@@ -977,7 +983,6 @@ def tiny(
 )->tuple[VLMConfig,TrainConfig]: # of the preset `shapes`, made small
     "A model and a run to try things with."
     return change(*preset('shapes'), _TINY_VLM|_TINY_TRAIN|changes)
-
 
 # %% ../../nbs/02_core.config.ipynb #12e1b890
 def save_yaml(
@@ -1189,8 +1194,8 @@ def parse_args(
 def set_env()->None:
     "Set what tokenizers and torch read at their import, unless the user has."
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-    if 'PYTORCH_ALLOC_CONF' not in os.environ:
-        os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
+    names = 'PYTORCH_CUDA_ALLOC_CONF','PYTORCH_ALLOC_CONF' # torch 2.9 reads the first, and warns of it alone
+    if not os.environ.keys()&names: os.environ.update(dict.fromkeys(names, 'expandable_segments:True'))
     if 'torch' not in sys.modules: os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', str(Path.home()/'.cache'/'nanovlm_nb'/'compiled'))
 

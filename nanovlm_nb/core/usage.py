@@ -6,7 +6,8 @@
 __all__ = ['CHECK_ERRORS', 'UPDATE', 'BY_ERRNO', 'NEAR', 'DEBUG', 'WAIT_S', 'KEYBOARD', 'NO_READER', 'FULL_OUTPUT', 'UsageError',
            'raised_here', 'path_message', 'is_usage', 'one_line', 'nearest', 'Says', 'Parser', 'at_least', 'checked',
            'unknown_flag', 'check_hub_name', 'hub_answers', 'asking_hub', 'first_to_tell', 'tell_once', 'refuse',
-           'without_debug', 'open_closed_streams', 'flush_or_drop', 'not_taken', 'one_line_errors', 'ends_at_once']
+           'without_debug', 'open_closed_streams', 'flush_or_drop', 'not_taken', 'one_line_errors', 'begin_training',
+           'ends_at_once']
 
 # %% ../../nbs/01_core.usage.ipynb #e5b10003
 import difflib,dis,errno,logging,os,signal,socket,sys,time
@@ -307,6 +308,12 @@ def one_line_errors(
     finally: flush_or_drop()
     if code!=2: raise SystemExit(code)
     refuse(prog, message)
+
+# %% ../../nbs/01_core.usage.ipynb #05a10041
+def begin_training()->None:
+    "Have a run's text log take notes of all modules, and tell whoever watches why nothing happens yet."
+    logging.getLogger('nanovlm_nb').setLevel(logging.INFO)
+    if sys.stderr.isatty() and os.environ.get('RANK', '0')=='0': sys.stderr.write('loading PyTorch\n')
 
 # %% ../../nbs/01_core.usage.ipynb #e5b10026
 @contextmanager

@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'SIGNALLED', 'TOWER', 'WRITTEN_ANEW', 'ADDED_TO', 'NOT_ASKED',
-           'get_vision_model', 'make_model', 'hold', 'runs_folder', 'checkpoint_around', 'run_path', 'make_run_dir',
-           'keep_configs', 'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines', 'report',
-           'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status', 'exit_code', 'may_change',
-           'Ending', 'start_patience', 'Signalled', 'on_each_rank', 'interrupted_if_unreachable', 'open_log',
-           'make_trainer', 'note_for', 'use_frozen_tower', 'use_evals', 'put_back', 'RunPlan', 'need_base', 'plan_run',
-           'Desk', 'room_to_begin', 'opened', 'step_in', 'set_up', 'first_lines', 'go_on_from', 'sum_up', 'settle_in',
-           'begin_anew', 'millions', 'process_group', 'run', 'main']
+           'SMALL_M', 'get_vision_model', 'make_model', 'hold', 'runs_folder', 'checkpoint_around', 'run_path',
+           'make_run_dir', 'keep_configs', 'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines',
+           'last_lines', 'report', 'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status',
+           'exit_code', 'may_change', 'Ending', 'start_patience', 'Signalled', 'on_each_rank',
+           'interrupted_if_unreachable', 'open_log', 'make_trainer', 'note_for', 'use_frozen_tower', 'use_evals',
+           'put_back', 'RunPlan', 'need_base', 'plan_run', 'Desk', 'room_to_begin', 'opened', 'step_in', 'set_up',
+           'first_lines', 'go_on_from', 'sum_up', 'settle_in', 'begin_anew', 'millions', 'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
-import json,os,re,shutil,signal,threading,time
+import json,os,re,shlex,shutil,signal,threading,time
 from argparse import Namespace
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager,nullcontext,suppress
@@ -43,7 +43,7 @@ from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_
 from ..data.images import image_processor_of
 from ..data.dataset import Drops,Patience,Unreachable,until_reached
 from ..data.shapes import best_blind_guess
-from ..data.loader import first_rows,get_dataloaders,load_tokenizer,size_line
+from ..data.loader import SHAPES_SCENES,first_rows,get_dataloaders,load_tokenizer,size_line
 from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all
 from ..answers.answer import plot_answers,questions_of
 from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
@@ -184,13 +184,12 @@ def keep_configs(
 
 # %% ../../nbs/56_runs.run.ipynb #19bbc265
 def ask_held_out(
-    run_dir:Path, # directory of the run
-    rows:list[dict], # held-out samples, from `first_rows`
-    log:RunLog, # where the table goes
-    step:int, # update at which the figures are logged
+    run_dir:Path, rows:list[dict], # directory of the run; held-out samples, from `first_rows`
+    log:RunLog, step:int, # where the table and the figures go; update at which these are logged
     parts:Parts|None=None, # of the run; None: without a recipe
 )->dict[str,dict]: # heading of the table -> kind -> (right, asked)
     "Ask the best model held-out questions, with and without looking."
+    log.info(f'asking the best checkpoint about {len(rows)} held-out samples, with and without pictures')
     asker = Asker.from_checkpoint(find_checkpoint(run_dir), recipe=parts)
     seen,blank = (answer_all(asker, questions_of(rows, b)) for b in (False,True))
     scores = {'answers':accuracy(seen), 'blank image':accuracy(blank)}
@@ -204,16 +203,13 @@ def ask_held_out(
     return scores
 
 # %% ../../nbs/56_runs.run.ipynb #53a7bda3
-def report_drops(
-    drops:dict[str,Drops], # from `Trainer.drops`
-    log:RunLog, # where the counts go
-    step:int, # update at which they are logged
-)->None:
+def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `Trainer.drops`; where, when
     "Counts by reason into the log, ids into `drops.json`."
     def of(d): return d.counts|({'cut_turns':sum(d.cut.values())} if d.cut else {})
     counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in of(d).items()}
-    log.info('left out: '+(', '.join(f'{k[6:]} {n}' for k,n in counts.items()) or 'nothing'))
-    if counts: log.log(counts, step)
+    if counts:
+        log.info('left out: '+', '.join(f'{k[6:]} {n}' for k,n in counts.items()))
+        log.log(counts, step)
     reasons = {split:d.reasons for split,d in drops.items()}
     write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
 
@@ -243,7 +239,7 @@ def results(
     lines += getattr(trainer, 'findings', []) # of a trainer that measures more
     return lines+[f'{name}: {right} of {n} questions right' for name,(right,n) in asked.items()]
 
-ADVICE_AFTER_S = 60. # shorter runs are mostly start and end, and need no advice
+ADVICE_AFTER_S = 600. # who tries something needs no advice
 
 def advice_lines(
     trainer:Trainer, # after `train()`
@@ -255,6 +251,17 @@ def advice_lines(
     cfg = evolve(trainer.cfg, compile=trainer.compiled)
     return advice(shares, cfg, trainer.base.cfg, unstable=trainer.state.skipped>0,
         cpus=os.cpu_count(), ranks=trainer.dist.world_size)
+
+def last_lines(
+    run_dir:Path, rows:list[dict], # of a run that has ended; held-out samples
+    asked:bool=True, # `nanovlm ask` understands the model
+)->list[str]: # for the log
+    "What there is to look at, and how to ask the model."
+    pictures = map(str, filter(Path.is_file, (run_dir/'samples.png', run_dir/'curves.png')))
+    question = next((r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?')
+    command = f'nanovlm ask {shlex.quote(str(run_dir))} --image PICTURE --prompt {shlex.quote(question)}'
+    return [f'best checkpoint: {find_checkpoint(run_dir)}', f'pictures: {", ".join(pictures)}',
+        *[f'ask it: {command}']*asked]
 
 def report(
     trainer:Trainer, # after `train()`
@@ -278,6 +285,7 @@ def report(
     log.info(f'time: {time_split(trainer.meters.seconds)}')
     for line in advice_lines(trainer): log.info(line)
     write_record(log.run_dir, trainer.base.cfg, trainer.cfg, results(trainer, scores))
+    for line in last_lines(log.run_dir, rows, asked=parts is None): log.info(line)
     return scores
 
 # %% ../../nbs/56_runs.run.ipynb #896e8573
@@ -529,24 +537,20 @@ def interrupted_if_unreachable(
 
 # %% ../../nbs/56_runs.run.ipynb #3115024f
 def open_log(
-    run_dir:Path, # directory of the run
-    vlm_cfg:VLMConfig, # recorded on the dashboard
-    train_cfg:TrainConfig, # recorded too; says what is shown and sent
-    dist:Dist, # this rank
+    run_dir:Path, dist:Dist, # of the run; this rank
+    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # recorded by trackers; the second says what is shown and sent
 )->RunLog: # to be closed
     "The log of a run, as its config says."
     c = train_cfg
     configs = dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict())
-    every = dict(console_every=c.stats_log_interval, console_epochs=c.max_epochs or 1)
-    return RunLog(run_dir, dist, configs, run_dir.name, updates_of_run(c),
-        c.progress_bar, c.log_wandb, c.wandb_entity, c.wandb_project,
-        log_tensorboard=c.log_tensorboard, **(every if c.console_line=='minimind' else {}))
+    epochs = (c.max_epochs or 1) if c.console_line=='minimind' else None
+    return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity, c.wandb_project,
+        total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
+        quiet=c.console_line=='none', epochs=epochs)
 
 def make_trainer(
-    vlm_cfg:VLMConfig, # the model
-    train_cfg:TrainConfig, # the run
-    log:RunLog, # where figures go
-    dist:Dist, # this rank
+    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
+    log:RunLog, dist:Dist, # where figures go; this rank
     resuming:bool=False, # a checkpoint's weights will follow
     parts:Parts=Parts(), # what the run's recipe gives
     stop:threading.Event|None=None, # ends what is waited for, and later the run
@@ -555,6 +559,8 @@ def make_trainer(
     set_seed(train_cfg.seed)
     wait = start_patience(train_cfg, dist, resuming, stop)
     tokenizer = on_each_rank(vlm_cfg.lm_tokenizer, lambda: load_tokenizer(vlm_cfg), dist, wait)
+    drawn = f'drawing {train_cfg.data_cutoff_idx or SHAPES_SCENES:,} scenes'
+    log.info(drawn if train_cfg.train_dataset_path=='shapes' else f'reading {train_cfg.train_dataset_path}')
     def load():
         if parts.loaders: return parts.loaders(train_cfg, vlm_cfg, dist, tokenizer)
         return get_dataloaders(train_cfg, vlm_cfg, dist, tokenizer, wait, parts)
@@ -597,9 +603,7 @@ def use_frozen_tower(
     trainer.log.info(f'features: {size:.3f} MB on disk for each different tile, in {cache.folder}')
 
 # %% ../../nbs/56_runs.run.ipynb #f3d4bf60
-def use_evals(
-    trainer:Trainer, # every rank must call
-)->None:
+def use_evals(trainer:Trainer)->None: # every rank must call
     "Let checkpoints be evaluated, if the run asks for it."
     c,dist = trainer.cfg,trainer.dist
     if not c.use_lmms_eval: return
@@ -659,10 +663,7 @@ class RunPlan(NamedTuple):
     lines:list[str] # for the log: what is not as it was given
     jobs:dict[str,int] # from `launchers`
 
-def need_base(
-    vlm_cfg:VLMConfig, # as it will be
-    train_cfg:TrainConfig, # as it will be
-)->None:
+def need_base(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None: # as they will be
     "Raise a ValueError for adapters with nothing beneath."
     c = train_cfg
     if not c.lora_rank or c.resume or weights_of_start(vlm_cfg, c): return
@@ -674,8 +675,7 @@ def need_base(
 NOT_ASKED = Namespace(config=None, saved=None)
 
 def plan_run(
-    vlm_cfg:VLMConfig, # the model, as the user gave it
-    train_cfg:TrainConfig, # the run, likewise
+    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run, as the user gave them
     dist:Dist, # this rank; all must call
     recipe:Callable|Parts|None=None, # of a caller in this process, see `parts_of`
     asked:Namespace=NOT_ASKED, # what the command line names, see `parse_args`
@@ -740,7 +740,7 @@ def opened(
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
         wait = start_patience(c, dist, checkpoint is not None)
         with (strict, keep_status(run_dir, dist) as end,
-              open_log(run_dir, vlm_cfg, c, dist) as log, Ending(log, vlm_cfg, c, dist, command) as ending,
+              open_log(run_dir, dist, vlm_cfg, c) as log, Ending(log, vlm_cfg, c, dist, command) as ending,
               interrupted_if_unreachable(log, end, wait, ending.command)):
             yield Desk(plan, log, ending, end, stays, checkpoint, was, lines)
         dist.barrier() # the status is written
@@ -771,13 +771,16 @@ def set_up(
     if checkpoint is not None: go_on_from(trainer, desk, checkpoint)
     else: begin_anew(trainer, desk)
     train,val = trainer.train_loader.source,trainer.val_loader.source # a resumed run keeps its split
-    log.info(size_line(train, val))
+    updates = f'; {trainer.total:,} updates' if trainer.total else ''
+    log.info(size_line(train, val)+updates)
     use_frozen_tower(trainer, checkpoint)
     if checkpoint is not None and not desk.own_checkpoint: settle_in(trainer)
     if dist.is_master: write_record(plan.run_dir, vlm_cfg, train_cfg)
     desk.stays()
     desk.ending.watch(trainer)
     return trainer
+
+SMALL_M = 10. # millions of parameters; checkpoints of smaller models need no advice
 
 def first_lines(
     trainer:Trainer, # put together
@@ -787,15 +790,12 @@ def first_lines(
     "What the log begins with."
     (_,c),dist,model = plan.parts.configs,trainer.dist,trainer.base
     size = f'{millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}'
-    return [f'{plan.run_dir}: {size}', trainable_line(model, trainer.optimizer),
-        *projector_advice(c, dist.world_size), *precision_notes(dist.device, trainer.dtype), *save_notes(c),
+    log,notes = trainer.log,save_notes(c) if millions(model)>SMALL_M else []
+    return [f'{plan.run_dir}: {size}', trainable_line(model, trainer.optimizer), f'figures: {log.where}',
+        *projector_advice(c, dist.world_size), *precision_notes(dist.device, trainer.dtype), *notes,
         *plan.lines, *engine_lines(c, dist), *resumed]
 
-def go_on_from(
-    trainer:Trainer, # put together
-    desk:Desk, # whose run it is
-    checkpoint:Path, # to be loaded
-)->None:
+def go_on_from(trainer:Trainer, desk:Desk, checkpoint:Path)->None: # put together; whose run; to be loaded
     "Load a checkpoint; what is newer in its directory is set aside when all of it has been read."
     plan = desk.plan
     def move():
@@ -807,8 +807,7 @@ def go_on_from(
     trainer.load(checkpoint, trainer.cfg.force_resume, True, move)
 
 def sum_up(
-    trainer:Trainer, # has trained, or was stopped
-    desk:Desk, # knows the command that resumes
+    trainer:Trainer, desk:Desk, # has trained, or was stopped; knows the command that resumes
 )->str: # 'done', or 'interrupted' by a signal
     "What came of a run."
     dist,parts,f = trainer.dist,desk.plan.parts,trainer.base.features
@@ -825,17 +824,12 @@ def sum_up(
     if dist.is_master: publish_best(trainer.log, desk.plan.repo)
     return 'done'
 
-def settle_in(
-    trainer:Trainer, # loaded from a checkpoint of another run
-)->None:
+def settle_in(trainer:Trainer)->None: # loaded from a checkpoint of another run
     "From its first update on, a run has a checkpoint of its own."
     trainer.save()
     trainer.saver.wait()
 
-def begin_anew(
-    trainer:Trainer, # without a checkpoint to resume from
-    desk:Desk, # whose run it is
-)->None:
+def begin_anew(trainer:Trainer, desk:Desk)->None: # without a checkpoint to resume from; whose run it is
     "Whatever an earlier start has left is done again; checkpoints that cannot be used are set aside."
     run_dir = trainer.log.run_dir
     if trainer.dist.is_master:

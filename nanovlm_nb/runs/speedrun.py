@@ -220,7 +220,7 @@ def answer_shares(
 # %% ../../nbs/59_runs.speedrun.ipynb #59a00017
 FIXED = ('seed','train_dataset_path','train_dataset_name','lm_tokenizer','load_from','lora_rank','resume',
     'resume_from_vlm_checkpoint','vlm_load_backbone_weights','vlm_checkpoint_path','run_name','log_wandb',
-    'recipe')
+    'tracker','recipe')
 
 @dataclass
 class RaceRecord:
@@ -279,7 +279,7 @@ def settings_of(
 )->tuple[VLMConfig,TrainConfig]: # with the recipe's name
     "The configurations of a record."
     own = dict(seed=seed, vlm_checkpoint_path=str(folder), run_name='run', recipe=record.recipe,
-        log_wandb=False, progress_bar=False, ask_samples=0)
+        tracker='none', progress_bar=False, ask_samples=0)
     return change(*preset('shapes'), record.flags|own)
 
 def mark_of(

@@ -271,26 +271,26 @@ def data_checks(
 
 # %% ../../nbs/65_tools.doctor.ipynb #f617839f
 def check_wandb(
-    asked:bool, # `log_wandb`
+    asked:bool, # it is among `trackers`
     mode:str|None, # from `wandb_mode`; None: it could not be asked
     chosen:bool=False, # WANDB_MODE is set
-    said:bool=True, # `log_wandb` was given; False: it is the default
+    said:bool=True, # `log_wandb` or `tracker` was given; False: it is the default
 )->Probe: # skip if it is not asked for
     "Will figures arrive at wandb?"
-    if not asked: return Probe('wandb', SKIP, 'log_wandb is False: figures stay in log.jsonl')
+    if not asked: return Probe('wandb', SKIP, 'not asked for: log.jsonl has all figures')
     if mode and (mode=='online' or chosen): return Probe('wandb', PASS, mode)
     if not said: return Probe('wandb', SKIP, 'not logged in: figures stay in log.jsonl and on disk')
     return Probe('wandb', FAIL, 'not logged in: the run would be recorded here only',
-                 'wandb login; or say that it is meant: WANDB_MODE=offline, or --log_wandb False')
+                 'wandb login; or say that it is meant: WANDB_MODE=offline, or --tracker none')
 
 def wandb_check(
-    train_cfg:TrainConfig, # `log_wandb`
+    train_cfg:TrainConfig, # `trackers`
 )->Probe: # see `check_wandb`
     "Ask wandb, if the run reports to it."
-    if not train_cfg.log_wandb: return check_wandb(False, None)
+    if 'wandb' not in train_cfg.trackers: return check_wandb(False, None)
     import wandb
-    asked = 'log_wandb' in train_cfg.given
-    return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ, asked)
+    said = bool({'log_wandb','tracker'}&train_cfg.given)
+    return check_wandb(True, wandb_mode(wandb), 'WANDB_MODE' in os.environ, said)
 
 # %% ../../nbs/65_tools.doctor.ipynb #eb21e747
 def task_check(
@@ -441,7 +441,7 @@ def smoke_run(
 )->Probe: # pass or fail
     "Train a few updates in a process of its own."
     small = evolve(train_cfg, max_training_steps=updates, max_training_samples=None, eval_in_epochs=False,
-                   save_interval=0, ask_samples=0, log_wandb=False, progress_bar=False, resume=False,
+                   save_interval=0, ask_samples=0, tracker='none', progress_bar=False, resume=False,
                    deepspeed_config=None, run_name='smoke')
     with tempfile.TemporaryDirectory() as folder:
         if not train_cfg.resume_from_vlm_checkpoint: vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder)

@@ -49,7 +49,7 @@ def alone(
     "What one process must do to make the updates of many."
     return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0,
         val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
-        sharding='ddp', offload_params=False, log_wandb=False, progress_bar=False, async_save=False,
+        sharding='ddp', offload_params=False, tracker='none', progress_bar=False, async_save=False,
         ask_samples=0)
 
 # %% ../../nbs/67_tools.replay.ipynb #730eda6a
@@ -70,7 +70,7 @@ def trainer_before(
     most = updates_of_run(train_cfg)
     if most is not None and update>most:
         raise ValueError(f'update {update} was never made: the run has {most}')
-    with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), progress=False) as log:
+    with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
                                Dist(device=pick_device()), True, parts)
         trainer.load(checkpoint)

@@ -544,7 +544,7 @@ class Stepping(Clipping):
         seconds = computed-start-idle,time.perf_counter()-computed
         figures |= self.measure(update, None if verdict else loss, norm, *seconds)
         if self.cfg.max_training_samples is not None: self.log.length(self.total)
-        self.log.log(figures, self.state.step)
+        self.log.log(figures, self.state.step, update.data_time)
         if self.due(self.cfg.stats_log_interval): self.check_length()
         return figures
 
@@ -713,6 +713,7 @@ class Saving(Evaluating):
     def save(self)->None: # the checkpoint is there when `saver.wait()` has returned
         "Have `step_N` written, all ranks together; then what is too old is deleted."
         step,due = self.state.step,self.evaluation_due()
+        self.log.info(f'update {step}: checkpoint step_{step}')
         def then(path):
             if due: self.desk.submit(path, step)
             prune(path.parent, self.cfg.max_keep_ckpts)
@@ -992,6 +993,7 @@ class Trainer(Closing):
         for hook in self.hooks: hook.begin(self)
         if not self.resumed:
             self.to_follow = ['validation']*c.eval_in_epochs+['panel']*self.due(c.look_interval)
+            if c.eval_in_epochs: self.log.info('first validation, of the model as it is')
         self.find_validation()
         if not self.follow(): return False
         if c.eval_in_epochs and not self.resumed: self.save()
