@@ -169,6 +169,7 @@ def as_type(
     if outer is dict and isinstance(value, dict):
         return {k:as_type(name, v, inner[1]) for k,v in value.items()}
     if kind in (int,float) and not isinstance(value, bool): return _number(name, value, kind)
+    if kind is str and isinstance(value, Path): return str(value)
     if type(value) is kind: return value
     raise _wrong(name, value, kind)
 
