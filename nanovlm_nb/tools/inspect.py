@@ -7,7 +7,7 @@ __all__ = ['THUMB', 'SAMPLES_SHOWN', 'ANSI', 'BRACKETS', 'CSS', 'STOPS', 'ShownS
            'summary', 'to_html', 'inspect_config', 'tell_inspection', 'main']
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
-import base64,io,os,re,sys
+import os,re,sys
 from argparse import Namespace
 from bisect import bisect_left
 from collections import Counter
@@ -53,13 +53,6 @@ def _runs_of(s):
 # %% ../../nbs/62_tools.inspect.ipynb #da4119cb
 THUMB = 96 # pixels of a thumbnail's longest side
 
-def _as_uri(picture):
-    "A small copy of a picture as a data: URI."
-    small,out = picture.copy(),io.BytesIO()
-    small.thumbnail((THUMB, THUMB))
-    small.save(out, 'JPEG', quality=85)
-    return 'data:image/jpeg;base64,'+base64.b64encode(out.getvalue()).decode()
-
 # %% ../../nbs/62_tools.inspect.ipynb #8e5c1d3e
 def _as_picture(tile):
     "A tile (3, S, S) as a picture."
@@ -72,10 +65,11 @@ def _as_picture(tile):
 def _thumbnails(image):
     "Data: URIs of the tiles of a stack, or of a picture; none if it is broken."
     from nanovlm_nb.data.images import UnreadableImage,open_image
+    from nanovlm_nb.answers.answer import picture_uri
     if (shape := getattr(image, 'shape', None)) is None:
-        try: return [_as_uri(open_image(image))]
+        try: return [picture_uri(open_image(image), THUMB)]
         except UnreadableImage: return []
-    return ([_as_uri(_as_picture(t)) for t in image.reshape(-1, *shape[-3:])]
+    return ([picture_uri(_as_picture(t), THUMB) for t in image.reshape(-1, *shape[-3:])]
             if len(shape)>2 and shape[-3]==3 else [])
 
 # %% ../../nbs/62_tools.inspect.ipynb #b11aea8c
