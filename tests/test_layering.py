@@ -93,7 +93,7 @@ def test_the_modules_of_the_table_have_lower_numbers_too():
     "They are imported by name; nothing else is, but what a user names."
     from nanovlm_nb.cli import COMMANDS, EXPORTS
     assert all(module in NOTEBOOKS and number(module) < number(named('cli')) for module in [*COMMANDS.values(), *EXPORTS.values()])
-    assert {m.split('.')[-1] for m in MODULES if 'import_module(' in source(m).read_text(encoding='utf-8')} == {'config', 'cli'}
+    assert {m.split('.')[-1] for m in MODULES if 'import_module(' in source(m).read_text(encoding='utf-8')} == {'config', 'cli', 'api'}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -105,7 +105,20 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_the_package_imports_nothing():
-    assert not loaded_by('import nanovlm_nb')
+    assert not loaded_by('import nanovlm_nb; dir(nanovlm_nb)')
+
+
+def test_the_package_offers_names_that_exist_and_that_editors_see():
+    "Each is an object of its module, and stands among the imports that only type checkers read; the script's module does not hide `train`."
+    import nanovlm_nb
+    import nanovlm_nb.train  # noqa: F401
+    tree = ast.parse((ROOT/'nanovlm_nb'/'__init__.py').read_text(encoding='utf-8'))
+    seen = {a.asname: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level for a in n.names}
+    assert {*seen} == {*nanovlm_nb.__all__} == {*dir(nanovlm_nb)}
+    for name, module in seen.items():
+        value = getattr(nanovlm_nb, name)
+        assert value is getattr(sys.modules[f'nanovlm_nb.{module}'], name) and value.__module__ == f'nanovlm_nb.{module}'
+    with pytest.raises(ImportError, match="cannot import name 'trian'"): exec('from nanovlm_nb import trian')
 
 
 @pytest.mark.parametrize('module', TORCH_FREE)
