@@ -1,5 +1,6 @@
 # make train   install into .venv, then train the embedded default and let the model answer
 # make test    install into .venv, then the gate: clean, export, no difference, notebook tests, pytest
+# make notebooks  install into .venv, then open the notebooks in Jupyter
 # make readme  write README.md from nbs/index.ipynb, and the pictures of the home page
 # make docs    build the site in _docs with Quarto, and check its links
 # make demo    train the embedded default, and put the page of its model in _demo, from where `make docs` takes it; needs npm
@@ -17,7 +18,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # what one process has compiled the others load, also where the environment says otherwise
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test gate generated install readme docs demo figures clean
+.PHONY: train test notebooks gate generated install readme docs demo figures clean
 .NOTPARALLEL:
 
 train: install
@@ -25,6 +26,10 @@ train: install
 
 test: install
 	@$(MAKE) --no-print-directory gate
+
+notebooks: install
+	.venv/bin/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[notebooks]'
+	jupyter lab $(ARGS) nbs/book/0_one_page.ipynb
 
 install: $(STAMP)
 

@@ -10,10 +10,9 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
-SAVED = {  # picture -> notebook, cell, part of the figure as shares of its width and height
-    'answers.png': ('tutorials/first_run.ipynb', '381cab00', (0, 0, 1, 1/3)),
-    'same_curve.png': ('tutorials/stop_and_go.ipynb', 'a6d227f9', (0, 0, 1, 1)),
-    'same_samples.png': ('tutorials/scaling_out.ipynb', 'a683ef86', (0, 0, 1, 1))}
+SAVED = {  # picture -> notebook, cell, parts of the figure (left, top, right, bottom) as shares of its width and height
+    'answers.png': ('tutorials/first_run.ipynb', '381cab00', [(c/4, r/3, (c+1)/4, (r+1)/3) for r, c in ((0, 0), (0, 3), (1, 1), (2, 3))]),
+    'same_curve.png': ('tutorials/stop_and_go.ipynb', 'a6d227f9', [(0, 0, 1, 1)])}
 
 GROUND, FILLED = 0x22, 45  # grey level of a dark page; pixels, odd
 WIDTH, BOX = 1000, 168
@@ -87,13 +86,15 @@ def draw() -> str:
         *row(322, PURPLE, PROCESSES), '</svg>', ''])
 
 
-def saved(notebook: str, cell: str, part: tuple[float, float, float, float]) -> bytes:
-    "A part of the figure that a cell of a notebook shows, as PNG."
+def saved(notebook: str, cell: str, parts: list[tuple[float, float, float, float]]) -> bytes:
+    "Parts of one size of the figure that a cell of a notebook shows, side by side, as PNG."
     found = next(c for c in json.loads((NBS/notebook).read_text(encoding='utf-8'))['cells'] if c['id'] == cell)
     data = next(o['data']['image/png'] for o in found['outputs'] if 'image/png' in o.get('data', {}))
     image = Image.open(io.BytesIO(base64.b64decode(''.join(data))))
-    cut, buffer = image.crop([round(share*side) for share, side in zip(part, image.size*2)]), io.BytesIO()
-    cut.convert('RGB').save(buffer, 'PNG', optimize=True)
+    cuts = [image.crop([round(share*side) for share, side in zip(part, image.size*2)]) for part in parts]
+    row, buffer = Image.new('RGB', (sum(c.width for c in cuts), cuts[0].height), 'white'), io.BytesIO()
+    for n, cut in enumerate(cuts): row.paste(cut.convert('RGB'), (n*cuts[0].width, 0))
+    row.save(buffer, 'PNG', optimize=True)
     return buffer.getvalue()
 
 

@@ -73,7 +73,7 @@ def test_pictures_of_the_home_page_are_what_notebooks_show(made):
         there = (NBS/name).read_bytes()
         same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
         assert same, f'nbs/{name} is not what its notebook shows: run `make readme`'
-    home = text_of(NBS/'index.ipynb')
+    home = text_of(NBS/'index.ipynb') + text_of(NBS/'tutorials'/'reference.ipynb').replace('](../', '](')
     styles = (NBS/'styles.css').read_text(encoding='utf-8')
     for name in made:
         if not name.endswith('_dark.png'): assert f']({name})' in home

@@ -201,9 +201,9 @@ def test_sidebar_lists_every_notebook_once():
     assert numbered == sorted(numbered), 'numbers are the order of reading'
 
 
-def test_index_table_lists_every_module():
-    text = '\n'.join(c['source'] for c in cells(NBS/'index.ipynb', 'markdown'))
-    assert not [p.name for p in NOTEBOOKS if p.parent == NBS and re.match(r'\d\d_', p.name) and f']({p.name})' not in text]
+def test_the_page_of_reference_lists_every_module():
+    text = '\n'.join(c['source'] for c in cells(NBS/'tutorials'/'reference.ipynb', 'markdown'))
+    assert not [p.name for p in NOTEBOOKS if p.parent == NBS and re.match(r'\d\d_', p.name) and f'](../{p.name})' not in text]
 
 
 def test_the_loop_that_the_trainers_notebook_begins_with_is_its_source():
