@@ -15,7 +15,7 @@ import datasets
 import pytest
 from commands import TINY, run
 
-from nanovlm_nb import train
+from nanovlm_nb.train import main as train_main
 from nanovlm_nb.cli import COMMANDS, EXPORTS, main
 from nanovlm_nb.core.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
 from nanovlm_nb.core.run_dir import RunLock
@@ -254,7 +254,7 @@ MISUSES = [
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
 ]
 #: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
-OF_OTHERS = set('--logdir --mmproj --nproc_per_node --standalone --nnodes --nodes --num_gpus --model_args --dest --exc_stop --num_epochs --learning_rate --timeout --no_'.split())
+OF_OTHERS = set('--logdir --mmproj --nproc_per_node --project --standalone --nnodes --nodes --num_gpus --model_args --dest --exc_stop --num_epochs --learning_rate --timeout --no_'.split())
 #: parameters of functions, a key of DeepSpeed, a kind of fault
 NO_SETTINGS = {'max_length', 'max_new_tokens', 'offload_param', 'corrupt_picture'}
 # `nanovlm train` gets these where the model does not matter: nothing else is looked for
@@ -362,7 +362,7 @@ def test_a_fault_of_ours_shows_its_traceback(monkeypatch, tmp_path):
 def test_debug_shows_the_traceback(monkeypatch):
     with pytest.raises(ValueError, match='batch_size is 0'): main(['train', '--batch_size', '0', '--debug'])
     monkeypatch.setenv('NANOVLM_DEBUG', '1')
-    with pytest.raises(ValueError, match='batch_size is 0'): train.main(['--batch_size', '0'])
+    with pytest.raises(ValueError, match='batch_size is 0'): train_main(['--batch_size', '0'])
 
 
 # --- real processes
