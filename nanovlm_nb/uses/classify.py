@@ -106,7 +106,7 @@ class ClassSamples(VQADataset):
     def __init__(self,
         cfg:ClassConfig, # the question, the classes, and how pictures are cut
         tokenizer, # with the image tokens
-        custom_transforms=(), # augmentations, see `20_data.images`
+        custom_transforms=(), # augmentations, see `10_data.images`
     ):
         "Keep the tools."
         processor = image_processor_of(cfg, custom_transforms)
