@@ -23,8 +23,7 @@ TABLE = {
         look='answers.sight', chat='uses.chat_page'),
     'Look at data and runs': dict(inspect='tools.inspect', plan='tools.plan', xray='tools.xray',
         doctor='tools.doctor', plot='tools.plot', runs='tools.runs'),
-    'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance',
-        speedrun='runs.speedrun'),
+    'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance'),
     'Take away': dict(export='tools.export'),
 } # purpose -> command -> module with its `main(values)`
 EXPORTS = dict(onnx='uses.onnx', web='uses.web', gguf='uses.gguf') # format -> module, if it is another

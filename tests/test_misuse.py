@@ -163,13 +163,6 @@ MISUSES = [
     ('replay', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
-    ('speedrun', 'verify', 'verify needs a record: give the name of one, or a JSON file'),
-    ('speedrun', 'verify basline', 'there is no record basline: did you mean baseline?'),
-    ('speedrun', 'verify none.json', 'there is no file none.json: correct the path'),
-    ('speedrun', 'verify typo.json', 'typo.json is no record'),
-    ('speedrun', 'list baseline', 'list shows all records: give no other argument'),
-    ('speedrun', 'verfy baseline', "invalid choice: 'verfy'"),
-    ('speedrun', 'verify baseline --seeds 0 0', '--seeds [0, 0]: give each seed once'),
     # commands that use a model
     ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
     ('ask', 'torn --prompt x', 'torn cannot be used as a checkpoint: '),

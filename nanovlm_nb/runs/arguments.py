@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'CHECKPOINT', 'RECIPE', 'SAMPLES', 'COMPARED', 'DEVICES', 'MFU', 'AXES', 'PACKS',
-           'TOLERANCE', 'FORMATS', 'OUTTYPES', 'RACES', 'SEEDS', 'PARSERS', 'place_to_go_on', 'own_settings',
-           'SettingsParser', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser',
-           'look_parser', 'chat_parser', 'inspect_parser', 'plan_parser', 'xray_parser', 'doctor_parser', 'plot_parser',
-           'runs_parser', 'RunParser', 'resume_parser', 'replay_parser', 'invariance_parser', 'export_parser',
-           'speedrun_parser']
+           'TOLERANCE', 'FORMATS', 'OUTTYPES', 'PARSERS', 'place_to_go_on', 'own_settings', 'SettingsParser',
+           'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser', 'look_parser', 'chat_parser',
+           'inspect_parser', 'plan_parser', 'xray_parser', 'doctor_parser', 'plot_parser', 'runs_parser', 'RunParser',
+           'resume_parser', 'replay_parser', 'invariance_parser', 'export_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
@@ -470,34 +469,8 @@ def export_parser()->Parser: # of `nanovlm export`
         help='with gguf: how matrices are kept; f16 if left out, q8_0 has one byte a weight')
     return p
 
-# %% ../../nbs/57_runs.arguments.ipynb #59a00102
-RACES = ('list','verify') # what `nanovlm speedrun` does
-SEEDS = [0,1,2] # which a record needs
-
-def _check_speedrun(a):
-    if a.what=='verify' and not a.record:
-        raise UsageError('verify needs a record: give the name of one, or a JSON file')
-    if a.what=='list' and (a.record or a.out or a.seeds!=SEEDS):
-        raise UsageError('list shows all records: give no other argument')
-    if len({*a.seeds})<len(a.seeds): raise UsageError(f'--seeds {a.seeds}: give each seed once')
-    if a.record and a.record.endswith('.json') and not Path(a.record).is_file():
-        raise UsageError(f'there is no file {a.record}: correct the path')
-
-def speedrun_parser()->Parser: # of `nanovlm speedrun`
-    """Who reaches 95 % with the least arithmetic? List the records, or run one again and judge it.
-
-    The exit code is 1 if a record is refused."""
-    p = Parser('nanovlm speedrun', description=speedrun_parser.__doc__, check=_check_speedrun)
-    p.add_argument('what', nargs='?', default=RACES[0], choices=RACES, help='default: %(default)s')
-    p.add_argument('record', nargs='?',
-        help='to verify: the name of a listed record, or a JSON file of yours')
-    p.add_argument('--seeds', type=at_least(0), nargs='+', default=SEEDS, metavar='SEED',
-        help='seeds to run, one after the other (default: 0 1 2, which a record needs)')
-    p.add_argument('--out', type=_new, metavar='FILE.json', help='write the record with what was found')
-    return p
-
 # %% ../../nbs/57_runs.arguments.ipynb #19a0001b
 _ALL = (train_parser, classify_parser, ask_parser, eval_parser, look_parser, chat_parser, inspect_parser,
     plan_parser, xray_parser, doctor_parser, plot_parser, runs_parser, resume_parser, replay_parser,
-    invariance_parser, speedrun_parser, export_parser)
+    invariance_parser, export_parser)
 PARSERS = {p.__name__.removesuffix('_parser'):p for p in _ALL} # name of a command -> what makes its parser
