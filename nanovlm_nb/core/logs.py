@@ -188,7 +188,7 @@ class _AboveBar(logging.Handler):
 class Lines:
     "Lines on the screen and in a file, which gets what the library's modules log as well."
     def __init__(self, path:str|Path, quiet:bool=False): # text file to append to; show nothing
-        self.file, self.logger = _TextFile(path), logging.getLogger('nanovlm_nb')
+        self.file, self.logger = _TextFile(path, encoding='utf-8'), logging.getLogger('nanovlm_nb')
         self.file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
         self.quiet, spoken = quiet, quiet or logging.root.handlers
         self.handlers = [self.file, *([] if spoken else [_AboveBar(logging.WARNING)])]

@@ -397,7 +397,7 @@ def tower_note(
     raise ValueError(f"the vision tower is not that of {name}, it has other weights, and would be lost: "
         'keep it in checkpoints (save_vision True)')
 
-def _noted(path): return json.loads(path.read_text(encoding='utf-8'))
+def _noted(path): return json.loads(path.read_bytes())
 
 def checkpoint_weights(
     folder:Path, # directory of a checkpoint

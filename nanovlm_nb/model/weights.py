@@ -55,7 +55,7 @@ def resolve_checkpoint(
 def _json(folder, *names):
     "The first of some JSON files that is there, else nothing."
     file = next((folder/n for n in names if (folder/n).is_file()), None)
-    return json.loads(file.read_text(encoding='utf-8')) if file else {}
+    return json.loads(file.read_bytes()) if file else {}
 
 @contextmanager
 def open_tensors(
@@ -72,7 +72,7 @@ def tensor_files(
     "Which tensors there are and where; an index lists the files of a large checkpoint."
     index,single = folder/'model.safetensors.index.json', folder/'model.safetensors'
     if index.exists():
-        files = json.loads(index.read_text())['weight_map']
+        files = json.loads(index.read_bytes())['weight_map']
         outside = next((f for f in files.values() if Path(f).name!=f), None)
         if outside: raise ValueError(f"{index} names {outside}: files of weights lie beside it, correct it")
         return {k:(folder/f,k) for k,f in files.items()}
