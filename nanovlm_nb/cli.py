@@ -12,7 +12,7 @@ from importlib import import_module
 from textwrap import TextWrapper
 
 from .core.usage import UsageError,ends_at_once,nearest,one_line_errors,open_closed_streams
-from .core.usage import begin_training,without_debug
+from .core.usage import begin_training,user_path,without_debug
 from .core.config import set_env
 from .runs.arguments import HELP,PARSERS
 
@@ -79,7 +79,7 @@ def main(
     logging.lastResort = logging.StreamHandler()
     logging.getLogger('nanovlm_nb.core.run_dir').setLevel(logging.INFO) # which checkpoint is taken
     with one_line_errors(f'nanovlm {words[0]}', debug, words[0] in ('train','classify')):
-        values = PARSERS[words[0]]().parse_args(words[1:])
+        with user_path(): values = PARSERS[words[0]]().parse_args(words[1:])
         set_env()
         if words[0] in ('train','classify'): begin_training()
         with ends_at_once(): module = import_module(f'nanovlm_nb.{module_of(words[0], values)}')

@@ -19,7 +19,7 @@ def main(
     usage.open_closed_streams()
     words,debug = usage.without_debug(argv)
     with usage.one_line_errors('nanovlm train', debug, keeps_code=True):
-        values = arguments.train_parser().parse_args(words)
+        with usage.user_path(): values = arguments.train_parser().parse_args(words)
         config.set_env()
         usage.begin_training()
         with usage.ends_at_once(): from nanovlm_nb.runs.run import main as train

@@ -16,7 +16,7 @@ from kills import record
 from nanovlm_nb.data.prompts import answer_frame
 from nanovlm_nb.training.checkpoint import check_checkpoint, load_optimizer
 from nanovlm_nb.core.run_dir import last_checkpoint
-from nanovlm_nb.core.usage import is_usage
+from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import Settings
 from nanovlm_nb.core.config import load_yaml, parse_args
 from nanovlm_nb.core.dist import Dist
@@ -218,7 +218,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(sto
     before, status = held(stopped), (stopped/'status').read_text()
     with pytest.raises(ValueError, match=r'no checkpoint in \S+ can be used. step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False') as e:
         start_as_job(stopped, 1) if again else go(stopped.parent.parent, '--resume', 'True')
-    assert is_usage(e.value) and held(stopped) == before
+    assert isinstance(e.value, UsageError) and held(stopped) == before
     assert (stopped/'status').read_text() == ('failed\n' if again else status)
     assert ('this start was refused: cannot resume' in (stopped/'train.log').read_text()) == again
 

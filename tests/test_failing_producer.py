@@ -127,7 +127,7 @@ def test_an_error_in_a_worker_names_the_sample(played, name):
 
 def test_a_row_that_breaks_the_tokenizer_is_named(played):
     found = played['template']
-    assert 'sample row/30: ValueError: the chat template of the tokenizer fails: TemplateError: Roles must alternate' in found['text'] and found['children'] == 0 and found['seconds'] < 10
+    assert 'sample row/30: UsageError: the chat template of the tokenizer fails: TemplateError: Roles must alternate' in found['text'] and found['children'] == 0 and found['seconds'] < 10
 
 
 @pytest.mark.parametrize('name', ['sigkill', 'sigsegv'])

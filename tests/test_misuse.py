@@ -19,7 +19,7 @@ from nanovlm_nb.train import main as train_main
 from nanovlm_nb.cli import COMMANDS, EXPORTS, main
 from nanovlm_nb.core.config import TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset
 from nanovlm_nb.core.run_dir import RunLock
-from nanovlm_nb.core.usage import is_usage
+from nanovlm_nb.core.usage import UsageError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent
@@ -348,7 +348,7 @@ def test_a_fault_of_ours_shows_its_traceback(monkeypatch, tmp_path):
     def broken(*_, **__): return int('x')
     monkeypatch.setattr(run_module, 'get_dataloaders', broken)
     with pytest.raises(ValueError, match='invalid literal') as error: main(['train', '--run_name', 'x', *SMALL])
-    assert not is_usage(error.value)
+    assert not isinstance(error.value, UsageError)
     assert (tmp_path/'checkpoints'/'x'/'status').read_text() == 'failed\n', 'what is left helps to find it'
 
 
@@ -390,7 +390,7 @@ def refused(name: str, value) -> str:
     "What is said about a value of a field."
     cfg = next(c for c in preset('shapes') if hasattr(c, name))
     with pytest.raises(ValueError) as error: evolve(cfg, **{name: value})
-    assert is_usage(error.value) and name in str(error.value), str(error.value)
+    assert isinstance(error.value, UsageError) and name in str(error.value), str(error.value)
     return str(error.value)
 
 

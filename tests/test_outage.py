@@ -29,7 +29,7 @@ from nanovlm_nb.core.recipe import Parts
 from nanovlm_nb.runs.run import exit_code, run
 from nanovlm_nb.data.sources import StreamSource
 from nanovlm_nb.core.tokenizer import get_tokenizer
-from nanovlm_nb.core.usage import is_usage
+from nanovlm_nb.core.usage import UsageError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 VLM, CFG = tiny(lm_max_length=128, max_sample_length=128, num_of_sequences=2, batch_size=1, gradient_accumulation_steps=2, max_val_batches=2, stats_log_interval=4, stream_dataset=True, data_cutoff_idx=10000, val_size=4)
@@ -295,7 +295,7 @@ def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
         with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached: check the network') as e:
             run(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), dist=Dist())
     finally: server.up()
-    assert is_usage(e.value) and not [p for p in tmp_path.rglob('*') if p.is_file()]
+    assert isinstance(e.value, UsageError) and not [p for p in tmp_path.rglob('*') if p.is_file()]
 
 
 def press_when_it_waits(log, process=None, how=signal.SIGTERM):

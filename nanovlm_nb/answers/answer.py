@@ -135,7 +135,7 @@ class Asker:
     )->None: # raises unless they fit
         "Raise a ValueError where prompt and answer need more positions than the model has."
         if n+max_new_tokens>(most := self.model.cfg.lm_max_position_embeddings):
-            raise ValueError(f'{n} tokens of a prompt and {max_new_tokens} of its answer '
+            raise UsageError(f'{n} tokens of a prompt and {max_new_tokens} of its answer '
                              f'are more than the {most} positions of the model: '
                 'give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
 
@@ -161,7 +161,7 @@ class Asker:
         **sampling, # `temperature`, `top_k` and others of `Picker`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answer several questions in one batch, piece by piece."
-        if not questions: raise ValueError('no question: give a list of (pictures, question) pairs')
+        if not questions: raise UsageError('no question: give a list of (pictures, question) pairs')
         prompts,tiles = zip(*(self.prompt(*q) for q in questions))
         self.check_length(max(map(len, prompts)), max_new_tokens)
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
@@ -212,7 +212,7 @@ class Asker:
         images = [open_image(p) for p in as_pictures(pictures)]
         if choices is None: text = self([(images,question)], max_new_tokens, **sampling)[0]
         elif isinstance(choices, str) or not choices:
-            raise ValueError(f'choices are {choices!r}: give a list of possible answers')
+            raise UsageError(f'choices are {choices!r}: give a list of possible answers')
         else: text = max(zip(self.score(images, question, choices), choices), key=lambda scored: scored[0])[1]
         return Reply(text, images, question)
 
@@ -369,7 +369,7 @@ def accuracy(
     results:list[Result], # answered
 )->dict[str,tuple[int,int]]: # kind -> (right, asked), last 'all'
     "Exact matches by kind of question."
-    if not results: raise ValueError('no result to count: ask some questions first')
+    if not results: raise UsageError('no result to count: ask some questions first')
     kinds = {k:[r.right for r in results if r.kind==k] for k in sorted({r.kind for r in results})}
     return {k:(sum(v),len(v)) for k,v in (kinds|{'all':[r.right for r in results]}).items()}
 
@@ -400,7 +400,7 @@ def plot_answers(
     "Draw pictures with question, answer and, where it differs, the right answer."
     from matplotlib.figure import Figure
     shown = [r for r in results if r.images][:n]
-    if not shown: raise ValueError('no result has a picture to draw')
+    if not shown: raise UsageError('no result has a picture to draw')
     rows = -(-len(shown)//columns)
     fig = Figure(figsize=(2.2*columns,3.1*rows))
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
@@ -439,9 +439,9 @@ def load_asker(
     "The model that a user means; raises UsageError about what is wrong with it."
     if recipe: load_function(recipe, 'recipe')
     try: return Asker.from_checkpoint(find_checkpoint(checkpoint), device, recipe)
-    except UsageError: raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e:
-        raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {type(e).__name__}: {e}') from e
+        kind = '' if isinstance(e, UsageError) else f'{type(e).__name__}: '
+        raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {kind}{e}') from e
 
 # %% ../../nbs/30_answers.answer.ipynb #761a09fd
 def _answers(asker, images, questions, a):

@@ -33,6 +33,7 @@ from ..core.dist import Dist
 from ..core.run_dir import PIN,set_pin
 from ..core.logs import EVAL_AXIS,RunLog
 from ..core.recipe import RECIPE_NOTE
+from ..core.usage import UsageError,require
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #78d882dc
 _RESULT = re.compile(r'step_(\d+)\.json')
@@ -66,9 +67,9 @@ def read_result(
     "Read the figures of an evaluation; raises ValueError or KeyError if the file is broken."
     values = json.loads(Path(path).read_text(encoding='utf-8'))
     if not isinstance(values, dict):
-        raise ValueError(f'it holds a {type(values).__name__}: expected {{"results": {{name: number}}}}')
+        raise UsageError(f'it holds a {type(values).__name__}: expected {{"results": {{name: number}}}}')
     wrong = [k for k,v in values['results'].items() if isinstance(v, bool) or not isinstance(v, (int,float))]
-    if wrong: raise ValueError(f'the result {wrong[0]!r} is no number')
+    if wrong: raise UsageError(f'the result {wrong[0]!r} is no number')
     return {f'lmms_eval/{k}':float(v) for k,v in values['results'].items()}
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #424b68ba
@@ -303,9 +304,8 @@ def choose_eval_backend(
 )->str: # 'subprocess', 'in_process' or 'slurm'
     "The backend of evaluations: as in the config, or Slurm where it is."
     c = train_cfg
-    if c.eval_backend=='subprocess' and fcntl is None:
-        raise ValueError('eval_backend subprocess: '
-                         'this system cannot lock files, give --eval_backend in_process')
+    require(fcntl is not None or c.eval_backend!='subprocess',
+        'eval_backend subprocess: this system cannot lock files, give --eval_backend in_process')
     if c.eval_backend!='auto': return c.eval_backend
     if shutil.which('sbatch') and Path(c.eval_script).is_file(): return 'slurm'
     return 'in_process' if fcntl is None else 'subprocess'

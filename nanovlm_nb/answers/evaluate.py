@@ -25,7 +25,7 @@ from pyarrow.parquet import read_metadata
 from PIL import Image
 
 from ..core.config import PROMPTS
-from ..core.usage import UsageError,nearest,path_message
+from ..core.usage import UsageError,nearest,require,user_path
 from ..core.dist import Dist,pick_device,rng_state,set_rng_state
 from ..core.run_dir import find_checkpoint
 from ..data.shapes import shapes_dataset
@@ -54,7 +54,7 @@ def digit_questions(
     "Handwritten digits of 8 x 8 pixels."
     try: from sklearn.datasets import load_digits
     except ImportError:
-        raise ImportError("the digits come with scikit-learn: pip install scikit-learn") from None
+        raise UsageError("the digits come with scikit-learn: pip install scikit-learn") from None
     data = load_digits()
     picture = lambda grey: Image.fromarray((grey*255/16).round().astype(np.uint8)).convert('RGB')
     return [dict(images=[picture(im)], texts=[dict(user='Which digit is this?', assistant=str(d))],
@@ -90,9 +90,11 @@ _COLUMNS = ('images','texts') # that a question file needs
 
 def _question_file(path):
     "What a question file says of itself."
-    try: about = read_metadata(path)
+    try:
+        with user_path(): about = read_metadata(path)
+    except UsageError: raise
     except (ArrowInvalid, OSError) as e:
-        raise UsageError(path_message(e) or f'{path} is no parquet file: give one with the columns '
+        raise UsageError(f'{path} is no parquet file: give one with the columns '
             f"{' and '.join(_COLUMNS)}") from e
     names = about.schema.to_arrow_schema().names
     if (lacking := [c for c in _COLUMNS if c not in names]):
@@ -122,7 +124,7 @@ def exact_match(
     "Ask the questions of a file."
     questions = questions_of(read_rows(path, limit))
     answers = answer_all(asker, questions[dist.rank::dist.world_size], batch_size, max_new_tokens)
-    if not questions: raise ValueError(f'{path} holds no question')
+    if not questions: raise UsageError(f'{path} holds no question')
     return dist.sum(sum(r.right for r in answers))/len(questions),len(questions)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #ab49d7f7
@@ -151,9 +153,8 @@ def through_lmms_eval(
     from lmms_eval.evaluator import simple_evaluate
     from tenacity import RetryError
     manager,chance = _task_manager(args.include_path),rng_state()
-    if task not in manager.all_tasks:
-        raise ValueError(f'lmms-eval has no task {task!r}: '
-                         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
+    require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
+        '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
     model = NanoVLM(asker=asker, batch_size=args.batch_size, prompts=args.prompts)
     try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
@@ -308,7 +309,7 @@ def main(
     "Command `nanovlm eval`: evaluate a checkpoint."
     a = values
     if a.write_tasks:
-        sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
+        with user_path(): sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
         return 0
     checkpoint = find_checkpoint(a.checkpoint)
     step = step_in_name(checkpoint) if a.step is None else a.step

@@ -18,6 +18,7 @@ import torch
 
 from ..core.config import IGNORE,PROMPTS
 from ..core.run_dir import find_checkpoint
+from ..core.usage import UsageError,require
 from ..data.prompts import encode_chat
 from .answer import Asker
 from .eval_jobs import asked_as
@@ -121,12 +122,11 @@ class NanoVLM(lmms):
         prompts:str=PROMPTS[0], # how benchmarks are asked
     ):
         super().__init__()
-        if (pretrained is None)==(asker is None):
-            raise ValueError('give a checkpoint: --model_args pretrained=DIR')
+        require((pretrained is None)!=(asker is None), 'give a checkpoint: --model_args pretrained=DIR')
         if not str(batch_size).isdigit() or int(batch_size)<1:
-            raise ValueError(f'batch_size is {batch_size!r}: give the number of questions answered at a time')
+            raise UsageError(f'batch_size is {batch_size!r}: give the number of questions answered at a time')
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        if prompts not in PROMPTS: raise ValueError(f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
+        if prompts not in PROMPTS: raise UsageError(f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         device = device and torch.device(device)
         if pretrained is not None: asker = Asker.from_checkpoint(find_checkpoint(pretrained), device)
         self.asker:Any = asker

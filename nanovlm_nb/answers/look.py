@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from ..core.config import IGNORE,VLMConfig
 from ..core.dist import Dist
+from ..core.usage import UsageError,require
 from ..model.vlm import VisionLanguageModel
 from ..data.packing import Batch,Document,unpack
 
@@ -151,9 +152,8 @@ def look_panel(
             if name==VIEWS[0]: texts.add(logits, of_texts(batch))
     sums = lambda s: [sum(x) for x in zip(*dist.gather((s.loss, s.targets, s.right, s.answers)))]
     total = {name:sums(s) for name,s in scores.items()}
-    if not total[''][1]:
-        raise ValueError('no sample has a picture that can be exchanged for one with the same grid: '
-                         'raise val_size or max_val_batches, or set look_interval to 0')
+    require(total[''][1], 'no sample has a picture that can be exchanged for one with the same grid: '
+        'raise val_size or max_val_batches, or set look_interval to 0')
     losses,right = ({name:t[i]/t[i+1] for name,t in total.items()} for i in (0,2))
     return {**{f'look/val_loss{n}':v for n,v in losses.items()},
             **{f'look/accuracy{n}':v for n,v in right.items()},

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.usage import UsageError
+from ..core.usage import MissingFile,UsageError,require
 from ..core.config import evolve,load_yaml
 from ..core.run_dir import CONFIG,TRAINER_STATE
 from ..core.recipe import parts_of
@@ -30,7 +30,7 @@ def find_config(
     places = [Path(checkpoint)/CONFIG,Path(checkpoint).resolve().parent/CONFIG]
     file = next((p for p in places if p.is_file()), None)
     if file is None:
-        raise FileNotFoundError(f'{checkpoint} has no config.yaml, nor has its parent: '
+        raise MissingFile(f'{checkpoint} has no config.yaml, nor has its parent: '
                                 'give the file with --config')
     return file
 
@@ -52,9 +52,8 @@ def main(
     asker = load_asker(values.checkpoint)
     given = {} if values.config else None # of the run's own file, data is read alone
     _,cfg = load_yaml(values.config or find_config(values.checkpoint), given=given)
-    if cfg.recipe and not values.config:
-        raise UsageError(f'the data of this run may be those of its recipe {cfg.recipe}, which is not run '
-                         'because a checkpoint is looked at: give --config with a file of yours')
+    require(values.config or not cfg.recipe, f'the data of this run may be those of its recipe {cfg.recipe}, '
+        'which is not run because a checkpoint is looked at: give --config with a file of yours')
     parts = parts_of(asker.model.cfg, cfg)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer, parts=parts)

@@ -5,6 +5,9 @@
 # %% auto #0
 __all__ = ['GUIDE', 'translated']
 
+# %% ../../nbs/71_compat.guide.ipynb #71c0de01
+from ..core.usage import UsageError
+
 # %% ../../nbs/71_compat.guide.ipynb #2e9f60b7
 _FREQUENCIES = dict(training_log_freq='log_freq', eval_log_freq='eval_log_freq',
     perf_log_freq='perf_log_freq', gpu_log_freq='gpu_log_freq')
@@ -37,6 +40,6 @@ def translated(
         section,_,name = here.partition('.')
         if not name: continue
         if name in out.setdefault(section, {}):
-            raise ValueError(f'{where} gives {here} twice, once under the name {place}: leave one out')
+            raise UsageError(f'{where} gives {here} twice, once under the name {place}: leave one out')
         out[section][name] = value
     return out,changes

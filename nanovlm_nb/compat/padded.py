@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from ..core.dist import Dist, seed_worker
+from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage, open_image
 from ..data.prompts import AnswerFrame, answer_frame, answer_spans, neutralise, special_pattern
 from ..data.dataset import Dropped, Drops, read_row
@@ -33,7 +34,7 @@ def count_runs(
     run:list[int], # ids to look for
 )->int: # times that `run` occurs, overlaps not counted
     "Count a sequence within another."
-    if not run: raise ValueError('`run` is empty: it occurs everywhere')
+    if not run: raise UsageError('`run` is empty: it occurs everywhere')
     return ''.join(map(chr, ids.tolist())).count(''.join(map(chr, run)))
 
 # %% ../../nbs/70_compat.padded.ipynb #f16925da
@@ -70,9 +71,8 @@ def pixel_tensor(
     if isinstance(out, (tuple, list)) and len(out): out = out[0]
     out = torch.as_tensor(out)
     out = out[0] if out.ndim == 4 and len(out) == 1 else out
-    if out.ndim != 3 or len(out) != 3:
-        raise ValueError(f'preprocess makes {tuple(out.shape)} of a picture: '
-                         'it must give one tensor (3, H, W)')
+    require(out.ndim == 3 and len(out) == 3, f'preprocess makes {tuple(out.shape)} of a picture: '
+        'it must give one tensor (3, H, W)')
     return out
 
 # %% ../../nbs/70_compat.padded.ipynb #3be7d59b
@@ -100,10 +100,10 @@ class VLMDataset(Dataset):
         self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
         self.frame, self.special = answer_frame(tokenizer), special_pattern(tokenizer)
         if tokenizer.pad_token_id is None:
-            raise ValueError('the tokenizer has no pad_token: set it, to eos_token for example')
+            raise UsageError('the tokenizer has no pad_token: set it, to eos_token for example')
         self.no_pixels = pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]
         try: self.encode(dict(id='', images=[None], texts=[dict(user=MARK+'\n', assistant='')]))
-        except Dropped as d: raise ValueError(f'not even a picture alone can be used: {d.detail}') from d
+        except Dropped as d: raise UsageError(f'not even a picture alone can be used: {d.detail}') from d
         self.reason, self.lost = (torch.zeros(len(self.rows), dtype=torch.int32).share_memory_()
                                   for _ in range(2))
 
@@ -184,7 +184,7 @@ def collate_items(
     items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
 )->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1); pictures a row (n, 3, H, W)
     "Items as a batch."
-    if not items: raise ValueError('`items` is empty: a batch needs at least one')
+    if not items: raise UsageError('`items` is empty: a batch needs at least one')
     X, Y, loss_mask, pixels = zip(*items)
     return torch.stack(X), torch.stack(Y), torch.stack(loss_mask), list(pixels)
 
@@ -194,7 +194,7 @@ def default_workers(
     ranks:int|None=None, # processes that train on this machine; None: as torchrun says
 )->int: # loader workers for each rank, at least one
     "Number of workers that keep this machine's cores busy."
-    if per_core < 1: raise ValueError(f'per_core is {per_core}: give 1 or 2')
+    if per_core < 1: raise UsageError(f'per_core is {per_core}: give 1 or 2')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(1, per_core*cores//(ranks or int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .config import PROJECTOR_RANGES, TrainConfig, VLMConfig, evolve, updates_of_run
+from .usage import UsageError
 
 # %% auto #0
 __all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'SAVE_EARLY',
@@ -30,9 +31,9 @@ def grouped(
     known = ('compute',*MOST)
     unknown = set(shares)-set(known)-set(SHARE)
     if unknown:
-        raise ValueError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *SHARE))}")
+        raise UsageError(f"unknown share {sorted(unknown)[0]!r}: give some of {', '.join((*known, *SHARE))}")
     if shares and not .99<sum(shares.values())<1.01:
-        raise ValueError(f"the shares add up to {sum(shares.values()):.2f}: "
+        raise UsageError(f"the shares add up to {sum(shares.values()):.2f}: "
                          "give shares of the whole time, which make 1")
     sums = {k:sum(v for name,v in shares.items() if SHARE.get(name, name)==k) for k in known}
     return {k:v for k,v in sums.items() if k in {SHARE.get(name, name) for name in shares}}

@@ -41,15 +41,15 @@ def _plain(kind):
     return next(k for k in get_args(kind) if k is not NoneType) if NoneType in get_args(kind) else kind
 
 def _wrong(name, value, kind):
-    return ValueError(f"{name} is {value!r}: give {kind if get_origin(kind) else kind.__name__}")
+    return UsageError(f"{name} is {value!r}: give {kind if get_origin(kind) else kind.__name__}")
 
 def _number(name, value, kind):
     try: number = float(value)
     except (TypeError, ValueError): raise _wrong(name, value, kind) from None
     if kind is float:
-        if not math.isfinite(number): raise ValueError(f"{name} is {value!r}: give a finite number")
+        if not math.isfinite(number): raise UsageError(f"{name} is {value!r}: give a finite number")
         return number
-    if not number.is_integer(): raise ValueError(f"{name} is {value!r}: give a whole number")
+    if not number.is_integer(): raise UsageError(f"{name} is {value!r}: give a whole number")
     return value if type(value) is int else int(number)
 
 def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
@@ -57,12 +57,12 @@ def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() els
 def _read_json(file):
     try: return json.loads(file.read_text(encoding='utf-8'))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"{file} is no JSON ({e}): correct it, or give another") from e
+        raise UsageError(f"{file} is no JSON ({e}): correct it, or give another") from e
 
 def _default(f): return f.default if f.default_factory is MISSING else f.default_factory()
 
 def _require(ok, message):
-    if not ok: raise ValueError(message)
+    if not ok: raise UsageError(message)
 
 def _filled(name, value):
     texts = value if isinstance(value, list) else [value]
@@ -148,11 +148,11 @@ def check_known(
     "Raise a ValueError about the first unknown name, and name the one that was probably meant."
     for name in names:
         if name in known: continue
-        if (here := elsewhere(name)): raise ValueError(f"unknown {what} `{name}`: here it is {here}")
+        if (here := elsewhere(name)): raise UsageError(f"unknown {what} `{name}`: here it is {here}")
         near = nearest(name, known)
         remedy = (f"did you mean `{near}`?" if near
                   else f"give one of {', '.join(known)}" if len(known)<=FEW else "no name is near")
-        raise ValueError(f"unknown {what} `{name}`: {remedy}")
+        raise UsageError(f"unknown {what} `{name}`: {remedy}")
 
 # %% ../../nbs/02_core.config.ipynb #9c466963
 def as_type(
@@ -1014,8 +1014,8 @@ def read_sections(
     "The sections of a file, in which no name is there twice."
     try: sections = yaml.load(Path(path).read_text(encoding='utf-8'), _EachOnce) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
-    if not isinstance(sections, dict): raise ValueError(f'{path} holds no sections: {remedy}')
+        raise UsageError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(sections, dict): raise UsageError(f'{path} holds no sections: {remedy}')
     return sections
 
 def read_yaml(
@@ -1026,7 +1026,7 @@ def read_yaml(
     check_known(list(sections), ['preset','vlm','train'], f'section in {path}')
     name,vlm,train = sections.get('preset'),sections.get('vlm') or {},sections.get('train') or {}
     if not (isinstance(vlm, dict) and isinstance(train, dict)):
-        raise ValueError(f"{path}: `vlm` and `train` hold lines of the form `field: value`")
+        raise UsageError(f"{path}: `vlm` and `train` hold lines of the form `field: value`")
     known = [f'{s}.{f.name}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for f in fields(c)]
     check_known([f'vlm.{k}' for k in vlm] + [f'train.{k}' for k in train], known, f'key in {path}')
     return name,vlm,train
@@ -1251,9 +1251,9 @@ def load_function(
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'
-        raise ValueError(f"{field} {name!r}: no module {e.name!r}; is it {where}?") from e
+        raise UsageError(f"{field} {name!r}: no module {e.name!r}; is it {where}?") from e
     if callable(getattr(imported, function, None)): return getattr(imported, function)
-    raise ValueError(f"{field} {name!r}: module {module!r} has no function {function!r}")
+    raise UsageError(f"{field} {name!r}: module {module!r} has no function {function!r}")
 
 # %% ../../nbs/02_core.config.ipynb #70cc083e
 PROJECTOR_RANGES = dict(max_epochs=(4,6), packs_of_an_update=(8,32), lr_mp=(1e-4,5e-4)) # MiniMind-V's advice

@@ -38,6 +38,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 
+from .usage import UsageError
+
 # %% ../../nbs/03_core.dist.ipynb #2e937116
 def pick_device()->torch.device: # `cuda`, `mps` or `cpu`
     "The best device of this machine."
@@ -262,11 +264,11 @@ def launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None
     missing = [n for n in needed if n not in os.environ]
     if not {'RANK','WORLD_SIZE'} - set(missing): return None
     if missing:
-        raise ValueError(f"the environment has no {', '.join(missing)}: "
+        raise UsageError(f"the environment has no {', '.join(missing)}: "
                          "start with torchrun, or unset RANK and WORLD_SIZE to run alone")
     rank,world_size = int(os.environ['RANK']),int(os.environ['WORLD_SIZE'])
     if not 0<=rank<world_size:
-        raise ValueError(f"RANK is {rank} of WORLD_SIZE {world_size}: ranks go from 0 to {world_size-1}")
+        raise UsageError(f"RANK is {rank} of WORLD_SIZE {world_size}: ranks go from 0 to {world_size-1}")
     return dict(rank=rank, world_size=world_size, local_rank=int(os.environ.get('LOCAL_RANK', rank)))
 
 # %% ../../nbs/03_core.dist.ipynb #befde26e
@@ -313,7 +315,7 @@ def init_dist(
 )->Dist: # this process
     "Join the other ranks if there are any; alone, only the device is chosen."
     env = launch_env()
-    if timeout_s<=0: raise ValueError(f"timeout_s is {timeout_s}: give a number of seconds above 0")
+    if timeout_s<=0: raise UsageError(f"timeout_s is {timeout_s}: give a number of seconds above 0")
     wanted = torch.device(device) if device else pick_device()
     if env is None: return Dist(device=wanted, timeout_s=timeout_s)
     device_of_rank = _rank_device(wanted.type, env['local_rank'])
@@ -331,7 +333,7 @@ def _rank_device(kind, local_rank):
     if kind!='cuda': return torch.device('cpu')
     n = torch.cuda.device_count()
     if local_rank>=n:
-        raise ValueError(f"local rank {local_rank} has no GPU, this machine has {n}: "
+        raise UsageError(f"local rank {local_rank} has no GPU, this machine has {n}: "
                          f"start at most {n} processes on it")
     torch.cuda.set_device(local_rank)
     return torch.device('cuda', local_rank)
@@ -468,7 +470,7 @@ def set_seed(
     seed:int, # 0 <= seed < 2**32
 )->None:
     "Seed Python, numpy and torch, on all devices."
-    if not 0<=seed<2**32: raise ValueError(f"seed is {seed}: give a number from 0 to 2**32-1")
+    if not 0<=seed<2**32: raise UsageError(f"seed is {seed}: give a number from 0 to 2**32-1")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -515,6 +517,6 @@ def check_socket_room()->None:
     folder = tempfile.gettempdir()
     size,most = len(os.fsencode(folder)),SOCKET_NAME-BEHIND
     if size>most:
-        raise ValueError(f'the temporary directory {folder} has a name of {size} bytes, '
+        raise UsageError(f'the temporary directory {folder} has a name of {size} bytes, '
                          f'loader workers can use at most {most}: '
                          'set TMPDIR to a shorter one, or num_workers and val_workers to 0')

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from tqdm import tqdm
 
 from .files import write_atomic
-from .usage import UsageError,is_usage
+from .usage import UsageError
 from .dist import Dist
 from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID
 
@@ -228,7 +228,7 @@ class Screen:
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
         epochs:int|None=None, # report as MiniMind does: passes over the data in the whole run
     ):
-        if every < 1: raise ValueError(f"every {every} < 1: report every n-th update, 1 reports all")
+        if every < 1: raise UsageError(f"every {every} < 1: report every n-th update, 1 reports all")
         self.lines, self.pace = Lines(path, quiet), Progress(total_steps)
         self.every, self.epochs = every, epochs
         self.show, self.bar, self.said = None if progress and not quiet else False, None, inf
@@ -459,7 +459,7 @@ class RunLog:
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
-        refused = error is not None and not self.position and is_usage(error) # the command says it
+        refused = isinstance(error, UsageError) and not self.position # the command says it
         if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
         self.close(failed=kind is not None)
 
@@ -473,7 +473,7 @@ class Stats:
     def add(self, name:str, *values:float): # one of `Stats.names`, and any number of figures
         "Remember figures of this rank."
         if name not in self.values:
-            raise ValueError(f"statistic {name!r} is unknown: use one of {', '.join(self.names)}")
+            raise UsageError(f"statistic {name!r} is unknown: use one of {', '.join(self.names)}")
         self.values[name] += map(float, values)
 
     def aggregate(self,
@@ -508,7 +508,7 @@ class Clock:
     def __call__(self, name:str)->Iterator[None]: # one of `Clock.names`
         "What happens inside is work of this kind."
         if name not in self.seconds:
-            raise ValueError(f"work {name!r} is unknown: use one of {', '.join(self.names)}")
+            raise UsageError(f"work {name!r} is unknown: use one of {', '.join(self.names)}")
         self.charge()
         self.doing.append(name)
         try: yield
@@ -571,7 +571,7 @@ def plot_curves(
     names = ['batch_loss', 'val_loss', 'grad_norm', *rates]
     series = {n: [(r['step'], nan if r[n] is None else r[n]) for r in records if n in r] for n in names}
     if not any(series.values()):
-        raise ValueError(f"none of {len(records)} records has a loss, "
+        raise UsageError(f"none of {len(records)} records has a loss, "
                          "a learning rate or a gradient norm: is this a log.jsonl?")
     fig = Figure(figsize=(8.8, 3.6))
     panels = fig.subplots(1, 3)

@@ -11,6 +11,7 @@ from dataclasses import dataclass,fields,replace
 from typing import Any
 
 from .config import Config,TrainConfig,VLMConfig,evolve,load_function
+from .usage import UsageError
 
 # %% ../../nbs/08_core.recipe.ipynb #5ea30011
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ MAKERS = ('model','optimizer','rows','processor','loaders','schedule','trainer')
 def _is_list(value): return isinstance(value, Sequence) and not isinstance(value, str)
 
 def _require(ok, message):
-    if not ok: raise ValueError(f'Parts: {message}')
+    if not ok: raise UsageError(f'Parts: {message}')
 
 def _check(value, good, name, kind):
     _require(value is None or good(value), f'{name} is {value!r}: give {kind}')
@@ -68,13 +69,13 @@ def _asked(ask, name, vlm_cfg, train_cfg):
     "What a recipe answers, with both configurations."
     try: parts = ask(vlm_cfg, train_cfg)
     except TypeError as e:
-        raise ValueError(f'recipe {name}, called with (vlm_cfg, train_cfg): {e} (--debug shows where)') from e
+        raise UsageError(f'recipe {name}, called with (vlm_cfg, train_cfg): {e} (--debug shows where)') from e
     if not isinstance(parts, Parts):
-        raise ValueError(f'recipe {name} returned {parts!r:.80}: return Parts(...)')
+        raise UsageError(f'recipe {name} returned {parts!r:.80}: return Parts(...)')
     configs = dict(vlm_cfg=parts.vlm_cfg or vlm_cfg, train_cfg=parts.train_cfg or train_cfg)
     for part,kind in dict(vlm_cfg=VLMConfig, train_cfg=TrainConfig).items():
         if isinstance(configs[part], kind): continue
-        raise ValueError(f'recipe {name} gives {part} {configs[part]!r:.80}: give a {kind.__name__}')
+        raise UsageError(f'recipe {name} gives {part} {configs[part]!r:.80}: give a {kind.__name__}')
     configs['train_cfg'] = evolve(configs['train_cfg'], recipe=train_cfg.recipe)
     return replace(parts, **configs)
 
@@ -85,7 +86,7 @@ def parts_of(
 )->Parts: # with both configurations
     "What the recipe of a run gives; without one, nothing but the configurations."
     if train_cfg.recipe and recipe:
-        raise ValueError(f'recipe {train_cfg.recipe!r} in the configuration, and another one given: give one')
+        raise UsageError(f'recipe {train_cfg.recipe!r} in the configuration, and another one given: give one')
     named = recipe if isinstance(recipe, str) else train_cfg.recipe
     ask = load_function(named, 'recipe') if named else recipe or Parts()
     name = repr(named) if named else getattr(ask, '__name__', type(ask).__name__)
@@ -96,7 +97,7 @@ def parts_of(
     for a,b in ((parts.vlm_cfg, again.vlm_cfg), (parts.train_cfg, again.train_cfg)):
         for field in sorted(changed_fields(a, b)):
             was,now = getattr(a, field, None),getattr(b, field)
-            raise ValueError(f'recipe {name}, asked with what it gave, changes {field} '
+            raise UsageError(f'recipe {name}, asked with what it gave, changes {field} '
                 f'from {was!r} to {now!r}: set a value that stays')
     return parts
 

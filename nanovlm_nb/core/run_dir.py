@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .files import MANIFEST,OLD,TMP,damage,missing_files,remove,write_atomic
 from .config import CONFIG
+from .usage import MissingFile,UsageError,user_path
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200003
 CONFIGS = 'configs' # settings of every start; those of the last one are in `CONFIG`
@@ -91,10 +92,10 @@ def read_state(
     "The state of a run; a ValueError if the file holds something else."
     try: state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
     except (ValueError, RecursionError): state = None
-    if not isinstance(state, dict): raise ValueError('trainer_state.json is not the state of a run')
+    if not isinstance(state, dict): raise UsageError('trainer_state.json is not the state of a run')
     lacking = [n for n in needed if n not in state]
     if lacking:
-        raise ValueError(f'{checkpoint} is no place to go on from, '
+        raise UsageError(f'{checkpoint} is no place to go on from, '
                          f'its trainer_state.json has no {", ".join(lacking)}: '
                          'to begin a new run with its weights, give load_from without resume')
     return state
@@ -114,7 +115,7 @@ def write_pointer(
 )->Path: # the pointer file
     "Let the file `name` name the checkpoint `target`."
     if not Path(target).is_dir():
-        raise FileNotFoundError(f'{name} cannot name {target}: there is no such directory')
+        raise MissingFile(f'{name} cannot name {target}: there is no such directory')
     return write_atomic(Path(run_dir)/name, f'{Path(target).name}\n')
 
 # %% ../../nbs/04_core.run_dir.ipynb #c48eb966
@@ -272,15 +273,16 @@ class RunLock:
         self.path,self.again = Path(run_dir)/LOCK,again
         self.file:FileIO|None = None
 
-    def take(self)->None: # raises a ValueError that names the process that holds it
+    def take(self)->None: # raises a UsageError that names the process that holds it
         "Be the holder."
         for pause in (.1, .2, .5, 1., 0.): # somebody may look just now, or be about to end
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.open('a+b', buffering=0)
+            with user_path():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = self.path.open('a+b', buffering=0)
             if (lock_file(file) is not False or self.again and not pause) and self._is_here(file): break
             file.close()
             time.sleep(pause)
-        else: raise ValueError(f'{self.path.parent} is in use by {holder(self.path.parent)}: '
+        else: raise UsageError(f'{self.path.parent} is in use by {holder(self.path.parent)}: '
                                'wait for its end, stop it, or give another run_name')
         self.file = file
         if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
@@ -337,7 +339,7 @@ def prune(
     keep:int, # newest checkpoints that stay; -1: all
 )->list[Path]: # what was deleted
     "Delete old checkpoints."
-    if keep == 0 or keep < -1: raise ValueError(f'keep is {keep}: give 1 or more, or -1 for all')
+    if keep == 0 or keep < -1: raise UsageError(f'keep is {keep}: give 1 or more, or -1 for all')
     if keep == -1: return []
     return _delete(run_dir, branch(run_dir)[:-keep])
 
@@ -347,7 +349,7 @@ def prune_older(
     now:float|None=None, # seconds since 1970; None: now
 )->list[Path]: # what was deleted
     "Delete checkpoints that were written long ago."
-    if days < 0: raise ValueError(f'days is {days}: give 0 or more')
+    if days < 0: raise UsageError(f'days is {days}: give 0 or more')
     then = (time.time() if now is None else now)-86400*days
     return _delete(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
                              for p in checkpoints(folder) if written(p) < then])
@@ -377,7 +379,7 @@ def find_checkpoint(
     if best is None or not step_of(best) or missing_pieces(best):
         best,why = last_checkpoint(path),'the last one: no validated update is known as the best'
     if best is None:
-        raise FileNotFoundError(f'{name} holds no checkpoint: '
+        raise MissingFile(f'{name} holds no checkpoint: '
                                 'expected config.json, or last_checkpoint of a run')
     say(f'{path}: {best.name} is taken, {why}')
     return str(best)

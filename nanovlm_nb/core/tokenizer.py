@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .usage import asking_hub, check_hub_name
+from .usage import MissingFile,UsageError,asking_hub,check_hub_name
 from .config import VLMConfig
 
 # %% ../../nbs/06_core.tokenizer.ipynb #48e75a4b
@@ -26,9 +26,9 @@ def train_bpe(
     "Learn a byte-level BPE vocabulary; digits stay single."
     smallest = len(SPECIAL_TOKENS) + 256
     if vocab_size < smallest:
-        raise ValueError(f'vocab_size {vocab_size} is below {smallest}, '
+        raise UsageError(f'vocab_size {vocab_size} is below {smallest}, '
                          'the special tokens and the 256 bytes: raise it')
-    if isinstance(texts, str): raise ValueError('`texts` is one string: pass a list of strings')
+    if isinstance(texts, str): raise UsageError('`texts` is one string: pass a list of strings')
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -65,11 +65,11 @@ def _check_extras(tokenizer, extra_special_tokens):
     "The tokenizer itself, after a look at whether each extra token is one id of its own."
     extra = list((extra_special_tokens or {}).values())
     twice = [t for t in set(extra) if extra.count(t) > 1 or t in SPECIAL_TOKENS]
-    if twice: raise ValueError(f'extra tokens used twice: {sorted(twice)}; each name needs a text of its own')
+    if twice: raise UsageError(f'extra tokens used twice: {sorted(twice)}; each name needs a text of its own')
     for name,token in (extra_special_tokens or {}).items():
         ids = tokenizer.encode(token, add_special_tokens=False)
         if ids != [getattr(tokenizer, f'{name}_id')]:
-            raise ValueError(f'extra token {name}={token!r} is read as {ids}, not as one id: '
+            raise UsageError(f'extra token {name}={token!r} is read as {ids}, not as one id: '
                              'give it a text of its own')
     return tokenizer
 
@@ -86,13 +86,14 @@ def get_tokenizer(
     try:
         with nullcontext() if Path(name).is_dir() else asking_hub(name):
             tok = AutoTokenizer.from_pretrained(name, **how)
-    except (OSError, ValueError) as e: raise OSError(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} "
-        "Correct the name or the path; for one of the hub see that the network is there") from e
+    except (OSError, ValueError) as e:
+        raise MissingFile(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} Correct the name or "
+            "the path; for one of the hub see that the network is there") from e
     if not tok.is_fast:
-        raise ValueError(f'{name} has no fast tokenizer (tokenizer.json); '
+        raise UsageError(f'{name} has no fast tokenizer (tokenizer.json); '
                          'the loss mask needs its character offsets: convert it first')
     if tok.eos_token is None:
-        raise ValueError(f'{name} has no eos_token: '
+        raise UsageError(f'{name} has no eos_token: '
                          'generation could not stop; set it in tokenizer_config.json')
     tok.pad_token = tok.eos_token
     return _check_extras(tok, extra_special_tokens)
@@ -123,12 +124,12 @@ def check_tokenizer(
     "Raise if a tokenizer writes other ids than a model configuration expects."
     n, base = len(tokenizer), vlm_cfg.lm_base_vocab_size
     if n > vlm_cfg.lm_vocab_size:
-        raise ValueError(f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
+        raise UsageError(f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
                          f'set lm_base_vocab_size to {n-len(vlm_cfg.vlm_extra_tokens)}')
     for i,(name,token) in enumerate(vlm_cfg.vlm_extra_tokens.items()):
         got = getattr(tokenizer, f'{name}_id', None)
         if got is None:
-            raise ValueError(f'the tokenizer lacks {name} ({token}): pass vlm_extra_tokens to get_tokenizer')
+            raise UsageError(f'the tokenizer lacks {name} ({token}): pass vlm_extra_tokens to get_tokenizer')
         if got != base+i:
-            raise ValueError(f'the tokenizer has {token} at id {got}, the model expects {base+i}: '
+            raise UsageError(f'the tokenizer has {token} at id {got}, the model expects {base+i}: '
                              f'set lm_base_vocab_size to {got-i}')

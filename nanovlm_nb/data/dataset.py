@@ -40,7 +40,7 @@ from PIL import Image
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import asking_hub, check_hub_name
+from ..core.usage import MissingFile,UsageError,asking_hub,check_hub_name,require
 from ..core.config import IGNORE
 from ..core.dist import Interrupted, Stop
 from ..core.run_dir import DROPPED
@@ -485,7 +485,7 @@ def config_names(
 # %% ../../nbs/12_data.dataset.ipynb #0f3a51d1
 COLUMNS = ('images', 'texts', *(f'{r}_ratings' for r in RATINGS), 'source', 'row_id')
 
-class UnusedColumn(ValueError):
+class UnusedColumn(UsageError):
     "A column that would be left aside, though it may hold pictures or a conversation."
 
 def _held(x):
@@ -529,7 +529,7 @@ def load_config(
     folder = Path(path)/name if (Path(path)/name).is_dir() else Path(path)
     if folder.is_file(): ds,name = _load_file(folder, split, cache_dir, streaming),folder.stem
     elif folder.is_dir() and folder == Path(path) and name != 'default':
-        raise FileNotFoundError(f'no folder {name} in {path}; there are {local_configs(path)}')
+        raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
     elif _is_saved(folder):
         ds = datasets.load_from_disk(str(folder))
         if isinstance(ds, datasets.DatasetDict):
@@ -544,7 +544,7 @@ def load_config(
     return ds if as_stored else conform(ds, name, f'{path} ({name})')
 
 # %% ../../nbs/12_data.dataset.ipynb #18fe4b8b
-def _fail(message): raise ValueError(message)
+def _fail(message): raise UsageError(message)
 
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
@@ -599,7 +599,7 @@ RETRY_PAUSE_S,LONGEST_RETRY_PAUSE_S = 1.,60. # seconds until the second try, and
 # what the system says of a network that is away
 GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ESTALE}
 
-class Unreachable(OSError):
+class Unreachable(UsageError, OSError):
     "Data that could not be had for too long; the run may try again later."
 
 def network_errors()->tuple[type[Exception],...]: # for `except`
@@ -730,10 +730,9 @@ def load_configs(
         except LOAD_ERRORS as e:
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(e).__name__, e)
             why[name] = str(e).strip().split('\n')[0]
-    if not data:
-        raise ValueError(f'No valid datasets were loaded. Check train_dataset_path={path} '
-                         f'and train_dataset_name={list(names)}: '
-                         +'; '.join(f'{name}: {reason}' for name,reason in why.items()))
+    require(data, f'No valid datasets were loaded. Check train_dataset_path={path} '
+        f'and train_dataset_name={list(names)}: '
+        +'; '.join(f'{name}: {reason}' for name,reason in why.items()))
     return data
 
 # %% ../../nbs/12_data.dataset.ipynb #a97b91ca
@@ -744,11 +743,11 @@ def collate_padded(
 )->dict: # 'input_ids', 'labels', 'attention_mask' (B, T); 'images' per row; 'ids'
     "Samples as rows of a batch, padded on the left."
     kept = [s for s in samples if s is not None]
-    if not kept: raise ValueError('every sample of the batch was dropped')
+    if not kept: raise UsageError('every sample of the batch was dropped')
     longest = max(kept, key=lambda s: len(s['input_ids']))
     T = len(longest['input_ids']) if max_length is None else max_length
     if len(longest['input_ids']) > T:
-        raise ValueError(f"sample {longest['id']} has {len(longest['input_ids'])} tokens, max_length is {T}: "
+        raise UsageError(f"sample {longest['id']} has {len(longest['input_ids'])} tokens, max_length is {T}: "
                          "lower max_sample_length")
     def rows(values, fill): return torch.stack([F.pad(v, (T-len(v), 0), value=fill) for v in values])
     ids = [s['input_ids'] for s in kept]

@@ -25,6 +25,7 @@ from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from ..core.config import VLMConfig
+from ..core.usage import UsageError,require
 
 # %% ../../nbs/10_data.images.ipynb #c82704a4
 def resize_dims(
@@ -35,7 +36,7 @@ def resize_dims(
     resize_to_max:bool=False, # enlarge (or shrink) the long side to `max_side` always
 )->tuple[int,int]: # (height, width), multiples of `tile`
     "Size of the tile grid for a picture, in pixels."
-    if min(w, h) < 1: raise ValueError(f'a picture of {w} x {h} pixels has nothing to show')
+    if min(w, h) < 1: raise UsageError(f'a picture of {w} x {h} pixels has nothing to show')
     long, short = max(w, h), min(w, h)
     new_long = max_side if resize_to_max else min(max_side, -(-long//tile)*tile)
     new_short = -(-short*new_long//(long*tile))*tile
@@ -46,7 +47,7 @@ MAX_PNG_TEXT = 100*1024*1024 # bytes of one text chunk in a PNG, after decompres
 # pixels of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
 MAX_PIXELS = 1024**3//4//3
 
-class UnreadableImage(ValueError):
+class UnreadableImage(UsageError):
     "A picture that cannot be decoded; the message says why."
 
 def _measured(im):
@@ -139,7 +140,7 @@ def image_size(
 def _rgb(im):
     "Any mode to RGB; what is transparent shows white."
     if im.mode == 'F':
-        raise ValueError('mode F (floating point) has no agreed range: convert the picture to 8 bits first')
+        raise UsageError('mode F (floating point) has no agreed range: convert the picture to 8 bits first')
     if im.mode.startswith('I'):
         x = np.asarray(im)
         x = np.where(x == im.info.get('transparency'), 65535, x).clip(0, 65535)
@@ -169,7 +170,7 @@ def split_tiles(
     "Cut a picture into square tiles."
     c, h, w = x.shape
     if h % tile or w % tile:
-        raise ValueError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
+        raise UsageError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
     return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1, c, tile, tile)
 
 # %% ../../nbs/10_data.images.ipynb #4941aebe
@@ -191,7 +192,7 @@ def global_view(
     "The whole picture as one tile."
     _, h, w = x.shape
     if h % tile or w % tile:
-        raise ValueError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
+        raise UsageError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
     n = h//tile
     whole, weights = torch.int16 if 255*2*n*n < 2**15 else torch.int32, _shrink(torch.ones(h, 1), n)
     def shrink(plane):
@@ -208,10 +209,9 @@ def smolvlm_sizes(
     tile:int, # side of a square tile, pixels
 )->tuple[tuple[int,int],tuple[int,int]]: # (width, height) after the first and after the second resize
     "Sizes that a picture passes through on its way to SmolVLM's tiles."
-    if min(w, h) < 1: raise ValueError(f'a picture of {w} x {h} pixels has nothing to show')
-    if max_side > 4096:
-        raise ValueError(f'max_img_size {max_side} is more than the 4096 pixels at which SmolVLM stops: '
-                         'lower it')
+    if min(w, h) < 1: raise UsageError(f'a picture of {w} x {h} pixels has nothing to show')
+    require(max_side <= 4096, f'max_img_size {max_side} is more than the 4096 pixels at which SmolVLM stops: '
+        'lower it')
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
@@ -254,13 +254,13 @@ class ImageProcessor:
     def __post_init__(self):
         m, s, gap = self.max_img_size, self.splitted_image_size, self.reducing_gap
         if s < 1 or m < s or m % s:
-            raise ValueError(f'max_img_size {m} must be a multiple of the tile size {s}: '
+            raise UsageError(f'max_img_size {m} must be a multiple of the tile size {s}: '
                              f'try {max(1, round(m/max(s, 1)))*s}')
-        if gap is not None and gap < 1: raise ValueError(f'reducing_gap is {gap}: give 1 or more, or None')
+        if gap is not None and gap < 1: raise UsageError(f'reducing_gap is {gap}: give 1 or more, or None')
         if self.convention not in ('nanovlm', 'smolvlm'):
-            raise ValueError(f'convention is {self.convention!r}: give nanovlm or smolvlm')
+            raise UsageError(f'convention is {self.convention!r}: give nanovlm or smolvlm')
         if self.convention == 'smolvlm' and not self.resize_to_max_side_len:
-            raise ValueError('SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
+            raise UsageError('SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
         if callable(self.custom_transforms):
             raise TypeError(f'custom_transforms is {_name(self.custom_transforms)}: '
                             'give a tuple of transforms')
@@ -301,7 +301,7 @@ class ImageProcessor:
                 raise TypeError(f'custom transform {_name(t)} returned a {type(new).__name__}: '
                                 'return a PIL image')
             if (was := self.grid(*im.size)) != (now := self.grid(*new.size)):
-                raise ValueError(f'custom transform {_name(t)} made {new.size} of {im.size}, '
+                raise UsageError(f'custom transform {_name(t)} made {new.size} of {im.size}, '
                                  f'which is a grid of {now} tiles and not of {was}, '
                                  'as the sample was planned: let it return a picture of the size it gets')
             im = _rgb(new)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import datasets
 
+from ..core.usage import MissingFile, UsageError
 from .dataset import Dropped, Drops, check_unused
 
 # %% ../../nbs/17_data.jsonl.ipynb #47c47a3e
@@ -24,11 +25,11 @@ def pair_turns(
     "Messages in pairs; a ValueError says what is wrong with them."
     is_message = lambda m: isinstance(m, dict) and isinstance(m.get('content'), str)
     if not isinstance(conversations, list) or not all(map(is_message, conversations)):
-        raise ValueError('`conversations` must be a list of {role, content} with texts')
+        raise UsageError('`conversations` must be a list of {role, content} with texts')
     system = [m['content'] for m in conversations[:1] if m.get('role') == 'system']
     messages, roles = conversations[len(system):], [m.get('role') for m in conversations[len(system):]]
     if not messages or roles != ['user', 'assistant']*(len(messages)//2):
-        raise ValueError(f'the roles are {roles}: '
+        raise UsageError(f'the roles are {roles}: '
                          'a question of the user and an answer of the assistant must take turns')
     first, *rest = [m['content'] for m in messages[::2]]
     questions = ['\n\n'.join([*system, first]), *rest]
@@ -80,14 +81,14 @@ def _names(image):
     "File names of the pictures of a line."
     names = image.split(',') if isinstance(image, str) else image or []
     if not all(isinstance(n, str) for n in names):
-        raise ValueError(f'`image` is {image!r}: give a file name, or several with commas between them')
+        raise UsageError(f'`image` is {image!r}: give a file name, or several with commas between them')
     return [n.strip() for n in names if n.strip()]
 
 def _parse(line, id):
     "Names of pictures and turns of a line; raises `Dropped`."
     try:
         data = json.loads(line)
-        if not isinstance(data, dict): raise ValueError('it is no JSON object')
+        if not isinstance(data, dict): raise UsageError('it is no JSON object')
         check_unused(data, 'the line', ('image', 'conversations'))
         names, texts = _names(data.get('image')), pair_turns(data.get('conversations'))
         json.dumps([names, texts], ensure_ascii=False).encode()
@@ -127,7 +128,7 @@ def jsonl_files(
     "Files of JSON lines."
     files = sorted(Path(path).glob('*.jsonl')) if Path(path).is_dir() else [Path(path)]
     if not files or not files[0].is_file():
-        raise FileNotFoundError(f'no JSON lines at {path}: give a file, or a folder with *.jsonl in it')
+        raise MissingFile(f'no JSON lines at {path}: give a file, or a folder with *.jsonl in it')
     return files
 
 def _leave_out(d, drops):
@@ -164,6 +165,6 @@ def jsonl_rows(
     if not marks: rows = (row | dict(texts=images_first(row['texts'])) for row in rows)
     while piece := list(islice(rows, PIECE)):
         pieces.append(datasets.Dataset.from_list(piece, features=FEATURES))
-    if not pieces: raise ValueError(f'no line of {data_path} can be used: {drops.blame or "it is empty"}')
+    if not pieces: raise UsageError(f'no line of {data_path} can be used: {drops.blame or "it is empty"}')
     if drops.reasons: logger.warning('%s: lines left out: %s; level INFO names each', data_path, drops.counts)
     return datasets.concatenate_datasets(pieces)

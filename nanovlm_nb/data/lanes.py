@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 from ..core.config import IGNORE
 from nanovlm_nb.core.dist import (Dist,Interrupted,check_socket_room,from_workers,raised_in_worker,
     seed_worker)
+from ..core.usage import UsageError,require
 from .dataset import Dropped,Drops,Plan,Unreachable,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
 from .sources import keep_split,stop_of
@@ -47,8 +48,7 @@ class PackRules:
 
     def __post_init__(self):
         for name in ('length', 'window', 'first'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name} is {getattr(self, name)}: it must be at least 1')
+            require(getattr(self, name) >= 1, f'{name} is {getattr(self, name)}: it must be at least 1')
 
     def over(self,
         before:int, # packs of the epoch so far
@@ -414,10 +414,9 @@ class PackLoader:
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory = num_workers,pin_memory
         lanes = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
-        if num_workers > len(lanes):
-            raise ValueError(f'num_workers {num_workers} > {len(lanes)} lanes of a rank '
-                             '(batch_size x gradient_accumulation_steps): '
-                             'lower num_workers, a worker without a lane has nothing to do')
+        require(num_workers <= len(lanes), f'num_workers {num_workers} > {len(lanes)} lanes of a rank '
+            '(batch_size x gradient_accumulation_steps): '
+            'lower num_workers, a worker without a lane has nothing to do')
         if num_workers: check_socket_room()
         self.n,self.most = len(lanes)*dist.world_size,most
         self.numbers = lanes

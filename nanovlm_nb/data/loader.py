@@ -22,6 +22,7 @@ from ..core.dist import Dist,cores_of_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
 from ..core.recipe import Parts
+from ..core.usage import UsageError,require
 from .images import UnreadableImage,image_processor_of,open_image
 from .dataset import RATINGS,Dropped,Drops,Patience,VQADataset,config_names,conform
 from .dataset import load_configs
@@ -54,7 +55,7 @@ def map_pair(
 )->tuple[MapSource,MapSource]: # for training, for validation
     "Split rows with random access."
     n = len(rows)
-    if not 0 <= val_size < n: raise ValueError(no_room(val_size, n))
+    if not 0 <= val_size < n: raise UsageError(no_room(val_size, n))
     stop = n if cutoff is None else min(n, val_size+cutoff)
     train = MapSource(rows, seed, val_size, stop, name=name)
     return train,MapSource(rows, seed, 0, val_size, shuffle=False, name=name)
@@ -86,7 +87,7 @@ def val_rows(
     "Divide the validation rows by weight, and by what there is."
     known = [n for n in sizes if n is not None]
     if len(known) < len(sizes): return shares_of(val_size, weights)
-    if val_size >= sum(known): raise ValueError(no_room(val_size, sum(known)))
+    if val_size >= sum(known): raise UsageError(no_room(val_size, sum(known)))
     return quotas(known, val_size, weights)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
@@ -104,7 +105,7 @@ def load_sources(
     check_images_path(c, lines)
     if c.train_dataset_path=='shapes':
         if c.val_size>SHAPES_SCENES:
-            raise ValueError(f'val_size is {c.val_size}: there are {SHAPES_SCENES} drawn scenes for it, '
+            raise UsageError(f'val_size is {c.val_size}: there are {SHAPES_SCENES} drawn scenes for it, '
                              'lower val_size')
         parts = (c.data_cutoff_idx or SHAPES_SCENES,'train'), (max(c.val_size, 1),'validation')
         drawn = [shapes_dataset(n, split, c.seed) for n,split in parts]
@@ -136,9 +137,9 @@ def check_single(
 )->None:
     "Raise a ValueError if a part is asked for of what has none."
     odd = [name for name in train_cfg.train_dataset_name if name not in ALL_NAMES]
-    if odd: raise ValueError(f'train_dataset_name {odd[0]!r}: {what} has no configurations, leave it out')
+    if odd: raise UsageError(f'train_dataset_name {odd[0]!r}: {what} has no configurations, leave it out')
     if (n := len(train_cfg.train_dataset_weights or []))>1:
-        raise ValueError(f'{n} train_dataset_weights: {what} has no configurations, leave them out')
+        raise UsageError(f'{n} train_dataset_weights: {what} has no configurations, leave them out')
 
 def check_images_path(
     train_cfg:TrainConfig, # `images_path`
@@ -147,12 +148,10 @@ def check_images_path(
     "Raise a ValueError if the folder of pictures is not there, or would not be used."
     path = train_cfg.images_path
     if path is None: return
-    if not lines:
-        raise ValueError(f'images_path {path} is for JSON lines, '
-                         f'which {train_cfg.train_dataset_path} is not: '
-                         'its rows bring their pictures, leave it out')
-    if not Path(path).is_dir():
-        raise ValueError(f'images_path {path}: there is no such directory, correct it')
+    require(lines, f'images_path {path} is for JSON lines, '
+        f'which {train_cfg.train_dataset_path} is not: '
+        'its rows bring their pictures, leave it out')
+    require(Path(path).is_dir(), f'images_path {path}: there is no such directory, correct it')
 
 def weighted_pairs(
     train_cfg:TrainConfig, # sizes and seed
@@ -180,7 +179,7 @@ def weights_of(
     names = config_names(train_cfg.train_dataset_path, train_cfg.train_dataset_name)
     weights = train_cfg.train_dataset_weights
     if len(names) != len(weights):
-        raise ValueError(f'{len(weights)} train_dataset_weights for {len(names)} configurations {names}: '
+        raise UsageError(f'{len(weights)} train_dataset_weights for {len(names)} configurations {names}: '
                          'give one for each')
     return [w for name,w in zip(names, weights) if name in loaded]
 
@@ -212,7 +211,7 @@ def own_sources(
     if isinstance(rows, Dataset): rows = conform(rows, 'own')
     if all(hasattr(rows, m) for m in ('__len__','__getitem__')) and not isinstance(rows, (str,dict,tuple)):
         return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
-    raise ValueError(f'rows of the recipe are a {type(rows).__name__}, {rows!r:.60}: '
+    raise UsageError(f'rows of the recipe are a {type(rows).__name__}, {rows!r:.60}: '
         'give what has a length and an index, or two sources, for training and for validation')
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96
@@ -279,7 +278,7 @@ def transforms_of(
     named = train_cfg.custom_transforms
     transforms = list(parts.transforms) or [load_function(t, 'custom_transforms') for t in named]
     if not transforms or not train_cfg.cache_features: return transforms
-    raise ValueError('cache_features with custom_transforms: changed pictures are new ones in each epoch, '
+    raise UsageError('cache_features with custom_transforms: changed pictures are new ones in each epoch, '
         'and keeping their features fills the disk; leave one of them out')
 
 def data_sources(
@@ -383,7 +382,7 @@ class PlainLoader:
         state:dict, # of another loader
     )->None:
         "There is no position to go to."
-        raise ValueError('a plain list of batches has no position to go on from: give a loader with a state')
+        raise UsageError('a plain list of batches has no position to go on from: give a loader with a state')
 
     def updates_left(self,
         epochs:int, # of the run

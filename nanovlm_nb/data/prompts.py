@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..core.config import IGNORE
+from ..core.usage import UsageError,require
 
 # %% ../../nbs/11_data.prompts.ipynb #a394fd96
 def get_image_string(
@@ -46,7 +47,7 @@ def get_image_string(
 def _tile_token(tokenizer, name, rows, cols):
     "Text of a tile's token; an error names the remedy."
     if (token := getattr(tokenizer, name, None)) is None:
-        raise ValueError(f'no token {name} for a picture of {rows} x {cols} tiles: '
+        raise UsageError(f'no token {name} for a picture of {rows} x {cols} tiles: '
                          'lower max_img_size (the default tokens reach 8 tiles a side), '
                          'or add the token to vlm_extra_tokens')
     return token
@@ -91,7 +92,7 @@ def to_messages(
     system:str|None=None, # text of a system turn
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages for a chat template."
-    if not texts: raise ValueError('a conversation needs at least one turn')
+    if not texts: raise UsageError('a conversation needs at least one turn')
     special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     messages = [] if system is None else [dict(role='system', content=neutralise(system, special))]
     for i,turn in enumerate(texts):
@@ -100,7 +101,7 @@ def to_messages(
         if 'assistant' in turn:
             messages.append(dict(role='assistant', content=neutralise(turn['assistant'], special)))
         elif i < len(texts)-1:
-            raise ValueError(f'turn {i} of {len(texts)} has no answer: only the last may lack one')
+            raise UsageError(f'turn {i} of {len(texts)} has no answer: only the last may lack one')
     return messages
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
@@ -110,10 +111,10 @@ _FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError
 def _render(tokenizer, messages, prompt=False):
     "Messages as one text; `prompt` ends it where the answer would begin."
     if tokenizer.chat_template is None:
-        raise ValueError('the tokenizer has no chat template: pass lm_chat_template to get_tokenizer')
+        raise UsageError('the tokenizer has no chat template: pass lm_chat_template to get_tokenizer')
     try: return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     except _FAILS as e:
-        raise ValueError(f'the chat template of {tokenizer.name_or_path or "the tokenizer"} fails: '
+        raise UsageError(f'the chat template of {tokenizer.name_or_path or "the tokenizer"} fails: '
                          f'{type(e).__name__}: {e}') from e
 
 # %% ../../nbs/11_data.prompts.ipynb #bbf6d039
@@ -132,7 +133,7 @@ def answer_frame(
     text, prompt = _render(tokenizer, chat), _render(tokenizer, chat[:1], prompt=True)
     lead, separator, end = text[len(prompt):].partition(a)
     if not (text.startswith(prompt) and separator) or lead.strip():
-        raise ValueError('the chat template writes another text '
+        raise UsageError('the chat template writes another text '
                          'before an answer in training than for generation')
     between = prompt[prompt.index(q)+len(q):]
     stem = between.rstrip(' ')
@@ -151,9 +152,8 @@ def answer_spans(
         if answer['role'] != 'assistant': continue
         head, body = question['content'] + between, lead + answer['content'] + end
         start = text.find(head + body, cursor)
-        if start < 0:
-            raise ValueError(f'the chat template changed the turn {answer["content"][:40]!r}: '
-                             'its answer cannot be found')
+        require(start >= 0, f'the chat template changed the turn {answer["content"][:40]!r}: '
+            'its answer cannot be found')
         cursor = start + len(head) + len(body)
         spans.append((cursor-len(body), cursor))
     return spans
@@ -201,7 +201,7 @@ def encode_prompt(
     "Ids of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
     if texts and 'assistant' in texts[-1]:
-        raise ValueError('the last turn has an answer already: leave its `assistant` out')
+        raise UsageError('the last turn has an answer already: leave its `assistant` out')
     # spaces are the answer's, see `answer_frame`
     messages = to_messages(tokenizer, texts, image_string, system)
     text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start

@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
+from ..core.usage import UsageError
 from .dataset import COLUMNS, Dropped, check_form
 from .jsonl import MARK, images_first, pair_turns, settle_marks
 
@@ -27,7 +28,7 @@ def as_picture(
         array = (255*array).round().astype(np.uint8)
     if array.dtype == np.uint8 and array.ndim > 1 and array.shape[2:] in ((), (3,), (4,)):
         return Image.fromarray(array)
-    raise ValueError(f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
+    raise UsageError(f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
                      'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
 
 # %% ../../nbs/19_data.rows.ipynb #29d70009
@@ -52,9 +53,9 @@ def _turns(row, pictures):
     messages = row.get('messages') or row.get('conversations')
     if messages: return pair_turns([_flat(m, pictures) for m in messages])
     for key in ('question', 'answer'):
-        if key not in row: raise ValueError(f'it has {", ".join(row)}, but no `{key}`: {GIVE}')
+        if key not in row: raise UsageError(f'it has {", ".join(row)}, but no `{key}`: {GIVE}')
         if not isinstance(row[key], (str, int, float, np.generic)) or row[key] != row[key]:
-            raise ValueError(f'`{key}` is {row[key]!r:.60}: give a text')
+            raise UsageError(f'`{key}` is {row[key]!r:.60}: give a text')
     return [dict(user=str(row['question']), assistant=str(row['answer']))]
 
 GIVE = 'give image, question and answer, or images and texts, or images and messages'
@@ -68,14 +69,14 @@ def own_row(
     try:
         if isinstance(row, (tuple, list)) and len(row) == 3:
             row = dict(zip(('image', 'question', 'answer'), row))
-        if not isinstance(row, dict): raise ValueError(f'it is {row!r:.60}: {GIVE}')
+        if not isinstance(row, dict): raise UsageError(f'it is {row!r:.60}: {GIVE}')
         pictures = as_pictures(row.get('image') if row.get('images') is None else row['images'])
         texts = _turns(row, pictures)
         check_form(dict(id=i, texts=texts))
         images = as_pictures(pictures)
-        if not images and any(MARK in t['user'] for t in texts): raise ValueError(f'{MARK}, but no picture')
-    except Dropped as d: raise ValueError(f'row {i}: {d.detail or "it has no turns: " + GIVE}') from None
-    except ValueError as e: raise ValueError(f'row {i}: {e}') from e
+        if not images and any(MARK in t['user'] for t in texts): raise UsageError(f'{MARK}, but no picture')
+    except Dropped as d: raise UsageError(f'row {i}: {d.detail or "it has no turns: " + GIVE}') from None
+    except ValueError as e: raise UsageError(f'row {i}: {e}') from e
     own = {key:row[key] for key in (*COLUMNS, 'kinds') if key in row} | dict(images=images)
     return own | dict(texts=images_first(settle_marks(texts, len(images))), row_id=row.get('row_id', i))
 
@@ -89,7 +90,7 @@ def own_rows(
         rows = rows.to_list() # pictures as bytes
     elif hasattr(rows, 'to_dict'): rows = rows.to_dict('records')
     if isinstance(rows, (str, bytes, dict)) or not isinstance(rows, Iterable):
-        raise ValueError(f'rows are a {type(rows).__name__}: give a list, a generator or a table')
+        raise UsageError(f'rows are a {type(rows).__name__}: give a list, a generator or a table')
     own = [own_row(row, i) for i,row in enumerate(rows)]
-    if not own: raise ValueError('there are no rows: give one or more')
+    if not own: raise UsageError('there are no rows: give one or more')
     return own

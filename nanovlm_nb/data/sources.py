@@ -30,6 +30,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.table import CastError,cast_table_to_features,table_cast
 from datasets.utils.file_utils import xopen
 
+from ..core.usage import UsageError
 from .dataset import PATIENCE,Dropped,PictureFile,UnusedColumn,Waiting,check_unused
 from .dataset import network_errors,to_row,until_reached
 
@@ -50,7 +51,7 @@ class Permutation:
         seed:int|str, # another seed, another order
     ):
         "Derive the keys."
-        if n < 0: raise ValueError(f'{n} numbers cannot be ordered: n must be 0 or more')
+        if n < 0: raise UsageError(f'{n} numbers cannot be ordered: n must be 0 or more')
         digest = hashlib.blake2b(f'{n}/{seed}'.encode(), digest_size=8*self.rounds).digest()
         self.n,self.keys = n,[int.from_bytes(digest[i:i+8], 'big') for i in range(0, len(digest), 8)]
         self.base = next(a for a in count(int(n**.5)) if a*a >= n)
@@ -132,7 +133,7 @@ class MapSource:
         self.seed,self.start,self.shuffle,self.name = seed,start,shuffle,name
         self.stop = len(rows) if stop is None else stop
         if not 0 <= start <= self.stop <= len(rows):
-            raise ValueError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
+            raise UsageError(f'places {start} to {self.stop} of {len(rows)} rows do not exist')
         for part in rows.parts if isinstance(rows, Joined) else [rows]:
             schema = part.features.arrow_schema if isinstance(part, datasets.Dataset) else None
             check_unused(schema or next(iter(part), {}), 'the rows')
@@ -422,7 +423,7 @@ def fitted_heads(
     even,parts = heads(sum(map(len, counted.values())), val_size),guess_sizes(counted)
     if parts is None or not val_size: return even
     sizes,at = [sum(p) for p in parts.values()],[0,*accumulate(map(len, parts.values()))]
-    if val_size >= sum(sizes): raise ValueError(no_room(val_size, sum(sizes)))
+    if val_size >= sum(sizes): raise UsageError(no_room(val_size, sum(sizes)))
     quota,given = quotas(sizes, val_size),[sum(even[a:b]) for a,b in zip(at, at[1:])]
     fits = all(h <= n for h,n in zip(even, [n for p in parts.values() for n in p]))
     if fits and all(v <= max(q, int(n/10)) for v,q,n in zip(given, quota, sizes)): return even
@@ -517,7 +518,7 @@ class StreamSource:
     ):
         "Cut the streams into shares."
         if part not in ('train', 'validation'):
-            raise ValueError(f"part is {part!r}: choose 'train' or 'validation'")
+            raise UsageError(f"part is {part!r}: choose 'train' or 'validation'")
         self.seed,self.part,self.limit,self.shuffle,self.patience = seed,part,limit,shuffle,patience
         self.by_config = until_reached(', '.join(streams), lambda: cut(streams), patience)
         self.spread = True
@@ -623,9 +624,9 @@ class Mixture:
     ):
         "Keep sources and weights."
         if len(weights) != len(sources) or not sources:
-            raise ValueError(f'{len(weights)} weights for {len(sources)} sources: give one for each')
+            raise UsageError(f'{len(weights)} weights for {len(sources)} sources: give one for each')
         if min(weights) <= 0:
-            raise ValueError(f'weights {list(weights)} must be above 0: leave a source out instead')
+            raise UsageError(f'weights {list(weights)} must be above 0: leave a source out instead')
         self.sources,self.weights,self.spread = sources,[w/sum(weights) for w in weights],True
 
     def spread_as(self,

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.layout import Layout
+from ..core.usage import UsageError
 
 # %% ../../nbs/20_model.attention.ipynb #fabce6d2
 def document_mask(
@@ -281,7 +282,7 @@ def choose_backend(
 )->str: # a name in `BACKENDS`
     "The backend to use; one that cannot be used gives way to the next of `auto`, at last to `explicit`."
     if backend!='auto' and backend not in BACKENDS:
-        raise ValueError(f"unknown attention backend {backend!r}: choose auto, {', '.join(BACKENDS)}")
+        raise UsageError(f"unknown attention backend {backend!r}: choose auto, {', '.join(BACKENDS)}")
     wished = _order(layout, device.type, dtype) if backend=='auto' else [backend]
     if wished[0] not in MAY_FAIL: return wished[0]
     order = tuple(dict.fromkeys([*wished, *_order(layout, device.type, dtype)]))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..core.config import VLMConfig
+from ..core.usage import UsageError
 
 # %% auto #0
 __all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'BANDWIDTH', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops',
@@ -58,9 +59,9 @@ COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that ca
 def _check_trains(trains, last_blocks, cfg):
     unknown = set(trains)-set(COMPONENTS)
     if unknown:
-        raise ValueError(f"trains names {sorted(unknown)[0]!r}: the components are {', '.join(COMPONENTS)}")
+        raise UsageError(f"trains names {sorted(unknown)[0]!r}: the components are {', '.join(COMPONENTS)}")
     if last_blocks is not None and not 0 < last_blocks <= cfg.lm_n_blocks:
-        raise ValueError(f"last_blocks is {last_blocks}, but the language model has "
+        raise UsageError(f"last_blocks is {last_blocks}, but the language model has "
                          f"{cfg.lm_n_blocks} blocks: give 1 to {cfg.lm_n_blocks}, or None for all of it")
 
 # %% ../../nbs/29_model.flops.ipynb #4642b89b
@@ -168,7 +169,7 @@ def step_flops(
     tokens = sum(lens)
     positions = tokens if positions is None else positions
     if positions<tokens:
-        raise ValueError(f"{positions} positions for documents of {tokens} tokens: "
+        raise UsageError(f"{positions} positions for documents of {tokens} tokens: "
                          "positions counts padding too")
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
     parts = {part:units[part].times(counts[c]) for part,c in DRIVERS.items()}
@@ -220,7 +221,7 @@ def known_gpu(
 )->Gpu: # the device
     "A device that must be in the table."
     gpu = find_gpu(name)
-    if gpu is None: raise ValueError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
+    if gpu is None: raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
     return gpu
 
 def peak_flops(
@@ -246,7 +247,7 @@ def find_card(
     "A GPU by its name."
     gpu = find_gpu(name)
     if gpu is None or name not in BANDWIDTH:
-        raise ValueError(f"GPU {name!r} is unknown here: give one of {', '.join(BANDWIDTH)}")
+        raise UsageError(f"GPU {name!r} is unknown here: give one of {', '.join(BANDWIDTH)}")
     return GpuCard(gpu.tflops*1e12, BANDWIDTH[name]*1e12, gpu.memory)
 
 # %% ../../nbs/29_model.flops.ipynb #6ae74eb6
@@ -256,7 +257,7 @@ def mfu(
     peak:float|None, # FLOP/s of all ranks together; None: unknown
 )->float|None: # a share; None without a peak
     "Model FLOPs utilisation."
-    if seconds<=0: raise ValueError(f"seconds is {seconds}: give the time that the step took")
+    if seconds<=0: raise UsageError(f"seconds is {seconds}: give the time that the step took")
     return None if peak is None else flops/(seconds*peak)
 
 # %% ../../nbs/29_model.flops.ipynb #f249ee46

@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.usage import UsageError
+
 # %% ../../nbs/27_model.generate.ipynb #07f64038
 def top_k_top_p_filtering(
     logits:Tensor, # (..., V) scores
@@ -20,8 +22,8 @@ def top_k_top_p_filtering(
     top_p:float=1.0, # keep the fewest best tokens whose probabilities sum to at least this; 1 keeps all
 )->Tensor: # (..., V) a new tensor, -inf where a token is cut
     "Cut the tail of a distribution over tokens; the best token always stays."
-    if top_k < 0: raise ValueError(f"top_k is {top_k}: give a count of tokens, or 0 to keep all")
-    if not 0 < top_p <= 1: raise ValueError(f"top_p is {top_p}: give a probability above 0, or 1 to keep all")
+    if top_k < 0: raise UsageError(f"top_k is {top_k}: give a count of tokens, or 0 to keep all")
+    if not 0 < top_p <= 1: raise UsageError(f"top_p is {top_p}: give a probability above 0, or 1 to keep all")
     logits = logits.clone()
     if 0 < top_k < logits.shape[-1]:
         worst_kept = logits.topk(top_k).values[..., -1:]
@@ -46,12 +48,12 @@ def sample(
     "Choose the next token of each row."
     if greedy: return logits.argmax(-1)
     if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}: give one above 0, or greedy=True for the best token")
+        raise UsageError(f"temperature is {temperature}: give one above 0, or greedy=True for the best token")
     probs = top_k_top_p_filtering(logits.float()/temperature, top_k, top_p).softmax(-1)
     if not isinstance(generator, Sequence):
         return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
     if len(generator) != len(probs):
-        raise ValueError(f"{len(generator)} generators for {len(probs)} rows: give one, or one a row")
+        raise UsageError(f"{len(generator)} generators for {len(probs)} rows: give one, or one a row")
     return torch.cat([torch.multinomial(p, 1, generator=g) for p,g in zip(probs, generator)])
 
 # %% ../../nbs/27_model.generate.ipynb #e8ff58ab
@@ -61,7 +63,7 @@ def penalise_repeats(
     penalty:float, # above 1 discourages repeats, 1 changes nothing
 )->Tensor: # (B, V)
     "Lower the scores of tokens that were there before."
-    if penalty <= 0: raise ValueError(f"repetition_penalty is {penalty}: give 1 for none, or a little more")
+    if penalty <= 0: raise UsageError(f"repetition_penalty is {penalty}: give 1 for none, or a little more")
     return torch.where(seen, torch.where(logits > 0, logits/penalty, logits*penalty), logits)
 
 # %% ../../nbs/27_model.generate.ipynb #1bc121f6
@@ -106,7 +108,7 @@ def stream_ids(
     ended:Callable[[Tensor], Tensor]|None=None, # (B,) tokens -> (B,) bool, rows that end for another reason
 )->Iterator[Tensor]: # (B,) long, the next token of each row
     "Choose tokens, one a row at a time, until every row has ended or `max_new_tokens` are there."
-    if max_new_tokens < 0: raise ValueError(f"max_new_tokens is {max_new_tokens}: give 0 or more")
+    if max_new_tokens < 0: raise UsageError(f"max_new_tokens is {max_new_tokens}: give 0 or more")
     ends = ([] if eos_token_id is None
             else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id))
     fill = pad_token_id if pad_token_id is not None else ends[0] if ends else 0
@@ -139,7 +141,7 @@ class TextStream:
         stop:Sequence[str]=(), # texts that end the answer
     ):
         if isinstance(stop, str) or not all(stop):
-            raise ValueError(f"stop is {stop!r}: give a list of texts, none of them empty")
+            raise UsageError(f"stop is {stop!r}: give a list of texts, none of them empty")
         self.tokenizer, self.stop, self.ids, self.text, self.stopped = tokenizer, stop, [], '', False
 
     def decoded(self)->str: # without special tokens, up to a stop string

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.files import check_files, file_digest
-from ..core.usage import UsageError
+from ..core.usage import MissingFile,UsageError,require
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
 from ..core.tokenizer import get_tokenizer, save_tokenizer
@@ -382,7 +382,7 @@ def load_noted_tower(
     "Take the vision tower from its backbone; a ValueError if it is not the one that the note means."
     load_vision_backbone(model.vision_encoder, note['vit_model_type'])
     if weights_sha(model.vision_encoder.state_dict()) != note['sha256']:
-        raise ValueError(f"{note['vit_model_type']} is not the vision tower that this checkpoint was "
+        raise UsageError(f"{note['vit_model_type']} is not the vision tower that this checkpoint was "
                          "trained with (its weights have another fingerprint): find the version of that time")
 
 def tower_note(
@@ -394,7 +394,7 @@ def tower_note(
     load_vision_backbone(fresh, name)
     sha = weights_sha(fresh.state_dict())
     if weights_sha(weights) == sha: return dict(vit_model_type=name, sha256=sha)
-    raise ValueError(f"the vision tower is not that of {name}, it has other weights, and would be lost: "
+    raise UsageError(f"the vision tower is not that of {name}, it has other weights, and would be lost: "
         'keep it in checkpoints (save_vision True)')
 
 def _noted(path): return json.loads(path.read_bytes())
@@ -463,7 +463,7 @@ def noted_base(
     base = note['base']
     folder_of_base = next((p for p in (Path(base['path']), folder/base['beside']) if p.is_dir()), None)
     if folder_of_base is None and Path(base['path']).is_absolute():
-        raise FileNotFoundError(f"{folder} holds adapters, and their base {base['path']} is not there: "
+        raise MissingFile(f"{folder} holds adapters, and their base {base['path']} is not there: "
                                 "put it back, or beside them as it was")
     path = str(folder_of_base.resolve()) if folder_of_base else base['path'] # of the hub
     return note | dict(base=dict(path=path, sha256=base['sha256']))
@@ -475,7 +475,7 @@ def find_base(
     base = noted_base(folder)['base']
     resolved = resolve_checkpoint(base['path'])
     if base_digest(resolved) == base['sha256']: return resolved
-    raise ValueError(f"{folder} holds adapters, and {resolved} has other weights than their base had: "
+    raise UsageError(f"{folder} holds adapters, and {resolved} has other weights than their base had: "
                      "put that back, or begin a new run with --load_from")
 
 def read_adapters(
@@ -494,7 +494,7 @@ def check_adapters(
     wanted, there = of(model.state_dict()), of(weights)
     wrong = sorted(k for k in wanted.keys() | there.keys() if wanted.get(k) != there.get(k))
     if not wrong: return
-    raise ValueError(f"{name} has other adapters: {wrong[0]} is {there.get(wrong[0])} there and "
+    raise UsageError(f"{name} has other adapters: {wrong[0]} is {there.get(wrong[0])} there and "
                      f"{wanted.get(wrong[0])} here; give the lora_rank and lora_targets of that run")
 
 def write_adapters(
@@ -506,9 +506,8 @@ def write_adapters(
 )->None:
     "Write adapters, their note, and the configuration of the model that they make."
     base = note['base']
-    if base is None:
-        raise ValueError("these adapters were put on a model in memory, and their base has no name: "
-                         "merge_adapters(model) before it is saved")
+    require(base is not None, "these adapters were put on a model in memory, and their base has no name: "
+        "merge_adapters(model) before it is saved")
     here = Path(base['path']).is_dir()
     beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
     adapters = {k: w.detach().cpu().contiguous() for k,w in state.items() if is_adapter(k)}
@@ -542,7 +541,7 @@ class Pretrained(nn.Module):
         if not checked: check_files(folder)
         plain = cls is VisionLanguageModel # another class knows what it is
         if plain and (folder/RECIPE_NOTE).is_file():
-            raise ValueError(recipe_message(str(path), _noted(folder/RECIPE_NOTE)))
+            raise UsageError(recipe_message(str(path), _noted(folder/RECIPE_NOTE)))
         saved, state = checkpoint_weights(folder, cls.config_class)
         cfg = cfg or saved
         model = cls(cfg, load_backbone=False)
@@ -565,7 +564,7 @@ class Pretrained(nn.Module):
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
         state = self.state_dict() if state is None else state
         if self.vision_note and trains(self.vision_encoder):
-            raise ValueError("the vision tower trains and would be lost: "
+            raise UsageError("the vision tower trains and would be lost: "
                              "keep it in checkpoints (save_vision True)")
         with written_at_once(save_directory) as tmp:
             left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 from tokenizers import Tokenizer
 
-from ..core.usage import UsageError
+from ..core.usage import MissingFile,UsageError,require
 from ..core.config import VLMConfig, evolve
 from ..core.run_dir import find_checkpoint
 from .vision import ViT
@@ -46,10 +46,10 @@ def resolve_checkpoint(
 )->Path: # a local directory
     "Where the files of a checkpoint are."
     if Path(name).is_dir(): return Path(find_checkpoint(name))
-    if Path(name).is_file(): raise ValueError(f'{name} is a file: give the directory of a checkpoint')
+    if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
     try: return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError,ValueError) as e:
-        raise FileNotFoundError(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
+        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
                                 "check the name and the connection") from e
 
 def _json(folder, *names):
@@ -64,7 +64,7 @@ def open_tensors(
     "Open a file of tensors; a damaged one is a ValueError that names it."
     try:
         with safe_open(path, 'pt') as f: yield f
-    except SafetensorError as e: raise ValueError(f"{path} is damaged ({e}): fetch or copy it again") from e
+    except SafetensorError as e: raise UsageError(f"{path} is damaged ({e}): fetch or copy it again") from e
 
 def tensor_files(
     folder:Path, # directory of a checkpoint
@@ -74,10 +74,10 @@ def tensor_files(
     if index.exists():
         files = json.loads(index.read_bytes())['weight_map']
         outside = next((f for f in files.values() if Path(f).name!=f), None)
-        if outside: raise ValueError(f"{index} names {outside}: files of weights lie beside it, correct it")
+        if outside: raise UsageError(f"{index} names {outside}: files of weights lie beside it, correct it")
         return {k:(folder/f,k) for k,f in files.items()}
     if not single.exists():
-        raise FileNotFoundError(f"{folder.name} has neither model.safetensors nor an index of several: "
+        raise MissingFile(f"{folder.name} has neither model.safetensors nor an index of several: "
                                 "is it a checkpoint?")
     with open_tensors(single) as f: return {k:(single,k) for k in f.keys()}
 
@@ -184,21 +184,20 @@ def _their_config(folder):
     from transformers import AutoConfig
     # code of theirs is not asked about, it is refused
     try: return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as e: raise ValueError(f'{folder} is no model that transformers knows: {e}') from e
+    except ValueError as e: raise UsageError(f'{folder} is no model that transformers knows: {e}') from e
 
 def _family(config, name, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
     family = FAMILIES.get(config.model_type)
     known = [k for k,f in FAMILIES.items() if wanted in f.fields]
     if family is None or wanted not in family.fields:
-        raise ValueError(f"{name} is a checkpoint of type {config.model_type!r}: "
+        raise UsageError(f"{name} is a checkpoint of type {config.model_type!r}: "
                          f"types that can be read here are {', '.join(known)}")
     part = getattr(config, family.part, config) if family.part else config
     for field,value in family.requires.items():
         have = getattr(part, field, value)
-        if have!=value:
-            raise ValueError(f"{name} has {field} {have!r}, but only {value!r} is built here: "
-                             "choose another backbone")
+        require(have==value, f"{name} has {field} {have!r}, but only {value!r} is built here: "
+            "choose another backbone")
     return family,part
 
 def _our_fields(family, part):
@@ -220,9 +219,8 @@ def _known_tokens(folder, rows):
 def _rope_base(part, name):
     rope = getattr(part, 'rope_parameters', None) or getattr(part, 'rope_scaling', None) or {}
     kind = rope.get('rope_type', 'default')
-    if kind!='default':
-        raise ValueError(f"{name} has rope_type {kind!r}, but only 'default' is built here: "
-                         "choose another backbone")
+    require(kind=='default', f"{name} has rope_type {kind!r}, but only 'default' is built here: "
+        "choose another backbone")
     base = rope['rope_theta'] if 'rope_theta' in rope else part.rope_theta
     return int(base) if int(base)==base else base
 
@@ -280,14 +278,13 @@ def load_weights(
     "Copy every tensor to its place, or none."
     tensors = module.state_dict()
     missing,extra = sorted(tensors.keys()-state.keys()), sorted(state.keys()-tensors.keys())
-    if missing: raise ValueError(f"{source} lacks {_some(missing)}: is it a checkpoint of this model?")
+    if missing: raise UsageError(f"{source} lacks {_some(missing)}: is it a checkpoint of this model?")
     if extra:
-        raise ValueError(f"{source} has tensors without a place: "
+        raise UsageError(f"{source} has tensors without a place: "
                          f"{_some(extra)}; is it a checkpoint of this model?")
     for k,w in tensors.items():
-        if w.shape!=state[k].shape:
-            raise ValueError(f"{source}: {k} has shape {tuple(state[k].shape)}, "
-                             f"the model wants {tuple(w.shape)}; compare the configurations")
+        require(w.shape==state[k].shape, f"{source}: {k} has shape {tuple(state[k].shape)}, "
+            f"the model wants {tuple(w.shape)}; compare the configurations")
     with torch.no_grad():
         for k,w in tensors.items(): w.copy_(state[k])
 
@@ -304,10 +301,10 @@ def _translated(wanted, files, names_of, ignore, name):
     sources = {k:names_of(k) for k in wanted}
     used = [n for names in sources.values() for n in names]
     missing = sorted(set(used)-files.keys())
-    if missing: raise ValueError(f"{name} lacks {_some(missing)}: does the configuration fit this backbone?")
+    if missing: raise UsageError(f"{name} lacks {_some(missing)}: does the configuration fit this backbone?")
     left = sorted(k for k in files.keys()-set(used) if not any(fnmatch(k, p) for p in ignore))
     if left:
-        raise ValueError(f"{name} has tensors without a place: "
+        raise UsageError(f"{name} has tensors without a place: "
                          f"{_some(left)}; does the configuration fit this backbone?")
     theirs = read_tensors(files, dict.fromkeys(used))
     return {k:torch.cat([theirs[n] for n in names]) for k,names in sources.items() if names}
@@ -319,9 +316,8 @@ def _shaped(state):
 
 def _check_fields(cfg, fields, name):
     for k,v in fields.items():
-        if getattr(cfg, k)!=v:
-            raise ValueError(f"{k} is {getattr(cfg, k)}, but {name} has {v}: "
-                             "take the fields of the backbone's own configuration")
+        require(getattr(cfg, k)==v, f"{k} is {getattr(cfg, k)}, but {name} has {v}: "
+            "take the fields of the backbone's own configuration")
 
 # %% ../../nbs/26_model.weights.ipynb #268f6979
 def load_vision_backbone(
@@ -350,7 +346,7 @@ def load_language_backbone(
 )->None:
     "Weights of a language backbone; rows of tokens that it does not know are initialised."
     if lm.cfg.use_moe:
-        raise ValueError(f"{name} has one MLP a block and no experts, but use_moe is True: "
+        raise UsageError(f"{name} has one MLP a block and no experts, but use_moe is True: "
                          "set it to False, or start from a .pth file with experts (load_from)")
     folder,embed,head = resolve_checkpoint(name), 'token_embedding.weight', 'head.weight'
     fields,(family,_) = language_config(folder), _family(_their_config(folder), name, 'lm_hidden_dim')
@@ -360,7 +356,7 @@ def load_language_backbone(
     files = _with_head(_prefixed(tensor_files(folder), family.prefix), 'model.embed_tokens.weight')
     state = _translated(wanted, files, partial(their_names, family=family), family.ignore, name)
     if lm.cfg.lm_tie_weights and not torch.equal(state[embed], state[head]):
-        raise ValueError(f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
+        raise UsageError(f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
     state |= {k:_extended(state[k][:lm.cfg.lm_base_vocab_size], lm.cfg.lm_vocab_size) for k in (embed,head)}
     if lm.cfg.lm_tie_weights: state[head] = state[embed]
     load_weights(lm, state | {'rotary_embd.inv_freq': lm.rotary_embd.inv_freq}, str(name))
@@ -379,7 +375,7 @@ def write_weights(
     folder.mkdir(parents=True, exist_ok=True)
     tied = cfg.lm_tie_weights and {HEAD,EMBED} <= state.keys()
     if tied and not torch.equal(state[HEAD], state[EMBED]):
-        raise ValueError(f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: "
+        raise UsageError(f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: "
                          "tie them or set it to False")
     keep = {k:w.detach().cpu().contiguous() for k,w in state.items() if not (tied and k==EMBED)}
     save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
@@ -394,7 +390,7 @@ def checkpoint_config(
     theirs = _json(folder, 'config.json').get('model_type')
     if theirs in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
     if theirs:
-        raise ValueError(f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
+        raise UsageError(f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
     if 'class_names' in _json(folder, 'config.json') and 'class_names' not in {f.name for f in fields(kind)}:
@@ -432,7 +428,7 @@ def text_type(
 )->str: # llama, qwen2 or qwen3
     "What transformers calls such a decoder."
     if cfg.lm_qkv_bias and cfg.lm_qk_norm:
-        raise ValueError("lm_qkv_bias and lm_qk_norm together are no decoder that transformers has: "
+        raise UsageError("lm_qkv_bias and lm_qk_norm together are no decoder that transformers has: "
                          "set one to False")
     return 'qwen2' if cfg.lm_qkv_bias else 'qwen3' if cfg.lm_qk_norm else 'llama'
 
@@ -442,9 +438,8 @@ def _expressible(cfg):
     plain = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False, vit_pre_norm=False,
                  vit_post_norm=True, mp_kind='linear')
     for k,v in plain.items():
-        if getattr(cfg, k)!=v:
-            raise ValueError(f"{k} is {getattr(cfg, k)}, but SmolVLM has {v}: "
-                             "this model cannot be written as one, but with --format nanovlm")
+        require(getattr(cfg, k)==v, f"{k} is {getattr(cfg, k)}, but SmolVLM has {v}: "
+            "this model cannot be written as one, but with --format nanovlm")
 
 def to_smolvlm(
     state:dict, # state dict of a whole model
@@ -492,7 +487,7 @@ def _picture_fields(folder, tile):
     if not p: return dict(max_img_size=tile, resize_to_max_side_len=True)
     side,cut = p['size']['longest_edge'], p['max_image_size']['longest_edge']
     if cut!=tile or side%tile:
-        raise ValueError(f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
+        raise UsageError(f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
                          f"but the tower sees {tile}: it must divide both")
     return dict(max_img_size=side if p.get('do_image_splitting', True) else tile,
                 resize_to_max_side_len=True) | _pixels(p)
@@ -522,7 +517,7 @@ def smolvlm_config(
     config = _their_config(folder)
     text = FAMILIES.get(config.text_config.model_type)
     if text is None or 'lm_hidden_dim' not in text.fields:
-        raise ValueError(f"{name} has a {config.text_config.model_type} inside: "
+        raise UsageError(f"{name} has a {config.text_config.model_type} inside: "
                          "only llama, qwen2 and qwen3 are built here")
     vision = _our_fields(SIGLIP, config.vision_config)
     decoder = _decoder_fields(text, config.text_config, name)
@@ -620,7 +615,7 @@ def _unwrapped(state, path):
     "Tensors by name; of what MiniMind keeps to resume, the model."
     state = state.get('model', state) if isinstance(state, dict) else None
     if not state or not all(isinstance(w, torch.Tensor) for w in state.values()):
-        raise ValueError(f"{path} holds no tensors by name: give a file of weights")
+        raise UsageError(f"{path} holds no tensors by name: give a file of weights")
     return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w for k,w in state.items()}
 
 def _decoder_names(state, lm, path):
@@ -632,11 +627,11 @@ def _decoder_names(state, lm, path):
     wanted = [k for k in lm.state_dict() if k!='rotary_embd.inv_freq']
     theirs = {k:n for k in wanted for n in their_names(k, family)}
     if (none := [k for k in wanted if k not in theirs]):
-        raise ValueError(f"{path} is of MiniMind's early kind, which has no {_some(none)}: "
+        raise UsageError(f"{path} is of MiniMind's early kind, which has no {_some(none)}: "
                          "set moe_shared_experts to 1, lm_qk_norm to False")
     missing = sorted(set(theirs.values())-state.keys())
     if missing:
-        raise ValueError(f"{path} lacks {_some(missing)}: "
+        raise UsageError(f"{path} lacks {_some(missing)}: "
                          "do use_moe and the numbers of the language model fit this file?")
     turn = (lambda k,w: halves(w, lm.cfg.head_width)
             if early and k.endswith(('q_proj.weight','k_proj.weight')) else w)
@@ -655,9 +650,8 @@ def _projector_names(left, kind, path):
     renamed = {ours.get(k, k):w for k,w in left.items()}
     if kind=='linear' and file_kind=='linear_bias' and not renamed['MP.proj.bias'].any():
         return {k:w for k,w in renamed.items() if k!='MP.proj.bias'}
-    if kind!=file_kind:
-        raise ValueError(f"{path} has a projector of kind {file_kind}, "
-                         f"the model one of kind {kind}: set mp_kind to {file_kind}")
+    require(kind==file_kind, f"{path} has a projector of kind {file_kind}, "
+        f"the model one of kind {kind}: set mp_kind to {file_kind}")
     return renamed
 
 def _our_names(state, model, path):
@@ -673,7 +667,7 @@ def load_pth(
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Weights of a language model, or of a whole model that may lack its vision tower."
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}: "
+        raise MissingFile(f"there is no file {path}: "
                                 "train a language model first, or give load_from another file")
     lm,tensors = model.decoder,model.state_dict()
     state = _our_names(load_plain(path), model, path)
@@ -692,9 +686,8 @@ def _minimind_can(cfg, names):
     plain = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True, mp_pixel_shuffle_factor=1)
     early = dict(lm_qk_norm=False, lm_head_dim=None) | (dict(moe_shared_experts=1) if cfg.use_moe else {})
     for k,v in (plain | (early if names=='minimind_early' else {})).items():
-        if getattr(cfg, k)!=v:
-            raise ValueError(f"{k} is {getattr(cfg, k)}, but {names} has {v}: "
-                             "this model cannot be written as one, give the names own")
+        require(getattr(cfg, k)==v, f"{k} is {getattr(cfg, k)}, but {names} has {v}: "
+            "this model cannot be written as one, give the names own")
 
 def to_minimind(
     state:dict, # state dict of a whole model; its vision tower is left out
@@ -724,7 +717,7 @@ def save_pth(
     names:str='minimind', # a key of `PTH_NAMES`
 )->Path: # the file, e.g. `pretrain_vlm_512.pth`
     "Write MiniMind's file of its pretraining stage."
-    if names not in PTH_NAMES: raise ValueError(f"names is {names!r}: give one of {', '.join(PTH_NAMES)}")
+    if names not in PTH_NAMES: raise UsageError(f"names is {names!r}: give one of {', '.join(PTH_NAMES)}")
     if names=='own':
         tensors = {k:w.detach().cpu() for k,w in state.items()
                    if vision or not k.startswith('vision_encoder.')}

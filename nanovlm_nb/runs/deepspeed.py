@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 from ..core.config import TrainConfig, evolve
+from ..core.usage import UsageError,user_path
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #1eb1084d
 def flatten(
@@ -31,7 +32,7 @@ def _take(flat, key):
 def _one_of(flat, key, options, remedy):
     value = _take(flat, key)
     if value is None: return None
-    if value not in options: raise ValueError(f"{key} is {value!r}: {remedy}")
+    if value not in options: raise UsageError(f"{key} is {value!r}: {remedy}")
     return options[value]
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #fed90c4a
@@ -45,12 +46,12 @@ def batch_sizes(
     total,micro,steps = given = [_take(flat, n) for n in names]
     for n,v in zip(names, given):
         if v is not None and (type(v) is not int or v<1):
-            raise ValueError(f"{n} is {v!r}: give a whole number above 0, or auto")
+            raise UsageError(f"{n} is {v!r}: give a whole number above 0, or auto")
     if micro is None:
         micro = train_cfg.batch_size if total is None or steps is None else total//(steps*world_size)
     if steps is None:
         steps = train_cfg.gradient_accumulation_steps if total is None else total//(micro*world_size)
-    if total not in (None, micro*steps*world_size): raise ValueError(
+    if total not in (None, micro*steps*world_size): raise UsageError(
         f"train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} "
         f"(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: "
         "change one of the four, or give auto for one of the first three")
@@ -75,7 +76,7 @@ def zero(
     old = _take(flat, z+'cpu_offload') # its name before there were two
     if old is not None: fields.setdefault('offload_optimizer', (bool(old), z+'cpu_offload'))
     if fields.get('offload_params', (False,))[0] and stage in (0,1,2):
-        raise ValueError(f"zero_optimization.offload_param needs stage 3, not {stage}: "
+        raise UsageError(f"zero_optimization.offload_param needs stage 3, not {stage}: "
                          "before that every rank holds all weights; "
                          "set stage 3, or leave out offload_param and keep offload_optimizer")
     return fields,['zero_optimization.stage 1 becomes zero2: '
@@ -89,7 +90,7 @@ def precision(
 )->dict: # field -> value and key
     "`dtype`, if the file says something about it."
     bf16,fp16 = (_one_of(flat, f'{k}.enabled', _SWITCH, 'give true, false or auto') for k in ('bf16','fp16'))
-    if bf16 and fp16: raise ValueError('bf16.enabled and fp16.enabled are both true: choose one')
+    if bf16 and fp16: raise UsageError('bf16.enabled and fp16.enabled are both true: choose one')
     if bf16 is None and fp16 is None: return {}
     return dict(dtype=('bfloat16','bf16.enabled') if bf16
                 else ('float16','fp16.enabled') if fp16 else ('float32','bf16.enabled and fp16.enabled'))
@@ -103,7 +104,7 @@ def optimizer(
     p,fields = 'optimizer.params.',{}
     kind = _take(flat, 'optimizer.type')
     if str(kind).lower() not in ('none','adam','adamw') or flat.pop(p+'adam_w_mode', True) is False:
-        raise ValueError(f"optimizer.type {kind} (adam_w_mode on) is not there: "
+        raise UsageError(f"optimizer.type {kind} (adam_w_mode on) is not there: "
                          "this trainer has AdamW; give AdamW, or leave out the section")
     lr = _take(flat, p+'lr')
     if lr is not None:
@@ -119,7 +120,7 @@ def _updates(flat, key, samples):
     "A number of updates; an error if the run counts samples."
     n = _take(flat, key)
     if n is not None and samples is not None:
-        raise ValueError(f"{key} {n} counts updates, and max_training_samples {samples} counts samples: "
+        raise UsageError(f"{key} {n} counts updates, and max_training_samples {samples} counts samples: "
                          "leave one of them out; a climb is a share in warmup_ratio")
     return n
 
@@ -133,7 +134,7 @@ def scheduler(
     if kind is None: return fields
     floor = {'WarmupLR':1., 'WarmupCosineLR':flat.pop(p+'cos_min_ratio', .0001)}.get(kind)
     if floor is None:
-        raise ValueError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, "
+        raise UsageError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, "
                          "or leave out the section and set lr_schedule to a module:function of yours")
     fields |= dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
     total,climb = (_updates(flat, p+n, train_cfg.max_training_samples)
@@ -142,7 +143,7 @@ def scheduler(
     updates = total or train_cfg.max_training_steps
     if climb is not None:
         if climb>updates:
-            raise ValueError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: "
+            raise UsageError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: "
                              "lower it, or raise max_training_steps")
         fields['warmup_ratio'] = (climb/updates, p+'warmup_num_steps')
     return fields
@@ -153,7 +154,7 @@ def _peak(flat):
     peak,lr = _take(flat, 'scheduler.params.warmup_max_lr'),flat.get('optimizer.params.lr', 'auto')
     if peak is None: return
     if lr not in ('auto', peak):
-        raise ValueError(f"scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {lr}: "
+        raise UsageError(f"scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {lr}: "
                          "give one of them, or auto")
     flat['optimizer.params.lr'] = peak
 
@@ -209,11 +210,11 @@ def check_names(
     for name,value in settings.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=LIKE)
         if name not in known and near:
-            raise ValueError(f"{prefix}{name} is unknown: did you mean {prefix}{near[0]}?")
+            raise UsageError(f"{prefix}{name} is unknown: did you mean {prefix}{near[0]}?")
         inside = known.get(name)
         if inside is None: continue
         if not isinstance(value, dict):
-            raise ValueError(f"{prefix}{name} is {value!r}: "
+            raise UsageError(f"{prefix}{name} is {value!r}: "
                              f"give a section in braces, with {', '.join(list(inside)[:3])} or others")
         check_names(value, inside, f'{prefix}{name}.')
 
@@ -244,11 +245,12 @@ def read_deepspeed(
     world_size:int, # ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Read a file and apply it; it wins over the settings of the run."
-    try: settings = json.loads(Path(path).read_text(encoding='utf-8'))
+    try:
+        with user_path(): settings = json.loads(Path(path).read_text(encoding='utf-8'))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise ValueError(f"deepspeed_config {path} is no JSON: {e}") from e
+        raise UsageError(f"deepspeed_config {path} is no JSON: {e}") from e
     if not isinstance(settings, dict):
-        raise ValueError(f"deepspeed_config {path} holds a {type(settings).__name__}: "
+        raise UsageError(f"deepspeed_config {path} holds a {type(settings).__name__}: "
                          "give sections in braces")
     cfg,lines = translate(settings, train_cfg, world_size)
     return cfg,[f'deepspeed_config {path}: {line}' for line in lines]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.usage import first_to_tell,is_usage,one_line
+from ..core.usage import UsageError,first_to_tell
 from ..core.config import TrainConfig,code_flags
 from ..core.dist import Dist
 from ..core.run_dir import BEST,CONFIG,checkpoints,last_checkpoint,read_pointer
@@ -108,7 +108,7 @@ def go_on(
                      *map(shlex.quote, code_flags(train_cfg.to_dict()))])
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d1000d
-class RunFailed(OSError):
+class RunFailed(UsageError, OSError):
     "A run that was broken off by its machine; the message says what happened, what is left and what to do."
 
 def disk_is_full(
@@ -146,8 +146,8 @@ def reason_of_ranks(
     why:str|None=None, # the sentence that explains it, if there is one
 )->str|None: # the sentence with which it ends; None: its own error says what happened
     "Store why this rank ends; if another rank has ended before, its reason is the one to show."
-    said = why or (one_line(error) if is_usage(error) else None)
-    mine = said or f'rank {dist.rank} ended with {type(error).__name__}: {one_line(error)}'
+    said = why or (str(error) if isinstance(error, UsageError) else None)
+    mine = said or f'rank {dist.rank} ended with {type(error).__name__}: {error}'
     first = dist.first_reason(mine)
     return first if why or not said and first!=mine else None
 
@@ -163,4 +163,4 @@ class FirstErrorOnly:
     def __exit__(self, kind, error, traceback):
         if not isinstance(error, Exception): return
         if (word := reason_of_ranks(error, self.dist)): raise RunFailed(word) from error
-        if not is_usage(error): first_to_tell() # the others wait, so that its traceback is seen
+        if not isinstance(error, UsageError): first_to_tell() # the others wait, so that its traceback is seen

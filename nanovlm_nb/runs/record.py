@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..core.files import write_atomic
 from ..core.config import TrainConfig,VLMConfig,length_of_run,load_yaml
 from ..core.run_dir import ANSWER_TABLE,CONFIG,LOG,RECORD,find_checkpoint,read_log
+from ..core.usage import UsageError
 from ..model.vlm import VisionLanguageModel,bullets
 
 # %% ../../nbs/55_runs.record.ipynb #c916672a
@@ -139,11 +140,11 @@ def where_to_publish(
     if name==UNASKED: return None,f'nothing will be published: hf_repo_name is {name}, without an owner'
     try: validate_repo_id(name)
     except HFValidationError as e:
-        raise ValueError(f'hf_repo_name {name!r} is not a name on the hub: give owner/name. {e}') from e
+        raise UsageError(f'hf_repo_name {name!r} is not a name on the hub: give owner/name. {e}') from e
     if '/' in name: return name,''
     try: owner = (api or HfApi()).whoami()['name']
     except HUB_ERRORS as e:
-        raise ValueError(f'hf_repo_name {name} has no owner, and the hub does not say who you are '
+        raise UsageError(f'hf_repo_name {name} has no owner, and the hub does not say who you are '
                          f'({type(e).__name__}): give owner/{name}, or log in with `hf auth login`') from e
     return f'{owner}/{name}',f'the best model will be published as {owner}/{name}'
 

@@ -22,6 +22,7 @@ from ..core.run_dir import BEST,CLASSIFY,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,
 from ..core.run_dir import best_kept,checkpoints,find_checkpoint,last_checkpoint,missing_pieces
 from ..core.run_dir import pointer_text,read_log,read_state,set_pin,stands_at,step_of
 from ..core.run_dir import usable_checkpoint,write_pointer
+from ..core.usage import MissingFile,UsageError
 from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
 from ..training.checkpoint import check_checkpoint
@@ -34,10 +35,10 @@ def given_checkpoint(
     "The checkpoint that `load_from` names; raises an error with the remedy if there is none."
     path = Path(load_from).resolve()
     if path.is_file():
-        raise ValueError(f'load_from is the file {path}: '
+        raise UsageError(f'load_from is the file {path}: '
                          f'give the checkpoint directory that holds it, {path.parent}')
     if not path.is_dir():
-        raise FileNotFoundError(f'load_from: there is no directory {path}: '
+        raise MissingFile(f'load_from: there is no directory {path}: '
                                 'correct the path, or give run_name alone')
     # of a run's directory, its current checkpoint
     path = path if (path/MANIFEST).is_file() else last_checkpoint(path) or path
@@ -77,7 +78,7 @@ def _refuse_damaged(run_dir, passed):
     wrong,pointed = {p:why for p,why in passed.items() if any(p.iterdir())},stands_at(run_dir)
     if not wrong and not pointed: return # it has saved nothing
     why = _passed(wrong) or f'last_checkpoint names {pointed[:40]!r}, which is not there'
-    raise ValueError(f'cannot resume: no checkpoint in {run_dir} can be used. {why}. '
+    raise UsageError(f'cannot resume: no checkpoint in {run_dir} can be used. {why}. '
                      'Copy one there again, or begin anew: under another --run_name, or here with '
                      '--resume False, which sets aside what there is')
 
@@ -106,7 +107,7 @@ def find_resume(
     if given:
         path = given_checkpoint(given)
         if here is None or is_own(run_dir, path): return path,_resumed(given, path)
-        raise ValueError(f'{run_dir} stands at {here.name}, and load_from names {path}, which is not in it: '
+        raise UsageError(f'{run_dir} stands at {here.name}, and load_from names {path}, which is not in it: '
                          'leave load_from out (--load_from None) to go on, '
             'or give another run_name to begin a run of its own from there')
     if here is None or not c.resume: return None,_anew(run_dir, c)
@@ -214,7 +215,7 @@ def earlier_run(
     "The run that an earlier start of this job began."
     run_dirs = [p.parent for p in sorted(Path(parent).glob(f'*/{JOB}')) if is_again(p.parent, jobs)]
     if len(run_dirs)>1:
-        raise ValueError(f'{" and ".join(jobs)} made several runs, {", ".join(p.name for p in run_dirs)}: '
+        raise UsageError(f'{" and ".join(jobs)} made several runs, {", ".join(p.name for p in run_dirs)}: '
                          'give each a run_name, so that a restart knows its own')
     return run_dirs[0] if run_dirs else None
 
@@ -328,7 +329,7 @@ def check_resume(
 )->list[str]: # a line for each difference
     "Compare a checkpoint with a run; raises ValueError if they do not fit and `force_resume` is False."
     if 'class_names' in state['configs']['vlm'] and not hasattr(vlm_cfg, 'class_names'):
-        raise ValueError('cannot resume: this is a run of nanovlm classify, give '
+        raise UsageError('cannot resume: this is a run of nanovlm classify, give '
             f'nanovlm classify --config RUN/{CLASSIFY} --resume_from latest')
     c,changes = train_cfg,differences(state['configs'], vlm_cfg, train_cfg)
     now = c.batch_size, c.gradient_accumulation_steps, world_size
@@ -338,11 +339,11 @@ def check_resume(
     if split is not None: changes = [split, *changes]
     refused = [str(d) for d in changes if d.level == REFUSED]
     if refused and not c.force_resume:
-        raise ValueError(f'cannot resume: {"; ".join(refused)}. Set these as they were, '
+        raise UsageError(f'cannot resume: {"; ".join(refused)}. Set these as they were, '
                          'begin a new run from the weights (load_from without resume), or give force_resume')
     made,most = state['step'],c.max_training_steps
     if made>most and c.max_training_samples is None:
-        raise ValueError(f'cannot resume: the checkpoint has made {made} updates, '
+        raise UsageError(f'cannot resume: the checkpoint has made {made} updates, '
             f'max_training_steps is {most}: give more, or an earlier checkpoint of the run (load_from)')
     return [str(d) for d in changes]
 

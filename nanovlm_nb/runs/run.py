@@ -26,7 +26,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..core.files import MANIFEST,has_digests,write_atomic
-from ..core.usage import CHECK_ERRORS,ends_at_once,is_usage,one_line
+from ..core.usage import UsageError,ends_at_once,user_path
 from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,get_run_name,projector_advice
 from ..core.config import save_yaml,set_env,updates_of_run
 from ..core.dist import Interrupted,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
@@ -129,7 +129,7 @@ def _run_path(vlm_cfg, c, dist):
     if (earlier := on_master(dist, lambda: earlier_run(parent, launchers(dist)))): return earlier
     if c.resume:
         if not c.load_from or is_pth(c.load_from):
-            raise ValueError('resume needs to know which run: give run_name, or load_from with a checkpoint')
+            raise UsageError('resume needs to know which run: give run_name, or load_from with a checkpoint')
         given = Path(c.load_from).resolve()
         run_dir = given if (given/LAST).is_file() else given.parent
         return run_dir.parent if re.fullmatch(r'abandoned_\d+', run_dir.name) else run_dir
@@ -143,7 +143,7 @@ def run_path(
     "Where a run keeps its files: where this job was before, or beside the checkpoint that it resumes from."
     run_dir = _run_path(vlm_cfg, train_cfg, dist)
     if not run_dir.is_dir() and (around := checkpoint_around(run_dir)):
-        raise ValueError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: '
+        raise UsageError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: '
             'give --resume_from_vlm_checkpoint True to begin with its weights, '
             'or another vlm_checkpoint_path')
     return run_dir
@@ -319,7 +319,7 @@ def plan_resume(
     if path is None:
         kept = [p.name for p in checkpoints(run_dir)]
         if kept and not train_cfg.resume and not again and last_checkpoint(run_dir, thorough=True):
-            raise ValueError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be '
+            raise UsageError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be '
                 f'mixed up with: give another run_name, or {how}')
         return None,lines+aside_lines(run_dir, None)
     if not has_digests(path):
@@ -477,7 +477,7 @@ class Ending:
         run_dir = self.log.run_dir
         begun = self.trainer is not None and self.trainer.state.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
-        elif not is_usage(error):
+        elif not isinstance(error, UsageError):
             words = 'nanovlm','doctor','--config',str(run_dir/CONFIG),*code_flags(self.cfg.to_dict())
             self.log.info(f'the run has made no update; `{" ".join(words)}` '
                           'tries its data, disk, memory and a short run')
@@ -642,10 +642,10 @@ def put_back(
     "Undo what a start has written, should it be refused."
     before,stays = _written(run_dir),[]
     try: yield lambda: stays.append(True)
-    except CHECK_ERRORS as e:
-        if dist.is_master and not stays and is_usage(e):
+    except UsageError as e:
+        if dist.is_master and not stays:
             _restore(run_dir, before)
-            if again: _leave_word(run_dir, one_line(e))
+            if again: _leave_word(run_dir, str(e))
         raise
 
 def _leave_word(run_dir, line):
@@ -668,7 +668,7 @@ def need_base(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None: # as they will be
     c = train_cfg
     if not c.lora_rank or c.resume or weights_of_start(vlm_cfg, c): return
     file = f', and {c.load_from} is none' if is_pth(c.load_from) else ''
-    raise ValueError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is '
+    raise UsageError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is '
                      f'trained already{file}; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
 
 # what `parse_args` gives, where there is no command line
@@ -689,7 +689,7 @@ def plan_run(
     need_base(vlm_cfg, train_cfg)
     widths = (vlm_cfg.vit_hidden_dim,vlm_cfg.vit_inter_dim),(vlm_cfg.lm_hidden_dim,vlm_cfg.lm_inter_dim)
     set_threads(dist, loader_workers(train_cfg, cores_of_rank()), max(map(prod, widths)))
-    run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
+    with user_path(): run_dir,jobs = run_path(vlm_cfg, train_cfg, dist),launchers(dist)
     parts = replace(parts, vlm_cfg=vlm_cfg, train_cfg=train_cfg)
     return RunPlan(run_dir, parts, repo, [*lines, *filter(None, [line])], jobs)
 

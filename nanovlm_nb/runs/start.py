@@ -54,7 +54,7 @@ def check_given(
     for name in sorted(vlm_cfg.given&saved.keys()&fields_with('bound')):
         asked = getattr(vlm_cfg, name)
         if asked!=saved[name]:
-            raise ValueError(f'{name} is {asked!r}, but {weights} was trained with {saved[name]!r}: '
+            raise UsageError(f'{name} is {asked!r}, but {weights} was trained with {saved[name]!r}: '
                              f'leave {name} out, its weights are another model')
     return {name:value for name,value in saved.items() if name not in vlm_cfg.given}
 

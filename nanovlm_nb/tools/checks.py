@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any,NamedTuple
 
 from ..core.config import IGNORE,TrainConfig,VLMConfig
+from ..core.usage import UsageError
 
 # %% ../../nbs/61_tools.checks.ipynb #e612c2d8
 class Fault(NamedTuple):
@@ -110,7 +111,7 @@ def tokens_of(sample:dict, # `input_ids`, `labels`, perhaps `attention_mask`, on
     as_list = lambda x: x.tolist() if hasattr(x, 'tolist') else x
     ids,labels,mask = (as_list(sample.get(k)) for k in ('input_ids','labels','attention_mask'))
     if len(ids)!=len(labels) or any(isinstance(x, list) for x in ids[:1]):
-        raise ValueError(f"sample {sample.get('id')}: "
+        raise UsageError(f"sample {sample.get('id')}: "
                          f"{len(ids)} ids and {len(labels)} labels: give one row of each, equally long")
     keep = [t for t in range(len(ids)) if mask is None or mask[t]]
     return [ids[t] for t in keep],[labels[t] for t in keep]

@@ -28,6 +28,7 @@ from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
 from ..core.advice import capped_workers,loader_workers,remedy_line
 from ..core.recipe import Parts
+from ..core.usage import MissingFile,UsageError
 from ..model.attention import BACKENDS,Layout,attention,problem_of
 from ..model.weights import language_config,vision_config
 from ..model.flops import peak_flops
@@ -70,7 +71,7 @@ def version(
 )->tuple[int,...]: # e.g. (2, 9, 1)
     "The numbers of a version."
     match = re.match(r'\D{0,2}(\d+(?:\.\d+)*)', text)
-    if match is None: raise ValueError(f"{text!r} is no version: it should begin with numbers, as in 2.9.1")
+    if match is None: raise UsageError(f"{text!r} is no version: it should begin with numbers, as in 2.9.1")
     return tuple(map(int, match[1].split('.')))
 
 def check_version(
@@ -501,7 +502,7 @@ def check_start(
         start = resolve_start(vlm_cfg, train_cfg, gpus)
         v,c = start.vlm_cfg,start.train_cfg
         if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
-            raise FileNotFoundError(f'there is no file {c.load_from}')
+            raise MissingFile(f'there is no file {c.load_from}')
         jobs,schedule = launchers(),start.parts.schedule
         stands_at,_ = plan_resume(v, c, run_path(v, c, Dist()), gpus, jobs, schedule)
     except (OSError, ValueError) as e:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..core.files import check_files
-from ..core.usage import UsageError, path_message
+from ..core.usage import UsageError,require,user_path
 from ..core.config import VLMConfig
 from ..core.run_dir import find_checkpoint
 from ..core.tokenizer import save_tokenizer
@@ -117,7 +117,7 @@ def open_model(
     if (Path(checkpoint)/LORA_NOTE).is_file():
         check_files(Path(checkpoint))
         return read_adapted(Path(checkpoint))
-    raise ValueError('it holds no adapters: format peft is for a run with lora_rank')
+    raise UsageError('it holds no adapters: format peft is for a run with lora_rank')
 
 @contextmanager
 def exporting(
@@ -127,13 +127,13 @@ def exporting(
 )->Iterator[None]: # a `with` block
     "Inside, whatever is wrong with a checkpoint, or with the files to be written, is an error of use."
     for package in packages:
-        if find_spec(package) is None:
-            raise UsageError(f'format {values.format} needs the package {package}: '
-                f'pip install nanovlm_nb[{extra}]')
-    try: yield
+        require(find_spec(package) is not None, f'format {values.format} needs the package {package}: '
+            f'pip install nanovlm_nb[{extra}]')
+    try:
+        with user_path(): yield
     except UsageError: raise
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(path_message(e) or f'{values.checkpoint}: {type(e).__name__}: {e}') from e
+        raise UsageError(f'{values.checkpoint}: {type(e).__name__}: {e}') from e
 
 def _write(model, out, kind):
     "Write; what the reader of the files must know besides."

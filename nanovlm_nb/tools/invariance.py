@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist,pick_device,set_seed
 from ..core.recipe import Parts
+from ..core.usage import UsageError
 from ..data.packing import collate_packs
 from ..data.lanes import PackLoader,lanes_of
 from ..data.loader import get_dataloaders,load_tokenizer
@@ -44,7 +45,7 @@ def first_packs(
 )->list[dict]: # as `packing.pack` makes them
     "The packs of the first update."
     packs = next(loader.updates(), None)
-    if packs is None: raise ValueError('the training data give no pack: look at them with nanovlm inspect')
+    if packs is None: raise UsageError('the training data give no pack: look at them with nanovlm inspect')
     return packs
 
 # %% ../../nbs/68_tools.invariance.ipynb #ec8e62b1

@@ -20,7 +20,7 @@ from typing import Any,NamedTuple
 
 import torch
 
-from ..core.usage import UsageError
+from ..core.usage import UsageError,require,user_path
 from ..core.config import TrainConfig,VLMConfig,change,effective_batch_size,evolve,preset
 from ..core.config import ranks_of_copy,updates_of_run
 from ..core.run_dir import LOG
@@ -55,12 +55,11 @@ def bookkeeping(
 )->Bookkeeping: # all counts
     "From a data set and a batch to numbers of iterations and updates."
     if min(samples, batch_size, gpus, accumulation, epochs)<1:
-        raise ValueError(f"{samples} samples, batch {batch_size}, {gpus} GPUs, "
+        raise UsageError(f"{samples} samples, batch {batch_size}, {gpus} GPUs, "
                          f"accumulation {accumulation}, {epochs} epochs: give 1 or more of each")
     per_epoch = samples//(batch_size*gpus)
-    if per_epoch<1:
-        raise ValueError(f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
-                         "lower batch_size")
+    require(per_epoch>=1, f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
+        "lower batch_size")
     return Bookkeeping(batch_size, gpus, accumulation, batch_size*gpus*accumulation, per_epoch,
                        per_epoch*epochs, per_epoch*epochs//accumulation)
 
@@ -77,7 +76,7 @@ def epoch_at(
     per_epoch:int, # iterations of an epoch
 )->float: # epochs so far
     "The epoch of an iteration; also the `begin` of a schedule in epochs that continues there."
-    if per_epoch<1: raise ValueError(f"per_epoch is {per_epoch}: give the iterations of an epoch")
+    if per_epoch<1: raise UsageError(f"per_epoch is {per_epoch}: give the iterations of an epoch")
     return iteration/per_epoch
 
 def changed_batch(
@@ -133,9 +132,8 @@ def epoch_schedule(
 ): # `schedule(step, max_lr, max_steps) -> lr` for the trainer; its length is in epochs, not `max_steps`
     "A climb and a cosine that are given in epochs."
     climb,end = warmup_epochs*updates_per_epoch,max_epochs*updates_per_epoch
-    if not 0<=climb<end:
-        raise ValueError(f"warmup_epochs {warmup_epochs} of max_epochs {max_epochs}: "
-                         "the climb must end before the run")
+    require(0<=climb<end, f"warmup_epochs {warmup_epochs} of max_epochs {max_epochs}: "
+        "the climb must end before the run")
     def schedule(step, max_lr, max_steps=None):
         return (linear_lr(step, max_lr, climb, start_factor)
                 if step<climb else cosine_annealing_lr(min(step, end)-climb, max_lr, end-climb, eta_min))
@@ -329,10 +327,9 @@ def pack_of_run(
 )->PackEstimate: # averages over its updates, for packs of the new length
     "What packs were like in a run."
     from nanovlm_nb.core.run_dir import read_log # matplotlib takes half a second
-    records = [r for r in read_log(Path(run)/LOG) if 'tiles_per_pack' in r]
-    if not records:
-        raise ValueError(f"{run} has no update in its log.jsonl: "
-                         "give the directory of a run that has trained")
+    with user_path(): records = [r for r in read_log(Path(run)/LOG) if 'tiles_per_pack' in r]
+    require(records, f"{run} has no update in its log.jsonl: "
+        "give the directory of a run that has trained")
     tokens = mean(r['utilisation'] for r in records)*vlm_cfg.lm_max_length
     per_token = lambda name: sum(r[name] for r in records)/sum(r['tokens'] for r in records)
     return PackEstimate(mean(r['tiles_per_pack'] for r in records), per_token('target_tokens')*tokens,
@@ -458,7 +455,7 @@ def make_plan(
     "What a run costs."
     v,c,pack = vlm_cfg,train_cfg,pack or typical_pack(vlm_cfg, train_cfg)
     if gpus<1 or not 0<mfu<=1:
-        raise ValueError(f"gpus is {gpus} and mfu {mfu}: give 1 or more, and a share of the peak")
+        raise UsageError(f"gpus is {gpus} and mfu {mfu}: give 1 or more, and a share of the peak")
     packs = effective_batch_size(c, gpus)
     c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
     parameters = sizes(v, c)
@@ -638,7 +635,7 @@ def _changed(asked, plan):
     "Lines about another batch."
     if asked.was is None: return []
     e = plan.get('epochs')
-    if e is None: raise ValueError('--was needs the number of samples: give --samples')
+    if e is None: raise UsageError('--was needs the number of samples: give --samples')
     now = Bookkeeping(*(e[n] for n in Bookkeeping._fields))
     before = bookkeeping(max(round(e['samples']/plan['pack']['documents']), 1), *asked.was, e['epochs'])
     lines = changed_batch(asked.iteration or 0, before, now, e['epochs'])

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from ..core.run_dir import LOG,STATUS,TEXT_LOG,holder,read_log
 from ..core.logs import describe,finished,log_axis,styled
+from ..core.usage import MissingFile,UsageError,require
 from ..runs.arguments import AXES
 from .runs import list_checkpoints
 
@@ -41,7 +42,7 @@ def load_run(
     "Read a run."
     log = Path(path)/LOG if Path(path).is_dir() else Path(path)
     if not log.is_file():
-        raise FileNotFoundError(f"there is no {log}: give the directory of a run that has begun to train")
+        raise MissingFile(f"there is no {log}: give the directory of a run that has begun to train")
     text = log.with_name(TEXT_LOG)
     restarts = restarts_in(text.read_text(encoding='utf-8', errors='replace')) if text.is_file() else []
     return Run(log.absolute().parent.name, read_log(log), restarts, log)
@@ -52,7 +53,7 @@ def positions(
     x:str='updates', # one of `AXES`
 )->list[float]: # of each record
     "The positions of records on an axis."
-    if x not in AXES: raise ValueError(f"x is {x!r}: give one of {', '.join(AXES)}")
+    if x not in AXES: raise UsageError(f"x is {x!r}: give one of {', '.join(AXES)}")
     if x=='updates': return [r['step'] for r in records]
     cost = ((lambda r: r.get('samples', 0)) if x=='samples'
             else (lambda r: r['tokens']/r['tokens_per_second']/3600 if r.get('tokens_per_second') else 0))
@@ -64,7 +65,7 @@ def smoothed(
     keep:float, # share of what was before, 0 to below 1; 0 changes nothing
 )->list[float]: # as many
     "Exponential moving average, without a bias towards zero."
-    if not 0<=keep<1: raise ValueError(f"smooth is {keep}: give 0 to below 1, e.g. 0.9")
+    if not 0<=keep<1: raise UsageError(f"smooth is {keep}: give 0 to below 1, e.g. 0.9")
     out,total,weight = [],0.,0.
     for v in values:
         if v==v: total,weight = keep*total+(1-keep)*v,keep*weight+1-keep
@@ -156,9 +157,8 @@ def plot_runs(
 )->Figure: # as many panels as there are kinds of figures
     "Curves of runs."
     panels = [p for p in PANELS if figures(runs, p)]
-    if not panels:
-        raise ValueError(f"no figures to draw in {', '.join(str(r.log or r.name) for r in runs)}: "
-                         "has the run made an update?")
+    require(panels, f"no figures to draw in {', '.join(str(r.log or r.name) for r in runs)}: "
+        "has the run made an update?")
     rows = -(-len(panels)//3)
     fig = Figure(figsize=(2.95*min(len(panels), 3), 2.9*rows))
     axes = list(fig.subplots(rows, min(len(panels), 3), squeeze=False).flat)

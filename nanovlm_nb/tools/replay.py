@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 
-from ..core.usage import UsageError
+from ..core.usage import MissingFile,UsageError
 from ..core.config import TrainConfig,evolve,load_yaml,updates_of_run
 from ..core.dist import Dist,pick_device
 from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
@@ -38,7 +38,7 @@ def checkpoint_before(
     "Where the way to an update begins."
     earlier = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
     if not earlier:
-        raise FileNotFoundError(f'{run_dir} has no complete checkpoint before update {update}: '
+        raise MissingFile(f'{run_dir} has no complete checkpoint before update {update}: '
                                 'it keeps max_keep_ckpts of them, choose a later update')
     return earlier[-1]
 
@@ -69,7 +69,7 @@ def trainer_before(
     vlm_cfg,train_cfg = parts.configs
     most = updates_of_run(train_cfg)
     if most is not None and update>most:
-        raise ValueError(f'update {update} was never made: the run has {most}')
+        raise UsageError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
                                Dist(device=pick_device()), True, parts)
@@ -78,7 +78,7 @@ def trainer_before(
         for u in trainer.updates():
             if trainer.state.step==update-1: break
             trainer.train_step(u)
-        else: raise ValueError(f'update {update} was never made: the run has {trainer.state.step}')
+        else: raise UsageError(f'update {update} was never made: the run has {trainer.state.step}')
         yield trainer,u
 
 # %% ../../nbs/67_tools.replay.ipynb #1262643a

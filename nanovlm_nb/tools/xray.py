@@ -31,6 +31,7 @@ import nanovlm_nb
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist
 from ..core.layout import TENSORS,Layout
+from ..core.usage import UsageError,require
 from ..model.attention import choose_backend
 from ..model.vision import ViTBlock
 from ..model.language import LanguageModelBlock
@@ -508,17 +509,15 @@ def example_batch(
     v,room = vlm_cfg,int(.99*vlm_cfg.lm_max_length)
     length = room//contents.documents
     if length<2: # a target and a position before it
-        raise ValueError(f'{contents.documents} documents do not fit '
+        raise UsageError(f'{contents.documents} documents do not fit '
                          f'into a pack of {v.lm_max_length} tokens: give at most {room//2}')
     tiles = int(length/1.2)//v.mp_image_token_length if contents.tiles is None else contents.tiles
     text = length-tiles*v.mp_image_token_length
     targets = 2*text//3 if contents.targets is None else contents.targets
-    if text<2:
-        raise ValueError(f'{tiles} tiles do not fit into a document of {length} positions: '
-                         f'give at most {(length-2)//v.mp_image_token_length}, or fewer documents')
-    if not 0<targets<text:
-        raise ValueError(f'{targets} targets do not fit beside {tiles} tiles '
-                         f'into a document of {length} positions: give 1 to {text-1}')
+    require(text>=2, f'{tiles} tiles do not fit into a document of {length} positions: '
+        f'give at most {(length-2)//v.mp_image_token_length}, or fewer documents')
+    require(0<targets<text, f'{targets} targets do not fit beside {tiles} tiles '
+        f'into a document of {length} positions: give 1 to {text-1}')
     ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), IGNORE)
     ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
     pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
@@ -564,7 +563,7 @@ def meta_trainer(
 )->Trainer: # whose optimizer does not step
     "The trainer of a run, on the meta device."
     if vlm_cfg.use_moe:
-        raise ValueError('use_moe is True: '
+        raise UsageError('use_moe is True: '
                          'which tokens an expert gets depends on their values, and an x-ray has none')
     cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False,
         offload_params=False, cache_features=False, tile_multiple=train_cfg.tile_multiple or 8) # as on a GPU

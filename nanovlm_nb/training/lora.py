@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor,nn
 
 from ..core.config import TrainConfig,VLMConfig
+from ..core.usage import UsageError,require
 from ..model.weights import FAMILIES,load_weights,open_tensors,resolve_checkpoint,smolvlm_names
 from ..model.weights import text_type
 from ..model.vlm import LORA_A,LORA_B,VisionLanguageModel,base_digest,checkpoint_weights
@@ -64,7 +65,7 @@ def lora_layers(
     by_target = {t:[n for n in linear if fnmatchcase(f'.{n}.', f'*.{t}.*')] for t in targets}
     for target,names in by_target.items():
         if names: continue
-        raise ValueError(f'lora_targets names {target!r}, and no linear layer of this model is called so: '
+        raise UsageError(f'lora_targets names {target!r}, and no linear layer of this model is called so: '
                          f'give a part of a name such as {linear[0]} or {linear[-1]}')
     chosen = {n for names in by_target.values() for n in names}
     return [n for n in linear if n in chosen]
@@ -78,7 +79,7 @@ def add_adapters(
     base:dict[str,str]|None=None, # `path` and `sha256` of the checkpoint that the model is; None: not known
 )->list[str]: # names of the layers
     "Put an adapter beside every layer that targets name."
-    if rank<1: raise ValueError(f'lora_rank is {rank}: give 1 or more')
+    if rank<1: raise UsageError(f'lora_rank is {rank}: give 1 or more')
     alpha,names = 2.*rank if alpha is None else alpha,lora_layers(model, targets)
     for name in names:
         parent,_,last = name.rpartition('.')
@@ -102,7 +103,7 @@ def adapt(
     names = add_adapters(model, c.lora_rank, c.lora_alpha, c.lora_targets, base)
     seen = next((n for n in names if n.startswith('vision_encoder')), None)
     if c.cache_features and seen:
-        raise ValueError(f'cache_features and an adapter on {seen}: its features change with every update, '
+        raise UsageError(f'cache_features and an adapter on {seen}: its features change with every update, '
                          'leave cache_features out or the tower out of lora_targets')
 
 @torch.no_grad()
@@ -130,7 +131,7 @@ def peft_layers(
 )->list[str]: # one, or three of a fused one
     "What transformers calls a layer."
     theirs = smolvlm_names(f'{name}.weight', FAMILIES[text_type(cfg)])
-    if not theirs: raise ValueError(f'{name} has an adapter, and SmolVLM has no such layer')
+    if not theirs: raise UsageError(f'{name} has an adapter, and SmolVLM has no such layer')
     return [n.removesuffix('.weight') for n in theirs]
 
 def to_peft(
@@ -177,13 +178,13 @@ def read_adapted(
 def _plain_lora(config, folder):
     "Raise a ValueError where peft's adapter is more than a difference of low rank."
     if config.get('peft_type')!='LORA':
-        raise ValueError(f"{folder} has adapters of kind {config.get('peft_type')}: only LORA is read here")
+        raise UsageError(f"{folder} has adapters of kind {config.get('peft_type')}: only LORA is read here")
     plain = dict(bias='none')
     for name in ('use_dora','modules_to_save','rank_pattern','alpha_pattern','fan_in_fan_out','bias',
                  'layer_replication','trainable_token_indices','target_parameters','use_qalora','use_bdlora',
                  'alora_invocation_tokens','arrow_config','kasa_config','monteclora_config','velora_config'):
         if (config.get(name) or plain.get(name))!=plain.get(name):
-            raise ValueError(f'{folder} has {name} {config[name]!r}, which is not read here: '
+            raise UsageError(f'{folder} has {name} {config[name]!r}, which is not read here: '
                              'merge it with peft (merge_and_unload), and take that model')
 
 def from_peft(
@@ -207,7 +208,7 @@ def from_peft(
         tensors |= {name+LORA_A:torch.cat(a), name+LORA_B:torch.cat(b)}
     if theirs or not tensors:
         unknown = next(iter(theirs), 'no tensor')
-        raise ValueError(f'{folder} has {unknown}, for which this model has no place: '
+        raise UsageError(f'{folder} has {unknown}, for which this model has no place: '
                          'was it made for the export of another one?')
     return tensors,config['lora_alpha']*(math.sqrt(rank) if config.get('use_rslora') else 1.)
 
@@ -217,9 +218,8 @@ def read_peft(
     "A model with peft's adapters added to it."
     folder = Path(folder)
     name = json.loads((folder/PEFT_CONFIG).read_text(encoding='utf-8')).get('base_model_name_or_path')
-    if not name:
-        raise ValueError(f'{folder} does not say what its base is: '
-                         'write it into adapter_config.json, base_model_name_or_path')
+    require(name, f'{folder} does not say what its base is: '
+        'write it into adapter_config.json, base_model_name_or_path')
     base = resolve_checkpoint(name)
     cfg,state = checkpoint_weights(base)
     adapters,alpha = from_peft(folder, state, cfg)

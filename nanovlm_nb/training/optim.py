@@ -19,6 +19,7 @@ from torch import Tensor,nn
 from torch.distributed.tensor import DTensor
 
 from ..core.config import TrainConfig
+from ..core.usage import UsageError,require
 from ..model.vlm import is_adapter
 from ..model.flops import COMPONENTS
 
@@ -36,7 +37,7 @@ def component_lrs(
 def _training_parts(component, lr, last_blocks):
     "Freeze a component; thaw, and return, what trains with this rate."
     if last_blocks and last_blocks>len(component.blocks):
-        raise ValueError(f'language_last_blocks is {last_blocks}, but the language model '
+        raise UsageError(f'language_last_blocks is {last_blocks}, but the language model '
                          f'has {len(component.blocks)} blocks: give fewer, or None to train all of it')
     component.requires_grad_(False).eval()
     parts = [] if lr<=0 else [component] if last_blocks is None else [*component.blocks[-last_blocks:]]
@@ -56,7 +57,7 @@ def param_groups(
         if parts:
             groups.append(dict(name=name, params=[p for part in parts for p in part.parameters()],
                                lr=lr, max_lr=lr))
-    if not groups: raise ValueError(f'every learning rate is 0 ({lrs}): nothing would train')
+    if not groups: raise UsageError(f'every learning rate is 0 ({lrs}): nothing would train')
     return groups
 
 # %% ../../nbs/41_training.optim.ipynb #75ac61c8
@@ -66,9 +67,8 @@ def adapter_groups(
 )->list[dict]: # one group, called `lora`
     "Adapters train; everything else is frozen and in eval mode."
     adapters = [p for name,p in model.requires_grad_(False).named_parameters() if is_adapter(name)]
-    if not adapters:
-        raise ValueError('lora_rank without adapters: this model was made without them, '
-                         'see lora.add_adapters')
+    require(adapters, 'lora_rank without adapters: this model was made without them, '
+        'see lora.add_adapters')
     for p in adapters: p.requires_grad_(True)
     model.train()
     return [dict(name='lora', params=adapters, lr=lr, max_lr=lr)]
@@ -111,7 +111,7 @@ def trainable_line(
         if p.requires_grad==(id(p) in declared): continue
         wrong = ('asks for a gradient, but no learning rate is meant for it' if p.requires_grad
                  else 'has a learning rate, but is frozen')
-        raise ValueError(f'{name} {wrong}: freeze and thaw with the learning rates and language_last_blocks, '
+        raise UsageError(f'{name} {wrong}: freeze and thaw with the learning rates and language_last_blocks, '
                          'before the optimizer is made')
     size = lambda ps: sum(p.numel() for p in ps)/1e6
     groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
@@ -143,7 +143,7 @@ def checked_lr(
     except TypeError: is_rate = False
     if is_rate: return float(lr)
     name = getattr(schedule, '__name__', schedule)
-    raise ValueError(f'the schedule {name} returned {lr!r} for step {step} of {max_steps}: '
+    raise UsageError(f'the schedule {name} returned {lr!r} for step {step} of {max_steps}: '
                      'it must return a learning rate, 0 or more')
 
 def set_lrs(
@@ -196,14 +196,14 @@ def own_optimizer(
     "Ask a function of the user's for an optimizer; a ValueError if it cannot be had or does not fit."
     c = train_cfg
     if c.offload_optimizer or c.offload_params:
-        raise ValueError(f'an optimizer of your own with offload_optimizer {c.offload_optimizer}, '
+        raise UsageError(f'an optimizer of your own with offload_optimizer {c.offload_optimizer}, '
             f'offload_params {c.offload_params}: only the update of AdamW is made in the memory of the CPU; '
             'set both to False')
     optimizer,name = make(model, c),getattr(make, '__name__', make)
     for i,group in enumerate(optimizer.param_groups):
         lacking = [key for key in ('name','max_lr') if key not in group]
         if not lacking: continue
-        raise ValueError(f'group {i} of the optimizer that {name} made lacks {" and ".join(lacking)}: '
+        raise UsageError(f'group {i} of the optimizer that {name} made lacks {" and ".join(lacking)}: '
             'take the groups of `training_groups`, or give each a name and its peak learning rate')
     return optimizer
 
@@ -341,18 +341,16 @@ def check_same_bits(
     workspace:str|None, # what the environment says to cuBLAS
 )->None:
     "Raise a ValueError if the same bits cannot be promised."
-    if kind not in ('cuda','cpu'):
-        raise ValueError(f'deterministic: nobody promises the same bits on {kind}, '
-                         'leave it out or take another device')
-    if workspace not in (None,*FIXED_SIZES):
-        raise ValueError(f'deterministic: {WORKSPACE} is {workspace!r}, '
-                         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
+    require(kind in ('cuda','cpu'), f'deterministic: nobody promises the same bits on {kind}, '
+        'leave it out or take another device')
+    require(workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
+        f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
 
 def _strict_compiler():
     "The compiler's own switch; a ValueError if this release of torch has none."
     from torch._inductor import config # importing it takes seconds
     if hasattr(config, 'deterministic'): return config.patch(deterministic=True)
-    raise ValueError(f'deterministic: the compiler of torch {torch.__version__} '
+    raise UsageError(f'deterministic: the compiler of torch {torch.__version__} '
                      'chooses kernels by the clock: give --compile False, or take a later torch')
 @contextmanager
 def same_bits(

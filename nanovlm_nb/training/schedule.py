@@ -10,6 +10,7 @@ from math import cos, pi
 from typing import Any
 
 from ..core.config import load_function
+from ..core.usage import UsageError,require
 
 # %% auto #0
 __all__ = ['warmup', 'warmup_cosine', 'get_lr', 'minimind_lr', 'wsd', 'get_schedule', 'in_samples']
@@ -21,9 +22,8 @@ def warmup(
     ratio:float=0.03,    # Share of the steps to climb, 0 to 1
 )->float:                # Factor on the learning rate, above 0 and at most 1
     "Linear climb to 1, never above it."
-    if max_steps < 1: raise ValueError(f"max_steps {max_steps} < 1: a schedule needs at least one step")
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"warmup_ratio {ratio} is not between 0 and 1: it is a share of the steps")
+    if max_steps < 1: raise UsageError(f"max_steps {max_steps} < 1: a schedule needs at least one step")
+    require(0 <= ratio <= 1, f"warmup_ratio {ratio} is not between 0 and 1: it is a share of the steps")
     return min(1., (step+1)/(ratio*max_steps)) if ratio else 1.
 
 # %% ../../nbs/40_training.schedule.ipynb #ac12de0e
@@ -57,7 +57,7 @@ def minimind_lr(
     corrected:bool=True,  # False: MiniMind-V's own formula, which starts at 1.1 lr
 )->float:                 # Learning rate of this step
     "MiniMind-V's cosine without warm-up, constant after `total`."
-    if total < 1: raise ValueError(f"total {total} < 1: a schedule needs at least one step")
+    if total < 1: raise UsageError(f"total {total} < 1: a schedule needs at least one step")
     height = .45 if corrected else .5
     return lr*(.1 + height*(1+cos(pi*min(1., step/total))))
 
@@ -72,7 +72,7 @@ def wsd(
 )->float:                     # Learning rate of this update
     "Linear warm-up, constant, linear descent over the last `decay_ratio` of the steps."
     if not 0 <= decay_ratio <= 1-warmup_ratio:
-        raise ValueError(f"decay_ratio {decay_ratio} does not fit beside warmup_ratio {warmup_ratio}: "
+        raise UsageError(f"decay_ratio {decay_ratio} does not fit beside warmup_ratio {warmup_ratio}: "
                          "together they are at most 1")
     left = (max_steps-step)/(decay_ratio*max_steps) if decay_ratio else float(step < max_steps)
     return max_lr*min(warmup(step, max_steps, warmup_ratio),
@@ -99,7 +99,7 @@ def get_schedule(
     if ':' in schedule: return load_function(schedule, 'lr_schedule')
     named = _schedules(warmup_ratio, min_lr_ratio)
     if schedule in named: return named[schedule]
-    raise ValueError(f"lr_schedule {schedule!r} is unknown: "
+    raise UsageError(f"lr_schedule {schedule!r} is unknown: "
                      f"use one of {', '.join(named)}, or 'module:function' for your own")
 
 # %% ../../nbs/40_training.schedule.ipynb #5a3b2e02
@@ -109,6 +109,6 @@ def in_samples(
     most:int,    # Samples of the whole run
 )->tuple[float,float]: # `step` and `max_steps` for a schedule
     "A place in a run that counts samples, in updates of the present size."
-    if most < 1: raise ValueError(f"most {most} < 1: a run has at least one sample")
+    if most < 1: raise UsageError(f"most {most} < 1: a run has at least one sample")
     size = min(max(size, 1), most) # an update may be empty, or larger than the run
     return samples/size, most/size

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..core.config import TrainConfig,ranks_of_copy
 from ..core.dist import Dist,is_sharded
+from ..core.usage import UsageError,require
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
 SHARDINGS = ('ddp','zero2','zero3')
@@ -34,9 +35,8 @@ def bytes_per_parameter(
     accumulating:bool=False, # several micro-batches per update
 )->dict[str,float]: # `weights`, `gradients`, `moments`: bytes on each rank, without zero3's block in use
     "Memory of a parameter that trains."
-    if sharding not in SHARDINGS:
-        raise ValueError(f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
-    if world_size<1: raise ValueError(f"world_size is {world_size}: give the number of ranks")
+    require(sharding in SHARDINGS, f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
+    if world_size<1: raise UsageError(f"world_size is {world_size}: give the number of ranks")
     if sharding=='ddp' or world_size==1: return dict(weights=4, gradients=4, moments=8)
     return dict(weights=4/world_size+copy*(sharding=='zero2'), gradients=4 if accumulating else 4/world_size,
                 moments=8/world_size)
@@ -217,7 +217,7 @@ def try_pieces(
     "Make a step that does not count; a ValueError if the optimizer cannot make one on pieces."
     try: begin_state(optimizer)
     except (RuntimeError, TypeError, ValueError, AttributeError) as e:
-        raise ValueError(f'the optimizer {type(optimizer).__name__} cannot work with sharding {sharding}, '
+        raise UsageError(f'the optimizer {type(optimizer).__name__} cannot work with sharding {sharding}, '
             f'where parameters are pieces (DTensor): {str(e).splitlines()[0]:.200}; '
             'set sharding to ddp') from e
 

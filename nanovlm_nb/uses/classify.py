@@ -29,7 +29,7 @@ from torch import Tensor,nn
 from torch.nn import functional as F
 
 from ..core.files import write_atomic
-from ..core.usage import UsageError,unknown_flag
+from ..core.usage import MissingFile,UsageError,require,unknown_flag,user_path
 from ..core.config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_code
 from ..core.config import check_known,code_flags,evolve,is_of_run,preset,read_sections,refused
 from ..core.dist import Dist,on_master
@@ -69,14 +69,14 @@ class ClassConfig(VLMConfig):
     def __post_init__(self):
         super().__post_init__()
         names,weights = self.class_names or [],self.class_weights
-        if len(names)<2: raise ValueError(f'class_names is {self.class_names}: give two or more')
+        if len(names)<2: raise UsageError(f'class_names is {self.class_names}: give two or more')
         if len(set(names))<len(names) or not all(names):
-            raise ValueError('class_names has empty or equal names: give each class one of its own')
+            raise UsageError('class_names has empty or equal names: give each class one of its own')
         if weights and (len(weights)!=len(names) or min(weights)<0):
-            raise ValueError(f'{len(weights)} class_weights for {len(names)} classes: '
+            raise UsageError(f'{len(weights)} class_weights for {len(names)} classes: '
                 'give each one, 0 or more')
         if weights and not self.class_head:
-            raise ValueError('class_weights belong to a head: '
+            raise UsageError('class_weights belong to a head: '
                 'with class_head False the loss is that of the words, leave them out')
         if self.class_head: self.lm_tie_weights = False # there is no head over the vocabulary
 
@@ -159,7 +159,7 @@ def answer_ids(
     ids,labels = ([np.asarray(x) for x in xs] for xs in zip(*[(p.ids,p.labels) for p in plans]))
     starts = [int(np.flatnonzero(x!=IGNORE)[0])+1 for x in labels]
     if len({x[:s].tobytes() for x,s in zip(ids, starts)})>1:
-        raise ValueError('the tokenizer joins the question with a name: '
+        raise UsageError('the tokenizer joins the question with a name: '
             'end the prompt of the chat template with a line break')
     return [x[x!=IGNORE].tolist() for x in labels]
 
@@ -273,7 +273,7 @@ class VLMClassifier(VisionLanguageModel):
         batch_size:int=32, # pictures looked at together
     )->tuple[list[str],Tensor]: # the likeliest class of each picture; probabilities (N, C)
         "Sort pictures; call `eval()` before if the model has dropout."
-        if not len(images): raise ValueError('no picture: give a list with one or more')
+        if not len(images): raise UsageError('no picture: give a list with one or more')
         samples = self.samples
         parts = [zip(*map(samples.prompt, images[i:i+batch_size])) for i in range(0, len(images), batch_size)]
         probs = torch.cat([self.class_scores(list(p), list(t)) for p,t in parts]).exp().cpu()
@@ -333,9 +333,8 @@ def metrics_of(
     n:int, # classes
 )->dict[str,float]: # `eval/{dataset}_accuracy`, and `eval/overall_` with accuracy, loss, macro_f1
     "All figures of an evaluation."
-    if not judged:
-        raise ValueError('no picture was evaluated: '
-            'is the evaluation split empty, or were all pictures dropped?')
+    require(judged, 'no picture was evaluated: '
+        'is the evaluation split empty, or were all pictures dropped?')
     def right(js): return sum(j.label==j.predicted for j in js)/len(js)
     names = dict.fromkeys(j.dataset for j in judged)
     by_set = {name:right([j for j in judged if j.dataset==name]) for name in names}
@@ -518,8 +517,7 @@ class ModelSection(Config):
 
     def __post_init__(self):
         self.convert()
-        if self.method not in ('head','answers'):
-            raise ValueError(f"method is {self.method!r}: give head or answers")
+        require(self.method in ('head','answers'), f"method is {self.method!r}: give head or answers")
 
 @dataclass
 class TrainingSection(Config):
@@ -554,7 +552,7 @@ class MonitorSection(Config):
     def __post_init__(self):
         self.convert()
         for n in ('log_freq','perf_log_freq','gpu_log_freq','eval_log_freq'):
-            if getattr(self, n)<1: raise ValueError(f'{n} is {getattr(self, n)}: give 1 or more')
+            if getattr(self, n)<1: raise UsageError(f'{n} is {getattr(self, n)}: give 1 or more')
 
     @property
     def report_freq(self)->int: # updates
@@ -599,7 +597,7 @@ class Settings:
         for name,(kind,rest) in SECTIONS.items():
             lines = sections.get(name) or {}
             if not isinstance(lines, dict):
-                raise ValueError(f'{where}: the section {name} holds lines of the form `field: value`')
+                raise UsageError(f'{where}: the section {name} holds lines of the form `field: value`')
             known,others = [f.name for f in fields(kind)],[f.name for f in fields(rest)] if rest else []
             options = [f'{name}.{k}' for k in known+others]
             check_known([f'{name}.{k}' for k in lines], options, f'key in {where}')
@@ -612,7 +610,8 @@ class Settings:
         path:str|Path, # a YAML file
     )->'Settings': # its defaults filled in
         "Read a file."
-        return cls.from_dict(read_sections(path, f'write {", ".join(SECTIONS)}'), str(path))
+        with user_path():
+            return cls.from_dict(read_sections(path, f'write {", ".join(SECTIONS)}'), str(path))
 
     def to_dict(self)->dict: # what `from_dict` takes
         "Nested dictionaries."
@@ -634,7 +633,7 @@ def check_buildable(
     folder = Path(name)
     kind = _read_config(folder).get('model_type', '') if (folder/'config.json').is_file() else folder.name
     if not re.search(r'qwen[0-9._]*[_-]?vl', kind.lower()): return
-    raise ValueError(f'model.name is {name!r}, a Qwen-VL: its tower looks through windows at pictures of '
+    raise UsageError(f'model.name is {name!r}, a Qwen-VL: its tower looks through windows at pictures of '
         'any size and its positions have three axes, which is not built here; '
         'give a SmolVLM (HuggingFaceTB/SmolVLM-256M-Instruct), an Idefics3 or a checkpoint of this library')
 
@@ -644,7 +643,7 @@ def _start(name, changes):
     check_buildable(name)
     try: folder = resolve_checkpoint(find_checkpoint(name))
     except OSError as e:
-        raise ValueError(f'model.name is {name!r}, neither a preset nor a checkpoint '
+        raise UsageError(f'model.name is {name!r}, neither a preset nor a checkpoint '
             f'that could be read: {e}') from e
     known = 'class_names' in _read_config(folder)
     saved = checkpoint_config(folder, ClassConfig if known else VLMConfig).to_dict()
@@ -667,7 +666,7 @@ def configs_of(
     "What the rest of the library understands."
     m,t,o = s.model,s.training,s.monitor
     if m.num_labels not in (None, len(data.names)):
-        raise ValueError(f'num_labels is {m.num_labels}, but {", ".join(t.datasets)} have '
+        raise UsageError(f'num_labels is {m.num_labels}, but {", ".join(t.datasets)} have '
             f'{len(data.names)} classes: leave it out or change the data')
     base,weights = _start(m.name, s.vlm)
     cfg = as_classifier(base, data.names, class_head=m.method=='head', class_prompt=m.prompt,
@@ -678,7 +677,7 @@ def configs_of(
     lanes = t.batch_size*t.gradient_accumulation_steps
     updates = t.epochs*-(-len(data.train)//(lanes*world_size))
     if t.warmup_steps>=updates:
-        raise ValueError(f'warmup_steps {t.warmup_steps}, but {t.epochs} epochs are {updates} updates: '
+        raise UsageError(f'warmup_steps {t.warmup_steps}, but {t.epochs} epochs are {updates} updates: '
             'lower it, or train longer')
     workers = workers_of(t.dataloader_num_workers, lanes)
     head_rate = t.learning_rate if t.head_learning_rate is None else t.head_learning_rate
@@ -695,10 +694,10 @@ def configs_of(
         log_wandb=o.use_wandb, wandb_entity=None, wandb_project=o.project)
     train_cfg = evolve(train_cfg, **s.train)
     if train_cfg.stream_dataset:
-        raise ValueError('stream_dataset is True, but a classifier reads its pictures in any order: '
+        raise UsageError('stream_dataset is True, but a classifier reads its pictures in any order: '
             'leave it out')
     if cfg.class_head and train_cfg.lr_mp<=0:
-        raise ValueError(f'lr_mp is {train_cfg.lr_mp}: the head trains with this rate and would never learn, '
+        raise UsageError(f'lr_mp is {train_cfg.lr_mp}: the head trains with this rate and would never learn, '
             'raise it (or head_learning_rate)')
     return cfg,train_cfg
 
@@ -710,12 +709,11 @@ def check_run(
 )->None: # raises unless they fit
     "Raise a ValueError where the pieces do not go together."
     wanted,now = [(c.batch_size, c.gradient_accumulation_steps) for c in (s.training,train_cfg)]
-    if wanted!=now:
-        raise ValueError(f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
-            f'section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted '
-            'with the former: write the same numbers')
+    require(wanted==now, f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
+        f'section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted '
+        'with the former: write the same numbers')
     if not cfg.class_head and train_cfg.sharding!='ddp':
-        raise ValueError(f'sharding {train_cfg.sharding} with method answers: names are scored outside of '
+        raise UsageError(f'sharding {train_cfg.sharding} with method answers: names are scored outside of '
             'the sharded forward pass, set sharding to ddp or method to head')
 
 def class_parts(
@@ -809,12 +807,12 @@ def with_resume(
     run_dir,t = Path(s.training.output_dir)/(s.training.run_name or ''),s.training
     if resume_from!='latest' and Path(resume_from).exists(): checkpoint = Path(resume_from)
     elif t.run_name is None:
-        raise ValueError(f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
+        raise UsageError(f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
     else: checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
     if resume_from=='latest': return replace(s, train=s.train|dict(resume=True, load_from=None))
     if not checkpoint.exists():
         kept = ', '.join(p.name for p in checkpoints(run_dir)) or 'no checkpoint'
-        raise FileNotFoundError(f'resume_from: {run_dir} has no {resume_from}, it has {kept}')
+        raise MissingFile(f'resume_from: {run_dir} has no {resume_from}, it has {kept}')
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 def place_of_flag(
@@ -865,7 +863,7 @@ def sort_files(
 )->None: # one line a picture is written: file, class, probability
     "Predict, and say what was found."
     if not (checkpoint and pictures):
-        raise ValueError('to sort pictures, give --predict CHECKPOINT and one or more files')
+        raise UsageError('to sort pictures, give --predict CHECKPOINT and one or more files')
     path = find_checkpoint(checkpoint)
     try: model = VLMClassifier.from_pretrained(path)
     except ValueError as e:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..core.config import VLMConfig
+from ..core.usage import UsageError
 from ..model.weights import Family,neighbours,text_type,their_names,to_smolvlm
 from ..model.vlm import VisionLanguageModel,written_at_once
 from ..tools.export import chat_template,exporting,open_model
@@ -47,7 +48,7 @@ def pre_tokenizer(
     other = model['type']!='BPE' or not model['merges'] or model.get('dropout') or model.get('ignore_merges')
     if not name or other or (parts['normalizer'] or dict(type='NFC'))['type']!='NFC':
         kinds = '+'.join([model['type'], *(str(s.get('type')) for s in steps)])
-        raise ValueError(f"the tokenizer is of a kind ({kinds}) that llama.cpp is not told of here: "
+        raise UsageError(f"the tokenizer is of a kind ({kinds}) that llama.cpp is not told of here: "
                          f"it can be BPE with the pre-tokenizer of {', '.join(PRE_TOKENIZERS)}")
     return name
 
@@ -63,7 +64,7 @@ def vocabulary(
     for token,i in tokenizer.get_vocab().items(): texts[i],kinds[i] = token,int(TokenType.NORMAL)
     for t in parts['added_tokens']:
         if (odd := [k for k in ('single_word','lstrip','rstrip') if t[k]]):
-            raise ValueError(f"token {t['content']!r} of the tokenizer has {odd[0]}, "
+            raise UsageError(f"token {t['content']!r} of the tokenizer has {odd[0]}, "
                              "which llama.cpp has not: add it without")
         kinds[t['id']] = int(TokenType.CONTROL if t['special'] else TokenType.USER_DEFINED)
     ids = dict(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, unknown=tokenizer.unk_token_id,
@@ -182,20 +183,20 @@ def check_carried(
     "Raise where llama.cpp would show a model something else than it learned."
     to_smolvlm({}, cfg)
     if cfg.image_convention!='smolvlm':
-        raise ValueError(f"image_convention is {cfg.image_convention}, but llama.cpp cuts and announces "
+        raise UsageError(f"image_convention is {cfg.image_convention}, but llama.cpp cuts and announces "
             "pictures as smolvlm does: train with image_convention smolvlm, or take --format onnx")
     if cfg.vit_activation not in _ACTIVATION_KEYS:
-        raise ValueError(f"vit_activation is {cfg.vit_activation}, but llama.cpp's towers have "
+        raise UsageError(f"vit_activation is {cfg.vit_activation}, but llama.cpp's towers have "
                          f"{' and '.join(_ACTIVATION_KEYS)}: take --format onnx")
     for name,token in cfg.vlm_extra_tokens.items():
         if token!=(_announced(name) or token):
-            raise ValueError(f"vlm_extra_tokens has {token} for {name}, but llama.cpp looks for "
+            raise UsageError(f"vlm_extra_tokens has {token} for {name}, but llama.cpp looks for "
                              f"{_announced(name)}: train with that")
     if cfg.max_img_size==cfg.vit_img_size:
-        raise ValueError(f"max_img_size is {cfg.max_img_size}, one tile, but llama.cpp shows every picture "
+        raise UsageError(f"max_img_size is {cfg.max_img_size}, one tile, but llama.cpp shows every picture "
             "in tiles and as a whole: train with two tiles a side or more, or take --format onnx")
     if len(tokenizer.encode('\n\n', add_special_tokens=False))!=1:
-        raise ValueError("the tokenizer has no token for a blank line, which llama.cpp puts before the view "
+        raise UsageError("the tokenizer has no token for a blank line, which llama.cpp puts before the view "
             "of the whole: take a tokenizer with one (SmolLM2's has), or --format onnx")
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a0001f

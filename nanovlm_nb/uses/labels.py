@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from ..core.usage import asking_hub
+from ..core.usage import MissingFile,UsageError,asking_hub,require
 from ..data.shapes import SHAPES,draw_scene,held_out,make_scene
 
 # %% ../../nbs/80_uses.labels.ipynb #d13b8154
@@ -36,7 +36,7 @@ def find_column(
     "The column that holds something."
     column = next((c for c in known if c in columns), None)
     if column is None:
-        raise ValueError(f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
+        raise UsageError(f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
     return column
 
 def find_label(
@@ -47,7 +47,7 @@ def find_label(
     values = ds.select_columns([key])[key][:]
     if key!='texts': return values,getattr(ds.features[key], 'names', None)
     if (bad := next((i for i,turns in enumerate(values) if len(turns)!=1), None)) is not None:
-        raise ValueError(f'row {bad} has {len(values[bad])} turns: '
+        raise UsageError(f'row {bad} has {len(values[bad])} turns: '
                          'a labelled picture has one, whose answer is the name of its class')
     return [turns[0]['assistant'] for turns in values],None
 
@@ -70,7 +70,7 @@ def digits_splits(
     "scikit-learn's handwritten digits in the order in which they are kept there."
     try: from sklearn.datasets import load_digits
     except ImportError as e:
-        raise ImportError('the data set `digits` comes with scikit-learn: pip install scikit-learn') from e
+        raise UsageError('the data set `digits` comes with scikit-learn: pip install scikit-learn') from e
     bunch = load_digits()
     def enlarged(x):
         grey = Image.fromarray((x*(255/16)).round().astype(np.uint8))
@@ -108,7 +108,7 @@ def load_splits(
             loaded = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
     except OSError as e:
         what = 'digits, shapes, a folder, or a name on the hub'
-        raise FileNotFoundError(f'data set {path} cannot be read ({e}): give {what}') from e
+        raise MissingFile(f'data set {path} cannot be read ({e}): give {what}') from e
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else dict(train=loaded)
 
 TEST_SPLITS = ('validation','valid','val','dev','eval','test') # for evaluation, the first that is there
@@ -119,7 +119,7 @@ def split_pair(
     seed:int=0, # of that choice
 )->dict[str,datasets.Dataset]: # two: for training, and for evaluation
     "The standard splits; where there is only one, a part of it is set aside."
-    if 'train' not in splits: raise ValueError(f'no split `train`: there are {", ".join(splits)}')
+    if 'train' not in splits: raise UsageError(f'no split `train`: there are {", ".join(splits)}')
     test = next((s for s in TEST_SPLITS if s in splits), None)
     if test: return dict(train=splits['train'], **{test:splits[test]})
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
@@ -140,7 +140,7 @@ class ClassRows:
     ):
         "Keep them."
         self.parts,self.ends = parts,list(accumulate(len(p.labels) for p in parts))
-        if not self.ends or not self.ends[-1]: raise ValueError(f'no rows in {[p.name for p in parts]}')
+        if not self.ends or not self.ends[-1]: raise UsageError(f'no rows in {[p.name for p in parts]}')
 
     def __len__(self)->int: # rows
         "Rows of all parts."
@@ -191,7 +191,7 @@ def _numbered(ds, names):
     values,kept = find_label(ds)
     number = {name:i for i,name in enumerate(names)}
     bad = next((i for i,v in enumerate(values) if v is None or kept and not 0<=v<len(kept)), None)
-    if bad is not None: raise ValueError(f'row {bad} has the label {values[bad]}: remove what has no label')
+    if bad is not None: raise UsageError(f'row {bad} has the label {values[bad]}: remove what has no label')
     return [number[kept[v] if kept else str(v)] for v in values]
 
 @dataclass
@@ -204,9 +204,8 @@ class ClassData:
     def balanced(self)->list[float]: # one a class: weighted, all count the same; the mean over the rows is 1
         "Weights against classes of unequal size, as scikit-learn's 'balanced'."
         counts = np.bincount([l for p in self.train.parts for l in p.labels], minlength=len(self.names))
-        if not counts.all():
-            raise ValueError(f'no training picture of class {self.names[int(counts.argmin())]}: '
-                             'it cannot be balanced')
+        require(counts.all(), f'no training picture of class {self.names[int(counts.argmin())]}: '
+            'it cannot be balanced')
         return (counts.sum()/(len(counts)*counts)).tolist()
 
 def load_classes(
@@ -217,7 +216,7 @@ def load_classes(
     "Load several data sets."
     short = [Path(p).name for p in paths]
     if len(set(short))<len(short):
-        raise ValueError(f'data sets {short} have equal names: rename a folder, metrics go by these names')
+        raise UsageError(f'data sets {short} have equal names: rename a folder, metrics go by these names')
     pairs = {name:split_pair(load_splits(p), val_share, seed) for name,p in zip(short, paths)}
     names = list(dict.fromkeys(n for pair in pairs.values() for n in names_of(pair.values())))
     parts = {name:[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]

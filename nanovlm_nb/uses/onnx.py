@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor,nn
 
 from ..core.config import VLMConfig
+from ..core.usage import UsageError
 from ..model.language import RMSNorm
 from ..model.vlm import VisionLanguageModel,written_at_once
 from ..data.prompts import get_image_string,to_messages
@@ -126,7 +127,7 @@ def to_onnx(
 
 def _check_size(values):
     if (size := sum(a.nbytes for a in values.values()))<=LARGEST_FILE: return
-    raise ValueError(f'{size/2**30:.1f} GB of weights for one ONNX file, which holds less than 2: '
+    raise UsageError(f'{size/2**30:.1f} GB of weights for one ONNX file, which holds less than 2: '
                      'export a smaller model, or for transformers (--format smolvlm)')
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0000e

@@ -73,11 +73,11 @@ def check_page_tokenizer(
     whole = bpe['type']=='BPE' and not odd and spec['normalizer'] is None
     cut = kinds in (['ByteLevel'], ['Digits','ByteLevel']) and steps[0].get('individual_digits', True)
     if not (whole and cut and steps[-1]['use_regex'] and not steps[-1]['add_prefix_space']):
-        raise ValueError(f"a tokenizer of the kind {bpe['type']} with the steps {kinds} is no byte-level BPE "
+        raise UsageError(f"a tokenizer of the kind {bpe['type']} with the steps {kinds} is no byte-level BPE "
                          f'after GPT-2; {OTHER_TOKENIZERS}')
     letters = sum(len(token)==1 for token in bpe['vocab'])
     if letters<256 or not all(map(_plain, spec['added_tokens'])):
-        raise ValueError('a tokenizer without all bytes, or with tokens that take spaces; '
+        raise UsageError('a tokenizer without all bytes, or with tokens that take spaces; '
                          f'{OTHER_TOKENIZERS}')
 
 # %% ../../nbs/84_uses.web.ipynb #74a00011
