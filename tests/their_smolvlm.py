@@ -18,11 +18,11 @@ def make_smolvlm(folder, tied=True):
     tok.eos_token, tok.chat_template = '<end_of_utterance>', None
     text = dict(model_type='llama', hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=len(tok),
                 rope_parameters=dict(rope_theta=7000., rope_type='default'), pad_token_id=2, eos_token_id=tok.eos_token_id, max_position_embeddings=2048, tie_word_embeddings=tied)
-    vision = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, image_size=32, patch_size=8)
+    vision = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, image_size=16, patch_size=4)
     torch.manual_seed(1)
     model = SmolVLMForConditionalGeneration(SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2, image_token_id=tok.image_token_id, tie_word_embeddings=tied)).eval()
     model.generation_config.eos_token_id = tok.eos_token_id
     model.save_pretrained(folder)
-    pictures = transformers.SmolVLMImageProcessor(size=dict(longest_edge=64), max_image_size=dict(longest_edge=32))
+    pictures = transformers.SmolVLMImageProcessor(size=dict(longest_edge=32), max_image_size=dict(longest_edge=16))
     Idefics3Processor(pictures, tok, image_seq_len=4, chat_template=DEFAULT_CHAT_TEMPLATE).save_pretrained(folder)
     return folder
