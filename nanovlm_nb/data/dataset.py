@@ -42,7 +42,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import MissingFile,UsageError,asking_hub,check_hub_name,require
 from ..core.config import IGNORE
-from ..core.dist import Interrupted, Stop
 from ..core.run_dir import DROPPED
 from .images import ImageProcessor, UnreadableImage, image_size
 from .prompts import answer_frame, encode_chat, expand_images, get_image_string
@@ -643,8 +642,7 @@ class Patience(float):
         self.stop = stop
         return self
 
-    def __reduce__(self): # of events only a `Stop` can go to another process
-        return Patience,(float(self),self.stop if isinstance(self.stop, Stop) else None)
+    def __reduce__(self): return Patience,(float(self),) # signals stay out of other processes
 
 class Waiting:
     "How long something has not answered."
@@ -661,15 +659,6 @@ class Waiting:
         "Start counting from zero."
         self.since:float|None = None # when it was away for the first time
         self.pause = RETRY_PAUSE_S
-
-    def ask(self,
-        read:Callable, # called without arguments
-    ): # what it returns
-        "Read; a signal breaks that off, and it is `Unreachable`."
-        if not isinstance(self.stop, Stop): return read()
-        try:
-            with self.stop.interruptible(): return read()
-        except Interrupted: raise Unreachable(f'{self.name} could not be read when a signal came') from None
 
     def failed(self,
         e:Exception, # from `network_errors`

@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from ..core.config import IGNORE
-from nanovlm_nb.core.dist import (Dist,Interrupted,check_socket_room,from_workers,raised_in_worker,
-    seed_worker)
+from ..core.dist import Dist,check_socket_room,seed_worker
 from ..core.usage import UsageError,require
 from .dataset import Dropped,Drops,Plan,Unreachable,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
-from .sources import keep_split,stop_of
+from .sources import keep_split
 
 # %% ../../nbs/16_data.lanes.ipynb #809a7ebf
 SPARE = 3/8 # share of a pack that a window leaves free
@@ -324,7 +323,6 @@ class LaneDataset(IterableDataset):
     ):
         "Keep them for the workers."
         self.lanes,self.states = lanes,states
-        self.stop = stop_of(lanes[0].source)
 
     def __iter__(self)->Iterator[dict|None]: # packs as `ship` makes them; None is an empty turn
         "The turns of this worker."
@@ -368,10 +366,8 @@ class _letting_go:
 
     def __exit__(self, kind, e, tb):
         clear_frames(tb)
-        if isinstance(e, Interrupted):
-            raise Unreachable(f'the data could not be read when a signal came: {e}') from e
         cut_off = isinstance(e, (EOFError, ConnectionError, FileNotFoundError))
-        if self.num_workers and cut_off and not raised_in_worker(e):
+        if self.num_workers and cut_off and not str(e).startswith('Caught'):
             raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). '
                                'Was it killed for its memory? Lower num_workers or num_of_sequences') from e
 
@@ -466,7 +462,7 @@ class PackLoader:
             pin_memory=self.pin_memory, generator=torch.Generator().manual_seed(self.rules.seed), **more)
 
     def _arriving(self):
-        return (unship(p, self.pin_memory) for p in from_workers(self.loader()) if p is not None)
+        return (unship(p, self.pin_memory) for p in self.loader() if p is not None)
 
     def updates(self)->Iterator[list[dict]]: # the packs of this rank, one per lane, for each update
         "One update after the other, until all lanes are done."

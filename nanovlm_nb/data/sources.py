@@ -6,7 +6,7 @@
 __all__ = ['COUNTED', 'READ_ROWS', 'READ_BYTES', 'RESHARD_BELOW', 'FOOTERS', 'SMALL_FILE', 'VAL_SHARES', 'Permutation', 'as_row',
            'Joined', 'MapSource', 'footer', 'RowGroups', 'Shard', 'count_rows', 'shares', 'lane_shares', 'heads',
            'shares_of', 'quotas', 'QuotaSplit', 'guess_sizes', 'fitted_heads', 'no_room', 'Share', 'cut', 'patiently',
-           'stop_of', 'StreamSource', 'Mixture', 'keep_split', 'Chain']
+           'StreamSource', 'Mixture', 'keep_split', 'Chain']
 
 # %% ../../nbs/15_data.sources.ipynb #4d95c168
 import hashlib
@@ -482,20 +482,12 @@ def patiently(
     while True:
         try:
             rows = iter(read(start))
-            while (found := waiting.ask(lambda: next(rows, None))) is not None:
+            while (found := next(rows, None)) is not None:
                 start = found[0]+1
                 waiting.answered()
                 yield found
             return
         except network_errors() as e: waiting.failed(e, f' at row {start}')
-
-def stop_of(
-    source, # `StreamSource`, `Mixture`, or another
-)->Any: # an event; None: nothing ends its patience
-    "What ends the patience of a source."
-    own = getattr(getattr(source, 'patience', None), 'stop', None)
-    inner = (stop_of(s) for s in getattr(source, 'sources', ()))
-    return own or next((s for s in inner if s is not None), None)
 
 # %% ../../nbs/15_data.sources.ipynb #84882d1a
 def _by_itself(picture):

@@ -14,7 +14,7 @@ import torch
 
 from ..core.usage import UsageError,first_to_tell
 from ..core.config import TrainConfig,code_flags
-from ..core.dist import Dist
+from ..core.dist import Dist,first_reason
 from ..core.run_dir import BEST,CONFIG,checkpoints,last_checkpoint,read_pointer
 from ..training.checkpoint import was_cut_short
 
@@ -148,7 +148,7 @@ def reason_of_ranks(
     "Store why this rank ends; if another rank has ended before, its reason is the one to show."
     said = why or (str(error) if isinstance(error, UsageError) else None)
     mine = said or f'rank {dist.rank} ended with {type(error).__name__}: {error}'
-    first = dist.first_reason(mine)
+    first = first_reason(dist, mine)
     return first if why or not said and first!=mine else None
 
 class FirstErrorOnly:

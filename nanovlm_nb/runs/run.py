@@ -29,7 +29,7 @@ from ..core.files import MANIFEST,has_digests,write_atomic
 from ..core.usage import UsageError,ends_at_once,user_path
 from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,get_run_name,projector_advice
 from ..core.config import save_yaml,set_env,updates_of_run
-from ..core.dist import Interrupted,Dist,Stop,cores_of_rank,destroy_dist,init_dist,launchers
+from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers
 from ..core.dist import on_master,set_seed,set_threads
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROPPED,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG
 from ..core.run_dir import STATUS,TEXT_LOG,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint
@@ -335,19 +335,17 @@ CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; on
 
 @contextmanager
 def stop_on_signals(
-    stop:threading.Event, # set by the first signal; a `Stop` can break off what reads
+    stop:threading.Event, # set by the first signal
 )->Iterator[None]: # nothing
     "Inside, `SIGNALS` ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
     me,old = os.getpid(),{}
     def ask(number, _):
         if os.getpid()!=me: return # a loader worker that is being born
-        interrupts = isinstance(stop, Stop) and stop.may_raise
         if number==signal.SIGINT:
             signal.signal(number, old[number])
             # by this way, for a handler may come in the middle of a print
-            if not interrupts and os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C)
-        if isinstance(stop, Stop): stop.handle()
-        else: stop.set()
+            if os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C)
+        stop.set()
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
         here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
         # what is ignored stays so: SIGHUP under nohup, SIGINT where a script has started this with &
@@ -502,15 +500,13 @@ def on_each_rank(
     name:str, # what is read, for the log
     read:Callable, # called without arguments, until a network that is away has come back
     dist:Dist, # all ranks must call
-    patience:float, # seconds; a `Patience` with a `Stop` breaks off at once when a signal comes
+    patience:float, # seconds; a signal ends a `Patience` with `stop`
 ): # what it returns
     "Read what every rank needs; if one cannot reach it, or got a signal to stop, all raise `Unreachable`."
     value,lost,stop = None,None,getattr(patience, 'stop', None)
-    try:
-        with stop.interruptible() if isinstance(stop, Stop) else nullcontext():
-            value = until_reached(name, read, patience)
-    except Interrupted: lost = SIGNALLED
-    except Unreachable as e: lost = SIGNALLED if stop is not None and stop.is_set() else str(e)
+    try: value = until_reached(name, read, patience)
+    except Unreachable as e: lost = str(e)
+    if stop is not None and stop.is_set(): lost = SIGNALLED
     messages = [text for text in dist.gather(lost) if text]
     if SIGNALLED in messages: raise Signalled(SIGNALLED)
     if messages: raise Unreachable(messages[0])
@@ -855,7 +851,7 @@ def process_group(
 )->Iterator[tuple[Dist,threading.Event]]: # this rank, and what a signal sets
     "Inside, the process group of a run exists, and signals set `stop`."
     set_env()
-    stop = stop or Stop()
+    stop = stop or threading.Event()
     if dist is not None:
         yield dist,stop
         return
