@@ -347,7 +347,7 @@ def test_the_base_of_an_adapter_stays_bit_by_bit():
     (['xray', *SHORT, '--recipe', 'mine:convolutions'], 'recipe mine:convolutions makes the model of the run, of which nanovlm xray knows nothing'),
     (['train', '--recipe', 'nowhere:f'], "recipe 'nowhere:f': no module 'nowhere'; is it in the working directory or on PYTHONPATH?"),
     (['train', '--recipe', 'mine:muoon'], "recipe 'mine:muoon': module 'mine' has no function 'muoon'"),
-    (['train', '--recipe', 'mine'], "recipe names 'mine': give module:function"),
+    (['train', '--recipe', 'mine'], "recipe is 'mine': give module:function"),
     (['train', '--recipe', 'mine:triangle'], "recipe 'mine:triangle', called with (vlm_cfg, train_cfg): "),
     (['train', '--recipe', 'mine:joined'], "recipe 'mine:joined' returned <function joined"),
 ])

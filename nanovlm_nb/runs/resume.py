@@ -18,6 +18,7 @@ from typing import get_type_hints
 
 from ..core.files import MANIFEST,write_atomic
 from ..core.config import CAREFUL,FINE,REFUSED,TrainConfig,VLMConfig,as_type,code_of,evolve
+from ..core.config import resume_rule
 from ..core.run_dir import BEST,CLASSIFY,CONFIG,JOB,LAST,LOG,NEXT,TRAINER_STATE,WANDB_ID,abandoned
 from ..core.run_dir import best_kept,checkpoints,find_checkpoint,last_checkpoint,missing_pieces
 from ..core.run_dir import pointer_text,read_log,read_state,set_pin,stands_at,step_of
@@ -245,10 +246,9 @@ def differences(
     changes = []
     for cfg,was in ((vlm_cfg,saved['vlm']), (train_cfg,saved['train'])):
         now,kinds = {f.name:getattr(cfg, f.name) for f in fields(cfg)},get_type_hints(type(cfg))
-        known = {f.name:(f.metadata['resume'],f.metadata['why']) for f in fields(cfg) if f.metadata}
         # an older checkpoint may hold a number where a list is now
         was = {n:as_type(n, v, kinds[n]) for n,v in was.items() if n in now}
-        changes += [Difference(n, was[n], now[n], *known.get(n, (REFUSED,NOBODY_KNOWS)))
+        changes += [Difference(n, was[n], now[n], *(resume_rule(n, type(cfg)) or (REFUSED,NOBODY_KNOWS)))
                   for n in now if n in was and now[n]!=was[n]]
     was,now = (training_parts(t) for t in (saved['train'], asdict(train_cfg)))
     if was!=now:

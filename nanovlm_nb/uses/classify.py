@@ -30,8 +30,9 @@ from torch.nn import functional as F
 
 from ..core.files import write_atomic
 from ..core.usage import MissingFile,UsageError,require,unknown_flag,user_path
-from ..core.config import ELSEWHERE,IGNORE,PRESETS,Config,TrainConfig,VLMConfig,careful,check_code
-from ..core.config import check_known,code_flags,evolve,is_of_run,preset,read_sections,refused
+from ..core.config import CAREFUL,ELSEWHERE,IGNORE,PRESETS,REFUSED,Config,CountF,Text
+from ..core.config import TrainConfig,VLMConfig,check_code,check_known,code_flags,evolve,is_of_run
+from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
 from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
 from ..core.run_dir import find_checkpoint
@@ -57,24 +58,22 @@ from .labels import ClassData,load_classes
 @dataclass
 class ClassConfig(VLMConfig):
     "A model that knows classes."
-    class_names:list[str] = refused(None, 'at least two; their order is that of the scores', own=True)
-    class_head:bool = refused(True,
-        'score the classes with a head; False: score their names as answers', own=True)
-    class_prompt:str = careful('What is this?', 'asked of every picture',
-        'from here on the model reads another question', own=True)
-    class_weights:list[float]|None = careful(None,
-        'what the loss of a picture of each class counts in training; None: 1',
-        'from here on pictures count differently', own=True)
+    resume_rules = rules(REFUSED, {'class_names class_head':'the model would be another'})|rules(CAREFUL, {
+        'class_prompt':'from here on the model reads another question',
+        'class_weights':'from here on pictures count differently'})
+    class_names:list[str] = many() # at least two; their order is that of the scores
+    class_head:bool = True # score the classes with a head; False: score their names as answers
+    class_prompt:Text = 'What is this?' # asked of every picture
+    class_weights:list[CountF]|None = None # what the loss of a picture of each class counts; None: 1
 
     def __post_init__(self):
         super().__post_init__()
-        names,weights = self.class_names or [],self.class_weights
+        names,weights = self.class_names,self.class_weights
         if len(names)<2: raise UsageError(f'class_names is {self.class_names}: give two or more')
         if len(set(names))<len(names) or not all(names):
             raise UsageError('class_names has empty or equal names: give each class one of its own')
-        if weights and (len(weights)!=len(names) or min(weights)<0):
-            raise UsageError(f'{len(weights)} class_weights for {len(names)} classes: '
-                'give each one, 0 or more')
+        if weights and len(weights)!=len(names):
+            raise UsageError(f'{len(weights)} class_weights for {len(names)} classes: give each one')
         if weights and not self.class_head:
             raise UsageError('class_weights belong to a head: '
                 'with class_head False the loss is that of the words, leave them out')
@@ -508,10 +507,10 @@ def lay_out(
 @dataclass
 class ModelSection(Config):
     "What is trained."
-    name:str = 'shapes' # a preset, a run, a checkpoint, a SmolVLM or Idefics3; directory or hub id
+    name:Text = 'shapes' # a preset, a run, a checkpoint, a SmolVLM or Idefics3; directory or hub id
     num_labels:int|None = None # classes; None: as many as the data have
     method:str = 'head' # 'head': a head over the classes; 'answers': the names are scored as answers
-    prompt:str = 'What is this?' # asked of every picture
+    prompt:Text = 'What is this?' # asked of every picture
     balance_classes:bool = False # weight the loss of each class by how rare it is
     memory_efficient_attention:bool = True # fused attention; False: as it is defined, slowly
 
@@ -522,10 +521,10 @@ class ModelSection(Config):
 @dataclass
 class TrainingSection(Config):
     "How it is trained, and on what."
-    datasets:list[str] = field(default_factory=lambda: ['digits']) # see `load_splits`
+    datasets:list[Text] = many('digits') # see `load_splits`
     val_share:float = .1 # of a data set without a split for evaluation
-    output_dir:str = 'outputs' # directory of the run directories
-    run_name:str|None = None # None: made from the settings and the date
+    output_dir:Text = 'outputs' # directory of the run directories
+    run_name:Text|None = None # None: made from the settings and the date
     epochs:int = 10 # passes over the data
     learning_rate:float = 1e-5 # of the backbones and of the projector
     head_learning_rate:float|None = None # of projector and head, which may both be new; None: the same
@@ -547,7 +546,7 @@ class MonitorSection(Config):
     gpu_log_freq:int = 10 # `perf/gpu_memory_gb`
     eval_log_freq:int = 50 # evaluation, and a checkpoint
     use_wandb:bool = True # report to Weights & Biases too
-    project:str = 'nanovlm_classify' # project there
+    project:Text = 'nanovlm_classify' # project there
 
     def __post_init__(self):
         self.convert()
