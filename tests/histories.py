@@ -15,18 +15,9 @@ from pathlib import Path
 from commands import TINY, start_of
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, prune, stands_at
+from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
-
-
-def names_one(run):
-    "Does `last_checkpoint` name a checkpoint that is there? It may have moved while we looked, so look twice."
-    pointer = run/'last_checkpoint'
-    for _ in range(3):
-        said = pointer.read_text().strip()
-        if (run/said).is_dir() or (run/(said+'.nanovlm.old')).is_dir(): return True
-    return False
 
 
 def updates(run):
@@ -50,9 +41,11 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
                           '--dtype', 'float32', '--max_training_steps', last, *flags])
     with open(Path(cwd)/'stderr', 'ab') as errors:
         process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
-    begun = False
+    begun = had = False
     while process.poll() is None:
-        if (run/'last_checkpoint').exists(): assert names_one(run), f'{run.name} names nothing: {flags}'
+        had = had or last_checkpoint(run) is not None
+        # one may be replaced while we look: look again
+        assert not had or any(last_checkpoint(run) for _ in range(3)), f'{run.name} has no checkpoint: {flags}'
         begun = begun or at is not None and starts(run) > before and updates(run) < at  # the log is cut to where the run goes on
         if at is not None and begun and updates(run) >= at:
             os.killpg(process.pid, how)
@@ -62,9 +55,9 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
 
 
 def stands(run):
-    "Where a run stands: what its pointer names (or would, had the run lived a moment longer), which is complete, and what `nanovlm resume` announces."
-    name = stands_at(run)
-    assert not missing_pieces(run/name)
+    "Where a run stands: its newest checkpoint, as all of them complete, and what `nanovlm resume` announces."
+    name = last_checkpoint(run).name
+    assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
     with contextlib.redirect_stdout(io.StringIO()) as out: main(['resume', str(run)])
     assert re.search(r'would go on from the latest checkpoint \S*/(step_\d+)\.', out.getvalue())[1] == name, out.getvalue()
     return name
@@ -82,7 +75,7 @@ def resumed_at(run):
 
 
 def history(cwd, seed, moves):
-    "Random moves; after each of them the pointer names a complete checkpoint, which is announced and taken. Returns what was done."
+    "Random moves; after each of them all checkpoints are complete, and the newest is announced and taken. Returns what was done."
     rng, name, done = random.Random(seed), 'run0', ['begin']
     go(cwd, name, last=6)
     for n in range(moves):

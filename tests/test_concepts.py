@@ -49,8 +49,8 @@ def test_checkpoints_come_in_time_and_the_oldest_go(run_dir):
 def test_one_model_file_and_a_shard_of_the_optimizer_per_rank(run_dir):
     files = [p.name for p in (run_dir/'step_8').rglob('*') if p.is_file()]
     assert files.count('model.safetensors') == 1
-    assert sorted(f for f in files if f.endswith('.distcp')) == ['__0_0.distcp', '__1_0.distcp']
-    assert {'rng_0.json', 'rng_1.json', 'trainer_state.json', 'manifest.json', '.metadata'} <= set(files)
+    assert sorted(f for f in files if f.startswith('rank_')) == ['rank_0.safetensors', 'rank_1.safetensors']
+    assert {'rng_0.json', 'rng_1.json', 'trainer_state.json', 'manifest.json'} <= set(files)
 
 
 def test_the_configuration_is_kept_byte_by_byte(run_dir, tmp_path):
@@ -59,14 +59,14 @@ def test_the_configuration_is_kept_byte_by_byte(run_dir, tmp_path):
 
 
 def test_listing_names_the_newest_and_what_is_missing(run_dir, cwd):
-    shard = run_dir/'step_6'/'optimizer'/'__1_0.distcp'
+    shard = run_dir/'step_6'/'optimizer'/'rank_1.safetensors'
     kept = shard.read_bytes()
     shard.unlink()
     said = nanovlm(['runs', run_dir], cwd).stdout.splitlines()
     assert said[0].startswith('step_8') and 'complete' in said[0] and 'last' in said[0]
-    assert any('step_6' in line and 'lacks optimizer/__1_0.distcp' in line for line in said)
+    assert any('step_6' in line and 'lacks optimizer/rank_1.safetensors' in line for line in said)
     failed = train([*FLAGS, '--resume', 'True', '--load_from', run_dir/'step_6'], cwd, ranks=2, check=False)
-    assert failed.returncode and 'lacks optimizer/__1_0.distcp' in failed.stderr
+    assert failed.returncode and 'lacks optimizer/rank_1.safetensors' in failed.stderr
     shard.write_bytes(kept)
 
 

@@ -101,8 +101,8 @@ def test_files_of_a_checkpoint(out, facts, name, ranks):
     "One model, and of the optimizer a file for each rank that holds its share."
     folder = out/name/f'step_{HALF}'
     assert [p.name for p in folder.glob('*.safetensors')] == ['model.safetensors']
-    sizes = {p.name: p.stat().st_size for p in (folder/'optimizer').glob('*.distcp')}
-    assert sorted(sizes) == [f'__{r}_0.distcp' for r in range(ranks)]
+    sizes = {p.name: p.stat().st_size for p in (folder/'optimizer').glob('*.safetensors')}
+    assert sorted(sizes) == [f'rank_{r}.safetensors' for r in range(ranks)]
     assert max(sizes.values()) < 1.3*8*facts[name]['parameters']/ranks+2e5  # names and places of the pieces
 
 

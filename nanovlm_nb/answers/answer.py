@@ -20,11 +20,10 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
-from ..core.files import check_files
 from ..core.usage import UsageError
 from ..core.config import IGNORE,TrainConfig,VLMConfig,load_function
 from ..core.dist import pick_device
-from ..core.run_dir import CONFIG,TRAINER_STATE,find_checkpoint
+from ..core.run_dir import CONFIG,TRAINER_STATE,check_files,find_checkpoint
 from ..core.logs import finished,styled
 from ..core.recipe import Parts,parts_of
 from ..model.weights import load_weights,resolve_checkpoint

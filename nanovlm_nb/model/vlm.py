@@ -26,7 +26,8 @@ from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..core.files import check_files, file_digest
+from ..core.files import file_digest
+from ..core.run_dir import check_files
 from ..core.usage import MissingFile,UsageError,require
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'HEAD', 'EMBED', 'WHOLE', 'OWN_CONFIG',
-           'AS_PARTS', 'MINIMIND', 'MINIMIND_EARLY', 'PTH_NAMES', 'VISION_PROJ', 'resolve_checkpoint', 'open_tensors',
-           'tensor_files', 'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'pixel_config',
-           'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone', 'load_language_backbone',
-           'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
-           'smolvlm_config', 'from_smolvlm', 'weights_sha', 'pth_path', 'halves', 'neighbours', 'load_pth',
-           'to_minimind', 'save_pth']
+           'AS_PARTS', 'MINIMIND', 'MINIMIND_EARLY', 'PTH_NAMES', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint',
+           'open_tensors', 'tensor_files', 'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config',
+           'pixel_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
+           'load_language_backbone', 'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names',
+           'text_type', 'to_smolvlm', 'smolvlm_config', 'from_smolvlm', 'weights_sha', 'pth_path', 'halves',
+           'neighbours', 'load_plain', 'load_pth', 'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,6 @@ from ..core.run_dir import find_checkpoint
 from .vision import ViT
 from .language import LanguageModel, RotaryEmbedding
 from .projector import ModalityProjector
-from .inert import load_plain
 
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
@@ -609,6 +609,22 @@ def neighbours(
 )->torch.Tensor: # the same rows, pairs are neighbours
     "Rows for a rotation of neighbours; undoes `halves`."
     return w.view(-1, 2, width//2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
+
+# %% ../../nbs/26_model.weights.ipynb #b1f05c2a
+# what a damaged pickle may raise
+NOT_PLAIN = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
+             EOFError)
+
+def load_plain(
+    path:str|Path, # a file that `torch.save` wrote
+)->Any: # tensors, numbers, texts, and lists and dictionaries of them
+    "Reads a file without executing any of it; a UsageError names the call that it wants."
+    try: return torch.load(path, map_location='cpu', weights_only=True)
+    except NOT_PLAIN as e:
+        wish = re.search(r'(?:GLOBAL:?|[Cc]lass|[Ff]unction) ([\w.]+)', str(e))
+        why = (f'it wants to call {wish[1]}, which weights do not need' if wish
+               else 'it is damaged, or something else')
+        raise UsageError(f'{path} is refused: {why}') from e
 
 # %% ../../nbs/26_model.weights.ipynb #58c2e7fb
 def _unwrapped(state, path):

@@ -16,7 +16,6 @@ from ..core.usage import UsageError,first_to_tell
 from ..core.config import TrainConfig,code_flags
 from ..core.dist import Dist,first_reason
 from ..core.run_dir import BEST,CONFIG,checkpoints,last_checkpoint,read_pointer
-from ..training.checkpoint import was_cut_short
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10007
 def causes(
@@ -51,7 +50,6 @@ def full_place(
     "The directory in which there was no space left."
     for e in causes(error):
         if 'shared memory' in str(e) or '/torch_' in str(e): return Path('/dev/shm')
-        if was_cut_short(e): return Path(run_dir)
         if isinstance(e, OSError) and e.errno in FULL:
             elsewhere = isinstance(e.filename, str) and not _lies_in(Path(run_dir), e)
             return Path(e.filename).parent if elsewhere else Path(run_dir)

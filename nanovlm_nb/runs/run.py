@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..core.files import MANIFEST,has_digests,write_atomic
+from ..core.files import MANIFEST,write_atomic
 from ..core.usage import UsageError,ends_at_once,user_path
 from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,get_run_name,projector_advice
 from ..core.config import save_yaml,set_env,updates_of_run
@@ -33,7 +33,7 @@ from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers
 from ..core.dist import on_master,set_seed,set_threads
 from ..core.run_dir import ANSWER_TABLE,CONFIG,CONFIGS,DROPPED,DROP_LIST,FEATURE_CACHE,JOB,LAST,LOG
 from ..core.run_dir import STATUS,TEXT_LOG,WANDB_ID,checkpoints,find_checkpoint,last_checkpoint
-from ..core.run_dir import NEXT,RunLock,read_log,read_state,recover,sweep
+from ..core.run_dir import RunLock,read_log,read_state,recover,sweep
 from ..core.logs import RunLog,plot_curves
 from ..core.advice import advice,loader_workers,memory_remedies,save_notes
 from ..core.recipe import Parts,parts_of,recipe_note
@@ -124,14 +124,14 @@ def checkpoint_around(
 def _run_path(vlm_cfg, c, dist):
     parent,before = runs_folder(vlm_cfg, c),Path(vlm_cfg.vlm_checkpoint_path)
     if c.run_name:
-        goes_on = c.resume and (before/c.run_name/LAST).is_file()
+        goes_on = c.resume and checkpoints(before/c.run_name)
         return before/c.run_name if goes_on else parent/c.run_name
     if (earlier := on_master(dist, lambda: earlier_run(parent, launchers(dist)))): return earlier
     if c.resume:
         if not c.load_from or is_pth(c.load_from):
             raise UsageError('resume needs to know which run: give run_name, or load_from with a checkpoint')
         given = Path(c.load_from).resolve()
-        run_dir = given if (given/LAST).is_file() else given.parent
+        run_dir = given if checkpoints(given) else given.parent
         return run_dir.parent if re.fullmatch(r'abandoned_\d+', run_dir.name) else run_dir
     return parent/dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size))
 
@@ -322,9 +322,6 @@ def plan_resume(
             raise UsageError(f'{run_dir} holds {kept[-1]} of an earlier run, which a new one would be '
                 f'mixed up with: give another run_name, or {how}')
         return None,lines+aside_lines(run_dir, None)
-    if not has_digests(path):
-        lines.append(f'the manifest of {path} has sizes only, as earlier versions wrote it: '
-            'what its files hold is not compared')
     state = read_state(path)
     lines += aside_lines(run_dir, path)+check_resume(state, vlm_cfg, train_cfg, world_size)
     return path,lines+[l for _,l in rate_lines(run_dir, state, train_cfg, schedule)]
@@ -614,7 +611,7 @@ def use_evals(trainer:Trainer)->None: # every rank must call
 
 # %% ../../nbs/56_runs.run.ipynb #e5d10002
 # small files that every start writes anew, and those that it adds to
-WRITTEN_ANEW,ADDED_TO = (CONFIG,STATUS,JOB,LAST,NEXT,WANDB_ID,LEFT_DASHBOARD),(LOG,TEXT_LOG,DROPPED)
+WRITTEN_ANEW,ADDED_TO = (CONFIG,STATUS,JOB,LAST,WANDB_ID,LEFT_DASHBOARD),(LOG,TEXT_LOG,DROPPED)
 
 def _written(run_dir):
     "Files in it that a start writes, with what small ones hold."

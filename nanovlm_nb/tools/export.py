@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from ..core.files import check_files
 from ..core.usage import UsageError,require,user_path
 from ..core.config import VLMConfig
-from ..core.run_dir import find_checkpoint
+from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
 from ..model.weights import OWN_CONFIG, to_smolvlm
 from ..model.vlm import LORA_NOTE, VisionLanguageModel, written_at_once

@@ -20,7 +20,8 @@ import torch
 from ..core.usage import MissingFile,UsageError
 from ..core.config import TrainConfig,evolve,load_yaml,updates_of_run
 from ..core.dist import Dist,pick_device
-from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,branch,missing_pieces,read_log,step_of
+from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,checkpoints,missing_pieces,read_log
+from ..core.run_dir import step_of
 from ..core.logs import RunLog
 from ..core.recipe import parts_of
 from ..data.packing import Batch,Document,collate_packs,pack,unpack
@@ -36,7 +37,7 @@ def checkpoint_before(
     update:int, # from 1
 )->Path: # the newest complete checkpoint of an earlier update, on the way to the current one
     "Where the way to an update begins."
-    earlier = [p for p in branch(run_dir) if step_of(p)<update and not missing_pieces(p)]
+    earlier = [p for p in checkpoints(run_dir) if step_of(p)<update and not missing_pieces(p)]
     if not earlier:
         raise MissingFile(f'{run_dir} has no complete checkpoint before update {update}: '
                                 'it keeps max_keep_ckpts of them, choose a later update')

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..core.files import file_sizes
-from ..core.run_dir import BEST,LOG,STATUS,abandoned,branch,checkpoints,delete_abandoned,holder
+from ..core.run_dir import BEST,LOG,STATUS,abandoned,checkpoints,delete_abandoned,holder
 from ..core.run_dir import last_checkpoint,missing_pieces,prune_older,read_pointer,written
 from ..core.logs import describe
 
@@ -38,12 +38,10 @@ def list_checkpoints(
     now:float|None=None, # seconds since 1970; None: now
 )->list[str]: # a line for each checkpoint: the current one, what led there, and the rest
     "What a run has kept."
-    now,marks,on_branch = time.time() if now is None else now,{},branch(run_dir)
+    now,marks = time.time() if now is None else now,{}
     for name,path in (('last',last_checkpoint(run_dir)), ('best',read_pointer(run_dir, BEST))):
         if path is not None: marks[path] = ' and '.join(filter(None, [marks.get(path), name]))
-    others = [p for p in checkpoints(run_dir) if p not in on_branch]
-    marks |= {p:'not where the run stands: the next start sets it aside' for p in others if on_branch}
-    lines = [describe_checkpoint(p, marks, now) for p in on_branch[::-1]+others[::-1]]
+    lines = [describe_checkpoint(p, marks, now) for p in checkpoints(run_dir)[::-1]]
     return lines+[describe_checkpoint(p, {}, now, f'{folder.name}/{p.name}')
                   for folder in abandoned(run_dir)[::-1] for p in checkpoints(folder)[::-1]]
 
