@@ -8,7 +8,7 @@ import torch
 from commands import TINY, run, train
 
 from nanovlm_nb.tools import plan as pl
-from nanovlm_nb.core.advice import (MOST, advice, capped_workers, data_advice, grouped, lint, memory_remedies, more_workers, over_budget, range_notes,
+from nanovlm_nb.core.advice import (MOST, advice, capped_workers, grouped, if_it_waits, lint, memory_remedies, more_workers, over_budget, range_notes,
                                save_notes, stability_advice)
 from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.core.config import effective_batch_size, evolve, load_yaml, preset, save_yaml
@@ -194,7 +194,7 @@ def test_every_remedy_is_a_valid_configuration():
 def test_loader_processes():
     assert [capped_workers(16, 8, r) for r in (1, 2, 16)] == [8, 4, 1]
     assert [more_workers(evolve(NANO, num_workers=n), cpus=64) for n in (0, 3, 6, 16)] == [6, 6, 16, None]
-    assert data_advice(NANO_VLM, evolve(NANO, num_workers=16))[0].startswith('resize_to_max_side_len')
+    assert next(text for ok, text in if_it_waits(NANO_VLM, evolve(NANO, num_workers=16))['data'] if ok).startswith('resize_to_max_side_len')
 
 
 def test_ranges_and_saving():
