@@ -263,8 +263,6 @@ class VLMConfig(Config):
     vit_pre_norm:bool = False # a layer norm before the first block, as in CLIP
     vit_post_norm:bool = True # a layer norm after the last block; patches of CLIP go without
     vit_activation:Literal['gelu_pytorch_tanh','gelu','quick_gelu'] = 'gelu_pytorch_tanh' # inside the MLP
-    # in bf16, keep the sum that runs through the blocks in bf16 as well: less memory, more rounding
-    vit_bf16_residual:bool = False
     # backbone whose weights are loaded: hub name or directory
     vit_model_type:Text = 'google/siglip2-base-patch16-512'
     # --- language model
@@ -701,22 +699,21 @@ _CAREFUL = rules(CAREFUL, {
     'betas':"the optimizer's running means were made with the old ones",
     'max_grad_norm':'from here on gradients are clipped differently',
     'max_grad_spike':'from here on other updates are skipped',
-    'vit_dropout lm_dropout':'from here on another share is dropped',
+    'vit_dropout lm_dropout':'from here on a different share is dropped',
     'moe_aux_weight':'from here on experts are balanced differently',
     'custom_transforms':'from here on pictures are changed differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
-    'vit_bf16_residual':'sums are rounded where they were not',
     'max_val_batches':'validation losses, and which is the best, are measured on other data'})
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d008
-OF_RUN = {*'''vit_bf16_residual lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name
-    attn_backend init_std loss_chunk_size'''.split()}
+OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name attn_backend init_std
+    loss_chunk_size'''.split()}
 BESIDE_WEIGHTS = {*'''vit_dropout vit_model_type lm_dropout moe_top_k moe_aux_weight lm_model_type
     lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len pixel_mean pixel_std'''.split()}
-OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation vit_bf16_residual lm_head_dim
-    lm_qkv_bias lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind
-    attn_backend init_std loss_chunk_size pixel_mean pixel_std image_convention'''.split()}
+OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation lm_head_dim lm_qkv_bias
+    lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind attn_backend init_std
+    loss_chunk_size pixel_mean pixel_std image_convention'''.split()}
 
 def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:
     """Returns level and reason of what a change means for a run that is resumed; None: nothing is known.
@@ -792,9 +789,9 @@ def tiny(**changes)->tuple[VLMConfig,TrainConfig]:
 def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     """Writes all fields of both configurations, and replaces a file in one step.
     Fields of a recipe's own classes are left out: it adds them each time."""
-    sections = dict(vlm=(VLMConfig,vlm_cfg.to_dict()), train=(TrainConfig,train_cfg.to_dict()))
-    plain = {name:{f.name:values[f.name] for f in fields(cls)} for name,(cls,values) in sections.items()}
-    write_atomic(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6))
+    sections = {name:{n:v for n,v in cfg.to_dict().items() if n in FIELDS}
+                for name,cfg in (('vlm',vlm_cfg),('train',train_cfg))}
+    write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
 class _EachOnce(yaml.SafeLoader):
     "A loader of YAML that refuses a name that occurs twice."
@@ -831,13 +828,12 @@ CODE = 'lr_schedule','custom_transforms','recipe','eval_include_path','eval_scri
 
 def code_of(values:dict)->dict[str,Any]:
     "Returns those settings of a run that name code of somebody."
-    usual = {n:default_of(FIELDS[n]) for n in CODE}
-    return {n:v for n,v in values.items() if n in usual and v not in (usual[n], *SCHEDULES)}
+    return {n:v for n,v in values.items() if n in CODE and v not in (default_of(FIELDS[n]), *SCHEDULES)}
 
 def code_flags(values:dict)->list[str]:
     "Returns what has to be typed again with each command that goes on with a run: `--recipe mine:muon`."
-    named = {n:[v] if isinstance(v, str) else v for n,v in code_of(values).items()}
-    return [word for n,words in named.items() for word in (f'--{n}', *words)]
+    return [word for n,v in code_of(values).items()
+            for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
 
 # %% ../../nbs/02_core.config.ipynb #4c0de104
 def is_of_run(path:str|Path)->bool:

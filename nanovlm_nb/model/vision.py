@@ -145,9 +145,7 @@ class ViT(nn.Module):
         images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
     )->Tensor: # (N, P, D) patch features; (N, D) with a class token, unless `vit_keep_patches`
         "Features of N tiles."
-        x,device = self.pre_norm(self.dropout(self.patch_embedding(images))),images.device.type
-        if self.cfg.vit_bf16_residual and not x.is_meta and torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = self.pre_norm(self.dropout(self.patch_embedding(images)))
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks: x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         if self.cfg.vit_cls_flag: x = x[:,1:] if self.cfg.vit_keep_patches else x[:,0]

@@ -50,7 +50,6 @@ ARMS = {
     'varlen': (dict(attn_backend='auto'), False),
     'varlen, compiled': (dict(attn_backend='auto'), True),
     'varlen, compiled, tiles padded': (dict(attn_backend='auto', tile_multiple=8), True),
-    'varlen, compiled, bf16 tower': (dict(attn_backend='auto', vit_bf16_residual=True), True),
     'varlen, compiled, batch 4': (dict(attn_backend='auto', batch_size=4), True),
 }
 LIKE_NANOVLM = 'like nanoVLM'
