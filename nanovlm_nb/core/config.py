@@ -909,8 +909,7 @@ def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=Fal
     parser.add_argument('--help_all', action='store_true', help='show every setting')
     parser.add_argument('--preset', choices=list(PRESETS),
                         help='configuration to start from; None: the one that the file names, else shapes')
-    parser.add_argument('--config', metavar='FILE.yaml',
-                        help='fields to change, in the sections `vlm` and `train`')
+    parser.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
     for cls,cfg in zip((VLMConfig,TrainConfig), preset(name)):
         kinds,about,groups = get_type_hints(cls, include_extras=True),described(cls),{}
         for f in fields(cls):
@@ -939,6 +938,7 @@ def _flags(argv, prog, own):
     given = {n:v for n,v in vars(args).items() if n in FIELDS and v is not MISSING}
     return args,{n:from_text(v, kinds[n]) for n,v in given.items()}
 
+# %% ../../nbs/02_core.config.ipynb #974a2953
 def parse_args(
     argv:list[str]|None=None, # arguments; default: those of the process
     prog:str='nanovlm train', # name of the command in its help
