@@ -15,6 +15,7 @@ setup(
     name=lib, version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'].split(),
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     author=cfg['author'], author_email=cfg['author_email'], url=cfg['git_url'], license='Apache-2.0',
+    package_dir={'': '.'}, # installed in place it is a folder on the path: a checkout beside a notebook does not hide it
     packages=[*find_packages(include=[lib, f'{lib}.*']), f'{lib}.tasks', f'{lib}.uses.page'], include_package_data=True, package_data={lib: ['py.typed', 'tasks/*', '*.mplstyle', 'uses/page/*']}, python_requires='>=' + cfg['min_python'],
     install_requires=shlex.split(cfg['requirements']),
     extras_require={extra: shlex.split(cfg[f'{extra}_requirements']) for extra in ('dev', 'test', 'notebooks', 'demo', 'onnx', 'gguf', 'tensorboard', 'eval')},

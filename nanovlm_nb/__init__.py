@@ -25,7 +25,8 @@ __all__ = list(_WHERE)
 
 def __getattr__(name):
     if name not in _WHERE: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(import_module(f'.{_WHERE[name]}', __name__), name)
+    try: return getattr(import_module(f'.{_WHERE[name]}', __name__), name)
+    except AttributeError as e: raise ImportError(f'{__name__}.{name} cannot be imported: {e}', name=name) from e # python would hide it
 
 def __dir__(): return sorted(__all__)
 

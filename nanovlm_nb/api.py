@@ -58,7 +58,11 @@ def train(
     quiet:bool=False, # show nothing; what is said stands in the run's train.log
     **settings, # any field of `VLMConfig` or `TrainConfig`, such as `max_training_steps` and `run_name`
 )->Asker: # the best model of the run, whose directory is its `run_dir`
-    "Train a model on rows of your own."
+    """Trains a model on rows of your own, and returns it, ready for `model.ask(picture, question)`.
+
+    A row is a dictionary with `image`, `question` and `answer`; the picture is a path, a PIL image or an array. Rows are a list,
+    a generator, a data set or a DataFrame with these columns. Settings are fields of `TrainConfig` and `VLMConfig`, such as
+    `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in `checkpoints/RUN_NAME`."""
     own,given = own_rows(rows), (dict(console_line='none') if quiet else {}) | settings
     vlm_cfg,train_cfg = _settings(len(own), preset, given)
     same = train_cfg.custom_transforms or train_cfg.cache_features

@@ -76,7 +76,7 @@ def own_row(
         images = as_pictures(pictures)
         if not images and any(MARK in t['user'] for t in texts): raise UsageError(f'{MARK}, but no picture')
     except Dropped as d: raise UsageError(f'row {i}: {d.detail or "it has no turns: " + GIVE}') from None
-    except ValueError as e: raise UsageError(f'row {i}: {e}') from e
+    except ValueError as e: raise UsageError(f'row {i}: {e}') from None
     own = {key:row[key] for key in (*COLUMNS, 'kinds') if key in row} | dict(images=images)
     return own | dict(texts=images_first(settle_marks(texts, len(images))), row_id=row.get('row_id', i))
 
@@ -88,7 +88,7 @@ def own_rows(
     if isinstance(rows, datasets.Dataset):
         if {'images', 'texts'} <= {*rows.column_names}: return rows
         rows = rows.to_list() # pictures as bytes
-    elif hasattr(rows, 'to_dict'): rows = rows.to_dict('records')
+    elif hasattr(rows, 'columns'): rows = rows.to_dict('records')
     if isinstance(rows, (str, bytes, dict)) or not isinstance(rows, Iterable):
         raise UsageError(f'rows are a {type(rows).__name__}: give a list, a generator or a table')
     own = [own_row(row, i) for i,row in enumerate(rows)]
