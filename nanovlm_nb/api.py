@@ -60,9 +60,10 @@ def train(
 )->Asker: # the best model of the run, whose directory is its `run_dir`
     """Trains a model on rows of your own, and returns it, ready for `model.ask(picture, question)`.
 
-    A row is a dictionary with `image`, `question` and `answer`; the picture is a path, a PIL image or an array. Rows are a list,
-    a generator, a data set or a DataFrame with these columns. Settings are fields of `TrainConfig` and `VLMConfig`, such as
-    `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in `checkpoints/RUN_NAME`."""
+    A row is a dictionary with `image`, `question` and `answer`; the picture is a path, a PIL image or an
+    array. Rows are a list, a generator, a data set or a DataFrame with these columns. Settings are fields
+    of `TrainConfig` and `VLMConfig`, such as `max_training_steps=200` and `run_name='mine'`; checkpoints and
+    log are in `checkpoints/RUN_NAME`."""
     own,given = own_rows(rows), (dict(console_line='none') if quiet else {}) | settings
     vlm_cfg,train_cfg = _settings(len(own), preset, given)
     same = train_cfg.custom_transforms or train_cfg.cache_features
