@@ -18,7 +18,9 @@ from nanovlm_nb.data.packing import collate_packs
 from nanovlm_nb.core.recipe import Parts
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.training.shard import full_weights, load_full_weights, local_bytes
-from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.hooks import Guard
+from nanovlm_nb.training.trainer import NoLog, save, train_step, validation_loss
+from nanovlm_nb.training.trainer import make_trainer as put_together
 from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -42,15 +44,9 @@ CASES = {
 }
 
 
-class Quiet:
+class Quiet(NoLog):
     "A log that goes nowhere, for a run that has a directory."
-    position = 0
-
     def __init__(self, run_dir): self.run_dir = run_dir
-
-    def log(self, metrics, step, waited=None): pass
-
-    def info(self, line): pass
 
 
 def make_trainer(dist, run_dir, model, run):
@@ -60,12 +56,12 @@ def make_trainer(dist, run_dir, model, run):
     cfg = evolve(vlm, **SMALL | model)
     train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
     mine = [collate_packs([p]) for p in make_packs(cfg)[dist.rank::dist.world_size]]
-    return Trainer(VisionLanguageModel(cfg, load_backbone=False).train(), train, mine, mine, Quiet(run_dir), dist)
+    return put_together(VisionLanguageModel(cfg, load_backbone=False).train(), train, mine, mine, [Guard()], dist, Quiet(run_dir))
 
 
 def updates(trainer, n):
     "Loss and norm of some updates on the same packs."
-    made = [trainer.train_step(gather_update(list(trainer.train_loader), trainer.dist)) for _ in range(n)]
+    made = [train_step(trainer, gather_update(list(trainer.loader), trainer.dist)) for _ in range(n)]
     return [[m['batch_loss'], m['grad_norm']] for m in made]
 
 
@@ -85,15 +81,15 @@ def keep(out, name, trainer):
 def case(dist, out, name, model, run):
     "Four updates, with a checkpoint after two; what is worth knowing about them."
     trainer = make_trainer(dist, out/name, model, run)
-    before = trainer.validate()
+    before = validation_loss(trainer)
     figures, exchanges = count(trainer, 1) if name in COUNTED and dist.is_master else (updates(trainer, 1), None)
     figures += updates(trainer, HALF-1)
-    trainer.save()
+    save(trainer)
     figures += updates(trainer, UPDATES-HALF)
     trainer.saver.wait()
     keep(out, name, trainer)
     state = [v for s in trainer.optimizer.state.values() for v in s.values() if v.ndim]
-    return dict(val=[before, trainer.validate()], figures=figures, exchanges=exchanges, state_bytes=dist.gather(local_bytes(state)),
+    return dict(val=[before, validation_loss(trainer)], figures=figures, exchanges=exchanges, state_bytes=dist.gather(local_bytes(state)),
                 parameters=sum(p.numel() for p in trainer.base.parameters()), optimizer=type(trainer.optimizer).__name__, scales=dist.gather(trainer.scaler.get_scale()))
 
 
@@ -103,7 +99,7 @@ def continued(dist, out, name, source, run):
     checkpoint = out/source/f'step_{HALF}'
     load_full_weights(trainer.base, VisionLanguageModel.from_pretrained(checkpoint).state_dict())
     load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, dist)
-    trainer.state.step = HALF
+    trainer.step = HALF
     figures = updates(trainer, UPDATES-HALF)
     keep(out, name, trainer)
     return dict(figures=figures)

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.data.packing import collate_packs, pack
-from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.trainer import Hook, make_trainer, train_step
 from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -27,15 +27,9 @@ def make_packs(cfg):
     return packs
 
 
-class Silent:
-    "A log that keeps what it is told."
-    run_dir = None
-
-    def __init__(self): self.lines = []
-
-    def log(self, metrics, step, waited=None): self.lines.append(metrics)
-
-    def close(self): pass
+class Spy(Hook):
+    "Keeps a copy of the gradients."
+    def before_step(self, trainer, figures): self.grads = {k: p.grad.clone() for k, p in trainer.base.named_parameters()}
 
 
 def main(batch_size, accumulation, out):
@@ -48,19 +42,11 @@ def main(batch_size, accumulation, out):
     packs = make_packs(vlm)
     steps = [packs[i:i+batch_size*dist.world_size] for i in range(0, 4, batch_size*dist.world_size)]
     mine = [collate_packs(s[dist.rank*batch_size:(dist.rank+1)*batch_size]) for s in steps]
-    trainer = Trainer(VisionLanguageModel(vlm, load_backbone=False).train(), train, mine, mine, Silent(), dist)
-    grads = {}
-    update = gather_update(mine, dist)
-    clip = trainer.clip
-
-    def spy():
-        "Keep a copy of the gradients, then clip."
-        grads.update({k: p.grad.clone() for k, p in trainer.base.named_parameters()})
-        return clip()
-    trainer.clip = spy
-    figures = trainer.train_step(update)
+    spy = Spy()
+    trainer = make_trainer(VisionLanguageModel(vlm, load_backbone=False).train(), train, mine, mine, [spy], dist)
+    figures = train_step(trainer, gather_update(mine, dist))
     if dist.is_master:
-        save_file({f'grad/{k}': v for k, v in grads.items()} | {f'param/{k}': v.detach().clone() for k, v in trainer.base.named_parameters()}, out,
+        save_file({f'grad/{k}': v for k, v in spy.grads.items()} | {f'param/{k}': v.detach().clone() for k, v in trainer.base.named_parameters()}, out,
                   metadata=dict(loss=repr(figures['batch_loss']), norm=repr(figures['grad_norm']), digest=figures['batch_digest'], targets=str(figures['target_tokens'])))
     destroy_dist()
 

@@ -26,13 +26,13 @@ def losses(name):
 
 def test_a_strict_run_trains_validates_saves_asks_and_gives_the_bits_of_a_plain_one(monkeypatch):
     "Under errors, not warnings, and with memory that is NaN before it is written; on a CPU the plain run has the same bits."
-    seen, real = [], trainer.Trainer.train_step
+    seen, real = [], trainer.train_step
 
-    def noted(self, update):
+    def noted(run, update):
         seen.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), os.environ.get(WORKSPACE)))
-        return real(self, update)
+        return real(run, update)
 
-    monkeypatch.setattr(trainer.Trainer, 'train_step', noted)
+    monkeypatch.setattr(trainer, 'train_step', noted)
     for name, more in (('a', ['--deterministic']), ('b', [])):
         assert main([*FLAGS, '--run_name', name, *more]) == 0
     assert seen == [(True, False, ':4096:8')]*3+[(False, False, None)]*3
@@ -40,13 +40,13 @@ def test_a_strict_run_trains_validates_saves_asks_and_gives_the_bits_of_a_plain_
 
 
 def test_an_operation_without_a_twin_ends_the_run_in_one_line(monkeypatch, capfd):
-    real = trainer.Trainer.train_step
+    real = trainer.train_step
 
-    def adding_somehow(self, update):
-        if self.state.step == 1: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-        return real(self, update)
+    def adding_somehow(run, update):
+        if run.step == 1: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+        return real(run, update)
 
-    monkeypatch.setattr(trainer.Trainer, 'train_step', adding_somehow)
+    monkeypatch.setattr(trainer, 'train_step', adding_somehow)
     with pytest.raises(SystemExit): main([*FLAGS, '--run_name', 'r', '--deterministic'])
     said = capfd.readouterr().err
     assert re.search(r'deterministic: put_ does not have a deterministic implementation.*step_0.*--deterministic False', said) and 'Traceback' not in said

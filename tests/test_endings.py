@@ -23,7 +23,7 @@ from nanovlm_nb.runs.endings import RunFailed
 from nanovlm_nb.core.recipe import Parts
 from nanovlm_nb.runs.run import INTERRUPTED
 from nanovlm_nb.runs.run import run as train_here
-from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.trainer import Hook, make_trainer
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3', '--max_training_steps', '6', '--run_name', 'run']
 
@@ -170,20 +170,27 @@ def fill(disk, room=0):
     (disk/'ballast').write_bytes(b'0'*max(free-room, 0))
 
 
+class BeforeStep(Hook):
+    "Does something in each update."
+    def __init__(self, do): self.do = do
+
+    def before_step(self, trainer, figures): self.do(trainer)
+
+
 def full_in(disk, point, room):
     "A maker of trainers whose disk is full from a point on."
     def make(*args):
-        trainer = Trainer(*args)
-        name = dict(update='train_step', save='save')[point]
-        before, count = getattr(trainer, name), [0]
+        trainer = make_trainer(*args)
+        count, save = [0], trainer.saver.save
 
-        def then(*a):
+        def third():
             count[0] += 1
-            if count[0] == 3:
-                trainer.saver.wait()  # what is still written in the background, of the save before
-                fill(disk, room)
-            return before(*a)
-        setattr(trainer, name, then)
+            if count[0] != 3: return
+            trainer.saver.wait()  # what is still written in the background, of the save before
+            fill(disk, room)
+
+        if point == 'save': trainer.saver.save = lambda *a: (third(), save(*a))
+        else: trainer.hooks.insert(0, BeforeStep(lambda t: third()))
         return trainer
     return make
 
@@ -329,15 +336,13 @@ def test_a_lost_place_ends_all_ranks_with_one_sentence(tmp_path, quiet_ranks, wa
 def losing(lose):
     "A maker of trainers that lose something before the fourth update, when nothing is being written."
     def make(*args):
-        trainer = Trainer(*args)
-        before = trainer.train_step
+        trainer = make_trainer(*args)
 
-        def then(update):
-            if trainer.state.step == 3:
-                trainer.saver.wait()
-                lose()
-            return before(update)
-        trainer.train_step = then
+        def fourth(t):
+            if t.step != 3: return
+            t.saver.wait()
+            lose()
+        trainer.hooks.insert(0, BeforeStep(fourth))
         return trainer
     return make
 
@@ -373,14 +378,14 @@ def test_a_right_that_was_lost_names_the_last_checkpoint(quiet_run):
 
 def forgetful(where, *args):
     "A trainer that asks for too much memory in its fourth update; the error is the allocator's own."
-    trainer = Trainer(*args)
+    trainer = make_trainer(*args)
     calls, too_much = [0], lambda: torch.empty(2**60)
 
     def fourth(*_):
         calls[0] += 1
         if calls[0] == 4: too_much()
-    if where == 'forward': trainer.base.MP.register_forward_pre_hook(lambda *_: too_much() if trainer.state.step == 3 and trainer.model.training else None)
-    elif where == 'backward': trainer.base.MP.proj.weight.register_hook(lambda g: None if trainer.state.step < 3 else too_much())
+    if where == 'forward': trainer.base.MP.register_forward_pre_hook(lambda *_: too_much() if trainer.step == 3 and trainer.model.training else None)
+    elif where == 'backward': trainer.base.MP.proj.weight.register_hook(lambda g: None if trainer.step < 3 else too_much())
     else: trainer.optimizer.register_step_pre_hook(fourth)
     return trainer
 

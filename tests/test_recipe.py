@@ -131,8 +131,8 @@ from pathlib import Path
 
 class Struck(Hook):
     "Ends its process as the machine's end would, after update 5, where a file says so."
-    def after_update(self, trainer, update):
-        if trainer.state.step == 5 and Path('strike').is_file(): os.kill(os.getpid(), signal.SIGKILL)
+    def after_update(self, trainer, figures):
+        if trainer.step == 5 and Path('strike').is_file(): os.kill(os.getpid(), signal.SIGKILL)
 
 def struck(recipe):
     "The same recipe with that hook."
@@ -212,7 +212,7 @@ def test_a_traceback_is_short():
     Path('watched.py').write_text(WATCHED)
     train('watched', '--recipe', 'watched:watched', '--compile', 'False')
     import watched
-    assert {tuple(way) for way in watched.seen} == {(('cli', 'main'), ('run', 'main'), ('run', 'run'), ('trainer', 'train'), ('trainer', 'train_step'), ('trainer', 'forward_backward'))}
+    assert {tuple(way) for way in watched.seen} == {(('cli', 'main'), ('run', 'main'), ('run', 'run'), ('trainer', 'train'), ('trainer', 'train_step'), ('trainer', 'accumulate'))}
 
 
 PROJECTED = """

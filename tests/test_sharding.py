@@ -114,7 +114,7 @@ def test_a_sharded_checkpoint_in_one_process(out, tmp_path):
     trainer = make_trainer(Dist(), tmp_path, {}, {})
     load_full_weights(trainer.base, a.state_dict())
     load_optimizer(out/'zero2'/f'step_{HALF}'/'optimizer', trainer.base, trainer.optimizer, Dist())
-    trainer.state.step = HALF
+    trainer.step = HALF
     updates(trainer, UPDATES-HALF)
     save_file({k: v.clone() for k, v in trainer.base.state_dict().items()}, tmp_path/'last.safetensors')
     assert apart(weights(tmp_path/'last.safetensors'), weights(out/'whole.safetensors')) < 1e-6

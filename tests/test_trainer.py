@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from nanovlm_nb.core.config import TrainConfig
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.data.packing import collate_packs, pack
-from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.hooks import hooks_of
+from nanovlm_nb.training.trainer import Hook, make_trainer, train_step, updates
 from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -48,19 +49,8 @@ def test_an_update_does_not_depend_on_the_split(tmp_path):
         assert float(said['norm']) == pytest.approx(float(figures['norm']), rel=1e-6)
 
 
-class Memory:
-    "A log that keeps what it is told."
-    def __init__(self, run_dir): self.run_dir, self.lines = run_dir, []
-
-    def log(self, metrics, step, waited=None): self.lines.append((step, metrics))
-
-    def info(self, text): pass
-
-    def close(self): pass
-
-
 @pytest.mark.usefixtures('one_thread')  # the order of sums decides about rounding noise, see below
-def test_reproduces_the_references_six_updates(golden, tmp_path):
+def test_reproduces_the_references_six_updates(golden):
     data = golden/'nanovlm'
     recorded = json.loads((data/'train_steps.json').read_text())['updates']
     samples = json.loads((data/'samples.json').read_text())['samples']
@@ -79,13 +69,12 @@ def test_reproduces_the_references_six_updates(golden, tmp_path):
     cfg = TrainConfig(gradient_accumulation_steps=2, loss_average='micro_batches', dtype='float32', max_training_steps=6)
     model = VisionLanguageModel.from_pretrained(data/'checkpoint').train()
     batches = [micro_batch(k) for u in recorded for k in u['micro']]
-    log = Memory(tmp_path)
-    trainer = Trainer(model, cfg, batches, batches, log, Dist(), schedule=schedule)
+    trainer = make_trainer(model, cfg, batches, batches, schedule=schedule)
     grads = {n: [] for n, _ in model.named_parameters()}
     for n, p in model.named_parameters(): p.register_post_accumulate_grad_hook(lambda p, n=n: grads[n].append(p.grad.clone()))
-    for update in islice(trainer.updates(), 6): trainer.train_step(update)
+    figures = [train_step(trainer, update) for update in islice(updates(trainer), 6)]
     grads = {n: g[1::2] for n, g in grads.items()}  # of both micro-batches
-    for (_, ours), theirs in zip(log.lines, recorded, strict=False):
+    for ours, theirs in zip(figures, recorded, strict=True):
         assert ours['batch_loss'] == pytest.approx(sum(theirs['micro_losses'])/2, abs=2e-5)
         assert ours['grad_norm'] == pytest.approx(theirs['grad_norm'], rel=1e-4)
         assert ours['lr_MP'] == theirs['lrs'][0] and ours['lr_decoder'] == theirs['lrs'][2]
@@ -97,6 +86,12 @@ def test_reproduces_the_references_six_updates(golden, tmp_path):
         moved = torch.cat([(after[k]-start[k]).flatten() for k in names])
         for k in names: assert_near(k, now[k], after[k], grads[k], lr)
         assert off.norm() <= 5e-4*moved.norm(), part
+
+
+def test_the_order_of_the_hooks():
+    "What judges the weights follows the checkpoint, and hooks of the user's come before it and before the log."
+    hooks = [type(hook).__name__ for hook in hooks_of(TrainConfig(), [Hook()])]
+    assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Meters', 'Estimate', 'Compile', 'Advice', 'Hook', 'Log', 'Checkpoint', 'Validate', 'Look', 'LastEpoch', 'Evaluate', 'FreezeGarbage', 'Profile']
 
 
 def test_one_rank_with_fewer_batches_stops_all(caplog):

@@ -10,6 +10,7 @@ from split_update import make_packs
 from nanovlm_nb.core.dist import destroy_dist, init_dist
 from nanovlm_nb.data.packing import collate_packs
 from nanovlm_nb.training.shard import full_weights
+from nanovlm_nb.training.trainer import train_step
 from nanovlm_nb.training.update import gather_update
 
 PARTS = dict(vision='vision_encoder.', projector='MP.', language='decoder.')
@@ -34,7 +35,7 @@ def case(dist, folder, sharding):
     text = [without_pictures(p, cfg) for p in packs]
     found = [sums(trainer)]
     for four in (packs, text, [text[0], packs[1], text[2], packs[3]]):
-        trainer.train_step(gather_update(four[dist.rank::dist.world_size], dist))
+        train_step(trainer, gather_update(four[dist.rank::dist.world_size], dist))
         found.append(sums(trainer))
     return found
 

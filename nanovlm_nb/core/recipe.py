@@ -26,8 +26,8 @@ class Parts:
     processor:Callable|None = None # like `images.image_processor_of`: how pictures are cut
     loaders:Callable|None = None # like `loader.get_dataloaders`: all of the data, for training and validation
     schedule:Callable|None = None # `schedule(step, max_lr, max_steps)`: learning rate of an update
-    hooks:Sequence = () # called after updates and validations, see `trainer.Hook`
-    trainer:Callable|None = None # takes what `trainer.Trainer` takes: a class derived from it
+    hooks:Sequence = () # beside the updates, see `trainer.Hook`
+    trainer:Callable|None = None # takes what `trainer.make_trainer` takes: a trainer with other hooks
 
     def __post_init__(self):
         for name in MAKERS: _check(getattr(self, name), callable, name, 'a function')

@@ -135,7 +135,8 @@ def _point_at_best(run_dir, checkpoint):
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     step,(_,lowest) = step_of(checkpoint),best_kept(run_dir, dict(step=step_of(checkpoint))|state)
     best = read_pointer(run_dir, BEST)
-    names = f"step_{state.get('best_model_step')}",f'step_{lowest}',best and best.name
+    classes = state.get('hooks', {}).get('ValidateClasses', {}) # of a classifier
+    names = f"step_{classes.get('best_model_step')}",f'step_{lowest}',best and best.name
     kept = {p.name:p for p in checkpoints(run_dir) if 0<step_of(p)<=step and not missing_pieces(p)}
     write_pointer(run_dir, BEST, next((kept[n] for n in names if n in kept), None))
 

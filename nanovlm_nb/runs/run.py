@@ -8,9 +8,9 @@ __all__ = ['ADVICE_AFTER_S', 'SIGNALS', 'CTRL_C', 'INTERRUPTED', 'SIGNALLED', 'T
            'make_run_dir', 'keep_configs', 'ask_held_out', 'report_drops', 'time_split', 'results', 'advice_lines',
            'last_lines', 'report', 'publish_best', 'plan_resume', 'stop_on_signals', 'set_status', 'keep_status',
            'exit_code', 'may_change', 'Ending', 'start_patience', 'Signalled', 'on_each_rank',
-           'interrupted_if_unreachable', 'open_log', 'make_trainer', 'note_for', 'use_frozen_tower', 'use_evals',
+           'interrupted_if_unreachable', 'open_log', 'build_trainer', 'note_for', 'use_frozen_tower', 'use_evals',
            'put_back', 'RunPlan', 'need_base', 'plan_run', 'Desk', 'room_to_begin', 'opened', 'step_in', 'set_up',
-           'first_lines', 'go_on_from', 'sum_up', 'settle_in', 'begin_anew', 'millions', 'process_group', 'run', 'main']
+           'first_lines', 'go_on_from', 'sum_up', 'begin_anew', 'millions', 'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import json,os,re,shlex,shutil,signal,threading,time
@@ -50,8 +50,9 @@ from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possibl
 from ..answers.evaluate import cli_evaluate
 from ..training.optim import NO_TWIN,precision_notes,same_bits,trainable_line
 from ..training.shard import engine_lines
-from ..training.bad_updates import forget_bad_updates
-from ..training.trainer import Trainer,Unstable
+from ..training.bad_updates import Unstable
+from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
+from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt
 from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
@@ -203,7 +204,7 @@ def ask_held_out(
     return scores
 
 # %% ../../nbs/56_runs.run.ipynb #53a7bda3
-def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `Trainer.drops`; where, when
+def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
     "Counts by reason into the log, ids into `drops.json`."
     def of(d): return d.counts|({'cut_turns':sum(d.cut.values())} if d.cut else {})
     counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in of(d).items()}
@@ -228,15 +229,15 @@ def results(
     scores:dict[str,dict], # from `ask_held_out`
 )->list[str]: # lines for the run's page
     "What came of a run."
-    s = trainer.state
+    s = trainer
     best = 'no validation'
     if s.best_step is not None: best = f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
     size = f'{s.step} updates, {s.samples} samples, {s.targets} target tokens'
-    since = f' since update {trainer.came_with[0]}, of the last start' if trainer.came_with[0] else ''
-    lines = [size, best, f'time{since}: {time_split(trainer.meters.seconds)}']
+    since = f' since update {s.start[0]}, of the last start' if s.start[0] else ''
+    lines = [size, best, f'time{since}: {time_split(find(s, Meters).seconds)}']
     if s.skipped: lines.append(f'{s.skipped} updates skipped, see bad_updates.jsonl')
     asked = {name:by_kind['all'] for name,by_kind in scores.items()}
-    lines += getattr(trainer, 'findings', []) # of a trainer that measures more
+    lines += [line for hook in s.hooks for line in getattr(hook, 'findings', ())]
     return lines+[f'{name}: {right} of {n} questions right' for name,(right,n) in asked.items()]
 
 ADVICE_AFTER_S = 600. # who tries something needs no advice
@@ -245,11 +246,12 @@ def advice_lines(
     trainer:Trainer, # after `train()`
 )->list[str]: # empty for a short run, or when all is well
     "What could be changed, from where the time went and from skipped updates."
-    total = sum(trainer.meters.seconds.values())
+    seconds = find(trainer, Meters).seconds
+    total = sum(seconds.values())
     if total<ADVICE_AFTER_S: return []
-    shares = {k:v/total for k,v in trainer.meters.seconds.items()}
+    shares = {k:v/total for k,v in seconds.items()}
     cfg = evolve(trainer.cfg, compile=trainer.compiled)
-    return advice(shares, cfg, trainer.base.cfg, unstable=trainer.state.skipped>0,
+    return advice(shares, cfg, trainer.base.cfg, unstable=trainer.skipped>0,
         cpus=os.cpu_count(), ranks=trainer.dist.world_size)
 
 def last_lines(
@@ -265,12 +267,12 @@ def last_lines(
 
 def report(
     trainer:Trainer, # after `train()`
-    drops:dict[str,Drops], # from `Trainer.drops`
+    drops:dict[str,Drops], # from `LeftOut`
     ask_samples:int, # held-out samples to ask about; 0: none
     parts:Parts|None=None, # of the run, if its model is not understood without its recipe
 )->dict[str,dict]: # from `ask_held_out`; empty when nothing was asked
     "Rank 0 sums up the run."
-    log,step,val = trainer.log,trainer.state.step,trainer.val_loader
+    log,step,val = trainer.log,trainer.step,trainer.held_out
     samples = copy(getattr(val, 'samples', None)) # with the same `drops`
     most = trainer.base.cfg.lm_max_position_embeddings-LONGEST
     if samples is not None: samples.max_sample_length = min(samples.max_sample_length or most, most)
@@ -282,7 +284,7 @@ def report(
     scores = ask_held_out(log.run_dir, rows, log, step, parts) if rows else {}
     report_drops(drops, log, step)
     plot_curves(read_log(log.run_dir/LOG), log.run_dir/'curves.png')
-    log.info(f'time: {time_split(trainer.meters.seconds)}')
+    log.info(f'time: {time_split(find(trainer, Meters).seconds)}')
     for line in advice_lines(trainer): log.info(line)
     write_record(log.run_dir, trainer.base.cfg, trainer.cfg, results(trainer, scores))
     for line in last_lines(log.run_dir, rows, asked=parts is None): log.info(line)
@@ -416,7 +418,7 @@ class Ending:
         trainer:Trainer, # about to make its first update
     )->None:
         "From now on there is something to lose."
-        self.trainer,self.start = trainer,trainer.state.step
+        self.trainer,self.start = trainer,trainer.step
 
     def command(self,
         **changes, # fields that are to have another value
@@ -470,7 +472,7 @@ class Ending:
     )->None:
         "What to type when it is mended."
         run_dir = self.log.run_dir
-        begun = self.trainer is not None and self.trainer.state.step>self.start
+        begun = self.trainer is not None and self.trainer.step>self.start
         if begun: self.log.info(f'{what_is_left(run_dir)}; once the error below is mended: {self.command()}')
         elif not isinstance(error, UsageError):
             words = 'nanovlm','doctor','--config',str(run_dir/CONFIG),*code_flags(self.cfg.to_dict())
@@ -541,13 +543,13 @@ def open_log(
         total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
         quiet=c.console_line=='none', epochs=epochs)
 
-def make_trainer(
+def build_trainer(
     vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     log:RunLog, dist:Dist, # where figures go; this rank
     resuming:bool=False, # a checkpoint's weights will follow
     parts:Parts=Parts(), # what the run's recipe gives
     stop:threading.Event|None=None, # ends what is waited for, and later the run
-)->Trainer: # ready to train, or to `load`
+)->Trainer: # ready to train, or to `resume`
     "All parts of a run, put together; every rank must call."
     set_seed(train_cfg.seed)
     wait = start_patience(train_cfg, dist, resuming, stop)
@@ -565,9 +567,8 @@ def make_trainer(
         return built
     model = on_each_rank('a backbone', build, dist, wait)
     model.recipe_note,model.processor_of = note_for(model, parts),parts.processor
-    given = {name:value for name in ('optimizer','hooks') if (value := getattr(parts, name))}
-    make = parts.trainer or Trainer
-    return make(model, train_cfg, train, val, log, dist, tokenizer, parts.schedule, **given)
+    return (parts.trainer or make_trainer)(model, train_cfg, train, val, hooks_of(train_cfg, parts.hooks),
+        dist, log, tokenizer, parts.schedule, parts.optimizer)
 
 def note_for(
     model:VisionLanguageModel, # of a run
@@ -607,7 +608,7 @@ def use_evals(trainer:Trainer)->None: # every rank must call
     every = 2*c.eval_interval
     how = f'{backend}, prompts of benchmarks: {c.lmms_eval_prompts}'
     if tasks: trainer.log.info(f'every {every} updates the checkpoint is evaluated ({how}): {tasks}')
-    trainer.desk = EvalDesk(trainer.log, dist, jobs, tasks if live else '', live)
+    find(trainer, Evaluate).desk = EvalDesk(trainer.log, dist, jobs, tasks if live else '', live)
 
 # %% ../../nbs/56_runs.run.ipynb #e5d10002
 # small files that every start writes anew, and those that it adds to
@@ -757,17 +758,16 @@ def set_up(
     vlm_cfg,train_cfg = plan.parts.configs
     if (left := on_master(dist, lambda: sweep(plan.run_dir))):
         log.info(f'removed, left by a start that was killed: {", ".join(left)}')
-    trainer = make_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, plan.parts, stop)
-    trainer.stop = stop
+    trainer = build_trainer(vlm_cfg, train_cfg, log, dist, checkpoint is not None, plan.parts, stop)
+    trainer.asked = stop
     for line in first_lines(trainer, plan, desk.lines): log.info(line)
     use_evals(trainer)
     if checkpoint is not None: go_on_from(trainer, desk, checkpoint)
     else: begin_anew(trainer, desk)
-    train,val = trainer.train_loader.source,trainer.val_loader.source # a resumed run keeps its split
-    updates = f'; {trainer.total:,} updates' if trainer.total else ''
+    train,val = trainer.loader.source,trainer.held_out.source # a resumed run keeps its split
+    updates = f'; {total:,} updates' if (total := length(trainer)) else ''
     log.info(size_line(train, val)+updates)
     use_frozen_tower(trainer, checkpoint)
-    if checkpoint is not None and not desk.own_checkpoint: settle_in(trainer)
     if dist.is_master: write_record(plan.run_dir, vlm_cfg, train_cfg)
     desk.stays()
     desk.ending.watch(trainer)
@@ -797,7 +797,7 @@ def go_on_from(trainer:Trainer, desk:Desk, checkpoint:Path)->None: # put togethe
         if desk.own_checkpoint: note_start(plan.run_dir, checkpoint, plan.jobs, desk.was)
         else: go_back(plan.run_dir, None, desk.was)
     if trainer.cfg.lora_rank: trainer.base.lora_note |= dict(base=noted_base(checkpoint)['base'])
-    trainer.load(checkpoint, trainer.cfg.force_resume, True, move)
+    resume(trainer, checkpoint, trainer.cfg.force_resume, True, move)
 
 def sum_up(
     trainer:Trainer, desk:Desk, # has trained, or was stopped; knows the command that resumes
@@ -805,22 +805,17 @@ def sum_up(
     "What came of a run."
     dist,parts,f = trainer.dist,desk.plan.parts,trainer.base.features
     if f: trainer.log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
-    if trainer.stopped() and (trainer.to_follow or not trainer.finished):
+    if trainer.stop:
         trainer.log.info(f'{what_is_left(trainer.log.run_dir)}, to go on: {desk.ending.command()}')
         return 'interrupted'
-    drops = trainer.drops()
-    trainer.report() # reads the clocks of all ranks
+    drops = find(trainer, LeftOut).gather()
+    find(trainer, Meters).report(trainer) # reads the clocks of all ranks
     model_parts = parts if parts.model or parts.processor else None
     if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples, model_parts)
     dist.barrier()
-    trainer.wait_for_evals()
+    find(trainer, Evaluate).wait(trainer)
     if dist.is_master: publish_best(trainer.log, desk.plan.repo)
     return 'done'
-
-def settle_in(trainer:Trainer)->None: # loaded from a checkpoint of another run
-    "From its first update on, a run has a checkpoint of its own."
-    trainer.save()
-    trainer.saver.wait()
 
 def begin_anew(trainer:Trainer, desk:Desk)->None: # without a checkpoint to resume from; whose run it is
     "Whatever an earlier start has left is done again; checkpoints that cannot be used are set aside."
@@ -828,9 +823,7 @@ def begin_anew(trainer:Trainer, desk:Desk)->None: # without a checkpoint to resu
     if trainer.dist.is_master:
         if go_back(run_dir, None, desk.was): desk.stays()
         trainer.log.cut(0)
-        trainer.left_out.cut()
-        forget_bad_updates(run_dir, -1)
-    trainer.desk.take_over()
+
 
 # %% ../../nbs/56_runs.run.ipynb #25a48073
 def millions(
@@ -871,8 +864,8 @@ def run(
         plan = plan_run(vlm_cfg, train_cfg, dist, recipe, asked)
         with opened(plan, dist, asked.config, command) as desk:
             trainer = set_up(desk, dist, stop)
-            if trainer.stopped(): trainer.log.info(SIGNALLED)
-            else: trainer.train()
+            if stopping(trainer): trainer.log.info(SIGNALLED)
+            else: train(trainer)
             desk.end(sum_up(trainer, desk))
     return plan.run_dir
 

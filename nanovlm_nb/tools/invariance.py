@@ -22,7 +22,7 @@ from ..data.packing import collate_packs
 from ..data.lanes import PackLoader,lanes_of
 from ..data.loader import get_dataloaders,load_tokenizer
 from ..training.update import gather_update
-from ..training.trainer import Trainer
+from ..training.trainer import Trainer,accumulate,make_trainer,trained
 from ..runs.start import check_ours,resolve_start
 from ..runs.resume import splits
 from ..runs.run import make_model
@@ -59,11 +59,9 @@ def gradient(
     ranks = [[collate_packs([packs[k] for k in lanes_of(r, w, b, a)[m*b:(m+1)*b]]) for m in range(a)]
              for r in range(w)]
     update:Any = gather_update([m for rank in ranks for m in rank], Dist())
-    with trainer.as_one_of(w):
-        losses = [trainer.forward_backward(m, replace(update, micro_batches=micro_batches), True)
-                  for micro_batches in ranks for m in micro_batches]
-    grads = [p.grad.flatten().cpu()/w for g in trainer.optimizer.param_groups
-             for p in g['params'] if p.grad is not None]
+    one_of = replace(trainer, dist=replace(trainer.dist, world_size=w))
+    losses = [accumulate(one_of, replace(update, micro_batches=rank)) for rank in ranks]
+    grads = [p.grad.flatten().cpu()/w for p in trained(trainer) if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)
     return torch.cat(grads),sum(l.item() for l in losses)/w
 
@@ -90,9 +88,8 @@ def check_splits(
     model = (parts.model or make_model)(vlm_cfg, train_cfg, False)
     loader,_ = get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg), parts=parts)
     batch = first_packs(loader)
-    silent:Any = None # nothing is logged
-    device = pick_device()
-    trainer = Trainer(model, train_cfg, [], [], silent, Dist(device=device), optimizer=parts.optimizer)
+    trainer = make_trainer(model, train_cfg, [], [],
+                           dist=Dist(device=pick_device()), optimizer=parts.optimizer)
     trainer.model.train()
     rows,first = [],None
     for split in some_splits(packs):

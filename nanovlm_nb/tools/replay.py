@@ -28,8 +28,9 @@ from ..data.packing import Batch,Document,collate_packs,pack,unpack
 from ..training.optim import clip_gradients
 from ..training.bad_updates import read_bad_updates
 from ..training.update import Update
-from ..training.trainer import Trainer
-from ..runs.run import make_trainer
+from ..training.trainer import Trainer,accumulate,resume,train_step,trained,updates
+from ..training.hooks import Guard,find
+from ..runs.run import build_trainer
 
 # %% ../../nbs/67_tools.replay.ipynb #bf2db93f
 def checkpoint_before(
@@ -72,14 +73,16 @@ def trainer_before(
     if most is not None and update>most:
         raise UsageError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
-        trainer = make_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
+        trainer = build_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
                                Dist(device=pick_device()), True, parts)
-        trainer.load(checkpoint)
+        resume(trainer, checkpoint)
         trainer.model.train()
-        for u in trainer.updates():
-            if trainer.state.step==update-1: break
-            trainer.train_step(u)
-        else: raise UsageError(f'update {update} was never made: the run has {trainer.state.step}')
+        guard = find(trainer, Guard)
+        trainer.hooks = [guard]
+        for u in updates(trainer):
+            if trainer.step==update-1: break
+            guard.after_update(trainer, train_step(trainer, u))
+        else: raise UsageError(f'update {update} was never made: the run has {trainer.step}')
         yield trainer,u
 
 # %% ../../nbs/67_tools.replay.ipynb #1262643a
@@ -106,7 +109,7 @@ def gradient_norm(
     trainer:Trainer, # after a backward pass
 )->float: # of all that trains
     "Norm of what is in the gradients, which are cleared."
-    norm = clip_gradients([p for g in trainer.optimizer.param_groups for p in g['params']], None).item()
+    norm = clip_gradients(trained(trainer), None).item()
     trainer.optimizer.zero_grad(set_to_none=True)
     return norm
 
@@ -119,7 +122,7 @@ def judge_samples(
     for batch in update.micro_batches:
         for doc in unpack(batch):
             one,n = micro_batch_of(doc),doc.n_targets
-            loss = trainer.forward_backward(one, replace(update, targets=n, micro_batches=[one]), True).item()
+            loss = accumulate(trainer, replace(update, targets=n, micro_batches=[one])).item()
             norm = gradient_norm(trainer)
             verdicts.append(Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
     usual = median([v.pull for v in verdicts if math.isfinite(v.pull)] or [math.inf])
@@ -131,8 +134,7 @@ def whole_update(
     update:Update, # likewise
 )->tuple[float,float]: # loss, gradient norm
     "The update as the run made it, without the step."
-    loss = torch.stack([trainer.forward_backward(b, update, True) for b in update.micro_batches]).sum().item()
-    return loss,gradient_norm(trainer)
+    return accumulate(trainer, update).item(),gradient_norm(trainer)
 
 # %% ../../nbs/67_tools.replay.ipynb #6d6aa3ae
 def tell_replay(

@@ -6,9 +6,9 @@
 __all__ = ['LOWER', 'UPPER', 'PARTS', 'BLOCKS', 'NAIVE', 'OTHER', 'ANSWERS', 'RATES', 'FUSED', 'FOREACH', 'PAIR', 'CHANGES',
            'fused_attention', 'LikeCuda', 'Op', 'Census', 'causal_pairs', 'peak_memory', 'by_part', 'fuse', 'Rates',
            'kernel_seconds', 'host_seconds', 'Seconds', 'two_clocks', 'nanovlm_loss', 'adamw', 'meta_net',
-           'nanovlm_step', 'shortened', 'repeated', 'whole_peak', 'Contents', 'example_batch', 'OnCard', 'Unheard',
-           'meta_trainer', 'tensors_of', 'look_through', 'together', 'Xray', 'xray', 'Account', 'accounts', 'Pace',
-           'pace', 'quick_xray', 'what_if', 'xray_text', 'main']
+           'nanovlm_step', 'shortened', 'repeated', 'whole_peak', 'Contents', 'example_batch', 'OnCard', 'meta_trainer',
+           'tensors_of', 'look_through', 'together', 'Xray', 'xray', 'Account', 'accounts', 'Pace', 'pace',
+           'quick_xray', 'what_if', 'xray_text', 'main']
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de03
 import json,sys,weakref
@@ -41,7 +41,8 @@ from ..model.flops import GpuCard,count_flops,find_card
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of
 from ..training.update import gather_update,tally
-from ..training.trainer import Trainer
+from ..training.trainer import NoLog,Trainer,make_trainer,train_step
+from ..training.hooks import costs
 from ..training.lora import add_adapters
 from ..runs.start import check_ours,foresee_start
 
@@ -551,12 +552,6 @@ class OnCard(nn.Module):
             with LikeCuda(): return forward(*args, **kwargs)
         return call
 
-class Unheard:
-    "A log that keeps nothing."
-    run_dir,position = Path(),None
-    def log(self, *args)->None: "Nothing."
-    info = length = log
-
 def meta_trainer(
     vlm_cfg:VLMConfig, # sizes
     train_cfg:TrainConfig, # what learns, how
@@ -567,9 +562,8 @@ def meta_trainer(
                          'which tokens an expert gets depends on their values, and an x-ray has none')
     cfg = evolve(train_cfg, dtype='bfloat16', compile=False, sharding='ddp', offload_optimizer=False,
         offload_params=False, cache_features=False, tile_multiple=train_cfg.tile_multiple or 8) # as on a GPU
-    silent:Any = Unheard()
-    trainer = Trainer(meta_net(vlm_cfg, cfg), cfg, [], [], silent, Dist(device=torch.device('meta')))
-    trainer.model,trainer.optimizer.step = OnCard(trainer.model),silent.log
+    trainer = make_trainer(meta_net(vlm_cfg, cfg), cfg, [], [], dist=Dist(device=torch.device('meta')))
+    trainer.model,trainer.optimizer.step = OnCard(trainer.model),NoLog().log
     return trainer
 
 def tensors_of(
@@ -598,7 +592,7 @@ def look_through(
     update:Any = gather_update([batch], trainer.dist)
     # tries it, once
     choose_backend(trainer.base.cfg.attn_backend, batch['layout'], trainer.dist.device, torch.bfloat16)
-    with c: trainer.train_step(update)
+    with c: train_step(trainer, update)
     c.ops += adamw(sum(p.numel() for p in learn))
     return c
 
@@ -656,7 +650,7 @@ def xray(
     batch = example_batch(vlm_cfg, train_cfg.batch_size) if batch is None else batch
     c = look_through(trainer, batch, roots)
     ops,(most,parts),d = together(c.ops),peak_memory(c.memory),tally(batch)
-    useful = count_flops(trainer.meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    useful = count_flops(costs(trainer), d['tiles'], d['tokens'], d['pairs'], d['targets'])
     return Xray(ops, fuse(ops), by_part(c.memory[:c.kept_until]), most, parts, useful, d['tokens'])
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de60
@@ -729,7 +723,7 @@ def quick_xray(
     d,by = tally(example_batch(vlm_cfg, rows, contents)),_learning(whole)/_learning(trainer)
     ops,compiled = (repeated(_scaled(o, by), vlm_cfg) for o in (x.ops, x.compiled))
     return x._replace(ops=ops, compiled=compiled,
-                      useful=count_flops(whole.meters.units,
+                      useful=count_flops(costs(whole),
                                          d['tiles'], d['tokens'], d['pairs'], d['targets']))
 
 def _learning(trainer): return sum(p.numel() for g in trainer.optimizer.param_groups for p in g['params'])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOGS', 'Section', 'SECTIONS', 'AT_ONCE', 'ClassConfig', 'as_classifier', 'at_answer', 'ClassSamples', 'wiggle',
            'answer_ids', 'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1',
-           'metrics_of', 'plot_confusion', 'ClassTrainer', 'prompts_in', 'write_predictions', 'read_predictions',
+           'metrics_of', 'plot_confusion', 'ValidateClasses', 'prompts_in', 'write_predictions', 'read_predictions',
            'lay_out', 'ModelSection', 'TrainingSection', 'MonitorSection', 'frequency_note', 'Settings',
            'check_buildable', 'workers_of', 'configs_of', 'check_run', 'class_parts', 'without_resume', 'class_trainer',
            'classify_again', 'classify_on', 'classify', 'with_resume', 'place_of_flag', 'asked_settings', 'main',
@@ -34,7 +34,7 @@ from ..core.config import CAREFUL,ELSEWHERE,IGNORE,PRESETS,REFUSED,Config,CountF
 from ..core.config import TrainConfig,VLMConfig,check_code,check_known,code_flags,evolve,is_of_run
 from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
-from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,TRAINER_STATE,checkpoints
+from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkpoints
 from ..core.run_dir import find_checkpoint
 from ..core.logs import finished,styled
 from ..core.recipe import Parts
@@ -46,10 +46,11 @@ from ..data.images import image_processor_of
 from ..data.dataset import Plan,VQADataset
 from ..data.packing import Batch,unpack
 from ..data.sources import MapSource
-from ..data.loader import load_tokenizer,pack_loader
+from ..data.loader import Loader,load_tokenizer,pack_loader
 from ..answers.answer import left_pad,open_pictures
 from ..training.optim import autocast
-from ..training.trainer import Trainer
+from ..training.trainer import Hook,Trainer,Validate,inputs_of,make_trainer,stopping
+from ..training.trainer import validation_batches
 from ..runs.run import NOT_ASKED,exit_code,process_group,run
 from ..compat.guide import GUIDE,translated
 from .labels import ClassData,load_classes
@@ -365,60 +366,74 @@ def plot_confusion(
     return finished(fig, path)
 
 # %% ../../nbs/81_uses.classify.ipynb #562f1085
-class ClassTrainer(Trainer):
-    "Trains a `VLMClassifier`; its loader for validation reads `ClassRows`."
-    def __init__(self,
-        *args, # see `Trainer`
-        **kwargs,
-    ):
-        super().__init__(*args, **kwargs)
-        self.base.tokenizer = self.tokenizer
-        self.best = dict(best_overall_accuracy=0., best_model_step=None)
-        self.labels,self.judged = self.val_loader.source.rows.answers(),[]
+class ValidateClasses(Validate):
+    "Evaluates a `VLMClassifier` on `ClassRows`; the best checkpoint is that of the best accuracy."
+    best:dict[str,Any] = dict(best_overall_accuracy=0., best_model_step=None)
+
+    def begin(self,
+        trainer:Trainer, # of a classifier
+    )->None:
+        "Keeps the best of an earlier start, unless it was left behind, or is another run's."
+        trainer.base.tokenizer = trainer.tokenizer
+        self.labels = trainer.held_out.source.rows.answers()
+        found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
+        if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
+        super().begin(trainer)
 
     def judge(self,
-        batch:Batch, # a micro-batch for validation
+        trainer:Trainer, batch:Batch, # a micro-batch for validation
     )->list[Judged]: # its pictures
-        "What the model thinks of some pictures."
-        inputs = self.inputs(batch)
+        "Returns what the model thinks of some pictures."
+        base,inputs = trainer.base,inputs_of(trainer, batch)
         rows = [self.labels[i]+(i,) for pack in batch['ids'] for i in pack]
-        if self.base.cfg.class_head:
-            logits,_ = self.base(**inputs, reduction='sum', return_logits=True)
+        if base.cfg.class_head:
+            logits,_ = base(**inputs, reduction='sum', return_logits=True)
             scores = logits.float().log_softmax(-1)
         elif not rows: return []
         else:
             tiles = [t for pack in inputs['images'] for t in pack]
-            scores = self.base.class_scores(prompts_in(batch), tiles)
+            scores = base.class_scores(prompts_in(batch), tiles)
         return [Judged(place, id, name, label, int(s.argmax()), -float(s[label]))
             for (place,name,label,id),s in zip(rows, scores.cpu())]
 
     @torch.no_grad()
-    def validate(self)->float|None: # None: a signal came in between, or there is no picture
-        "Evaluate every picture once: the mean loss over all ranks."
-        self.model.eval()
-        judged = []
-        with autocast(self.dist.device, self.dtype):
-            for batch in self.validation_batches():
-                if self.stopped(): break
-                judged += self.judge(batch)
-        self.model.train()
-        if self.stopped(): return None
-        self.judged = sorted(j for part in self.dist.gather(judged) for j in part)
-        if not self.judged:
-            self.no_validation()
-            return None
-        self.metrics = metrics_of(self.judged, len(self.base.cfg.class_names))
-        return self.metrics['eval/overall_loss']
+    def measure(self,
+        trainer:Trainer, # every rank must call
+    )->dict[str,float]|None: # None: stopped, or there is no picture
+        "Evaluates every picture once, over all ranks; `val_loss` is the mean loss."
+        t,judged = trainer,[]
+        t.model.eval()
+        with autocast(t.dist.device, t.dtype):
+            for batch in validation_batches(t):
+                if stopping(t): break
+                judged += self.judge(t, batch)
+        t.model.train()
+        if stopping(t): return None
+        self.judged = sorted(j for part in t.dist.gather(judged) for j in part)
+        if not self.judged: return None
+        figures = metrics_of(self.judged, len(t.base.cfg.class_names))
+        return figures|dict(val_loss=figures['eval/overall_loss'])
 
     def note(self,
-        loss:float, # of the evaluation
-    )->tuple[dict,bool]: # figures for the log; are these weights the best?
-        "Remember the best accuracy."
-        figures,step = self.metrics|super().note(loss)[0],self.state.step
-        accuracy,before = self.metrics['eval/overall_accuracy'],self.best['best_model_step']
-        better = step>0 and (before is None or accuracy>self.best['best_overall_accuracy'])
-        if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=step)
-        return figures|(self.best if step else {}),better
+        trainer:Trainer, found:dict[str,float], # the figures
+    )->bool: # are these weights the best?
+        "Remembers the best accuracy, and writes what that evaluation found."
+        t,accuracy,before = trainer,found['eval/overall_accuracy'],self.best['best_model_step']
+        super().note(t, found)
+        if not t.step: return False
+        better = before is None or accuracy>self.best['best_overall_accuracy']
+        if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
+        found |= self.best
+        if better and t.dist.is_master:
+            write_predictions(t.log.run_dir, self.judged, t.base.cfg.class_names, t.step)
+        return better
+
+    def after_update(self,
+        trainer:Trainer, figures:dict[str,float], # see `Validate`
+    )->None:
+        "Brings the links up to date when there is a checkpoint."
+        super().after_update(trainer, figures)
+        if trainer.saved==trainer.step and trainer.dist.is_master: lay_out(trainer.log.run_dir)
 
     @property
     def findings(self)->list[str]: # for the page of the run
@@ -426,34 +441,15 @@ class ClassTrainer(Trainer):
         share,step = self.best.values()
         return [] if step is None else [f'best accuracy {share:.1%} at update {step}']
 
-    def save(self)->None:
-        "Have a checkpoint written."
-        super().save()
-        if self.dist.is_master: lay_out(self.log.run_dir)
+    def state_dict(self)->dict: # JSON-able
+        "The best evaluation so far."
+        return self.best
 
-    def mark_best(self)->None:
-        "Write what this evaluation found, and remember the best checkpoint."
-        names = self.base.cfg.class_names
-        if self.dist.is_master: write_predictions(self.log.run_dir, self.judged, names, self.state.step)
-        super().mark_best()
-        if self.dist.is_master: lay_out(self.log.run_dir)
-
-    def state_dict(self)->dict: # JSON-able; every rank must ask
-        "The progress of the run, its best evaluation included."
-        return super().state_dict()|self.best
-
-    def load(self,
-        checkpoint:Path, # a `step_N` directory
-        force:bool=False, # see `Trainer.load`
-        checked:bool=False, # likewise
-        then:Callable|None=None, # likewise
+    def load_state_dict(self,
+        state:dict, # from `state_dict`
     )->None:
-        "Resume from a checkpoint."
-        super().load(checkpoint, force, checked, then)
-        state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
-        best = self.log.run_dir/f"step_{state['best_model_step']}"
-        kept = on_master(self.dist, best.is_dir) # not if it was left behind, or is another run's
-        if kept: self.best = {k:state[k] for k in self.best}
+        "Keeps it for `begin`."
+        self.best = state
 
 # %% ../../nbs/81_uses.classify.ipynb #b14639b5
 def prompts_in(
@@ -741,10 +737,12 @@ def without_resume(
 def class_trainer(
     settings:Settings, # kept beside the checkpoints
     data:ClassData, # pictures
-    *args, # of `ClassTrainer`
-)->ClassTrainer: # ready to train, or to `load`
+    model:VLMClassifier, train_cfg:TrainConfig, train:Loader, val:Loader, hooks:list[Hook], # of a run
+    *more, # of `make_trainer`
+)->Trainer: # ready to train, or to `resume`
     "A trainer that says what it trains on."
-    trainer = ClassTrainer(*args)
+    own = [ValidateClasses(h.every) if type(h) is Validate else h for h in hooks]
+    trainer = make_trainer(model, train_cfg, train, val, own, *more)
     log,workers = trainer.log,trainer.cfg.num_workers
     if trainer.dist.is_master: without_resume(settings).save(log.run_dir/CLASSIFY)
     parts = [p for rows in (data.train,data.val) for p in rows.parts]

@@ -35,10 +35,11 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.flops import count_flops, peak_flops
 from nanovlm_nb.core.layout import Layout
 from nanovlm_nb.training.optim import compile_blocks
-from nanovlm_nb.training.trainer import Trainer
+from nanovlm_nb.training.hooks import costs
+from nanovlm_nb.training.trainer import Trainer, accumulate, make_trainer, train_step
 from nanovlm_nb.training.update import tally, gather_update
 from nanovlm_nb.model.vlm import VLMNet
-from nanovlm_nb.tools.xray import Contents, Unheard, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
+from nanovlm_nb.tools.xray import Contents, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
 from nanovlm_nb.tools.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +100,7 @@ class Bench:
         torch.manual_seed(0)
         with self.device: net = VLMNet(model).train()
         if weights is not None: net.load_state_dict(weights, assign=True)
-        trainer = Trainer(net, run, [], [], Unheard(), Dist(device=self.device))
+        trainer = make_trainer(net, run, [], [], dist=Dist(device=self.device))
         if compiled: compile_blocks(trainer.base, **({} if self.cuda else dict(backend='eager')))
         return trainer
 
@@ -212,10 +213,10 @@ def phase_3_waits(b) -> dict:
     t = b.trainer({})
     batch = b.batch(t)
     update = gather_update([batch], t.dist)
-    for _ in range(2): t.train_step(update)
+    for _ in range(2): train_step(t, update)
     b.sync()
     if b.cuda: torch.cuda.set_sync_debug_mode('error')
-    try: t.forward_backward(batch, update, False)
+    try: accumulate(t, update)
     except RuntimeError as e: return dict(waits=1, first=' '.join(str(e).split())[:300], where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
     finally:
         if b.cuda: torch.cuda.set_sync_debug_mode('default')
@@ -242,7 +243,7 @@ def make_arms(b) -> dict:
         t = b.trainer(how, compiled, weights)
         batch = b.batch(t)
         update = gather_update([batch], t.dist)
-        arms[name] = (lambda t=t, batch=batch, update=update: t.forward_backward(batch, update, False), t, batch)
+        arms[name] = (lambda t=t, batch=batch, update=update: accumulate(t, update), t, batch)
     return arms
 
 
@@ -264,12 +265,12 @@ def phase_4_arms(b) -> dict:
     for name, (_, t, batch) in arms.items():
         if 'error' in found[name]: continue
         d, s = tally(batch), spread(times[name])
-        useful = count_flops(t.meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+        useful = count_flops(costs(t), d['tiles'], d['tokens'], d['pairs'], d['targets'])
         found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']), mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
     t, batch = arms['varlen'][1:]
     t.optimizer.zero_grad(set_to_none=True)
     update = gather_update([batch], t.dist)
-    whole, micro = b.timed(lambda: t.train_step(update), 3 if b.cuda else 1), found['varlen']['ms']
+    whole, micro = b.timed(lambda: train_step(t, update), 3 if b.cuda else 1), found['varlen']['ms']
     varying = {name: varying_tiles(b, arms[name][1]) for name in ('varlen, compiled', 'varlen, compiled, tiles padded') if name in arms and 'error' not in found[name]}
     return dict(micro_batch=found, varying_tiles=varying, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)), skipped=[n for n in ARMS if n not in arms])
 
@@ -280,7 +281,7 @@ def varying_tiles(b, trainer) -> dict:
     for tiles in ((7, 9, 10, 11, 13) if b.cuda else (1, 2)):
         batch = b.batch(trainer, Contents(documents=3, tiles=tiles))
         update = gather_update([batch], trainer.dist)
-        calls.append([b.seconds(lambda: trainer.forward_backward(batch, update, False)) for _ in range(2)])
+        calls.append([b.seconds(lambda: accumulate(trainer, update)) for _ in range(2)])
     return dict(first=spread([a for a, _ in calls]), second=spread([z for _, z in calls]))
 
 
@@ -290,9 +291,9 @@ def phase_5_profile(b) -> dict:
     t = b.trainer({}, compiled=True)
     batch = b.batch(t)
     update = gather_update([batch], t.dist)
-    for _ in range(b.warm): t.train_step(update)
+    for _ in range(b.warm): train_step(t, update)
     kinds = [ProfilerActivity.CPU]+[ProfilerActivity.CUDA]*b.cuda
-    with profile(activities=kinds) as p: wall = b.seconds(lambda: [t.forward_backward(batch, update, False) for _ in range(3)])
+    with profile(activities=kinds) as p: wall = b.seconds(lambda: [accumulate(t, update) for _ in range(3)])
     def own(e): return e.self_device_time_total if b.cuda else e.self_cpu_time_total
     from torch.autograd import DeviceType
     events = [e for e in p.key_averages() if not b.cuda or e.device_type == DeviceType.CUDA]
@@ -309,9 +310,9 @@ def phase_6_memory(b) -> dict:
         t = b.trainer(dict(batch_size=rows))
         batch = b.batch(t)
         update = gather_update([batch, batch], t.dist)
-        t.train_step(update)
+        train_step(t, update)
         if b.cuda: torch.cuda.reset_peak_memory_stats()
-        t.train_step(update)
+        train_step(t, update)
         found[str(rows)] = round(torch.cuda.max_memory_allocated()/2**30, 2) if b.cuda else None
         del t
     return dict(gib=found)
@@ -367,7 +368,7 @@ def phase_8_determinism(b) -> dict:
         if b.cuda: torch.backends.cuda.enable_cudnn_sdp(not strict)
         t = b.trainer({})
         update = gather_update([b.batch(t)], t.dist)
-        times = [b.seconds(lambda: t.train_step(update)) for _ in range(5)]
+        times = [b.seconds(lambda: train_step(t, update)) for _ in range(5)]
         return torch.stack([p.detach().double().sum() for p in t.base.parameters()]).tolist(), spread(times[2:]), t
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
     try: (one, slow, _), (two, *_) = five(True), five(True)
@@ -427,7 +428,7 @@ def predict_naive(b, gpu) -> dict:
     batch = example_batch(b.model, b.run.batch_size, b.pack)
     d, c = tally(batch), nanovlm_step(b.model, b.run.batch_size, b.model.lm_max_length, tally(batch)['tiles']//b.run.batch_size)
     seconds = two_clocks(c.ops, gpu).total
-    useful = count_flops(meta_trainer(b.model, b.run).meters.units, d['tiles'], d['tokens'], d['pairs'], d['targets'])
+    useful = count_flops(costs(meta_trainer(b.model, b.run)), d['tiles'], d['tokens'], d['pairs'], d['targets'])
     return {f'{LIKE_NANOVLM}: ms of a micro-batch': 1e3*seconds, f'{LIKE_NANOVLM}: tokens/s': d['tokens']/seconds, f'{LIKE_NANOVLM}: MFU': useful/seconds/gpu.flops}
 
 
