@@ -21,6 +21,7 @@ import torch
 from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ..core.usage import UsageError
 from ..core.config import TrainConfig,ranks_of_copy,updates_of_run
 from ..core.dist import Dist,is_sharded,no_sync,on_master,set_rng_state,synchronized_batches
 from ..core.dist import wrap_model
@@ -209,8 +210,8 @@ def _read_once(*scalars:Tensor)->list[float]:
 # %% ../../nbs/47_training.trainer.ipynb #627ab6dc
 def _agree(trainer:Trainer, part:float, norm:float)->float: # the loss of the update
     "Exchanges losses, the verdicts of the hooks and signals; every rank sets the same `refused` and `stop`."
-    t,figures = trainer,dict(batch_loss=part, grad_norm=norm)
-    why = next((w for hook in t.hooks if (w := hook.before_step(t, figures))), None)
+    t = trainer
+    why = next(filter(None, [h.before_step(t, dict(batch_loss=part, grad_norm=norm)) for h in t.hooks]), None)
     overflow = not isfinite(norm) and isfinite(part) and t.scaler.get_scale()>1 # of float16
     losses,reasons,asked = zip(*t.dist.gather((part, why and BadUpdate(why, overflow), t.asked.is_set())))
     t.refused = min(filter(None, reasons), key=lambda r: r.overflow, default=None) # the mildest comes last
@@ -302,7 +303,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     t.samples += update.samples
     t.targets += update.targets
     t.last = 'length' if _reached(t, t.step, t.samples) else ''
-    if not t.last and t.feed.over and t.epoch+1==t.cfg.max_epochs: t.last = 'data'
+    if t.feed.over and t.epoch+1==t.cfg.max_epochs: t.last = 'data'
     return dict(batch_loss=total, grad_norm=size, **lrs, epoch=t.epoch, target_tokens=update.targets,
         tokens=update.tokens, samples=update.samples, batch_digest=update.digest, **update.packing)
 
@@ -327,7 +328,7 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         empty = 0 if t.samples>before else empty+1 # a resumed run may begin at the end of an epoch
         if empty==2:
             why = _blame(t, t.loader) or 'is the training data empty?'
-            raise ValueError(f'an epoch without a single sample: {why}')
+            raise UsageError(f'an epoch without a single sample: {why}')
         t.epoch += 1
         for hook in t.hooks: hook.end_epoch(t)
 
@@ -436,10 +437,10 @@ class Validate(Hook):
         if not any(counts): self.without_rows(t)
 
     def without_rows(self, trainer:Trainer)->None:
-        "Goes on without validation if that is asked for; else raises a ValueError with the remedy."
+        "Goes on without validation if that is asked for; else raises a UsageError with the remedy."
         t,size = trainer,trainer.cfg.val_size
         if size:
-            raise ValueError(f'no usable validation row among val_size {size}: '
+            raise UsageError(f'no usable validation row among val_size {size}: '
                 f'{_blame(t, t.held_out) or "raise val_size"}; '
                 'or give --val_size 0 to train without validation')
         self.active = False
@@ -498,16 +499,16 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
     for hook in trainer.hooks:
         name = type(hook).__name__
         if not isinstance(hook, Stateful): continue
-        if name in named: raise ValueError(f'two hooks are called {name}: '
+        if name in named: raise UsageError(f'two hooks are called {name}: '
             'give one a class of its own, its name keeps their states apart')
         named[name] = hook
     return named
 
 def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
-    "Returns what a hook remembers; a ValueError if JSON cannot hold it."
+    "Returns what a hook remembers; a UsageError if JSON cannot hold it."
     try: return json.loads(json.dumps(hook.state_dict()))
     except (TypeError, ValueError) as e:
-        raise ValueError(f'the state of hook {name} cannot be saved as JSON ({e}): '
+        raise UsageError(f'the state of hook {name} cannot be saved as JSON ({e}): '
             'give numbers, strings, lists') from e
 
 # %% ../../nbs/47_training.trainer.ipynb #c4b7158c
@@ -570,8 +571,7 @@ def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it do
 # %% ../../nbs/47_training.trainer.ipynb #9080a088
 def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->None: # see `resume`
     "Reads model, optimizer and scaler."
-    t = trainer
-    merge = t.base.lora_note is None # else the adapters continue
+    t,merge = trainer,trainer.base.lora_note is None # else the adapters continue
     weights = checkpoint_weights(checkpoint, t.base.config_class, merge)[1]
     if not merge: check_adapters(t.base, weights, checkpoint)
     load_full_weights(t.base, weights)
