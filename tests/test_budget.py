@@ -14,7 +14,7 @@ from test_docs import NBS, ROOT, cells
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 LINES = {'.': 180, 'answers': 1563, 'compat': 197, 'core': 2558, 'data': 3026, 'model': 2337, 'runs': 2087, 'tools': 3161, 'training': 1965, 'uses': 1615}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 199_673, 1106, 11_217, 74
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 199_673, 1106, 11_250, 74
 OVER_20, SHOWING = .39, .30  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 

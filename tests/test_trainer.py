@@ -1,6 +1,7 @@
 "Updates that do not depend on how a batch is split, and nanoVLM's own six updates."
 import json
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from noise import assert_near
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nanovlm_nb.core.config import TrainConfig
+from nanovlm_nb.core.config import TrainConfig, evolve, tiny
 from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.core.logs import RunLog
+from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
+from nanovlm_nb.training import trainer as module
 from nanovlm_nb.training.hooks import hooks_of
-from nanovlm_nb.training.trainer import Hook, make_trainer, train_step, updates
+from nanovlm_nb.training.trainer import Hook, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -100,3 +104,40 @@ def test_one_rank_with_fewer_batches_stops_all(caplog):
     batch = dict(labels=torch.tensor([[1]]), attention_mask=torch.tensor([[1]]), doc_lens=[[1]], n_targets=[[1]], ids=[['a']], images=[[]])
     assert gather_update([batch], Uneven()) is None
     assert 'all take 0' in caplog.text
+
+
+def small(folder, batch_size=2, **fields):
+    "A trainer of a tiny model, four packs an update, on the drawn scenes."
+    vlm_cfg, cfg = tiny(batch_size=batch_size, gradient_accumulation_steps=4//batch_size, async_save=False, **fields)
+    torch.manual_seed(0)
+    tokenizer = load_tokenizer(vlm_cfg)
+    loaders = get_dataloaders(cfg, vlm_cfg, Dist(), tokenizer)
+    return make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, *loaders, log=RunLog(folder, Dist(), quiet=True), tokenizer=tokenizer)
+
+
+def test_validation_scores_64_batches_without_gradients_and_frees_cached_memory_first(tmp_path, monkeypatch):
+    t, calls = small(tmp_path), []
+    first = next(iter(t.held_out))
+    t = make_trainer(t.base, evolve(t.cfg, max_val_batches=TrainConfig().max_val_batches), [], [first]*70)
+    t.base.register_forward_pre_hook(lambda model, _: calls.append((model.training, torch.is_grad_enabled())))
+    validation_loss(t)
+    assert (calls, t.model.training, torch.is_grad_enabled()) == ([(False, False)]*64, True, True)
+    calls.clear()
+    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: calls.append('empty_cache'))
+    monkeypatch.setattr(module, 'validation_batches', lambda t: calls.append('batches') or iter(()))
+    for device in ('cuda:0', 'cpu'):
+        t.dist = replace(t.dist, device=torch.device(device))
+        validation_loss(t)
+    assert calls == ['empty_cache', 'batches', 'batches']
+
+
+def test_validation_scores_the_same_packs_after_a_new_split(tmp_path):
+    "One batch of two packs when the run began; one, two and four packs in a batch afterwards. The loss differs by the order of the sum."
+    def score(t): return sum(bool(ids) for b in validation_batches(t) for ids in b['ids']), validation_loss(t)
+    began = small(tmp_path, max_val_batches=1)
+    save(began)
+    packs, loss = score(began)
+    for batch_size in (1, 4):
+        n, again = score(resume(small(tmp_path, batch_size, max_val_batches=1), tmp_path/'step_0'))
+        assert n == packs and abs(again-loss) < 1e-6*loss
+    assert score(small(tmp_path/'other', 1, max_val_batches=1))[0] != packs
