@@ -12,14 +12,13 @@ if TYPE_CHECKING: # what editors and type checkers see
     from .api import evaluate as evaluate, export as export, load as load, train as train
     from .core.config import TrainConfig as TrainConfig, VLMConfig as VLMConfig, preset as preset
     from .core.logs import plot_curves as plot_curves
-    from .core.recipe import Parts as Parts
     from .core.run_dir import read_log as read_log
     from .model.vlm import VisionLanguageModel as VisionLanguageModel
     from .runs.run import run as run
     from .training.trainer import Hook as Hook
 
 _WHERE = dict(train='api', load='api', evaluate='api', export='api', run='runs.run', preset='core.config', VLMConfig='core.config',
-    TrainConfig='core.config', VisionLanguageModel='model.vlm', Asker='answers.answer', Hook='training.trainer', Parts='core.recipe',
+    TrainConfig='core.config', VisionLanguageModel='model.vlm', Asker='answers.answer', Hook='training.trainer',
     plot_curves='core.logs', read_log='core.run_dir')
 __all__ = list(_WHERE)
 

@@ -9,6 +9,7 @@ __all__ = ['FOR_ROWS', 'SMALL', 'TRAINED', 'train', 'load', 'evaluate', 'export'
 from dataclasses import fields
 from datetime import datetime
 from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from PIL import Image
 
 from .core.config import change, check_known, preset as preset_of
 from .core.dist import pick_device
-from .core.recipe import Parts
 from .data.images import open_image
+from .data.loader import get_dataloaders
 from .data.rows import own_rows
 from .answers.answer import Asker, accuracy, answer_all, load_asker, questions_of
 from .training.lora import PEFT_CONFIG, read_peft
@@ -67,9 +68,9 @@ def train(
     own,given = own_rows(rows), (dict(console_line='none') if quiet else {}) | settings
     vlm_cfg,train_cfg = _settings(len(own), preset, given)
     same = train_cfg.custom_transforms or train_cfg.cache_features
-    parts = Parts(rows=lambda _: own, transforms=[] if same else [_jitter])
+    loaders = partial(get_dataloaders, rows=own, transforms=() if same else [_jitter])
     def again(run_dir, *_): return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
-    return load(run(vlm_cfg, train_cfg, parts, command=again))
+    return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again))
 
 # %% ../nbs/91_api.ipynb #91a10012
 def load(

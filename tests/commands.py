@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from warm import Warm
 
 from nanovlm_nb.core.config import preset, tiny
-from nanovlm_nb.core.recipe import changed_fields
 
 VLM, _ = tiny()
 
 #: what makes the model of a preset small
-SIZES = {name: getattr(VLM, name) for name in sorted({*changed_fields(preset('shapes')[0], VLM), 'vit_n_blocks'})}
+SIZES = {name: getattr(VLM, name) for name in sorted({n for n, v in vars(VLM).items() if v != getattr(preset('shapes')[0], n) and n in preset('shapes')[0].to_dict()} | {'vit_n_blocks'})}
 
 #: a model and a run small enough for a test
 TINY = [word for name, value in SIZES.items() for word in (f'--{name}', str(value))] + (

@@ -15,7 +15,6 @@ from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.config import evolve, parse_args, preset
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.data.packing import collate_packs
-from nanovlm_nb.core.recipe import Parts
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.training.shard import full_weights, load_full_weights, local_bytes
 from nanovlm_nb.training.hooks import Guard
@@ -110,7 +109,7 @@ def stage(dist, out, name, steps, workers, **changes):
     vlm, train, _ = parse_args([*TINY, '--run_name', name])
     train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False, dtype='float32', resume=True, max_training_steps=steps,
                     num_workers=workers, batch_size=2 if dist.world_size == 1 else 1, gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **changes)
-    run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, Parts(schedule=lambda step, max_lr, max_steps: max_lr*.95**step), dist)
+    run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, schedule=lambda step, max_lr, max_steps: max_lr*.95**step, dist=dist)
 
 
 def main(out):

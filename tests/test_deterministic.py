@@ -56,4 +56,4 @@ def test_an_operation_without_a_twin_ends_the_run_in_one_line(monkeypatch, capfd
 def test_a_workspace_that_promises_nothing_is_refused(monkeypatch, capfd):
     monkeypatch.setenv(WORKSPACE, ':0:0')
     with pytest.raises(SystemExit): main([*FLAGS, '--run_name', 'r', '--deterministic'])
-    assert 'unset it, or give :4096:8' in capfd.readouterr().err and not os.path.exists('checkpoints/r')
+    assert 'unset it, or give :4096:8' in capfd.readouterr().err and not any(os.scandir('checkpoints/r'))

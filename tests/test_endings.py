@@ -19,9 +19,7 @@ from kills import command, lines, record, undisturbed, wait_for, write_data
 from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.runs.endings import RunFailed
-from nanovlm_nb.core.recipe import Parts
-from nanovlm_nb.runs.run import INTERRUPTED
+from nanovlm_nb.runs.endings import INTERRUPTED, RunFailed
 from nanovlm_nb.runs.run import run as train_here
 from nanovlm_nb.training.trainer import Hook, make_trainer
 
@@ -31,7 +29,7 @@ SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '
 def in_process(folder, *more, make=None):
     "A small run in this process; its directory."
     vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(folder), *more])
-    return train_here(vlm_cfg, train_cfg, Parts(trainer=make), Dist())
+    return train_here(vlm_cfg, train_cfg, trainer=make, dist=Dist())
 
 
 @pytest.fixture(scope='module')

@@ -146,14 +146,13 @@ import json, sys
 from pathlib import Path
 import nanovlm_nb.runs.run as run
 from nanovlm_nb.core.config import parse_args
-from nanovlm_nb.core.recipe import Parts
 folder, text = Path('checkpoints/a/eval_results'), json.dumps(dict(global_step=1, results=dict(mme=3.5)))
 def schedule(step, max_lr, max_steps):
     if step == 2: [(folder/n).parent.mkdir(parents=True, exist_ok=True) or (folder/n).write_text(t) for n, t in (('step_1.json', text[:25]), ('xstep_2.json', text), ('step_3.json.bak', text))]
     if step == 5: (folder/'step_1.json').write_text(text)
     return max_lr
 vlm, train, _ = parse_args(sys.argv[1:])
-run.run(vlm, train, Parts(schedule=schedule))
+run.run(vlm, train, schedule=schedule)
 '''
     run([sys.executable, '-c', script, *FLAGS, '--eval_interval', '50', '--max_training_steps', '8', '--lmms_eval_tasks', 'none.parquet'], tmp_path)
     rows = [r for r in read_log(tmp_path/'checkpoints'/'a'/'log.jsonl') if '<lmms-eval-step>' in r]

@@ -23,8 +23,9 @@ from nanovlm_nb.tools.inspect import _stored_row
 from nanovlm_nb.uses.labels import load_splits
 from nanovlm_nb.data.loader import load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.core.run_dir import missing_pieces, read_log
-from nanovlm_nb.core.recipe import Parts
-from nanovlm_nb.runs.run import exit_code, run
+from nanovlm_nb.runs.endings import exit_code
+from nanovlm_nb.runs.run import run
+from nanovlm_nb.training.trainer import Hook
 from nanovlm_nb.data.sources import StreamSource
 from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.core.usage import UsageError
@@ -176,16 +177,16 @@ def test_away_for_good_interrupts_the_run(server, tokenizer, tmp_path):
         def leaving(step, max_lr, max_steps):
             if step == leave and server.server: server.down()
             return max_lr/10
-        return Parts(loaders=lambda *_: loaders(server, tokenizer, patience), schedule=leaving)
+        return dict(loaders=lambda *_, **__: loaders(server, tokenizer, patience), schedule=leaving)
     vlm = evolve(VLM, vlm_checkpoint_path=str(tmp_path))
     digests = lambda run_dir: [(r['step'], r['batch_digest']) for r in read_log(run_dir/'log.jsonl') if 'batch_digest' in r]
-    whole = run(vlm, evolve(CFG, run_name='whole'), parts(600.), Dist())
-    broken = run(vlm, evolve(CFG, run_name='broken'), parts(1., leave=1), Dist())
+    whole = run(vlm, evolve(CFG, run_name='whole'), **parts(600.), dist=Dist())
+    broken = run(vlm, evolve(CFG, run_name='broken'), **parts(1., leave=1), dist=Dist())
     assert ((broken/'status').read_text(), exit_code(broken)) == ('interrupted\n', 85) and 'cannot be reached' in (broken/'train.log').read_text()
     done = len(digests(broken))
     assert 0 < done < 8 and (broken/f'step_{done}').is_dir()
     server.up()
-    run(vlm, evolve(CFG, run_name='broken', resume=True), parts(600.), Dist())
+    run(vlm, evolve(CFG, run_name='broken', resume=True), **parts(600.), dist=Dist())
     assert (broken/'status').read_text() == 'done\n' and digests(broken) == digests(whole)
 
 
@@ -251,16 +252,14 @@ def test_a_data_set_that_cannot_be_reached_is_not_skipped(server, tmp_path, capl
     assert not any('skipped' in m for m in caplog.messages)
 
 
-def test_away_at_the_start_for_good_interrupts_the_run(server, tmp_path, monkeypatch):
+def test_away_at_the_start_of_a_job_interrupts_the_run(server, tmp_path, monkeypatch):
     "No update was made: status interrupted and exit code 85, as a scheduler understands it; the same job, started again, trains."
     vlm, cfg = evolve(VLM, vlm_checkpoint_path=str(tmp_path)), evolve(HUB, run_name='late')
     monkeypatch.setenv('SLURM_JOB_ID', '7')
     server.down()
-    try: run_dir = run(vlm, evolve(cfg, timeout_s=3.), dist=Dist())
+    try: run_dir = run(vlm, cfg, dist=Dist())
     finally: server.up()
-    assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85)
-    said = (run_dir/'train.log').read_text()
-    assert 'the data cannot be reached' in said and 'tried again in 1 s' in said
+    assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85) and 'the data cannot be reached' in (run_dir/'train.log').read_text()
     monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
     run(vlm, cfg, dist=Dist())
     assert (run_dir/'status').read_text() == 'done\n' and (run_dir/'step_3').is_dir()
@@ -277,54 +276,17 @@ def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
     assert isinstance(e.value, UsageError) and not [p for p in tmp_path.rglob('*') if p.is_file()]
 
 
-def press_when_it_waits(log, process=None, how=signal.SIGTERM):
-    "Send a signal once a try has failed; when that was."
-    end = time.monotonic()+120
-    while time.monotonic() < end and not (log.is_file() and 'tried again in' in log.read_text()): time.sleep(.05)
-    os.killpg(process, how) if process else os.kill(os.getpid(), how)
-    return time.monotonic()
-
-
-def test_a_signal_ends_the_wait_of_a_start(server, tmp_path, monkeypatch):
-    "Nobody waits out the patience of fifteen minutes: status interrupted, exit code 85, and the next start finds what this one has found."
-    monkeypatch.setenv('SLURM_JOB_ID', '7')
-    vlm = evolve(VLM, vlm_checkpoint_path=str(tmp_path))
-    server.down()
-    presses = threading.Thread(target=press_when_it_waits, args=(tmp_path/'told'/'train.log',))
-    presses.start()
-    try: run_dir = run(vlm, evolve(HUB, run_name='told'))
-    finally: server.up()
-    presses.join()
-    assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85)
-    assert 'stopped by a signal before the first update' in (run_dir/'train.log').read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('ranks, how, code', [(1, signal.SIGINT, 85), (1, signal.SIGTERM, 85), (2, signal.SIGINT, 1), (2, signal.SIGTERM, 1)])
-def test_a_signal_ends_the_wait_of_real_ranks(tmp_path, ranks, how, code):
-    "Nothing listens at the address of the hub; all ranks get the signal, as from a terminal or from torchrun."
-    cmd = command('told', ranks, 0, 4, '--train_dataset_path', 'some/rows')
-    env = environment(SLURM_JOB_ID='7', HF_ENDPOINT='http://127.0.0.1:9') | dict(HF_HUB_OFFLINE='0')
-    process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=open(tmp_path/'stderr', 'wb'), start_new_session=True)
-    run_dir = tmp_path/'checkpoints'/'told'
-    pressed = press_when_it_waits(run_dir/'train.log', process.pid, how)
-    assert process.wait(timeout=120) == code, (tmp_path/'stderr').read_text()[-4000:]
-    (tmp_path/'seconds').write_text(f'{time.monotonic()-pressed:.1f}')
-    assert (run_dir/'status').read_text() == 'interrupted\n' and not (run_dir/'lock').exists()
-    assert 'stopped by a signal before the first update' in (run_dir/'train.log').read_text()
-
-
 # --- a run that waits
 
 LONG = evolve(HUB, num_workers=0, max_training_steps=60, stats_log_interval=60, save_interval=0)
 
 
-def leaving(server, step):
-    "A rate that never changes; the server leaves when the run has made so many updates."
-    def rate(at, max_lr, max_steps):
-        if at == step and server.server: server.down()
-        return max_lr/10
-    return Parts(schedule=rate)
+class Leaving(Hook):
+    "The server leaves when the run has made so many updates."
+    def __init__(self, server, step): self.server, self.step = server, step
+
+    def after_update(self, trainer, *_):
+        if trainer.step == self.step and self.server.server: self.server.down()
 
 
 def updates_in(run_dir):
@@ -350,7 +312,7 @@ def test_a_signal_ends_the_wait_of_a_run(server, tmp_path):
     presses.start()
     helps = threading.Timer(60, server.back)
     helps.start()
-    try: run_dir = run(vlm, evolve(LONG, run_name='told'), leaving(server, 3))
+    try: run_dir = run(vlm, evolve(LONG, run_name='told'), hooks=[Leaving(server, 3)])
     finally:
         ended = time.monotonic()
         helps.cancel()

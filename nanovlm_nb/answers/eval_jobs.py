@@ -32,7 +32,6 @@ from ..core.config import PROMPTS,TrainConfig
 from ..core.dist import Dist
 from ..core.run_dir import PIN,set_pin
 from ..core.logs import EVAL_AXIS,RunLog
-from ..core.recipe import RECIPE_NOTE
 from ..core.usage import UsageError,require
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #78d882dc
@@ -141,7 +140,6 @@ class Job:
     state:str = 'waiting' # then 'running', perhaps 'queued' by Slurm, at last 'done' or 'failed'
     starts:int = 0 # how often it was begun
     number:str|None = None # process id, or Slurm's job id
-    recipe:str|None = None # of the run, if the checkpoint cannot be understood without it
 
     @property
     def open(self)->bool: # neither done nor failed
@@ -153,19 +151,17 @@ class Job:
     )->list[str]: # a command of this machine
         "The evaluator as a process."
         options = dict(tasks=self.tasks, out=out, step=self.step, batch_size=self.batch_size,
-                       prompts=self.prompts, limit=self.limit, include_path=self.include_path,
-                       recipe=self.recipe)
+                       prompts=self.prompts, limit=self.limit, include_path=self.include_path)
         flags = [o for k,v in options.items() if v is not None for o in (f'--{k}',str(v))]
         return [sys.executable, '-m', 'nanovlm_nb.cli', 'eval', self.checkpoint, *flags]
 
     def slurm(self,
         script:str, # e.g. 'slurm/eval.slurm'
-    )->list[str]: # sbatch SCRIPT CHECKPOINT STEP RUN TASKS LIMIT BATCH PROMPTS [INCLUDE_PATH [RECIPE]]
+    )->list[str]: # sbatch SCRIPT CHECKPOINT STEP RUN TASKS LIMIT BATCH PROMPTS [INCLUDE_PATH]
         "The evaluator as a job of a cluster."
         words = (self.checkpoint, self.step, self.run, self.tasks, self.limit, self.batch_size,
                  self.prompts)
-        rest = [self.include_path or '', self.recipe or ''] # the last ones may be left out
-        while rest and not rest[-1]: rest.pop()
+        rest = [self.include_path] if self.include_path else []
         return ['sbatch', script, *map(str, words), *rest]
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #25911849
@@ -364,12 +360,7 @@ class JobBook:
     def _of_here(self, job:Job)->Job:
         "What an evaluator reads, this run says, not a file that may come from elsewhere: tasks are programs."
         checkpoint = self.run_dir/f'step_{job.step}'
-        return replace(job, checkpoint=str(checkpoint), include_path=self._own_tasks(),
-                       recipe=self._own_recipe(checkpoint))
-
-    def _own_recipe(self, checkpoint:Path)->str|None:
-        "The user trusts it: the run was started with it."
-        return self.cfg.recipe if (checkpoint/RECIPE_NOTE).is_file() else None
+        return replace(job, checkpoint=str(checkpoint), include_path=self._own_tasks())
 
     def _own_tasks(self)->str|None:
         return self.cfg.eval_include_path and str(Path(self.cfg.eval_include_path).absolute())
@@ -402,7 +393,7 @@ class JobBook:
         if step in self.jobs: return
         how = c.lmms_eval_limit,c.lmms_eval_batch_size,c.lmms_eval_prompts
         job = Job(str(checkpoint), step, self.run_dir.name, self.tasks, *how, self._own_tasks())
-        self._note(job, recipe=self._own_recipe(checkpoint))
+        self._note(job)
 
     def put(self,
         step:int, # updates behind the model

@@ -317,7 +317,7 @@ def main(
     out = Path(a.out) if a.out else None
     result_before(out, head) # before a model is read
     _check_tasks(a.tasks, a.include_path)
-    asker = load_asker(checkpoint, _device(a.device), a.recipe)
+    asker = load_asker(checkpoint, _device(a.device))
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
     with tempfile.TemporaryDirectory() as folder:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from ..core.usage import MissingFile,UsageError,require
+from ..core.usage import MissingFile
 from ..core.config import evolve,load_yaml
 from ..core.run_dir import CONFIG,TRAINER_STATE
-from ..core.recipe import parts_of
 from ..data.sources import keep_split
 from ..data.loader import get_dataloaders
 from .answer import load_asker
@@ -52,11 +51,8 @@ def main(
     asker = load_asker(values.checkpoint)
     given = {} if values.config else None # of the run's own file, data is read alone
     _,cfg = load_yaml(values.config or find_config(values.checkpoint), given=given)
-    require(values.config or not cfg.recipe, f'the data of this run may be those of its recipe {cfg.recipe}, '
-        'which is not run because a checkpoint is looked at: give --config with a file of yours')
-    parts = parts_of(asker.model.cfg, cfg)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
-    _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer, parts=parts)
+    _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
     state = Path(asker.model.folder or '')/TRAINER_STATE
     if values.config is None and state.is_file():
         keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))

@@ -523,9 +523,6 @@ class TrainConfig(Config):
     # keep the vision tower in checkpoints; False: a frozen one is left out and comes from its backbone
     save_vision:bool = True
     notes:str = '' # what this run tries; goes into its record
-    # module:function of your own that gives parts of the run: model, optimizer, rows, hooks and more; None:
-    # those of the library
-    recipe:Function|None = None
     resume:bool = False # go on from the newest complete checkpoint of run_name, or from load_from
     # checkpoint directory: with resume, to continue from; without, to take the weights of
     load_from:Text|None = None
@@ -686,7 +683,7 @@ _REFUSED = rules(REFUSED, {
     'seed data_cutoff_idx':'the order of the data depends on it',
     'val_size':'training rows would become validation rows, or the reverse',
     'lora_rank':'the adapters would have other shapes', 'lora_alpha':'the adapters would count differently',
-    'lora_targets':'other layers would have adapters', 'recipe':'model, rows and optimizer would be others'})
+    'lora_targets':'other layers would have adapters'})
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d006
 _CAREFUL = rules(CAREFUL, {
@@ -788,7 +785,7 @@ def tiny(**changes)->tuple[VLMConfig,TrainConfig]:
 # %% ../../nbs/02_core.config.ipynb #12e1b890
 def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     """Writes all fields of both configurations, and replaces a file in one step.
-    Fields of a recipe's own classes are left out: it adds them each time."""
+    Fields of a script's own classes are left out: it adds them each time."""
     sections = {name:{n:v for n,v in cfg.to_dict().items() if n in FIELDS}
                 for name,cfg in (('vlm',vlm_cfg),('train',train_cfg))}
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
@@ -824,14 +821,14 @@ def read_yaml(path:str|Path)->tuple[str|None,dict,dict]:
 
 # %% ../../nbs/02_core.config.ipynb #4c0de102
 CONFIG = 'config.yaml' # settings of a run, in its directory
-CODE = 'lr_schedule','custom_transforms','recipe','eval_include_path','eval_script' # fields that name code
+CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fields that name code
 
 def code_of(values:dict)->dict[str,Any]:
     "Returns those settings of a run that name code of somebody."
     return {n:v for n,v in values.items() if n in CODE and v not in (default_of(FIELDS[n]), *SCHEDULES)}
 
 def code_flags(values:dict)->list[str]:
-    "Returns what has to be typed again with each command that goes on with a run: `--recipe mine:muon`."
+    "Returns what has to be typed again with each command that goes on with a run: `--lr_schedule mine:rate`."
     return [word for n,v in code_of(values).items()
             for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
 
@@ -865,7 +862,7 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
     train_dataset_path train_dataset_name train_dataset_weights stream_dataset data_cutoff_idx val_size
     max_images_per_example max_sample_length images_path num_workers sharding offload_optimizer
     deepspeed_config vision_checkpointing language_checkpointing run_name eval_interval max_val_batches
-    look_interval ask_samples save_interval max_keep_ckpts notes recipe resume load_from force_resume
+    look_interval ask_samples save_interval max_keep_ckpts notes resume load_from force_resume
     stats_log_interval progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
 _WORDS = dict.fromkeys(('true','yes','t','y','1'), True) | dict.fromkeys(('false','no','f','n','0'), False)
 

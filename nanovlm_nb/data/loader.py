@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SHAPES_SCENES', 'ALL_NAMES', 'load_tokenizer', 'map_pair', 'stream_pair', 'mixed_pair', 'val_rows', 'load_sources',
            'while_training', 'check_single', 'check_images_path', 'weighted_pairs', 'weights_of', 'size_line',
-           'own_sources', 'make_samples', 'pack_loader', 'get_dataloaders', 'transforms_of', 'data_sources',
-           'first_rows', 'Loader', 'PlainLoader', 'as_loader']
+           'own_sources', 'make_samples', 'pack_loader', 'get_dataloaders', 'transforms_of', 'first_rows', 'Loader',
+           'PlainLoader', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 from collections.abc import Callable,Iterable,Iterator,Sequence
@@ -21,7 +21,6 @@ from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load
 from ..core.dist import Dist,cores_of_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
-from ..core.recipe import Parts
 from ..core.usage import UsageError,require
 from .images import UnreadableImage,image_processor_of,open_image
 from .dataset import RATINGS,Dropped,Drops,Patience,VQADataset,config_names,conform
@@ -205,13 +204,13 @@ def own_sources(
     rows:Any, # rows with a length and an index, or two sources, for training and for validation
     train_cfg:TrainConfig, # sizes and seed
 )->tuple: # for training, for validation
-    "The sources of rows that a recipe gives."
+    "The sources of rows of your own."
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
     if isinstance(rows, Dataset): rows = conform(rows, 'own')
     if all(hasattr(rows, m) for m in ('__len__','__getitem__')) and not isinstance(rows, (str,dict,tuple)):
         return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
-    raise UsageError(f'rows of the recipe are a {type(rows).__name__}, {rows!r:.60}: '
+    raise UsageError(f'rows are a {type(rows).__name__}, {rows!r:.60}: '
         'give what has a length and an index, or two sources, for training and for validation')
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96
@@ -221,7 +220,7 @@ def make_samples(
     tokenizer:PreTrainedTokenizerBase, # from `load_tokenizer`
     rows=(), # for access by index; a source brings its own
     custom_transforms=(), # augmentations, `transform(picture, rng) -> picture`; see `10_data.images`
-    processor_of:Callable=image_processor_of, # how pictures are cut, see `Parts.processor`
+    processor_of:Callable=image_processor_of, # how pictures are cut, like `image_processor_of`
 )->VQADataset: # plans and decodes rows
     "What makes samples of rows, as a config says."
     processor = processor_of(vlm_cfg, tuple(custom_transforms))
@@ -254,42 +253,34 @@ def get_dataloaders(
     dist:Dist=Dist(), # this rank
     tokenizer:PreTrainedTokenizerBase|None=None, # default: `load_tokenizer(vlm_cfg)`
     patience:float=0., # seconds that a network may be away at the start
-    parts:Parts=Parts(), # `rows`, `transforms` and `processor` in place of those that the config names
+    rows:Any=None, # in place of the data set that the config names, see `own_sources`
+    transforms:Sequence[Callable]=(), # in place of `custom_transforms`
+    processor:Callable=image_processor_of, # how pictures are cut
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     c = train_cfg
     check_configs(vlm_cfg, c)
-    transforms = transforms_of(c, parts)
+    changes = transforms_of(c, transforms)
     tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
     def loader(source, changes, shuffle, workers, most):
-        samples = make_samples(c, vlm_cfg, tokenizer, (), changes, parts.processor or image_processor_of)
+        samples = make_samples(c, vlm_cfg, tokenizer, (), changes, processor)
         return pack_loader(source, samples, vlm_cfg, c, dist, shuffle, workers, most)
-    train,val = data_sources(c, drops, patience, parts)
-    loaders = (loader(train, transforms, True, loader_workers(c, cores_of_rank()), None),
+    train,val = load_sources(c, drops, patience) if rows is None else own_sources(rows, c)
+    loaders = (loader(train, changes, True, loader_workers(c, cores_of_rank()), None),
         loader(val, (), False, c.val_workers, c.max_val_batches*c.batch_size*dist.world_size))
     loaders[0].samples.drops.merge(drops)
     return loaders
 
 def transforms_of(
     train_cfg:TrainConfig, # `custom_transforms`
-    parts:Parts=Parts(), # `transforms` in their place
+    own:Sequence[Callable]=(), # in their place
 )->list[Callable]: # `transform(picture, rng) -> picture`
     "How training pictures are changed."
     named = train_cfg.custom_transforms
-    transforms = list(parts.transforms) or [load_function(t, 'custom_transforms') for t in named]
+    transforms = list(own) or [load_function(t, 'custom_transforms') for t in named]
     if not transforms or not train_cfg.cache_features: return transforms
     raise UsageError('cache_features with custom_transforms: changed pictures are new ones in each epoch, '
         'and keeping their features fills the disk; leave one of them out')
-
-def data_sources(
-    train_cfg:TrainConfig, # path, sizes and seed
-    drops:Drops|None=None, # counts lines that cannot be rows
-    patience:float=0., # seconds that a network may be away at the start
-    parts:Parts=Parts(), # `rows` in place of the data set that the config names
-)->tuple: # for training, for validation
-    "Where the rows of a run come from."
-    if parts.rows is None: return load_sources(train_cfg, drops, patience)
-    return own_sources(parts.rows(train_cfg), train_cfg)
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
 def first_rows(

@@ -32,7 +32,6 @@ from ..core.usage import MissingFile,UsageError,require
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
 from ..core.tokenizer import get_tokenizer, save_tokenizer
-from ..core.recipe import RECIPE_NOTE, recipe_message
 from ..core.layout import Layout, check_bounds, slot_error
 from .vision import ViT
 from .language import KVCache, LanguageModel
@@ -523,8 +522,6 @@ class Pretrained(nn.Module):
     config_class = VLMConfig # what config.json holds
     vision_note:dict[str,str]|None = None # what `VISION_NOTE` will say, if the vision tower is left out
     lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
-    recipe_note:dict[str,Any]|None = None # what `RECIPE_NOTE` will say, if checkpoints need a recipe
-    processor_of:Callable|None = None # how pictures are cut, if a recipe says so
 
     def leave_vision_out(self)->None:
         "From now on save without the vision tower, which must be its backbone's and frozen."
@@ -540,9 +537,6 @@ class Pretrained(nn.Module):
         "Load what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
         folder = resolve_checkpoint(path)
         if not checked: check_files(folder)
-        plain = cls is VisionLanguageModel # another class knows what it is
-        if plain and (folder/RECIPE_NOTE).is_file():
-            raise UsageError(recipe_message(str(path), _noted(folder/RECIPE_NOTE)))
         saved, state = checkpoint_weights(folder, cls.config_class)
         cfg = cfg or saved
         model = cls(cfg, load_backbone=False)
@@ -571,8 +565,8 @@ class Pretrained(nn.Module):
             left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so
             if self.lora_note: write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
             else: write_weights(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
-            for name,note in ((VISION_NOTE, self.vision_note), (RECIPE_NOTE, self.recipe_note)):
-                if note: (tmp/name).write_text(json.dumps(note, indent=1)+'\n', encoding='utf-8')
+            if self.vision_note:
+                (tmp/VISION_NOTE).write_text(json.dumps(self.vision_note, indent=1)+'\n', encoding='utf-8')
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
     def push_to_hub(self,
@@ -626,7 +620,7 @@ class VisionLanguageModel(Pretrained, VLMNet):
         return model
 
     @property
-    def device(self)->torch.device: # of the language model; the other parts may be of a recipe's making
+    def device(self)->torch.device: # of the language model; the other parts may be of somebody's own making
         "Where the model is."
         return next(self.decoder.parameters()).device
 

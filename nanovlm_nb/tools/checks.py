@@ -68,7 +68,6 @@ class Rules:
     tokenizer:Any # from `load_tokenizer`
     vlm_cfg:VLMConfig # pictures, tokens, template
     train_cfg:TrainConfig # limits and ratings
-    processor_of:Any = None # how pictures are cut, if a recipe says so
 
     def text(self,
         ids:list[int], # tokens
@@ -88,7 +87,7 @@ class Rules:
     def processor(self)->Any: # callable on pictures
         "The image processor of the configuration."
         from nanovlm_nb.data.images import image_processor_of
-        return (self.processor_of or image_processor_of)(self.vlm_cfg, ())
+        return image_processor_of(self.vlm_cfg, ())
 
     @cached_property
     def markers(self)->dict[int,tuple[int,int]]: # token id -> (row, column) from 1; (0, 0): the whole

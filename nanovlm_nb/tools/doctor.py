@@ -27,7 +27,6 @@ from ..core.dist import Dist,launchers,pick_device
 from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
 from ..core.advice import capped_workers,loader_workers,remedy_line
-from ..core.recipe import Parts
 from ..core.usage import MissingFile,UsageError
 from ..model.attention import BACKENDS,Layout,attention,problem_of
 from ..model.weights import language_config,vision_config
@@ -246,15 +245,13 @@ def attempt(
 def data_checks(
     vlm_cfg:VLMConfig, # tokenizer and backbones
     train_cfg:TrainConfig, # data
-    parts:Parts=Parts(), # of the run's recipe
 )->list[Probe]: # data set, tokenizer and, if they are read, backbones
     "What a run reads."
     from nanovlm_nb.data.dataset import LOAD_ERRORS
-    from nanovlm_nb.data.loader import load_tokenizer,data_sources
+    from nanovlm_nb.data.loader import load_sources,load_tokenizer
     v,path = vlm_cfg,train_cfg.train_dataset_path
     def first_row():
-        if parts.loaders: return f'that of the recipe {train_cfg.recipe}, not looked at'
-        _,row,*_ = next(iter(data_sources(train_cfg, parts=parts)[0].rows_of(0, 1, 0)))
+        _,row,*_ = next(iter(load_sources(train_cfg)[0].rows_of(0, 1, 0)))
         return f'{path}, first row {row["id"]}'
     def backbones():
         pairs = (v.vit_model_type, vision_config),(v.lm_model_type, language_config)
@@ -375,11 +372,10 @@ LOOKED_AT = 32 # pictures at most
 
 def first_pictures(
     train_cfg:TrainConfig, # data
-    parts:Parts=Parts(), # of the run's recipe
 )->list: # what an image processor takes
     "Pictures of the first rows."
-    from nanovlm_nb.data.loader import data_sources
-    source = data_sources(train_cfg, parts=parts)[0]
+    from nanovlm_nb.data.loader import load_sources
+    source = load_sources(train_cfg)[0]
     rows = (row for _,row,*_ in islice(source.rows_of(0, 1, 0), LOOKED_AT) if isinstance(row, dict))
     return [picture for row in rows for picture in source.hold(row)][:LOOKED_AT]
 
@@ -418,18 +414,16 @@ def check_picture_speed(
 def picture_check(
     vlm_cfg:VLMConfig, # how pictures are cut
     train_cfg:TrainConfig, # data
-    parts:Parts, # of the run's recipe
     workers:int, # loader processes of a rank
     gpu:str|None, # name of the rank's; None: there is none
 )->Probe: # see `check_picture_speed`
     "Try the first pictures."
     from nanovlm_nb.data.dataset import LOAD_ERRORS
     from nanovlm_nb.data.images import image_processor_of
-    if parts.loaders: return Probe('pictures', SKIP, f'those of the recipe {train_cfg.recipe}')
-    try: pictures = first_pictures(train_cfg, parts)
+    try: pictures = first_pictures(train_cfg)
     except (*LOAD_ERRORS,RuntimeError,KeyError,TypeError): # the data set has its own check
         return Probe('pictures', SKIP, 'the data set cannot be read')
-    speed = tiles_a_second(pictures, (parts.processor or image_processor_of)(vlm_cfg))
+    speed = tiles_a_second(pictures, image_processor_of(vlm_cfg))
     return check_picture_speed(vlm_cfg, train_cfg, speed, workers, gpu)
 
 
@@ -450,7 +444,7 @@ def smoke_run(
         words = ['--config', f'{folder}/config.yaml', *code_flags(small.to_dict())]
         command = [sys.executable, '-m', 'nanovlm_nb.train', *words]
         known = filter(None, [os.environ.get('PYTHONPATH')])
-        path = os.pathsep.join([*known, os.getcwd()]) # a recipe may lie here
+        path = os.pathsep.join([*known, os.getcwd()]) # code of the user's may lie here
         try: done = run_to_end(command, timeout_s, cwd=folder, env={**os.environ, 'PYTHONPATH':path})
         except subprocess.TimeoutExpired:
             return Probe('short run', FAIL, f'not over after {timeout_s:g} s',
@@ -503,8 +497,7 @@ def check_start(
         v,c = start.vlm_cfg,start.train_cfg
         if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
-        jobs,schedule = launchers(),start.parts.schedule
-        stands_at,_ = plan_resume(v, c, run_path(v, c, Dist()), gpus, jobs, schedule)
+        stands_at,_ = plan_resume(v, c, run_path(v, c, Dist()), gpus, launchers())
     except (OSError, ValueError) as e:
         try: start = foresee_start(vlm_cfg, train_cfg, gpus)
         except (OSError, ValueError): start = Start(vlm_cfg, train_cfg, 'nothing', [])
@@ -525,21 +518,19 @@ def examine(
     yield check_gpus(gpus, torch.cuda.device_count())
     probe,start = check_start(vlm_cfg, train_cfg, gpus)
     yield probe
-    vlm_cfg,train_cfg,custom = start.vlm_cfg,start.train_cfg,bool(start.parts.model or start.parts.trainer)
+    vlm_cfg,train_cfg = start.vlm_cfg,start.train_cfg
     yield from (try_backend(name, device, vlm_cfg.attn_backend) for name in BACKENDS)
-    if custom:
-        yield Probe('memory', SKIP, f'recipe {train_cfg.recipe} makes the model, whose size is not known')
-    else: yield check_memory(vlm_cfg, train_cfg, gpus,
+    yield check_memory(vlm_cfg, train_cfg, gpus,
                        torch.cuda.get_device_properties(0).total_memory/GB if device.type=='cuda' else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     yield check_workers(train_cfg, cpus or 1, gpus)
     yield check_disk(shutil.disk_usage(existing(vlm_cfg.vlm_checkpoint_path)).free,
                      checkpoint_bytes(vlm_cfg, train_cfg), checkpoints_kept(train_cfg))
     yield try_write(vlm_cfg.vlm_checkpoint_path)
-    yield from data_checks(vlm_cfg, train_cfg, start.parts)
+    yield from data_checks(vlm_cfg, train_cfg)
     gpu = torch.cuda.get_device_name() if device.type=='cuda' else None
     processes = loader_workers(train_cfg, max((cpus or 1)//gpus, 1))
-    yield picture_check(vlm_cfg, train_cfg, start.parts, processes, gpu)
+    yield picture_check(vlm_cfg, train_cfg, processes, gpu)
     yield wandb_check(train_cfg)
     yield task_check(train_cfg)
     yield check_slurm()

@@ -24,8 +24,7 @@ from fastcore.xml import (B,Body,Br,Code,Details,Div,H1,H2,H3,Head,Html,I,Img,Ma
     Style,Summary,Table,Td,Th,Title,Tr,to_xml)
 
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve
-from ..core.recipe import Parts
-from ..runs.start import check_ours,foresee_start
+from ..runs.start import foresee_start
 from ..runs.arguments import COMPARED,SAMPLES
 from .checks import CHECKS,KINDS,Fault,Rules,Sample,find_faults,grid_of,pictures_in
 from .checks import sample_hash,tokens_of
@@ -601,24 +600,21 @@ def inspect_config(
     train_cfg:TrainConfig, # its data
     n:int=SAMPLES, # rows of training and of validation to inspect
     compare:int=COMPARED, # rows of both to compare
-    parts:Parts=Parts(), # of its recipe: rows, and how pictures are cut
 )->Report: # faults and figures
     "Look for faults in the data of a run."
     from nanovlm_nb.data.dataset import LOAD_ERRORS,Dropped,Drops
-    from nanovlm_nb.data.images import image_processor_of
-    from nanovlm_nb.data.loader import load_tokenizer,make_samples,data_sources
+    from nanovlm_nb.data.loader import load_sources,load_tokenizer,make_samples
     path,drops = train_cfg.train_dataset_path,Drops()
-    cut = parts.processor or image_processor_of
-    rules = Rules(load_tokenizer(vlm_cfg), vlm_cfg, train_cfg, cut)
+    rules = Rules(load_tokenizer(vlm_cfg), vlm_cfg, train_cfg)
     report = Report(f'Data of {path}', rules)
-    if parts.rows is None and not _look_at_stored(report): return report
-    try: train,val = data_sources(train_cfg, drops, parts=parts)
+    if not _look_at_stored(report): return report
+    try: train,val = load_sources(train_cfg, drops)
     except LOAD_ERRORS as e:
-        wrong = parts.rows is None and _unreadable(path)
+        wrong = _unreadable(path)
         report.stop(path, ValueError(_why(e, path)) if wrong else e)
         return report
     for id,reason in drops.reasons.items(): report.drop(Dropped(id, reason))
-    samples = make_samples(train_cfg, vlm_cfg, rules.tokenizer, processor_of=cut) if rules.frame else None
+    samples = make_samples(train_cfg, vlm_cfg, rules.tokenizer) if rules.frame else None
     prints,rows = _look_at_rows(train, 'training', samples, n, compare, report)
     val_prints,val_rows = _look_at_rows(val, 'validation', samples, n, compare, report)
     _note_enlarged(report)
@@ -646,7 +642,6 @@ def main(
 )->int: # 1 if there is a fault, else 0
     "Command `nanovlm inspect`: look at the data of a run before it starts."
     start = foresee_start(values.vlm_cfg, values.train_cfg)
-    check_ours(start, 'nanovlm inspect', 'loaders')
-    report = inspect_config(start.vlm_cfg, start.train_cfg, values.samples, values.compare, start.parts)
+    report = inspect_config(start.vlm_cfg, start.train_cfg, values.samples, values.compare)
     report.notes[:0] = start.lines
     return tell_inspection(report, values.html)

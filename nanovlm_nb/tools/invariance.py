@@ -16,14 +16,13 @@ from torch import Tensor
 
 from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist,pick_device,set_seed
-from ..core.recipe import Parts
 from ..core.usage import UsageError
 from ..data.packing import collate_packs
 from ..data.lanes import PackLoader,lanes_of
 from ..data.loader import get_dataloaders,load_tokenizer
 from ..training.update import gather_update
 from ..training.trainer import Trainer,accumulate,make_trainer,trained
-from ..runs.start import check_ours,resolve_start
+from ..runs.start import resolve_start
 from ..runs.resume import splits
 from ..runs.run import make_model
 from ..runs.arguments import PACKS,TOLERANCE
@@ -78,18 +77,17 @@ def check_splits(
     vlm_cfg:VLMConfig, # the model; dropout is switched off
     train_cfg:TrainConfig, # data and loss; computed in float32
     packs:int=PACKS, # of the global batch
-    parts:Parts=Parts(), # of its recipe
 )->list[Row]: # a row for each split
     "Compute one update in many ways."
     vlm_cfg = evolve(vlm_cfg, lm_dropout=0., vit_dropout=0.)
     train_cfg = evolve(train_cfg, batch_size=1, gradient_accumulation_steps=packs, num_workers=0,
                        val_workers=0, dtype='float32', sharding='ddp', offload_params=False, async_save=False)
     set_seed(train_cfg.seed)
-    model = (parts.model or make_model)(vlm_cfg, train_cfg, False)
-    loader,_ = get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg), parts=parts)
+    model = make_model(vlm_cfg, train_cfg, False)
+    loader,_ = get_dataloaders(train_cfg, vlm_cfg, tokenizer=load_tokenizer(vlm_cfg))
     batch = first_packs(loader)
     trainer = make_trainer(model, train_cfg, [], [],
-                           dist=Dist(device=pick_device()), optimizer=parts.optimizer)
+                           dist=Dist(device=pick_device()))
     trainer.model.train()
     rows,first = [],None
     for split in some_splits(packs):
@@ -121,8 +119,7 @@ def main(
 )->int: # 1 if the update depends on the split, else 0
     "Command `nanovlm invariance`: one batch of a run's own data, split in many ways."
     start = resolve_start(values.vlm_cfg, values.train_cfg)
-    check_ours(start, 'nanovlm invariance', 'loaders', 'trainer')
-    rows = check_splits(start.vlm_cfg, start.train_cfg, values.packs, start.parts)
+    rows = check_splits(start.vlm_cfg, start.train_cfg, values.packs)
     text,good = tell_invariance(rows, values.tolerance)
     sys.stdout.write(text+'\n')
     return 0 if good else 1

@@ -31,7 +31,7 @@ from ..model.flops import useful_flops,with_unit
 from ..training.optim import training_groups
 from ..training.shard import bytes_per_parameter
 from ..training.lora import add_adapters
-from ..runs.start import check_ours,foresee_start
+from ..runs.start import foresee_start
 from ..runs.resume import splits
 from ..runs.arguments import DEVICES,MFU
 
@@ -462,7 +462,7 @@ def make_plan(
     trains,need = {n for n,s in parameters.items() if s.trained},memory(v, c, gpus, parameters)
     adapters = {n:s.trained for n,s in parameters.items() if s.trained} if c.lora_rank else None
     work = update_flops(v, c, pack, trains, adapters)
-    at_most = samples is None and (c.train_dataset_path!='shapes' or c.recipe is not None) # it is not opened
+    at_most = samples is None and c.train_dataset_path!='shapes' # it is not opened
     samples = samples or c.data_cutoff_idx
     plan = dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
         pack=pack._asdict(), most_tiles=most_tiles(v, c), pack_length=v.lm_max_length,
@@ -646,7 +646,6 @@ def main(
 )->int: # 0
     "Command `nanovlm plan`: what a run will cost."
     start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
-    check_ours(start, 'nanovlm plan', 'model', 'trainer')
     v,t,pack = start.vlm_cfg,start.train_cfg,_pack(values, start.vlm_cfg, start.train_cfg)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, pack, values.samples, values.epochs)
     plan = dict(start=start.origin)|plan|dict(notes=[*start.lines, *plan['notes']])

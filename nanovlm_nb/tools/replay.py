@@ -23,13 +23,13 @@ from ..core.dist import Dist,pick_device
 from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,checkpoints,missing_pieces,read_log
 from ..core.run_dir import step_of
 from ..core.logs import RunLog
-from ..core.recipe import parts_of
 from ..data.packing import Batch,Document,collate_packs,pack,unpack
 from ..training.optim import clip_gradients
 from ..training.bad_updates import read_bad_updates
 from ..training.update import Update
 from ..training.trainer import Trainer,accumulate,resume,train_step,trained,updates
 from ..training.hooks import Guard,find
+from ..runs.resume import check_own_parts
 from ..runs.run import build_trainer
 
 # %% ../../nbs/67_tools.replay.ipynb #bf2db93f
@@ -59,7 +59,7 @@ def alone(
 def trainer_before(
     run_dir:Path, # directory of a run
     update:int, # from 1
-    code:dict={}, # `recipe`, `lr_schedule` and `custom_transforms`, if the run had them
+    code:dict={}, # `lr_schedule` and `custom_transforms`, if the run had them
 )->Iterator[tuple[Trainer,Update]]: # a trainer that has made all updates before this one, and this one
     "Repeat a run up to an update."
     if (run_dir/CLASSIFY).is_file():
@@ -67,14 +67,14 @@ def trainer_before(
     checkpoint = checkpoint_before(run_dir, update)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     unused = dict(eval_script=TrainConfig.eval_script, eval_include_path=None)
-    parts = parts_of(*load_yaml(run_dir/CONFIG, given=unused|code))
-    vlm_cfg,train_cfg = parts.configs
+    check_own_parts(run_dir, [])
+    vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG, given=unused|code)
     most = updates_of_run(train_cfg)
     if most is not None and update>most:
         raise UsageError(f'update {update} was never made: the run has {most}')
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         trainer = build_trainer(vlm_cfg, alone(train_cfg, state['data']['lanes']), log,
-                               Dist(device=pick_device()), True, parts)
+                               Dist(device=pick_device()), True)
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)
@@ -170,7 +170,7 @@ def main(
         raise UsageError(f'{run_dir} has skipped no update: say which one you mean')
     n = values.update or skipped[-1]['update']
     named = vars(values).items()
-    code = {k:v for k,v in named if k in ('recipe','lr_schedule','custom_transforms') and v is not None}
+    code = {k:v for k,v in named if k in ('lr_schedule','custom_transforms') and v is not None}
     with trainer_before(run_dir, n, code) as (trainer,update):
         (loss,norm),verdicts = whole_update(trainer, update),judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)

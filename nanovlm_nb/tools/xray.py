@@ -44,7 +44,7 @@ from ..training.update import gather_update,tally
 from ..training.trainer import NoLog,Trainer,make_trainer,train_step
 from ..training.hooks import costs
 from ..training.lora import add_adapters
-from ..runs.start import check_ours,foresee_start
+from ..runs.start import foresee_start
 
 # %% ../../nbs/63_tools.xray.ipynb #41c0de06
 LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__,
@@ -799,7 +799,6 @@ def main(
     "Command `nanovlm xray`: a training step, operation by operation."
     card = find_card(values.gpu)
     start = foresee_start(values.vlm_cfg, values.train_cfg)
-    check_ours(start, 'nanovlm xray', 'model', 'trainer')
     v,t,contents = start.vlm_cfg,start.train_cfg,Contents(values.documents, values.tiles)
     x = xray(v, t, example_batch(v, t.batch_size, contents))
     changes = what_if(v, t, card, contents)

@@ -37,7 +37,6 @@ from ..core.dist import Dist,on_master
 from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkpoints
 from ..core.run_dir import find_checkpoint
 from ..core.logs import finished,styled
-from ..core.recipe import Parts
 from ..core.layout import Layout
 from ..model.language import KVCache,init_language_weights
 from ..model.weights import checkpoint_config,resolve_checkpoint
@@ -51,7 +50,8 @@ from ..answers.answer import left_pad,open_pictures
 from ..training.optim import autocast
 from ..training.trainer import Hook,Trainer,Validate,inputs_of,make_trainer,stopping
 from ..training.trainer import validation_batches
-from ..runs.run import NOT_ASKED,exit_code,process_group,run
+from ..runs.endings import exit_code
+from ..runs.run import NOT_ASKED,process_group,run
 from ..compat.guide import GUIDE,translated
 from .labels import ClassData,load_classes
 
@@ -714,10 +714,10 @@ def check_run(
 def class_parts(
     settings:Settings, # the file
     data:ClassData, # pictures
-)->Parts: # model, data and trainer of a run that classifies
-    "The recipe of a classifier."
+)->dict[str,Callable]: # for `run`
+    "Model, data and trainer of a run that classifies."
     splits = ((data.train, (wiggle,)*settings.training.augment, True), (data.val, (), False))
-    def loaders(train_cfg, cfg, dist, tokenizer):
+    def loaders(train_cfg, cfg, dist, tokenizer, patience=0.):
         check_run(settings, cfg, train_cfg)
         workers = dict(zip((True,False), (train_cfg.num_workers,train_cfg.val_workers)))
         def loader(rows, changes, shuffle):
@@ -725,7 +725,7 @@ def class_parts(
             samples = ClassSamples(cfg, tokenizer, changes)
             return pack_loader(source, samples, cfg, train_cfg, dist, shuffle, workers[shuffle])
         return [loader(*split) for split in splits]
-    return Parts(model=make_classifier, loaders=loaders, trainer=partial(class_trainer, settings, data))
+    return dict(model=make_classifier, loaders=loaders, trainer=partial(class_trainer, settings, data))
 
 def without_resume(
     s:Settings, # of a start
@@ -778,7 +778,7 @@ def classify_on(
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
     asked = Namespace(**vars(NOT_ASKED)|dict(config=config))
-    run_dir = run(*configs, class_parts(settings, data), dist, stop, asked, classify_again)
+    run_dir = run(*configs, **class_parts(settings, data), dist=dist, stop=stop, asked=asked, command=classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']

@@ -1,0 +1,198 @@
+"Parts from outside: the cells of the tutorial `Make it yours` are a user's script, and with each of its parts a run trains, stops in the middle and goes on."
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+from commands import TINY, run
+from safetensors.torch import load_file
+
+from nanovlm_nb.cli import main
+from nanovlm_nb.core.files import write_manifest
+from nanovlm_nb.data.shapes import shapes_dataset
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'
+SHORT = [*TINY, '--data_cutoff_idx', '60', '--val_size', '8', '--num_of_sequences', '4', '--max_training_steps', '4', '--eval_interval', '4', '--save_interval', '2',
+         '--max_val_batches', '1', '--ask_samples', '2', '--max_keep_ckpts', '-1', '--dtype', 'float32']
+#: parts of a run, as the script hands them in; four runs try all eight
+PARTS = dict(muon_mirror_norms="optimizer=muon, loaders=partial(get_dataloaders, transforms=[mirrored]), hooks=[ProjectorNorm()]",
+             llava_by_aspect="loaders=partial(get_dataloaders, rows=Llava('chat.parquet'), processor=by_aspect)",
+             convolutions_triangle="model=convolutions, schedule=triangle", lora="model=with_lora, optimizer=adapters_alone")
+FLAGS = dict(llava_by_aspect=['--vit_img_size', '32', '--data_cutoff_idx', '50'])
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+
+class Struck(Hook):
+    "Ends its process as the machine's end would, after update 5, where a file says so."
+    def after_update(self, trainer, *_):
+        if trainer.step == 5 and Path('strike').is_file(): os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == '__main__':
+    vlm_cfg, train_cfg, asked = parse_args(sys.argv[2:])
+    parts = eval(f'dict({sys.argv[1]})')
+    run(vlm_cfg, train_cfg, **parts | dict(hooks=[*parts.get('hooks', []), Struck()]), asked=asked)
+"""
+
+
+def own_cells() -> list[str]:
+    "The cells of the tutorial that stand in the user's file."
+    cells = json.loads(TUTORIAL.read_text(encoding='utf-8'))['cells']
+    return [text for c in cells if c['cell_type'] == 'code' and (text := ''.join(c['source'])).startswith('# mine.py')]
+
+
+def as_llava(row) -> dict:
+    said = [dict(zip(('from', 'value'), pair)) for t in row['texts'] for pair in (('human', t['user']), ('gpt', t['assistant']))]
+    return dict(id=row['row_id'], image=row['images'][0] if row['images'] else None, conversations=said)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "A working directory with the user's script and a parquet file of LLaVA's kind."
+    cwd = tmp_path_factory.mktemp('own')
+    (cwd/'mine.py').write_text('\n\n'.join([*own_cells(), SCRIPT]))
+    rows = [as_llava(r) for r in shapes_dataset(90) if len(r['images']) < 2][:60]
+    texts = [{'from': datasets.Value('string'), 'value': datasets.Value('string')}]
+    features = datasets.Features(id=datasets.Value('string'), image=datasets.Image(), conversations=texts)
+    datasets.Dataset.from_list(rows, features=features).to_parquet(cwd/'chat.parquet')
+    return cwd
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch): monkeypatch.chdir(place)
+
+
+def script(name, run_name, *more, ranks=1, check=True):
+    "The script, alone or under torchrun; its directory."
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
+    done = run([sys.executable, *launch, 'mine.py', PARTS[name], *SHORT, *FLAGS.get(name, []), '--run_name', run_name, *more], Path.cwd(), check=check)
+    return Path('checkpoints')/run_name, done
+
+
+def once(name):
+    "The run with some parts, made when it is first asked for."
+    run_dir = Path('checkpoints')/name
+    return run_dir if run_dir.is_dir() else script(name, name)[0]
+
+
+def record(run_dir, last=4) -> tuple[list, dict]:
+    "What must not depend on an interruption: figures and weights."
+    keep = ('step', 'batch_loss', 'batch_digest', 'grad_norm', 'lr_MP', 'lr_adapters', 'val_loss', 'mine/projector_norm', 'mine/largest')
+    lines = [{k: v for k, v in json.loads(line).items() if k in keep} for line in (run_dir/'log.jsonl').read_text().splitlines()]
+    return [line for line in lines if len(line) > 1], {k: w.clone() for k, w in load_file(run_dir/f'step_{last}'/'model.safetensors').items()}
+
+
+def are_equal(a, b):
+    assert a[0] == b[0] and a[1].keys() == b[1].keys() and all(w.equal(b[1][k]) for k, w in a[1].items())
+
+
+@pytest.mark.parametrize('name', PARTS)
+def test_a_run_with_own_parts_goes_on_as_if_nothing_had_been(name):
+    "Back to update 2, and forward again: the same samples, losses, norms and weights. It has answered questions, with its own model and its own tiles."
+    before = record(once(name))
+    again, _ = script(name, name, '--resume', 'True', '--load_from', f'checkpoints/{name}/step_2')
+    said = (again/'train.log').read_text()
+    assert "the script's own: " in said and 'Resumed from the checkpoint' in said and 'held-out questions' in said and (again/'status').read_text() == 'done\n'
+    are_equal(before, record(again))
+    assert len([r for r in before[0] if 'batch_loss' in r]) == 4 and (again/'abandoned_1'/'step_4').is_dir()
+
+
+def test_every_part_of_the_tutorial_is_tried_and_is_short():
+    names = [n for c in own_cells() for n in ('muon', 'Llava', 'mirrored', 'ProjectorNorm', 'convolutions', 'triangle', 'with_lora', 'by_aspect') if re.search(rf'^(?:def|class) {n}\b', c, re.MULTILINE)]
+    assert len({*names}) == 8 and all(any(n in p for p in PARTS.values()) for n in names) and max(len(c.splitlines()) for c in own_cells()) <= 30
+
+
+@pytest.mark.parametrize('name, sharding', [('muon_mirror_norms', 'zero2'), *(pytest.param(n, s, marks=pytest.mark.slow) for n in PARTS for s in ('ddp', 'zero3'))])
+def test_killed_on_two_ranks_a_script_ends_as_if_it_had_not_been(name, sharding):
+    "Figures, samples and weights to the last bit."
+    more = ['--sharding', sharding, '--batch_size', '1', '--max_training_steps', '7', '--resume', 'True']
+    whole, _ = script(name, f'whole_{name}_{sharding}', *more, ranks=2)
+    Path('strike').touch()
+    run_dir, done = script(name, f'struck_{name}_{sharding}', *more, ranks=2, check=False)
+    Path('strike').unlink()
+    assert done.returncode and 'SIGKILL' in done.stderr and not (run_dir/'step_6').exists(), done.stderr[-3000:]
+    script(name, run_dir.name, *more, ranks=2)
+    assert 'Auto resumed from the latest checkpoint' in (run_dir/'train.log').read_text()
+    are_equal(record(whole, 7), record(run_dir, 7))
+
+
+@pytest.mark.parametrize('words', [['train', '--run_name', 'lora', '--resume', 'True', '--max_training_steps', '6'], ['replay', 'checkpoints/lora', '3']])
+def test_a_plain_command_says_what_such_a_run_needs(words, capsys):
+    once('lora')
+    with pytest.raises(SystemExit) as stopped: main(words)
+    assert stopped.value.code == 2 and 'was made with model and optimizer of its own, and this start gives none: start the script that made it again' in capsys.readouterr().err
+
+
+# --- whom one trusts
+
+HOSTILE = dict(custom_transforms=['hostile:f'], lr_schedule='hostile:f', eval_script='hostile.sh', eval_include_path='hostile')
+
+
+@pytest.mark.parametrize('field', HOSTILE)
+def test_files_of_a_run_name_no_code(tmp_path, monkeypatch, capsys, field):
+    "Whatever its files say, a run from elsewhere executes nothing, even if one stands in its directory; the user may name the same code."
+    run_dir = tmp_path/'runs'/'begun'
+    if not Path('checkpoints/begun').is_dir(): assert main(['train', *SHORT, '--run_name', 'begun']) == 0
+    shutil.copytree('checkpoints/begun', run_dir)
+    config, states = yaml.safe_load((run_dir/'config.yaml').read_text()), list(run_dir.glob('step_*/trainer_state.json'))
+    config['train'][field] = HOSTILE[field]
+    (run_dir/'config.yaml').write_text(yaml.safe_dump(config))
+    for file in states:
+        state = json.loads(file.read_text())
+        state['configs']['train'][field] = HOSTILE[field]
+        file.write_text(json.dumps(state))
+        write_manifest(file.parent)
+    ran = tmp_path/'ran'
+    (run_dir/'hostile.py').write_text(f'open({str(ran)!r}, "w")\ndef f(*_): return 0.\n')
+    (run_dir/'hostile.sh').write_text(f'touch {ran}')
+    monkeypatch.chdir(run_dir)
+    flags, step = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)], str(sorted(states)[-1].parent)
+    again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps', '5']
+    refused = [['resume', '.'], ['train', *again], *([c, '--config', 'config.yaml'] for c in ('plan', 'inspect', 'xray', 'doctor', 'invariance')), ['train', '--resume', 'True', '--load_from', step]]
+    for words in refused:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped: main(words)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and f'names code, {field} ' in said and f'add {" ".join(flags)} if you trust it' in said, (words, said)
+    for words in (['runs', '.'], ['plot', '.', '--out', str(tmp_path/'c.png')], ['look', step, '--batches', '1'], ['ask', step, '--prompt', 'x']): main(words)
+    assert not ran.exists()
+
+
+# --- from the command to the loss
+
+WATCHED = """
+import json, sys
+from pathlib import Path
+import nanovlm_nb
+from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.runs.run import make_model, run
+
+HOME, seen = str(Path(nanovlm_nb.__file__).parent), set()
+
+def model(*args):
+    made = make_model(*args)
+    made.register_forward_pre_hook(lambda *_: seen.add(stack()) if made.training else None)
+    return made
+
+def stack():
+    frame, names = sys._getframe(), []
+    while frame := frame.f_back:
+        if frame.f_code.co_filename.startswith(HOME): names.append((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
+    return tuple(names[::-1])
+
+vlm_cfg, train_cfg, asked = parse_args()
+run(vlm_cfg, train_cfg, model=model)
+print(json.dumps(list(seen)))
+"""
+
+
+def test_a_traceback_is_short():
+    "Who meets an error in a model reads how the script came there in four frames of two files."
+    Path('watched.py').write_text(WATCHED)
+    done = run([sys.executable, 'watched.py', *SHORT, '--run_name', 'watched', '--compile', 'False', '--ask_samples', '0'], Path.cwd())
+    assert json.loads(done.stdout.splitlines()[-1]) == [[['run', 'run'], ['trainer', 'train'], ['trainer', 'train_step'], ['trainer', 'accumulate']]]
