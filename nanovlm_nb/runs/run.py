@@ -23,7 +23,7 @@ from ..core.config import TrainConfig,VLMConfig,get_run_name,projector_advice,sa
 from ..core.config import updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
 from ..core.dist import set_threads
-from ..core.run_dir import CONFIG,FEATURE_CACHE,LOG,RunLock,checkpoints,read_state,recover,sweep
+from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,LOG,RunLock,checkpoints,read_state,recover,sweep
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,save_notes
 from ..model.vision import ViT
@@ -41,7 +41,7 @@ from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt
 from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
-from .resume import OWN_PARTS,aside_lines,check_own_parts,check_resume,find_resume,go_back
+from .resume import OWN_PARTS,aside_lines,check_own_parts,check_resume,find_resume,go_back,knows
 from .resume import is_own,rate_lines
 from .endings import SAME_SCRIPT,SIGNALLED,FirstErrorOnly,Interrupted,OpenRun,exit_code,go_on,left_line
 from .endings import open_run
@@ -104,13 +104,15 @@ def hold(run_dir:Path, dist:Dist, again:bool=False, # all ranks must call; a lau
         if dist.is_master: lock.let_go()
 
 def keep_config(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of the run, as they are used
-    own:list[str], config:str|None=None, # names of its own parts; the user's own YAML file
+    own:list[str], jobs:Iterable[str]=(), # names of its own parts, and of what has started it
+    config:str|None=None, # the user's own YAML file
 )->None:
-    "Write the settings of this start, and the user's file as it is."
+    "Write the settings of this start, its jobs, and the user's file as it is."
     given = Path(config).read_bytes() if config else None # it may be the file that is replaced
     save_yaml(run_dir/CONFIG, vlm_cfg, train_cfg)
     if given is not None: write_atomic(run_dir/'given.yaml', given)
-    if own: write_atomic(run_dir/OWN_PARTS, '\n'.join(own)+'\n')
+    for name,lines in ((OWN_PARTS, own), (JOB, jobs)):
+        if lines: write_atomic(run_dir/name, '\n'.join(lines)+'\n')
 
 # %% ../../nbs/56_runs.run.ipynb #f6984ad8
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
@@ -185,7 +187,7 @@ def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path, world_si
 )->tuple[Path|None,list[str]]: # the checkpoint to resume from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
     recover(run_dir)
-    path,line = find_resume(run_dir, train_cfg, any(jobs.values()))
+    path,line = find_resume(run_dir, train_cfg, knows(run_dir, jobs))
     again = [f'{job} starts this run again, start {n+1}' for job,n in jobs.items() if n]
     if path is None: return None,[*again, line, *aside_lines(run_dir, None)]
     check_own_parts(path.parent, own)
@@ -285,7 +287,7 @@ def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event, asked:Namespace=NOT_
     left = on_master(dist, lambda: sweep(run_dir))
     if left: log.info(f'removed, left by a start that was killed: {", ".join(left)}')
     trainer = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
-    on_master(dist, lambda: keep_config(run_dir, v, c, own, asked.config))
+    on_master(dist, lambda: keep_config(run_dir, v, c, own, launchers(dist), asked.config))
     trainer.asked = stop
     for line in first_lines(trainer, plan, resumed, own): log.info(line)
     use_evals(trainer)
