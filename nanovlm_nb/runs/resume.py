@@ -54,6 +54,7 @@ def knows(run_dir:Path, jobs:dict[str,int], # starts before this one by job, fro
     return any(n and job in known for job,n in jobs.items())
 
 def find_resume(run_dir:Path, train_cfg:TrainConfig, again:bool=False, # `resume`, `load_from`; a job's restart
+    how:str='', # what to do instead of taking another name
 )->tuple[Path|None,str]: # the checkpoint to resume from, or None; a line for the log
     "Decide where a run begins; a UsageError where the command contradicts what is there."
     c,(own,passed) = train_cfg,usable_checkpoint(run_dir, thorough=True)
@@ -64,7 +65,7 @@ def find_resume(run_dir:Path, train_cfg:TrainConfig, again:bool=False, # `resume
         return own,f'{skipped}Auto resumed from the latest checkpoint {own}.'
     if c.resume and load_from: return _given(run_dir, load_from, own)
     if own: raise UsageError(f'{run_dir} holds {own.name} of an earlier run, which a new one would be '
-                             'mixed up with: give another run_name, or --resume True to go on')
+                             f'mixed up with: give another run_name, or {how or "--resume True to go on"}')
     if wrong and (again or c.resume):
         raise UsageError(f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy one there again, '
                          'or begin anew: under another --run_name, or here with --resume False, which sets '
@@ -232,6 +233,7 @@ def rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state
 )->list[tuple[bool,str]]: # (within a factor of two of the rate that the earlier settings give?, line)
     "Whether the learning rate continues where it was; empty if the log does not say."
     c,was,log = train_cfg,state['configs']['train'],run_dir/LOG
+    if _all_made(state, c): return [(True, f"no update is left: the run ends at {state['step']}")]
     name,whose,peak = ('lr_lora','adapters','lr_lora') if c.lora_rank else ('lr_MP','projector','lr_mp')
     last = [r[name] for r in (read_log(log) if log.is_file() else []) if r['step']<=state['step'] and name in r]
     if not last: return []
@@ -243,6 +245,12 @@ def rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state
     after,before = rate(asdict(c), schedule),rate(was, schedule) if same else last[-1]
     line = f'learning rate of the {whose}: {last[-1]:.3g} in the last update, {after:.3g} in the next'
     return [(.5<=after/before<=2 if before else not after, line)]
+
+def _all_made(state, c):
+    "Whether a run has the length that its settings ask for."
+    if c.max_epochs is not None and (state.get('epoch') or 0)>=c.max_epochs: return True
+    most = c.max_training_samples
+    return state['step']>=c.max_training_steps if most is None else state.get('samples', 0)>=most
 
 def aside_lines(run_dir:Path, checkpoint:Path|None, # of a run; from which it will resume, None: it begins
 )->list[str]: # a line, or none

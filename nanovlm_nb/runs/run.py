@@ -184,10 +184,11 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, asked:Namespac
 
 def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path, world_size:int, # as they will be; ranks
     jobs:dict[str,int]={}, own:list[str]=[], # from `dist.launchers`; names of parts of its own
+    how:str='', # see `find_resume`
 )->tuple[Path|None,list[str]]: # the checkpoint to resume from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
     recover(run_dir)
-    path,line = find_resume(run_dir, train_cfg, knows(run_dir, jobs))
+    path,line = find_resume(run_dir, train_cfg, knows(run_dir, jobs), how)
     again = [f'{job} starts this run again, start {n+1}' for job,n in jobs.items() if n]
     if path is None: return None,[*again, line, *aside_lines(run_dir, None)]
     check_own_parts(path.parent, own)
@@ -280,14 +281,15 @@ def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event, asked:Namespace=NOT_
 )->Trainer: # ready to train
     "Decide where the run begins, put the parts together, and restore the checkpoint."
     (run_dir,v,c,*_),dist,own = plan,run.dist,own_parts(parts)
-    checkpoint,resumed = on_master(dist, lambda: plan_resume(v, c, run_dir, dist.world_size, launchers(dist), own))
-    run.patient = checkpoint is not None or bool(launchers(dist))
+    jobs,command = launchers(dist),run.make_command
+    how = '' if command is go_on else f'go on with: {command(run_dir, c, dist)}'
+    checkpoint,resumed = on_master(dist, lambda: plan_resume(v, c, run_dir, dist.world_size, jobs, own, how))
+    run.patient = checkpoint is not None or bool(jobs)
     on_master(dist, lambda: go_back(run_dir, checkpoint if is_own(run_dir, checkpoint) else None) and None)
     log = open_run(run, open_log(run_dir, dist, v, c))
     left = on_master(dist, lambda: sweep(run_dir))
     if left: log.info(f'removed, left by a start that was killed: {", ".join(left)}')
     trainer = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
-    on_master(dist, lambda: keep_config(run_dir, v, c, own, launchers(dist), asked.config))
     trainer.asked = stop
     for line in first_lines(trainer, plan, resumed, own): log.info(line)
     use_evals(trainer)
@@ -295,6 +297,7 @@ def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event, asked:Namespace=NOT_
     updates = f'; {total:,} updates' if (total := length(trainer)) else ''
     log.info(size_line(trainer.loader.source, trainer.held_out.source)+updates)
     use_frozen_tower(trainer, checkpoint)
+    on_master(dist, lambda: keep_config(run_dir, v, c, own, jobs, asked.config)) # nothing refuses it any more
     if dist.is_master: write_record(run_dir, v, c)
     run.trainer,run.start = trainer,trainer.step
     return trainer
