@@ -412,7 +412,8 @@ def replay_parser()->Parser: # of `nanovlm replay`
     "Make one update of a run again, and look at each of its samples alone."
     p = Parser('nanovlm replay', description=replay_parser.__doc__)
     p.add_argument('run_dir', type=_run, help='directory of the run')
-    p.add_argument('--lr_schedule', metavar='MODULE:FUNCTION', help='the lr_schedule of the run, if it had one')
+    p.add_argument('--lr_schedule', metavar='MODULE:FUNCTION',
+                   help='the lr_schedule of the run, if it had one')
     p.add_argument('--custom_transforms', metavar='MODULE:FUNCTION', nargs='+', help='likewise')
     p.add_argument('update', type=at_least(1), nargs='?',
         help='number of the update; default: the last one that was skipped')

@@ -40,14 +40,16 @@ def what_is_left(run_dir:Path)->str: # of a run; part of a sentence
     except PermissionError: return 'its checkpoints cannot be read'
     return f'the last complete checkpoint is {last.name}' if last else 'there is no checkpoint yet'
 
-def go_on(run_dir:Path, train_cfg:TrainConfig, dist:Dist=Dist(), changes:dict={}, # its ranks; fields to change
+def go_on(run_dir:Path, train_cfg:TrainConfig, dist:Dist=Dist(),
+    changes:dict={}, # its ranks; fields to change
 )->str: # a line for the shell
     "The command that resumes a run."
     local = int(os.environ.get('LOCAL_WORLD_SIZE', dist.world_size))
     nodes = f'--nnodes {dist.world_size//local} (as before) ' if local<dist.world_size else ''
     alone = dist.world_size==1
     launch = 'nanovlm train' if alone else f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train'
-    fields = dict(run_name=Path(run_dir).name, resume=True)|(dict(load_from=None) if train_cfg.load_from else {})
+    fields = dict(run_name=Path(run_dir).name, resume=True)
+    if train_cfg.load_from: fields['load_from'] = None
     flags = [f'--{k} {shlex.quote(str(v))}' for k,v in (fields|changes).items()]
     code = map(shlex.quote, code_flags(train_cfg.to_dict()))
     return ' '.join([launch, '--config', shlex.quote(str(Path(run_dir)/CONFIG)), *flags, *code])
@@ -84,19 +86,20 @@ def full_disk(error:BaseException)->bool: # one of `causes`
 def lost_place(error:BaseException, run_dir:Path, command:str, # as it arrived; of the run; from `go_on`
 )->str|None: # a sentence; None: files are not the cause
     "What to say about a full disk, and about a directory that can no longer be written."
-    run_dir,chain = Path(run_dir),causes(error)
-    inside = lambda e: isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(run_dir.absolute())
-    for e in chain:
-        if not full_disk(e): continue
-        elsewhere = isinstance(e, OSError) and isinstance(e.filename, str) and not inside(e)
-        place = Path(e.filename).parent if elsewhere else run_dir # type: ignore[union-attr]
+    run_dir,failed = Path(run_dir).absolute(),[e for e in causes(error) if isinstance(e, OSError)]
+    def named(e:OSError)->Path|None:
+        return Path(e.filename).absolute() if isinstance(e.filename, str) else None
+    def inside(e:OSError)->bool: return (path := named(e)) is not None and path.is_relative_to(run_dir)
+    for e in filter(full_disk, failed):
+        path = named(e)
+        place = run_dir if path is None or inside(e) else path.parent
         return f'no space left in {place}: {what_is_left(run_dir)}. Make room, then: {command}'
-    e = next((e for e in chain if isinstance(e, OSError) and e.errno and inside(e)), None)
-    if e is None: return None
+    lost = next((e for e in failed if e.errno and inside(e)), None)
+    if lost is None: return None
     if not os.path.isdir(run_dir):
         return (f'{run_dir} is not there any more, it was moved or removed while the run wrote into it: '
                 f'put it back, then: {command}')
-    return (f'{e.filename} cannot be written any more ({os.strerror(e.errno or 0).lower()}): '
+    return (f'{lost.filename} cannot be written any more ({os.strerror(lost.errno or 0).lower()}): '
             f'{what_is_left(run_dir)}. See that it can be written, then: {command}')
 
 # %% ../../nbs/54_runs.endings.ipynb #54000003
@@ -108,7 +111,7 @@ def may_change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict, # of a ru
     return not any(d.level==REFUSED for d in differences(saved, changed(vlm_cfg), changed(train_cfg)))
 
 def no_memory(error:BaseException, run_dir:Path, # as it arrived; of the run
-    vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, command:Callable, # of the run; its ranks; takes `changes`
+    vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, command:Callable, # a run; its ranks; takes `changes`
 )->str: # a sentence
     "What happened, what is left, what helps."
     keeps = lambda changes: may_change(vlm_cfg, train_cfg, changes)
@@ -211,10 +214,12 @@ def say_what_is_left(run:OpenRun, error:BaseException)->None: # in progress; tha
     elif not isinstance(error, UsageError):
         if run.fresh and run.dist.is_master: save_yaml(run.run_dir/CONFIG, run.vlm_cfg, run.cfg)
         words = 'nanovlm','doctor','--config',str(run.run_dir/CONFIG),*code_flags(run.cfg.to_dict())
-        run.log.info(f'the run has made no update; `{" ".join(words)}` tries its data, disk, memory and a short run')
+        run.log.info(f'the run has made no update; `{" ".join(words)}` tries its data, disk, memory and a '
+                     'short run')
 
 # %% ../../nbs/54_runs.endings.ipynb #54000010
-def end_run(run:OpenRun, kind:type|None, error:BaseException|None, # in progress; why it is left, None: it has ended
+def end_run(run:OpenRun, kind:type|None,
+    error:BaseException|None, # in progress; why it is left, None: it has ended
 )->bool: # whether the error goes no further
     "Say how a run has ended, in its log and its status; an error with a known cause becomes one sentence."
     soft,word = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable),None

@@ -32,7 +32,8 @@ from ..model.weights import load_weights
 from ..data.dataset import Drops,Unreachable
 from ..data.loader import first_rows
 from ..data.shapes import best_blind_guess
-from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all,plot_answers,questions_of
+from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all
+from ..answers.answer import plot_answers,questions_of
 from ..training.trainer import Trainer
 from ..training.hooks import Meters,find
 
@@ -41,7 +42,8 @@ OWN = {'run_name','notes','resume','load_from'} # different in every run
 
 def previous_run(run_dir:Path)->Path|None: # of a run; None: it is the first in its folder
     "The run beside it that was configured last."
-    others = [p for p in Path(run_dir).absolute().parent.glob(f'*/{CONFIG}') if p.parent.name!=Path(run_dir).name]
+    run_dir = Path(run_dir).absolute()
+    others = [p for p in run_dir.parent.glob(f'*/{CONFIG}') if p.parent.name!=run_dir.name]
     return max(others, key=lambda p: p.stat().st_mtime).parent if others else None
 
 def changes(before:tuple[VLMConfig,TrainConfig], now:tuple[VLMConfig,TrainConfig], # of one run, of another
@@ -54,7 +56,8 @@ def changes(before:tuple[VLMConfig,TrainConfig], now:tuple[VLMConfig,TrainConfig
 # %% ../../nbs/55_runs.record.ipynb #dcc6f191
 YOURS = '## Observations\n\n\n## Next\n\n' # what a new page leaves to its reader
 
-def write_record(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of the run; `notes` says what it tries
+def write_record(run_dir:Path, vlm_cfg:VLMConfig,
+    train_cfg:TrainConfig, # of the run; `notes` says what it tries
     results:list[str]|None=None, # lines about what came of it; None: it has just begun
 )->Path: # `run_dir/record.md`
     "Write the page, or bring it up to date."
@@ -136,7 +139,8 @@ def training_card(run_dir:str|Path)->str: # of a run, with `config.yaml`; Markdo
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 UNASKED = VLMConfig.hf_repo_name # a default, no repository
 
-def where_to_publish(name:str|None, api:HfApi|None=None, # `hf_repo_name`; client, default: one with your login
+def where_to_publish(name:str|None,
+    api:HfApi|None=None, # `hf_repo_name`; client, default: one with your login
 )->tuple[str|None,str]: # owner/name, or None for nowhere; a line for the log, or ''
     "Find out before a run where its model is to go; a ValueError says what is wrong with the name."
     if not name: return None,''
@@ -151,7 +155,8 @@ def where_to_publish(name:str|None, api:HfApi|None=None, # `hf_repo_name`; clien
                          f'({type(e).__name__}): give owner/{name}, or log in with `hf auth login`') from e
     return f'{owner}/{name}',f'the best model will be published as {owner}/{name}'
 
-def publish(run_dir:str|Path, repo_id:str|None, api:HfApi|None=None, # of a run; owner/name, None: nowhere; client
+def publish(run_dir:str|Path, repo_id:str|None,
+    api:HfApi|None=None, # of a run; owner/name, None: nowhere; client
 )->bool: # whether it was uploaded
     "Upload the checkpoint that `find_checkpoint` takes of a run with its card, privately if it is new."
     if not repo_id: return False
@@ -159,7 +164,8 @@ def publish(run_dir:str|Path, repo_id:str|None, api:HfApi|None=None, # of a run;
         repo_id, private=True, api=api, training=training_card(run_dir))
     return True
 
-def publish_best(log:RunLog, repo_id:str|None, api:HfApi|None=None)->None: # of a finished run; as in `publish`
+def publish_best(log:RunLog, repo_id:str|None,
+    api:HfApi|None=None)->None: # of a finished run; as in `publish`
     "Publish the best checkpoint of a run, or say why it could not be: a finished run does not fail for that."
     try:
         if publish(log.run_dir, repo_id, api): log.info(f'published as {repo_id}')
@@ -213,7 +219,7 @@ def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `Lef
     reasons = {split:d.reasons for split,d in drops.items()}
     write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
 
-def time_split(seconds:dict[str,float])->str: # by kind of work; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
+def time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
     total,parts = sum(seconds.values()),sorted(seconds.items(), key=lambda o: -o[1])
     if not total: return 'no time has passed'
@@ -244,7 +250,8 @@ def advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sho
     return advice(shares, evolve(trainer.cfg, compile=trainer.compiled), trainer.base.cfg,
         unstable=trainer.skipped>0, cpus=os.cpu_count(), ranks=trainer.dist.world_size)
 
-def last_lines(run_dir:Path, rows:list[dict], ours:bool=True, # has ended; held-out samples; the library's model
+def last_lines(run_dir:Path, rows:list[dict],
+    ours:bool=True, # has ended; held-out samples; the library's model
 )->list[str]: # for the log
     "What there is to look at, and how to ask the model."
     pictures = map(str, filter(Path.is_file, (run_dir/'samples.png', run_dir/'curves.png')))

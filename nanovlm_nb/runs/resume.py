@@ -35,7 +35,8 @@ def given_checkpoint(load_from:str|Path, # what the user gave; of a run, its cur
         raise UsageError(f'load_from is the file {path}: '
                          f'give the checkpoint directory that holds it, {path.parent}')
     if not path.is_dir():
-        raise MissingFile(f'load_from: there is no directory {path}: correct the path, or give run_name alone')
+        raise MissingFile(f'load_from: there is no directory {path}: correct the path, or give run_name '
+                          'alone')
     path = path if (path/MANIFEST).is_file() else last_checkpoint(path) or path
     check_checkpoint(path, f'load_from {path}')
     return path
@@ -53,8 +54,8 @@ def knows(run_dir:Path, jobs:dict[str,int], # starts before this one by job, fro
     known = file.read_text(encoding='utf-8', errors='replace').splitlines() if file.is_file() else []
     return any(n and job in known for job,n in jobs.items())
 
-def find_resume(run_dir:Path, train_cfg:TrainConfig, again:bool=False, # `resume`, `load_from`; a job's restart
-    how:str='', # what to do instead of taking another name
+def find_resume(run_dir:Path, train_cfg:TrainConfig,
+    again:bool=False, how:str='', # `resume`, `load_from`; a job's restart; what to do instead of another name
 )->tuple[Path|None,str]: # the checkpoint to resume from, or None; a line for the log
     "Decide where a run begins; a UsageError where the command contradicts what is there."
     c,(own,passed) = train_cfg,usable_checkpoint(run_dir, thorough=True)
@@ -67,7 +68,8 @@ def find_resume(run_dir:Path, train_cfg:TrainConfig, again:bool=False, # `resume
     if own: raise UsageError(f'{run_dir} holds {own.name} of an earlier run, which a new one would be '
                              f'mixed up with: give another run_name, or {how or "--resume True to go on"}')
     if wrong and (again or c.resume):
-        raise UsageError(f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy one there again, '
+        raise UsageError(f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy one there '
+                         'again, '
                          'or begin anew: under another --run_name, or here with --resume False, which sets '
                          'aside what there is')
     if load_from: return None,(f'Weights from {Path(find_checkpoint(load_from)).resolve()}; '
@@ -82,7 +84,8 @@ def _given(run_dir, load_from, own):
         raise UsageError(f'{run_dir} stands at {own.name}, and load_from names {path}, which is not in it: '
                          'leave load_from out (--load_from None) to go on, or give another run_name to '
                          'begin a run of its own from there')
-    relative = ('' if Path(load_from).is_absolute() else f' load_from {load_from} is relative to {Path.cwd()}: '
+    relative = ('' if Path(load_from).is_absolute() else f' load_from {load_from} is relative to '
+                                                         f'{Path.cwd()}: '
                                                          'give the absolute path in a job script.')
     return path,f'Resumed from the checkpoint {path}.{relative}'
 
@@ -139,7 +142,8 @@ def differences(saved:dict[str,dict], # 'vlm' and 'train': fields of the configs
     out = []
     for cfg,was in ((vlm_cfg,saved['vlm']), (train_cfg,saved['train'])):
         changed = [f for f in fields(cfg) if f.name in was and was[f.name]!=getattr(cfg, f.name)]
-        out += [Difference(f.name, was[f.name], getattr(cfg, f.name), *(resume_rule(f.name, type(cfg)) or UNKNOWN))
+        out += [Difference(f.name, was[f.name], getattr(cfg, f.name),
+                           *(resume_rule(f.name, type(cfg)) or UNKNOWN))
                 for f in changed]
     was,now = (training_parts(t) for t in (saved['train'], asdict(train_cfg)))
     if was!=now:
@@ -177,7 +181,8 @@ def place_of(state:dict, train:dict, # `trainer_state.json`; fields of the `Trai
     if planned is None or not epochs or train.get('max_epochs') is None: return step,length
     return step,min(length, round(planned*train['max_epochs']/epochs))
 
-def progress(state:dict, packs:int, train:dict, # `trainer_state.json`; of an update from now on; as in `place_of`
+def progress(state:dict, packs:int,
+    train:dict, # `trainer_state.json`; of an update from now on; as in `place_of`
 )->str: # a sentence
     "The progress of a run in updates and in samples, and what that is with other updates."
     step,samples,was = state['step'],state['samples'],state['data']['lanes']
@@ -188,7 +193,8 @@ def progress(state:dict, packs:int, train:dict, # `trainer_state.json`; of an up
                 'The learning rate follows samples, whatever the size of an update')
     before = state['configs']['train']
     length,epochs = place_of(state, before)[1],' --max_epochs None' if before.get('max_epochs') else ''
-    return (f'So far {step} of {length} updates ({100*step/length:.1f} %) and {samples} samples; with {packs} '
+    return (f'So far {step} of {length} updates ({100*step/length:.1f} %) and {samples} samples; with '
+            f'{packs} '
             f'packs in an update as many samples take {step*was/packs:.0f} updates, and update {step} stands '
             f'for {samples*packs/was:.0f} samples ({100*step*packs/was/length:.1f} % of those planned). A '
             'schedule in samples would go on where this one is: '
@@ -211,7 +217,8 @@ def check_resume(state:dict, # `trainer_state.json` of the checkpoint
                          'begin a new run from the weights (load_from without resume), or give force_resume')
     made,most = state['step'],c.max_training_steps
     if made>most and c.max_training_samples is None:
-        raise UsageError(f'cannot resume: the checkpoint has made {made} updates, max_training_steps is {most}: '
+        raise UsageError(f'cannot resume: the checkpoint has made {made} updates, max_training_steps is '
+                         f'{most}: '
                          'give more, or an earlier checkpoint of the run (load_from)')
     return lines
 
@@ -235,7 +242,8 @@ def rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state
     c,was,log = train_cfg,state['configs']['train'],run_dir/LOG
     if _all_made(state, c): return [(True, f"no update is left: the run ends at {state['step']}")]
     name,whose,peak = ('lr_lora','adapters','lr_lora') if c.lora_rank else ('lr_MP','projector','lr_mp')
-    last = [r[name] for r in (read_log(log) if log.is_file() else []) if r['step']<=state['step'] and name in r]
+    rows = read_log(log) if log.is_file() else []
+    last = [r[name] for r in rows if r['step']<=state['step'] and name in r]
     if not last: return []
     def rate(values, schedule):
         step,most = place_of(state, values)
@@ -258,11 +266,13 @@ def aside_lines(run_dir:Path, checkpoint:Path|None, # of a run; from which it wi
     own = checkpoint if is_own(run_dir, checkpoint) else None
     if not (newer := left_behind(run_dir, own)): return []
     why = f'not on the way from {own.name}' if own else 'damaged or not complete'
-    return [f'{", ".join(p.name for p in newer)}: {why}, set aside in {abandoned_folder(run_dir)} with the log '
+    return [f'{", ".join(p.name for p in newer)}: {why}, set aside in {abandoned_folder(run_dir)} with the '
+            'log '
             f'of that time (`nanovlm runs {run_dir} --delete_abandoned` deletes that)']
 
 # %% ../../nbs/53_runs.resume.ipynb #53000004
-def resume_checklist(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_size:int=1, # to come; ranks
+def resume_checklist(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig,
+    world_size:int=1, # to come; ranks
 )->list[tuple[bool,str]]: # (in order?, line)
     "What resuming will do."
     checks = [(False, f'{p.name} is not complete, it lacks {", ".join(lacks)}')

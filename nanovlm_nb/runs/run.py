@@ -41,10 +41,10 @@ from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt
 from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
-from .resume import OWN_PARTS,aside_lines,check_own_parts,check_resume,find_resume,go_back,knows
-from .resume import is_own,rate_lines
-from .endings import SAME_SCRIPT,SIGNALLED,FirstErrorOnly,Interrupted,OpenRun,exit_code,go_on,left_line
-from .endings import open_run
+from .resume import OWN_PARTS,aside_lines,check_own_parts,check_resume,find_resume
+from .resume import go_back,is_own,knows,rate_lines
+from .endings import SAME_SCRIPT,SIGNALLED,FirstErrorOnly,Interrupted,OpenRun,exit_code
+from .endings import go_on,left_line,open_run
 from .record import millions,publish_best,report,where_to_publish,write_record
 
 # %% ../../nbs/56_runs.run.ipynb #69cf2326
@@ -90,7 +90,8 @@ def run_path(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as they will
     around = next((p for p in run_dir.absolute().parents if (p/MANIFEST).is_file()), None)
     if around is None: return run_dir
     raise UsageError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: give '
-                     '--resume_from_vlm_checkpoint True to begin with its weights, or another vlm_checkpoint_path')
+                     '--resume_from_vlm_checkpoint True to begin with its weights, or another '
+                     'vlm_checkpoint_path')
 
 # %% ../../nbs/56_runs.run.ipynb #56000001
 @contextmanager
@@ -140,12 +141,13 @@ def stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first si
 # %% ../../nbs/56_runs.run.ipynb #56000005
 def on_each_rank(dist:Dist, stop:threading.Event, read:Callable)->Any: # all call; breaks off; what it returns
     "Read what every rank needs; if a signal or a network that is away ends that on one rank, it does on all."
-    value,lost = None,None
+    value:Any = None
+    lost:Exception|None = None
     try: value = read()
     except Unreachable as e: lost = e
     if stop.is_set(): lost = Interrupted(SIGNALLED)
     ends = [e for e in dist.gather(lost) if e is not None]
-    for e in sorted(ends, key=lambda e: isinstance(e, Unreachable)): raise e # a signal before all else
+    for end in sorted(ends, key=lambda e: isinstance(e, Unreachable)): raise end # a signal before all else
     return value
 
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
@@ -165,14 +167,16 @@ class RunPlan(NamedTuple):
     repo:str|None # where the best checkpoint goes
     lines:list[str] # for the log: what is not as it was given
 
-def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, asked:Namespace=NOT_ASKED, # as given; all call
+def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist,
+    asked:Namespace=NOT_ASKED, # as given; all call
 )->RunPlan: # nothing is written yet
     "Find what a run starts from, and name its directory."
     repo,line = on_master(dist, lambda: where_to_publish(vlm_cfg.hf_repo_name))
     start = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
     v,c = start.vlm_cfg,start.train_cfg
     if c.lora_rank and not (c.resume or weights_of_start(v, c)):
-        raise UsageError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that is '
+        raise UsageError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that '
+                         'is '
                          'trained already; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
     widths = (v.vit_hidden_dim,v.vit_inter_dim),(v.lm_hidden_dim,v.lm_inter_dim)
     set_threads(dist, loader_workers(c, cores_of_rank()), max(map(prod, widths)))
@@ -182,7 +186,8 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, asked:Namespac
         fresh = not (run_dir/LOG).exists()
     return RunPlan(run_dir, v, c, fresh, repo, [*saved, *start.lines, *filter(None, [line])])
 
-def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path, world_size:int, # as they will be; ranks
+def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path,
+    world_size:int, # as they will be; ranks
     jobs:dict[str,int]={}, own:list[str]=[], # from `dist.launchers`; names of parts of its own
     how:str='', # see `find_resume`
 )->tuple[Path|None,list[str]]: # the checkpoint to resume from, or None; lines for the log
@@ -206,7 +211,8 @@ def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)-
         total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
         quiet=c.console_line=='none', epochs=epochs)
 
-def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dist, # of the run; every rank calls
+def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
+    dist:Dist, # of the run; every rank calls
     resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
     model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
     schedule:Callable|None=None, hooks:Iterable=(), trainer:Callable=make_trainer, # likewise
@@ -216,7 +222,8 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
     set_seed(c.seed)
     tokenizer = on_each_rank(dist, stop, lambda: load_tokenizer(vlm_cfg))
     shapes = c.train_dataset_path=='shapes'
-    log.info(f'drawing {c.data_cutoff_idx or SHAPES_SCENES:,} scenes' if shapes else f'reading {c.train_dataset_path}')
+    drawn = f'drawing {c.data_cutoff_idx or SHAPES_SCENES:,} scenes'
+    log.info(drawn if shapes else f'reading {c.train_dataset_path}')
     def load(): return (loaders or get_dataloaders)(c, vlm_cfg, dist, tokenizer, patience=Patience(0., stop))
     rows,val = on_each_rank(dist, stop, load)
     dist.barrier() # a rank without its data is noticed here
@@ -230,7 +237,8 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights
 
-def use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # ready to train; what it was loaded from
+def use_frozen_tower(trainer:Trainer,
+    checkpoint:Path|None=None)->None: # ready to train; what it was loaded from
     "Switch on what `cache_features` and `save_vision` ask for."
     model,c = trainer.base,trainer.cfg
     if checkpoint is not None and not c.save_vision: # `make_model` has done it for a new run
@@ -251,7 +259,8 @@ def use_evals(trainer:Trainer)->None: # every rank must call
     jobs = Evaluations(trainer.log.run_dir, c, tasks) if dist.is_master else None
     live = cli_evaluate if tasks and backend=='in_process' else None
     how = f'{backend}, prompts of benchmarks: {c.lmms_eval_prompts}'
-    if tasks: trainer.log.info(f'every {2*c.eval_interval} updates the checkpoint is evaluated ({how}): {tasks}')
+    if tasks: trainer.log.info(f'every {2*c.eval_interval} updates the checkpoint is evaluated ({how}): '
+                               f'{tasks}')
     find(trainer, Evaluate).desk = EvalDesk(trainer.log, dist, jobs, tasks if live else '', live)
 
 # %% ../../nbs/56_runs.run.ipynb #56000009
@@ -264,7 +273,8 @@ def first_lines(trainer:Trainer, plan:RunPlan, resumed:list[str], own:list[str],
     size = f'{millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}'
     notes = save_notes(c) if millions(model)>SMALL_M else []
     mine = [f"the script's own: {', '.join(own)}"] if own else []
-    return [f'{plan.run_dir}: {size}', trainable_line(model, trainer.optimizer), f'figures: {log.where}', *mine,
+    trains = trainable_line(model, trainer.optimizer)
+    return [f'{plan.run_dir}: {size}', trains, f'figures: {log.where}', *mine,
         *projector_advice(c, dist.world_size), *precision_notes(dist.device, trainer.dtype), *notes,
         *plan.lines, *engine_lines(c, dist), *resumed]
 
@@ -276,14 +286,16 @@ def restore(trainer:Trainer, checkpoint:Path|None)->None: # put together; None: 
     elif trainer.dist.is_master: trainer.log.cut(0)
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
-def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event, asked:Namespace=NOT_ASKED, # in progress; sets the end
+def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event,
+    asked:Namespace=NOT_ASKED, # in progress; sets the end
     **parts:Any, # see `run`; every rank calls
 )->Trainer: # ready to train
     "Decide where the run begins, put the parts together, and restore the checkpoint."
     (run_dir,v,c,*_),dist,own = plan,run.dist,own_parts(parts)
     jobs,command = launchers(dist),run.make_command
     how = '' if command is go_on else f'go on with: {command(run_dir, c, dist)}'
-    checkpoint,resumed = on_master(dist, lambda: plan_resume(v, c, run_dir, dist.world_size, jobs, own, how))
+    ranks = dist.world_size
+    checkpoint,resumed = on_master(dist, lambda: plan_resume(v, c, run_dir, ranks, jobs, own, how))
     run.patient = checkpoint is not None or bool(jobs)
     on_master(dist, lambda: go_back(run_dir, checkpoint if is_own(run_dir, checkpoint) else None) and None)
     log = open_run(run, open_log(run_dir, dist, v, c))
@@ -302,7 +314,8 @@ def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event, asked:Namespace=NOT_
     run.trainer,run.start = trainer,trainer.step
     return trainer
 
-def sum_up(run:OpenRun, trainer:Trainer, plan:RunPlan, model:Callable|None)->str: # has trained; 'done', or ...
+def sum_up(run:OpenRun, trainer:Trainer, plan:RunPlan,
+    model:Callable|None)->str: # has trained; 'done', or ...
     "What came of a run; 'interrupted' if a signal has ended it."
     dist,log,f = trainer.dist,trainer.log,trainer.base.features
     if f: log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
@@ -320,7 +333,7 @@ def sum_up(run:OpenRun, trainer:Trainer, plan:RunPlan, model:Callable|None)->str
 # %% ../../nbs/56_runs.run.ipynb #84d3c983
 @contextmanager
 def process_group(timeout_s:float=TrainConfig.timeout_s, # of what ranks do together
-    dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; then signals are the caller's, too
+    dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; then signals are the caller's
 )->Iterator[tuple[Dist,threading.Event]]: # this rank, and what a signal sets
     "Inside, the process group of a run exists, and signals set `stop`."
     set_env()
@@ -340,24 +353,25 @@ def again_of(parts:dict)->Callable: # of a run
 # %% ../../nbs/56_runs.run.ipynb #84d3c985
 def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     model:Callable|None=None, # like `make_model(vlm_cfg, train_cfg, resuming)`
-    loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` of it with `rows` of your own
-    optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups with `name` and `max_lr`
+    loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` with `rows` of your own
+    optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
     schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)`: the learning rate of an update
-    hooks:Iterable=(), trainer:Callable|None=None, # beside the updates, see `trainer.Hook`; like `make_trainer`
+    hooks:Iterable=(), trainer:Callable|None=None, # beside the updates, see `Hook`; like `make_trainer`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=NOT_ASKED, command:Callable|None=None, # the command line; names the command that resumes
 )->Path: # directory of the run
     "Train as the configurations say; what is None is made by the library."
-    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, hooks=[*hooks], trainer=trainer)
+    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, hooks=[*hooks],
+                 trainer=trainer)
     with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
         plan = plan_run(vlm_cfg, train_cfg, dist, asked)
         (run_dir,v,c,fresh,*_),again = plan,command or again_of(parts)
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
         with (hold(run_dir, dist, any(launchers(dist).values())), strict,
               OpenRun(run_dir, v, c, dist, again, fresh=fresh) as r):
-            trainer = set_up(r, plan, stop, asked, **{n:p for n,p in parts.items() if p})
-            trainer.log.info(SIGNALLED) if stopping(trainer) else train(trainer)
-            r.status = sum_up(r, trainer, plan, model)
+            made = set_up(r, plan, stop, asked, **{n:p for n,p in parts.items() if p})
+            made.log.info(SIGNALLED) if stopping(made) else train(made)
+            r.status = sum_up(r, made, plan, model)
         dist.barrier() # the status is written
     return run_dir
 

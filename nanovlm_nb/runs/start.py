@@ -86,7 +86,8 @@ def name_weights(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # as the user gave th
     "Replace a run by the checkpoint that is meant, and fill in the name of a `.pth` file."
     c,lines,weights = train_cfg,list[str](),weights_of_start(vlm_cfg, train_cfg)
     if weights is None:
-        name = str(pth_path(str(c.load_from), vlm_cfg)) if is_pth(c.load_from) and not c.resume else c.load_from
+        pth = is_pth(c.load_from) and not c.resume
+        name = str(pth_path(str(c.load_from), vlm_cfg)) if pth else c.load_from
         return vlm_cfg,c if name==c.load_from else evolve(c, load_from=name),lines
     given = str(vlm_cfg.vlm_checkpoint_path if c.resume_from_vlm_checkpoint else c.load_from)
     if weights==given: return vlm_cfg,c,lines
@@ -119,4 +120,5 @@ def foresee_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_size:int=1, # 
         if not vlm_cfg.vlm_load_backbone_weights: raise
         start = resolve_start(evolve(vlm_cfg, vlm_load_backbone_weights=False), train_cfg, world_size)
         note = f'sizes are those that were given, for the backbones cannot be read here: {e}'
-        return start._replace(vlm_cfg=vlm_cfg, origin=origin_of(vlm_cfg, train_cfg), lines=[note,*start.lines])
+        origin = origin_of(vlm_cfg, train_cfg)
+        return start._replace(vlm_cfg=vlm_cfg, origin=origin, lines=[note,*start.lines])

@@ -714,7 +714,7 @@ def check_run(
 def class_parts(
     settings:Settings, # the file
     data:ClassData, # pictures
-)->dict[str,Callable]: # for `run`
+)->dict[str,Any]: # for `run`
     "Model, data and trainer of a run that classifies."
     splits = ((data.train, (wiggle,)*settings.training.augment, True), (data.val, (), False))
     def loaders(train_cfg, cfg, dist, tokenizer, patience=0.):
@@ -778,7 +778,8 @@ def classify_on(
     data = load_classes(t.datasets, t.val_share, settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
     asked = Namespace(**vars(NOT_ASKED)|dict(config=config))
-    run_dir = run(*configs, **class_parts(settings, data), dist=dist, stop=stop, asked=asked, command=classify_again)
+    parts = class_parts(settings, data)
+    run_dir = run(*configs, **parts, dist=dist, stop=stop, asked=asked, command=classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']
