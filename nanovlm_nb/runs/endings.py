@@ -222,14 +222,15 @@ def end_run(run:OpenRun, kind:type|None,
     error:BaseException|None, # in progress; why it is left, None: it has ended
 )->bool: # whether the error goes no further
     "Say how a run has ended, in its log and its status; an error with a known cause becomes one sentence."
-    soft,word = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable),None
+    soft,word,was = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable),None,error
     try:
         if error is not None and soft: interrupt(run, error)
         elif isinstance(error, Exception):
             word = reason_of_ranks(error, run.dist, reason_of(run, error))
             if not (word and command_of(run) in word): say_what_is_left(run, error)
+        if word: kind,error = RunFailed,RunFailed(word)
     finally: close_run(run, *(None,None) if soft else (kind,error))
-    if word: raise RunFailed(word) from error
+    if word: raise RunFailed(word) from was
     return soft
 
 def last_line(error:BaseException)->str: # with a message
