@@ -222,7 +222,8 @@ def end_run(run:OpenRun, kind:type|None,
     error:BaseException|None, # in progress; why it is left, None: it has ended
 )->bool: # whether the error goes no further
     "Say how a run has ended, in its log and its status; an error with a known cause becomes one sentence."
-    soft,word,was = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable),None,error
+    soft = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable)
+    word,was = None,error
     try:
         if error is not None and soft: interrupt(run, error)
         elif isinstance(error, Exception):
