@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from ..core.config import IGNORE,VLMConfig
 from ..core.dist import Dist
-from ..core.usage import UsageError,require
+from ..core.usage import require
 from ..model.vlm import VisionLanguageModel
 from ..data.packing import Batch,Document,unpack
 

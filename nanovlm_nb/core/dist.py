@@ -11,7 +11,7 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEH
            'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
-import base64,inspect,logging,multiprocessing,os,random,signal,sys,tempfile
+import base64,inspect,multiprocessing,os,random,signal,sys,tempfile
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace

@@ -20,7 +20,6 @@ from functools import partial
 from itertools import accumulate,count
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa

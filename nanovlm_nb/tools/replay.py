@@ -15,7 +15,6 @@ from dataclasses import dataclass,replace
 from pathlib import Path
 from statistics import median
 
-import torch
 
 from ..core.usage import MissingFile,UsageError
 from ..core.config import TrainConfig,evolve,load_yaml,updates_of_run

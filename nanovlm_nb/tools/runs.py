@@ -8,7 +8,7 @@ __all__ = ['describe_checkpoint', 'list_checkpoints', 'Follower', 'figures_line'
 # %% ../../nbs/60_tools.runs.ipynb #f0140003
 import json,sys,time
 from argparse import Namespace
-from collections.abc import Callable,Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 

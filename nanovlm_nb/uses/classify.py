@@ -14,7 +14,7 @@ __all__ = ['LOGS', 'Section', 'SECTIONS', 'AT_ONCE', 'ClassConfig', 'as_classifi
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import json,math,os,random,re,shlex,sys,threading
 from argparse import Namespace
-from collections.abc import Callable,Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass,field,fields,replace
 from functools import partial
 from pathlib import Path
