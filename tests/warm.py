@@ -79,10 +79,13 @@ def load():
 
 
 def request(conn):
-    "Open files, directory, arguments and environment of a command."
+    "Open files, directory, arguments and environment of a command; None if the one who asks was killed while asking."
     head, fds, *_ = socket.recv_fds(conn, 8, 3)
     size, words = int.from_bytes(head, 'big'), b''
-    while len(words) < size: words += conn.recv(size-len(words))
+    while part := conn.recv(size-len(words)): words += part  # of nothing more there is nothing
+    if not head or len(words) < size:
+        for fd in fds: os.close(fd)
+        return None
     n, cwd, *rest = words.decode('utf-8', 'surrogateescape').split('\0')
     return fds, cwd, rest[:int(n)], dict(line.split('=', 1) for line in rest[int(n):])
 
@@ -144,7 +147,8 @@ def serve(listener, search):
             if key.fileobj == 0: return None
             if key.fileobj is listener:
                 conn = listener.accept()[0]
-                fds, *wanted = request(conn)
+                if (asked := request(conn)) is None: continue
+                fds, *wanted = asked
                 if (pid := os.fork()) == 0:
                     for f in (choose, listener, conn, *(c for _, c, _ in jobs.values())): f.close()
                     for end in {end for _, _, end in jobs.values()}: os.close(end)
