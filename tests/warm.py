@@ -79,15 +79,12 @@ def load():
 
 
 def request(conn):
-    "Open files, directory, arguments and environment of a command; None if the one who asks was killed while asking."
+    "Open files of a command; its directory, arguments and environment, or None if the one who asks was killed while asking."
     head, fds, *_ = socket.recv_fds(conn, 8, 3)
-    size, words = int.from_bytes(head, 'big'), b''
-    while part := conn.recv(size-len(words)): words += part  # of nothing more there is nothing
-    if not head or len(words) < size:
-        for fd in fds: os.close(fd)
-        return None
+    words = conn.recv(size := int.from_bytes(head, 'big'), socket.MSG_WAITALL)
+    if not head or len(words) < size: return fds, None
     n, cwd, *rest = words.decode('utf-8', 'surrogateescape').split('\0')
-    return fds, cwd, rest[:int(n)], dict(line.split('=', 1) for line in rest[int(n):])
+    return fds, (cwd, rest[:int(n)], dict(line.split('=', 1) for line in rest[int(n):]))
 
 
 def become(fds, cwd, args, env, search):
@@ -147,13 +144,13 @@ def serve(listener, search):
             if key.fileobj == 0: return None
             if key.fileobj is listener:
                 conn = listener.accept()[0]
-                if (asked := request(conn)) is None: continue
-                fds, *wanted = asked
-                if (pid := os.fork()) == 0:
+                fds, wanted = request(conn)
+                if wanted and (pid := os.fork()) == 0:
                     for f in (choose, listener, conn, *(c for _, c, _ in jobs.values())): f.close()
                     for end in {end for _, _, end in jobs.values()}: os.close(end)
                     return become(fds, *wanted, search)
                 for fd in fds: os.close(fd)
+                if not wanted: continue
                 end = os.pidfd_open(pid)
                 jobs[end] = jobs[conn] = pid, conn, end
                 for f in (conn, end): choose.register(f, selectors.EVENT_READ)
@@ -163,8 +160,7 @@ def serve(listener, search):
                     for s in conn.recv(16) or [signal.SIGKILL]: os.kill(pid, s)
                     continue
                 status = os.waitpid(pid, 0)[1]
-                try: conn.send(status.to_bytes(4, 'big'))
-                except OSError: pass
+                with suppress(OSError): conn.send(status.to_bytes(4, 'big'))
                 for f in (conn, end): choose.unregister(f); del jobs[f]
                 conn.close()
                 os.close(end)
