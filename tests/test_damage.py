@@ -14,7 +14,7 @@ from kills import record
 
 from nanovlm_nb.data.prompts import answer_frame
 from nanovlm_nb.training.checkpoint import load_optimizer
-from nanovlm_nb.core.run_dir import last_checkpoint
+from nanovlm_nb.core.run_dir import RunLock, last_checkpoint
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import Settings
 from nanovlm_nb.core.config import load_yaml, parse_args
@@ -193,21 +193,49 @@ def start_as_job(run_dir, restarts, *more):
 
 
 def held(run_dir):
-    "Names and bytes of a run's directory; the status and log of a start that nobody reads may be added to."
-    return {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob('*') if p.is_file() and p.name not in ('train.log', 'status')}
+    "Names and bytes of a run's directory."
+    return {p.relative_to(run_dir): p.read_bytes() for p in run_dir.rglob('*') if p.is_file()}
 
 
-@pytest.mark.parametrize('again', [False, True])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(stopped, again):
-    "One sentence names what is wrong and both ways on, and nothing is touched; a job that was started again says it in the run's directory."
+def unreadable(run_dir, name='optimizer/rank_0.safetensors'):
+    "A file that is as its manifest says, and is none of its kind."
+    garbage(run_dir/'step_2'/name)
+    write_manifest(run_dir/'step_2')
+
+
+BACK = ('--load_from', 'checkpoints/r/step_2', '--resume', 'True')
+LOCKS: list[RunLock] = []
+#: why a start is refused -> what is done before, its flags
+REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(RunLock(r)) or LOCKS[-1].take(), BACK), 'all damaged': (lambda r: spoil_all(r), ('--resume', 'True')), 'length': (None, (*BACK, '--max_training_steps', '1')), 'packs': (None, (*BACK, '--batch_size', '3')),
+           'adapters': (None, (*BACK, '--force_resume', 'True', '--lora_rank', '2', '--cache_features', 'False')), 'data': (None, (*BACK, '--force_resume', 'True', '--train_dataset_path', './nowhere')),
+           'rows': (None, (*BACK, '--force_resume', 'True', '--val_size', '100000')), 'schedule': (None, (*BACK, '--force_resume', 'True', '--lr_schedule', 'nowhere:rate')),
+           'sizes': (None, (*BACK, '--force_resume', 'True', '--lm_inter_dim', '96')), 'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
+           'a bit': (lambda r: flip(r/'step_2'/'model.safetensors'), BACK), 'optimizer': (unreadable, BACK), 'weights': (lambda r: unreadable(r, 'model.safetensors'), BACK),
+           'tracker': (None, (*BACK, '--tracker', 'trackio')), 'hub': (None, (*BACK, '--hf_repo_name', 'a/b/c'))}
+
+
+@pytest.mark.parametrize('why', REFUSED)
+def test_a_refused_start_changes_nothing(trained, tmp_path, why):
+    "The run had ended well; a start that would go back to update 2, and is refused at any point, leaves every byte as it was."
+    run_dir, (spoil, flags) = tmp_path/'checkpoints'/'r', REFUSED[why]
+    shutil.copytree(trained[0]/'checkpoints'/'r', run_dir)
+    if spoil: spoil(run_dir)
+    before = held(run_dir)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UsageError):
+        patch.setitem(sys.modules, 'trackio', None)
+        go(tmp_path, *flags)
+    after = held(run_dir)
+    assert after == before, sorted(map(str, after.keys() ^ before.keys())) or [str(p) for p in after if after[p] != before[p]]
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(stopped):
+    "One sentence names what is wrong and both ways on; nobody reads a job's terminal, so the text log gets it, and nothing else is touched."
     (stopped/'job').write_text('slurm 7\n')
     spoil_all(stopped)
-    before, status = held(stopped), (stopped/'status').read_text()
-    with pytest.raises(ValueError, match=r'no checkpoint in \S+ can be used. step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False') as e:
-        start_as_job(stopped, 1) if again else go(stopped.parent.parent, '--resume', 'True')
-    assert isinstance(e.value, UsageError) and held(stopped) == before
-    assert (stopped/'status').read_text() == ('failed\n' if again else status)
-    assert ('this start was refused: cannot resume' in (stopped/'train.log').read_text()) == again
+    before = held(stopped)
+    with pytest.raises(UsageError, match=r'no checkpoint in \S+ can be used. step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False'): start_as_job(stopped, 1)
+    after = held(stopped)
+    assert [p.name for p in after if after[p] != before[p]] == ['train.log'] and b'this start was refused: cannot resume' in after[Path('train.log')]
 
 
 def test_who_begins_anew_on_purpose_loses_nothing(trained, stopped):

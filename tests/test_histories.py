@@ -24,21 +24,6 @@ def test_a_run_that_goes_back_twice_and_is_killed_ends_as_one_that_did_not(tmp_p
 
 
 @pytest.mark.slow
-def test_forty_updates_back_to_twenty_and_back_to_ten(tmp_path):
-    "40 updates, back to 20, killed at 22, resumed to the end, back to 10, SIGTERM, and on with one checkpoint kept: as a run of 40 that was never touched."
-    run, often = tmp_path/'checkpoints'/'r', ('--save_interval', 10, '--eval_interval', 10, '--max_keep_ckpts', -1)
-    assert go(tmp_path, 'r', *often, last=40) == 0 and stands(run) == 'step_40'
-    assert go(tmp_path, 'r', *often, '--resume', 'True', '--load_from', 'checkpoints/r/step_20', last=40, at=22) == -signal.SIGKILL and stands(run) == 'step_20'
-    assert go(tmp_path, 'r', *often, '--resume', 'True', last=40) == 0 and stands(run) == 'step_40'
-    assert go(tmp_path, 'r', *often, '--resume', 'True', '--load_from', 'checkpoints/r/step_10', last=40, at=13, how=signal.SIGTERM) == 85 and stands(run) in ('step_13', 'step_14')
-    assert go(tmp_path, 'r', *often[:4], '--resume', 'True', '--max_keep_ckpts', 1, last=40) == 0 and stands(run) == 'step_40'
-    assert go(tmp_path, 'whole', *often, last=40) == 0
-    assert record(run) == record(tmp_path/'checkpoints'/'whole')
-    assert {p.name for p in checkpoints(run)} == {'step_40', (run/'best_checkpoint').read_text().strip()}
-    assert [[p.name for p in checkpoints(a)][-1] for a in abandoned(run)] == ['step_40', 'step_40']
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize('seed', range(20))
 def test_any_history_leaves_a_run_that_stands_where_its_pointer_says(tmp_path, seed):
     history(tmp_path, seed, 6)

@@ -19,7 +19,6 @@ from commands import TINY, run
 from nanovlm_nb.train import main as train_main
 from nanovlm_nb.cli import COMMANDS, EXPORTS, main
 from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, base_type, evolve, make_parser, parse_args, preset, words_of
-from nanovlm_nb.core.run_dir import RunLock
 from nanovlm_nb.core.usage import UsageError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -324,16 +323,6 @@ def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys)
     assert after == before, sorted(after.keys() ^ before.keys()) or [n for n in after if after[n] != before[n]]
     if (table := os.environ.get('MISUSES')):
         with open(table, 'a') as f: f.write(f'| `nanovlm {command} {line[:60]}` | `{ours[0]}` |\n')
-
-
-def test_two_processes_on_one_run(place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
-    before, lock = files_below(place), RunLock(place/'checkpoints'/'r')
-    lock.take()
-    try: err = told('train', '--run_name r --resume True', capsys)
-    finally: lock.let_go()
-    assert re.fullmatch(r'nanovlm train: error: checkpoints/r is in use by .*: wait for its end, stop it, or give another run_name\n', err)
-    assert files_below(place) == before
 
 
 def test_every_command_is_misused():

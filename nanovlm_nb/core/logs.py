@@ -31,10 +31,8 @@ __all__ = ['REPORT_S', 'EVAL_AXIS', 'TRACKERS', 'JsonLines', 'describe', 'Progre
            'TrackioLog', 'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
-def _plain(
-    value, # A figure: number, text, or a zero-dimensional tensor
-):         # What JSON can hold
-    "Numbers as Python numbers, what is not finite as None."
+def _plain(value): # a figure: number, text, or a zero-dimensional tensor
+    "Returns what JSON can hold: Python numbers, and None for what is not finite."
     if isinstance(value, (str, bool, int)) or value is None: return value
     value = float(value)
     return value if isfinite(value) else None
@@ -59,10 +57,8 @@ class JsonLines:
         "Where the next line begins."
         return self.file.seek(0, os.SEEK_END)
 
-    def cut(self,
-        position:int, # from `position`, perhaps of an earlier process
-    )->int: # bytes that were cut off
-        "Forget what was written after a position; a line that it would tear is forgotten whole."
+    def cut(self, position:int)->int: # from `position`, perhaps of another process
+        "Forget what was written after a position, and a line that it would tear; returns the bytes cut off."
         before = self.position
         self.file.seek(0)
         self.file.truncate(self.file.read(max(position, 0)).rfind(b'\n')+1)
@@ -88,9 +84,7 @@ def _named(metrics:dict)->str:
     return ' | '.join(f'{k} {float(v):.4g}' for k,v in metrics.items()
                       if not (v is None or isinstance(v, str) or k.startswith('training_stats/')))
 
-def describe(
-    metrics:dict, step:int, # figures by name, updates done
-)->str: # one line
+def describe(metrics:dict, step:int)->str: # figures by name, updates done; one line
     "Update and figures in a line."
     return ' | '.join(filter(None, [f'step {step}', _named(metrics)]))
 
@@ -171,7 +165,12 @@ def minimind_line(
 
 # %% ../../nbs/05_core.logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
-    "Writes to a file; when its disk is full, the screen has the message."
+    "Writes to a file, or keeps messages until it may; when the disk is full, the screen has them."
+    def __init__(self, path, opened):
+        super().__init__(path, encoding='utf-8', delay=not opened)
+        self.kept = None if opened else []
+
+    def emit(self, record): super().emit(record) if self.kept is None else self.kept.append(record)
     def handleError(self, record): pass
     def close(self):
         with suppress(OSError): super().close()
@@ -187,12 +186,17 @@ class _AboveBar(logging.Handler):
 # %% ../../nbs/05_core.logs.ipynb #20135703
 class Lines:
     "Lines on the screen and in a file, which gets what the library's modules log as well."
-    def __init__(self, path:str|Path, quiet:bool=False): # text file to append to; show nothing
-        self.file, self.logger = _TextFile(path, encoding='utf-8'), logging.getLogger('nanovlm_nb')
+    def __init__(self, path:str|Path, quiet:bool=False, opened:bool=True): # file to append to; show nothing
+        self.file, self.logger = _TextFile(path, opened), logging.getLogger('nanovlm_nb')
         self.file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
         self.quiet, spoken = quiet, quiet or logging.root.handlers
         self.handlers = [self.file, *([] if spoken else [_AboveBar(logging.WARNING)])]
         for h in self.handlers: self.logger.addHandler(h)
+
+    def open(self):
+        "Write from now on, first what was said so far."
+        kept, self.file.kept = self.file.kept or [], None
+        for record in kept: self.file.handle(record)
 
     def info(self, text:str, shown:bool=True): # one or several lines; False: only in the file
         "Write something down, and show it."
@@ -222,14 +226,14 @@ REPORT_S = 30. # seconds after which a run says how it is, also between reports
 
 class Screen:
     "What a user sees of a run: lines, and a bar below them."
-    def __init__(self,
-        path:str|Path, # text file that gets the lines as well
+    def __init__(self, path:str|Path, # text file that gets the lines as well
         total_steps:int|None=None, every:int=100, # updates in the whole run, and between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
         epochs:int|None=None, # report as MiniMind does: passes over the data in the whole run
+        opened:bool=True, # False: the file gets nothing before `lines.open`
     ):
         if every < 1: raise UsageError(f"every {every} < 1: report every n-th update, 1 reports all")
-        self.lines, self.pace = Lines(path, quiet), Progress(total_steps)
+        self.lines, self.pace = Lines(path, quiet, opened), Progress(total_steps)
         self.every, self.epochs = every, epochs
         self.show, self.bar, self.said = None if progress and not quiet else False, None, inf
 
@@ -268,10 +272,7 @@ class Screen:
 # %% ../../nbs/05_core.logs.ipynb #e506b876
 class _NeverFatal:
     "A context in which errors of a service are logged once instead of raised."
-    def __init__(self,
-        name:str='wandb', # the service
-        remedy:str='',    # what helps, beside leaving it out
-    ):
+    def __init__(self, name:str='wandb', remedy:str=''): # the service; what helps, beside leaving it out
         self.failed, self.name, self.remedy = False, name, remedy
 
     def __enter__(self): return self
@@ -316,9 +317,7 @@ class Tracker:
             with self.guard: self._finish(run, failed)
 
 # %% ../../nbs/05_core.logs.ipynb #04190b5d
-def wandb_mode(
-    wandb, # The wandb module
-)->Any:    # 'online', 'offline', 'disabled' or what WANDB_MODE says
+def wandb_mode(wandb)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
     "How wandb runs here, without asking anyone."
     if mode := os.environ.get('WANDB_MODE'): return mode
     try: known = wandb.login(prompt=False, verify=False)
@@ -326,9 +325,7 @@ def wandb_mode(
     return 'online' if known else 'offline'
 
 # %% ../../nbs/05_core.logs.ipynb #4eae6fa3
-def wandb_id(
-    run_dir:str|Path, # Directory of the run
-)->str: # Eight hexadecimal digits
+def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
     "The id under which wandb knows a run; made when it is first asked for, or when the file is damaged."
     path = Path(run_dir)/WANDB_ID
     known = path.read_bytes().strip() if path.is_file() else b''
@@ -406,15 +403,25 @@ class RunLog:
     def __init__(self,
         run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process among its peers
         trackers:Iterable[str]=(), *about, # keys of `TRACKERS`; what they take beside the directory
+        opened:bool=True, # False: lines are shown, and nothing is written before `open`
         **shown, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
     ):
-        self.run_dir = Path(run_dir)
+        self.run_dir, self.trackers, self.about, self.opened = Path(run_dir), trackers, about, False
         self.sinks:list[Any] = []
+        self.screen:Screen|None = None
         _need_packages(trackers) # refused on every rank
-        if not dist.is_master: return
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.sinks = [JsonLines(self.run_dir/LOG), Screen(self.run_dir/TEXT_LOG, **shown)]
-        self.sinks += [TRACKERS[name](self.run_dir, *about) for name in trackers]
+        if dist.is_master:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.screen = Screen(self.run_dir/TEXT_LOG, opened=opened, **shown)
+        if opened: self.open()
+
+    def open(self):
+        "Write from now on, first what was said so far."
+        self.opened = True
+        if self.screen is None: return
+        self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
+        self.screen.lines.open()
+        self.sinks += [TRACKERS[name](self.run_dir, *self.about) for name in self.trackers]
 
     def log(self,
         metrics:dict, step:int, waited:float|None=None, # figures by name, updates done, seconds without data
@@ -434,7 +441,7 @@ class RunLog:
 
     def length(self, total_steps:int|None): # updates in the whole run, as far as it is known now
         "Let the bar and the time left follow another length."
-        for screen in self.sinks[1:2]: screen.length(total_steps)
+        if self.screen: self.screen.length(total_steps)
 
     @property
     def position(self)->int|None: # bytes of log.jsonl; None on other ranks than the master
@@ -449,17 +456,18 @@ class RunLog:
 
     def info(self, text:str): # one or several lines
         "Say something on the screen and in the text log."
-        for screen in self.sinks[1:2]: screen.lines.info(text)
+        if self.screen: self.screen.lines.info(text)
 
     def close(self, failed:bool=False): # whether the run ended with an error
         "Close everything that is open, in reverse order; a second call does nothing."
         with ExitStack() as closing:
-            for sink in self.sinks: closing.callback(sink.close, failed)
-            self.sinks = []
+            for sink in self.sinks or filter(None, [self.screen]): closing.callback(sink.close, failed)
+            self.sinks, self.screen = [], None
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
         refused = isinstance(error, UsageError) and not self.position # the command says it
+        if self.screen and not refused: self.screen.lines.open()
         if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
         self.close(failed=kind is not None)
 
@@ -476,10 +484,8 @@ class Stats:
             raise UsageError(f"statistic {name!r} is unknown: use one of {', '.join(self.names)}")
         self.values[name] += map(float, values)
 
-    def aggregate(self,
-        dist:Dist,       # This process among its peers; every rank must call
-    )->dict[str,float]:  # `training_stats/{avg,max,min}_{name}` for names with figures
-        "Average, maximum and minimum over all ranks; then start again."
+    def aggregate(self, dist:Dist)->dict[str,float]: # every rank must call
+        "Return `training_stats/{avg,max,min}_{name}` over all ranks; then start again."
         gathered, out = dist.gather(self.values), {}
         self.values = {name: [] for name in self.names}
         for name in self.names:
@@ -531,9 +537,7 @@ class Clock:
 # %% ../../nbs/05_core.logs.ipynb #f19e0002
 _P = ParamSpec("_P")
 
-def styled(
-    draw:Callable[_P,Figure], # makes a figure
-)->Callable[_P,Figure]:       # the same, in the style sheet `nanovlm_nb.figures`
+def styled(draw:Callable[_P,Figure])->Callable[_P,Figure]: # makes a figure
     "Draw in the style of all figures, whatever the user's is."
     @wraps(draw)
     def drawn(*args:_P.args, **kwargs:_P.kwargs)->Figure:
@@ -541,10 +545,7 @@ def styled(
         with style.context('nanovlm_nb.figures'): return draw(*args, **kwargs)
     return drawn
 
-def finished(
-    fig:Figure,              # What a function that is `styled` has drawn
-    path:str|Path|None=None, # Where to save it; None: nowhere
-)->Figure:                   # The same
+def finished(fig:Figure, path:str|Path|None=None)->Figure: # of a `styled` function; None: it is not saved
     "Save a figure, or at least draw it: ticks take their style when they are first drawn."
     if path: fig.savefig(path)
     else: fig.draw_without_rendering()
@@ -560,10 +561,8 @@ def log_axis(ax:Axes)->None: # Whose y axis becomes logarithmic
     for label in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): label(Plain())
 
 @styled
-def plot_curves(
-    records:Iterable[dict],     # What `read_log` returns
-    path:str|Path|None=None,    # Where to save the picture; None: nowhere
-)->Figure:                      # Three panels
+def plot_curves(records:Iterable[dict], path:str|Path|None=None, # from `read_log`; None: it is not saved
+)->Figure: # three panels
     "Loss, learning rates and gradient norm over the steps of a run."
     from matplotlib.figure import Figure
     records = list(records)

@@ -7,7 +7,7 @@ __all__ = ['STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID
            'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'TRAINER_STATE', 'PIN',
            'NEEDED', 'STATE', 'MEANT', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign', 'read_log', 'read_state',
            'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
-           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'pinned', 'set_pin', 'abandoned',
+           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'pinned', 'set_pin', 'abandoned', 'is_own',
            'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned',
            'recover', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
@@ -175,6 +175,10 @@ def abandoned(run_dir:Path)->list[Path]: # the oldest first
     "Returns the `abandoned_N` directories: what was set aside, one directory each time."
     found = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdigit() and p.is_dir()]
     return sorted(found, key=lambda p: int(p.name[10:]))
+
+def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
+    "Returns whether a checkpoint lies in a run's directory."
+    return checkpoint is not None and Path(checkpoint).resolve().parent==Path(run_dir).resolve()
 
 def left_behind(run_dir:Path,
     checkpoint:Path|None, # one of its checkpoints; None: the run begins at update 0

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SAME_SCRIPT', 'FULL', 'INTERRUPTED', 'SIGNALLED', 'what_is_left', 'go_on', 'Interrupted', 'RunFailed', 'causes',
            'out_of_memory', 'full_disk', 'lost_place', 'may_change', 'no_memory', 'reason_of_ranks', 'FirstErrorOnly',
-           'set_status', 'exit_code', 'OpenRun', 'open_run', 'command_of', 'left_line', 'reason_of', 'say_what_is_left',
-           'end_run', 'last_line', 'interrupt', 'leave_word', 'close_run']
+           'set_status', 'exit_code', 'OpenRun', 'command_of', 'left_line', 'reason_of', 'say_what_is_left', 'end_run',
+           'interrupt', 'leave_word', 'close_run']
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10004
 import errno,os,shlex,time
@@ -87,12 +87,9 @@ def lost_place(error:BaseException, run_dir:Path, command:str, # as it arrived; 
 )->str|None: # a sentence; None: files are not the cause
     "What to say about a full disk, and about a directory that can no longer be written."
     run_dir,failed = Path(run_dir).absolute(),[e for e in causes(error) if isinstance(e, OSError)]
-    def named(e:OSError)->Path|None:
-        return Path(e.filename).absolute() if isinstance(e.filename, str) else None
-    def inside(e:OSError)->bool: return (path := named(e)) is not None and path.is_relative_to(run_dir)
+    def inside(e:OSError)->bool: return Path(str(e.filename or '/')).absolute().is_relative_to(run_dir)
     for e in filter(full_disk, failed):
-        path = named(e)
-        place = run_dir if path is None or inside(e) else path.parent
+        place = Path(e.filename).absolute().parent if e.filename and not inside(e) else run_dir
         return f'no space left in {place}: {what_is_left(run_dir)}. Make room, then: {command}'
     lost = next((e for e in failed if e.errno and inside(e)), None)
     if lost is None: return None
@@ -166,22 +163,15 @@ class OpenRun:
     vlm_cfg:VLMConfig # the model
     cfg:TrainConfig # the run
     dist:Dist # this rank
+    log:RunLog # opened when nothing can refuse the run any more
     make_command:Callable=go_on # names the command that resumes; takes what `go_on` takes
     patient:bool=False # data that cannot be reached interrupt it
-    log:RunLog|None=None # see `open_run`
     trainer:Any=None # about to make its first update, or later
     start:int=0 # updates of earlier starts
     status:str='failed' # unless somebody says otherwise
-    fresh:bool=True # no earlier start has left a log
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback): return end_run(self, kind, error)
-
-def open_run(run:OpenRun, log:RunLog)->RunLog: # that begins; its log
-    "From now on there is a log and a status."
-    run.log = log
-    set_status(run.run_dir, 'running', run.dist)
-    return log
 
 def command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
     "The command that resumes a run, or begins it again."
@@ -208,12 +198,12 @@ def reason_of(run:OpenRun, error:BaseException, # in progress; as it arrived
 
 def say_what_is_left(run:OpenRun, error:BaseException)->None: # in progress; that no sentence explains
     "What to type when it is mended."
-    if run.log is None: return
     if run.trainer is not None and run.trainer.step>run.start:
         run.log.info(f'{what_is_left(run.run_dir)}; once the error below is mended: {command_of(run)}')
     elif not isinstance(error, UsageError):
-        if run.fresh and run.dist.is_master: save_yaml(run.run_dir/CONFIG, run.vlm_cfg, run.cfg)
-        words = 'nanovlm','doctor','--config',str(run.run_dir/CONFIG),*code_flags(run.cfg.to_dict())
+        config = run.run_dir/CONFIG
+        if run.dist.is_master and not config.exists(): save_yaml(config, run.vlm_cfg, run.cfg)
+        words = 'nanovlm','doctor','--config',str(config),*code_flags(run.cfg.to_dict())
         run.log.info(f'the run has made no update; `{" ".join(words)}` tries its data, disk, memory and a '
                      'short run')
 
@@ -234,31 +224,24 @@ def end_run(run:OpenRun, kind:type|None,
     if word: raise RunFailed(word) from was
     return soft
 
-def last_line(error:BaseException)->str: # with a message
-    "The last line of what it says."
-    return str(error).strip().rpartition('\n')[2]
-
 def interrupt(run:OpenRun, error:BaseException)->None: # in progress; `Interrupted` or `Unreachable`
     "End as a signal does: a scheduler starts the run again."
     run.status = 'interrupted'
-    if run.log is None: return
-    away = f'the data cannot be reached, the run ends as if a signal had come: {last_line(error)}'
+    why = str(error).strip().rpartition('\n')[2]
+    away = f'the data cannot be reached, the run ends as if a signal had come: {why}'
     run.log.info(SIGNALLED if isinstance(error, Interrupted) else away)
     run.log.info(left_line(run))
 
-def leave_word(run:OpenRun, error:BaseException|None)->None: # refused before it has a log; why
+def leave_word(run:OpenRun, error:BaseException)->None: # refused; why
     "Say in the directory of a run why a job does not go on with it: nobody reads its terminal."
-    if run.fresh or error is None or not (run.dist.is_master and launchers(run.dist)): return
+    if not ((run.run_dir/LOG).exists() and run.dist.is_master and launchers(run.dist)): return
     with (run.run_dir/TEXT_LOG).open('a', encoding='utf-8') as f:
         f.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} ERROR this start was refused: {error}\n')
-    set_status(run.run_dir, 'failed', run.dist)
 
 def close_run(run:OpenRun, kind:type|None, error:BaseException|None)->None: # in progress; None: all is well
-    "Write the status and close the log; what a start that is refused has begun is taken away."
-    if run.log is None: return leave_word(run, error)
-    refused = run.fresh and run.trainer is None and isinstance(error, UsageError)
-    with suppress(OSError) if run.status=='failed' else nullcontext():
-        if not refused: set_status(run.run_dir, run.status, run.dist)
+    "Write the status and close the log; a start that is refused leaves both as they were."
+    if isinstance(error, UsageError) and not run.log.opened: leave_word(run, error)
+    else:
+        with suppress(OSError) if run.status=='failed' else nullcontext():
+            set_status(run.run_dir, run.status, run.dist)
     run.log.__exit__(kind, error, None)
-    for name in (LOG, TEXT_LOG, STATUS, CONFIG) if refused and run.dist.is_master else ():
-        (run.run_dir/name).unlink(missing_ok=True)

@@ -4,26 +4,27 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'CTRL_C', 'NOT_ASKED', 'TOWER', 'SMALL_M', 'make_model', 'get_vision_model', 'runs_folder', 'run_path',
-           'hold', 'keep_config', 'stop_on_signals', 'on_each_rank', 'own_parts', 'RunPlan', 'plan_run', 'plan_resume',
-           'open_log', 'build_trainer', 'use_frozen_tower', 'use_evals', 'first_lines', 'restore', 'set_up', 'sum_up',
-           'process_group', 'again_of', 'run', 'main']
+           'hold', 'keep_config', 'stop_on_signals', 'on_each_rank', 'own_parts', 'plan_run', 'plan_resume', 'open_log',
+           'build_trainer', 'use_frozen_tower', 'use_evals', 'first_lines', 'begin', 'set_up', 'sum_up',
+           'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import os,signal,threading
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any,NamedTuple
+from typing import Any
 
 from ..core.files import MANIFEST,write_atomic
-from ..core.usage import UsageError,ends_at_once,user_path
+from ..core.usage import ends_at_once,require,user_path
 from ..core.config import TrainConfig,VLMConfig,get_run_name,projector_advice,save_yaml,set_env
 from ..core.config import updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
 from ..core.dist import set_threads
-from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,LOG,RunLock,checkpoints,read_state,recover,sweep
+from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,RunLock,checkpoints,read_state,recover,sweep
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,save_notes
 from ..model.vision import ViT
@@ -42,9 +43,9 @@ from ..training.lora import adapt
 from .feature_cache import keep_features
 from .start import is_pth,resolve_start,weights_of_start
 from .resume import OWN_PARTS,aside_lines,check_own_parts,check_resume,find_resume
-from .resume import go_back,is_own,knows,rate_lines
+from .resume import go_back,knows,rate_lines
 from .endings import SAME_SCRIPT,SIGNALLED,FirstErrorOnly,Interrupted,OpenRun,exit_code
-from .endings import go_on,left_line,open_run
+from .endings import go_on,left_line,set_status
 from .record import millions,publish_best,report,where_to_publish,write_record
 
 # %% ../../nbs/56_runs.run.ipynb #69cf2326
@@ -80,18 +81,17 @@ def run_path(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as they will
     "Where a run keeps its files."
     c,folder,before = train_cfg,runs_folder(vlm_cfg, train_cfg),Path(vlm_cfg.vlm_checkpoint_path)
     if c.resume and not c.run_name:
-        if not c.load_from or is_pth(c.load_from):
-            raise UsageError('resume needs to know which run: give run_name, or load_from with a checkpoint')
-        given = Path(c.load_from).resolve()
+        require(c.load_from and not is_pth(c.load_from),
+            'resume needs to know which run: give run_name, or load_from with a checkpoint')
+        given = Path(str(c.load_from)).resolve()
         run_dir = given if checkpoints(given) else given.parent
         return run_dir.parent if run_dir.name.startswith('abandoned_') else run_dir
     if c.run_name and c.resume and checkpoints(before/c.run_name): return before/c.run_name
     run_dir = folder/(c.run_name or dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size)))
     around = next((p for p in run_dir.absolute().parents if (p/MANIFEST).is_file()), None)
-    if around is None: return run_dir
-    raise UsageError(f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: give '
-                     '--resume_from_vlm_checkpoint True to begin with its weights, or another '
-                     'vlm_checkpoint_path')
+    require(around is None, f'{run_dir} would lie in the checkpoint {around}, and be deleted with it: give '
+        '--resume_from_vlm_checkpoint True to begin with its weights, or another vlm_checkpoint_path')
+    return run_dir
 
 # %% ../../nbs/56_runs.run.ipynb #56000001
 @contextmanager
@@ -131,9 +131,9 @@ def stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first si
             if os.environ.get('RANK', '0')=='0': os.write(2, CTRL_C)
         stop.set()
     if threading.current_thread() is threading.main_thread(): # no other may have handlers
-        here = [getattr(signal, n) for n in SIGNALS if hasattr(signal, n)]
-        meant = [s for s in here if signal.getsignal(s)!=signal.SIG_IGN] # SIGHUP under nohup stays ignored
-        old |= {s:signal.signal(s, ask) or signal.SIG_DFL for s in meant}
+        for number in (getattr(signal, n) for n in SIGNALS if hasattr(signal, n)):
+            if signal.getsignal(number)!=signal.SIG_IGN: # SIGHUP under nohup stays ignored
+                old[number] = signal.signal(number, ask) or signal.SIG_DFL
     try: yield
     finally:
         for s,handler in old.items(): signal.signal(s, handler)
@@ -158,33 +158,21 @@ def own_parts(parts:dict)->list[str]: # of a script, see `run`
 # what `parse_args` gives, where there is no command line
 NOT_ASKED = Namespace(config=None, saved=None)
 
-class RunPlan(NamedTuple):
-    "What will run, and where."
-    run_dir:Path # its directory
-    vlm_cfg:VLMConfig # the model as it will be
-    train_cfg:TrainConfig # the run as it will be
-    fresh:bool # no earlier start has left a log
-    repo:str|None # where the best checkpoint goes
-    lines:list[str] # for the log: what is not as it was given
-
 def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist,
     asked:Namespace=NOT_ASKED, # as given; all call
-)->RunPlan: # nothing is written yet
-    "Find what a run starts from, and name its directory."
+)->tuple[Path,VLMConfig,TrainConfig,str|None,list[str]]: # directory, both configs, repository, log lines
+    "Find what a run starts from and where the best checkpoint is published; nothing is written yet."
     repo,line = on_master(dist, lambda: where_to_publish(vlm_cfg.hf_repo_name))
     start = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
     v,c = start.vlm_cfg,start.train_cfg
-    if c.lora_rank and not (c.resume or weights_of_start(v, c)):
-        raise UsageError(f'lora_rank {c.lora_rank}: adapters stand beside the weights of a checkpoint that '
-                         'is '
-                         'trained already; give --load_from CHECKPOINT (a directory, a run, or a hub id)')
+    require(not c.lora_rank or c.resume or weights_of_start(v, c), f'lora_rank {c.lora_rank}: adapters stand '
+        'beside the weights of a checkpoint that is trained already; '
+        'give --load_from CHECKPOINT (a directory, a run, or a hub id)')
     widths = (v.vit_hidden_dim,v.vit_inter_dim),(v.lm_hidden_dim,v.lm_inter_dim)
     set_threads(dist, loader_workers(c, cores_of_rank()), max(map(prod, widths)))
     saved = [f'what was not given is as in {asked.saved}'] if asked.saved else []
-    with user_path():
-        run_dir = run_path(v, c, dist)
-        fresh = not (run_dir/LOG).exists()
-    return RunPlan(run_dir, v, c, fresh, repo, [*saved, *start.lines, *filter(None, [line])])
+    with user_path(): run_dir = run_path(v, c, dist)
+    return run_dir,v,c,repo,[*saved, *start.lines, *filter(None, [line])]
 
 def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path,
     world_size:int, # as they will be; ranks
@@ -192,7 +180,6 @@ def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path,
     how:str='', # see `find_resume`
 )->tuple[Path|None,list[str]]: # the checkpoint to resume from, or None; lines for the log
     "Decide where the run begins, and compare the settings."
-    recover(run_dir)
     path,line = find_resume(run_dir, train_cfg, knows(run_dir, jobs), how)
     again = [f'{job} starts this run again, start {n+1}' for job,n in jobs.items() if n]
     if path is None: return None,[*again, line, *aside_lines(run_dir, None)]
@@ -202,20 +189,20 @@ def plan_resume(vlm_cfg:VLMConfig, train_cfg:TrainConfig, run_dir:Path,
     return path,[*again, line, *lines, *(l for _,l in rate_lines(run_dir, state, train_cfg))]
 
 # %% ../../nbs/56_runs.run.ipynb #56000008
-def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->RunLog: # to be closed
-    "The log of a run, as its config says."
+def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->RunLog:
+    "The log of a run as its config says, not yet open."
     c = train_cfg
     configs = dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=c.to_dict())
     epochs = (c.max_epochs or 1) if c.console_line=='minimind' else None
     return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity, c.wandb_project,
-        total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
-        quiet=c.console_line=='none', epochs=epochs)
+        opened=False, total_steps=updates_of_run(c), every=c.stats_log_interval,
+        progress=c.progress_bar, quiet=c.console_line=='none', epochs=epochs)
 
 def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
     dist:Dist, # of the run; every rank calls
     resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
     model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
-    schedule:Callable|None=None, hooks:Iterable=(), trainer:Callable=make_trainer, # likewise
+    schedule:Callable|None=None, hooks:Iterable=(), trainer:Callable|None=None, # likewise
 )->Trainer: # ready to train, or to `resume`
     "All parts of a run, put together."
     c,stop = train_cfg,stop or threading.Event()
@@ -232,7 +219,8 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
         if c.lora_rank: adapt(built, c, weights_of_start(vlm_cfg, c))
         return built
     built = on_each_rank(dist, stop, build)
-    return trainer(built, c, rows, val, hooks_of(c, [*hooks]), dist, log, tokenizer, schedule, optimizer)
+    make = trainer or make_trainer
+    return make(built, c, rows, val, hooks_of(c, hooks), dist, log, tokenizer, schedule, optimizer)
 
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights
@@ -266,57 +254,62 @@ def use_evals(trainer:Trainer)->None: # every rank must call
 # %% ../../nbs/56_runs.run.ipynb #56000009
 SMALL_M = 10. # millions of parameters; checkpoints of smaller models need no advice
 
-def first_lines(trainer:Trainer, plan:RunPlan, resumed:list[str], own:list[str], # see `plan_resume`, `run`
-)->list[str]: # lines
+def first_lines(trainer:Trainer, lines:list[str], own:list[str], # about its start; its own parts
+)->list[str]:
     "What the log begins with."
-    c,dist,model,log = plan.train_cfg,trainer.dist,trainer.base,trainer.log
+    c,dist,model = trainer.cfg,trainer.dist,trainer.base
     size = f'{millions(model):.2f} M parameters, {dist.world_size} x {dist.device.type}, {trainer.dtype}'
     notes = save_notes(c) if millions(model)>SMALL_M else []
     mine = [f"the script's own: {', '.join(own)}"] if own else []
-    trains = trainable_line(model, trainer.optimizer)
-    return [f'{plan.run_dir}: {size}', trains, f'figures: {log.where}', *mine,
+    return [f'{trainer.log.run_dir}: {size}', trainable_line(model, trainer.optimizer), *mine,
         *projector_advice(c, dist.world_size), *precision_notes(dist.device, trainer.dtype), *notes,
-        *plan.lines, *engine_lines(c, dist), *resumed]
-
-def restore(trainer:Trainer, checkpoint:Path|None)->None: # put together; None: the run begins
-    "Go on from a checkpoint, or begin: what an earlier start has left is done again."
-    if checkpoint is not None:
-        if trainer.cfg.lora_rank: trainer.base.lora_note |= dict(base=noted_base(checkpoint)['base'])
-        resume(trainer, checkpoint, trainer.cfg.force_resume, True)
-    elif trainer.dist.is_master: trainer.log.cut(0)
+        *engine_lines(c, dist), *lines]
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
-def set_up(run:OpenRun, plan:RunPlan, stop:threading.Event,
-    asked:Namespace=NOT_ASKED, # in progress; sets the end
+def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
+    "Change the directory of a run and open its log: nothing refuses it any more."
+    run_dir,dist,log = run.run_dir,run.dist,run.log
+    note = trainer.base.lora_note
+    if checkpoint and note: note['base'] = noted_base(checkpoint)['base']
+    use_frozen_tower(trainer, checkpoint)
+    def change():
+        go_back(run_dir, checkpoint if trainer.owned else None)
+        return sweep(run_dir)
+    dist.barrier() # every rank has read
+    left = on_master(dist, change)
+    log.open()
+    set_status(run_dir, 'running', dist)
+    if checkpoint is None: log.cut(0) # what an earlier start has left is done again
+    if left: log.info(f'removed, left by a start that was killed: {", ".join(left)}')
+    log.info(f'figures: {log.where}')
+
+def set_up(run:OpenRun, lines:list[str], stop:threading.Event, asked:Namespace=NOT_ASKED, # see `plan_run`
     **parts:Any, # see `run`; every rank calls
 )->Trainer: # ready to train
     "Decide where the run begins, put the parts together, and restore the checkpoint."
-    (run_dir,v,c,*_),dist,own = plan,run.dist,own_parts(parts)
+    run_dir,v,c,dist,own = run.run_dir,run.vlm_cfg,run.cfg,run.dist,own_parts(parts)
     jobs,command = launchers(dist),run.make_command
     how = '' if command is go_on else f'go on with: {command(run_dir, c, dist)}'
-    ranks = dist.world_size
-    checkpoint,resumed = on_master(dist, lambda: plan_resume(v, c, run_dir, ranks, jobs, own, how))
+    def look():
+        recover(run_dir)
+        return plan_resume(v, c, run_dir, dist.world_size, jobs, own, how)
+    checkpoint,resumed = on_master(dist, look)
     run.patient = checkpoint is not None or bool(jobs)
-    on_master(dist, lambda: go_back(run_dir, checkpoint if is_own(run_dir, checkpoint) else None) and None)
-    log = open_run(run, open_log(run_dir, dist, v, c))
-    left = on_master(dist, lambda: sweep(run_dir))
-    if left: log.info(f'removed, left by a start that was killed: {", ".join(left)}')
-    trainer = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
+    trainer = build_trainer(v, c, run.log, dist, checkpoint is not None, stop, **parts)
     trainer.asked = stop
-    for line in first_lines(trainer, plan, resumed, own): log.info(line)
+    for line in first_lines(trainer, lines+resumed, own): run.log.info(line)
     use_evals(trainer)
-    restore(trainer, checkpoint)
+    then = partial(begin, run, trainer, checkpoint)
+    resume(trainer, checkpoint, c.force_resume, True, then) if checkpoint else then()
     updates = f'; {total:,} updates' if (total := length(trainer)) else ''
-    log.info(size_line(trainer.loader.source, trainer.held_out.source)+updates)
-    use_frozen_tower(trainer, checkpoint)
-    on_master(dist, lambda: keep_config(run_dir, v, c, own, jobs, asked.config)) # nothing refuses it any more
+    run.log.info(size_line(trainer.loader.source, trainer.held_out.source)+updates)
+    on_master(dist, lambda: keep_config(run_dir, v, c, own, jobs, asked.config))
     if dist.is_master: write_record(run_dir, v, c)
     run.trainer,run.start = trainer,trainer.step
     return trainer
 
-def sum_up(run:OpenRun, trainer:Trainer, plan:RunPlan,
-    model:Callable|None)->str: # has trained; 'done', or ...
-    "What came of a run; 'interrupted' if a signal has ended it."
+def sum_up(run:OpenRun, trainer:Trainer, repo:str|None, model:Callable|None)->str: # has trained; a status
+    "Tell what came of a run; 'interrupted' if a signal has ended it."
     dist,log,f = trainer.dist,trainer.log,trainer.base.features
     if f: log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
     if trainer.stop:
@@ -327,7 +320,7 @@ def sum_up(run:OpenRun, trainer:Trainer, plan:RunPlan,
     if dist.is_master: report(trainer, drops, trainer.cfg.ask_samples, model)
     dist.barrier()
     find(trainer, Evaluate).wait(trainer)
-    if dist.is_master: publish_best(log, plan.repo)
+    if dist.is_master: publish_best(log, repo)
     return 'done'
 
 # %% ../../nbs/56_runs.run.ipynb #84d3c983
@@ -346,10 +339,6 @@ def process_group(timeout_s:float=TrainConfig.timeout_s, # of what ranks do toge
         with stop_on_signals(stop),FirstErrorOnly(dist): yield dist,stop
     finally: destroy_dist()
 
-def again_of(parts:dict)->Callable: # of a run
-    "Names the command that resumes a run: of one with parts of its own, its script."
-    return (lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on
-
 # %% ../../nbs/56_runs.run.ipynb #84d3c985
 def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     model:Callable|None=None, # like `make_model(vlm_cfg, train_cfg, resuming)`
@@ -364,14 +353,14 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, hooks=[*hooks],
                  trainer=trainer)
     with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
-        plan = plan_run(vlm_cfg, train_cfg, dist, asked)
-        (run_dir,v,c,fresh,*_),again = plan,command or again_of(parts)
+        run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist, asked)
+        again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
         with (hold(run_dir, dist, any(launchers(dist).values())), strict,
-              OpenRun(run_dir, v, c, dist, again, fresh=fresh) as r):
-            made = set_up(r, plan, stop, asked, **{n:p for n,p in parts.items() if p})
+              OpenRun(run_dir, v, c, dist, open_log(run_dir, dist, v, c), again) as r):
+            made = set_up(r, lines, stop, asked, **parts)
             made.log.info(SIGNALLED) if stopping(made) else train(made)
-            r.status = sum_up(r, made, plan, model)
+            r.status = sum_up(r, made, repo, model)
         dist.barrier() # the status is written
     return run_dir
 

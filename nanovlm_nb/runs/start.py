@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..core.config import BESIDE_WEIGHTS,OF_RUN,TrainConfig,VLMConfig,check_configs,evolve
 from ..core.config import ranks_of_copy
 from ..core.run_dir import find_checkpoint
-from ..core.usage import UsageError
+from ..core.usage import require
 from ..model.weights import checkpoint_config,language_config,pth_path,resolve_checkpoint
 from ..model.weights import tower_fields
 from ..model.vlm import find_tokenizer
@@ -37,9 +37,9 @@ def check_given(vlm_cfg:VLMConfig, saved:dict, source:str, # as given; fields of
 )->dict: # `saved` without what was given
     "Keep what was given; a UsageError where the weights belong to another model."
     for name in sorted(vlm_cfg.given&saved.keys()-OF_RUN-BESIDE_WEIGHTS):
-        if (asked := getattr(vlm_cfg, name))==saved[name]: continue
-        raise UsageError(f'{name} is {asked!r}, but {source} was trained with {saved[name]!r}: '
-                         f'leave {name} out, its weights are another model')
+        asked = getattr(vlm_cfg, name)
+        require(asked==saved[name], f'{name} is {asked!r}, but {source} was trained with {saved[name]!r}: '
+            f'leave {name} out, its weights are another model')
     return {name:value for name,value in saved.items() if name not in vlm_cfg.given}
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10008

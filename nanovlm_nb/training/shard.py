@@ -129,10 +129,9 @@ def load_full_weights(
 )->None:
     "Load a plain model's state dict, in pieces if need be."
     # FSDP would leave these as they are and say nothing
-    wrong = sorted(set(reshard(model).state_dict()) ^ set(weights))
-    if wrong:
-        raise RuntimeError("weights and model do not have the same names: "
-                           f"{', '.join(wrong)} on one side only")
+    shapes = lambda state: {f'{name} {tuple(w.shape)}' for name,w in state.items()}
+    wrong = sorted(shapes(reshard(model).state_dict()) ^ shapes(weights))
+    require(not wrong, f"the weights are of another model: {', '.join(wrong)} on one side only")
     if is_sharded(model): set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
     else: model.load_state_dict(weights)
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..core.usage import UsageError
+from ..core.usage import UsageError,require
 from ..core.config import TrainConfig,ranks_of_copy,updates_of_run
 from ..core.dist import Dist,is_sharded,no_sync,on_master,set_rng_state,synchronized_batches
 from ..core.dist import wrap_model
-from ..core.run_dir import BEST,TRAINER_STATE,best_kept,prune,write_pointer
+from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
 from ..core.logs import Clock
 from ..model.vlm import check_adapters,checkpoint_weights
 from ..data.dataset import Unreachable
@@ -90,8 +90,7 @@ class Trainer:
     @property
     def owned(self)->bool:
         "Whether the run resumes from a checkpoint of its own."
-        at = self.checkpoint
-        return at is not None and at.resolve().parent==Path(self.log.run_dir).resolve()
+        return is_own(self.log.run_dir, self.checkpoint)
 
 PROGRESS = ('step','epoch','samples','targets','skipped','bad_in_a_row','best_val_loss','best_step',
     'planned','planned_for','counted','began','val_batch','last')
@@ -499,7 +498,7 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
     for hook in trainer.hooks:
         name = type(hook).__name__
         if not isinstance(hook, Stateful): continue
-        if name in named: raise UsageError(f'two hooks are called {name}: '
+        require(name not in named, f'two hooks are called {name}: '
             'give one a class of its own, its name keeps their states apart')
         named[name] = hook
     return named
@@ -602,12 +601,14 @@ def resume(
     "Restores a run; `FileNotFoundError` if the checkpoint is not complete, ValueError if it is damaged."
     t = trainer
     if not checked: check_checkpoint(checkpoint, dist=t.dist)
-    state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
+    read = lambda name: json.loads((checkpoint/name).read_text(encoding='utf-8'))
+    state = read(TRAINER_STATE)
     _place_data(t, state, force)
     _load_weights(t, checkpoint, state, force)
     for name in PROGRESS: setattr(t, name, state[name])
     t.checkpoint,t.start = checkpoint,(t.step,t.samples)
     _load_hooks(t, state)
+    rng = read(f'rng_{t.dist.rank}.json') if state['world_size']==t.dist.world_size else None
     then()
     own = t.owned
     if own: t.saved = t.step
@@ -615,6 +616,5 @@ def resume(
     t.log.cut(state['log'] if own else 0) # what a killed run did later is done again
     best = on_master(t.dist, lambda: best_kept(t.log.run_dir, state)) if own else (inf,None)
     t.best_val_loss,t.best_step = best
-    if state['world_size']==t.dist.world_size:
-        set_rng_state(json.loads((checkpoint/f'rng_{t.dist.rank}.json').read_text(encoding='utf-8')))
+    if rng: set_rng_state(rng)
     return t

@@ -645,17 +645,13 @@ def _start(name, changes):
     saved = VLMConfig.from_dict({k:v for k,v in saved.items() if not k.startswith('class_')})
     return evolve(saved, **dict(lm_tokenizer=find_tokenizer(folder, saved.lm_tokenizer))|changes),str(folder)
 
-def workers_of(
-    wanted:int, # processes that decode
-    lanes:int, # packs of a rank in an update
+def workers_of(wanted:int, lanes:int, # processes that decode; packs of a rank in an update
     cores:int|None=None, # of this machine; None: ask it
-)->int: # how many make sense
-    "At most one process a core, and one a lane."
+)->int:
+    "Returns how many make sense: at most one process a core, and one a lane."
     return min(wanted, lanes, cores or os.cpu_count() or 1)
 
-def configs_of(
-    s:Settings, # the file
-    data:ClassData, # from `load_classes`
+def configs_of(s:Settings, data:ClassData, # the file; from `load_classes`
     world_size:int=1, # ranks
 )->tuple[ClassConfig,TrainConfig]: # the model and the run
     "What the rest of the library understands."
@@ -734,6 +730,12 @@ def without_resume(
     if not s.train.get('resume'): return s
     return replace(s, train={k:v for k,v in s.train.items() if k not in ('resume','load_from')})
 
+class _Keep(Hook):
+    "Writes the file of a run beside its checkpoints."
+    def __init__(self, settings): self.settings = settings
+    def begin(self, trainer):
+        if trainer.dist.is_master: without_resume(self.settings).save(trainer.log.run_dir/CLASSIFY)
+
 def class_trainer(
     settings:Settings, # kept beside the checkpoints
     data:ClassData, # pictures
@@ -741,10 +743,9 @@ def class_trainer(
     *more, # of `make_trainer`
 )->Trainer: # ready to train, or to `resume`
     "A trainer that says what it trains on."
-    own = [ValidateClasses(h.every) if type(h) is Validate else h for h in hooks]
+    own = [_Keep(settings), *(ValidateClasses(h.every) if type(h) is Validate else h for h in hooks)]
     trainer = make_trainer(model, train_cfg, train, val, own, *more)
     log,workers = trainer.log,trainer.cfg.num_workers
-    if trainer.dist.is_master: without_resume(settings).save(log.run_dir/CLASSIFY)
     parts = [p for rows in (data.train,data.val) for p in rows.parts]
     sizes = ', '.join(f'{p.name} {len(p.labels)} {p.split}' for p in parts)
     asked = f'{workers} workers for training (asked for {settings.training.dataloader_num_workers})'
