@@ -214,7 +214,7 @@ def test_the_same_pixels(tmp_path, mean, std):
     model = small_model(pixel_mean=mean, pixel_std=std)
     export_smolvlm(model, tmp_path/'out')
     theirs, processor, asker = opened(tmp_path/'out'), AutoProcessor.from_pretrained(tmp_path/'out'), Asker.from_model(model)
-    images = [*pictures(2, 5), Image.new('RGB', (40, 90))]
+    images = [*pictures(2, 5), Image.new('RGB', (90, 90))]  # an even number of tiles: transformers 5.20 merges eight tokens at a time
     made, (ids, tiles) = their_prompt(processor, images, QUESTIONS[0]), asker.prompt(images, QUESTIONS[0])
     with torch.no_grad(): assert far(theirs(**made).logits[0], model(torch.tensor([ids]), tiles)[0][0]) <= 3e-5
 
