@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def evaluate(out, tasks, go):
-    "What nanovlm eval does to its result file."
+    "What nanovlm eval does to its result file; OUT.starts counts how often."
+    with open(f'{out}.starts', 'a') as f: f.write('.')
     while not go.exists(): time.sleep(.02)
     step = int(out.stem[5:])
     have = json.loads(out.read_text()) if out.exists() else dict(global_step=step, tasks=[], results={})
@@ -24,7 +25,7 @@ def evaluate(out, tasks, go):
         tmp.replace(out)
 
 
-def command(job, out): return [sys.executable, __file__, str(out), job.tasks, 'go']
+def command(run_dir, cfg, tasks, step): return [sys.executable, __file__, str(run_dir/'eval_results'/f'step_{step}.json'), tasks, 'go']
 
 
 def train(argv):

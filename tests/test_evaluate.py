@@ -24,6 +24,7 @@ STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
 FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True', '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',
          '--eval_interval', '2', '--stats_log_interval', '1', '--max_val_batches', '1', '--data_cutoff_idx', '120', '--num_of_sequences', '3']
 NAMES = {'x': .01, 'yy': .02, 'zzz': .03}
+RUN = Path('checkpoints', 'a')
 
 
 def start(cwd, *flags):
@@ -32,14 +33,13 @@ def start(cwd, *flags):
     return subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'ab'), start_new_session=True)
 
 
-def figures(place):
-    "(step, figure, value) of every evaluation in the log of a run, or of the one below a working directory, in order."
-    log = (place if place.name == 'a' else place/'checkpoints'/'a')/'log.jsonl'
-    rows = [r for r in read_log(log) if '<lmms-eval-step>' in r] if log.exists() else []
+def figures(run_dir):
+    "(step, figure, value) of every evaluation in the log of a run, in order."
+    rows = [r for r in read_log(run_dir/'log.jsonl') if '<lmms-eval-step>' in r] if (run_dir/'log.jsonl').exists() else []
     return [(int(r['<lmms-eval-step>']), k, v) for r in rows for k, v in r.items() if k.startswith('lmms_eval/')]
 
 
-def expected(steps): return sorted((s, f'lmms_eval/{n}_acc', s+d) for s in steps for n, d in NAMES.items())
+def expected(*steps): return sorted((s, f'lmms_eval/{n}_acc', s+d) for s in steps for n, d in NAMES.items())
 
 
 def ended(process, cwd, timeout=240):
@@ -48,116 +48,82 @@ def ended(process, cwd, timeout=240):
     except subprocess.TimeoutExpired: raise AssertionError((cwd/'stderr').read_text()[-5000:]) from None
 
 
-def said(cwd): return (cwd/'checkpoints'/'a'/'train.log').read_text()
+def said(cwd): return (cwd/RUN/'train.log').read_text() if (cwd/RUN/'train.log').exists() else ''
 
 
-def jobs(cwd): return {p.parent.name: json.loads(p.read_text()) for p in sorted((cwd/'checkpoints'/'a'/'eval_results'/'jobs').glob('step_*/job.json')) if p.parent.name[5:].isdigit()}
+def starts(results): return {p.name: p.read_text().count('.') for p in results.glob('*.starts')}
 
 
-def alive(pid):
-    "Is a process there, and not only its exit code?"
-    try: return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
-    except FileNotFoundError: return False
-
-
-def kill_evaluator(cwd):
-    "Kill the evaluator that is at work now, and see it dead, lest it be killed twice; what it left undone, or None if there was none."
-    for name, job in jobs(cwd).items():
-        if job['state'] == 'running' and job['number'] and alive(int(job['number'])):
-            os.killpg(int(job['number']), signal.SIGKILL)
-            while alive(int(job['number'])) or writers(cwd/'checkpoints'/'a'/'eval_results'/'jobs'/name/'log.txt'): time.sleep(.005)  # the fork of a warm python may outlive it for a moment
-            out = cwd/'checkpoints'/'a'/'eval_results'/f'{name}.json'
-            return set(NAMES) - set(json.loads(out.read_text())['tasks'] if out.exists() else ())
+def kill_evaluator(results, killed):
+    "Kill the evaluator that is at work now, unless this start of it was killed before; the tasks that it left undone, or None."
+    for log in results.glob('step_*.log'):
+        begun = starts(results).get(f'{log.stem}.json.starts', 0)
+        if begun <= killed.get(log, 0) or not writers(log): continue
+        killed[log] = begun
+        while groups := writers(log):  # the fork of a warm python may outlive it for a moment
+            for group in groups: os.killpg(group, signal.SIGKILL)
+            time.sleep(.005)
+        out = log.with_suffix('.json')
+        return set(NAMES) - set(json.loads(out.read_text())['tasks'] if out.exists() else ())
     return None
 
 
 # --- beside the training
 
 def test_each_result_is_logged_once_whoever_is_killed(tmp_path):
-    "Five evaluators and two trainers are killed; every figure of every step is in the log once, and no pin is left."
+    "Five evaluators and two trainers are killed; every figure of every step is in the log once, and no checkpoint is kept for an evaluation."
     (tmp_path/'go').touch()
-    rng, undone, flags = random.Random(0), [], ('--max_training_steps', 20, '--save_interval', 1, '--resume', 'True', '--max_keep_ckpts', 2)
+    rng, undone, killed, results = random.Random(0), [], {}, tmp_path/RUN/'eval_results'
+    flags = ('--max_training_steps', 20, '--save_interval', 1, '--resume', 'True', '--max_keep_ckpts', 2)
     for die_after in (2, 5):  # results in the log
         trainer = start(tmp_path, *flags)
-        def killed():
-            if (left := kill_evaluator(tmp_path)) is not None: undone.append(left)
+        def one_more():
+            if (left := kill_evaluator(results, killed)) is not None: undone.append(left)
             return left is not None
-        while len(undone) < die_after and wait_for(trainer, killed): time.sleep(rng.random()*.3)
-        wait_for(trainer, lambda: len(figures(tmp_path)) >= die_after)
+        while len(undone) < die_after and wait_for(trainer, one_more): time.sleep(rng.random()*.3)
+        wait_for(trainer, lambda: len(figures(tmp_path/RUN)) >= die_after)
         time.sleep(rng.random()*.2)
         assert trainer.poll() is None, said(tmp_path)
         os.killpg(trainer.pid, signal.SIGKILL)
         trainer.wait()
     assert ended(start(tmp_path, *flags), tmp_path) == 0
-    assert len(undone) == 5
-    assert sorted(figures(tmp_path)) == expected((4, 8, 12, 16, 20)), said(tmp_path)
-    assert {j['state'] for j in jobs(tmp_path).values()} == {'done'}
-    again = sum(j['starts'] for j in jobs(tmp_path).values()) - 5
-    needed = sum(map(bool, undone))  # one that was killed after its last figure needs no second start
-    assert again == needed > 0, (undone, said(tmp_path))
-    assert not list((tmp_path/'checkpoints'/'a').glob('step_*/evaluating'))
-    assert len(list((tmp_path/'checkpoints'/'a').glob('step_*'))) <= 3  # two and the best
+    assert len(undone) == 5 and sorted(figures(tmp_path/RUN)) == expected(4, 8, 12, 16, 20), said(tmp_path)
+    assert sum(starts(results).values()) - 5 == sum(map(bool, undone)) > 0, (undone, said(tmp_path))  # one that was killed after its last figure needs no second start
+    assert not list(results.glob('*.todo')) and len(list((tmp_path/RUN).glob('step_*'))) <= 3  # two and the best
 
 
 def test_training_does_not_wait_and_the_checkpoint_stays(tmp_path):
     "An evaluator that never gets anywhere: all updates are made, and its checkpoint is kept although it is old."
-    run_dir = tmp_path/'checkpoints'/'a'
+    run_dir = tmp_path/RUN
     trainer = start(tmp_path, '--max_training_steps', 12, '--max_keep_ckpts', 1)
-    assert wait_for(trainer, lambda: (run_dir/'train.log').exists() and 'the run waits for evaluations of steps 4, 8, 12' in said(tmp_path)), (tmp_path/'stderr').read_text()
-    assert max(r['step'] for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r) == 12
-    kept = {p.name for p in run_dir.glob('step_*')}
-    assert {'step_4', 'step_8', 'step_12'} <= kept and not {'step_2', 'step_6'} & kept - {(run_dir/'best_checkpoint').read_text().strip()}
-    assert not figures(tmp_path)
+    assert wait_for(trainer, lambda: 'the run waits for evaluations of steps 4, 8, 12' in said(tmp_path)), (tmp_path/'stderr').read_text()
+    assert max(r['step'] for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r) == 12 and not figures(run_dir)
+    kept, best = {p.name for p in run_dir.glob('step_*')}, (run_dir/'best_checkpoint').read_text().strip()
+    assert {'step_4', 'step_8', 'step_12'} <= kept and not {'step_2', 'step_6'} & kept - {best}
     (tmp_path/'go').touch()
-    assert ended(trainer, tmp_path) == 0
-    assert sorted(figures(tmp_path)) == expected((4, 8, 12))
-    assert {p.name for p in run_dir.glob('step_*')} <= {'step_12', (run_dir/'best_checkpoint').read_text().strip()}
+    assert ended(trainer, tmp_path) == 0 and sorted(figures(run_dir)) == expected(4, 8, 12)
+    assert {p.name for p in run_dir.glob('step_*')} <= {'step_12', best}
 
 
 def test_a_run_does_not_wait_for_ever_and_a_resumed_one_collects(tmp_path):
-    flags = ('--max_training_steps', 4, '--eval_wait', 1)
-    assert ended(start(tmp_path, *flags), tmp_path) == 0
-    assert 'evaluations of steps 4 are not waited for' in said(tmp_path) and (tmp_path/'checkpoints'/'a'/'status').read_text() == 'done\n'
-    (tmp_path/'go').touch()
-    time.sleep(.1)  # the evaluator has outlived the trainer
+    assert ended(start(tmp_path, '--max_training_steps', 4, '--eval_wait', 1), tmp_path) == 0
+    assert 'evaluations of steps 4 are not waited for' in said(tmp_path) and (tmp_path/RUN/'status').read_text() == 'done\n'
+    (tmp_path/'go').touch()  # the evaluator has outlived the trainer
     assert ended(start(tmp_path, '--max_training_steps', 4, '--resume', 'True'), tmp_path) == 0
-    assert sorted(figures(tmp_path)) == expected((4,)) and jobs(tmp_path)['step_4']['starts'] == 1
+    assert sorted(figures(tmp_path/RUN)) == expected(4) and starts(tmp_path/RUN/'eval_results') == {'step_4.json.starts': 1}
 
 
 def test_other_weights_have_other_results(tmp_path):
     "Runs of one name in sibling folders share nothing; one that begins anew in its directory puts the old results aside."
     (tmp_path/'go').touch()
-    run_dirs = [tmp_path/place/'a' for place in ('checkpoints', 'others')]
-    begin = lambda run_dir: ended(start(tmp_path, '--max_training_steps', 4, '--vlm_checkpoint_path', run_dir.parent), tmp_path)
-    for run_dir in run_dirs:
-        assert begin(run_dir) == 0
-        assert sorted(figures(run_dir)) == expected((4,))
-    assert all((d/'eval_results'/'step_4.json').exists() and 'put aside' not in (d/'train.log').read_text() for d in run_dirs)
-    for checkpoint in run_dirs[0].glob('step_*'): shutil.rmtree(checkpoint)
-    assert begin(run_dirs[0]) == 0
-    assert sorted(figures(run_dirs[0])) == expected((4,)) and 'belong to an earlier start: put aside' in said(tmp_path)
-    assert (run_dirs[0]/'eval_results'/'step_4.json.old').exists()
-
-
-def test_broken_files_are_read_when_they_are_whole(tmp_path):
-    "Half a file is mentioned once, and logged once it is repaired; other names are no results."
-    script = '''
-import json, sys
-from pathlib import Path
-import nanovlm_nb.runs.run as run
-from nanovlm_nb.core.config import parse_args
-folder, text = Path('checkpoints/a/eval_results'), json.dumps(dict(global_step=1, results=dict(mme=3.5)))
-def schedule(step, max_lr, max_steps):
-    if step == 2: [(folder/n).parent.mkdir(parents=True, exist_ok=True) or (folder/n).write_text(t) for n, t in (('step_1.json', text[:25]), ('xstep_2.json', text), ('step_3.json.bak', text))]
-    if step == 5: (folder/'step_1.json').write_text(text)
-    return max_lr
-vlm, train, _ = parse_args(sys.argv[1:])
-run.run(vlm, train, schedule=schedule)
-'''
-    run([sys.executable, '-c', script, *FLAGS, '--eval_interval', '50', '--max_training_steps', '8', '--lmms_eval_tasks', 'none.parquet'], tmp_path)
-    rows = [r for r in read_log(tmp_path/'checkpoints'/'a'/'log.jsonl') if '<lmms-eval-step>' in r]
-    assert [(r['<lmms-eval-step>'], r['lmms_eval/mme'], r['step'] >= 5) for r in rows] == [(1, 3.5, True)]
-    assert said(tmp_path).count('step_1.json cannot be read (JSONDecodeError') == 1
+    def begin(run_dir):
+        assert ended(start(tmp_path, '--max_training_steps', 4, '--vlm_checkpoint_path', run_dir.parent), tmp_path) == 0
+        assert sorted(figures(run_dir)) == expected(4) and (run_dir/'eval_results'/'step_4.json').exists()
+    for place in ('checkpoints', 'others'): begin(tmp_path/place/'a')
+    assert 'put aside' not in said(tmp_path)
+    for checkpoint in (tmp_path/RUN).glob('step_*'): shutil.rmtree(checkpoint)
+    begin(tmp_path/RUN)
+    assert 'belong to an earlier start: put aside' in said(tmp_path) and (tmp_path/RUN/'eval_results'/'step_4.json.old').exists()
 
 
 # --- Slurm
@@ -170,36 +136,36 @@ print('Submitted batch job 4711')
 '''
 
 
+def script(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def test_sbatch_gets_a_list_of_arguments(tmp_path):
     "Words for sbatch as they are, no shell, and the training goes on while sbatch thinks."
-    bin = tmp_path/'bin'
-    bin.mkdir()
-    (bin/'sbatch').write_text(SBATCH.format(python=sys.executable))
-    (bin/'sbatch').chmod(0o755)
-    (tmp_path/'slurm').mkdir()
-    (tmp_path/'slurm'/'eval.slurm').write_text('#!/bin/sh\n')
-    tasks, out = 'mme, a task; touch pwned,$(touch pwned)', tmp_path/'checkpoints'/'a'/'eval_results'/'step_4.json'
+    bin = script(tmp_path/'bin'/'sbatch', SBATCH.format(python=sys.executable)).parent
+    script(tmp_path/'slurm'/'eval.slurm', '#!/bin/sh\n')
+    tasks, run_dir = 'mme, a task; touch pwned,$(touch pwned)', tmp_path/RUN
     flags = [*FLAGS, '--eval_backend', 'auto', '--lmms_eval_tasks', tasks, '--lmms_eval_limit', '8', '--max_training_steps', '6', '--eval_wait', '60']
     args, env = start_of([sys.executable, '-m', 'nanovlm_nb.train', *flags], dict(PATH=f'{bin}:{os.environ["PATH"]}'))
     env |= dict(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT='29411', SLURM_JOB_ID='12')
     trainer = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=open(tmp_path/'stderr', 'ab'))
-    wait_for(trainer, lambda: 'the run waits for' in said(tmp_path) if (tmp_path/'checkpoints'/'a'/'train.log').exists() else False)
+    wait_for(trainer, lambda: 'the run waits for' in said(tmp_path))
     (tmp_path/'go').touch()
     wait_for(trainer, lambda: 'in the queue of Slurm, job 4711' in said(tmp_path))
-    out.write_text(json.dumps(dict(tasks=['mme', 'a task; touch pwned', '$(touch pwned)'], results=dict(mme_score=7))))
+    (run_dir/'eval_results'/'step_4.json').write_text(json.dumps(dict(tasks=['mme', 'a task; touch pwned', '$(touch pwned)'], results=dict(mme_score=7))))
     assert ended(trainer, tmp_path) == 0
     call, = map(json.loads, (tmp_path/'sbatch.jsonl').read_text().splitlines())
-    checkpoint = tmp_path/'checkpoints'/'a'/'step_4'
-    assert call == dict(argv=['slurm/eval.slurm', str(checkpoint), '4', 'a', 'mme,a task; touch pwned,$(touch pwned)', '8.0', '64', 'nanovlm'], rank=None, job=None)
-    assert not list(tmp_path.rglob('pwned*'))
-    assert figures(tmp_path) == [(4, 'lmms_eval/mme_score', 7.)]
+    words = [str(run_dir/'step_4'), '4', 'a', 'mme,a task; touch pwned,$(touch pwned)', '8.0', '64', 'nanovlm']
+    assert call == dict(argv=['slurm/eval.slurm', *words], rank=None, job=None) and not list(tmp_path.rglob('pwned*'))
+    assert figures(run_dir) == [(4, 'lmms_eval/mme_score', 7.)]
 
 
 def test_script_of_the_slurm_job(root, tmp_path):
     "slurm/eval.slurm hands on its words."
-    python = tmp_path/'python'
-    python.write_text(f'#!{sys.executable}\nimport sys; print(sys.argv[1:])\n')
-    python.chmod(0o755)
+    python = script(tmp_path/'python', f'#!{sys.executable}\nimport sys; print(sys.argv[1:])\n')
     call = lambda *words, **kw: run([root/'slurm'/'eval.slurm', *words], tmp_path, PYTHON=str(python), **kw)
     words = ['/d/checkpoints/a/step_4', '4', 'a', 'x; y,z', '8.0', '64']
     base = ['-m', 'nanovlm_nb.cli', 'eval', words[0], '--step', '4', '--tasks', 'x; y,z', '--batch_size', '64', '--prompts', 'nanovlm', '--out', '/d/checkpoints/a/eval_results/step_4.json']
@@ -211,39 +177,33 @@ def test_script_of_the_slurm_job(root, tmp_path):
 
 # --- the evaluator itself
 
+EVAL = ['--lmms_eval_limit', '10', '--lmms_eval_batch_size', '4', '--max_training_steps', '4']
+
+
 @pytest.fixture(scope='module')
 def tasks(tmp_path_factory): return write_tasks(tmp_path_factory.mktemp('tasks'), n_scenes=6, n_digits=12)
 
 
-EVAL = ['--lmms_eval_limit', '10', '--lmms_eval_batch_size', '4', '--max_training_steps', '4']
+def evaluated(cwd, python, *flags, **kw):
+    "The text of the result file of a run, without its place, what the training did, and the names of its figures."
+    cwd.mkdir(exist_ok=True)
+    train([*FLAGS, *EVAL, *flags], cwd, **kw) if python is None else run([python, '-m', 'nanovlm_nb.train', *FLAGS, *EVAL, *flags], cwd, timeout=900)
+    losses = [(r['batch_loss'], r['batch_digest']) for r in read_log(cwd/RUN/'log.jsonl') if 'batch_loss' in r]
+    return (cwd/RUN/'eval_results'/'step_4.json').read_text().replace(str(cwd), ''), losses, {k[10:] for _, k, _ in figures(cwd/RUN)}
 
 
 def test_beside_and_inside_write_the_same_file(tasks, tmp_path):
     "A process beside the training and the trainer itself, on the same questions; the training is not disturbed by either."
-    lists, results, losses = f'{tasks}/shapes.parquet,{tasks}/digits.parquet', {}, {}
-    for backend in ('subprocess', 'in_process'):
-        cwd = tmp_path/backend
-        cwd.mkdir()
-        train([*FLAGS, *EVAL, '--eval_backend', backend, '--lmms_eval_tasks', lists], cwd)
-        results[backend] = (cwd/'checkpoints'/'a'/'eval_results'/'step_4.json').read_text().replace(str(cwd), '')
-        losses[backend] = [(r['batch_loss'], r['batch_digest']) for r in read_log(cwd/'checkpoints'/'a'/'log.jsonl') if 'batch_loss' in r]
-        assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match'}
-    assert results['subprocess'] == results['in_process'] and losses['subprocess'] == losses['in_process']
-    assert json.loads(results['in_process'])['samples'] == {'digits': 10, 'shapes': 10}
+    lists = f'{tasks}/shapes.parquet,{tasks}/digits.parquet'
+    beside, inside = (evaluated(tmp_path/b, None, '--eval_backend', b, '--lmms_eval_tasks', lists) for b in ('subprocess', 'in_process'))
+    assert beside == inside and json.loads(inside[0])['samples'] == {'digits': 10, 'shapes': 10} and inside[2] == {'shapes_exact_match', 'digits_exact_match'}
 
 
-def test_two_ranks_share_the_questions(tasks, tmp_path):
-    train([*FLAGS, *EVAL, '--batch_size', '1', '--eval_backend', 'in_process', '--lmms_eval_tasks', f'{tasks}/digits.parquet'], tmp_path, ranks=2)
-    assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')]
-    assert json.loads((tmp_path/'checkpoints'/'a'/'eval_results'/'step_4.json').read_text())['samples'] == {'digits': 10}
-
-
-@pytest.mark.skipif(has_lmms_eval(), reason='lmms-eval is here')
-def test_without_lmms_eval_the_run_says_so(tasks, tmp_path):
-    "Benchmarks are named with the remedy; a task of our own is evaluated by its name."
-    train([*FLAGS, *EVAL, '--lmms_eval_tasks', 'mme,digits,mmstar', '--eval_include_path', tasks], tmp_path)
-    assert "lmms-eval is not installed: mme, mmstar cannot be evaluated here. pip install 'nanovlm_nb[eval]'" in said(tmp_path)
-    assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')]
+def test_two_ranks_share_the_questions_and_what_cannot_be_asked_is_named(tasks, tmp_path):
+    flags = ['--batch_size', '1', '--eval_backend', 'in_process', '--lmms_eval_tasks', 'digits' if has_lmms_eval() else 'mme,digits,mmstar', '--eval_include_path', tasks]
+    result, _, names = evaluated(tmp_path, None, *flags, ranks=2)
+    assert names == {'digits_exact_match'} and json.loads(result)['samples'] == {'digits': 10}
+    assert has_lmms_eval() or "lmms-eval is not installed: mme, mmstar cannot be evaluated here. pip install 'nanovlm_nb[eval]'" in said(tmp_path)
 
 
 def test_benchmarks_are_asked_as_nanovlm_asks_them(golden):
@@ -303,18 +263,13 @@ def test_lmms_eval_finds_the_model_and_agrees(learned, tasks, tmp_path):
 @needs_lmms
 def test_all_roads_to_lmms_eval_write_the_same_file(tasks, tmp_path):
     "A process beside the training, and the trainer itself; and our own count, without lmms-eval."
-    files = {}
-    for backend in ('subprocess', 'in_process'):
-        cwd = tmp_path/backend
-        cwd.mkdir()
-        run([LMMS, '-m', 'nanovlm_nb.train', *FLAGS, *EVAL, '--eval_backend', backend, '--lmms_eval_tasks', 'shapes,digits,digits_choice', '--eval_include_path', tasks], cwd, timeout=900)
-        files[backend] = (cwd/'checkpoints'/'a'/'eval_results'/'step_4.json').read_text().replace(str(cwd), '')
-        assert {k for _, k, _ in figures(cwd)} == {'lmms_eval/shapes_exact_match', 'lmms_eval/digits_exact_match', 'lmms_eval/digits_choice_acc'}
-    assert files['subprocess'] == files['in_process']
+    flags = '--lmms_eval_tasks', 'shapes,digits,digits_choice', '--eval_include_path', tasks
+    beside, inside = (evaluated(tmp_path/b, LMMS, '--eval_backend', b, *flags) for b in ('subprocess', 'in_process'))
+    assert beside[::2] == inside[::2] and inside[2] == {'shapes_exact_match', 'digits_exact_match', 'digits_choice_acc'}
     own = tmp_path/'own.json'
-    run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', tmp_path/'subprocess'/'checkpoints'/'a'/'step_4', '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10,
+    run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', tmp_path/'subprocess'/RUN/'step_4', '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10,
          '--batch_size', 4, '--out', own], tmp_path)
-    ours, theirs = (json.loads(text)['results'] for text in (own.read_text(), files['subprocess']))
+    ours, theirs = (json.loads(text)['results'] for text in (own.read_text(), beside[0]))
     assert ours == {k: v for k, v in theirs.items() if k in ours} and len(ours) == 2
 
 
@@ -340,4 +295,4 @@ def test_evaluation_as_a_real_slurm_job(root, tasks, tmp_path):
         done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
     jobs_said = ''.join(p.read_text() for p in tmp_path.glob('*.out'))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [f[:2] for f in figures(tmp_path)] == [(4, 'lmms_eval/digits_exact_match')], said(tmp_path)+jobs_said
+    assert [f[:2] for f in figures(tmp_path/RUN)] == [(4, 'lmms_eval/digits_exact_match')], said(tmp_path)+jobs_said

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'TENSORBOARD', 'DROPPED', 'DROP_LIST',
-           'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'TRAINER_STATE', 'PIN',
-           'NEEDED', 'STATE', 'MEANT', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign', 'read_log', 'read_state',
-           'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
-           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'pinned', 'set_pin', 'abandoned', 'is_own',
-           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned',
-           'recover', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'TRAINER_STATE',
+           'RESULTS', 'NEEDED', 'STATE', 'MEANT', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign', 'read_log',
+           'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
+           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
+           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older',
+           'delete_abandoned', 'recover', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
 import json,logging,math,os,re,socket,time
@@ -32,7 +32,7 @@ DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
 PREDICTIONS,CLASSIFY = 'predictions.json','classify.yaml' # of a classifier
 FEATURE_CACHE = 'features' # kept pictures
-TRAINER_STATE,PIN = 'trainer_state.json','evaluating' # in a checkpoint: state of the run; do not delete
+TRAINER_STATE,RESULTS = 'trainer_state.json','eval_results' # in a checkpoint; folder of evaluations
 
 # %% ../../nbs/04_core.run_dir.ipynb #b5403ccb
 def json_lines(path:str|Path,
@@ -161,14 +161,9 @@ def best_kept(run_dir:Path,
     return min(found, default=(math.inf, None))
 
 # %% ../../nbs/04_core.run_dir.ipynb #eed862f2
-def pinned(checkpoint:Path)->bool:
-    "Returns whether a checkpoint is being evaluated, or about to be."
-    return (Path(checkpoint)/PIN).is_file()
-
-def set_pin(checkpoint:Path, on:bool)->None:
-    "Keeps a checkpoint from being deleted, or lets it go."
-    if on: (Path(checkpoint)/PIN).touch()
-    else: (Path(checkpoint)/PIN).unlink(missing_ok=True)
+def todo_of(checkpoint:Path)->Path: # need not be there
+    "Returns the file that asks for the evaluation of a checkpoint, which is kept until then."
+    return Path(checkpoint).parent/RESULTS/f'{Path(checkpoint).name}.todo'
 
 # %% ../../nbs/04_core.run_dir.ipynb #3d8a5f60
 def abandoned(run_dir:Path)->list[Path]: # the oldest first
@@ -196,9 +191,7 @@ def set_aside(run_dir:Path, checkpoint:Path|None)->Path|None: # where they are n
     "Makes a checkpoint the current one of a run that no other process writes."
     newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
     if newer: folder.mkdir(exist_ok=True)
-    for p in newer: # the newest last: until then the run stands where it stood
-        set_pin(p, False)
-        p.rename(folder/p.name)
+    for p in newer: p.rename(folder/p.name) # the newest last: until then the run stands where it stood
     write_pointer(run_dir, LAST, checkpoint)
     if not folder.is_dir(): return None
     write_atomic(folder/LAST, ''.join(f'{p.name}\n' for p in checkpoints(folder)[-1:])) # all of it is there
@@ -212,7 +205,7 @@ def written(checkpoint:Path)->float: # seconds since 1970
 def _delete(run_dir, old):
     "Deletes those of the checkpoints that are not needed; returns them."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
-    old = [p for p in old if p not in needed and not pinned(p) and not any(p.glob(f'*/{LOG}'))]
+    old = [p for p in old if p not in needed and not todo_of(p).exists() and not any(p.glob(f'*/{LOG}'))]
     for p in old: remove(p)
     return old
 

@@ -33,7 +33,7 @@ from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_
 from ..data.dataset import Patience,Unreachable
 from ..data.images import image_processor_of
 from ..data.loader import SHAPES_SCENES,get_dataloaders,load_tokenizer,size_line
-from ..answers.eval_jobs import EvalDesk,Evaluations,choose_eval_backend,possible_tasks
+from ..answers.eval_jobs import Evaluations,choose_eval_backend,possible_tasks
 from ..answers.evaluate import cli_evaluate
 from ..training.optim import precision_notes,same_bits,trainable_line
 from ..training.shard import engine_lines
@@ -244,12 +244,12 @@ def use_evals(trainer:Trainer)->None: # every rank must call
     if not c.use_lmms_eval: return
     (tasks,line),backend = on_master(dist, lambda: (possible_tasks(c),choose_eval_backend(c)))
     if line: trainer.log.info(line)
-    jobs = Evaluations(trainer.log.run_dir, c, tasks) if dist.is_master else None
-    live = cli_evaluate if tasks and backend=='in_process' else None
     how = f'{backend}, prompts of benchmarks: {c.lmms_eval_prompts}'
     if tasks: trainer.log.info(f'every {2*c.eval_interval} updates the checkpoint is evaluated ({how}): '
                                f'{tasks}')
-    find(trainer, Evaluate).desk = EvalDesk(trainer.log, dist, jobs, tasks if live else '', live)
+    hook = find(trainer, Evaluate)
+    hook.tasks,hook.ask = tasks,cli_evaluate if tasks and backend=='in_process' else None
+    if dist.is_master: hook.evals = Evaluations(trainer.log.run_dir, c, tasks)
 
 # %% ../../nbs/56_runs.run.ipynb #56000009
 SMALL_M = 10. # millions of parameters; checkpoints of smaller models need no advice

@@ -10,7 +10,7 @@ __all__ = ['H', 'FIRST', 'WARM', 'FORESEEN_MFU', 'DOCUMENTS', 'UNWATCHED', 'TRAC
 # %% ../../nbs/49_training.hooks.ipynb #d5ee300b
 import gc,os
 from argparse import Namespace
-from collections.abc import Iterable,Sequence
+from collections.abc import Callable,Iterable,Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any,TypeVar
@@ -28,7 +28,8 @@ from ..model.flops import COMPONENTS,GPUS,count_flops,mfu,peak_flops,unit_flops
 from ..data.dataset import DropFile,Drops,read_dropped
 from ..data.lanes import merge_states
 from ..answers.look import look_panel
-from ..answers.eval_jobs import EvalDesk
+from ..answers.eval_jobs import Evaluations,ask_for_eval,collect_evals,keep_results
+from ..answers.eval_jobs import missing_tasks,take_over_evals,wait_for_evals
 from .optim import adapter_sizes,autocast,compile_blocks
 from .optim import compile_counts,decide_compile,eager_line
 from .bad_updates import Unstable,forget_bad_updates,write_bad_update
@@ -371,8 +372,10 @@ class Look(Hook):
 class Evaluate(Hook):
     "Has checkpoints evaluated every `every` updates, here or beside the run, and logs the results."
     def __init__(self, every:int, when:Sequence[int]=()): # updates, 0: never; when to look for results
-        self.every,self.when,self.logged = every,when,[]
-        self.desk:Any = None # an `EvalDesk`; None: nothing is evaluated
+        self.every,self.when = every,when
+        self.evals:Evaluations|None = None # of a run whose checkpoints are evaluated; rank 0 has it
+        self.tasks = '' # of all ranks, as is
+        self.ask:Callable|None = None # how they evaluate the model in memory; None: other processes do
 
     def is_due(self, step:int)->bool:
         "Returns whether the checkpoint of an update is to be evaluated."
@@ -380,51 +383,43 @@ class Evaluate(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Takes over the evaluations of an earlier start."
-        t,own = trainer,trainer.owned
-        self.desk = self.desk or EvalDesk(t.log, t.dist)
-        if t.checkpoint is None: self.desk.take_over()
-        else: self.desk.take_over(t.step, self.logged if own else [],
-            t.checkpoint if own and self.is_due(t.step) else None)
+        t = trainer
+        if self.evals is None: return
+        step,due = (t.step, t.owned and self.is_due(t.step)) if t.checkpoint else (-1, False)
+        for line in take_over_evals(self.evals, step, due): t.log.info(line)
 
     def submit(self, path:Path)->None: # `step_N`, when it is complete, on rank 0
         "Has it evaluated."
-        if self.is_due(step_of(path)): self.desk.submit(path, step_of(path))
+        if self.evals and self.is_due(step_of(path)): ask_for_eval(self.evals, step_of(path))
 
     def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call
         "Evaluates the model if that is due, and logs a result now and then."
         t = trainer
         if t.stop: return
         if self.is_due(t.step): self.evaluate(t)
-        if t.update and any(n>0 and t.step%n==0 for n in self.when): self.desk.collect(t.step)
+        if t.update and any(n>0 and t.step%n==0 for n in self.when): collect_evals(self.evals, t.log, t.step)
 
     def evaluate(self, trainer:Trainer)->None: # the result is collected as others are
         "Evaluates the model as it is, unless its results are there; every rank must call."
-        t,c,base,desk = trainer,trainer.cfg,trainer.base,self.desk
-        if desk.evaluate is None or not desk.lacks(t.step): return
+        t,c,base = trainer,trainer.cfg,trainer.base
+        if self.ask is None or not t.dist.any(bool(self.evals and missing_tasks(self.evals, t.step))): return
         if t.tokenizer is not None: base.tokenizer = t.tokenizer
         features,base.features = base.features,None # the pictures of a benchmark are not those of the run
         asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
-        args = Namespace(model=base, tasks=desk.tasks, include_path=c.eval_include_path,
+        args = Namespace(model=base, tasks=self.tasks, include_path=c.eval_include_path,
             process_with_media=True, device=t.dist.device, dist=t.dist, **asked)
         stance = torch.compiler.set_stance('force_eager') if t.compiled else nullcontext() # all shapes
         try:
-            with t.clock('validation'),stance: results = desk.evaluate(args)
+            with t.clock('validation'),stance: results = self.ask(args)
         finally: base.features = features
-        desk.put(t.step, results)
+        keep_results(self.evals, t.log, t.step, results)
 
     def wait(self, trainer:Trainer)->None: # every rank must call
         "Collects what is still evaluated, for at most `eval_wait` seconds."
-        if not trainer.cfg.use_lmms_eval: return
-        self.desk.wait(trainer.step, trainer.cfg.eval_wait, trainer.asked.is_set)
-        if self.desk.jobs: prune(trainer.log.run_dir, trainer.cfg.max_keep_ckpts) # kept for it
-
-    def state_dict(self)->dict: # JSON-able
-        "Results that are in the log."
-        return dict(logged=self.desk.logged)
-
-    def load_state_dict(self, state:dict)->None:
-        "Keeps them for `begin`."
-        self.logged = state['logged']
+        t,c = trainer,trainer.cfg
+        if not c.use_lmms_eval: return
+        wait_for_evals(self.evals, t.log, t.dist, t.step, c.eval_wait, t.asked.is_set)
+        if self.evals: prune(t.log.run_dir, c.max_keep_ckpts) # kept for it
 
 # %% ../../nbs/49_training.hooks.ipynb #33f77842
 class FreezeGarbage(Hook):
