@@ -113,8 +113,8 @@ def evaluator_cards(asked:str|None, # `eval_gpus`
     if asked is not None: return {VISIBLE:asked},f', on card {asked}' if asked else ', on the CPU'
     if not cards: return {},''
     if (free := cards[ranks:]): return {VISIBLE:free[-1]},f', on card {free[-1]}'
-    return {VISIBLE:''},(', on the CPU, slowly: every card has a rank (--eval_gpus names one that it may share; '
-                         '--eval_backend slurm asks for another machine)')
+    return {VISIBLE:''},(', on the CPU, slowly: every card has a rank '
+        '(--eval_gpus names one that it may share; --eval_backend slurm asks for another machine)')
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #df27cf1c
 OWN_TASKS = ('shapes','digits','digits_choice') # that come with the package
@@ -133,7 +133,7 @@ def task_names(tasks:str)->list[str]: # separated by commas; stripped, no empty 
     "Returns the tasks of a list."
     return [t.strip() for t in tasks.split(',') if t.strip()]
 
-def task_file(task:str, include_path:str|None=None)->Path|None: # a path, or a name; directory of our own tasks
+def task_file(task:str, include_path:str|None=None)->Path|None: # a path, or a name; folder of our tasks
     "Returns the parquet file with the questions of one of our own tasks; None: lmms-eval has it, or nobody."
     if not task.endswith('.parquet') and not include_path: return None
     path = Path(task) if task.endswith('.parquet') else Path(include_path or '')/f'{task}.parquet'
@@ -162,7 +162,7 @@ def needs_login(task:str)->bool: # a task or a group; False for what lmms-eval d
     if isinstance(said.get('task'), list): return any(needs_login(str(part)) for part in said['task'])
     return (said.get('dataset_kwargs') or {}).get('token', '').lower()=='true'
 
-def asked_as(task:str, prompts:str)->str: # one of lmms-eval, or your own; how benchmarks are asked, of `PROMPTS`
+def asked_as(task:str, prompts:str)->str: # any task; how benchmarks are asked, see `PROMPTS`
     "Returns how a task is asked: what is no benchmark, as it is written."
     return prompts if task in benchmarks() else 'plain'
 
@@ -324,7 +324,8 @@ def _settle(evals, step)->str:
         _note(evals, step, f'queued {jobs[-1]}')
         return f'evaluation of step {step} is in the queue of Slurm, job {jobs[-1]}'
     if code is None or code<0: return _end_early(evals, step, True, 'killed')
-    return _end_early(evals, step, False, f'exit code {code}, {(said or "it wrote nothing").splitlines()[-1]}')
+    words = (said or 'it wrote nothing').splitlines()[-1]
+    return _end_early(evals, step, False, f'exit code {code}, {words}')
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #cc3a9fa4
 def poll_evals(evals:Evaluations, thorough:bool=False)->list[str]: # also ask Slurm, which may take a second
@@ -340,7 +341,8 @@ def poll_evals(evals:Evaluations, thorough:bool=False)->list[str]: # also ask Sl
 # %% ../../nbs/34_answers.eval_jobs.ipynb #390fbb08
 logger = logging.getLogger(__name__)
 
-def new_results(evals:Evaluations, until:float=math.inf)->Iterator[tuple[int,dict[str,float]]]: # last step to look at
+def new_results(evals:Evaluations, until:float=math.inf, # last step to look at
+)->Iterator[tuple[int,dict[str,float]]]:
     "Yields the step and those figures of each result that the log lacks."
     for step,path in result_files(evals.run_dir/RESULTS).items():
         if step>until: return
@@ -410,7 +412,8 @@ def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 
     "Writes the results of an evaluation that the training has made itself."
     if evals is None: return
     for task,why in results['failed'].items(): log.info(f'evaluation of step {step}: {task} failed, {why}')
-    head = dict(global_step=step, checkpoint=str(evals.run_dir/f'step_{step}'), limit=evals.cfg.lmms_eval_limit)
+    checkpoint = str(evals.run_dir/f'step_{step}')
+    head = dict(global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit)
     write_json(evals.file(step, 'json'), result_values(head, results))
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #3a7c0e07
@@ -428,5 +431,5 @@ def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # No
         late = time.monotonic()>end or stopped()
         if not dist.any(bool(left()) and not late): break
         time.sleep(PAUSE_S)
-    if left() and evals: log.info(f'evaluations of steps {left()} are not waited for: their results will be in '
-        f'{evals.run_dir/RESULTS}, --resume collects them')
+    if evals and left(): log.info(f'evaluations of steps {left()} are not waited for: '
+        f'their results will be in {evals.run_dir/RESULTS}, --resume collects them')

@@ -110,7 +110,7 @@ def exact_match(asker:Asker, path:str|Path, limit:float|None=None, # question fi
 # %% ../../nbs/36_answers.evaluate.ipynb #ab49d7f7
 def flat_figures(results:dict)->dict[str,float]: # of lmms-eval: task -> name -> value; 'task_name' -> value
     "Returns the figures of lmms-eval's tasks, without standard errors and what is no number."
-    def number(v): return isinstance(v, (int,float,np.number)) and not isinstance(v, bool) and math.isfinite(v)
+    def number(v): return type(v) is not bool and isinstance(v, (int,float,np.number)) and math.isfinite(v)
     return {f"{task}_{name.split(',')[0]}":float(v) for task,values in results.items()
             for name,v in values.items() if number(v) and 'stderr' not in name}
 
@@ -186,8 +186,8 @@ def _add(results, task, asker, args, dist):
         results['samples'] |= new[1]
         results['prompts'][task] = asked_as(task, args.prompts)
 
-def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device` ..., see `main`
-    "Returns the `result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
+def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
+    "Returns `result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
     model,was,dist = args.model.to(args.device),args.model.training,args.dist
     results:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
@@ -204,7 +204,7 @@ def _same_place(a, b)->bool:
     here,there = Path(b).absolute(),Path(a).absolute()
     return here==there or not there.exists() and here.parts[-2:]==there.parts[-2:]
 
-def result_before(out:Path|None, head:dict)->dict|None: # need not be there, see `result_values`; None: nothing
+def result_before(out:Path|None, head:dict)->dict|None: # need not be there; see `result_values`
     "Returns the results to go on with; a UsageError for a file with anything else."
     if out is None or not Path(out).exists() or not Path(out).stat().st_size: return None
     kinds = dict(tasks=list, results=dict, samples=dict, prompts=dict)

@@ -126,7 +126,7 @@ class NanoVLM(lmms):
         "Returns the pictures of a request."
         return flat(find(self.task_dict[task][split][doc_id]))
 
-    def generate_until(self, requests:list)->list[str]: # `args`: question, options, finder, number, task, split
+    def generate_until(self, requests:list)->list[str]: # `args`: question, options, finder, row, task, split
         "Answers questions, in their order."
         answers = ['']*len(requests)
         def kind(r): return asked_as(r.args[4], self.prompts),repr(sorted(r.args[1].items()))
