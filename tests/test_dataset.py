@@ -159,7 +159,7 @@ def test_split_folders(tmp_path, digits, cache):
 def test_hub_names(monkeypatch, caplog):
     "A hub name goes to load_dataset with each configuration; one that does not exist is skipped by name, one that cannot be reached is an error."
     calls = []
-    def load_dataset(path, name, split, cache_dir, streaming):
+    def load_dataset(path, name, split, cache_dir):
         calls.append((path, name, split))
         if name == 'gone': raise datasets.exceptions.DatasetNotFoundError("Dataset doesn't exist on the Hub")
         if name == 'away': raise ConnectionError("Couldn't reach the Hub")

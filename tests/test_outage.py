@@ -1,31 +1,25 @@
-"A hub of parquet files goes away in the middle of a streamed run: for a while, and for good."
+"A hub of parquet files goes away before and in the middle of a streamed run."
 import json
-import os
-import signal
 import socket
-import subprocess
 import threading
-import time
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import datasets
 import pytest
-from commands import environment
 from huggingface_hub import constants, hf_file_system
+from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import _http
-from kills import command
 
 from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.data.dataset import Unreachable, config_names, load_configs
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.tools.inspect import _stored_row
 from nanovlm_nb.uses.labels import load_splits
-from nanovlm_nb.data.loader import load_sources, load_tokenizer, make_samples, pack_loader
-from nanovlm_nb.core.run_dir import missing_pieces, read_log
+from nanovlm_nb.data.loader import load_tokenizer, make_samples, pack_loader
+from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.runs.endings import exit_code
 from nanovlm_nb.runs.run import run
-from nanovlm_nb.training.trainer import Hook
 from nanovlm_nb.data.sources import StreamSource
 from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.core.usage import UsageError
@@ -37,6 +31,7 @@ VLM, CFG = tiny(lm_max_length=128, max_sample_length=128, num_of_sequences=2, ba
 class Server:
     "Serves the files of a folder as the hub does, as the data set `some/rows`, on a port of its own, whenever it is up."
     def __init__(self, folder):
+        made = self
         class Handler(BaseHTTPRequestHandler):
             protocol_version = 'HTTP/1.1'
 
@@ -60,7 +55,7 @@ class Server:
                 if '/tree/' in path: return self.send(200, json.dumps(self.describe()).encode(), Content_Type='application/json')
                 if path.startswith('/api/'): return self.send(200, json.dumps(dict(id='some/rows', sha='0'*40, siblings=[])).encode(), Content_Type='application/json')
                 file = folder/path.split('/')[-1]
-                if '/resolve/' not in path or not file.is_file(): return self.send(404, b'', X_Error_Code='EntryNotFound')
+                if '/resolve/' not in path or not file.is_file() or file.name == made.missing: return self.send(404, b'', X_Error_Code='EntryNotFound')
                 data, asked = file.read_bytes(), self.headers.get('Range')
                 first, last = (int(n or len(data)-1) for n in asked.removeprefix('bytes=').split('-')) if asked else (0, len(data)-1)
                 part = data[first:last+1]
@@ -68,12 +63,8 @@ class Server:
 
             do_HEAD = do_GET
 
-        self.handler, self.port, self.server = Handler, 0, None
+        self.handler, self.port, self.server, self.missing = Handler, 0, None, None
         self.up()
-
-    def back(self):
-        "Listen again, if it does not."
-        if self.server is None: self.up()
 
     def up(self):
         self.server = ThreadingHTTPServer(('127.0.0.1', self.port), self.handler)
@@ -85,18 +76,6 @@ class Server:
         self.server.socket.shutdown(socket.SHUT_RDWR)  # loader processes hold a copy, which would go on listening
         self.server.server_close()
         self.server = None
-
-    def away(self, seconds, missed=lambda: True):
-        "Be down for so long, and until somebody has missed it: a slow reader comes late."
-        self.down()
-        def come_back():
-            end = time.monotonic()+60
-            time.sleep(seconds)
-            while not missed() and time.monotonic() < end: time.sleep(.02)
-            self.up()
-        thread = threading.Thread(target=come_back)
-        thread.start()
-        return thread
 
 
 @pytest.fixture(scope='module')
@@ -127,66 +106,43 @@ def server(tmp_path_factory):
 def tokenizer(): return load_tokenizer(VLM)
 
 
-def source(server, patience):
+def source(server):
     "All rows behind a server."
     files = [f'hf://datasets/some/rows/{f}.parquet' for f in range(12)]
-    return StreamSource(dict(served=datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)), val_size=4, patience=patience)
+    return StreamSource(dict(served=datasets.load_dataset('parquet', data_files=files, split='train', streaming=True)), val_size=4)
 
 
-def loaders(server, tokenizer, patience, workers=0):
+def loaders(server, tokenizer):
     "The two loaders of a run."
-    train, samples = source(server, patience), make_samples(CFG, VLM, tokenizer)
-    return [pack_loader(s, samples, VLM, CFG, Dist(), shuffle, w, most) for s, shuffle, w, most in ((train, True, workers, None), (train.held_out(), False, 0, CFG.max_val_batches))]
+    train, samples = source(server), make_samples(CFG, VLM, tokenizer)
+    return [pack_loader(s, samples, VLM, CFG, Dist(), shuffle, 0, most) for s, shuffle, most in ((train, True, None), (train.held_out(), False, CFG.max_val_batches))]
 
 
-def updates_of(server, tokenizer, seconds=None, workers=0, missed=lambda: True):
-    "Sample ids of an epoch's micro-batches; after the second the server goes away."
-    found, outage = [], None
-    for n, batch in enumerate(loaders(server, tokenizer, 600., workers)[0]):
-        found.append(batch['ids'])
-        if n == 1 and seconds: outage = server.away(seconds, missed)
-    if outage: outage.join()
-    return found
-
-
-@pytest.mark.parametrize('seconds,workers', [(3, 0), pytest.param(60, 2, marks=pytest.mark.slow)])
-def test_an_outage_changes_nothing(server, tokenizer, caplog, seconds, workers):
-    "Away for longer than `datasets` tries: the share that failed is named, and the batches are those of an undisturbed run."
-    whole = updates_of(server, tokenizer)
-    assert len({i for ids in whole for row in ids for i in row}) == 116
-    start = time.monotonic()
-    def missed(): return any('served/' in m and 'cannot be read at row' in m for m in caplog.messages)
-    assert updates_of(server, tokenizer, seconds, workers, (lambda: True) if workers else missed) == whole
-    assert time.monotonic()-start >= seconds
-    if not workers: assert missed()
-
-
-def test_what_is_not_there_is_not_waited_for(server, tokenizer):
-    "A file that the server does not know is an error at once."
-    stream = datasets.load_dataset('parquet', data_files=['hf://datasets/some/rows/0.parquet'], split='train', streaming=True)
-    found = StreamSource(dict(served=stream))
-    found.shares[0].rows.file = found.shares[0].rows.file.replace('/0.parquet', '/none.parquet')
-    start = time.monotonic()
-    with pytest.raises(FileNotFoundError): list(found.rows_of(0, 1, 0))
-    assert time.monotonic()-start < 30
+def test_what_is_not_there_is_an_error_and_no_outage(server, tokenizer):
+    "A file that the server no longer knows."
+    found = source(server)
+    server.missing = '7.parquet'
+    try:
+        with pytest.raises(EntryNotFoundError): list(found.rows_of(0, 1, 0))
+    finally: server.missing = None
 
 
 def test_away_for_good_interrupts_the_run(server, tokenizer, tmp_path):
     "The run ends with a checkpoint, status interrupted and exit code 85; started again it goes on to the digests of an undisturbed run."
-    def parts(patience, leave=None):
+    def parts(leave=None):
         def leaving(step, max_lr, max_steps):
             if step == leave and server.server: server.down()
             return max_lr/10
-        return dict(loaders=lambda *_, **__: loaders(server, tokenizer, patience), schedule=leaving)
+        return dict(loaders=lambda *_: loaders(server, tokenizer), schedule=leaving)
     vlm = evolve(VLM, vlm_checkpoint_path=str(tmp_path))
     digests = lambda run_dir: [(r['step'], r['batch_digest']) for r in read_log(run_dir/'log.jsonl') if 'batch_digest' in r]
-    whole = run(vlm, evolve(CFG, run_name='whole'), **parts(600.), dist=Dist())
-    broken = run(vlm, evolve(CFG, run_name='broken'), **parts(1., leave=1), dist=Dist())
+    whole = run(vlm, evolve(CFG, run_name='whole'), **parts(), dist=Dist())
+    broken = run(vlm, evolve(CFG, run_name='broken'), **parts(1), dist=Dist())
     assert ((broken/'status').read_text(), exit_code(broken)) == ('interrupted\n', 85) and 'cannot be reached' in (broken/'train.log').read_text()
     done = len(digests(broken))
     assert 0 < done < 8 and (broken/f'step_{done}').is_dir()
     server.up()
-    run(vlm, evolve(CFG, run_name='broken', resume=True), **parts(600.), dist=Dist())
+    run(vlm, evolve(CFG, run_name='broken', resume=True), **parts(), dist=Dist())
     assert (broken/'status').read_text() == 'done\n' and digests(broken) == digests(whole)
 
 
@@ -234,15 +190,6 @@ def test_a_path_is_never_a_name(no_hub, caplog):
 HUB = evolve(CFG, train_dataset_path='some/rows', train_dataset_name=('default',), max_training_steps=3, eval_in_epochs=False)
 
 
-def test_a_start_waits_for_the_server(server, caplog):
-    "Away when a run starts: every try is in the log, and the rows are all there."
-    timer = server.away(2.)
-    found = load_sources(HUB, patience=600.)[0]
-    timer.join()
-    assert len(found.shares) == 12
-    assert any('some/rows (default) cannot be read (ConnectionError' in m and 'tried again in 1 s' in m for m in caplog.messages)
-
-
 def test_a_data_set_that_cannot_be_reached_is_not_skipped(server, tmp_path, caplog):
     "One of several that does not exist is a warning; one whose server is away must not be missing from the run without a word."
     server.down()
@@ -274,57 +221,3 @@ def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
             run(evolve(VLM, vlm_checkpoint_path=str(tmp_path/'runs')), evolve(HUB, run_name='early'), dist=Dist())
     finally: server.up()
     assert isinstance(e.value, UsageError) and not [p for p in tmp_path.rglob('*') if p.is_file()]
-
-
-# --- a run that waits
-
-LONG = evolve(HUB, num_workers=0, max_training_steps=60, stats_log_interval=60, save_interval=0)
-
-
-class Leaving(Hook):
-    "The server leaves when the run has made so many updates."
-    def __init__(self, server, step): self.server, self.step = server, step
-
-    def after_update(self, trainer, *_):
-        if trainer.step == self.step and self.server.server: self.server.down()
-
-
-def updates_in(run_dir):
-    log = run_dir/'log.jsonl'
-    return log.read_text().count('batch_digest') if log.is_file() else 0
-
-
-def press_when_it_hangs(run_dir):
-    "A signal to this process alone, when an update is waited for. When the signal came."
-    end, seen = time.monotonic()+120, -1
-    while time.monotonic() < end and not (seen == updates_in(run_dir) and seen > 2):
-        seen = updates_in(run_dir)
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    return time.monotonic()
-
-
-@pytest.mark.slow
-def test_a_signal_ends_the_wait_of_a_run(server, tmp_path):
-    "A server that is gone in the middle of a run: all that was made is kept, and the run goes on to the digests of an undisturbed one. (Signals stay out of loader workers.)"
-    vlm, pressed = evolve(VLM, vlm_checkpoint_path=str(tmp_path)), []
-    presses = threading.Thread(target=lambda: pressed.append(press_when_it_hangs(tmp_path/'told')))
-    presses.start()
-    helps = threading.Timer(60, server.back)
-    helps.start()
-    try: run_dir = run(vlm, evolve(LONG, run_name='told'), hooks=[Leaving(server, 3)])
-    finally:
-        ended = time.monotonic()
-        helps.cancel()
-        server.back()
-        presses.join()
-    assert ended-pressed[0] < 30, 'it has waited for the server'
-    assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85)
-    done = updates_in(run_dir)
-    assert 3 < done < 60 and not missing_pieces(run_dir/f'step_{done}')
-    said = (run_dir/'train.log').read_text()
-    assert f'stopped by a signal after update {done}' in said and 'cannot be reached' not in said
-    run(vlm, evolve(LONG, run_name='told', resume=True), dist=Dist())
-    run(vlm, evolve(LONG, run_name='whole'), dist=Dist())
-    digests = [[(r['step'], r['batch_digest']) for r in read_log(tmp_path/name/'log.jsonl') if 'batch_digest' in r] for name in ('told', 'whole')]
-    assert digests[0] == digests[1] and len(digests[0]) == 60

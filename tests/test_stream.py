@@ -15,19 +15,18 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import Plan, VQADataset, load_configs, to_row
+from nanovlm_nb.data.dataset import Plan, VQADataset
 from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.data.lanes import PackLoader, PackRules, merge_states
+from nanovlm_nb.data.lanes import Lane, PackLoader, PackRules, merge_states
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
-from nanovlm_nb.data.sources import MapSource, Mixture, Shard, Share, StreamSource, shares
+from nanovlm_nb.data.sources import MapSource, Mixture, StreamSource
 from nanovlm_nb.training.update import tally, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
@@ -323,8 +322,8 @@ def test_weights_are_met(stream):
     "Three sources as 5 : 3 : 2: after 10,000 rows over eight lanes each is within 1 % of its due, though one had to begin again many times."
     made = [datasets.Dataset.from_list(text_rows(name, n)) for name, n in (('photos', 3000), ('charts', 200), ('text', 9000))]
     mix = Mixture([StreamSource({str(i): ds.to_iterable_dataset(24)}) if stream else MapSource(ds) for i, ds in enumerate(made)], [5, 3, 2])
-    drawn = Counter(row['part'] for lane in range(8) for _, row in islice(mix.rows_of(lane, 8, 0), 1250))
-    assert [abs(drawn[k]/10_000-due) <= .01*due for k, due in enumerate((.5, .3, .2))] == [True]*3
+    drawn = Counter(row['source'] for lane in range(8) for _, row in islice(mix.rows_of(lane, 8, 0), 1250))
+    assert [abs(drawn[k]/10_000-due) <= .01*due for k, due in dict(photos=.5, charts=.3, text=.2).items()] == [True]*3
 
 
 def test_shards_with_a_corrupt_one(root, tokenizer, tmp_path, caplog):
@@ -484,33 +483,6 @@ def test_utilisation_of_the_loader(golden, tokenizer, name):
     assert used/(len(items)*recorded['L']) < .3
 
 
-ODD = dict(plain=lambda t: t, bare_bytes=lambda t: t.set_column(0, 'images', pa.array([[p['bytes'] for p in row] for row in t['images'].to_pylist()])),
-           large=lambda t: t.cast(pa.schema([f.with_type(pa.large_string()) if f.name == 'source' else f for f in t.schema])),
-           no_ratings=lambda t: t.drop_columns('relevance_ratings'), no_pictures=lambda t: t.set_column(0, 'images', pa.array([None]*len(t))),
-           other_order=lambda t: t.select(t.column_names[::-1]), one_more=lambda t: t.append_column('more', pa.array(range(len(t)))),
-           no_turns=lambda t: t.set_column(t.column_names.index('texts'), 'texts', pa.array(['text']*len(t))))
-
-
-@pytest.mark.parametrize('odd', ODD)
-def test_parquet_is_read_as_datasets_reads_it(tmp_path, odd):
-    "A file of a form of its own beside a usual one: the same rows and the same damage as through `datasets`, from any row on."
-    dice = random.Random(1)
-    table = datasets.Dataset.from_list([make_row('a', 12*i, dice) for i in range(70)], features=FEATURES).data.table.combine_chunks()
-    for name, part in (('a', table), ('b', ODD[odd](table))): pq.write_table(part, tmp_path/f'{name}.parquet', row_group_size=40)
-    stream = load_configs(tmp_path, cache_dir=tmp_path/'cache', streaming=True)['default']
-    theirs = [s for whole in (stream.with_format('arrow').shard(2, i) for i in range(2)) for s in (whole.reshard().shard(2, j) for j in range(2))]
-    assert [n for _, n in shares(stream)] == [40, 30, 40, 30]
-    for (own, _), their in zip(shares(stream), theirs):
-        for start in (0, 1, 31, 32, 39):
-            found = []
-            for reader in (own, Shard(their)):
-                try: found.append([to_row(r, i) for i, r in Share('a', 0, reader, None).read(start)])
-                except (pa.ArrowException, datasets.table.CastError) as e: found.append('damaged')
-                except TypeError: found.append('damaged' if reader is not own else 'the run would end')
-                else: found[-1] = [row | dict(images=[content(p) if p is not None else p for p in row['images']]) for row in found[-1]]
-            assert found[0] == found[1]
-
-
 def packs_of_window(tokenizer, state=None, n=None, split=(1, 4, 1), **rules):
     "Sample ids of an epoch's updates, or of n, and the state after them."
     loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), MapSource(text_rows('text', 300)), PackRules(64, tokenizer.pad_token_id, **rules), split[1], split[2])
@@ -526,25 +498,14 @@ def test_windows_grow_and_resume_anywhere(tokenizer):
     for n, (_, state) in enumerate(whole): assert [ids for ids, _ in packs_of_window(tokenizer, state, window=16, first=2)] == [ids for ids, _ in whole[n+1:]]
 
 
-def test_a_state_of_before_windows_grew(tokenizer):
-    "It names no first window: it goes on with windows of one size, and so do the states after it."
-    even = packs_of_window(tokenizer, window=4, first=4)
-    old = json.loads(json.dumps(even[2][1]))
-    del old['rules']['first'], old['rules']['most']
-    middle = packs_of_window(tokenizer, old, 3, window=4, first=2)
-    last = packs_of_window(tokenizer, middle[-1][1], window=4, first=2)
-    assert [ids for ids, _ in middle+last] == [ids for ids, _ in even[3:]]
-    assert [ids for ids, _ in packs_of_window(tokenizer, window=4, first=2)] != [ids for ids, _ in even]
-
-
 def test_sizes_of_windows():
     "8 packs, as many as before and 8, up to the window; a lane that is asked for fewer plans no more than these."
-    def windows(n, **rules):
-        rules, found = PackRules(8, 0, **rules), []
-        while sum(found) < n and not rules.over(sum(found)): found.append(rules.packs(sum(found)))
+    def windows(n, most=float('inf'), **rules):
+        lane, found = Lane(None, None, PackRules(8, 0, **rules), 0, 1, most), []
+        while sum(found) < n and not lane.window(None, sum(found)).full: found.append(lane.window(None, sum(found)).packs)
         return found
     assert windows(300) == [8, 16, 32, 64, 128, 128] and windows(10, window=5) == [5, 5] and windows(300, most=0) == []
-    assert windows(300, first=128, most=20) == [20] and windows(300, window=16, most=20) == [8, 12] and PackRules(8, 0).enough(8) == (16-3/8)*8
+    assert windows(300, first=128, most=20) == [20] and windows(300, window=16, most=20) == [8, 12]
 
 
 def test_a_validation_reads_what_it_scores(tokenizer):
@@ -552,13 +513,14 @@ def test_a_validation_reads_what_it_scores(tokenizer):
     class Counted(MapSource):
         read = 0
 
-        def row(self, i):
-            self.read += 1
-            return super().row(i)
+        def rows_of(self, *at):
+            for found in super().rows_of(*at):
+                self.read += 1
+                yield found
 
     source = Counted(text_rows('text', 300), shuffle=False)
     loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), source, PackRules(64, tokenizer.pad_token_id, window=4, shuffle=False, first=4), 2, 4, most=6)
-    assert [lane.rules.most for lane in loader.lanes] == [1]*6+[0]*2
+    assert [lane.most for lane in loader.lanes] == [1]*6+[0]*2
     seen = [b['ids'] for b in islice(loader, 3)]
     read, scored = source.read, sum(len(ids) for b in seen for ids in b)
     assert scored and 0 <= read-scored <= 6

@@ -15,8 +15,7 @@ import torch
 
 from ..core.usage import MissingFile
 from ..core.config import evolve,load_yaml
-from ..core.run_dir import CONFIG,TRAINER_STATE
-from ..data.sources import keep_split
+from ..core.run_dir import CONFIG
 from ..data.loader import get_dataloaders
 from .answer import load_asker
 from .look import VIEWS,look_panel,reader
@@ -53,9 +52,6 @@ def main(
     _,cfg = load_yaml(values.config or find_config(values.checkpoint), given=given)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
-    state = Path(asker.model.folder or '')/TRAINER_STATE
-    if values.config is None and state.is_file():
-        keep_split(val.source, json.loads(state.read_text(encoding='utf-8')).get('data'))
     batches = islice(val, values.batches or cfg.max_val_batches)
     with torch.inference_mode(): panel = look_panel(reader(asker.model), batches, asker.model.cfg)
     sys.stdout.write((json.dumps(panel) if values.json else panel_table(panel))+'\n')

@@ -4,17 +4,16 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'naming', 'Window', 'LaneState', 'quantile',
-           'take_order', 'empty_pack', 'Lane', 'ship', 'unship', 'LaneDataset', 'lanes_of', 'sizes_of', 'Measured',
-           'PackLoader', 'merge_states', 'check_state']
+           'take_order', 'empty_pack', 'Lane', 'ship', 'unship', 'LaneDataset', 'lanes_of', 'sizes_of', 'merge_states',
+           'check_state', 'Measured', 'count_packs', 'PackLoader']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
 from collections.abc import Iterator
-from dataclasses import asdict,dataclass,replace
-from itertools import count,islice
-from math import ceil
+from dataclasses import asdict,dataclass,field,replace
+from math import ceil,inf
 from traceback import clear_frames
-from typing import Any
+from typing import Any,NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +22,12 @@ from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from ..core.config import IGNORE
 from ..core.dist import Dist,check_socket_room,seed_worker
-from ..core.usage import UsageError,require
-from .dataset import Dropped,Drops,Plan,Unreachable,VQADataset
+from ..core.usage import require
+from .dataset import Dropped,Drops,Plan,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
-from .sources import keep_split
 
 # %% ../../nbs/16_data.lanes.ipynb #809a7ebf
-SPARE = 3/8 # share of a pack that a window leaves free
+SPARE = 3/8 # share of a pack that a window leaves free, so that packing comes out even
 FIRST_WINDOW = 8 # packs of an epoch's first window
 
 @dataclass(frozen=True)
@@ -37,45 +35,25 @@ class PackRules:
     "How samples become packs."
     length:int # positions in a pack
     pad_id:int # token id of the padding
-    max_images:int|None=None # pictures of a pack at most
-    max_tiles:int|None=None # tiles of a pack at most
-    window:int=128 # packs that are planned together, at most
-    seed:int=0 # of the shuffling within windows, and of augmentations
-    shuffle:bool=True # False keeps the order of the rows, as for validation
-    first:int=FIRST_WINDOW # packs of an epoch's first window; `window`: all are of one size
-    most:int|None=None # packs that a lane gives in an epoch at most; None: all
+    max_images:int|None = None # pictures of a pack at most
+    max_tiles:int|None = None # tiles of a pack at most
+    window:int = 128 # packs that are planned together, at most
+    seed:int = 0 # of the shuffling within windows, and of augmentations
+    shuffle:bool = True # False keeps the order of the rows, as for validation
+    first:int = FIRST_WINDOW # packs of an epoch's first window; `window`: all are of one size
 
     def __post_init__(self):
         for name in ('length', 'window', 'first'):
-            require(getattr(self, name) >= 1, f'{name} is {getattr(self, name)}: it must be at least 1')
+            require(getattr(self, name)>=1, f'{name} is {getattr(self, name)}: it must be at least 1')
 
-    def over(self,
-        before:int, # packs of the epoch so far
-    )->bool: # no more are wanted
-        "Has a lane given all that is asked of it?"
-        return self.most is not None and before >= self.most
-
-    def packs(self,
-        before:int, # packs of the epoch from earlier windows
-    )->int: # of the next window
-        "How many packs are planned together: as many as before, and `first`."
-        left = self.window if self.most is None else max(self.most-before, 1)
-        return min(self.window, self.first+before, left)
-
-    def enough(self,
-        before:int=0, # packs of the epoch from earlier windows
-    )->float: # tokens
-        "Tokens that fill a window: a little less than its packs hold, so that packing comes out even."
-        return (self.packs(before)-SPARE)*self.length
+    def packs(self, before:int)->int: # packs of the epoch from earlier windows
+        "How many packs the next window is for."
+        return min(self.window, self.first+before)
 
 # %% ../../nbs/16_data.lanes.ipynb #199207ab
 class naming:
-    "A context in which an error gets the id of the sample; what is dropped is no error."
-    def __init__(self,
-        id:str, # of the sample
-    ):
-        "Keep the id."
-        self.id = id
+    "A context in which an error gets the id of the sample."
+    def __init__(self, id:str): self.id = id
 
     def __enter__(self): pass
 
@@ -84,92 +62,64 @@ class naming:
             raise RuntimeError(f'sample {self.id}: {kind.__name__}: {e}') from e
 
 # %% ../../nbs/16_data.lanes.ipynb #12bfe1a5
+@dataclass
 class Window:
-    "Planned samples of a stretch of a lane, and what was dropped there."
-    def __init__(self,
-        end, # position of the source where it begins
-        enough:float, # tokens that fill it
-        most_tiles:int|None=None, # of a sample; None: any number
-    ):
-        "An empty window."
-        self.items = []
-        self.drops = []
-        self.cut = {}
-        self.tokens = 0
-        self.end = end
-        self.enough = enough
-        self.most_tiles = most_tiles
-        self.full = False
+    "Planned samples of a stretch of a lane, and what was left out there."
+    end:Any # position of the source after what was read
+    packs:int # that it is to fill
+    rules:PackRules # of packs
+    items:list = field(default_factory=list) # (plan, encoded pictures)
+    drops:list = field(default_factory=list) # (id, reason, detail) of what was left out
+    cut:dict = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
+    tokens:int = 0 # of all items
+    full:bool = False # or the source has ended
 
-    def read(self,
-        rows:Iterator, # (position after it, row), from a source's `rows_of`
-        samples:VQADataset, # makes the plan
-        source, # says what to keep of a row
-    )->None:
+    def read(self, rows:Iterator, samples:VQADataset)->None: # of a source's `rows_of`; plans them
         "Plan one more row."
-        position,row = next(rows, (None, None))
-        if row is None:
-            self.full = True
-            return
-        self.end = position
+        self.end,row = next(rows, (self.end, None))
+        self.full = row is None
         try:
             if isinstance(row, Dropped): raise row
-            with naming(row['id']): self.add(samples.plan_row(row), source.hold(row))
+            if row is None: return
+            with naming(row['id']): self.add(samples.plan_row(row), row['images'])
         except Dropped as d: self.drops.append(d.args)
 
-    def add(self,
-        plan:Plan, # of a sample
-        held, # how to find its pictures
-    )->None:
+    def add(self, plan:Plan, pictures:list)->None:
         "Take a sample in; raises `Dropped` if it fits into no pack."
-        if self.most_tiles and plan.tiles > self.most_tiles:
-            raise Dropped(plan.id, 'too_many_tiles', f'{plan.tiles} tiles, a pack holds {self.most_tiles}')
-        self.items.append((plan, held))
+        most = self.rules.max_tiles
+        if most and plan.tiles>most:
+            raise Dropped(plan.id, 'too_many_tiles', f'{plan.tiles} tiles, a pack holds {most}')
+        self.items.append((plan, pictures))
         self.tokens += plan.tokens
-        self.full = self.tokens >= self.enough
+        self.full = self.tokens>=(self.packs-SPARE)*self.rules.length
         if plan.cut: self.cut[plan.id] = plan.cut
 
 # %% ../../nbs/16_data.lanes.ipynb #b5b5f243
-@dataclass(frozen=True)
-class LaneState:
-    "The position of a lane."
-    epoch:int=0 # from 0
-    at:object=None # the source's position where the current window begins; None: at the beginning
-    before:int=0 # packs of this epoch from earlier windows
-    emitted:int=0 # packs of the current window
-
-    def to_list(self)->list: # JSON-able
-        "The state as it is saved."
-        return [self.epoch, self.at, self.before, self.emitted]
+class LaneState(NamedTuple):
+    "The position of a lane; JSON keeps it as a list."
+    epoch:int = 0 # from 0
+    at:Any = None # the source's position where the current window begins; None: at the beginning
+    before:int = 0 # packs of this epoch from earlier windows
+    emitted:int = 0 # packs of the current window
 
 # %% ../../nbs/16_data.lanes.ipynb #afb0290c
-def quantile(
-    seed:int, # of the run
-    epoch:int, # from 0
-    update:int, # within the epoch, from 0
-)->float: # 0 <= q < 1
+def quantile(seed:int, epoch:int, update:int)->float: # 0 <= q < 1
     "Which share of the remaining packs is lighter than the one to take."
     return random.Random(f'{seed}/{epoch}/{update}').random()
 
 def take_order(
-    tiles:list[int], # tiles of each pack of a window
-    first:int, # update that takes the window's first pack
-    seed:int, # of the run
-    epoch:int, # from 0
+    tiles:list[int], first:int, seed:int, epoch:int, # of each pack of a window; update that takes the first
 )->list[int]: # indices of the packs in the order in which they are taken
     "Packs of a window, so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
     return [left.pop(int(quantile(seed, epoch, first+j)*len(left))) for j in range(len(tiles))]
 
 # %% ../../nbs/16_data.lanes.ipynb #6f5eb9a4
-def empty_pack(
-    length:int, # positions in the pack
-    pad_id:int, # token id of the padding
-)->dict: # as `packing.pack` returns it, with no document in it
+def empty_pack(length:int, pad_id:int)->dict: # as `packing.pack` returns it, and `drops`
     "A pack of padding only."
     return dict(input_ids=torch.full((length,), pad_id), labels=torch.full((length,), IGNORE),
         attention_mask=torch.zeros(length, dtype=torch.long),
-        doc_lens=[], n_targets=[], n_images=[], images=[], ids=[])
+        doc_lens=[], n_targets=[], n_images=[], images=[], ids=[], drops=[])
 
 # %% ../../nbs/16_data.lanes.ipynb #f940efed
 @dataclass
@@ -180,90 +130,61 @@ class Lane:
     rules:PackRules # how to pack
     number:int # which lane, 0 to lanes-1
     lanes:int # how many there are
-    kept:list|None=None # packs of the first epoch, planned, see `keep`
+    most:float = inf # packs of an epoch that are asked for
+    kept:list|None = None # packs of the first epoch, planned, see `keep`
 
-    def plan(self,
-        window:Window, # full
-        state:LaneState, # at its beginning
-    )->list[list[tuple]]: # (plan, held) of the samples of each pack, in the order of the packs
-        "Shuffle and pack a window."
-        r,items = self.rules,list(window.items)
+    def plan(self, items:list[tuple], state:LaneState)->list[list[tuple]]: # of a window; where it begins
+        "The (plan, pictures) of the samples of each pack, in the order of the packs."
+        r,items = self.rules,list(items)
         if r.shuffle: random.Random(f'{r.seed}/{state.epoch}/{self.number}/{state.before}').shuffle(items)
-        sizes = [(p.tokens, p.images, p.tiles) for p,_ in items]
-        tokens,images,tiles = map(list, zip(*sizes)) if sizes else ([], [], [])
-        tile_counts = tiles if r.max_tiles else None
-        groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, tile_counts=tile_counts,
+        tokens,images,tiles = map(list, zip(*((p.tokens, p.images, p.tiles) for p,_ in items)))
+        counts = tiles if r.max_tiles else None
+        groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, tile_counts=counts,
                                           max_tiles=r.max_tiles or None)
         order = (take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch)
                  if r.shuffle else range(len(groups)))
         return [[items[i] for i in groups[g]] for g in order]
 
-    def decode(self,
-        members:list[tuple], # (plan, held) of the samples of a pack
-        epoch:int, # augmentations differ from epoch to epoch
-    )->dict: # see `packing.pack`, and `drops`: (id, reason, detail) of samples that could not be decoded
+    def decode(self, members:list[tuple], epoch:int)->dict: # samples of a pack; see `packing.pack`
         "Decode samples and put them into one pack; what cannot be decoded leaves padding."
-        samples,drops = [],[]
-        for p,held in members:
+        r,samples,drops = self.rules,[],[]
+        for p,pictures in members:
             try:
-                chance = random.Random(f'{self.rules.seed}/{epoch}/{p.id}')
-                with naming(p.id): samples.append(self.samples.finish(p, held, chance))
+                chance = random.Random(f'{r.seed}/{epoch}/{p.id}') # another augmentation in each epoch
+                with naming(p.id): samples.append(self.samples.finish(p, pictures, chance))
             except Dropped as d: drops.append(d.args)
-        size = (self.rules.length,self.rules.pad_id)
-        slots = (self.samples.tokenizer.image_token_id,self.samples.mp_image_token_length)
-        return (pack(samples, *size, *slots) if samples else empty_pack(*size))|dict(drops=drops)
+        slots = self.samples.tokenizer.image_token_id,self.samples.mp_image_token_length
+        made = pack(samples, r.length, r.pad_id, *slots) if samples else empty_pack(r.length, r.pad_id)
+        return made|dict(drops=drops)
 
-    def window(self,
-        end, # position of the source where it begins
-        before:int=0, # packs of the epoch from earlier windows
-    )->Window: # empty; full at once if no more packs are wanted
-        "A new window."
-        window = Window(end, self.rules.enough(before), self.rules.max_tiles)
-        window.full = self.rules.over(before)
+    def window(self, end:Any, before:int)->Window: # position where it begins; packs of earlier windows
+        "An empty window; full at once if no more packs are asked for."
+        packs = min(self.rules.packs(before), max(self.most-before, 1))
+        return Window(end, int(packs), self.rules, full=before>=self.most)
+
+    def fill(self, window:Window, rows:Iterator, most:float=inf)->Window: # rows to read at most
+        "The window, with more rows in it: until it is full or the source ends."
+        while most>0 and not window.full:
+            window.read(rows, self.samples)
+            most -= 1
         return window
 
-    def fill(self,
-        window:Window, # perhaps half full
-        rows:Iterator, # from the source
-        most:int|None=None, # rows to read; None: until it is full
-    )->Window: # the same, fuller
-        "Read rows until the window is full or the source ends."
-        for _ in count() if most is None else range(most):
-            if window.full: break
-            window.read(rows, self.samples, self.source)
-        return window
-
-    def count(self,
-        state:LaneState, # where to begin
-    )->int: # packs
-        "How many packs the rest of the epoch has; pictures are not decoded."
-        rows,packs = self.source.rows_of(self.number, self.lanes, state.epoch, state.at),-state.emitted
-        window = self.fill(self.window(state.at, state.before), rows)
-        while window.items:
-            n = len(self.plan(window, state))
-            packs,state = packs+n,LaneState(state.epoch, window.end, state.before+n)
-            window = self.fill(self.window(window.end, state.before), rows)
-        return max(packs, 0)
-
-    def planned(self,
-        state:LaneState, # where to begin
-    )->Iterator[tuple]: # (samples of a pack, state after it, dropped, cut); at the end None for the samples
-        "The packs of the rest of an epoch before they are decoded; the next window fills meanwhile."
+    def planned(self, state:LaneState)->Iterator[tuple]: # (samples of a pack, state after it, drops, cut)
+        "The packs of the rest of an epoch before they are decoded; at the end None for the samples."
         rows = self.source.rows_of(self.number, self.lanes, state.epoch, state.at)
         window = self.fill(self.window(state.at, state.before), rows)
         while window.items:
-            most = None if self.rules.most is None else self.rules.most-state.before
-            plan = self.plan(window, state)[:most]
-            n,items,window.items = len(plan),len(window.items),[]
+            plan,read = self.plan(window.items, state),len(window.items)
+            plan = plan[:int(min(len(plan), self.most-state.before))]
+            n,window.items = len(plan),[] # let go of what was given
             after = LaneState(state.epoch, window.end, state.before+n)
-            following = self.window(window.end, after.before)
-            rows_ahead = items*self.rules.packs(after.before)//n**2+1
+            following = self.window(after.at, after.before)
             for j in range(n):
-                members,plan[j] = plan[j],[] # let go
-                if j < state.emitted: continue
-                news = (window.drops,window.cut) if j == 0 else ([], {})
-                yield members,after if j+1 == n else replace(state, emitted=j+1),*news
-                self.fill(following, rows, rows_ahead)
+                members,plan[j] = plan[j],[]
+                if j<state.emitted: continue
+                news = ([], {}) if j else (window.drops, window.cut)
+                yield members,after if j+1==n else state._replace(emitted=j+1),*news
+                self.fill(following, rows, read*following.packs//n**2+1)
             state,window = after,self.fill(following, rows)
         yield None,state,window.drops,window.cut
 
@@ -271,44 +192,28 @@ class Lane:
         "Plan the first epoch once, and keep its packs with their encoded pictures."
         if self.kept is None: self.kept = list(self.planned(LaneState()))
 
-    def packs(self,
-        state:LaneState, # where to begin
-    )->Iterator[dict]: # as of `packing.pack`, with `lane`, `state` after it, `drops`, `cut` and `done`
-        "The packs of the rest of an epoch, then empty ones without end."
-        r,begins = self.rules,state == LaneState()
-        planned = self.kept if self.kept is not None and begins else self.planned(state)
-        for members,state,drops,cut in planned:
-            if members is not None: yield self.label(self.decode(members, state.epoch), state, drops, cut)
-        while True: yield self.label(empty_pack(r.length, r.pad_id)|dict(drops=[]), state, drops, cut, True)
-
-    def label(self,
-        pack:dict, # a pack
-        state:LaneState, # after it
-        drops:list[tuple], # what was dropped while its window was planned
-        cut:dict[str,int], # turns that ratings took, by sample
-        done:bool=False, # is the epoch over?
-    )->dict: # the pack with all that
-        "Write on a pack where it comes from."
-        return pack|dict(lane=self.number, state=state.to_list(), drops=drops+pack['drops'],
-                         cut=cut, done=done)
+    def packs(self, state:LaneState=LaneState())->Iterator[dict]: # as of `packing.pack`
+        "The rest of an epoch, each pack with `lane`, `state` after it, and news; then padding for ever."
+        def label(pack, done):
+            told = dict(lane=self.number, state=list(state), drops=drops+pack['drops'], cut=cut, done=done)
+            return pack|told
+        kept = self.kept if state==LaneState() else None
+        for members,state,drops,cut in self.planned(state) if kept is None else kept:
+            if members is not None: yield label(self.decode(members, state.epoch), False)
+        while True: yield label(empty_pack(self.rules.length, self.rules.pad_id), True)
 
 # %% ../../nbs/16_data.lanes.ipynb #0027cc20
 BY_VALUE = 2**18 # bytes; smaller tensors are copied
 
-def ship(
-    pack:dict, # a pack
-)->dict: # the same with one tensor of tiles, and how many belong to each picture
+def ship(pack:dict)->dict: # with one tensor of tiles, and how many belong to each picture
     "Make a pack ready to travel between processes: what is small, as an array."
     tiles = pack['images']
     pack = pack|dict(images=torch.cat(tiles) if tiles else None, tile_counts=list(map(len, tiles)))
-    def small(x): return isinstance(x, Tensor) and x.nbytes < BY_VALUE
+    def small(x): return isinstance(x, Tensor) and x.nbytes<BY_VALUE
     return {k:v.numpy() if small(v) else v for k,v in pack.items()}
 
-def unship(
-    pack:dict, # from `ship`
-    pin:bool=False, # put small pictures into page-locked memory, as the loader does with large ones
-)->dict: # the pack; pictures are views of one tensor
-    "Undo `ship`."
+def unship(pack:dict, pin:bool=False)->dict: # page-locked, as the loader makes large tensors
+    "Undo `ship`; pictures are views of one tensor."
     pack = {k:torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k,v in pack.items()}
     counts,tiles = pack.pop('tile_counts'),pack['images']
     if counts and pin and not tiles.is_pinned(): tiles = tiles.pin_memory()
@@ -316,38 +221,24 @@ def unship(
 
 # %% ../../nbs/16_data.lanes.ipynb #7d10a861
 class LaneDataset(IterableDataset):
-    "The packs of some lanes in turn, without end."
-    def __init__(self,
-        lanes:list[Lane], # of this rank
-        states:list[LaneState], # where each begins
-    ):
-        "Keep them for the workers."
-        self.lanes,self.states = lanes,states
+    "The packs of some lanes in turn, without end; None is an empty turn."
+    def __init__(self, lanes:list[Lane], states:list[LaneState]): self.lanes,self.states = lanes,states
 
-    def __iter__(self)->Iterator[dict|None]: # packs as `ship` makes them; None is an empty turn
-        "The turns of this worker."
+    def __iter__(self)->Iterator[dict|None]: # as `ship` makes them
         info = get_worker_info()
-        k,n = (info.id,info.num_workers) if info else (0,1)
+        k,n = (info.id, info.num_workers) if info else (0, 1)
         turns = [lane.packs(state) for lane,state in zip(self.lanes[k::n], self.states[k::n])]
-        spare = -(-len(self.lanes)//n)-len(turns)
         while True:
             for packs in turns: yield ship(next(packs))
-            for _ in range(spare): yield None
+            for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
 
 # %% ../../nbs/16_data.lanes.ipynb #4780b164
-def lanes_of(
-    rank:int, # 0 to world_size-1
-    world_size:int, # ranks
-    batch_size:int, # packs in a micro-batch of a rank
-    accumulation:int, # micro-batches of a rank in an update
-)->list[int]: # lanes of the rank, micro-batch by micro-batch
+def lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[int]: # in their order
     "Which lanes a rank takes its packs from."
     return [(m*world_size+rank)*batch_size+b for m in range(accumulation) for b in range(batch_size)]
 
 # %% ../../nbs/16_data.lanes.ipynb #bf3f6e55
-def sizes_of(
-    samples:VQADataset, # of a loader
-)->dict: # JSON-able
+def sizes_of(samples:VQADataset)->dict: # JSON-able
     "What decides which rows stay, and how long they are."
     s,p = samples,samples.image_processor
     return dict(minimums=s.minimums, max_sample_length=s.max_sample_length,
@@ -355,9 +246,25 @@ def sizes_of(
         max_img_size=p.max_img_size, tile=p.splitted_image_size,
         resize_to_max_side_len=p.resize_to_max_side_len)
 
-# %% ../../nbs/16_data.lanes.ipynb #29c97750
-def _same(x): return x
+# %% ../../nbs/16_data.lanes.ipynb #8256f5fd
+def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every rank
+    "The position of the data of a whole run."
+    return states[0]|dict(states={k:v for s in states for k,v in s['states'].items()})
 
+def check_state(state:dict, now:dict)->None: # a saved one, and that of the loader that is to go on from it
+    "Raise a UsageError that names what is not as it was."
+    later = f"set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}"
+    require(state['lanes']==now['lanes'],
+        f"the state has {state['lanes']} lanes, this run has {now['lanes']}: "
+        f"choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, or {later}")
+    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source', 'samples')
+               for name,was in state[k].items() if was!=now[k].get(name)]
+    require(not changed, f"the order of the packs has changed: {'; '.join(changed)}. "
+        f'Set them as they were, or {later}')
+    missing = now['states'].keys()-state['states'].keys()
+    require(not missing, f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
+
+# %% ../../nbs/16_data.lanes.ipynb #29c97750
 class _letting_go:
     "A context in which an error does not keep the workers, and a worker's death is called that."
     def __init__(self, num_workers): self.num_workers = num_workers
@@ -371,20 +278,15 @@ class _letting_go:
             raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). '
                                'Was it killed for its memory? Lower num_workers or num_of_sequences') from e
 
+# %% ../../nbs/16_data.lanes.ipynb #29c97752
 PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count its updates
-PROBED = 1_024 # rows taken as a sample of a stream, or of a table with more
+PROBED = 1_024 # rows that the estimate for more of them is made from
 
 class Measured:
     "Plans each sample once and remembers what it measures: enough to count packs."
-    def __init__(self,
-        samples:VQADataset, # plans
-    ):
-        "Know nothing yet."
-        self.samples,self.known = samples,{}
+    def __init__(self, samples:VQADataset): self.samples,self.known = samples,{}
 
-    def plan_row(self,
-        row:dict, # from a source
-    )->Plan: # without tokens
+    def plan_row(self, row:dict)->Plan: # without tokens
         "What a sample measures; raises `Dropped` as the first time."
         if row['id'] not in self.known:
             try: self.known[row['id']] = replace(self.samples.plan_row(row), ids=None, labels=None)
@@ -393,44 +295,41 @@ class Measured:
         if isinstance(known, Dropped): raise Dropped(*known.args)
         return known
 
+def count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[int,int]: # packs, their rows
+    "How long the rest of an epoch is, or a part of about `most` rows; pictures are not decoded."
+    packs = rows = 0
+    for members,_,drops,_ in lane.planned(state):
+        if members is None or rows>=most: break
+        packs,rows = packs+1,rows+len(members)+len(drops)
+    return packs,rows
+
+# %% ../../nbs/16_data.lanes.ipynb #29c97754
+def _same(x): return x
+
 class PackLoader:
     "This rank's micro-batches of an epoch; its position is a small dictionary."
-    def __init__(self,
-        samples:VQADataset, # plans and decodes; counts what was dropped
-        source, # `MapSource`, `StreamSource` or `Mixture`
-        rules:PackRules, # how to pack
-        batch_size:int=1, # packs in a micro-batch
-        accumulation:int=1, # micro-batches of a rank in an update
-        dist:Dist=Dist(), # this rank
-        num_workers:int=0, # processes that plan and decode; 0: this one, when asked
-        pin_memory:bool=False, # yield tensors in page-locked memory, from which a GPU copies by itself
-        most:int|None=None, # packs of all ranks in an epoch, always the same, planned once; None: all
-    ):
-        "Lay out the lanes."
+    def __init__(self, samples:VQADataset, source, rules:PackRules, # plans, decodes and counts drops; rows
+        batch_size:int=1, accumulation:int=1, dist:Dist=Dist(), # packs of a micro-batch; these of an update
+        num_workers:int=0, pin_memory:bool=False, # processes that plan and decode; page-locked, for a GPU
+        most:int|None=None): # packs of all ranks in an epoch, always the same, planned once; None: all
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory = num_workers,pin_memory
-        lanes = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
-        require(num_workers <= len(lanes), f'num_workers {num_workers} > {len(lanes)} lanes of a rank '
-            '(batch_size x gradient_accumulation_steps): '
+        self.numbers = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
+        self.n = len(self.numbers)*dist.world_size
+        require(num_workers<=len(self.numbers), f'num_workers {num_workers} > {len(self.numbers)} lanes of a '
+            'rank (batch_size x gradient_accumulation_steps): '
             'lower num_workers, a worker without a lane has nothing to do')
         if num_workers: check_socket_room()
-        self.n,self.most = len(lanes)*dist.world_size,most
-        self.numbers = lanes
-        self.lay_out(rules)
+        self.ask(most)
         self.set_epoch(0)
 
-    def lay_out(self,
-        rules:PackRules, # how to pack
-    )->None:
+    def ask(self, most:int|None)->None: # packs of all ranks in an epoch; None: all
         "Make the lanes; the later ones may have one pack less to give."
-        self.rules = rules
-        def asked(k): return None if self.most is None else max(-(-(self.most-k)//self.n), 0)
-        self.lanes = [Lane(self.samples, self.source, replace(rules, most=asked(k)), k, self.n)
-                      for k in self.numbers]
+        self.most = most
+        of_lane = {k:inf if most is None else max(-(-(most-k)//self.n), 0) for k in self.numbers}
+        self.lanes = [Lane(self.samples, self.source, self.rules, k, self.n, m) for k,m in of_lane.items()]
 
-    def set_epoch(self,
-        epoch:int, # from 0
-    )->None:
+    def set_epoch(self, epoch:int)->None: # from 0
         "Go to the beginning of an epoch."
         self.epoch,self.states = epoch,[LaneState(epoch)]*len(self.lanes)
 
@@ -439,18 +338,14 @@ class PackLoader:
         "What was left out so far."
         return self.samples.drops
 
-    def keep(self,
-        packs:int|None=None, # of all ranks, that are asked for from now on; None: as many as before
-    )->None:
+    def keep(self, packs:int|None=None)->None: # of all ranks, asked for from now on; None: as many as before
         "Plan all that is asked for, if that is always the same; without effect when it was done."
         if self.most is None: return
-        if packs not in (None, self.most):
-            self.most = packs
-            self.lay_out(self.rules)
+        if packs not in (None, self.most): self.ask(packs)
         for lane in self.lanes: lane.keep()
 
     def loader(self)->DataLoader: # packs of this rank's lanes in turn
-        "Workers that begin at the present states."
+        "Workers that begin at the present position."
         n,turns = self.num_workers,-(-len(self.lanes)//max(self.num_workers, 1))
         self.keep()
         # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
@@ -458,39 +353,34 @@ class PackLoader:
         if n: torch.set_num_threads(torch.get_num_threads())
         more = dict(prefetch_factor=max(2, turns)) if n else {}
         return DataLoader(LaneDataset(self.lanes, self.states), batch_size=None, collate_fn=_same,
-            num_workers=n, worker_init_fn=seed_worker,
-            pin_memory=self.pin_memory, generator=torch.Generator().manual_seed(self.rules.seed), **more)
+            num_workers=n, worker_init_fn=seed_worker, pin_memory=self.pin_memory,
+            generator=torch.Generator().manual_seed(self.rules.seed), **more)
 
-    def _arriving(self):
-        return (unship(p, self.pin_memory) for p in self.loader() if p is not None)
+    def _arriving(self, n):
+        "Packs, n at a time, whose drops are counted."
+        packs = (unship(p, self.pin_memory) for p in self.loader() if p is not None)
+        while True:
+            with _letting_go(self.num_workers): some = [next(packs) for _ in range(n)]
+            for p in some:
+                for args in p['drops']: self.drops.add(Dropped(*args))
+                self.drops.cut.update(p['cut'])
+            yield some
 
     def updates(self)->Iterator[list[dict]]: # the packs of this rank, one per lane, for each update
         "One update after the other, until all lanes are done."
-        packs = self._arriving()
-        while True:
-            with _letting_go(self.num_workers): turn = [next(packs) for _ in self.lanes]
-            for p in turn: self._count(p)
+        for turn in self._arriving(len(self.lanes)):
             if all(p['done'] for p in turn): return
             yield turn
 
-    def _count(self, pack):
-        for args in pack['drops']: self.samples.drops.add(Dropped(*args))
-        self.samples.drops.cut.update(pack['cut'])
-
-    def collate(self,
-        packs:list[dict], # of a micro-batch
-    )->Batch: # of them
-        "Join packs."
+    def collate(self, packs:list[dict])->Batch:
+        "Join the packs of a micro-batch."
         return collate_packs(packs, self.samples.tokenizer.image_token_id, self.pin_memory)
 
-    def __iter__(self)->Iterator[Batch]: # as `packing.collate_packs` makes them
-        "The micro-batches of the rest of the epoch, each as soon as its lanes have given their packs."
-        packs,turn,ready = self._arriving(),[],[]
-        while True:
-            with _letting_go(self.num_workers): turn += [next(packs) for _ in range(self.batch_size)]
-            for p in turn[-self.batch_size:]: self._count(p)
-            ready.append(turn[-self.batch_size:])
-            over,whole = all(p['done'] for p in turn),len(turn) == len(self.lanes)
+    def __iter__(self)->Iterator[Batch]: # each as soon as its lanes have given their packs
+        turn,ready = [],[]
+        for some in self._arriving(self.batch_size):
+            turn,ready = turn+some,[*ready, some]
+            over,whole = all(p['done'] for p in turn),len(turn)==len(self.lanes)
             if over and whole: return
             if over: continue # perhaps the epoch ends here, and an update of padding is none
             *first,last = [self.collate(b) for b in ready]
@@ -499,86 +389,35 @@ class PackLoader:
             ready = []
             yield last
 
-    def probe(self)->float|None: # packs that a row takes; None if nothing is left of the rows
-        "How much of a pack a row fills, from some rows of an epoch."
-        window,read = Window(None, float('inf'), self.rules.max_tiles),0
-        for k in range(8):
-            for row in islice(self.source.rows_of(k, 8, 0), PROBED//8):
-                window.read(iter([row]), self.samples, self.source)
-                read += 1
-        r,plans = self.rules,[p for p,_ in window.items]
-        limits = [(sum(p.tokens for p in plans), r.length), (sum(p.images for p in plans), r.max_images),
-                  (sum(p.tiles for p in plans), r.max_tiles)]
-        return max(n/most for n,most in limits if most)/read if plans else None
-
-    def updates_left(self,
-        epochs:int, # of the run
-    )->tuple[int|None,bool]: # None: unknown; were they counted?
-        "Updates from here to the end of the last epoch; every rank must call."
+    def updates_left(self, epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?
+        "Updates from here to the end of the last of so many epochs; every rank must call."
         rows,left = self.source.epoch_rows(),range(self.epoch, epochs)
-        if not left: return 0,True
-        if self.source.at_random and rows <= PLANNED:
-            measured = Measured(self.samples)
-            lanes = [replace(lane, samples=measured) for lane in self.lanes]
-            def packs(e):
-                states = self.states if e == self.epoch else [LaneState(e)]*len(lanes)
-                return max(lane.count(s) for lane,s in zip(lanes, states))
-            return sum(max(self.dist.gather(packs(e))) for e in left),True
-        try: share:Any = None if rows is None else self.probe()
-        except Unreachable as e: share = str(e)
-        got = self.dist.gather(share)
-        for s in got:
-            if isinstance(s, str): raise Unreachable(s)
-        share = got[0]
-        if share is None: return None,False
-        one,done = max(ceil(rows*share/self.n), 1),max(s.before+s.emitted for s in self.states)
-        return max(one*len(left)-max(self.dist.gather(done)), 1),False
+        if rows is None or not left: return (None, False) if left else (0, True)
+        measured = Measured(self.samples)
+        lanes = [replace(lane, samples=measured) for lane in self.lanes]
+        def longest(e):
+            states = self.states if e==self.epoch else [LaneState(e)]*len(lanes)
+            return max(count_packs(lane, s)[0] for lane,s in zip(lanes, states))
+        if rows<=PLANNED: return sum(max(self.dist.gather(longest(e))) for e in left),True
+        probe = [count_packs(lane, LaneState(self.epoch), PROBED/self.n) for lane in lanes]
+        done = max(s.before+s.emitted for s in self.states)
+        packs,read,most = zip(*self.dist.gather((sum(p for p,_ in probe), sum(r for _,r in probe), done)))
+        if not sum(packs): return None,False
+        return max(ceil(rows*sum(packs)/sum(read)/self.n)*len(left)-max(most), 1),False
 
-    def idle(self)->Batch: # a micro-batch
-        "A batch of padding, for a rank that has no data left while others have."
-        empty = empty_pack(self.rules.length, self.rules.pad_id)
-        pack = empty|dict(drops=[], lane=None, state=None, cut={}, done=True)
+    def idle(self)->Batch:
+        "A micro-batch of padding, for a rank that has no data left while others have."
+        pack = empty_pack(self.rules.length, self.rules.pad_id)|dict(lane=None, state=None, cut={}, done=True)
         return self.collate([pack]*self.batch_size)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "The positions of the lanes, and what they depend on."
-        states = {str(lane.number):s.to_list() for lane,s in zip(self.lanes, self.states)}
+        states = {str(lane.number):list(s) for lane,s in zip(self.lanes, self.states)}
         return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(),
                     samples=sizes_of(self.samples), states=states)
 
-    def load_state_dict(self,
-        state:dict, # of this rank, or of all ranks (`merge_states`)
-    )->None:
-        "Resume at saved positions; an error if the order of the packs would not be the same."
-        first = state['rules'].get('first', state['rules']['window']) # at first all windows were of one size
-        if first != self.rules.first: self.lay_out(replace(self.rules, first=first))
-        keep_split(self.source, state)
-        check_state(state, self)
+    def load_state_dict(self, state:dict)->None: # of this rank, or of all ranks (`merge_states`)
+        "Go on from saved positions; an error if the order of the packs would not be the same."
+        check_state(state, self.state_dict())
         self.epoch = state['epoch']
         self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
-
-# %% ../../nbs/16_data.lanes.ipynb #8256f5fd
-def merge_states(
-    states:list[dict], # `PackLoader.state_dict()` of every rank
-)->dict: # one for all lanes
-    "The state of the data of a whole run."
-    return states[0]|dict(states={k:v for s in states for k,v in s['states'].items()})
-
-def check_state(
-    state:dict, # a saved one
-    loader:PackLoader, # that is to resume from it
-)->None: # raises unless they fit
-    "Raise a ValueError that names what is not as it was."
-    now = loader.state_dict()
-    if state['lanes'] != now['lanes']:
-        raise ValueError(f"the state has {state['lanes']} lanes, this run has {now['lanes']}: "
-                         f"choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, "
-                         f"or set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}")
-    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source', 'samples')
-               for name,was in state[k].items() if was != now[k].get(name)]
-    if changed:
-        raise ValueError(f"the order of the packs has changed: {'; '.join(changed)}. "
-                         f"Set them as they were, or set_epoch({state['epoch']+1}) to begin the next epoch")
-    missing = now['states'].keys()-state['states'].keys()
-    if missing:
-        raise ValueError(f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')

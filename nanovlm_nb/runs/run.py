@@ -30,7 +30,7 @@ from ..core.advice import loader_workers,save_notes
 from ..model.vision import ViT
 from ..model.weights import load_vision_backbone,with_tower
 from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_note
-from ..data.dataset import Patience,Unreachable
+from ..data.dataset import Unreachable
 from ..data.images import image_processor_of
 from ..data.loader import SHAPES_SCENES,get_dataloaders,load_tokenizer,size_line
 from ..answers.eval_jobs import Evaluations,choose_eval_backend,possible_tasks
@@ -211,7 +211,7 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
     shapes = c.train_dataset_path=='shapes'
     drawn = f'drawing {c.data_cutoff_idx or SHAPES_SCENES:,} scenes'
     log.info(drawn if shapes else f'reading {c.train_dataset_path}')
-    def load(): return (loaders or get_dataloaders)(c, vlm_cfg, dist, tokenizer, patience=Patience(0., stop))
+    def load(): return (loaders or get_dataloaders)(c, vlm_cfg, dist, tokenizer)
     rows,val = on_each_rank(dist, stop, load)
     dist.barrier() # a rank without its data is noticed here
     def build():

@@ -377,7 +377,7 @@ def first_pictures(
     from nanovlm_nb.data.loader import load_sources
     source = load_sources(train_cfg)[0]
     rows = (row for _,row,*_ in islice(source.rows_of(0, 1, 0), LOOKED_AT) if isinstance(row, dict))
-    return [picture for row in rows for picture in source.hold(row)][:LOOKED_AT]
+    return [picture for row in rows for picture in row['images']][:LOOKED_AT]
 
 def tiles_a_second(
     pictures:Iterable, # what an image processor takes

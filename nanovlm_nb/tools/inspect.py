@@ -477,12 +477,12 @@ def _stored_row(path, name):
 # %% ../../nbs/62_tools.inspect.ipynb #18709952
 def _unreadable(path):
     "What is wrong with parquet files that are here: damaged, or without a row."
-    from nanovlm_nb.data.sources import footer
+    from nanovlm_nb.data.dataset import rows_in
     files = sorted(Path(path).rglob('*.parquet')) if Path(path).is_dir() else [Path(path)]
-    groups = {p:footer(str(p)) for p in files if p.suffix=='.parquet' and p.is_file()}
+    found = {p:rows_in(p) for p in files if p.suffix=='.parquet' and p.is_file()}
     damaged = [f'{p} is damaged, or no parquet file: take it away, or copy it again'
-               for p,g in groups.items() if g is None]
-    empty = [f'{p} has no rows' for p in groups] if not any(map(sum, filter(None, groups.values()))) else []
+               for p,n in found.items() if n is None]
+    empty = [f'{p} has no rows' for p in found] if not any(found.values()) else []
     return damaged or empty
 
 def _why(error, path):

@@ -30,7 +30,6 @@ from ..core.logs import Clock
 from ..model.vlm import check_adapters,checkpoint_weights
 from ..data.dataset import Unreachable
 from ..data.packing import Batch
-from ..data.sources import keep_split
 from ..data.lanes import merge_states
 from ..data.loader import Loader,as_loader
 from .schedule import get_schedule,in_samples
@@ -557,7 +556,6 @@ def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it do
     "Sets the position of the data, and lets validation keep its rows."
     t,data = trainer,state['data']
     if data is None: return
-    keep_split(t.held_out.source, data)
     t.feed.forget()
     try: t.loader.load_state_dict(data)
     except ValueError as e:

@@ -713,7 +713,7 @@ def class_parts(
 )->dict[str,Any]: # for `run`
     "Model, data and trainer of a run that classifies."
     splits = ((data.train, (wiggle,)*settings.training.augment, True), (data.val, (), False))
-    def loaders(train_cfg, cfg, dist, tokenizer, patience=0.):
+    def loaders(train_cfg, cfg, dist, tokenizer):
         check_run(settings, cfg, train_cfg)
         workers = dict(zip((True,False), (train_cfg.num_workers,train_cfg.val_workers)))
         def loader(rows, changes, shuffle):
