@@ -21,15 +21,15 @@ TABLE = {
     'Train': dict(train='runs.run', classify='uses.classify'),
     'Look at a model': dict(ask='answers.answer', eval='answers.evaluate',
         look='answers.sight', chat='uses.chat_page'),
-    'Look at data and runs': dict(inspect='tools.inspect', plan='tools.plan', xray='tools.xray',
-        doctor='tools.doctor', plot='tools.plot', runs='tools.runs'),
+    'Look at data and runs': dict(inspect='tools.inspect', plan='tools.plan', doctor='tools.doctor',
+        plot='tools.plot', runs='tools.runs'),
     'Prove': dict(resume='runs.resume', replay='tools.replay', invariance='tools.invariance'),
     'Take away': dict(export='tools.export'),
 } # purpose -> command -> module with its `main(values)`
 EXPORTS = dict(onnx='uses.onnx', web='uses.web', gguf='uses.gguf') # format -> module, if it is another
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
 KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', serve='chat', evaluate='eval', checkpoints='runs',
-    finetune='train', convert='export') # what other programs call a command -> here
+    finetune='train', convert='export', xray='plan') # what other programs call a command -> here
 
 def overview(
     width:int=100, # of the terminal

@@ -11,7 +11,7 @@ from nanovlm_nb.cli import COMMANDS
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py')}
 PACKAGES = {m.rpartition('.')[0] for m in MODULES} | {'tasks', 'figures'} | {*nanovlm_nb.__all__}  # what the package offers; no code: the folder of lmms-eval's tasks, the style sheet of figures
-#: what begins with the project's name and is no command: the package, the script, a preset, a loss and a step of an x-ray, a file, a project of wandb, a field of others
+#: what begins with the project's name and is no command: the package, the script, a preset, a loss and a step of the predictions, a file, a project of wandb, a field of others
 OTHERS = {'nb', 'train', 'native', 'loss', 'step', 'error', 'classify', 'config', 'onnx'}
 #: what follows the name of the convention of prompts in a sentence
 WORDS = {'or', 'convention'}

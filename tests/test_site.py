@@ -213,13 +213,6 @@ def test_workflows_are_pinned_and_may_little(path):
     for step in (s for job in config['jobs'].values() for s in job['steps'] if 'checkout' in s.get('uses', '')): assert step['with']['persist-credentials'] is False
 
 
-def test_the_changelog_counts_what_the_xray_is_held_against():
-    "Published figures of an H200: milliseconds eager and compiled, MiB, for each number of rows."
-    source = '\n'.join(c['source'] for c in code_cells(NBS/'63_tools.xray.ipynb'))
-    published = ast.literal_eval(re.search(r'^PUBLISHED = (\{.*?\})', source, re.M)[1])
-    assert sum(map(len, published.values())) == 12 and 'twelve published figures' in (ROOT/'CHANGELOG.md').read_text(encoding='utf-8')
-
-
 def test_patterns_of_the_sidebar_mean_one_folder():
     "A pattern without a leading slash finds notebooks of that name in every folder, and one with `?` behind a folder none."
     patterns = [p for part in site()['website']['sidebar']['contents'] if isinstance(part, dict)

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..core.config import VLMConfig
-from ..core.usage import UsageError
+from ..core.usage import UsageError,require
 
 # %% auto #0
-__all__ = ['DRIVERS', 'COMPONENTS', 'WASTE', 'GPUS', 'LESSER', 'BANDWIDTH', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops',
-           'matrix_flops', 'pairs', 'vision_flops', 'projector_flops', 'mlp_weights', 'block_weights', 'language_flops',
-           'unit_flops', 'step_flops', 'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops',
-           'GpuCard', 'find_card', 'mfu', 'count_flops', 'fitting_unit', 'with_unit']
+__all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops', 'matrix_flops', 'pairs',
+           'vision_flops', 'projector_flops', 'mlp_weights', 'block_weights', 'language_flops', 'unit_flops',
+           'step_flops', 'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu',
+           'count_flops', 'fitting_unit', 'with_unit']
 
 # %% ../../nbs/29_model.flops.ipynb #96f6c58b
 class Flops(NamedTuple):
@@ -24,31 +24,21 @@ class Flops(NamedTuple):
     backward:int = 0 # gradients of the inputs and of the weights
     recompute:int = 0 # what activation checkpointing computes a second time
 
-    def times(self,
-        n:int, # how often
-    )->'Flops': # n times as much
-        "Repeat."
+    def times(self, n:int)->'Flops':
+        "Returns `n` times as much."
         return Flops(*(n*x for x in self))
 
-    def plus(self,
-        other:'Flops', # what comes on top
-    )->'Flops': # the sums
-        "Add."
+    def plus(self, other:'Flops')->'Flops':
+        "Returns the sum of both."
         return Flops(*(a+b for a,b in zip(self, other)))
 
-def matrix_flops(
-    weights:int, # numbers in the matrix
-    trained:bool, # its gradient is wanted
-    passed:bool, # so is the gradient of its input
-)->Flops: # for one vector
-    "A matrix times a vector, and its backward pass."
+def matrix_flops(weights:int, trained:bool, passed:bool)->Flops: # its gradient is wanted, and its input's
+    "Returns the cost of a matrix times one vector, and of its backward pass."
     return Flops(2*weights, 2*weights*(trained+passed))
 
 # %% ../../nbs/29_model.flops.ipynb #18783742
-def pairs(
-    doc_lens:Iterable, # lengths of documents; also one list of them a row
-)->int: # the sum of their squares
-    "Pairs of a query and a key that attention has to look at."
+def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them a row
+    "Returns how many pairs of a query and a key attention looks at: the sum of the squares."
     return sum(pairs(n) if isinstance(n, (list,tuple)) else n*n for n in doc_lens)
 
 # %% ../../nbs/29_model.flops.ipynb #bdf1cf84
@@ -56,22 +46,12 @@ def pairs(
 DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs', head='targets')
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
 
-def _check_trains(trains, last_blocks, cfg):
-    unknown = set(trains)-set(COMPONENTS)
-    if unknown:
-        raise UsageError(f"trains names {sorted(unknown)[0]!r}: the components are {', '.join(COMPONENTS)}")
-    if last_blocks is not None and not 0 < last_blocks <= cfg.lm_n_blocks:
-        raise UsageError(f"last_blocks is {last_blocks}, but the language model has "
-                         f"{cfg.lm_n_blocks} blocks: give 1 to {cfg.lm_n_blocks}, or None for all of it")
-
 # %% ../../nbs/29_model.flops.ipynb #4642b89b
 def vision_flops(
-    cfg:VLMConfig, # reads the `vit_*` fields
-    trained:bool=True, # the tower learns
-    checkpointing:bool=False, # its blocks are computed again in the backward pass
+    cfg:VLMConfig, trained:bool=True, checkpointing:bool=False, # whether it learns, whether it is recomputed
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->Flops: # of one tile
-    "The vision tower on one tile."
+    "Returns the cost of the vision tower."
     P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
     passed = trained or adapters>0
     patch = matrix_flops(3*cfg.vit_patch_size**2*D, trained, False)
@@ -83,12 +63,10 @@ def vision_flops(
 
 # %% ../../nbs/29_model.flops.ipynb #45dda643
 def projector_flops(
-    cfg:VLMConfig, # reads both widths, the pixel shuffle and the kind of projector
-    trained:bool=True, # the projector learns
-    passed:bool=True, # so does the vision tower
+    cfg:VLMConfig, trained:bool=True, passed:bool=True, # whether it learns, whether the tower before it does
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->Flops: # of one tile
-    "The projector on one tile."
+    "Returns the cost of the projector."
     weights = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2*cfg.lm_hidden_dim
     learns = trained or adapters>0
     second = matrix_flops(cfg.lm_hidden_dim**2, trained, learns or passed).times(cfg.mp_kind=='mlp')
@@ -97,32 +75,24 @@ def projector_flops(
     return matrix_flops(weights, trained, through).plus(second).plus(beside).times(cfg.mp_image_token_length)
 
 # %% ../../nbs/29_model.flops.ipynb #1c200bb6
-def mlp_weights(
-    cfg:VLMConfig, # reads the `lm_*` and `moe_*` fields
-)->int: # numbers that one position is multiplied with
-    "The gated layer of a block, or the experts that a position visits."
+def mlp_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
+    "Returns the size of the gated layer of a block, or of the experts that a position visits."
     one = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
     if not cfg.use_moe: return one
     return (cfg.moe_top_k+cfg.moe_shared_experts)*one + cfg.lm_hidden_dim*cfg.moe_experts
 
-def block_weights(
-    cfg:VLMConfig, # reads the `lm_*` and `moe_*` fields
-)->int: # numbers that one position is multiplied with
-    "The matrices of one block of the language model."
+def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
+    "Returns the size of the matrices of one block of the language model."
     return 2*cfg.lm_hidden_dim*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + mlp_weights(cfg)
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c2
 def language_flops(
-    cfg:VLMConfig, # reads the `lm_*` and `moe_*` fields
-    trains:Iterable[str]=COMPONENTS, # components that learn
-    last_blocks:int|None=None, # of the language model only so many blocks learn; None: all of it
-    checkpointing:bool=False, # its blocks are computed again in the backward pass
-    adapters:dict[str,int]|None=None, # numbers in the adapters of each component
+    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
+    last_blocks:int|None=None, # only so many blocks learn; None: all of the language model
+    checkpointing:bool=False, adapters:dict[str,int]|None=None, # recomputed; numbers in each one's adapters
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
-    "The language model."
-    L = cfg.lm_n_blocks
-    D = cfg.lm_hidden_dim
-    W = cfg.lm_n_heads*cfg.head_width
+    "Returns the cost of the language model."
+    L,D,W = cfg.lm_n_blocks,cfg.lm_hidden_dim,cfg.lm_n_heads*cfg.head_width
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
     passed = L if whole or adapters or {'MP','vision_encoder'} & set(trains) else learning
@@ -133,19 +103,19 @@ def language_flops(
     return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside),
         attention=Flops(4*W*L, 8*W*passed, again*4*W), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
+# %% ../../nbs/29_model.flops.ipynb #dbe066c3
 def unit_flops(
-    cfg:VLMConfig, # sizes of all parts
-    trains:Iterable[str]=COMPONENTS, # components that learn
-    last_blocks:int|None=None, # see `language_flops`
-    vision_checkpointing:bool=False, # recompute the vision tower
-    language_checkpointing:bool=False, # recompute the language model
-    cache_features:bool=False, # what a frozen vision tower made of a tile is read and not computed
+    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, last_blocks:int|None=None, # see `language_flops`
+    vision_checkpointing:bool=False, language_checkpointing:bool=False, # recompute tower, language model
+    cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
 )->dict[str,Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
-    "What one unit of each count costs; computed once for a run."
-    beside = adapters or {}
-    trains = set() if beside else set(trains)
-    _check_trains(trains, last_blocks, cfg)
+    "Returns what one unit of each count costs; computed once for a run."
+    beside,trains = adapters or {},set() if adapters else set(trains)
+    for name in sorted(trains-set(COMPONENTS)):
+        raise UsageError(f"trains names {name!r}: the components are {', '.join(COMPONENTS)}")
+    require(last_blocks is None or 0<last_blocks<=cfg.lm_n_blocks, f"last_blocks is {last_blocks}, but the "
+        f"language model has {cfg.lm_n_blocks} blocks: give 1 to {cfg.lm_n_blocks}, or None for all of it")
     vision,n = 'vision_encoder' in trains,beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
     seen = Flops() if cached else vision_flops(cfg, vision, vision_checkpointing, n)
@@ -155,39 +125,28 @@ def unit_flops(
 
 # %% ../../nbs/29_model.flops.ipynb #2d969064
 def step_flops(
-    vlm_cfg:VLMConfig, # sizes of all parts
-    tiles:float, # picture tiles of the batch
-    doc_lens:list, # lengths of its documents, or one list of them a row
-    targets:float, # positions with a target
+    vlm_cfg:VLMConfig, tiles:float, doc_lens:list, targets:float, # lengths of documents, or one list a row
     positions:float|None=None, # rows times length, padding included; None: there is no padding
-    trains:Iterable[str]=COMPONENTS, # components that learn
-    **how, # `last_blocks`, `vision_checkpointing` and others of `unit_flops`
+    trains:Iterable[str]=COMPONENTS, **how, # components that learn; more of `unit_flops`
 )->dict[str,Flops]: # part -> arithmetic; `padding` is waste
-    "Arithmetic of forward and backward of one batch."
+    "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
     lens = [n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
     tokens = sum(lens)
     positions = tokens if positions is None else positions
-    if positions<tokens:
-        raise UsageError(f"{positions} positions for documents of {tokens} tokens: "
-                         "positions counts padding too")
+    require(positions>=tokens, f"{positions} positions for documents of {tokens} tokens: "
+        "positions counts padding too")
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
     parts = {part:units[part].times(counts[c]) for part,c in DRIVERS.items()}
     return parts | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../../nbs/29_model.flops.ipynb #7faf9cd0
-WASTE = ('padding',)
+def useful_flops(parts:dict[str,Flops])->int: # from `step_flops`
+    "Returns what a step is worth: forward and backward, without padding and recomputation."
+    return sum(f.forward+f.backward for part,f in parts.items() if part!='padding')
 
-def useful_flops(
-    parts:dict[str,Flops], # from `step_flops`
-)->int: # forward and backward, without waste and recomputation
-    "What the step is worth."
-    return sum(f.forward+f.backward for part,f in parts.items() if part not in WASTE)
-
-def all_flops(
-    parts:dict[str,Flops], # from `step_flops`
-)->int: # with waste and recomputation
-    "What the step takes."
+def all_flops(parts:dict[str,Flops])->int: # from `step_flops`
+    "Returns what a step takes, waste included."
     return sum(map(sum, parts.values()))
 
 # %% ../../nbs/29_model.flops.ipynb #5f622213
@@ -209,66 +168,37 @@ LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}
 
 def _words(name): return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
 
-def find_gpu(
-    name:str, # as `torch.cuda.get_device_name()` gives it, or a key of `GPUS`
-)->Gpu|None: # None: not in the table
-    "Look a device up; a part of a divided one and the slower namesakes of a laptop are not taken for it."
+# %% ../../nbs/29_model.flops.ipynb #5f622223
+def find_gpu(name:str)->Gpu|None: # as `torch.cuda.get_device_name()` gives it, or a key of `GPUS`
+    "Returns a device of the table; a part of one, and its slower namesake in a laptop, is None."
     words = _words(name)
     return None if words & LESSER else next((gpu for key,gpu in GPUS.items() if _words(key)<=words), None)
 
-def known_gpu(
-    name:str, # likewise
-)->Gpu: # the device
-    "A device that must be in the table."
+def known_gpu(name:str)->Gpu: # likewise
+    "Returns a device that must be in the table."
     gpu = find_gpu(name)
     if gpu is None: raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
     return gpu
 
-def peak_flops(
-    device_name:str, # as `torch.cuda.get_device_name()` gives it
-)->float|None: # FLOP/s; None: not in the table
-    "The most that a device can compute in a second."
+def peak_flops(device_name:str)->float|None: # likewise
+    "Returns the FLOP/s that a device can do at most; None if it is not in the table."
     gpu = find_gpu(device_name)
     return None if gpu is None else gpu.tflops*1e12
 
-# %% ../../nbs/29_model.flops.ipynb #5f622215
-BANDWIDTH = {'B200':8.0, 'H200':4.8, 'H100 PCIe':2.0, 'H100':3.35, 'A100 40GB':1.555, 'A100':2.039,
-    'L40S':.864, 'RTX 4090':1.008, 'RTX 3090':.936} # TB/s, from the makers' data sheets
-
-class GpuCard(NamedTuple):
-    "The peak performance of a GPU."
-    flops:float # dense bfloat16, a second
-    bandwidth:float # bytes a second
-    memory:float # GiB
-
-def find_card(
-    name:str, # as in `BANDWIDTH`
-)->GpuCard: # its data sheet
-    "A GPU by its name."
-    gpu = find_gpu(name)
-    if gpu is None or name not in BANDWIDTH:
-        raise UsageError(f"GPU {name!r} is unknown here: give one of {', '.join(BANDWIDTH)}")
-    return GpuCard(gpu.tflops*1e12, BANDWIDTH[name]*1e12, gpu.memory)
-
 # %% ../../nbs/29_model.flops.ipynb #6ae74eb6
 def mfu(
-    flops:float, # useful arithmetic, of all ranks
-    seconds:float, # in which it was done
-    peak:float|None, # FLOP/s of all ranks together; None: unknown
-)->float|None: # a share; None without a peak
-    "Model FLOPs utilisation."
-    if seconds<=0: raise UsageError(f"seconds is {seconds}: give the time that the step took")
+    flops:float, seconds:float, peak:float|None, # of all ranks; FLOP/s of all ranks together, None: unknown
+)->float|None: # a share
+    "Returns the model FLOPs utilisation."
+    require(seconds>0, f"seconds is {seconds}: give the time that the step took")
     return None if peak is None else flops/(seconds*peak)
 
 # %% ../../nbs/29_model.flops.ipynb #f249ee46
 def count_flops(
     units:dict[str,Flops], # from `unit_flops`
-    tiles:float, # of the update, over micro-batches and ranks
-    tokens:float, # positions that hold a token
-    pairs:float, # from `pairs`
-    targets:float, # positions with a target
+    tiles:float, tokens:float, pairs:float, targets:float, # of an update, over micro-batches and ranks
 )->float: # FLOPs, a whole number if the counts are
-    "Useful arithmetic of an update."
+    "Returns the useful arithmetic of an update."
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs, targets=targets)
     return sum((units[part].forward+units[part].backward)*counts[c] for part,c in DRIVERS.items())
 
@@ -278,18 +208,11 @@ STORED:dict[str,float] = {'GB':1e9, 'MB':1e6, 'kB':1e3} # on a disk, or moved
 OPERATIONS:dict[str,float] = {'TFLOP':1e12, 'GFLOP':1e9, 'MFLOP':1e6}
 COUNTS:dict[str,float] = {'billion':1e9, 'million':1e6, 'thousand':1e3}
 
-def fitting_unit(
-    number:float, # in ones
-    units:dict[str,float], # name -> size, the largest first
-)->tuple[str,float]: # name and size of the one to show it in
-    "The largest unit of which a number has at least one, else the smallest."
+def fitting_unit(number:float, units:dict[str,float])->tuple[str,float]: # name -> size, the largest first
+    "Returns name and size of the largest unit of which a number has at least one, else of the smallest."
     return next(((name, size) for name,size in units.items() if number>=size), [*units.items()][-1])
 
-def with_unit(
-    number:float, # in ones
-    units:dict[str,float], # likewise
-    digits:int=1, # after the point
-)->str: # e.g. '12.5 MiB'
-    "A number in the unit that fits it."
+def with_unit(number:float, units:dict[str,float], digits:int=1)->str: # digits after the point
+    "Returns a number in the unit that fits it, e.g. '12.5 MiB'."
     name,size = fitting_unit(number, units)
     return f'{number/size:.{digits}f} {name}'

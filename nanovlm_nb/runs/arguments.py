@@ -6,8 +6,8 @@
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'CHECKPOINT', 'SAMPLES', 'COMPARED', 'DEVICES', 'MFU', 'AXES', 'PACKS', 'TOLERANCE',
            'FORMATS', 'OUTTYPES', 'PARSERS', 'place_to_go_on', 'own_settings', 'SettingsParser', 'train_parser',
            'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser', 'look_parser', 'chat_parser', 'inspect_parser',
-           'plan_parser', 'xray_parser', 'doctor_parser', 'plot_parser', 'runs_parser', 'RunParser', 'resume_parser',
-           'replay_parser', 'invariance_parser', 'export_parser']
+           'plan_parser', 'doctor_parser', 'plot_parser', 'runs_parser', 'RunParser', 'resume_parser', 'replay_parser',
+           'invariance_parser', 'export_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
@@ -21,7 +21,7 @@ from ..core.usage import Parser,UsageError,at_least,check_hub_name,checked
 from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,evolve,load_yaml
 from ..core.config import parse_args
 from ..core.run_dir import CONFIG,checkpoints,last_checkpoint,missing_pieces,read_state
-from ..model.flops import BANDWIDTH,GPUS,find_card,known_gpu
+from ..model.flops import GPUS,known_gpu
 
 # %% ../../nbs/57_runs.arguments.ipynb #f1257023
 # fields that say where a start looks, as they are when nothing is given
@@ -266,13 +266,6 @@ DEVICES = ('A100','H100','H200','L40S','RTX 4090') # whose time and memory a pla
 MFU = .3 # share of the peak that a plan counts on: a third is good, this is a little less
 AXES = ('updates','samples','hours') # what curves are drawn against
 
-def _batch(text):
-    try: packs,gpus,accumulation = map(int, text.split('x'))
-    except ValueError:
-        why = f'{text!r} is no batch: write batch_size x GPUs x accumulation, as in 64x2x1'
-        raise ArgumentTypeError(why) from None
-    return packs,gpus,accumulation
-
 def inspect_parser()->Parser: # of `nanovlm inspect`
     """Show what a run would train on, and find faults in it.
 
@@ -287,14 +280,9 @@ def inspect_parser()->Parser: # of `nanovlm inspect`
         help="page to write; '' writes none (default: %(default)s)")
     return p
 
-def _check_plan(a):
-    if a.iteration is not None and a.was is None:
-        raise UsageError(f'--iteration {a.iteration} has no effect without --was: '
-                         'give the batch of the first part of the run, as in --was 64x2x1')
-
 def plan_parser()->Parser: # of `nanovlm plan`
     "What a run will cost: parameters, memory, arithmetic, hours."
-    p = SettingsParser('nanovlm plan', '[--gpus N] [--gpu NAME ...] ', plan_parser.__doc__, check=_check_plan)
+    p = SettingsParser('nanovlm plan', '[--gpus N] [--gpu NAME ...] ', plan_parser.__doc__)
     p.add_argument('--gpus', type=at_least(1), default=1, metavar='INT',
         help='GPUs of the run (default: %(default)s)')
     p.add_argument('--gpu', nargs='+', default=list(DEVICES), metavar='NAME', type=checked(known_gpu),
@@ -308,29 +296,7 @@ def plan_parser()->Parser: # of `nanovlm plan`
     p.add_argument('--documents', type=at_least(1, float), metavar='FLOAT', help='samples of an average pack')
     p.add_argument('--samples', type=at_least(1), metavar='INT', help='samples of the data set')
     p.add_argument('--epochs', type=at_least(1), metavar='INT', help='passes over the data set')
-    p.add_argument('--was', type=_batch, metavar='BxGxA',
-        help='batch_size x GPUs x accumulation of the first part '
-        'of a run, e.g. 64x2x1: what the change does to a run that counts iterations')
-    p.add_argument('--iteration', type=at_least(0), metavar='INT',
-        help='iterations of that first part, with --was')
-    p.add_argument('--claims', action='store_true', help="check what is said about nanoVLM's run")
     p.add_argument('--json', action='store_true', help='print the plan as JSON')
-    return p
-
-def xray_parser()->Parser: # of `nanovlm xray`
-    """A training step, operation by operation, without a GPU.
-
-    Work, memory, waits, and the time that a GPU would take."""
-    p = SettingsParser('nanovlm xray', '[--gpu NAME] ', xray_parser.__doc__)
-    p.add_argument('--gpu', default='H200', metavar='NAME', type=checked(find_card),
-        help=f"the card: {', '.join(BANDWIDTH)} (default: %(default)s)")
-    p.add_argument('--documents', type=at_least(1), default=4, metavar='INT',
-        help='samples of a pack (default: %(default)s)')
-    p.add_argument('--tiles', type=at_least(0), metavar='INT',
-        help='picture tiles of a sample (default: five sixths of its positions)')
-    p.add_argument('--lines', type=at_least(1), default=12, metavar='INT',
-        help='lines of code to name (default: %(default)s)')
-    p.add_argument('--json', action='store_true', help='print it as JSON')
     return p
 
 def doctor_parser()->Parser: # of `nanovlm doctor`
@@ -467,6 +433,6 @@ def export_parser()->Parser: # of `nanovlm export`
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a0001b
 _ALL = (train_parser, classify_parser, ask_parser, eval_parser, look_parser, chat_parser, inspect_parser,
-    plan_parser, xray_parser, doctor_parser, plot_parser, runs_parser, resume_parser, replay_parser,
+    plan_parser, doctor_parser, plot_parser, runs_parser, resume_parser, replay_parser,
     invariance_parser, export_parser)
 PARSERS = {p.__name__.removesuffix('_parser'):p for p in _ALL} # name of a command -> what makes its parser

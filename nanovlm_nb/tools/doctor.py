@@ -403,8 +403,8 @@ def check_picture_speed(
     peak = peak_flops(gpu) if gpu else None
     if peak is None: return Probe('pictures', SKIP, f'{measured}; no GPU here that is known')
     pack,packs = typical_pack(vlm_cfg, train_cfg),train_cfg.batch_size*train_cfg.gradient_accumulation_steps
-    trains = {name for name,part in sizes(vlm_cfg, train_cfg).items() if part.trained}
-    seconds = update_flops(vlm_cfg, train_cfg, pack, trains)['all']/(peak*MFU)
+    work = update_flops(vlm_cfg, train_cfg, pack, sizes(vlm_cfg, train_cfg))
+    seconds = work['all']/(peak*MFU)
     need = packs*pack.tiles/seconds
     return Probe('pictures', PASS if speed*max(workers, 1)>=need else FAIL,
         f'{measured}; {gpu} asks for {need:.0f} at {MFU:.0%} of its peak',

@@ -1,8 +1,7 @@
 """Ten minutes on one card: everything that is claimed for a GPU, measured in eight phases.
 
     python tests/gpu/measure.py                        # measure; figures go to measured.json after every phase
-    python tests/gpu/measure.py --predict              # what the x-ray expects of an H200, as PREDICTED.md
-    python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction
+    python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction of `predict.py`
 
 Needs no network; torch 2.11 or later, Python 3.10 or later. It may be cut off after any phase, and a phase that fails
 is written down and does not keep the next from beginning. Without a GPU it takes a tiny model: a rehearsal, whose figures mean nothing.
@@ -39,24 +38,11 @@ from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.trainer import Trainer, accumulate, make_trainer, train_step
 from nanovlm_nb.training.update import tally, gather_update
 from nanovlm_nb.model.vlm import VLMNet
-from nanovlm_nb.tools.xray import Contents, example_batch, find_card, meta_trainer, nanovlm_loss, pace, two_clocks, xray
-from nanovlm_nb.tools.xray import FOREACH, adamw, fuse, nanovlm_step, peak_memory
+from nanovlm_nb.tools.memory import example_batch
+from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent
-CARD = 'H200'
-PREDICTED_ON = '2026-11-22'
-#: name -> fields of the model or the run, blocks compiled?; those that this version of the package does not have leave an arm out
-ARMS = {
-    'dense mask': (dict(attn_backend='sdpa'), False),
-    'varlen': (dict(attn_backend='auto'), False),
-    'varlen, compiled': (dict(attn_backend='auto'), True),
-    'varlen, compiled, tiles padded': (dict(attn_backend='auto', tile_multiple=8), True),
-    'varlen, compiled, batch 4': (dict(attn_backend='auto', batch_size=4), True),
-}
-LIKE_NANOVLM = 'like nanoVLM'
 WARM, ROUNDS = 3, 10
-WORKERS = 4, 8, 12
-CORE_S = .08/13 # of a core for a tile: a picture of 13 tiles takes 70 to 90 ms to decode, enlarge and cut
 
 
 # --- what is measured with
@@ -68,11 +54,11 @@ class Bench:
         self.device = torch.device('cuda' if self.cuda else 'cpu')
         self.model, self.run = preset('nanovlm')
         self.run = evolve(self.run, dtype='bfloat16', num_workers=0, log_wandb=False)
-        self.pack, self.warm, self.rounds = Contents(), WARM, ROUNDS
+        self.pack, self.warm, self.rounds = {}, WARM, ROUNDS
         if not self.cuda:
             self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, vit_img_size=32, vit_inter_dim=64, max_img_size=64, mp_pixel_shuffle_factor=1,
                                 mp_image_token_length=4, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100)
-            self.pack, self.warm, self.rounds = Contents(documents=3, tiles=2), 1, 2
+            self.pack, self.warm, self.rounds = dict(documents=3, tiles=2), 1, 2
 
     def sync(self):
         if self.cuda: torch.cuda.synchronize()
@@ -105,7 +91,7 @@ class Bench:
         return trainer
 
     def batch(self, trainer, contents=None) -> dict:
-        made = example_batch(trainer.base.cfg, trainer.cfg.batch_size, contents or self.pack)
+        made = example_batch(trainer.base.cfg, trainer.cfg.batch_size, **(contents or self.pack))
         return pinned(made) if self.cuda else made
 
 
@@ -279,7 +265,7 @@ def varying_tiles(b, trainer) -> dict:
     "Micro-batches whose numbers of tiles were not seen before: the first time and the second."
     calls = []
     for tiles in ((7, 9, 10, 11, 13) if b.cuda else (1, 2)):
-        batch = b.batch(trainer, Contents(documents=3, tiles=tiles))
+        batch = b.batch(trainer, dict(documents=3, tiles=tiles))
         update = gather_update([batch], trainer.dist)
         calls.append([b.seconds(lambda: accumulate(trainer, update)) for _ in range(2)])
     return dict(first=spread([a for a, _ in calls]), second=spread([z for _, z in calls]))
@@ -399,41 +385,10 @@ def measure(b, out: Path, wanted: list) -> dict:
     return found
 
 
-# --- predictions
-
-def predict(b, card=CARD) -> dict:
-    "Figure -> what the x-ray expects, under the names that `figures` gives to what is measured."
-    gpu, found = find_card(card), {}
-    for name, (how, compiled) in ARMS.items():
-        if (cfgs := b.configs(how)) is None: continue
-        x = xray(*cfgs, example_batch(cfgs[0], cfgs[1].batch_size, b.pack))
-        p = pace(x, gpu, 1, compiled)
-        found |= {f'{name}: ms of a micro-batch': 1e3*p.micro, f'{name}: tokens/s': x.tokens/p.micro, f'{name}: MFU': x.useful/p.micro/gpu.flops}
-        if name == 'varlen': found |= waiting(tally(example_batch(*cfgs[:1], cfgs[1].batch_size, b.pack))['tiles']/p.micro) | {'update beyond its micro-batch, ms': 1e3*(p.update-p.micro), 'waits inside a micro-batch': sum(o.phase != 'update' for o in x.waits)}
-        if name == 'varlen, compiled': found['card busy, share of the wall clock'] = 1-p.idle
-    found |= predict_naive(b, gpu)
-    for rows in (1, 2, 4):
-        cfgs = b.configs(dict(batch_size=rows))
-        found[f'peak memory, {rows} packs, GiB'] = xray(*cfgs, example_batch(cfgs[0], rows, b.pack)).peak/2**30
-    found['two packs against the arm like nanoVLM'] = found[f'{LIKE_NANOVLM}: ms of a micro-batch']/found['varlen, compiled: ms of a micro-batch']
-    return found
-
-
-def waiting(tiles_per_second: float) -> dict:
-    "The share of the time that waits for pictures, if each loader worker has a core."
-    return {f'waiting for data, {n} workers': max(0., 1-n/(CORE_S*tiles_per_second)) for n in WORKERS}
-
-
-def predict_naive(b, gpu) -> dict:
-    batch = example_batch(b.model, b.run.batch_size, b.pack)
-    d, c = tally(batch), nanovlm_step(b.model, b.run.batch_size, b.model.lm_max_length, tally(batch)['tiles']//b.run.batch_size)
-    seconds = two_clocks(c.ops, gpu).total
-    useful = count_flops(costs(meta_trainer(b.model, b.run)), d['tiles'], d['tokens'], d['pairs'], d['targets'])
-    return {f'{LIKE_NANOVLM}: ms of a micro-batch': 1e3*seconds, f'{LIKE_NANOVLM}: tokens/s': d['tokens']/seconds, f'{LIKE_NANOVLM}: MFU': useful/seconds/gpu.flops}
-
+# --- beside predictions
 
 def figures(measured: dict) -> dict:
-    "What was measured, under the names of `predict`."
+    "What was measured, under the names of `predict.predict`."
     def of(number): return measured.get(PHASES[number].__name__, {})
     found = {}
     for name, a in of(4).get('micro_batch', {}).items():
@@ -448,33 +403,6 @@ def figures(measured: dict) -> dict:
         if 'time/data' in w: found[f'waiting for data, {n} workers'] = w['time/data']
     for rows, gib in of(6).get('gib', {}).items(): found[f'peak memory, {rows} packs, GiB'] = gib
     return found
-
-
-def shown(x) -> str:
-    if x is None: return '-'
-    return f'{x:.0f}' if abs(x) >= 100 or x == 0 or float(x).is_integer() else f'{x:.3g}'
-
-
-def page(found: dict, b) -> str:
-    "PREDICTED.md."
-    from nanovlm_nb.tools.xray import RATES
-    rates = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items())
-    d = tally(example_batch(b.model, 2, b.pack))
-    return '\n'.join([
-        f'# What is expected of one {CARD}', '',
-        f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/measure.py --predict`. What was measured since then stands in RESULTS.md, beside these figures.', '',
-        f"The micro-batch: 2 packs of {b.model.lm_max_length} positions, {d['tokens']} tokens, {d['tiles']} tiles, {d['targets']} targets; the preset `nanovlm`, bfloat16, all parts learn; batch 4 has twice as much. "
-        f'On a GPU the tiles of a micro-batch are filled up with blank ones to a multiple of {b.run.tile_multiple or 8}, and these are computed too. '
-        f'Data are there when they are asked for; a tile takes {1e3*CORE_S:.1f} ms of a core, and each loader worker has one.', '',
-        f'Assumed of the card and its host (`nbs/63_tools.xray.ipynb` says what each means): {rates}. They fit sixteen published times of an H200 within 25 %. So a figure here that misses by more than 25 % says something new. '
-        'Not foreseen: what a compiler saves by computing cheap things twice, kernels that are much better or worse than their kind, other programs on the machine.', '',
-        '| figure | predicted |', '|---|---|', *(f'| {name} | {shown(x)} |' for name, x in found.items()), ''])
-
-
-def read_page(path: Path) -> dict:
-    "The figures of PREDICTED.md."
-    rows = [line.strip('| \n').split(' | ') for line in path.read_text(encoding='utf-8').splitlines() if line.startswith('|')]
-    return {r[0]: float(r[1]) for r in rows[2:]}
 
 
 def result_rows(measured: dict, predicted: dict) -> str:
@@ -495,15 +423,10 @@ def main(argv=None) -> int:
     p.add_argument('--out', type=Path, default=Path('measured.json'), help='what was measured (default: %(default)s); phases that it holds are kept unless they are measured again')
     p.add_argument('--phases', type=int, nargs='+', default=sorted(PHASES), choices=sorted(PHASES), help='default: all')
     p.add_argument('--tiny', action='store_true', help='a rehearsal on the CPU, also where there is a GPU')
-    p.add_argument('--predict', action='store_true', help='print PREDICTED.md')
     p.add_argument('--rows', type=Path, metavar='JSON', help='print rows for RESULTS.md')
     a = p.parse_args(argv)
     os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
     if a.rows: sys.stdout.write(result_rows(json.loads(a.rows.read_text()), read_page(HERE/'PREDICTED.md')))
-    elif a.predict:
-        b = Bench(tiny=True)
-        b.model, b.run, b.pack = *preset('nanovlm'), Contents()
-        sys.stdout.write(page(predict(b), b))
     else: measure(Bench(a.tiny), a.out, a.phases)
     return 0
 
