@@ -63,12 +63,12 @@ def test_the_guides_file_is_understood(place, monkeypatch, tmp_path):
     "Each of its lines has its place, what was translated is said, and a SmolVLM directory gives sizes and tokenizer from anywhere."
     monkeypatch.chdir(tmp_path)
     s = Settings.load(place/'guide.yaml')
-    assert (s.model.name, s.model.num_labels, s.model.memory_efficient_attention) == ('Qwen/Qwen2.5-VL-7B-Instruct', 101, True)
-    assert (s.training.epochs, s.training.batch_size, s.training.warmup_steps, s.monitor.log_freq, s.monitor.eval_log_freq) == (10, 8, 100, 10, 50)
+    assert (s.name, s.num_labels, s.memory_efficient_attention) == ('Qwen/Qwen2.5-VL-7B-Instruct', 101, True)
+    assert (s.epochs, s.batch_size, s.warmup_steps, s.log_freq, s.eval_log_freq) == (10, 8, 100, 10, 50)
     assert [line.split(' in ')[0] for line in s.translations] == ['model.pretrained_name', 'training.num_epochs', 'training.memory_efficient_attention',
                                                           *(f'monitor.all_freq.{n}_log_freq' for n in ('training', 'eval', 'perf'))]
-    s = replace(s, model=replace(s.model, name=str(place/'smol')), training=replace(s.training, datasets=[str(place/'food101')]))
-    cfg, train_cfg = configs_of(s, load_classes(s.training.datasets))
+    s = replace(s, name=str(place/'smol'), datasets=[str(place/'food101')])
+    cfg, train_cfg = configs_of(s, load_classes(s.datasets))
     assert (cfg.image_convention, cfg.lm_tokenizer, cfg.lm_hidden_dim, len(cfg.class_names)) == ('smolvlm', str(place/'smol'), 48, 101)
     assert (train_cfg.max_training_steps, train_cfg.eval_interval, train_cfg.stats_log_interval) == (130, 50, 10)
     model, begun = make_classifier(cfg, train_cfg), VisionLanguageModel.from_pretrained(place/'smol')
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_classified_from_anywhere(place, monkeypatch, tmp_path):
     model.save_pretrained('made')
     shutil.move('made', tmp_path/'moved')
     s = Settings.from_dict(dict(model=dict(name=str(tmp_path/'moved')), training=dict(datasets=[str(place/'food101')], epochs=10)))
-    found, train_cfg = configs_of(s, load_classes(s.training.datasets))
+    found, train_cfg = configs_of(s, load_classes(s.datasets))
     assert found.lm_tokenizer == str(tmp_path/'moved')
     assert len(make_classifier(found, train_cfg).eval().predict([Image.new('RGB', (16, 16))])[0]) == 1
 
@@ -101,6 +101,7 @@ def test_what_is_not_built_is_refused_in_one_sentence(place, tmp_path, capsys):
     for argv, said in [(['--config', str(place/'guide.yaml'), *pictures], "model.name is 'Qwen/Qwen2.5-VL-7B-Instruct', a Qwen-VL"),
                        (['--config', str(place/'guide.yaml'), '--model', str(tmp_path/'mine'), *pictures], 'a Qwen-VL: its tower looks through windows'),
                        (['--config', str(place/'guide.yaml')], 'num_labels is 101, but digits have 10 classes'),
+                       (['--datasets', 'nowhere'], 'nowhere'),
                        (['--learning_rate', '1e-4'], 'unknown flag `--learning_rate`: here it is `learning_rate` in the section `training` of the file'),
                        (['--accumulation_steps=4'], 'here it is `gradient_accumulation_steps` in the section `training`')]:
         with pytest.raises(SystemExit) as ended: main(['classify', *argv])

@@ -92,25 +92,18 @@ def test_each_result_is_logged_once_whoever_is_killed(tmp_path):
     assert not list(results.glob('*.todo')) and len(list((tmp_path/RUN).glob('step_*'))) <= 3  # two and the best
 
 
-def test_training_does_not_wait_and_the_checkpoint_stays(tmp_path):
-    "An evaluator that never gets anywhere: all updates are made, and its checkpoint is kept although it is old."
-    run_dir = tmp_path/RUN
-    trainer = start(tmp_path, '--max_training_steps', 12, '--max_keep_ckpts', 1)
-    assert wait_for(trainer, lambda: 'the run waits for evaluations of steps 4, 8, 12' in said(tmp_path)), (tmp_path/'stderr').read_text()
-    assert max(r['step'] for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r) == 12 and not figures(run_dir)
+def test_training_does_not_wait_the_checkpoint_stays_and_a_resumed_run_collects(tmp_path):
+    "An evaluator that never gets anywhere: all updates are made, its checkpoint is kept although it is old, and the run ends. Later the result is found."
+    run_dir, flags = tmp_path/RUN, ('--max_training_steps', 12, '--max_keep_ckpts', 1)
+    assert ended(start(tmp_path, *flags, '--eval_wait', 1), tmp_path) == 0
+    for words in ('the run waits for evaluations of steps 4, 8, 12', 'evaluations of steps 4, 8, 12 are not waited for'): assert words in said(tmp_path)
+    assert max(r['step'] for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r) == 12 and not figures(run_dir) and (run_dir/'status').read_text() == 'done\n'
     kept, best = {p.name for p in run_dir.glob('step_*')}, (run_dir/'best_checkpoint').read_text().strip()
     assert {'step_4', 'step_8', 'step_12'} <= kept and not {'step_2', 'step_6'} & kept - {best}
-    (tmp_path/'go').touch()
-    assert ended(trainer, tmp_path) == 0 and sorted(figures(run_dir)) == expected(4, 8, 12)
-    assert {p.name for p in run_dir.glob('step_*')} <= {'step_12', best}
-
-
-def test_a_run_does_not_wait_for_ever_and_a_resumed_one_collects(tmp_path):
-    assert ended(start(tmp_path, '--max_training_steps', 4, '--eval_wait', 1), tmp_path) == 0
-    assert 'evaluations of steps 4 are not waited for' in said(tmp_path) and (tmp_path/RUN/'status').read_text() == 'done\n'
     (tmp_path/'go').touch()  # the evaluator has outlived the trainer
-    assert ended(start(tmp_path, '--max_training_steps', 4, '--resume', 'True'), tmp_path) == 0
-    assert sorted(figures(tmp_path/RUN)) == expected(4) and starts(tmp_path/RUN/'eval_results') == {'step_4.json.starts': 1}
+    assert ended(start(tmp_path, *flags, '--resume', 'True'), tmp_path) == 0
+    assert sorted(figures(run_dir)) == expected(4, 8, 12) and starts(run_dir/'eval_results') == {f'step_{s}.json.starts': 1 for s in (4, 8, 12)}
+    assert {p.name for p in run_dir.glob('step_*')} <= {'step_12', best}
 
 
 def test_other_weights_have_other_results(tmp_path):
