@@ -163,7 +163,7 @@ def test_a_run_begins_with_the_sum_of_base_and_adapters():
     second = train('second', '--load_from', 'checkpoints/adapters/step_4', '--lora_rank', '2', '--max_training_steps', '2', '--lora_targets', 'q_proj')
     kept = read_adapted(second/'step_0').state_dict()
     sum_ = VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
-    assert all(w.equal(sum_[k]) for k, w in kept.items() if not is_adapter(k)) and {k for k in kept if is_adapter(k)} == {f'decoder.blocks.0.attn.q_proj.lora_{x}' for x in 'AB'}
+    assert all(w.equal(sum_[k.replace('base_layer.', '')]) for k, w in kept.items() if not is_adapter(k)) and {k for k in kept if is_adapter(k)} == {f'decoder.blocks.0.attn.q_proj.lora_{x}.default.weight' for x in 'AB'}
     assert json.loads((second/'step_2'/'lora.json').read_text())['base']['beside'] == '../../adapters/step_4'
 
 

@@ -6,7 +6,7 @@
 __all__ = ['MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'LORA_A', 'LORA_B', 'LORA_NOTE', 'LORA_WEIGHTS', 'flatten_tiles', 'to_pixels',
            'check_slots', 'fill_slots', 'rows_with_target', 'targets_by_row', 'trains', 'VLMNet', 'Reader',
            'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'load_noted_tower', 'tower_note',
-           'checkpoint_weights', 'is_adapter', 'lora_delta', 'merge_state', 'base_digest', 'noted_base', 'find_base',
+           'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'find_base',
            'read_adapters', 'check_adapters', 'write_adapters', 'Pretrained', 'VisionLanguageModel']
 
 # %% ../../nbs/28_model.vlm.ipynb #3ad75a02
@@ -408,7 +408,7 @@ def checkpoint_weights(
     if (folder/LORA_NOTE).is_file():
         state = checkpoint_weights(find_base(folder), kind)[1] | read_adapters(folder)
         alpha = _noted(folder/LORA_NOTE)['alpha']
-        return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else state
+        return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
     cfg, state = read_checkpoint(folder, kind)
     if not (folder/VISION_NOTE).is_file(): return cfg, state
     tower = ViT(cfg)
@@ -416,34 +416,30 @@ def checkpoint_weights(
     return cfg, state | {f'vision_encoder.{k}': w for k,w in tower.state_dict().items()}
 
 # %% ../../nbs/28_model.vlm.ipynb #10ad0102
-LORA_A, LORA_B = '.lora_A', '.lora_B' # end the names of an adapter's two matrices
+LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
 
-def is_adapter(
-    name:str, # of a tensor
-)->bool: # of an adapter, or of the base?
-    "Does a tensor belong to an adapter?"
+def is_adapter(name:str)->bool: # of a tensor
+    "Whether a tensor belongs to an adapter, and not to the base."
     return name.endswith((LORA_A, LORA_B))
 
-def lora_delta(
-    a:Tensor, # (parts x rank, in) the narrow matrix that comes first
-    b:Tensor, # (out, rank) the one that comes second
-    alpha:float, # counts alpha/rank times
-)->Tensor: # (out, in)
-    "What an adapter adds to its matrix."
-    rank = b.shape[1]
-    parts = len(a)//rank
-    return torch.cat([y@x for x,y in zip(a.chunk(parts), b.chunk(parts))])*(alpha/rank)
-
 def merge_state(
-    state:dict[str,Tensor], # of a base and its adapters
-    alpha:float, # see `lora_delta`
+    state:dict[str,Tensor], alpha:float, # of a base and its adapters, which count alpha/rank times
 )->dict[str,Tensor]: # of a plain model; adapted matrices are float32
-    "Add every adapter to its matrix."
+    "Returns weights to whose matrices the adapters are added."
     plain = {k: w for k,w in state.items() if not is_adapter(k)}
     for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
-        delta = lora_delta(state[name+LORA_A].float(), state[name+LORA_B].float(), alpha)
-        plain[name+'.weight'] = plain[name+'.weight'].float()+delta
+        a,b = (state[name+end].float() for end in (LORA_A, LORA_B))
+        plain[name+'.weight'] = plain[name+'.weight'].float()+(b@a)*(alpha/len(a))
     return plain
+
+def wrapped_state(
+    state:dict[str,Tensor], # of a base and its adapters
+)->dict[str,Tensor]: # of a model that has adapters
+    "Returns the same weights; those of adapted layers have the names of `base_layer`."
+    split = {k: k.rpartition('.') for k in state}
+    adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
+    return {f'{layer}.base_layer.{last}' if layer in adapted else k: state[k]
+            for k,(layer,_,last) in split.items()}
 
 # %% ../../nbs/28_model.vlm.ipynb #10ad0106
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
