@@ -37,8 +37,7 @@ def grouped(
     return {k:sum(v for kind,v in parts if kind==k) for k in known if k in dict(parts)}
 
 # %% ../../nbs/07_core.advice.ipynb #23f17ad0
-def over_budget(
-    shares:dict[str,float], # of the time, see `grouped`
+def over_budget(shares:dict[str,float], # of the time, see `grouped`
 )->dict[str,float]: # those that miss their target
     "Returns the shares of the time that are not as they should be."
     return {k:v for k,v in grouped(shares).items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
@@ -48,16 +47,13 @@ WORKERS = (6, 16, 32) # loader processes to try one after another when data are 
 NANOVLMS = 3 # loader processes of a rank in nanoVLM, for a machine that is not known
 MOST_WORKERS = 16 # each of them holds packs in memory
 
-def capped_workers(
-    number:int, # loader processes of a rank
-    cpus:int|None=None, # processors of the machine; None: unknown
-    ranks:int=1, # ranks on this machine
+def capped_workers(number:int, # loader processes of a rank
+    cpus:int|None=None, ranks:int=1, # processors of the machine; None: unknown; ranks on this machine
 )->int: # at most the processors of a rank, at least 1 unless none are asked for
     "Returns how many loader processes a machine can bear."
     return number if cpus is None else min(number, max(cpus//ranks, 1))
 
-def loader_workers(
-    cfg:TrainConfig, # `num_workers`; the packs of an update limit what None means
+def loader_workers(cfg:TrainConfig, # `num_workers`; the packs of an update limit what None means
     cores:int|None=None, # of a rank; None: unknown
 )->int: # as given, or one for each core of the rank but one
     "Returns how many loader processes a rank starts."
@@ -66,10 +62,8 @@ def loader_workers(
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/07_core.advice.ipynb #387bc37c
-def more_workers(
-    cfg:TrainConfig, # `num_workers` now; `batch_size` and `gradient_accumulation_steps` limit it
-    cpus:int|None=None, # processors of the machine
-    ranks:int=1, # ranks on this machine
+def more_workers(cfg:TrainConfig, # `num_workers` now; `batch_size` and `gradient_accumulation_steps` limit it
+    cpus:int|None=None, ranks:int=1, # processors of the machine; ranks on this machine
 )->int|None: # None: there is no room for more
     "Returns the next number of loader processes to try."
     room = capped_workers(cfg.batch_size*cfg.gradient_accumulation_steps, cpus, ranks)
@@ -86,8 +80,7 @@ def _never_streamed(path:str)->bool: # drawn scenes, and JSON lines
     return path=='shapes' or path.endswith('.jsonl') or any(Path(path).glob('*.jsonl'))
 
 # %% ../../nbs/07_core.advice.ipynb #7c2e7c82
-def if_it_waits(
-    v:VLMConfig, c:TrainConfig, # the model, the run
+def if_it_waits(v:VLMConfig, c:TrainConfig, # the model, the run
     cpus:int|None=None, ranks:int=1, # processors of the machine, ranks on it
 )->dict[str,list[tuple[Any,str]]]: # kind of waiting -> rows of (condition, sentence)
     "Returns what helps a run that waits for data or for other ranks."
@@ -107,8 +100,7 @@ def if_it_waits(
             'fullest pack costs, and the others wait for it')])
 
 # %% ../../nbs/07_core.advice.ipynb #417dcf21
-def if_it_works(
-    c:TrainConfig, # the run
+def if_it_works(c:TrainConfig, # the run
     shares:dict[str,float]={}, # of the time; `validation` and `checkpoint` have rows of their own
 )->dict[str,list[tuple[Any,str]]]: # kind of work -> rows of (condition, sentence)
     "Returns what helps a run that spends its time beside forward and backward, or in them."
@@ -128,8 +120,7 @@ def if_it_works(
             'gradient_accumulation_steps, if the memory allows it')])
 
 # %% ../../nbs/07_core.advice.ipynb #eedaaff6
-def stability_advice(
-    train_cfg:TrainConfig, # rates, warm-up, clipping
+def stability_advice(train_cfg:TrainConfig, # rates, warm-up, clipping
 )->list[str]: # what to change, the first first
     "Returns what helps a run whose loss or gradient norm jumps."
     c = train_cfg
@@ -149,8 +140,7 @@ class Remedy(NamedTuple):
     changes:dict # field -> new value
     price:str # what comes with it
 
-def _smaller_batches(
-    cfg:TrainConfig, # `batch_size`, `gradient_accumulation_steps`
+def _smaller_batches(cfg:TrainConfig, # `batch_size`, `gradient_accumulation_steps`
 )->list[Remedy]: # down to one pack
     "Returns other splits of the same update."
     b,a,out = cfg.batch_size,cfg.gradient_accumulation_steps,[]
@@ -160,9 +150,7 @@ def _smaller_batches(
         out.append(Remedy(dict(batch_size=b, gradient_accumulation_steps=a), 'the update stays the same'))
     return out
 
-def _smaller_pictures(
-    cfg:VLMConfig, # `max_img_size`
-)->list[Remedy]: # down to one tile
+def _smaller_pictures(cfg:VLMConfig)->list[Remedy]: # `max_img_size`; down to one tile
     "Returns ever smaller pictures."
     out = []
     while cfg.max_img_size>cfg.vit_img_size:
@@ -173,9 +161,7 @@ def _smaller_pictures(
 # %% ../../nbs/07_core.advice.ipynb #abd82324
 MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is short
 
-def _keeps_activations(
-    cfg:TrainConfig, # rates, adapters
-    part:str, # `vision` or `language`
+def _keeps_activations(cfg:TrainConfig, part:str, # rates, adapters; `vision` or `language`
 )->bool: # the language model always does, for the projector's sake
     "Returns whether a part is gone through backwards."
     if part=='language': return True
@@ -183,8 +169,7 @@ def _keeps_activations(
     return (cfg.lr_vision_backbone if cfg.lr_backbones is None else cfg.lr_backbones)>0
 
 # %% ../../nbs/07_core.advice.ipynb #c24d6542
-def memory_remedies(
-    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
+def memory_remedies(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     world_size:int=1, # ranks; sharing needs several
     device:str='cuda', # on the CPU there is no other memory to move things to
 )->list[Remedy]: # in the order in which to try them, each on top of those before
@@ -210,15 +195,11 @@ def memory_remedies(
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #93e6c4ff
-def remedy_line(
-    remedy:Remedy, # from `memory_remedies`
-)->str: # settings and price
+def remedy_line(remedy:Remedy)->str: # from `memory_remedies`; settings and price
     "Returns a remedy in words."
     return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
-def memory_lines(
-    remedies:list[Remedy], # from `memory_remedies`
-    keeps:Callable|None=None, # see `advice`
+def memory_lines(remedies:list[Remedy], keeps:Callable|None=None, # from `memory_remedies`; see `advice`
 )->list[str]: # one line, or two
     "Returns what helps, and what helps only a new run."
     now = [r for r in remedies if keeps is None or keeps(r.changes)]
@@ -226,8 +207,7 @@ def memory_lines(
     return [f"{name}: {'; '.join(map(remedy_line, group))}" for name,group in parts if group]
 
 # %% ../../nbs/07_core.advice.ipynb #effcae7d
-def advice(
-    shares:dict[str,float], # of the time, see `grouped`
+def advice(shares:dict[str,float], # of the time, see `grouped`
     train_cfg:TrainConfig, vlm_cfg:VLMConfig|None=None, # the run; the model, None: nanoVLM's
     oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
     keeps:Callable|None=None, # `keeps(changes)`: may a run resume with them? None: it has not begun
@@ -252,9 +232,7 @@ def advice(
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
 SAVE_EARLY,SAVE_LATER = (50, 100),(500, 1000) # updates between checkpoints
 
-def checkpoints_written(
-    train_cfg:TrainConfig, # how often it saves
-    updates:int, # of the run
+def checkpoints_written(train_cfg:TrainConfig, updates:int, # how often it saves; of the run
 )->int: # one before the first update if that is validated, and always one at the end
     "Returns how many checkpoints a run writes, from its beginning to its end."
     c = train_cfg
@@ -263,9 +241,7 @@ def checkpoints_written(
     return sum(updates//i for i in intervals)-both+all(updates%i for i in intervals)+c.eval_in_epochs
 
 # %% ../../nbs/07_core.advice.ipynb #ba6542eb
-def save_notes(
-    train_cfg:TrainConfig, # how often it saves, and what it keeps
-)->list[str]: # a line for each
+def save_notes(train_cfg:TrainConfig)->list[str]: # how often it saves, and what it keeps; a line for each
     "Returns what is odd about the checkpoints."
     c,updates = train_cfg,updates_of_run(train_cfg)
     every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
@@ -280,8 +256,7 @@ def save_notes(
     return [s for ok,s in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #23799a3d
-def range_notes(
-    train_cfg:TrainConfig, # rates and batch
+def range_notes(train_cfg:TrainConfig, # rates and batch
     epochs:float|None=None, # passes over the data; None: `max_epochs`
 )->list[str]: # a line for each value outside
     "Returns what is outside the ranges of MiniMind-V's pretraining."
@@ -294,8 +269,7 @@ def range_notes(
         for name,x,(low,high) in given if x is not None and not low<=x<=high]
 
 # %% ../../nbs/07_core.advice.ipynb #e8d0096d
-def lint(
-    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
+def lint(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     cpus:int|None=None, ranks:int=1, # processors of the machine; ranks on it
     epochs:float|None=None, # passes over the data, if that is known
 )->list[str]: # notes; none of them stops a run

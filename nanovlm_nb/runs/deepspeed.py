@@ -7,170 +7,135 @@ __all__ = ['ALWAYS', 'KNOWN', 'LIKE', 'flatten', 'batch_sizes', 'zero', 'precisi
            'check_names', 'translate', 'read_deepspeed']
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #cfcd7ea8
-import difflib
-import json
+import difflib,json
 from pathlib import Path
 
-from ..core.config import TrainConfig, evolve
-from ..core.usage import UsageError,user_path
+from ..core.config import TrainConfig,evolve
+from ..core.usage import UsageError,require,user_path
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #1eb1084d
-def flatten(
-    section:dict, # nested as in the file
-    prefix:str='', # keys of the sections around it, each with a dot
-)->dict: # dotted key -> value
-    "A nested dictionary without nesting."
-    flat = {}
-    for k,v in section.items(): flat |= flatten(v, f'{prefix}{k}.') if isinstance(v, dict) else {prefix+k:v}
-    return flat
+def flatten(section:dict, prefix:str='')->dict: # nested as in the file; keys of outer sections
+    "Returns dotted keys and their values."
+    inner = [flatten(v, f'{prefix}{k}.') if isinstance(v, dict) else {prefix+k:v} for k,v in section.items()]
+    return {k:v for part in inner for k,v in part.items()}
 
 def _take(flat, key):
-    "Remove a key and give its value; None if it is missing, or `auto`."
+    "Removes a key and returns its value; None if it is missing, or `auto`."
     value = flat.pop(key, None)
     return None if value=='auto' else value
 
 def _one_of(flat, key, options, remedy):
     value = _take(flat, key)
-    if value is None: return None
-    if value not in options: raise UsageError(f"{key} is {value!r}: {remedy}")
-    return options[value]
+    require(value is None or value in options, f'{key} is {value!r}: {remedy}')
+    return options.get(value)
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #fed90c4a
-def batch_sizes(
-    flat:dict, # from `flatten`; what is used here is removed
-    train_cfg:TrainConfig, # fills in what is not given
-    world_size:int, # ranks
-)->dict: # field -> value and the key it came from
-    "Packs of a micro-batch and micro-batches of an update."
-    names = ('train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulation_steps')
+def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `flatten`; defaults; ranks
+    "Returns packs of a micro-batch and micro-batches of an update: field -> value and the key it came from."
+    names = 'train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulation_steps'
     total,micro,steps = given = [_take(flat, n) for n in names]
-    for n,v in zip(names, given):
-        if v is not None and (type(v) is not int or v<1):
-            raise UsageError(f"{n} is {v!r}: give a whole number above 0, or auto")
+    for n,v in zip(names, given): require(v is None or type(v) is int and v>0,
+        f'{n} is {v!r}: give a whole number above 0, or auto')
     if micro is None:
         micro = train_cfg.batch_size if total is None or steps is None else total//(steps*world_size)
     if steps is None:
         steps = train_cfg.gradient_accumulation_steps if total is None else total//(micro*world_size)
-    if total not in (None, micro*steps*world_size): raise UsageError(
-        f"train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} "
-        f"(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: "
-        "change one of the four, or give auto for one of the first three")
+    require(total in (None, micro*steps*world_size),
+        f'train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} '
+        f'(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: '
+        'change one of the four, or give auto for one of the first three')
     return dict(batch_size=(micro, names[1]), gradient_accumulation_steps=(steps, names[2]))
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #39b8e532
-_STAGES = {0:'ddp', 1:'zero2', 2:'zero2', 3:'zero3'}
-_PLACES = {'cpu':True, 'none':False}
+_STAGES,_PLACES = {0:'ddp', 1:'zero2', 2:'zero2', 3:'zero3'},{'cpu':True, 'none':False}
 
-def zero(
-    flat:dict, # from `flatten`; what is used here is removed
-)->tuple[dict,list[str]]: # field -> value and key; lines for the log
-    "Sharding and offloading."
+def zero(flat:dict)->tuple[dict,list[str]]: # from `flatten`; field -> value and key, lines for the log
+    "Returns sharding and offloading."
     z,fields = 'zero_optimization.',{}
     stage = flat.get(z+'stage')
-    sharding = _one_of(flat, z+'stage', _STAGES, 'give a stage from 0 to 3')
-    if sharding: fields['sharding'] = (sharding, z+'stage')
+    if sharding := _one_of(flat, z+'stage', _STAGES, 'give a stage from 0 to 3'):
+        fields['sharding'] = sharding,z+'stage'
     for part,field in (('optimizer','offload_optimizer'), ('param','offload_params')):
         key = f'{z}offload_{part}.device'
         on = _one_of(flat, key, _PLACES, 'give cpu or none; there is no offloading to disks here')
-        if on is not None: fields[field] = (on, key)
+        if on is not None: fields[field] = on,key
     old = _take(flat, z+'cpu_offload') # its name before there were two
     if old is not None: fields.setdefault('offload_optimizer', (bool(old), z+'cpu_offload'))
-    if fields.get('offload_params', (False,))[0] and stage in (0,1,2):
-        raise UsageError(f"zero_optimization.offload_param needs stage 3, not {stage}: "
-                         "before that every rank holds all weights; "
-                         "set stage 3, or leave out offload_param and keep offload_optimizer")
+    require(not fields.get('offload_params', (False,))[0] or stage not in (0,1,2),
+        f'zero_optimization.offload_param needs stage 3, not {stage}: before that every rank holds all '
+        'weights; set stage 3, or leave out offload_param and keep offload_optimizer')
     return fields,['zero_optimization.stage 1 becomes zero2: '
-                  'gradients are sharded besides the state of the optimizer']*(stage==1)
+        'gradients are sharded besides the state of the optimizer']*(stage==1)
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #e63f88b5
 _SWITCH = {True:True, False:False}
 
-def precision(
-    flat:dict, # from `flatten`; what is used here is removed
-)->dict: # field -> value and key
-    "`dtype`, if the file says something about it."
+def precision(flat:dict)->dict: # from `flatten`; field -> value and key
+    "Returns `dtype`, if the file says something about it."
     bf16,fp16 = (_one_of(flat, f'{k}.enabled', _SWITCH, 'give true, false or auto') for k in ('bf16','fp16'))
-    if bf16 and fp16: raise UsageError('bf16.enabled and fp16.enabled are both true: choose one')
-    if bf16 is None and fp16 is None: return {}
-    return dict(dtype=('bfloat16','bf16.enabled') if bf16
-                else ('float16','fp16.enabled') if fp16 else ('float32','bf16.enabled and fp16.enabled'))
+    require(not (bf16 and fp16), 'bf16.enabled and fp16.enabled are both true: choose one')
+    if bf16 is fp16 is None: return {}
+    kinds = {'bf16.enabled':('bfloat16', bf16), 'fp16.enabled':('float16', fp16)}
+    return dict(dtype=next(((kind, key) for key,(kind,on) in kinds.items() if on),
+        ('float32','bf16.enabled and fp16.enabled')))
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #e5671857
-def optimizer(
-    flat:dict, # from `flatten`; what is used here is removed
-    train_cfg:TrainConfig, # says what trains
-)->dict: # field -> value and key
-    "Learning rates, `betas` and `weight_decay`."
-    p,fields = 'optimizer.params.',{}
-    kind = _take(flat, 'optimizer.type')
-    if str(kind).lower() not in ('none','adam','adamw') or flat.pop(p+'adam_w_mode', True) is False:
-        raise UsageError(f"optimizer.type {kind} (adam_w_mode on) is not there: "
-                         "this trainer has AdamW; give AdamW, or leave out the section")
-    lr = _take(flat, p+'lr')
-    if lr is not None:
-        component_rates = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones')
-        rates = ('lr_lora',) if train_cfg.lora_rank else component_rates
-        fields |= {n:(lr, p+'lr') for n in rates if getattr(train_cfg, n)}
-    for n in ('betas','weight_decay'):
-        if (v := _take(flat, p+n)) is not None: fields[n] = (v, p+n)
-    return fields
+def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field -> value and key
+    "Returns learning rates, `betas` and `weight_decay`."
+    p,kind = 'optimizer.params.',_take(flat, 'optimizer.type')
+    adamw = str(kind).lower() in ('none','adam','adamw') and flat.pop(p+'adam_w_mode', True) is not False
+    require(adamw, f'optimizer.type {kind} (adam_w_mode on) is not there: this trainer has AdamW; '
+        'give AdamW, or leave out the section')
+    component_rates = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones'
+    rates = ('lr_lora',) if train_cfg.lora_rank else [n for n in component_rates if getattr(train_cfg, n)]
+    given = dict.fromkeys(rates, p+'lr')|{n:p+n for n in ('betas','weight_decay')}
+    values = {key:_take(flat, key) for key in dict.fromkeys((p+'lr', *given.values()))}
+    return {n:(values[key], key) for n,key in given.items() if values[key] is not None}
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #9b022df3
 def _updates(flat, key, samples):
-    "A number of updates; an error if the run counts samples."
+    "A number of updates; a UsageError if the run counts samples."
     n = _take(flat, key)
-    if n is not None and samples is not None:
-        raise UsageError(f"{key} {n} counts updates, and max_training_samples {samples} counts samples: "
-                         "leave one of them out; a climb is a share in warmup_ratio")
+    require(n is None or samples is None, f'{key} {n} counts updates, and max_training_samples {samples} '
+        'counts samples: leave one of them out; a climb is a share in warmup_ratio')
     return n
 
-def scheduler(
-    flat:dict, # from `flatten`; what is used here is removed
-    train_cfg:TrainConfig, # length of the run
-)->dict: # field -> value and key
-    "Shape of the learning rate, and the length of the run if it is given."
-    p,fields = 'scheduler.params.',{}
-    kind = _take(flat, 'scheduler.type')
-    if kind is None: return fields
+def scheduler(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field -> value and key
+    "Returns the shape of the learning rate, and the length of the run if it is given."
+    p,kind = 'scheduler.params.',_take(flat, 'scheduler.type')
+    if kind is None: return {}
     floor = {'WarmupLR':1., 'WarmupCosineLR':flat.pop(p+'cos_min_ratio', .0001)}.get(kind)
-    if floor is None:
-        raise UsageError(f"scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, "
-                         "or leave out the section and set lr_schedule to a module:function of yours")
-    fields |= dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
+    require(floor is not None, f'scheduler.type {kind} has no equivalent: give WarmupLR or WarmupCosineLR, '
+        'or leave out the section and set lr_schedule to a module:function of yours')
+    fields = dict(lr_schedule=('cosine','scheduler.type'), min_lr_ratio=(floor,'scheduler.type'))
     total,climb = (_updates(flat, p+n, train_cfg.max_training_samples)
-                   for n in ('total_num_steps','warmup_num_steps'))
-    if total is not None: fields['max_training_steps'] = (total, p+'total_num_steps')
+        for n in ('total_num_steps','warmup_num_steps'))
     updates = total or train_cfg.max_training_steps
-    if climb is not None:
-        if climb>updates:
-            raise UsageError(f"{p}warmup_num_steps {climb} is more than the run's {updates} updates: "
-                             "lower it, or raise max_training_steps")
-        fields['warmup_ratio'] = (climb/updates, p+'warmup_num_steps')
+    require(climb is None or climb<=updates, f'{p}warmup_num_steps {climb} is more than the run\'s {updates} '
+        'updates: lower it, or raise max_training_steps')
+    if total is not None: fields['max_training_steps'] = total,p+'total_num_steps'
+    if climb is not None: fields['warmup_ratio'] = climb/updates,p+'warmup_num_steps'
     return fields
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #598ccc22
 def _peak(flat):
-    "Use the schedule's peak as the optimizer's rate; two different ones are an error."
+    "Takes the schedule's peak for the optimizer's rate; two different ones are a UsageError."
     peak,lr = _take(flat, 'scheduler.params.warmup_max_lr'),flat.get('optimizer.params.lr', 'auto')
-    if peak is None: return
-    if lr not in ('auto', peak):
-        raise UsageError(f"scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {lr}: "
-                         "give one of them, or auto")
-    flat['optimizer.params.lr'] = peak
+    require(peak is None or lr in ('auto', peak), f'scheduler.params.warmup_max_lr {peak} is not '
+        f'optimizer.params.lr {lr}: give one of them, or auto')
+    if peak is not None: flat['optimizer.params.lr'] = peak
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #3f3f1d8b
-ALWAYS = ('allgather_partitions','overlap_comm','reduce_scatter','contiguous_gradients')
+ALWAYS = {f'zero_optimization.{n}' for n in ('allgather_partitions','overlap_comm','reduce_scatter',
+    'contiguous_gradients')}
 
-def leftovers(
-    flat:dict, # what no translation has used
-)->list[str]: # lines for the log
-    "Say what has no equivalent."
-    always = [k for k in flat if k in {f'zero_optimization.{n}' for n in ALWAYS}]
-    out = [k for k,v in flat.items() if k not in always and v not in (False,'auto',None)]
-    lines = [f"with zero2 and zero3 always so, nothing to set: {', '.join(always)}"] if always else []
-    off = [k for k in always if flat[k] is False]
-    if off: lines.append(f"cannot be switched off: {', '.join(off)}")
-    return lines + ([f"no equivalent, left out: {', '.join(out)}"] if out else [])
+def leftovers(flat:dict)->list[str]: # what no translation has used
+    "Returns lines for the log about what has no equivalent."
+    always,unused = [k for k in flat if k in ALWAYS],(False,'auto',None)
+    kinds = {'with zero2 and zero3 always so, nothing to set':always,
+        'cannot be switched off':[k for k in always if flat[k] is False],
+        'no equivalent, left out':[k for k,v in flat.items() if k not in ALWAYS and v not in unused]}
+    return [f"{what}: {', '.join(keys)}" for what,keys in kinds.items() if keys]
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #e5f10002
 _OFFLOAD = dict.fromkeys('device nvme_path pin_memory buffer_count buffer_size '
@@ -202,31 +167,25 @@ KNOWN = dict.fromkeys(_OTHER.split())|dict(optimizer=_KIND, scheduler=_KIND,
 LIKE = .8 # of 1; similarity from which on an unknown name is taken for a misspelt one
 
 def check_names(
-    settings:dict, # nested as in the file
-    known:dict=KNOWN, # names of this section -> names inside, or None
+    settings:dict, known:dict=KNOWN, # nested as in the file; names of this section -> names inside, or None
     prefix:str='', # keys of the sections around it, each with a dot
-)->None: # raises if a name is misspelt
-    "Raise a ValueError about a name that looks like one of DeepSpeed's, and about a value for a section."
+)->None:
+    "Raises a UsageError about a name that looks like one of DeepSpeed's, and about a value for a section."
     for name,value in settings.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=LIKE)
-        if name not in known and near:
-            raise UsageError(f"{prefix}{name} is unknown: did you mean {prefix}{near[0]}?")
-        inside = known.get(name)
-        if inside is None: continue
-        if not isinstance(value, dict):
-            raise UsageError(f"{prefix}{name} is {value!r}: "
-                             f"give a section in braces, with {', '.join(list(inside)[:3])} or others")
+        require(name in known or not near,
+            f'{prefix}{name} is unknown: did you mean {prefix}{"".join(near)}?')
+        if (inside := known.get(name)) is None: continue
+        require(isinstance(value, dict), f'{prefix}{name} is {value!r}: '
+            f'give a section in braces, with {", ".join(list(inside)[:3])} or others')
         check_names(value, inside, f'{prefix}{name}.')
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #12682eb8
 def translate(
-    settings:dict, # nested as in the file
-    train_cfg:TrainConfig, # the run without it
-    world_size:int, # ranks
+    settings:dict, train_cfg:TrainConfig, world_size:int, # nested as in the file; the run without it; ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
-    "Apply DeepSpeed's settings to a run."
-    # its older name
-    if 'bfloat16' in settings: settings = {'bf16' if k=='bfloat16' else k:v for k,v in settings.items()}
+    "Returns the run with DeepSpeed's settings."
+    settings = {'bf16' if k=='bfloat16' else k:v for k,v in settings.items()} # its older name
     check_names(settings)
     flat = flatten(settings)
     _peak(flat)
@@ -234,23 +193,20 @@ def translate(
     fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)
     fields |= optimizer(flat, train_cfg)|scheduler(flat, train_cfg)
     clip = _take(flat, 'gradient_clipping')
-    if clip is not None: fields['max_grad_norm'] = (clip or None, 'gradient_clipping')
+    if clip is not None: fields['max_grad_norm'] = clip or None,'gradient_clipping'
     changed = {n:o for n,o in fields.items() if getattr(train_cfg, n)!=o[0]}
     changes = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
-    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}), changes+lines+leftovers(flat)
+    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}),changes+lines+leftovers(flat)
 
 def read_deepspeed(
-    path:str|Path, # a DeepSpeed JSON file
-    train_cfg:TrainConfig, # the run without it
-    world_size:int, # ranks
+    path:str|Path, train_cfg:TrainConfig, world_size:int, # a DeepSpeed JSON file; the run without it; ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
-    "Read a file and apply it; it wins over the settings of the run."
+    "Returns the run with the settings of a file, which win over its own."
     try:
         with user_path(): settings = json.loads(Path(path).read_text(encoding='utf-8'))
     except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UsageError(f"deepspeed_config {path} is no JSON: {e}") from e
-    if not isinstance(settings, dict):
-        raise UsageError(f"deepspeed_config {path} holds a {type(settings).__name__}: "
-                         "give sections in braces")
+        raise UsageError(f'deepspeed_config {path} is no JSON: {e}') from e
+    require(isinstance(settings, dict),
+        f'deepspeed_config {path} holds a {type(settings).__name__}: give sections in braces')
     cfg,lines = translate(settings, train_cfg, world_size)
     return cfg,[f'deepspeed_config {path}: {line}' for line in lines]

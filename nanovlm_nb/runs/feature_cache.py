@@ -22,9 +22,7 @@ from ..model.weights import weights_sha
 from ..model.vlm import VLMNet, flatten_tiles, trains
 
 # %% ../../nbs/50_runs.feature_cache.ipynb #abc4841c
-def tile_key(
-    tile:Tensor, # (3, S, S) bytes or floats
-)->str: # 40 hexadecimal digits
+def tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal digits
     "SHA-1 of a tile's pixels and their type."
     return hashlib.sha1(str(tile.dtype).encode()+tile.cpu().contiguous().numpy().tobytes()).hexdigest()
 
@@ -36,8 +34,7 @@ class FeatureCache:
     "Features of tiles by the content of a tile; replaces `VLMNet.see`."
     def __init__(self,
         folder:str|Path, # where the files are; of this tower alone, since their names say nothing about it
-        see:Callable, # stacks of tiles -> (N, P, D) features
-        shape:tuple[int,int], # P and D
+        see:Callable, shape:tuple[int,int], # stacks of tiles -> (N, P, D) features; P and D
         dtype:torch.dtype=torch.float32, # in which features are kept
     ):
         self.folder,self.see,self.shape,self.dtype = Path(folder),see,tuple(shape),dtype
@@ -48,15 +45,11 @@ class FeatureCache:
         "Space on disk that a tile takes."
         return self.shape[0]*self.shape[1]*self.dtype.itemsize+SUM
 
-    def path(self,
-        key:str, # from `tile_key`
-    )->Path: # in one of 256 directories
+    def path(self, key:str)->Path: # from `tile_key`; in one of 256 directories
         "Where the features of a tile are."
         return self.folder/key[:2]/key
 
-    def read(self,
-        key:str, # from `tile_key`
-    )->Tensor|None: # (P, D); None: never seen, or damaged since
+    def read(self, key:str)->Tensor|None: # from `tile_key`; (P, D); None: never seen, or damaged since
         "Features from disk."
         if not self.path(key).is_file(): return None
         raw = np.fromfile(self.path(key), dtype=np.uint8)
@@ -66,10 +59,7 @@ class FeatureCache:
         logger.warning('%s is damaged: its features are made again', self.path(key))
         return None
 
-    def write(self,
-        key:str, # from `tile_key`
-        features:Tensor, # (P, D) on the CPU, of `dtype`
-    )->None:
+    def write(self, key:str, features:Tensor)->None: # from `tile_key`; (P, D) on the CPU, of `dtype`
         "Features to disk."
         path,tmp = self.path(key),self.folder/f'{key}.{os.getpid()}{TMP}'
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +67,7 @@ class FeatureCache:
         tmp.write_bytes(raw.tobytes()+zlib.crc32(raw).to_bytes(SUM, 'little'))
         tmp.replace(path)
 
-    def __call__(self,
-        images, # see `flatten_tiles`; at least one tile
+    def __call__(self, images, # see `flatten_tiles`; at least one tile
     )->Tensor: # (N, P, D) of `dtype`, on the CPU
         "Features of tiles, computed where they are not known."
         tiles = [t for stack in flatten_tiles(images) for t in stack]
@@ -96,8 +85,7 @@ class FeatureCache:
         return dict(zip(new, features))
 
 # %% ../../nbs/50_runs.feature_cache.ipynb #4ce4c040
-def keep_features(
-    model:VLMNet, # its vision tower is frozen; uses the cache from now on
+def keep_features(model:VLMNet, # its vision tower is frozen; uses the cache from now on
     folder:str|Path, # parent directory, e.g. in the directory of the run
     dtype:torch.dtype=torch.float32, # precision of the matrix products
 )->FeatureCache: # `model.features`

@@ -6,8 +6,8 @@
 __all__ = ['SAVED', 'COLD_S', 'WORKSPACE', 'FIXED_SIZES', 'NO_TWIN', 'component_lrs', 'param_groups', 'adapter_groups',
            'adapter_sizes', 'training_groups', 'make_optimizer', 'trainable_line', 'training_parts', 'checked_lr',
            'set_lrs', 'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'cpu_has_bfloat16', 'amp_dtype',
-           'precision_notes', 'autocast', 'make_scaler', 'blocks_of', 'compile_blocks', 'eager_line', 'pays_to_compile',
-           'decide_compile', 'compile_counts', 'check_same_bits', 'same_bits']
+           'precision_notes', 'autocast', 'make_scaler', 'blocks_of', 'compile_blocks', 'eager_line', 'decide_compile',
+           'compile_counts', 'check_same_bits', 'same_bits']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
 import math,os
@@ -19,267 +19,210 @@ from torch import Tensor,nn
 from torch.distributed.tensor import DTensor
 
 from ..core.config import TrainConfig
-from ..core.usage import UsageError,require
+from ..core.usage import require
 from ..model.vlm import is_adapter
 from ..model.flops import COMPONENTS
 
 # %% ../../nbs/41_training.optim.ipynb #bf47b93f
-def component_lrs(
-    train_cfg:TrainConfig, # fields `lr_mp`, `lr_vision_backbone`, `lr_language_backbone`, `lr_backbones`
-)->dict[str,float]: # attribute of the model -> its peak learning rate; 0 freezes it
-    "The peak learning rate of each component of the model."
-    joint = train_cfg.lr_backbones
-    return dict(MP=train_cfg.lr_mp,
-        vision_encoder=train_cfg.lr_vision_backbone if joint is None else joint,
-        decoder=train_cfg.lr_language_backbone if joint is None else joint)
+def component_lrs(train_cfg:TrainConfig)->dict[str,float]: # component -> peak learning rate; 0 freezes it
+    "Returns the peak learning rate of each component of the model."
+    vision,language = train_cfg.lr_backbone_pair
+    return dict(MP=train_cfg.lr_mp, vision_encoder=vision, decoder=language)
 
 # %% ../../nbs/41_training.optim.ipynb #69542446
 def _training_parts(component, lr, last_blocks):
-    "Freeze a component; thaw, and return, what trains with this rate."
-    if last_blocks and last_blocks>len(component.blocks):
-        raise UsageError(f'language_last_blocks is {last_blocks}, but the language model '
-                         f'has {len(component.blocks)} blocks: give fewer, or None to train all of it')
+    "Freezes a component; thaws, and returns, what trains with this rate."
+    require(not last_blocks or last_blocks<=len(component.blocks),
+        f'language_last_blocks is {last_blocks}, but the language model has '
+        f'{len(getattr(component, "blocks", ()))} blocks: give fewer, or None to train all of it')
     component.requires_grad_(False).eval()
     parts = [] if lr<=0 else [component] if last_blocks is None else [*component.blocks[-last_blocks:]]
     for p in parts: p.requires_grad_(True).train()
     return parts
 
 # %% ../../nbs/41_training.optim.ipynb #fd0ac6fa
-def param_groups(
-    model:nn.Module, # with the attributes that `lrs` names
-    lrs:dict[str,float], # component -> peak learning rate, from `component_lrs`
+def param_groups(model:nn.Module, lrs:dict[str,float], # component, an attribute -> peak learning rate
     last_blocks:int|None=None, # train only so many last blocks of `decoder`; None: all of it
 )->list[dict]: # groups for an optimizer, with `name` and `max_lr`
-    "One group for each component that trains; what does not train is frozen, in eval mode, and in no group."
-    groups = []
-    for name,lr in lrs.items():
-        parts = _training_parts(getattr(model, name), lr, last_blocks if name=='decoder' else None)
-        if parts:
-            groups.append(dict(name=name, params=[p for part in parts for p in part.parameters()],
-                               lr=lr, max_lr=lr))
-    if not groups: raise UsageError(f'every learning rate is 0 ({lrs}): nothing would train')
-    return groups
+    "Returns a group for each component that trains; what does not is frozen, in eval mode, and in no group."
+    trains = {name:_training_parts(getattr(model, name), lr, last_blocks if name=='decoder' else None)
+        for name,lr in lrs.items()}
+    require(any(trains.values()), f'every learning rate is 0 ({lrs}): nothing would train')
+    return [dict(name=name, params=[p for part in parts for p in part.parameters()], lr=lrs[name],
+        max_lr=lrs[name]) for name,parts in trains.items() if parts]
 
 # %% ../../nbs/41_training.optim.ipynb #75ac61c8
-def adapter_groups(
-    model:nn.Module, # with adapters
-    lr:float, # their peak learning rate
-)->list[dict]: # one group, called `lora`
-    "Adapters train; everything else is frozen and in eval mode."
+def adapter_groups(model:nn.Module, lr:float)->list[dict]: # with adapters; their peak learning rate
+    "Returns one group, `lora`: adapters train, everything else is frozen."
     adapters = [p for name,p in model.requires_grad_(False).named_parameters() if is_adapter(name)]
-    require(adapters, 'lora_rank without adapters: this model was made without them, '
-        'see lora.add_adapters')
+    require(adapters, 'lora_rank without adapters: this model was made without them, see lora.add_adapters')
     for p in adapters: p.requires_grad_(True)
     model.train()
     return [dict(name='lora', params=adapters, lr=lr, max_lr=lr)]
 
-def adapter_sizes(
-    model:nn.Module, # with adapters, or without
-)->dict[str,int]: # component -> numbers in its adapters; components without are left out
-    "How large adapters are."
-    sizes = {name:sum(p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n))
-             for name in COMPONENTS if hasattr(model, name)}
-    return {name:n for name,n in sizes.items() if n}
+def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters are left out
+    "Returns how many numbers the adapters of each component have."
+    found = {name:[p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n)]
+        for name in COMPONENTS if hasattr(model, name)}
+    return {name:sum(sizes) for name,sizes in found.items() if sizes}
 
+# %% ../../nbs/41_training.optim.ipynb #75ac61c9
 def training_groups(
     model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`, and those that its `new_parts` name
     train_cfg:TrainConfig, # learning rates, `language_last_blocks`, `lora_rank`
-)->list[dict]: # one group per component that trains, with `name` and `max_lr`; the rest is frozen
-    "Groups for an optimizer; `new_parts` train like the projector, as new as they are."
+)->list[dict]: # with `name` and `max_lr`; what is in none is frozen
+    "Returns groups for an optimizer; `new_parts` train like the projector, as new as they are."
     if train_cfg.lora_rank: return adapter_groups(model, train_cfg.lr_lora)
     lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     return param_groups(model, lrs, train_cfg.language_last_blocks)
 
-def make_optimizer(
-    model:nn.Module, # see `training_groups`
-    train_cfg:TrainConfig, # learning rates, `betas`, `weight_decay`
+def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_groups`; `betas`, `weight_decay`
     kind:type=torch.optim.AdamW, # or another class with its arguments, such as `OffloadedAdamW`
-)->torch.optim.Optimizer: # one group per component that trains
-    "AdamW over the components that train."
+)->torch.optim.Optimizer:
+    "Returns AdamW over the components that train."
     groups = training_groups(model, train_cfg)
     fused = groups[0]['params'][0].device.type in ('cpu','cuda')
     return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
 
 # %% ../../nbs/41_training.optim.ipynb #fc084759
 def trainable_line(
-    model:nn.Module, # with the components as attributes
-    optimizer:torch.optim.Optimizer, # from `make_optimizer`
+    model:nn.Module, optimizer:torch.optim.Optimizer, # from `make_optimizer`
 )->str: # e.g. `trainable: 0.197 M of 1.285 M (MP 0.197)`
-    "How many millions of parameters train, after a check that they are those that the optimizer was given."
-    declared = {id(p):g['name'] for g in optimizer.param_groups for p in g['params']}
+    "Returns how many millions of parameters train, if they are those that the optimizer was given."
+    declared = {id(p) for g in optimizer.param_groups for p in g['params']}
     for name,p in model.named_parameters():
-        if p.requires_grad==(id(p) in declared): continue
         wrong = ('asks for a gradient, but no learning rate is meant for it' if p.requires_grad
-                 else 'has a learning rate, but is frozen')
-        raise UsageError(f'{name} {wrong}: freeze and thaw with the learning rates and language_last_blocks, '
-                         'before the optimizer is made')
+            else 'has a learning rate, but is frozen')
+        require(p.requires_grad==(id(p) in declared), f'{name} {wrong}: freeze and thaw with the learning '
+            'rates and language_last_blocks, before the optimizer is made')
     size = lambda ps: sum(p.numel() for p in ps)/1e6
     groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
     return f'trainable: {sum(n for _,n in groups):.3f} M of {size(model.parameters()):.3f} M ({each})'
 
 # %% ../../nbs/41_training.optim.ipynb #46ac9e51
-def training_parts(
-    train:dict, # fields of a `TrainConfig`; missing ones have their default
-)->dict[str,str]: # component -> what of it trains
-    "Which parts of the model a run trains."
+def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; component -> what of it trains
+    "Returns which parts of the model a run trains; missing fields have their default."
     if train.get('lora_rank'): return {name:'adapters' for name in train['lora_targets']}
-    names = ('lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks')
+    names = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks'
     cfg = TrainConfig(**{k:v for k,v in train.items() if k in names})
     last = cfg.language_last_blocks
     return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
-            for name,lr in component_lrs(cfg).items() if lr>0}
+        for name,lr in component_lrs(cfg).items() if lr>0}
 
 # %% ../../nbs/41_training.optim.ipynb #6521a191
 def checked_lr(
-    schedule:Callable, # `schedule(step, max_lr, max_steps) -> lr`
-    step:int, # update that comes next, from 0
-    max_lr:float, # peak of the rate
-    max_steps:int, # length of the run in updates
-)->float: # the rate
-    "Ask a schedule, which may be anybody's; a ValueError if its answer is no rate."
+    schedule:Callable, step:int, # `schedule(step, max_lr, max_steps) -> lr`; update that comes next, from 0
+    max_lr:float, max_steps:int, # peak of the rate; length of the run in updates
+)->float:
+    "Returns the rate that a schedule, which may be a user's, gives; a UsageError if it is none."
     lr = schedule(step, max_lr, max_steps)
     try: is_rate = math.isfinite(lr) and lr>=0
     except TypeError: is_rate = False
-    if is_rate: return float(lr)
-    name = getattr(schedule, '__name__', schedule)
-    raise UsageError(f'the schedule {name} returned {lr!r} for step {step} of {max_steps}: '
-                     'it must return a learning rate, 0 or more')
+    require(is_rate, f'the schedule {getattr(schedule, "__name__", schedule)} returned {lr!r} '
+        f'for step {step} of {max_steps}: it must return a learning rate, 0 or more')
+    return float(lr)
 
 def set_lrs(
-    optimizer:torch.optim.Optimizer, # groups with `name` and `max_lr`
-    schedule:Callable, # `schedule(step, max_lr, max_steps) -> lr`
-    step:int, # update that comes next, from 0
-    max_steps:int, # length of the run in updates
+    optimizer:torch.optim.Optimizer, schedule:Callable, # groups with `name` and `max_lr`; see `checked_lr`
+    step:int, max_steps:int, # update that comes next, from 0; length of the run
 )->dict[str,float]: # `lr_MP`, `lr_vision_encoder`, `lr_decoder`, for the log
-    "Give every group its rate for update `step`."
+    "Gives every group its rate for an update."
     for g in optimizer.param_groups: g['lr'] = checked_lr(schedule, step, g['max_lr'], max_steps)
     return {f"lr_{g['name']}":g['lr'] for g in optimizer.param_groups}
 
 # %% ../../nbs/41_training.optim.ipynb #6c7d0002
 class ChainedOptimizer(torch.optim.Optimizer):
     "Several optimizers as one; no parameter has two."
-    def __init__(self,
-        *parts:torch.optim.Optimizer, # each with its groups
-    ):
+    def __init__(self, *parts:torch.optim.Optimizer): # each with its groups
         self.parts = parts
         super().__init__([g for part in parts for g in part.param_groups], {})
         for part in parts: self.state.update(part.state)
         self._share()
 
     def _share(self):
-        "Let the parts have the groups and the state that are here."
+        "Lets the parts have the groups and the state that are here."
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups,part.state = [next(groups) for _ in part.param_groups],self.state
 
-    def step(self,
-        closure=None, # computes the gradients again, as in every optimizer
-    ): # what `closure` returned
-        "One step of each."
+    def step(self, closure=None): # computes the gradients again, as in every optimizer; what it returned
+        "Takes one step with each."
         loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts: part.step()
         return loss
 
-    def load_state_dict(self,
-        state_dict:dict, # of a `ChainedOptimizer` of the same parts
-    )->None:
-        "Take over state and options."
+    def load_state_dict(self, state_dict:dict)->None: # of a `ChainedOptimizer` of the same parts
+        "Takes over state and options."
         super().load_state_dict(state_dict)
         self._share()
 
+# %% ../../nbs/41_training.optim.ipynb #6c7d0006
 def own_optimizer(
-    make:Callable, # `optimizer(model, train_cfg)`
-    model:nn.Module, # see `training_groups`
-    train_cfg:TrainConfig, # the run
+    make:Callable, model:nn.Module, train_cfg:TrainConfig, # `optimizer(model, train_cfg)`; both
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
-    "Ask a function of the user's for an optimizer; a ValueError if it cannot be had or does not fit."
+    "Returns the optimizer that a user's function makes; a UsageError if it cannot be had or does not fit."
     c = train_cfg
-    if c.offload_optimizer or c.offload_params:
-        raise UsageError(f'an optimizer of your own with offload_optimizer {c.offload_optimizer}, '
-            f'offload_params {c.offload_params}: only the update of AdamW is made in the memory of the CPU; '
-            'set both to False')
+    require(not (c.offload_optimizer or c.offload_params),
+        f'an optimizer of your own with offload_optimizer {c.offload_optimizer}, offload_params '
+        f'{c.offload_params}: only the update of AdamW is made in the memory of the CPU; set both to False')
     optimizer,name = make(model, c),getattr(make, '__name__', make)
     for i,group in enumerate(optimizer.param_groups):
-        lacking = [key for key in ('name','max_lr') if key not in group]
-        if not lacking: continue
-        raise UsageError(f'group {i} of the optimizer that {name} made lacks {" and ".join(lacking)}: '
+        lacking = ' and '.join(key for key in ('name','max_lr') if key not in group)
+        require(not lacking, f'group {i} of the optimizer that {name} made lacks {lacking}: '
             'take the groups of `training_groups`, or give each a name and its peak learning rate')
     return optimizer
 
 # %% ../../nbs/41_training.optim.ipynb #f346c9f3
-def clip_gradients(
-    params:Iterable[Tensor], # parameters with gradients
-    max_norm:float|None, # largest norm allowed; None measures only
-)->Tensor: # norm before clipping, a scalar
-    "Scale the gradients down to `max_norm` when their common norm is larger."
+def clip_gradients(params:Iterable[Tensor], max_norm:float|None)->Tensor: # None measures only; a scalar
+    "Scales gradients down to `max_norm` if their common norm is larger, and returns the norm before."
     norm = nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 # %% ../../nbs/41_training.optim.ipynb #60d08a7f
 def cpu_has_bfloat16()->bool: # else a product takes many times as long as in float32
-    "Has PyTorch bfloat16 kernels for this processor?"
+    "Returns whether PyTorch has bfloat16 kernels for this processor."
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-def amp_dtype(
-    device:torch.device, # where the model is
-    name:str='auto', # 'auto', 'bfloat16', 'float16' or 'float32'
-)->torch.dtype: # precision of the matrix products
-    "The precision `name`; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
+def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfloat16', 'float16' or 'float32'
+    "Returns a precision; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
     if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported() else torch.float16
 
 # %% ../../nbs/41_training.optim.ipynb #333b15fa
-def precision_notes(
-    device:torch.device, # where the model is
-    dtype:torch.dtype, # from `amp_dtype`
-)->list[str]: # lines
-    "A precision that was asked for, and is slow on this processor."
+def precision_notes(device:torch.device, dtype:torch.dtype)->list[str]: # lines for the log
+    "Returns what is slow about a precision that was asked for."
     slow = device.type=='cpu' and dtype!=torch.float32 and not cpu_has_bfloat16()
     return [f'PyTorch has no fast kernels for {dtype} on this processor: '
-            'give --dtype float32, it is several times as fast'] if slow else []
+        'give --dtype float32, it is several times as fast']*slow
 
-def autocast(
-    device:torch.device, # where the model is
-    dtype:torch.dtype, # from `amp_dtype`
-): # context manager
-    "Mixed precision for the forward pass; does nothing for float32, and on a device that has no such thing."
+def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
+    "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, dtype=dtype) if known and dtype!=torch.float32 else nullcontext()
 
 # %% ../../nbs/41_training.optim.ipynb #39945d71
-def make_scaler(
-    device:torch.device, # where the model is
-    dtype:torch.dtype, # from `amp_dtype`
-)->torch.amp.GradScaler: # enabled for float16 only
-    "A gradient scaler that does nothing unless the precision is float16."
+def make_scaler(device:torch.device, dtype:torch.dtype)->torch.amp.GradScaler:
+    "Returns a gradient scaler, which does nothing unless the precision is float16."
     return torch.amp.GradScaler(device.type, enabled=dtype==torch.float16)
 
 # %% ../../nbs/41_training.optim.ipynb #392c011b
-def blocks_of(
-    model:nn.Module, # with `vision_encoder` and `decoder`
-)->tuple[list[nn.Module],list[str]]: # blocks that can be compiled; names of towers of another make
-    "The blocks of both towers, as ours have them: modules in `blocks`, each with an `mlp`."
-    all_blocks,others = [],[]
-    for name in ('vision_encoder','decoder'):
-        blocks = list(getattr(getattr(model, name), 'blocks', ()))
-        if blocks and all(hasattr(b, 'mlp') for b in blocks): all_blocks += blocks
-        else: others.append(name)
-    return all_blocks,others
+def blocks_of(model:nn.Module)->tuple[list[nn.Module],list[str]]: # can be compiled; towers of another make
+    "Returns the blocks of both towers, as ours have them: modules in `blocks`, each with an `mlp`."
+    blocks = {name:[*getattr(getattr(model, name), 'blocks', ())] for name in ('vision_encoder','decoder')}
+    others = [name for name,found in blocks.items() if not found or not all(hasattr(b, 'mlp') for b in found)]
+    return [b for name,found in blocks.items() if name not in others for b in found],others
 
 def _for_any_number_of_tiles(forward):
-    "Say before each call that the number of tiles varies: the first graph then serves all."
+    "Says before each call that the number of tiles varies: the first graph then serves all."
     def call(x, *args):
         torch._dynamo.maybe_mark_dynamic(x, 0)
         return forward(x, *args)
     return call
 
-def compile_blocks(
-    model:nn.Module, # with `vision_encoder` and `decoder`; one without blocks like ours stays as it is
-    **kwargs, # passed on to `torch.compile`, for example `backend`
-)->int: # number of compiled modules
-    "Compile the blocks of both towers in place; state-dict keys stay clean."
+def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
+    "Compiles the blocks of both towers in place; state-dict keys stay clean."
     parts = [m for b in blocks_of(model)[0] for m in getattr(b.mlp, 'shared', [b])]
     tower = {*model.vision_encoder.modules()}
     for p in parts:
@@ -287,100 +230,80 @@ def compile_blocks(
         p.forward = _for_any_number_of_tiles(compiled) if p in tower else compiled
     return len(parts)
 
-def eager_line(
-    model:nn.Module, # of a run that compiles
-)->str: # for the log; nothing if all blocks can be compiled
-    "What stays eager."
+def eager_line(model:nn.Module)->str: # for the log; '' if all blocks can be compiled
+    "Returns what stays eager in a run that compiles."
     others = blocks_of(model)[1]
-    have = 'has' if len(others)==1 else 'have'
-    names = ' and '.join(others)
-    return f'not compiled: {names}, which {have} no blocks like ours, each with an mlp' if others else ''
+    have,names = 'has' if len(others)==1 else 'have',' and '.join(others)
+    return f'not compiled: {names}, which {have} no blocks like ours, each with an mlp'*bool(others)
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a02
 SAVED = .2 # share of an update's time that compiled blocks save at least
 COLD_S = 120. # seconds by which a start with the compiler is longer
 
-def pays_to_compile(
-    updates:int, # of the whole run
-    seconds:float, # of an update that is not compiled
-)->bool: # is the start won back?
-    "Does a run become shorter when its blocks are compiled?"
-    return updates*seconds*SAVED>COLD_S
-
 def decide_compile(
-    asked:bool|None, # `compile`
-    kind:str, # of the device, e.g. `cuda`
-    before:bool|None, # what was decided at an earlier start of the run; None: nothing was
-    updates:int, # of the whole run
-    seconds:float, # of an update that is not compiled, as predicted
+    asked:bool|None, kind:str, before:bool|None, # `compile`; of the device; what an earlier start has decided
+    updates:int, seconds:float, # of the whole run; of an update that is not compiled, as predicted
 )->tuple[bool,str]: # compile? and a line for the log
-    "What was asked for, else what was decided before, else what pays."
+    "Returns what was asked for, else what was decided before, else what makes the run shorter."
     word = lambda yes: 'blocks are compiled' if yes else 'blocks are not compiled'
     if asked is not None: return asked,f'compile {asked}: {word(asked)}'
     if kind!='cuda': return False,f'compile None: {word(False)}, the device is no CUDA GPU'
     if before is not None: return before,f'compile None: {word(before)}, as it was decided when the run began'
-    pays = pays_to_compile(updates, seconds)
+    pays = updates*seconds*SAVED>COLD_S
     return pays,(f'compile None: {word(pays)}, {updates} updates of about {seconds:.2g} s would save '
         f'{updates*seconds*SAVED:.0f} s of time, a start that compiles takes about {COLD_S:.0f} s')
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a06
 def compile_counts()->dict[str,int]: # `graphs` traced by this process; compilations `found` on disk or `made`
-    "What compiling came to so far."
+    "Returns what compiling came to so far."
     from torch._dynamo.utils import counters
     kept = counters['inductor']
     return dict(graphs=counters['stats']['unique_graphs'], found=kept['fxgraph_cache_hit'],
-                made=kept['fxgraph_cache_miss'])
+        made=kept['fxgraph_cache_miss'])
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a02
 # cuBLAS' variable, and the values with which it repeats itself
 WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
 NO_TWIN = 'does not have a deterministic implementation' # how PyTorch says it
 
-def check_same_bits(
-    kind:str, # of the device, e.g. `cuda`
-    workspace:str|None, # what the environment says to cuBLAS
-)->None:
-    "Raise a ValueError if the same bits cannot be promised."
+def check_same_bits(kind:str, workspace:str|None)->None: # of the device; what the environment says to cuBLAS
+    "Raises a UsageError if the same bits cannot be promised."
     require(kind in ('cuda','cpu'), f'deterministic: nobody promises the same bits on {kind}, '
         'leave it out or take another device')
     require(workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
 
 def _strict_compiler():
-    "The compiler's own switch; a ValueError if this release of torch has none."
+    "The compiler's own switch; a UsageError if this release of torch has none."
     from torch._inductor import config # importing it takes seconds
-    if hasattr(config, 'deterministic'): return config.patch(deterministic=True)
-    raise UsageError(f'deterministic: the compiler of torch {torch.__version__} '
-                     'chooses kernels by the clock: give --compile False, or take a later torch')
+    require(hasattr(config, 'deterministic'), f'deterministic: the compiler of torch {torch.__version__} '
+        'chooses kernels by the clock: give --compile False, or take a later torch')
+    return config.patch(deterministic=True)
+
+# %% ../../nbs/41_training.optim.ipynb #7c0d3a07
+def _choose(strict, warn_only, cudnn, efficient, benchmark):
+    "Sets which algorithms torch may take, and which kernels attention and convolutions may take on a GPU."
+    torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+    torch.backends.cudnn.benchmark = benchmark
+
 @contextmanager
-def same_bits(
-    on:bool, # False: leave everything as it is
-    kind:str='cpu', # of the device
-    compiles:bool=False, # blocks may be compiled
-)->Iterator[None]: # nothing
-    "While inside, the same run gives the same bits, or an error."
+def same_bits(on:bool, kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device
+    "While inside, the same run gives the same bits, or an error; if not `on`, everything stays as it is."
     if not on:
         yield
         return
     check_same_bits(kind, os.environ.get(WORKSPACE))
-    attention = torch.backends.cuda
-    before = [torch.are_deterministic_algorithms_enabled(),
-              torch.is_deterministic_algorithms_warn_only_enabled()]
-    kernels = (attention.cudnn_sdp_enabled(),attention.mem_efficient_sdp_enabled(),
-               torch.backends.cudnn.benchmark)
+    before = (torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cudnn.benchmark)
     compiler = _strict_compiler() if compiles and kind=='cuda' else nullcontext()
     ours = WORKSPACE not in os.environ
     os.environ.setdefault(WORKSPACE, FIXED_SIZES[0])
     try:
-        torch.use_deterministic_algorithms(True)
-        _choose_kernels(False, False, False)
+        _choose(True, False, False, False, False)
         with compiler: yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        _choose_kernels(*kernels)
+        _choose(*before)
         if ours: del os.environ[WORKSPACE]
-def _choose_kernels(cudnn, efficient, benchmark):
-    "Which kernels attention and convolutions may take on a GPU."
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    torch.backends.cuda.enable_mem_efficient_sdp(efficient)
-    torch.backends.cudnn.benchmark = benchmark

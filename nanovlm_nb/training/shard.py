@@ -13,61 +13,53 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, set_model_state_dict)
+from torch import Tensor,nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions,get_model_state_dict,set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard)
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy,FSDPModule,MixedPrecisionPolicy,OffloadPolicy,fully_shard
+from torch.distributed.tensor import DTensor,Shard
 
 from ..core.config import TrainConfig,ranks_of_copy
 from ..core.dist import Dist,is_sharded
 from ..core.usage import UsageError,require
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
-SHARDINGS = ('ddp','zero2','zero3')
+SHARDINGS = 'ddp','zero2','zero3'
 
 def bytes_per_parameter(
-    sharding:str, # one of `SHARDINGS`
-    world_size:int=1, # ranks that share
-    copy:int=2, # bytes of a gathered weight: 2 in bfloat16, 4 in float32
-    accumulating:bool=False, # several micro-batches per update
-)->dict[str,float]: # `weights`, `gradients`, `moments`: bytes on each rank, without zero3's block in use
-    "Memory of a parameter that trains."
+    sharding:str, world_size:int=1, # one of `SHARDINGS`; ranks that share
+    copy:int=2, accumulating:bool=False, # bytes of a gathered weight; several micro-batches per update
+)->dict[str,float]: # `weights`, `gradients`, `moments`, without zero3's block in use
+    "Returns the bytes that each rank keeps of a parameter that trains."
     require(sharding in SHARDINGS, f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
-    if world_size<1: raise UsageError(f"world_size is {world_size}: give the number of ranks")
+    require(world_size>0, f'world_size is {world_size}: give the number of ranks')
     if sharding=='ddp' or world_size==1: return dict(weights=4, gradients=4, moments=8)
-    return dict(weights=4/world_size+copy*(sharding=='zero2'), gradients=4 if accumulating else 4/world_size,
-                moments=8/world_size)
+    return dict(weights=4/world_size+copy*(sharding=='zero2'), moments=8/world_size,
+        gradients=4 if accumulating else 4/world_size)
 
 # %% ../../nbs/42_training.shard.ipynb #fd0e8030
 def _placement(n):
-    "Which dimension is cut: the first, unless it has fewer rows than ranks and another can be divided."
+    "Returns which dimension is cut: the first, or one that can be divided if that has too few rows."
     def place(p):
         even = [d for d,size in enumerate(p.shape) if size%n==0]
         return Shard(even[0] if p.shape[0]<n and even else 0)
     return place
 
 def shard_model(
-    model:nn.Module, # with `vision_encoder.blocks`, `MP` and `decoder.blocks`, the same on all ranks
-    dist:Dist, # this rank
-    sharding:str='ddp', # one of `SHARDINGS`
-    dtype:torch.dtype=torch.float32, # precision of the matrix products
+    model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `decoder.blocks`, as on all ranks; this rank
+    sharding:str='ddp', dtype:torch.dtype=torch.float32, # one of `SHARDINGS`; of matrix products
     offload_params:bool=False, # keep a rank's pieces in the memory of the CPU
     shard_ranks:int|None=None, # that share a copy, from `ranks_of_copy`; None: all
-)->nn.Module: # `model`, on the device, its parameters cut if there is more than one rank
-    "Move a model to the device, whole or in pieces."
+)->nn.Module: # its parameters cut if there is more than one rank
+    "Moves a model to the device, whole or in pieces, and returns it."
     if sharding=='ddp' or dist.world_size==1: return model.to(dist.device)
     for t in chain(model.parameters(), model.buffers()): c10d.broadcast(t.detach(), 0, group=dist.cpu_group)
     n,kind = shard_ranks or dist.world_size,dist.device.type
     grid = dict(pieces=n) if n==dist.world_size else dict(copies=dist.world_size//n, pieces=n)
-    mesh = init_device_mesh(kind, tuple(grid.values()), mesh_dim_names=tuple(grid))
-    offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
-    options = dict(mesh=mesh, shard_placement_fn=_placement(n),
-                   offload_policy=offload)
-    policy = lambda dtype: MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = dict(mesh=init_device_mesh(kind, tuple(grid.values()), mesh_dim_names=tuple(grid)),
+        shard_placement_fn=_placement(n),
+        offload_policy=CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy())
+    policy = lambda dtype: MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
         fully_shard(unit, reshard_after_forward=sharding=='zero3', mp_policy=policy(dtype), **options)
     fully_shard(model, mp_policy=policy(torch.float32), **options)
@@ -75,59 +67,44 @@ def shard_model(
     return model
 
 # %% ../../nbs/42_training.shard.ipynb #62418fe6
-def local_bytes(
-    tensors:Iterable[Tensor], # whole, or pieces of `DTensor`s
-)->int: # bytes in the memory of this rank
-    "What this rank keeps of some tensors."
+def local_bytes(tensors:Iterable[Tensor])->int: # whole, or pieces of `DTensor`s
+    "Returns what this rank keeps of some tensors, in bytes."
     return sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
 
 # %% ../../nbs/42_training.shard.ipynb #cf99ea45
-def engine_lines(
-    train_cfg:TrainConfig, # `sharding`, `offload_optimizer`, `offload_params`
-    dist:Dist, # this rank
-)->list[str]: # lines for the log; empty for plain DDP
-    "What the engine's settings mean for this run."
-    c,ranks,lines = train_cfg,dist.world_size,[]
-    n = ranks_of_copy(c, ranks)
-    if c.sharding!='ddp' and ranks==1:
-        lines.append(f'sharding {c.sharding}: one process has nobody to share with, it keeps everything')
-    elif c.sharding!='ddp':
-        lines.append(f"sharding {c.sharding}: each of {n} ranks keeps 1/{n} of the gradients and of "
-                     "the optimizer's state" + (', and of the weights' if c.sharding=='zero3' else '')
-                     + f'; {ranks//n} such groups have a copy each'*(n<ranks))
-    if c.sharding=='ddp' and c.shard_ranks: lines.append('shard_ranks: with sharding ddp nothing is shared')
-    if c.offload_params:
-        lines.append('offload_params: one process keeps its weights on the device'
-                     if ranks==1 else 'offload_params: weights and the update are in the memory of the CPU')
-    if c.offload_optimizer and not _params_are_on_cpu(c, dist):
-        lines.append("offload_optimizer: the optimizer's state and the update are in the memory of the CPU")
-    return lines
-
 def _params_are_on_cpu(train_cfg, dist): return train_cfg.offload_params and dist.world_size>1
 
+def engine_lines(train_cfg:TrainConfig, dist:Dist)->list[str]: # for the log; empty for plain DDP
+    "Returns what the engine's settings mean for this run."
+    c,ranks,shares = train_cfg,dist.world_size,train_cfg.sharding!='ddp'
+    n = ranks_of_copy(c, ranks)
+    whole = f"each of {n} ranks keeps 1/{n} of the gradients and of the optimizer's state"
+    rows = [(shares and ranks==1,
+            f'sharding {c.sharding}: one process has nobody to share with, it keeps everything'),
+        (shares and ranks>1, f'sharding {c.sharding}: {whole}'+', and of the weights'*(c.sharding=='zero3')
+            +f'; {ranks//n} such groups have a copy each'*(n<ranks)),
+        (not shares and c.shard_ranks, 'shard_ranks: with sharding ddp nothing is shared'),
+        (c.offload_params and ranks==1, 'offload_params: one process keeps its weights on the device'),
+        (_params_are_on_cpu(c, dist), 'offload_params: weights and the update are in the memory of the CPU'),
+        (c.offload_optimizer and not _params_are_on_cpu(c, dist),
+            "offload_optimizer: the optimizer's state and the update are in the memory of the CPU")]
+    return [line for ok,line in rows if ok]
+
 # %% ../../nbs/42_training.shard.ipynb #77bb5482
-def reshard(
-    model:nn.Module, # any model
-)->nn.Module: # the same; if it is sharded, every parameter in pieces
-    "Free what was gathered."
+def reshard(model:nn.Module)->nn.Module: # any
+    "Frees what was gathered, and returns the model: if it is sharded, every parameter is in pieces."
     for m in model.modules():
         if isinstance(m, FSDPModule): m.reshard()
     return model
 
-def full_weights(
-    model:nn.Module, # every rank must call
-    trained:bool=False, # of a sharded model, gather only parameters that train
-)->dict[str,Tensor]: # name -> whole tensor; of a sharded model on rank 0's CPU, and empty elsewhere
-    "A state dict that a plain model can load."
+def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only what trains; all call
+    "Returns a plain model's state dict; of a sharded model on rank 0's CPU, and an empty one elsewhere."
     if not is_sharded(model): return model.state_dict()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained)
     return get_model_state_dict(reshard(model), options=options)
 
-def load_full_weights(
-    model:nn.Module, # plain or sharded
-    weights:dict[str,Tensor], # name -> whole tensor, on every rank
-)->None:
-    "Load a plain model's state dict, in pieces if need be."
+def load_full_weights(model:nn.Module, weights:dict[str,Tensor])->None: # whole tensors, on every rank
+    "Loads a plain model's state dict, in pieces if need be."
     # FSDP would leave these as they are and say nothing
     shapes = lambda state: {f'{name} {tuple(w.shape)}' for name,w in state.items()}
     wrong = sorted(shapes(reshard(model).state_dict()) ^ shapes(weights))
@@ -141,44 +118,37 @@ def _options(group): return {k:v for k,v in group.items() if k not in ('params',
 
 class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
-    def __init__(self,
-        params:Iterable, # parameters, or groups of them
-        **kwargs, # of AdamW, e.g. `lr`, `betas`, `weight_decay`
-    ):
+    def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
         self.worker:Any = None
 
     def _begin(self):
-        "An AdamW on copies of the weights as they are now."
-        on_cpu = lambda ps: [_on_cpu(p) for p in ps]
-        groups = [_options(g)|dict(params=on_cpu(g['params'])) for g in self.param_groups]
+        "Makes an AdamW on copies of the weights as they are now."
+        groups = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
         self.worker = torch.optim.AdamW(groups, fused=True)
 
     def _pairs(self):
+        "Each parameter with its copy."
         return [(p,c) for ours,its in zip(self.param_groups, self.worker.param_groups)
                 for p,c in zip(ours['params'], its['params'])]
 
     @torch.no_grad()
-    def step(self,
-        closure=None, # computes the gradients again, as in every optimizer
-    ): # what `closure` returned
-        "Gradients down, update, weights up."
+    def step(self, closure=None): # computes the gradients again, as in every optimizer; what it returned
+        "Takes gradients down, updates, takes weights up."
         loss = None if closure is None else torch.enable_grad()(closure)()
         if self.worker is None: self._begin()
         for ours,its in zip(self.param_groups, self.worker.param_groups): its.update(_options(ours))
         for p,c in self._pairs(): c.grad = None if p.grad is None else _on_cpu(p.grad)
         self.worker.step()
         for p,c in self._pairs():
-            if c.grad is not None:
-                p.copy_(c)
-                self.state[p] = self.worker.state[c]
+            if c.grad is None: continue
+            p.copy_(c)
+            self.state[p] = self.worker.state[c]
         self.worker.zero_grad()
         return loss
 
-    def load_state_dict(self,
-        state_dict:dict, # of this class or of AdamW
-    ): # nothing
-        "Take over moments, in the memory of the CPU, and the weights as they are now."
+    def load_state_dict(self, state_dict:dict)->None: # of this class or of AdamW
+        "Takes over moments, in the memory of the CPU, and the weights as they are now."
         self._begin()
         self.worker.load_state_dict(state_dict)
         for ours,its in zip(self.param_groups, self.worker.param_groups):
@@ -187,41 +157,17 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.state.update({p:self.worker.state[c] for p,c in self._pairs() if c in self.worker.state})
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
-def optimizer_class(
-    train_cfg:TrainConfig, # `offload_optimizer`, `offload_params`
-    dist:Dist, # this rank
-)->type: # a class of optimizers
-    "AdamW where the weights are, or on the CPU."
+def optimizer_class(train_cfg:TrainConfig, dist:Dist)->type: # of the run; this rank
+    "Returns AdamW where the weights are, or on the CPU."
     offloads = train_cfg.offload_optimizer and not _params_are_on_cpu(train_cfg, dist)
     return OffloadedAdamW if offloads else torch.optim.AdamW
 
-def _fresh(p):
-    "AdamW's state of a parameter that has made no step."
-    return dict(step=torch.zeros((), device=p.device if p.device.type=='cuda' else 'cpu'),
-                exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+def begin_state(optimizer:torch.optim.Optimizer)->None: # any
+    "Makes the state that a first gradient would bring, so that all of it can be saved and loaded."
+    for part in getattr(optimizer, 'parts', [optimizer]): _step_of_zeros(part)
 
-def begin_state(
-    optimizer:torch.optim.Optimizer, # any
-)->None:
-    "Make the state that a first gradient would bring, so that all of it can be saved and loaded."
-    for part in getattr(optimizer, 'parts', [optimizer]):
-        known = type(part) in (torch.optim.AdamW, OffloadedAdamW)
-        if known and not any(g['amsgrad'] for g in part.param_groups): _begin_adamw(part)
-        else: _begin_other(part)
-
-def try_pieces(
-    optimizer:torch.optim.Optimizer, # anybody's, of parameters in pieces
-    sharding:str, # for the message
-)->None:
-    "Make a step that does not count; a ValueError if the optimizer cannot make one on pieces."
-    try: begin_state(optimizer)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as e:
-        raise UsageError(f'the optimizer {type(optimizer).__name__} cannot work with sharding {sharding}, '
-            f'where parameters are pieces (DTensor): {str(e).splitlines()[0]:.200}; '
-            'set sharding to ddp') from e
-
-def _begin_other(optimizer):
-    "A step of zeros, with rate 0, for parameters that have made none; it does not count."
+def _step_of_zeros(optimizer):
+    "Takes a step of zeros, with rate 0, for parameters that have made none; it does not count."
     groups = optimizer.param_groups
     params = [p for g in groups for p in g['params']]
     new = [p for p in params if p not in optimizer.state]
@@ -234,14 +180,13 @@ def _begin_other(optimizer):
     optimizer.step()
     for g,saved in zip(groups, options): g.update(saved)
     for p,grad in zip(params, grads): p.grad = grad
-    counters = [optimizer.state[p] for p in new if 'step' in optimizer.state.get(p, ())]
-    for state in counters: state['step'] = state['step']*0
+    for state in (optimizer.state.get(p, {}) for p in new):
+        if 'step' in state: state['step'] = state['step']*0
 
-def _begin_adamw(optimizer):
-    offloaded = isinstance(optimizer, OffloadedAdamW)
-    if offloaded and optimizer.worker is None: optimizer._begin()
-    pairs = optimizer._pairs() if offloaded else [(p,p) for g in optimizer.param_groups for p in g['params']]
-    state = optimizer.worker.state if offloaded else optimizer.state
-    for p,c in pairs:
-        if c not in state: state[c] = _fresh(c.detach())
-        if offloaded: optimizer.state[p] = state[c]
+def try_pieces(optimizer:torch.optim.Optimizer, sharding:str)->None: # anybody's, of parameters in pieces
+    "Takes a step that does not count; a UsageError if the optimizer cannot take one on pieces."
+    try: begin_state(optimizer)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as e:
+        raise UsageError(f'the optimizer {type(optimizer).__name__} cannot work with sharding {sharding}, '
+            f'where parameters are pieces (DTensor): {str(e).splitlines()[0]:.200}; '
+            'set sharding to ddp') from e
