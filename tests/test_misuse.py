@@ -394,7 +394,7 @@ def test_every_flag_that_is_named_exists():
     "In messages, advice, help and documents: a flag that nobody understands is a wrong remedy."
     known = {o for o in make_parser()._option_string_actions} | {'--help', '--debug', '--version'}
     sources = {p: p.read_text(encoding='utf-8') for p in (ROOT/'nanovlm_nb').rglob('*.py') if p.name != '_modidx.py'}
-    for text in sources.values(): known |= set(re.findall(r"add_argument\('(--\w+)'", text)) | set(re.findall(r'var\((--\w+)\)', text))  # also the colours of a page
+    for text in sources.values(): known |= set(re.findall(r"add(?:_argument)?\('(--\w+)'", text)) | set(re.findall(r'var\((--\w+)\)', text))  # also the colours of a page
     assert not {f: p.name for p, text in sources.items() for f in flags_in(text) if f not in known | OF_OTHERS}
     documents = [p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts] + [ROOT/'README.md', ROOT/'CONTRIBUTING.md']
     prose = {p: p.read_text(encoding='utf-8') if p.suffix == '.md' else '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells']

@@ -361,7 +361,7 @@ def _printable(text):
     "What an untrained model says may not be writing at all."
     return ''.join(c if c.isprintable() else '·' for c in text)
 
-@styled
+@styled()
 def plot_answers(
     results:list[Result], # answered; those with a picture are drawn
     path:str|Path|None=None, # file to write, for example samples.png

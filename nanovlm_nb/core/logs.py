@@ -4,101 +4,84 @@
 
 # %% ../../nbs/05_core.logs.ipynb #3ded0db5
 from __future__ import annotations
-import io, json, logging, os, re, secrets, sys, time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
-from functools import wraps
+import io,json,logging,os,re,secrets,sys,time
+from collections.abc import Callable,Iterable,Iterator
+from contextlib import ExitStack,contextmanager,nullcontext,redirect_stdout,suppress
 from importlib.util import find_spec
-from math import inf, isfinite, nan
+from math import inf,isfinite,nan
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING,Any
 
 from tqdm import tqdm
 
 from .files import write_atomic
-from .usage import UsageError
+from .usage import UsageError,require
 from .dist import Dist
-from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID
+from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID,read_log
 
 if TYPE_CHECKING: # loaded where something is drawn
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['REPORT_S', 'EVAL_AXIS', 'TRACKERS', 'JsonLines', 'describe', 'Progress', 'progress_of', 'report_line', 'event_line',
-           'minimind_line', 'Lines', 'live_bar', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id', 'WandbLog',
-           'TrackioLog', 'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
+__all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'TRACKERS', 'CURVES', 'JsonLines', 'describe', 'Progress', 'progress_of',
+           'report_line', 'event_line', 'minimind_line', 'live_bar', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id',
+           'WandbLog', 'TrackioLog', 'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis',
+           'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
-def _plain(value): # a figure: number, text, or a zero-dimensional tensor
-    "Returns what JSON can hold: Python numbers, and None for what is not finite."
-    if isinstance(value, (str, bool, int)) or value is None: return value
-    value = float(value)
-    return value if isfinite(value) else None
+def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
+    "Returns what JSON can hold: None in place of a number that is not finite."
+    if isinstance(value, (str,bool,int)) or value is None: return value
+    return value if isfinite(value := float(value)) else None
 
 # %% ../../nbs/05_core.logs.ipynb #7bb86e0b
 class JsonLines:
     "A file with one JSON object a line."
-    def __init__(self, path:str|Path): # File to append to
+    def __init__(self, path:str|Path): # file to append to
         self.folder,self.file = Path(path).parent,open(path, 'a+b')
-        self.file.seek(0)
-        self.file.truncate(self.file.read().rfind(b'\n')+1)
+        self.cut()
 
-    def log(self, metrics:dict, step:int): # figures by name, updates done
-        "Write one line, at once; a FileNotFoundError if the directory is not there any more."
-        record = {k: _plain(v) for k,v in metrics.items()} | dict(step=step)
+    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # figures; updates done
+        "Writes one line at once; a FileNotFoundError if the directory is not there any more."
+        record = {k:_plain(v) for k,v in metrics.items()}|dict(step=step)
         self.file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode()+b'\n')
         self.file.flush()
-        os.stat(self.folder) # else an open file takes lines that nobody will find
+        os.stat(self.folder) # an open file would take lines that nobody finds
 
-    @property
-    def position(self)->int: # bytes written so far
-        "Where the next line begins."
-        return self.file.seek(0, os.SEEK_END)
-
-    def cut(self, position:int)->int: # from `position`, perhaps of another process
-        "Forget what was written after a position, and a line that it would tear; returns the bytes cut off."
-        before = self.position
+    def cut(self, position:int|None=None)->None: # how many bytes may stay; None: all
+        "Removes what follows the last whole line before a position."
         self.file.seek(0)
-        self.file.truncate(self.file.read(max(position, 0)).rfind(b'\n')+1)
-        return before-self.position
+        self.file.truncate(self.file.read(position).rfind(b'\n')+1)
 
-    @property
-    def last_step(self)->int: # 0 if there is none
-        "The step of the last line."
-        self.file.seek(0)
-        lines = self.file.read().splitlines()
-        return json.loads(lines[-1])['step'] if lines else 0
-
-    def close(self, failed:bool=False): # Whether the run ended with an error
-        "See the file onto the disk and let go of it; a full disk does not hide an error before it."
-        if self.file.closed: return
+    def close(self, failed:bool=False)->None: # with an error, which a full disk must not hide
+        "Waits until the file is on the disk, and closes it."
         with suppress(OSError) if failed else nullcontext():
             try: os.fsync(self.file.fileno())
             finally: self.file.close()
 
 # %% ../../nbs/05_core.logs.ipynb #b66fe781
 def _named(metrics:dict)->str:
-    "Figures with their names; without texts, and without the statistics over ranks."
+    "Returns figures with their names; without texts, and without the statistics over ranks."
     return ' | '.join(f'{k} {float(v):.4g}' for k,v in metrics.items()
-                      if not (v is None or isinstance(v, str) or k.startswith('training_stats/')))
+        if not (v is None or isinstance(v, str) or k.startswith('training_stats/')))
 
-def describe(metrics:dict, step:int)->str: # figures by name, updates done; one line
-    "Update and figures in a line."
+def describe(metrics:dict, step:int)->str: # figures by name; updates done
+    "Returns update and figures in one line."
     return ' | '.join(filter(None, [f'step {step}', _named(metrics)]))
 
 # %% ../../nbs/05_core.logs.ipynb #05a10003
 class Progress:
-    "How fast a run is, how long it has left, and which share of its time it waits for data."
+    "How fast a run is, how long it has left, and the share of its time in which it waits for data."
     def __init__(self, total:int|None=None, now:Callable=time.monotonic): # updates of the run; tells seconds
-        self.total, self.now = total, now
-        self.first = self.last = nan, nan # update and time
+        self.total,self.now = total,now
+        self.first = self.last = nan,nan # update and time
         self.waiting:float|None = None # 0 to 1, of about the last twenty updates
 
-    def add(self, step:int, waited:float|None=None): # updates done; seconds that the last one waited for data
-        "Count an update."
-        before, self.last = self.last[1], (step, self.now())
+    def add(self, step:int, waited:float|None=None)->None: # updates done; seconds of waiting
+        "Counts an update."
+        before,self.last = self.last[1],(step, self.now())
         if self.first[0]!=self.first[0]: self.first = self.last
         elif waited is not None:
             share = min(waited/max(self.last[1]-before, 1e-9), 1.)
@@ -107,57 +90,51 @@ class Progress:
     @property
     def seconds(self)->float: # nan: not known yet
         "What an update takes, with all that happens between updates."
-        (first, began), (last, now) = self.first, self.last
+        (first,began),(last,now) = self.first,self.last
         return (now-began)/(last-first) if last>first else nan
 
     @property
     def left(self)->str: # e.g. '0:01:28'; '': not known
-        "How long the run will take from here; never less than nothing, also when it passes its estimate."
+        "How long the run will take from here, 0:00:00 if it is longer than foreseen."
         if not self.total or not isfinite(self.seconds): return ''
         s = round(self.seconds*max(self.total-self.last[0], 0))
         return f'{s//3600}:{s//60%60:02}:{s%60:02}'
 
 # %% ../../nbs/05_core.logs.ipynb #05a10009
-def progress_of(
-    metrics:dict, pace:Progress, # figures of an update; the run's
-)->list[str]: # e.g. 'loss 0.4123', '9,120 tokens/s', 'waits 3%', '0:01:28 left'
-    "What a user wants to see of a run, as far as it is known."
-    rate = metrics.get('tokens_per_second')
-    known = [f"loss {float(metrics['batch_loss']):.4g}"]
-    if rate: known.append(f'{float(rate):,.0f} tokens/s')
-    if pace.waiting is not None: known.append(f'waits {pace.waiting:.0%}')
-    return known+[f'{pace.left} left']*bool(pace.left)
+def progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
+    "Returns what a user wants to see of a run, as far as it is known."
+    rate,waiting,left = metrics.get('tokens_per_second'),pace.waiting,pace.left
+    return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
+        *([] if waiting is None else [f'waits {waiting:.0%}']), *([f'{left} left'] if left else [])]
 
-def report_line(
-    metrics:dict, step:int, pace:Progress, # figures of an update, updates done; the run's
-)->str: # at most 100 characters
-    "An update in a short line."
+def report_line(metrics:dict, step:int, pace:Progress)->str: # at most 100 characters
+    "Returns an update in a short line."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
-    loss, *rest = progress_of(metrics, pace)
-    if rates: rest.insert(0, 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (rates[0], rates[-1]))))
-    return ' | '.join([f'update {step}'+(f'/{pace.total}' if pace.total else ''), loss, *rest])
+    both = 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (*rates[:1], *rates[-1:])))
+    loss,*rest = progress_of(metrics, pace)
+    at = f'update {step}'+(f'/{pace.total}' if pace.total else '')
+    return ' | '.join([at, loss, *[both][:len(rates)], *rest])
 
 # %% ../../nbs/05_core.logs.ipynb #05a1000d
-def event_line(
-    metrics:dict, step:int, # figures that are not those of an update; updates done
-)->str: # '': nothing to tell
-    "What is told at once: a validation with its loss in words, others by name."
-    known = ('val_loss', 'best_val_loss', 'answers/', 'drops/', 'epoch_tokens', 'epoch_duration')
-    said = [_named({k:v for k,v in metrics.items() if not k.startswith(known)})]
+LATER = 'val_loss','best_val_loss','answers/','drops/','epoch_tokens','epoch_duration' # told elsewhere
+
+def event_line(metrics:dict, step:int)->str: # figures that are not those of an update; '': nothing to tell
+    "Returns what is told at once: a validation with its loss in words, others by name."
+    said = [_named({k:v for k,v in metrics.items() if not k.startswith(LATER)})]
     if 'val_loss' in metrics:
-        best = ', the best so far' if metrics['val_loss']==metrics.get('best_val_loss') else ''
+        best = ', the best so far'*(metrics['val_loss']==metrics.get('best_val_loss'))
         said.insert(0, f"validation loss {float(metrics['val_loss']):.4g}{best}")
     text = ' | '.join(filter(None, said))
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/05_core.logs.ipynb #f0120002
 def minimind_line(
-    metrics:dict, step:int, total_steps:int|None, # figures, updates done and in the whole run; None: unknown
-    epochs:int, seconds:float, # passes over the data in the whole run; of an update, nan: not known yet
+    metrics:dict, step:int, pace:Progress, # figures of an update; updates done; length and speed of the run
+    epochs:int, # passes over the data in the whole run
 )->str: # one line
-    "An update as MiniMind shows it."
-    size = max(-(-(total_steps or step)//epochs), 1)
-    epoch, at = divmod(step-1, size)
+    "Returns an update as MiniMind shows it."
+    size,seconds = max(-(-(pace.total or step)//epochs), 1),pace.seconds
+    epoch,at = divmod(step-1, size)
     lr = max((float(v) for k,v in metrics.items() if k.startswith('lr_')), default=0.)
     minutes = 0 if seconds!=seconds else int(seconds*(size-at-1)/60)
     return (f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) "
@@ -175,150 +152,127 @@ class _TextFile(logging.FileHandler):
     def close(self):
         with suppress(OSError): super().close()
 
-def _show(text:str):
-    "Write above a bar, also if the terminal was closed; in Jupyter stderr would look like an error."
+def _show(text:str)->None:
+    "Writes above a bar, also if the terminal was closed; in Jupyter stderr would look like an error."
     with suppress(OSError): tqdm.write(text, file=sys.stdout if 'ipykernel' in sys.modules else sys.stderr)
 
 class _AboveBar(logging.Handler):
     "Shows messages without tearing a bar."
     def emit(self, record): _show(self.format(record))
 
-# %% ../../nbs/05_core.logs.ipynb #20135703
-class Lines:
-    "Lines on the screen and in a file, which gets what the library's modules log as well."
-    def __init__(self, path:str|Path, quiet:bool=False, opened:bool=True): # file to append to; show nothing
-        self.file, self.logger = _TextFile(path, opened), logging.getLogger('nanovlm_nb')
-        self.file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
-        self.quiet, spoken = quiet, quiet or logging.root.handlers
-        self.handlers = [self.file, *([] if spoken else [_AboveBar(logging.WARNING)])]
-        for h in self.handlers: self.logger.addHandler(h)
-
-    def open(self):
-        "Write from now on, first what was said so far."
-        kept, self.file.kept = self.file.kept or [], None
-        for record in kept: self.file.handle(record)
-
-    def info(self, text:str, shown:bool=True): # one or several lines; False: only in the file
-        "Write something down, and show it."
-        self.file.handle(logging.makeLogRecord(dict(msg=text, levelname='INFO')))
-        if shown and not self.quiet: _show(text)
-
-    def close(self):
-        "Give the logger back as it was."
-        for h in self.handlers:
-            self.logger.removeHandler(h)
-            h.close()
-
 # %% ../../nbs/05_core.logs.ipynb #6627b050
-def live_bar(
-    total_steps:int|None=None, step:int=0, # updates in the whole run, and done so far
+def live_bar(total_steps:int|None=None, step:int=0, # updates in the whole run, and done so far
     show:bool|None=None, # None: on a terminal and in a notebook
 )->tqdm: # disabled where nobody would see it
-    "A progress bar with room for figures."
+    "Returns a progress bar with room for figures."
     from tqdm.auto import tqdm as auto
-    widget = any(c.__module__=='tqdm.notebook' for c in auto.__mro__)
-    if show is None and not widget: show = sys.stderr.isatty()
-    return auto(total=total_steps, initial=step, disable=show is False, dynamic_ncols=True, leave=False,
-                bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
+    if show is None: show = sys.stderr.isatty() or any(c.__module__=='tqdm.notebook' for c in auto.__mro__)
+    return auto(total=total_steps, initial=step, disable=not show, dynamic_ncols=True, leave=False,
+        bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
 
 # %% ../../nbs/05_core.logs.ipynb #6661c755
 REPORT_S = 30. # seconds after which a run says how it is, also between reports
 
 class Screen:
-    "What a user sees of a run: lines, and a bar below them."
-    def __init__(self, path:str|Path, # text file that gets the lines as well
+    "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
+    def __init__(self, path:str|Path, # text file
         total_steps:int|None=None, every:int=100, # updates in the whole run, and between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
         epochs:int|None=None, # report as MiniMind does: passes over the data in the whole run
-        opened:bool=True, # False: the file gets nothing before `lines.open`
+        opened:bool=True, # False: the file gets nothing before `open`
     ):
-        if every < 1: raise UsageError(f"every {every} < 1: report every n-th update, 1 reports all")
-        self.lines, self.pace = Lines(path, quiet, opened), Progress(total_steps)
-        self.every, self.epochs = every, epochs
-        self.show, self.bar, self.said = None if progress and not quiet else False, None, inf
+        self.file,self.logger = _TextFile(path, opened),logging.getLogger('nanovlm_nb')
+        self.file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+        self.handlers = [self.file, *([] if quiet or logging.root.handlers else [_AboveBar(logging.WARNING)])]
+        for h in self.handlers: self.logger.addHandler(h)
+        self.pace,self.every,self.quiet,self.epochs = Progress(total_steps),every,quiet,epochs
+        self.show,self.bar,self.said = None if progress and not quiet else False,None,inf
 
-    def log(self,
-        metrics:dict, step:int, waited:float|None=None, # figures by name, updates done, seconds without data
-    ):
-        "Show the figures of an update, or others at once."
+    def open(self)->None:
+        "Writes from now on, first what was said so far."
+        kept,self.file.kept = self.file.kept or [],None
+        for record in kept: self.file.handle(record)
+
+    def info(self, text:str, shown:bool=True)->None: # one or several lines; False: only in the file
+        "Writes something down, and shows it."
+        self.file.handle(logging.makeLogRecord(dict(msg=text, levelname='INFO')))
+        if shown and not self.quiet: _show(text)
+
+    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # see `RunLog.log`
+        "Shows the figures of an update, or others at once."
         if self.bar is None: self.bar = live_bar(self.pace.total, step, self.show)
-        if 'batch_loss' in metrics: return self._update(metrics, step, waited)
-        if line := event_line(metrics, step): self.lines.info(line)
+        if 'batch_loss' in metrics: self._update(metrics, step, waited)
+        elif line := event_line(metrics, step): self.info(line)
 
     def _update(self, metrics, step, waited):
-        "Move the bar, and write a line if it is time."
+        "Moves the bar, and writes a line if it is time."
         self.pace.add(step, waited)
-        now, report = self.pace.last[1], step%self.every==0
-        if self.epochs and report:
-            self.lines.info(minimind_line(metrics, step, self.pace.total, self.epochs, self.pace.seconds))
-        elif not self.epochs and (report or step==self.pace.first[0]+10 or now-self.said>=REPORT_S):
-            self.lines.info(report_line(metrics, step, self.pace), shown=self.bar.disable)
-            self.said = now
+        now,report = self.pace.last[1],step%self.every==0
         self.said = min(self.said, now)
+        if self.epochs and report: self.info(minimind_line(metrics, step, self.pace, self.epochs))
+        elif not self.epochs and (report or step==self.pace.first[0]+10 or now-self.said>=REPORT_S):
+            self.info(report_line(metrics, step, self.pace), shown=self.bar.disable)
+            self.said = now
         self.bar.set_postfix_str(', '.join(progress_of(metrics, self.pace)), refresh=False)
         with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
 
-    def length(self, total_steps:int|None): # updates in the whole run, as far as it is known now
-        "Follow another length."
+    def length(self, total_steps:int|None)->None: # updates in the whole run, as far as it is known now
+        "Follows another length."
         self.pace.total = total_steps
         if self.bar is not None: self.bar.total = total_steps
 
-    def close(self, failed:bool=False): # whether the run ended with an error
-        "Take the bar away, and close the file."
+    def close(self, failed:bool=False)->None: # whether the run ended with an error
+        "Takes the bar away, and gives the logger back as it was."
         if self.bar is not None:
             with suppress(OSError): self.bar.close()
-        self.lines.close()
-
-# %% ../../nbs/05_core.logs.ipynb #e506b876
-class _NeverFatal:
-    "A context in which errors of a service are logged once instead of raised."
-    def __init__(self, name:str='wandb', remedy:str=''): # the service; what helps, beside leaving it out
-        self.failed, self.name, self.remedy = False, name, remedy
-
-    def __enter__(self): return self
-    def __exit__(self, kind, error, traceback):
-        if kind is None or not issubclass(kind, Exception): return False
-        if not self.failed:
-            logging.getLogger('nanovlm_nb').warning(
-                f"{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); "
-                f"log.jsonl has all figures. {self.remedy}--tracker none leaves it out")
-        self.failed = True
-        return True
+        for h in self.handlers:
+            self.logger.removeHandler(h)
+            h.close()
 
 # %% ../../nbs/05_core.logs.ipynb #05a10020
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 
 class Tracker:
-    "Sends figures to a dashboard for as long as that works; `where` says where to."
-    name, remedy, where = '', '', ''
+    "Sends figures to a service for as long as that works; `where` says where to."
+    name,remedy,where,failed = '','','',False
+    run:Any = None # what the service opened
     _open:Callable
     _send:Callable
     _finish:Callable
-    def __init__(self,
-        run_dir:str|Path, config:dict={}, # directory and settings of the run, JSON-able
+    def __init__(self, run_dir:str|Path, config:dict={}, # directory and settings of the run, JSON-able
         run_name:str|None=None, entity:str|None=None, project:str='nanoVLM', # there; None: your account
     ):
-        self.run_dir, self.run, self.guard = Path(run_dir), None, _NeverFatal(self.name, self.remedy)
-        with self.guard: self._open(config, run_name, entity, project)
+        self.run_dir = Path(run_dir)
+        with self: self._open(config, run_name, entity, project)
 
-    def log(self, metrics:dict, step:int): # figures by name, of which text stays here; updates done
-        "Send the figures of one step."
-        figures = {k: float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
-        if self.guard.failed: return
-        with self.guard: self._send(figures, step)
+    def __enter__(self): return self
+    def __exit__(self, kind, error, traceback):
+        "Inside, an error of the service is logged once instead of raised."
+        if kind is None or not issubclass(kind, Exception): return False
+        if not self.failed: logging.getLogger('nanovlm_nb').warning(
+            f'{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); '
+            f'log.jsonl has all figures. {self.remedy}--tracker none leaves it out')
+        self.failed = True
+        return True
 
-    def cut(self, step:int): # the last one that stays
+    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # see `RunLog.log`; text stays here
+        "Sends the figures of one step."
+        figures = {k:float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
+        if self.failed: return
+        with self: self._send(figures, step)
+
+    def cut(self, step:int)->None: # the last one that stays
         "Figures after this step will come again."
 
-    def close(self, failed:bool=False): # whether the run ended with an error
-        "Finish, also after a failure."
-        run, self.run = self.run, None
+    def close(self, failed:bool=False)->None: # whether the run ended with an error
+        "Finishes, also after a failure."
+        run,self.run = self.run,None
         if run is not None:
-            with self.guard: self._finish(run, failed)
+            with self: self._finish(run, failed)
 
 # %% ../../nbs/05_core.logs.ipynb #04190b5d
-def wandb_mode(wandb)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
-    "How wandb runs here, without asking anyone."
+def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
+    "Returns how wandb runs here, without asking anyone."
     if mode := os.environ.get('WANDB_MODE'): return mode
     try: known = wandb.login(prompt=False, verify=False)
     except TypeError: known = wandb.api.api_key # wandb before 0.31 always asks
@@ -326,7 +280,7 @@ def wandb_mode(wandb)->Any: # the module; 'online', 'offline', 'disabled' or wha
 
 # %% ../../nbs/05_core.logs.ipynb #4eae6fa3
 def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
-    "The id under which wandb knows a run; made when it is first asked for, or when the file is damaged."
+    "Returns the id under which wandb knows a run; it is made if there is none, or a damaged one."
     path = Path(run_dir)/WANDB_ID
     known = path.read_bytes().strip() if path.is_file() else b''
     if re.fullmatch(rb'[0-9a-f]{8}', known): return known.decode()
@@ -335,18 +289,17 @@ def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
 # %% ../../nbs/05_core.logs.ipynb #8a730c00
 class WandbLog(Tracker):
     "Weights & Biases."
-    name, remedy = 'wandb', 'Try WANDB_MODE=offline, or '
+    name,remedy = 'wandb','Try WANDB_MODE=offline, or '
     def _open(self, config, run_name, entity, project):
         import wandb
         mode = wandb_mode(wandb)
         self.run = wandb.init(entity=entity, project=project, name=run_name, config=config,
-                              dir=str(self.run_dir), id=wandb_id(self.run_dir), resume='allow',
-                              mode=mode, settings=wandb.Settings(silent=True, console='off'))
+            dir=str(self.run_dir), id=wandb_id(self.run_dir), resume='allow', mode=mode,
+            settings=wandb.Settings(silent=True, console='off'))
         self.run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
         self.where = f'wandb {self.run.url}' if mode=='online' else f'wandb {mode}, in {self.run_dir}/wandb'
 
-    def _send(self, figures, step):
-        self.run.log(figures, **({} if EVAL_AXIS in figures else dict(step=step)))
+    def _send(self, figures, step): self.run.log(figures, **({} if EVAL_AXIS in figures else dict(step=step)))
 
     def _finish(self, run, failed): run.finish(exit_code=int(failed))
 
@@ -357,8 +310,8 @@ class TrackioLog(Tracker):
     def _open(self, config, run_name, entity, project):
         import trackio
         with redirect_stdout(io.StringIO()):
-            self.run = trackio.init(project, f'{run_name}-{wandb_id(self.run_dir)}', config=config,
-                                    resume='allow', embed=False)
+            name = f'{run_name}-{wandb_id(self.run_dir)}'
+            self.run = trackio.init(project, name, config=config, resume='allow', embed=False)
         self.where = f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}"
 
     def _send(self, figures, step): self.run.log(figures, step=int(figures.pop(EVAL_AXIS, step)))
@@ -370,7 +323,7 @@ class TrackioLog(Tracker):
 # %% ../../nbs/05_core.logs.ipynb #7e50b002
 class TensorBoardLog(Tracker):
     "TensorBoard's event files; the first figures open the file."
-    name, purge_step = 'tensorboard', None
+    name,purge_step = 'tensorboard',None
     def _open(self, config, run_name, entity, project): self.where = f'tensorboard --logdir {self.run_dir}'
 
     def _send(self, figures, step):
@@ -378,10 +331,10 @@ class TensorBoardLog(Tracker):
             from torch.utils.tensorboard import SummaryWriter
             self.run = SummaryWriter(str(self.run_dir/TENSORBOARD), purge_step=self.purge_step)
         at = int(figures.pop(EVAL_AXIS, step)) # of a late evaluation, the step that it is of
-        for name, value in figures.items(): self.run.add_scalar(name, value, at)
+        for name,value in figures.items(): self.run.add_scalar(name, value, at)
 
-    def cut(self, step:int): # the last one that stays
-        "Have TensorBoard leave out what earlier starts wrote after a step."
+    def cut(self, step:int)->None: # the last one that stays
+        "Has TensorBoard leave out what earlier starts wrote after a step."
         self.close()
         self.purge_step = step+1
 
@@ -389,49 +342,44 @@ class TensorBoardLog(Tracker):
 
 TRACKERS = dict(wandb=WandbLog, trackio=TrackioLog, tensorboard=TensorBoardLog)
 
-# %% ../../nbs/05_core.logs.ipynb #05a10024
-def _need_packages(names:Iterable[str]): # of trackers
-    "Raise a UsageError about one whose package is not there; wandb comes with the library."
-    for name in names:
-        if name!='wandb' and find_spec(name) is None:
-            raise UsageError(f"tracker {name}: the package {name} is not there: "
-                             f"pip install {name}, or leave it out of --tracker")
-
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
 class RunLog:
     "Where the figures of a run go: a file, the screen, trackers. Only the master writes."
-    def __init__(self,
-        run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process among its peers
-        trackers:Iterable[str]=(), *about, # keys of `TRACKERS`; what they take beside the directory
+    def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
+        trackers:Iterable[str]=(), *about:Any, # keys of `TRACKERS`; what they take beside the directory
         opened:bool=True, # False: lines are shown, and nothing is written before `open`
-        **shown, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
+        **shown:Any, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
     ):
-        self.run_dir, self.trackers, self.about, self.opened = Path(run_dir), trackers, about, False
+        self.run_dir,self.trackers,self.about,self.opened = Path(run_dir),trackers,about,False
         self.sinks:list[Any] = []
         self.screen:Screen|None = None
-        _need_packages(trackers) # refused on every rank
+        for name in trackers: # refused on every rank; wandb comes with the library
+            require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
+                f'pip install {name}, or leave it out of --tracker')
         if dist.is_master:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self.screen = Screen(self.run_dir/TEXT_LOG, opened=opened, **shown)
         if opened: self.open()
 
-    def open(self):
-        "Write from now on, first what was said so far."
+    def open(self)->None:
+        "Writes from now on, first what was said so far."
         self.opened = True
         if self.screen is None: return
         self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
-        self.screen.lines.open()
+        self.screen.open()
         self.sinks += [TRACKERS[name](self.run_dir, *self.about) for name in self.trackers]
 
-    def log(self,
-        metrics:dict, step:int, waited:float|None=None, # figures by name, updates done, seconds without data
-    ):
-        "Write, show and send the figures of one step."
-        if not self.sinks: return
-        record, screen, *trackers = self.sinks
-        record.log(metrics, step)
-        screen.log(metrics, step, waited)
-        for tracker in trackers: tracker.log(metrics, step)
+    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # by name, updates done, seconds
+        "Writes, shows and sends the figures of one step, whose update waited so long for its data."
+        for sink in self.sinks: sink.log(metrics, step, waited)
+
+    def info(self, text:str)->None: # one or several lines
+        "Says something on the screen and in the text log."
+        if self.screen: self.screen.info(text)
+
+    def length(self, total_steps:int|None)->None: # updates in the whole run, as far as it is known now
+        "Lets the bar and the time left follow another length."
+        if self.screen: self.screen.length(total_steps)
 
     @property
     def where(self)->str: # e.g. 'checkpoints/r/log.jsonl, nothing is sent'
@@ -439,73 +387,63 @@ class RunLog:
         sent = [t.where or f'not {t.name}' for t in self.sinks[2:]] or ['nothing is sent']
         return ', '.join([str(self.run_dir/LOG), *sent])
 
-    def length(self, total_steps:int|None): # updates in the whole run, as far as it is known now
-        "Let the bar and the time left follow another length."
-        if self.screen: self.screen.length(total_steps)
-
     @property
     def position(self)->int|None: # bytes of log.jsonl; None on other ranks than the master
-        "The position of the record."
-        return self.sinks[0].position if self.sinks else None
+        "Where the next line of the record begins."
+        return self.sinks[0].file.seek(0, os.SEEK_END) if self.sinks else None
 
     def cut(self, position:int|None)->None: # from `position`, when a checkpoint was made
-        "Return to an earlier position: what a killed run did after its last checkpoint is done again."
+        "Returns to an earlier position: what a killed run did after its last checkpoint is done again."
         if not self.sinks or position is None: return
         self.sinks[0].cut(position)
-        for tracker in self.sinks[2:]: tracker.cut(self.sinks[0].last_step)
+        steps = [r['step'] for r in read_log(self.run_dir/LOG)] if self.sinks[2:] else []
+        for tracker in self.sinks[2:]: tracker.cut(max(steps, default=0))
 
-    def info(self, text:str): # one or several lines
-        "Say something on the screen and in the text log."
-        if self.screen: self.screen.lines.info(text)
-
-    def close(self, failed:bool=False): # whether the run ended with an error
-        "Close everything that is open, in reverse order; a second call does nothing."
+    def close(self, failed:bool=False)->None: # whether the run ended with an error
+        "Closes everything that is open, in reverse order; a second call does nothing."
         with ExitStack() as closing:
             for sink in self.sinks or filter(None, [self.screen]): closing.callback(sink.close, failed)
-            self.sinks, self.screen = [], None
+            self.sinks,self.screen = [],None
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
         refused = isinstance(error, UsageError) and not self.position # the command says it
-        if self.screen and not refused: self.screen.lines.open()
+        if self.screen and not refused: self.screen.open()
         if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
         self.close(failed=kind is not None)
 
 # %% ../../nbs/05_core.logs.ipynb #13bcbeec
 class Stats:
     "Figures collected between two reports."
-    names = ('tokens_per_second', 'data_load_time', 'fw_bw_time', 'post_process_time', 'images_per_sample')
+    names = 'tokens_per_second','data_load_time','fw_bw_time','post_process_time','images_per_sample'
 
-    def __init__(self): self.values = {name: [] for name in self.names}
+    def __init__(self): self.values:dict[str,list[float]] = {name:[] for name in self.names}
 
-    def add(self, name:str, *values:float): # one of `Stats.names`, and any number of figures
-        "Remember figures of this rank."
-        if name not in self.values:
-            raise UsageError(f"statistic {name!r} is unknown: use one of {', '.join(self.names)}")
+    def add(self, name:str, *values:float)->None: # one of `Stats.names`, and any number of figures
+        "Remembers figures of this rank."
         self.values[name] += map(float, values)
 
     def aggregate(self, dist:Dist)->dict[str,float]: # every rank must call
-        "Return `training_stats/{avg,max,min}_{name}` over all ranks; then start again."
-        gathered, out = dist.gather(self.values), {}
-        self.values = {name: [] for name in self.names}
+        "Returns average, maximum and minimum over all ranks, `training_stats/avg_...`; then starts again."
+        gathered,found = dist.gather(self.values),{}
+        self.values = {name:[] for name in self.names}
         for name in self.names:
             every = [x for values in gathered for x in values[name]]
-            if not every: continue
-            out |= {f'training_stats/avg_{name}': sum(every)/len(every),
-                    f'training_stats/max_{name}': max(every), f'training_stats/min_{name}': min(every)}
-        return out
+            kinds = dict(avg=sum(every)/len(every), max=max(every), min=min(every)) if every else {}
+            found |= {f'training_stats/{kind}_{name}':x for kind,x in kinds.items()}
+        return found
 
 # %% ../../nbs/05_core.logs.ipynb #a2ebe5e1
 class Clock:
     "Seconds by kind of work, since the clock was made or last read."
-    names = ('data', 'forward_backward', 'communication', 'optimizer', 'validation', 'checkpoint', 'other')
+    names = 'data','forward_backward','communication','optimizer','validation','checkpoint','other'
 
-    def __init__(self, now:Callable=time.perf_counter): # Tells the time in seconds
-        self.now, self.last, self.doing = now, now(), ['other']
+    def __init__(self, now:Callable=time.perf_counter): # tells the time in seconds
+        self.now,self.last,self.doing = now,now(),['other']
         self.seconds = dict.fromkeys(self.names, 0.)
 
-    def charge(self)->None: # Nothing
-        "Book the time since the last change."
+    def charge(self)->None:
+        "Books the time since the last change."
         now = self.now()
         self.seconds[self.doing[-1]] += now-self.last
         self.last = now
@@ -513,8 +451,6 @@ class Clock:
     @contextmanager
     def __call__(self, name:str)->Iterator[None]: # one of `Clock.names`
         "What happens inside is work of this kind."
-        if name not in self.seconds:
-            raise UsageError(f"work {name!r} is unknown: use one of {', '.join(self.names)}")
         self.charge()
         self.doing.append(name)
         try: yield
@@ -522,65 +458,60 @@ class Clock:
             self.charge()
             self.doing.pop()
 
-    def move(self, source:str, target:str, seconds:float): # from one work to another, at most what it has
-        "Correct the account."
+    def move(self, source:str, target:str, seconds:float)->None: # at most what the source has
+        "Corrects the account: books time from one kind of work to another."
         part = min(max(seconds, 0.), self.seconds[source])
         self.seconds[source] -= part
         self.seconds[target] += part
 
-    def read(self)->dict[str,float]: # Seconds by name
-        "What was booked since the last reading."
+    def read(self)->dict[str,float]: # seconds by name
+        "Returns what was booked since the last reading."
         self.charge()
-        out, self.seconds = self.seconds, dict.fromkeys(self.names, 0.)
+        out,self.seconds = self.seconds,dict.fromkeys(self.names, 0.)
         return out
 
 # %% ../../nbs/05_core.logs.ipynb #f19e0002
-_P = ParamSpec("_P")
+@contextmanager
+def styled()->Iterator[None]: # a `with` block, or a decorator: `@styled()`
+    "Inside, figures are drawn in the style sheet `nanovlm_nb.figures`, whatever the user's is."
+    from matplotlib import style
+    with style.context('nanovlm_nb.figures'): yield
 
-def styled(draw:Callable[_P,Figure])->Callable[_P,Figure]: # makes a figure
-    "Draw in the style of all figures, whatever the user's is."
-    @wraps(draw)
-    def drawn(*args:_P.args, **kwargs:_P.kwargs)->Figure:
-        from matplotlib import style
-        with style.context('nanovlm_nb.figures'): return draw(*args, **kwargs)
-    return drawn
-
-def finished(fig:Figure, path:str|Path|None=None)->Figure: # of a `styled` function; None: it is not saved
-    "Save a figure, or at least draw it: ticks take their style when they are first drawn."
+def finished(fig:Figure, path:str|Path|None=None)->Figure: # where to save it; None: nowhere
+    "Returns a figure, saved, or at least drawn: ticks take their style when they are first drawn."
     if path: fig.savefig(path)
     else: fig.draw_without_rendering()
     return fig
 
 # %% ../../nbs/05_core.logs.ipynb #13b08687
-def log_axis(ax:Axes)->None: # Whose y axis becomes logarithmic
-    "Label a logarithmic axis with plain numbers: 0.6, not 6e-01 or a power of ten."
+def log_axis(ax:Axes)->None: # whose y axis becomes logarithmic
+    "Labels a logarithmic axis with plain numbers: 0.6, not 6e-01 or a power of ten."
     from matplotlib.ticker import LogFormatter
     class Plain(LogFormatter):
         def __call__(self, x, pos=None): return f'{x:g}' if super().__call__(x, pos) else ''
     ax.set_yscale('log')
     for label in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter): label(Plain())
 
-@styled
-def plot_curves(records:Iterable[dict], path:str|Path|None=None, # from `read_log`; None: it is not saved
+# %% ../../nbs/05_core.logs.ipynb #13b08688
+# panel -> figures
+CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*', 'gradient norm':'grad_norm'}
+
+@styled()
+def plot_curves(
+    records:Iterable[dict], # from `read_log`
+    path:str|Path|None=None, # where to save the picture; None: nowhere
 )->Figure: # three panels
-    "Loss, learning rates and gradient norm over the steps of a run."
+    "Returns loss, learning rates and gradient norm over the updates of a run, as a figure."
     from matplotlib.figure import Figure
-    records = list(records)
-    rates = sorted({k for r in records for k in r if k.startswith('lr_')})
-    names = ['batch_loss', 'val_loss', 'grad_norm', *rates]
-    series = {n: [(r['step'], nan if r[n] is None else r[n]) for r in records if n in r] for n in names}
-    if not any(series.values()):
-        raise UsageError(f"none of {len(records)} records has a loss, "
-                         "a learning rate or a gradient norm: is this a log.jsonl?")
-    fig = Figure(figsize=(8.8, 3.6))
-    panels = fig.subplots(1, 3)
-    for name, points in series.items():
-        ax = panels[0 if 'loss' in name else 2 if name == 'grad_norm' else 1]
-        if points: ax.plot(*zip(*points), **(dict(marker='o') if name == 'val_loss' else {}), label=name)
-    for ax, label in zip(panels, ('loss', 'learning rate', 'gradient norm')):
+    fig,records = Figure(figsize=(8.8, 3.6)),list(records)
+    for ax,(label,pattern) in zip(fig.subplots(1, 3), CURVES.items()):
+        for name in sorted({k for r in records for k in r if re.fullmatch(pattern, k)}):
+            points = [(r['step'], nan if r[name] is None else r[name]) for r in records if name in r]
+            ax.plot(*zip(*points), marker='o' if name=='val_loss' else None, label=name)
         ax.set(xlabel='step', ylabel=label)
         ax.locator_params(axis='x', nbins=3, integer=True) # the layout knows the last label's width
         if ax.lines: ax.legend(loc='lower left', bbox_to_anchor=(0, 1)) # above: nothing is hidden
-    for ax in panels[:2]:
-        if ax.lines: log_axis(ax)
+        if ax.lines and label!='gradient norm': log_axis(ax)
+    require(any(ax.lines for ax in fig.axes), f'none of {len(records)} records has a loss, '
+        'a learning rate or a gradient norm: is this a log.jsonl?')
     return finished(fig, path)

@@ -148,7 +148,7 @@ def _draw(ax, panel, runs, x, smooth):
     ax.set(xlabel=x, ylabel=panel.label if alone or not time else 'share of time computing')
 
 # %% ../../nbs/66_tools.plot.ipynb #0d076b6b
-@styled
+@styled()
 def plot_runs(
     runs:list[Run], # from `load_run`
     x:str='updates', # one of `AXES`

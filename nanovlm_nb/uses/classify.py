@@ -303,7 +303,7 @@ def metrics_of(judged:list[Judged], n:int)->dict[str,float]: # at least one; cla
     return figures|{f'eval/overall_{k}':v for k,v in overall.items()}
 
 # %% ../../nbs/81_uses.classify.ipynb #5da4084d
-@styled
+@styled()
 def plot_confusion(matrix:np.ndarray, names:list[str], # from `confusion`; of the classes
     path:str|Path|None=None, title:str='', # file to write
 )->Figure: # shares of each row, the counts written in where there are few classes
