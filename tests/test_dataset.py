@@ -2,7 +2,6 @@
 import io
 import json
 import logging
-import pickle
 import shutil
 import subprocess
 import sys
@@ -13,13 +12,10 @@ import datasets
 import numpy as np
 import pytest
 from huggingface_hub import constants
-import torch
 from PIL import Image, PngImagePlugin
-from torch.utils.data import DataLoader
 
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import RATINGS, Dropped, Unreachable, VQADataset, keep_turns, load_config, load_configs, local_configs
-from nanovlm_nb.data.loader import map_pair
+from nanovlm_nb.data.dataset import RATINGS, Unreachable, VQADataset, keep_turns, load_configs, local_configs
 from nanovlm_nb.data.images import UnreadableImage, get_image_processor, image_size, open_image
 from nanovlm_nb.core.tokenizer import train_tokenizer
 
@@ -89,31 +85,13 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp('cache'))
 
 
-def test_local_configs(root):
-    "Every folder with data, broken or not."
-    assert local_configs(root) == ['broken', 'cut', 'digits', 'photos']
-
-
 def test_broken_are_named_and_skipped(root, cache, caplog, photos, digits):
     "`all` loads what can be loaded, in order, and warns about the rest by name."
     with caplog.at_level(logging.WARNING, 'nanovlm_nb'): data = load_data(root, ['all'], cache_dir=cache)
-    assert len(data) == len(digits) + len(photos) + 1
+    assert local_configs(root) == ['broken', 'cut', 'digits', 'photos'] and len(data) == len(digits) + len(photos) + 1
     assert data['source'][:2] == ['digits', 'digits'] and data['source'][-1] == 'photos'
     skipped = [r.getMessage() for r in caplog.records if r.name.startswith('nanovlm_nb')]
     assert ['broken' in skipped[0], 'cut' in skipped[1], len(skipped)] == [True, True, 2]
-
-
-def test_one_folder(root, cache, photos):
-    "A configuration's folder is a data set of its own; its parent without names means all of it."
-    assert len(load_data(root/'photos', cache_dir=cache)) == len(photos) + 1
-    assert len(load_data(root/'digits')) == 40
-    assert len(load_data(root, cache_dir=cache)) == 40 + len(photos) + 1
-
-
-def test_nothing_loads(root, cache):
-    "An error that says what was asked for."
-    with pytest.raises(ValueError, match=r'No valid datasets were loaded\..*nowhere'): load_data(root, ['broken', 'nowhere'], cache_dir=cache)
-    with pytest.raises(ValueError, match=r'No valid datasets were loaded\.'): load_data(root/'cut')
 
 
 def test_shards(root, tmp_path, cache):
@@ -141,18 +119,12 @@ def test_columns_differ(tmp_path, cache):
     assert [len(x or []) for x in data['images']] == [0, 0, 1, 0]
 
 
-def test_splits_stay_apart(tmp_path, digits, cache):
-    "A folder with train and test files gives the split that is asked for."
-    rows = [dict(images=[im], texts=[dict(user='q', assistant=str(y))]) for im, y in digits[:4]]
-    for name, part in (('train', rows[:3]), ('test', rows[3:])): datasets.Dataset.from_list(part).to_parquet(tmp_path/f'{name}-00000-of-00001.parquet')
-    assert [len(load_data(tmp_path, split=s, cache_dir=cache)) for s in ('train', 'test')] == [3, 1]
-
-
-def test_split_folders(tmp_path, digits, cache):
-    "Folders named train and test are splits, not configurations."
+@pytest.mark.parametrize('file', ['{}-00000-of-00001.parquet', '{}/0.parquet'])
+def test_splits_stay_apart(tmp_path, digits, cache, file):
+    "Files and folders named train and test are splits, not configurations."
     for name, part in (('train', digits[:3]), ('test', digits[3:4])):
-        (tmp_path/name).mkdir()
-        datasets.Dataset.from_list([dict(images=[im], texts=[dict(user='q', assistant=str(y))]) for im, y in part]).to_parquet(tmp_path/name/'0.parquet')
+        (tmp_path/file.format(name)).parent.mkdir(exist_ok=True)
+        datasets.Dataset.from_list([dict(images=[im], texts=[dict(user='q', assistant=str(y))]) for im, y in part]).to_parquet(tmp_path/file.format(name))
     assert [len(load_data(tmp_path, split=s, cache_dir=cache)) for s in ('train', 'test')] == [3, 1]
 
 
@@ -187,31 +159,6 @@ def test_samples_and_plans(root, cache, tokenizer):
     assert data[0]['images'][0].shape[1:] == (3, 64, 64)
 
 
-def test_workers(root, cache, tokenizer):
-    "Two worker processes deliver the samples of this one."
-    data = VQADataset(load_data(root, ['digits'], cache_dir=cache), tokenizer, get_image_processor(32, 32), 4)
-    loader = DataLoader(data, batch_size=None, num_workers=2)
-    for i, s in enumerate(loader):
-        want = data[i]
-        assert s['id'] == want['id'] and torch.equal(s['input_ids'], want['input_ids']) and torch.equal(s['images'][0], want['images'][0])
-
-
-def test_split(root, cache, tokenizer):
-    "Ids of training and validation are disjoint and together complete."
-    data = load_data(root, ['digits'], cache_dir=cache)
-    samples = VQADataset(data, tokenizer, get_image_processor(32, 32), 4)
-    ids = [{samples.load_row(row)['id'] for _, row in source.rows_of(0, 1, 0)} for source in map_pair(data, 1, 7)]
-    assert (len(ids[0]), len(ids[1]), len(ids[0] | ids[1])) == (33, 7, 40)
-
-
-@pytest.mark.parametrize('name', RATINGS)
-def test_rating_truth_table(name):
-    "A turn is dropped if and only if it is rated and the rating is below the minimum."
-    for value, minimum in product((None, 1, 2, 3, 4, 5), (1, 2, 3, 4, 5)):
-        row = dict(texts=[dict(user='q', assistant='a')], **{f'{name}_ratings': [value]})
-        assert len(keep_turns(row, {name: minimum})) == (0 if value is not None and value < minimum else 1)
-
-
 def test_four_ratings_together():
     "A turn needs all four; turns of a row are judged one by one."
     values = (None, 1, 3)
@@ -231,27 +178,6 @@ def test_ratings_of_a_data_set(root, cache, tokenizer):
         return s.drops.counts if ids is None else tokenizer.decode(ids[ids != -100]).count('<|im_end|>')
     assert [answers(), answers(relevance_min_rating=2), answers(relevance_min_rating=6)] == [2, 1, {'ratings': 1}]
     assert [answers(image_correspondence_min_rating=6), answers(visual_dependency_min_rating=5), answers(formatting_min_rating=5)] == [1, 2, {'ratings': 1}]
-
-
-def test_limits_are_counted(root, cache, tokenizer):
-    "At the limit of length a sample is dropped, above the limit of pictures too; each is known by id."
-    data = load_data(root, ['photos'], cache_dir=cache)
-    last = len(data)-1
-    many = VQADataset(data, tokenizer, get_image_processor(64, 64), 4, max_images_per_example=2)
-    assert [many.plan(i) is None for i in (0, last)] == [False, True]
-    assert many.drops.ids('too_many_images') == [f'photos/{last}']
-    n = many.plan(0)[0]
-    for limit, dropped in ((n, True), (n+1, False)):
-        v = VQADataset(data, tokenizer, get_image_processor(64, 64), 4, max_sample_length=limit)
-        assert (v.plan(0) is None, v[0] is None, v.drops.counts) == (dropped, dropped, {'too_long': 1} if dropped else {})
-
-
-def test_drops_travel(tokenizer):
-    "What a worker leaves out arrives with id and reason."
-    v = VQADataset([dict(images=[b'nothing'], texts=[dict(user='q', assistant='a')], source='s', row_id=5)], tokenizer, get_image_processor(64, 64), 4)
-    with pytest.raises(Dropped) as e: v.load(0)
-    d = pickle.loads(pickle.dumps(e.value))
-    assert (d.id, d.reason) == ('s/5', 'unreadable_image') and 'cannot identify' in d.detail
 
 
 @pytest.mark.filterwarnings('ignore::UserWarning:PIL')
@@ -291,12 +217,6 @@ def test_exif_matches_datasets(photos):
         want = feature.decode_example(dict(bytes=b, path=None))
         assert image_size(b) == want.size == open_image(b).size
         assert np.array_equal(np.asarray(open_image(b)), np.asarray(want.convert('RGB')))
-
-
-def test_schema_is_checked(tmp_path):
-    "Another schema is refused with the column's type and what is there."
-    datasets.Dataset.from_dict(dict(texts=['plain'], images=[None])).save_to_disk(tmp_path/'a')
-    with pytest.raises(ValueError, match='must be a list of {user, assistant}'): load_config(tmp_path, 'a')
 
 
 # --- settings that lead to the loader

@@ -85,20 +85,6 @@ def make(folder, tokenizer):
 
 
 # --- lines and rows
-
-def test_rows(folder, tokenizer):
-    "The schema, the paths, the ids; nothing is decoded or copied into the table."
-    rows = jsonl_rows(folder)
-    assert rows.column_names == ['images', 'texts', 'source', 'row_id'] and len(rows) == 9
-    stored = rows.with_format('arrow')['images'].to_pylist()
-    assert [len(x or []) for x in stored] == [1, 1, 2, 1, 0, 0, 0, 1, 2]
-    assert stored[3][0] == dict(bytes=None, path=str(folder/'images'/'deep'/'astronaut.webp'))
-    assert [t['user'] for t in (x[0] for x in rows['texts'])] == [
-        'Describe it.', 'What is it?', 'Is <image: 0> darker than <image: 1>?', 'Who is it?', 'Say yes.', 'Say no.', '', 'Be brief.\n\nWhat is it?',
-        'Source: <image: 0> Target: <image: 1> What changed?']
-    assert rows[0]['images'][0].size == (80, 60)
-
-
 def test_rows_train_as_others_do(folder, tokenizer):
     "Samples, plans and ids of VQADataset; joined with rows that hold bytes. A blank answer is none."
     rows = jsonl_rows(folder)
@@ -110,14 +96,6 @@ def test_rows_train_as_others_do(folder, tokenizer):
     other = datasets.Dataset.from_list([dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x', row_id=0)])
     both = datasets.concatenate_datasets([rows, other.cast(rows.features)])
     assert [len(VQADataset(both, tokenizer, get_image_processor(SIDE, SIDE), FEATURES)[i]['images']) for i in (8, 9)] == [2, 1]
-
-
-def test_folder_of_files(tmp_path, folder):
-    "All files in the order of their names, each with its own name in the ids; pictures from elsewhere."
-    for name, n in (('b', 2), ('a', 1)): write(tmp_path/f'{name}.jsonl', [dict(conversations=said('q', name))]*n)
-    write(tmp_path/'c.jsonl', [dict(image='cat.jpg', conversations=said('q', 'c'))])
-    rows = jsonl_rows(tmp_path, folder/'images')
-    assert list(zip(rows['source'], rows['row_id'])) == [('a', 1), ('b', 1), ('b', 2), ('c', 1)]
 
 
 def test_bad_lines_are_named(tmp_path, caplog):
@@ -135,18 +113,6 @@ def test_bad_lines_are_named(tmp_path, caplog):
     warned = [m for r, m in zip(caplog.records, told) if r.levelno == logging.WARNING]
     assert [m[:22] for m in warned[:2]] == ['left out x/3: bad_line', 'left out x/8: missing_'] and 'put it there' in warned[1]
     assert warned[2:] == [f"{tmp_path}: lines left out: {{'bad_line': 7, 'missing_image': 1}}; level INFO names each"]
-
-
-def test_nothing_usable(tmp_path, folder):
-    "An error that counts the reasons; an empty file, a JSON array, a folder without lines."
-    write(tmp_path/'a.jsonl', (folder/'train.jsonl').read_text().splitlines()[:3])
-    with pytest.raises(ValueError, match="3 of 3 rows that were left out are 'missing_image', for example a/1: no file"): jsonl_rows(tmp_path/'a.jsonl', tmp_path)
-    (tmp_path/'empty.jsonl').write_text('\n\n')
-    with pytest.raises(ValueError, match='it is empty'): jsonl_rows(tmp_path/'empty.jsonl')
-    (tmp_path/'array.jsonl').write_text(json.dumps([dict(conversations=said('q', 'a'))], indent=1))
-    with pytest.raises(ValueError, match="'bad_line'"): jsonl_rows(tmp_path/'array.jsonl')
-    (tmp_path/'sub').mkdir()
-    with pytest.raises(FileNotFoundError, match=r'\*\.jsonl'): jsonl_rows(tmp_path/'sub')
 
 
 def test_pieces(tmp_path, monkeypatch):

@@ -291,17 +291,6 @@ def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
     assert len(parts['val', 0]) + len(parts['val', 1]) == 14 and all(parts.values())
 
 
-def test_between_two_micro_batches_an_update_is_repeated(runs, whole):
-    "A run that is stopped within an update has the position before it."
-    loader = runs.loader(Dist(), 2, runs.data.lanes//2)
-    before, batches = loader.state_dict(), iter(loader)
-    for _, after, *_ in whole[:2]:
-        for _ in range(loader.n//2):
-            assert loader.state_dict() == before
-            next(batches)
-        assert loader.state_dict() == (before := json.loads(after))
-
-
 def text_rows(name, n): return [dict(images=[], texts=[dict(user=f'{i}?', assistant='yes')], source=name) for i in range(n)]
 
 
@@ -381,38 +370,6 @@ def test_memory_does_not_grow_with_the_stream(tmp_path, tokenizer):
     assert sum(n for _, n in held) == 400
     quarter = len(held)//4
     assert max(m for m, _ in held[quarter:]) - max(m for m, _ in held[:quarter]) < 20
-
-
-def test_the_end_of_an_epoch_is_filled_with_padding(tokenizer):
-    "nanoVLM's loaders have drop_last: they leave out what does not fill a batch. Here the last update is filled with packs of padding, and nothing is left out."
-    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), MapSource(text_rows('text', 21)), PackRules(32, tokenizer.pad_token_id, window=1), 4, 2)
-    batches = list(loader)
-    assert len({i for b in batches for ids in b['ids'] for i in ids}) == 21 and len(batches) % 2 == 0
-    assert {tuple(b['input_ids'].shape) for b in batches} == {(4, 32)}
-    empty = [k for b in batches for k, ids in enumerate(b['ids']) if not ids]
-    assert empty and all(b['labels'][k].eq(-100).all() and not b['attention_mask'][k].any() for b in batches for k, ids in enumerate(b['ids']) if not ids)
-
-
-def test_tiles_of_a_pack(tokenizer):
-    "No pack has more tiles than it may; a sample that alone has more is dropped under that name."
-    dice = random.Random(0)
-    rows = [dict(images=[png(dice, *size)], texts=[dict(user=f'{i}?', assistant='yes')], source='row') for i, size in enumerate([(16, 16), (32, 16), (32, 32)]*8)]
-    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), MapSource(rows), PackRules(256, tokenizer.pad_token_id, max_tiles=4, window=2), 2)
-    tiles = [sum(map(len, row)) for batch in loader for row in batch['images']]
-    assert max(tiles) == 4 and sum(tiles) == 8*1+8*3
-    assert loader.samples.drops.reasons == {f'row/{i}': 'too_many_tiles' for i in range(2, 24, 3)}
-
-
-@pytest.mark.parametrize('stream', [True, False])
-@pytest.mark.parametrize('form', ['PNG', 'JPEG', 'GIF', 'BMP', 'WEBP', 'TIFF'])
-def test_every_kind_of_picture_comes_through(tokenizer, tmp_path, form, stream):
-    "A small picture of each format, from parquet."
-    b = io.BytesIO(); Image.new('RGB', (16, 16), 'red').save(b, form)
-    (tmp_path/'one').mkdir()
-    rows = [dict(images=[dict(bytes=b.getvalue(), path=None)], texts=[dict(user='q', assistant='a')], source='one', relevance_ratings=None)]*2
-    datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(tmp_path/'one'/'0.parquet')
-    loader, _ = get_dataloaders(train_cfg(tmp_path, ['one'], val_size=0, stream_dataset=stream), VLM, tokenizer=tokenizer)
-    assert sum(len(ids) for batch in loader for ids in batch['ids']) == 2 and not loader.samples.drops.reasons
 
 
 def test_loader_attributes(root, tokenizer):

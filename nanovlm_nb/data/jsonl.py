@@ -38,11 +38,8 @@ def pair_turns(
 # %% ../../nbs/17_data.jsonl.ipynb #99f1b4d5
 MARK = '<image>' # where a picture belongs in a question
 
-def settle_marks(
-    texts:list[dict], # turns, marks in the questions
-    n:int, # pictures
-)->list[dict]: # the same turns with exactly `n` marks
-    "Give every picture one mark."
+def settle_marks(texts:list[dict], n:int)->list[dict]: # turns; pictures
+    "The same turns with exactly `n` marks in the questions."
     users = [t['user'] for t in texts]
     def last():
         k = max((i for i,u in enumerate(users) if MARK in u), default=0)
@@ -62,10 +59,8 @@ def _named(text, k):
     head, *tails = text.split(MARK)
     return head + ''.join(f'<image: {k+i}>{t}' for i,t in enumerate(tails))
 
-def images_first(
-    texts:list[dict], # turns with a mark for every picture
-)->list[dict]: # turns without marks
-    "Prepare questions for pictures that come before them all."
+def images_first(texts:list[dict])->list[dict]: # turns with a mark for every picture
+    "Turns without marks, for pictures that come before them all."
     parts = texts[0]['user'].split(MARK)
     with_text = [i for i,p in enumerate(parts) if p.strip()] or [0]
     a, b = with_text[0], with_text[-1]+1
@@ -101,9 +96,7 @@ def _parse(line, id):
 logger = logging.getLogger(__name__)
 
 def read_line(
-    line:bytes|str, # an object in JSON
-    id:str, # names the line where it is left out
-    images_path:Path, # folder of the pictures
+    line:bytes|str, id:str, images_path:Path, # an object in JSON; its name in messages; of the pictures
 )->tuple[list[str],list[dict]]: # paths of the pictures; turns with a mark for each
     "Check a line; raises `Dropped` if it cannot be used."
     names, texts = _parse(line, id)
@@ -122,10 +115,8 @@ FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()),
     source=datasets.Value('string'), row_id=datasets.Value('int64')))
 PIECE = 10_000 # lines that are Python objects at the same time
 
-def jsonl_files(
-    path:str|Path, # a file, or a folder
-)->list[Path]: # the file, or the folder's `*.jsonl` in the order of their names
-    "Files of JSON lines."
+def jsonl_files(path:str|Path)->list[Path]: # a file, or a folder
+    "The file, or the folder's `*.jsonl` in the order of their names."
     files = sorted(Path(path).glob('*.jsonl')) if Path(path).is_dir() else [Path(path)]
     if not files or not files[0].is_file():
         raise MissingFile(f'no JSON lines at {path}: give a file, or a folder with *.jsonl in it')
@@ -136,12 +127,8 @@ def _leave_out(d, drops):
     if d.reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *d.args)
     drops.add(d)
 
-def read_jsonl(
-    file:Path, # JSON lines
-    images_path:str|Path|None, # folder of the pictures; None: `images` beside the file
-    drops:Drops, # counts lines that are left out
-)->Iterator[dict]: # rows; their texts hold a mark for every picture
-    "The usable lines of a file."
+def read_jsonl(file:Path, images_path:str|Path|None, drops:Drops)->Iterator[dict]: # see `jsonl_rows`
+    "Rows of the usable lines of a file; their texts hold a mark for every picture."
     folder = file.parent/'images' if images_path is None else Path(images_path)
     with open(file, 'rb') as f:
         for number,line in enumerate(f, 1):
@@ -154,10 +141,8 @@ def read_jsonl(
 
 # %% ../../nbs/17_data.jsonl.ipynb #7c264398
 def jsonl_rows(
-    data_path:str|Path, # a file of JSON lines, or a folder of such files
-    images_path:str|Path|None=None, # folder of the pictures; None: `images` beside the file
-    drops:Drops|None=None, # counts lines that are left out, if you want to see which
-    marks:bool=False, # keep `<image>` in the questions; else pictures come before them
+    data_path:str|Path, images_path:str|Path|None=None, # lines; pictures, None: `images` beside the file
+    drops:Drops|None=None, marks:bool=False, # counts what is left out; keep `<image>` where it is
 )->datasets.Dataset: # columns `images` (paths), `texts`, `source` (the file), `row_id` (the line)
     "JSON lines as rows for the packed trainer."
     drops, pieces = Drops() if drops is None else drops, []

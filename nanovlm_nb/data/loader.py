@@ -109,8 +109,9 @@ ALL_NAMES = {'default','all','shards'} # of `train_dataset_name`: no configurati
 def check_parts(train_cfg:TrainConfig, what:str, lines:bool)->None: # a data set; whether it is of JSON lines
     "Raise a UsageError for a part, or a folder of pictures, that what is read does not have."
     c,path,single = train_cfg,train_cfg.images_path,lines or train_cfg.train_dataset_path=='shapes'
-    odd = [name for name in c.train_dataset_name if single and name not in ALL_NAMES]
-    require(not odd, f'train_dataset_name {odd[:1]}: {what} has no configurations, leave it out')
+    for name in c.train_dataset_name:
+        require(name in ALL_NAMES or not single,
+            f'train_dataset_name {name!r}: {what} has no configurations, leave it out')
     n = len(c.train_dataset_weights)
     require(n<2 or not single, f'{n} train_dataset_weights: {what} has no configurations, leave them out')
     require(path is None or lines, f'images_path {path} is for JSON lines, which {what} is not: '

@@ -32,9 +32,7 @@ def as_picture(
                      'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
 
 # %% ../../nbs/19_data.rows.ipynb #29d70009
-def as_pictures(
-    pictures, # one, a list of them, or None
-)->list: # of what `open_image` takes
+def as_pictures(pictures)->list: # one, a list of them, or None; of what `open_image` takes
     "The pictures of a row or of a question."
     several = isinstance(pictures, (list, tuple)) or getattr(pictures, 'dtype', None) == object
     return [as_picture(p) for p in (pictures if several else [pictures]) if p is not None]
@@ -62,8 +60,7 @@ GIVE = 'give image, question and answer, or images and texts, or images and mess
 
 # %% ../../nbs/19_data.rows.ipynb #29d70011
 def own_row(
-    row:dict|tuple, # or (picture or pictures, question, answer)
-    i:int, # its number, for messages and for the ids of what is left out
+    row:dict|tuple, i:int, # or (picture or pictures, question, answer); its number, for messages and ids
 )->dict: # in FineVision's schema; files are not opened
     "One row; a ValueError says what is wrong with it."
     try:

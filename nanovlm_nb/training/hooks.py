@@ -273,7 +273,7 @@ class Advice(Hook):
 
 # %% ../../nbs/49_training.hooks.ipynb #74a1ea38
 class Estimate(Hook):
-    "Corrects the estimated length of a stream, in its first epoch and at the end of each."
+    "Corrects the estimated length of a run, in its first epoch and at the end of each."
     def __init__(self, every:int): # updates
         self.every = every
 
