@@ -17,76 +17,54 @@ SHORT = [*TINY, '--ask_samples', '0', '--val_size', '8']
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    "The folder of a run of 6 updates, and of one that stopped after 3 and went on to 6."
+    "The folder of a run that stopped after 3 updates and went on to 6."
     folder = tmp_path_factory.mktemp('runs')
-    train([*SHORT, '--run_name', 'whole'], folder)
     train([*SHORT, '--run_name', 'parts', '--max_training_steps', '3'], folder)
     train([*SHORT, '--run_name', 'parts', '--resume', 'True'], folder)
     return folder/'checkpoints'
 
 
-def command(cwd, *args, check=True):
+def command(cwd, *args):
     "`nanovlm plot` in a process of its own."
-    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'plot', *args], cwd, check=check)
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'plot', *args], cwd)
     assert 'Traceback' not in done.stderr, done.stderr[-3000:]
-    return done
-
-
-def test_restarts_are_read_from_the_text_log(runs):
-    assert [pt.load_run(runs/n).restarts for n in ('whole', 'parts')] == [[], [3]]
-    assert pt.load_run(runs/'parts'/'log.jsonl') == pt.load_run(runs/'parts')
-
-
-def test_every_update_is_on_the_curve(runs):
-    for name in ('whole', 'parts'):
-        one = pt.load_run(runs/name)
-        assert pt.series(one, 'batch_loss')[0] == list(range(1, 7))
-        assert pt.series(one, 'val_loss')[0] == ([0, 3, 6])
-        samples = pt.series(one, 'batch_loss', 'samples')[0]
-        assert samples[-1] == sum(r['samples'] for r in one.records if 'samples' in r) and samples == sorted(samples)
-        hours = pt.series(one, 'batch_loss', 'hours')[0]
-        assert hours == sorted(hours) and 0 < hours[-1] < .1
-
-
-@pytest.mark.parametrize('names,x', [(['whole'], 'updates'), (['parts'], 'hours'), (['whole', 'parts'], 'samples')])
-def test_pictures(runs, tmp_path, names, x):
-    done = command(runs, *names, '--out', tmp_path/'p.png', '--x', x, '--smooth')
-    assert done.stdout.strip() == str(tmp_path/'p.png')
-    with Image.open(tmp_path/'p.png') as im: assert im.width > 800 and len(im.convert('RGB').getcolors(10**6)) > 50
+    return done.stdout
 
 
 def test_what_is_drawn_is_what_was_written(runs):
+    "Every update is on the curve, over updates, samples and hours; a dotted line marks the restart, shares of the time fill their panel."
     one = pt.load_run(runs/'parts')
-    fig = pt.plot_runs([one])
-    loss, lr, norm, speed, share = [ax for ax in fig.axes if ax.get_visible()]
+    assert one.restarts == [3] and pt.load_run(runs/'parts'/'log.jsonl') == one
+    assert pt.series(one, 'batch_loss')[0] == list(range(1, 7)) and pt.series(one, 'val_loss')[0] == [0, 3, 6]
+    samples, hours = (pt.series(one, 'batch_loss', x)[0] for x in ('samples', 'hours'))
+    assert samples == sorted(samples) and samples[-1] == sum(r['samples'] for r in one.records if 'samples' in r)
+    assert hours == sorted(hours) and 0 < hours[-1] < .1
+    loss, lr, norm, speed, share = [ax for ax in pt.plot_runs([one]).axes if ax.get_visible()]
     drawn = {line.get_label(): line.get_ydata() for line in loss.lines}
     assert list(drawn['batch_loss']) == [r['batch_loss'] for r in one.records if 'batch_loss' in r]
-    assert [line.get_xdata()[0] for ax in (loss, lr, norm, speed, share) for line in ax.lines if line.get_linestyle() == ':'] == [3]*5, 'the restart'
+    assert [line.get_xdata()[0] for ax in (loss, lr, norm, speed, share) for line in ax.lines if line.get_linestyle() == ':'] == [3]*5
     assert {t.get_text() for t in lr.get_legend().get_texts()} == {'lr_MP', 'lr_decoder', 'lr_vision_encoder'}
-    top = max(p.vertices[:, 1].max() for c in share.collections for p in c.get_paths())
-    assert top == pytest.approx(1, abs=1e-6), 'shares of the time fill the panel'
+    assert max(p.vertices[:, 1].max() for c in share.collections for p in c.get_paths()) == pytest.approx(1, abs=1e-6)
 
 
-def test_several_runs_have_a_colour_each(runs):
-    fig = pt.plot_runs([pt.load_run(runs/n) for n in ('whole', 'parts')])
-    assert [t.get_text() for t in fig.axes[0].get_legend().get_texts()] == ['whole', 'parts']
-    assert {line.get_color() for line in fig.axes[0].lines} == {'C0', 'C1'}
+def test_a_picture_of_several_runs(runs, tmp_path):
+    assert command(runs, 'parts', 'parts', '--out', tmp_path/'p.png', '--x', 'hours', '--smooth').strip() == str(tmp_path/'p.png')
+    with Image.open(tmp_path/'p.png') as im: assert im.width > 800 and len(im.convert('RGB').getcolors(10**6)) > 50
+    assert {line.get_color() for line in pt.plot_runs([pt.load_run(runs/'parts')]*2).axes[0].lines} == {'C0', 'C1'}
 
 
 def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
     (tmp_path/'log.jsonl').write_text('\n'.join(json.dumps(dict(step=s, batch_loss=None if s == 2 else 1.)) for s in (1, 2, 3))+'\n{"torn')
-    one = pt.load_run(tmp_path)
-    values = pt.series(one, 'batch_loss')[1]
+    values = pt.series(pt.load_run(tmp_path), 'batch_loss')[1]
     assert math.isnan(values[1]) and len(values) == 3
     assert math.isnan(pt.smoothed(values, .5)[1]) and pt.smoothed(values, .5)[2] == 1
-    pt.plot_runs([one], smooth=.9)
+    pt.plot_runs([pt.load_run(tmp_path)], smooth=.9)
 
 
 def test_status(runs, tmp_path):
-    lines = command(runs, 'parts', 'whole', '--status').stdout.splitlines()
+    lines = command(runs, 'parts', '--status').splitlines()
     assert lines[0] == 'parts: done, went on 1 time' and lines[1].startswith('step 6 | ') and 'val_loss' in lines[1] and 'ago' in lines[1]
     assert lines[2].startswith('step_6 ') and 'complete' in lines[2] and 'last' in lines[2]
-    assert any(line == 'whole: done' for line in lines)
     (tmp_path/'log.jsonl').write_text('')
     assert pt.status_lines(tmp_path)[1:3] == ['no update yet', 'no checkpoint yet']
 
@@ -94,14 +72,14 @@ def test_status(runs, tmp_path):
 def test_gpus_are_asked(tmp_path, monkeypatch):
     "A program of this name answers as nvidia-smi does."
     smi = tmp_path/'nvidia-smi'
-    smi.write_text('#!/bin/sh\necho "0, NVIDIA H100 80GB HBM3, 97, 60123, 81559"\necho "1, NVIDIA H100 80GB HBM3, 0, 4, 81559"\n')
+    smi.write_text('#!/bin/sh\necho "0, NVIDIA H100 80GB HBM3, 97, 60123, 81559"\n')
     smi.chmod(0o755)
     monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
-    assert pt.gpu_lines() == ['GPU 0 NVIDIA H100 80GB HBM3: 97 % busy, 60123 of 81559 MiB', 'GPU 1 NVIDIA H100 80GB HBM3: 0 % busy, 4 of 81559 MiB']
+    assert pt.gpu_lines() == ['GPU 0 NVIDIA H100 80GB HBM3: 97 % busy, 60123 of 81559 MiB']
 
 
 @pytest.mark.parametrize('args,message', [(['nowhere'], 'begun to train'), (['.', '--x', 'epochs'], 'invalid choice'), (['.', '--smooth', '1'], 'smooth is 1')])
 def test_wrong_arguments_are_named(runs, monkeypatch, capsys, args, message):
-    monkeypatch.chdir(runs/'whole')
+    monkeypatch.chdir(runs/'parts')
     with pytest.raises(SystemExit) as e: main(['plot', *args])
     assert e.value.code == 2 and message in capsys.readouterr().err

@@ -30,16 +30,12 @@ class Run(NamedTuple):
     restarts:list # updates from which it resumed
     log:Path|None=None # where they were read
 
-def restarts_in(
-    text:str, # of a train.log
-)->list[int]: # updates
-    "From which checkpoints a run resumed."
+def restarts_in(text:str)->list[int]: # of a train.log
+    "Returns the updates from which a run resumed."
     return [int(n) for n in re.findall(r'(?:Auto resumed|Resumed) from .*step_(\d+)', text)]
 
-def load_run(
-    path:str|Path, # directory of a run, or its log.jsonl
-)->Run: # its records
-    "Read a run."
+def load_run(path:str|Path)->Run: # directory of a run, or its log.jsonl
+    "Reads a run."
     log = Path(path)/LOG if Path(path).is_dir() else Path(path)
     if not log.is_file():
         raise MissingFile(f"there is no {log}: give the directory of a run that has begun to train")
@@ -48,23 +44,23 @@ def load_run(
     return Run(log.absolute().parent.name, read_log(log), restarts, log)
 
 # %% ../../nbs/66_tools.plot.ipynb #b0065d6f
-def positions(
-    records:list[dict], # of a run
-    x:str='updates', # one of `AXES`
-)->list[float]: # of each record
-    "The positions of records on an axis."
+def _cost(record:dict, x:str)->float:
+    "What an update costs on an axis."
+    if x=='samples': return record.get('samples', 0)
+    speed = record.get('tokens_per_second')
+    return record['tokens']/speed/3600 if speed else 0
+
+def positions(records:list[dict], x:str='updates')->list[float]: # of a run; one of `AXES`
+    "Returns where records stand on an axis."
     if x not in AXES: raise UsageError(f"x is {x!r}: give one of {', '.join(AXES)}")
     if x=='updates': return [r['step'] for r in records]
-    cost = ((lambda r: r.get('samples', 0)) if x=='samples'
-            else (lambda r: r['tokens']/r['tokens_per_second']/3600 if r.get('tokens_per_second') else 0))
-    return list(accumulate(cost(r) if 'batch_loss' in r else 0 for r in records))
+    return list(accumulate(_cost(r, x) if 'batch_loss' in r else 0 for r in records))
 
 # %% ../../nbs/66_tools.plot.ipynb #bd77ea20
 def smoothed(
-    values:list[float], # figures in order; nan where there is none
-    keep:float, # share of what was before, 0 to below 1; 0 changes nothing
+    values:list[float], keep:float, # in order, nan where there is none; share of what was before, below 1
 )->list[float]: # as many
-    "Exponential moving average, without a bias towards zero."
+    "Returns the exponential moving average, without a bias towards zero."
     if not 0<=keep<1: raise UsageError(f"smooth is {keep}: give 0 to below 1, e.g. 0.9")
     out,total,weight = [],0.,0.
     for v in values:
@@ -83,21 +79,14 @@ PANELS = (Panel('loss', 'batch_loss|val_loss', True), Panel('learning rate', 'lr
     Panel('gradient norm', 'grad_norm', True),
     Panel('tokens per second', 'tokens_per_second'), Panel('share of time', 'time/.*'))
 
-def series(
-    run:Run, # with its records
-    name:str, # of a figure
-    x:str='updates', # one of `AXES`
-)->tuple[list,list]: # positions and figures; nan where a figure was not finite
-    "One curve."
+def series(run:Run, name:str, x:str='updates')->tuple[list,list]: # of a figure; one of `AXES`
+    "Returns positions and figures of a curve; nan where a figure was not finite."
     points = [(p, nan if r[name] is None else r[name])
               for p,r in zip(positions(run.records, x), run.records) if name in r]
     return [p for p,_ in points],[y for _,y in points]
 
-def figures(
-    runs:list[Run], # to be drawn
-    panel:Panel, # which figures
-)->list[str]: # their names, sorted
-    "What there is to draw in a panel."
+def figures(runs:list[Run], panel:Panel)->list[str]: # sorted
+    "Returns the names of what there is to draw in a panel."
     return sorted({k for run in runs for r in run.records for k in r if re.fullmatch(panel.names, k)})
 
 # %% ../../nbs/66_tools.plot.ipynb #9b8dde28
@@ -109,9 +98,8 @@ def _curve(ax, run, name, x, smooth, **look):
     if name=='val_loss': ax.plot(xs, ys, marker='o', ms=4, **look)
     elif not smooth or name.startswith(('lr_','time/')): ax.plot(xs, ys, **look)
     else:
-        faint = ax.plot(xs, ys, lw=.8, alpha=.4, **(look|dict(label=None)))
-        same = dict(color=faint[0].get_color(), ls=faint[0].get_linestyle())
-        ax.plot(xs, smoothed(ys, smooth), **look|same)
+        line, = ax.plot(xs, smoothed(ys, smooth), **look)
+        ax.plot(xs, ys, lw=.8, alpha=.4, color=line.get_color(), ls=line.get_linestyle())
 
 def _mark(ax, run, x, color):
     steps,at = [r['step'] for r in run.records],positions(run.records, x)
@@ -119,6 +107,7 @@ def _mark(ax, run, x, color):
         there = [p for p,step in zip(at, steps) if step<=s]
         if there: ax.axvline(there[-1], color=color, lw=1.2, ls=':')
 
+# %% ../../nbs/66_tools.plot.ipynb #9b8dde29
 def _shares(ax, run, names, x):
     "What the time went to, as a stack."
     xs,ys = zip(*(series(run, n, x) for n in names))
@@ -138,6 +127,7 @@ def _lines(ax, panel, runs, names, x, smooth):
     else: ax.set_ylim(bottom=0)
     if len(names if len(runs)==1 else runs)>1 and (len(runs)==1 or panel is PANELS[0]): ax.legend()
 
+# %% ../../nbs/66_tools.plot.ipynb #9b8dde2a
 def _draw(ax, panel, runs, x, smooth):
     names,alone,time = figures(runs, panel),len(runs)==1,panel is PANELS[-1]
     if time and not alone: names = [n for n in names if n=='time/forward_backward']
@@ -150,18 +140,16 @@ def _draw(ax, panel, runs, x, smooth):
 # %% ../../nbs/66_tools.plot.ipynb #0d076b6b
 @styled()
 def plot_runs(
-    runs:list[Run], # from `load_run`
-    x:str='updates', # one of `AXES`
-    smooth:float=0., # see `smoothed`; learning rates, validation and shares of time stay as they are
-    path:str|Path|None=None, # picture to write; None: none
+    runs:list[Run], x:str='updates', # from `load_run`; one of `AXES`
+    smooth:float=0., path:str|Path|None=None, # of losses, norms and speed, see `smoothed`; picture to write
 )->Figure: # as many panels as there are kinds of figures
-    "Curves of runs."
+    "Draws the curves of runs."
     panels = [p for p in PANELS if figures(runs, p)]
     require(panels, f"no figures to draw in {', '.join(str(r.log or r.name) for r in runs)}: "
         "has the run made an update?")
-    rows = -(-len(panels)//3)
-    fig = Figure(figsize=(2.95*min(len(panels), 3), 2.9*rows))
-    axes = list(fig.subplots(rows, min(len(panels), 3), squeeze=False).flat)
+    rows,columns = -(-len(panels)//3),min(len(panels), 3)
+    fig = Figure(figsize=(2.95*columns, 2.9*rows))
+    axes = list(fig.subplots(rows, columns, squeeze=False).flat)
     for ax,panel in zip(axes, panels): _draw(ax, panel, runs, x, smooth)
     for ax in axes[len(panels):]: ax.set_visible(False)
     return finished(fig, path)
@@ -174,10 +162,8 @@ def _ago(seconds):
         if seconds>=2*size: return f'{seconds/size:.1f} {unit} ago'
     return f'{seconds:.0f} s ago'
 
-def gpu_lines(
-    command:str='nvidia-smi', # what to ask
-)->list[str]: # a line for each GPU; empty where there is none
-    "How busy the GPUs of this machine are."
+def gpu_lines(command:str='nvidia-smi')->list[str]: # what to ask
+    "Returns how busy the GPUs of this machine are, a line for each; none where there is none."
     if shutil.which(command) is None: return []
     ask = [command, '--query-gpu=index,name,utilization.gpu,memory.used,memory.total',
            '--format=csv,noheader,nounits']
@@ -185,24 +171,24 @@ def gpu_lines(
     cells = [[c.strip() for c in line.split(',')] for line in done.stdout.splitlines() if line.count(',')==4]
     return [f'GPU {i} {name}: {busy} % busy, {used} of {total} MiB' for i,name,busy,used,total in cells]
 
-def status_lines(
-    path:str|Path, # directory of a run
-    now:float|None=None, # seconds since 1970; None: now
-)->list[str]: # a few lines
-    "The state of a run."
+# %% ../../nbs/66_tools.plot.ipynb #d79728e3
+def _state(folder:Path)->str:
+    "What a run says of itself, or what became of it."
+    if not (folder/STATUS).is_file(): return 'unknown (no status file)'
+    state = (folder/STATUS).read_text(encoding='utf-8').strip()
+    if state!='running': return state
+    who = holder(folder)
+    return f'running, {who}' if who else 'the run was killed (nobody holds its directory)'
+
+def status_lines(path:str|Path, now:float|None=None)->list[str]: # of a run; seconds since 1970, None: now
+    "Returns the state of a run in a few lines."
     run,now = load_run(path),time.time() if now is None else now
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    state = ((folder/STATUS).read_text(encoding='utf-8').strip()
-             if (folder/STATUS).is_file() else 'unknown (no status file)')
-    if state=='running':
-        who = holder(folder)
-        state = f'running, {who}' if who else 'the run was killed (nobody holds its directory)'
+    folder,n = Path(path) if Path(path).is_dir() else Path(path).parent,len(run.restarts)
     latest = {k:v for r in run.records for k,v in r.items() if k in SHOWN}
-    n = len(run.restarts)
-    lines = [f'{run.name}: {state}'+(f', went on {n} time{"s"*(n>1)}' if n else '')]
-    lines.append(f"{describe(latest, run.records[-1]['step'])} ({_ago(now-(folder/LOG).stat().st_mtime)})"
-                 if run.records else 'no update yet')
-    return [*lines, *(list_checkpoints(folder, now)[:1] or ['no checkpoint yet']), *gpu_lines()]
+    head = f'{run.name}: {_state(folder)}'+(f', went on {n} time{"s"*(n>1)}' if n else '')
+    last = (f"{describe(latest, run.records[-1]['step'])} ({_ago(now-(folder/LOG).stat().st_mtime)})"
+            if run.records else 'no update yet')
+    return [head, last, *(list_checkpoints(folder, now)[:1] or ['no checkpoint yet']), *gpu_lines()]
 
 # %% ../../nbs/66_tools.plot.ipynb #b86b8342
 def main(
