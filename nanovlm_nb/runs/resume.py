@@ -134,7 +134,7 @@ def differences(saved:dict[str,dict], # 'vlm' and 'train': fields of the configs
     for cfg,was in ((vlm_cfg,saved['vlm']), (train_cfg,saved['train'])):
         changed = [f for f in fields(cfg) if f.name in was and was[f.name]!=getattr(cfg, f.name)]
         out += [Difference(f.name, was[f.name], getattr(cfg, f.name),
-                           *(resume_rule(f.name, type(cfg)) or (REFUSED,'no rule says whether it may change')))
+                      *(resume_rule(f.name, type(cfg)) or (REFUSED,'no rule says whether it may change')))
                 for f in changed]
     was,now = (training_parts(t) for t in (saved['train'], asdict(train_cfg)))
     if was!=now:
