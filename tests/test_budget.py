@@ -13,8 +13,8 @@ from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-LINES = {'.': 180, 'answers': 1285, 'compat': 197, 'core': 2374, 'data': 2273, 'model': 2256, 'runs': 1534, 'tools': 2386, 'training': 1763, 'uses': 1476}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 179_815, 1023, 10_664, 73
+LINES = {'.': 180, 'answers': 1285, 'compat': 197, 'core': 2373, 'data': 2273, 'model': 2255, 'runs': 1534, 'tools': 2386, 'training': 1763, 'uses': 1476}
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 179_964, 1023, 10_664, 73
 OVER_20, SHOWING = .39, .30  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 

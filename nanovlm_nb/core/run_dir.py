@@ -152,12 +152,13 @@ def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no su
 # %% ../../nbs/04_core.run_dir.ipynb #c48eb973
 def best_kept(run_dir:Path,
     state:dict, # `trainer_state.json` of its current checkpoint
-)->tuple[float,int|None]: # lowest validation loss, and its step; infinite and None: no update was validated
+)->tuple[float,int|None]: # lowest loss or judgement, and its step; infinite and None: there is none
     "Returns the best checkpoint that a run still has, up to the current one."
     kept = {step_of(p) for p in checkpoints(run_dir) if 0<step_of(p)<=state['step'] and not missing_pieces(p)}
     if state.get('best_step') in kept: return state['best_val_loss'],state['best_step']
     log = read_log(Path(run_dir)/LOG) if (Path(run_dir)/LOG).is_file() else []
-    found = [(r['val_loss'], r['step']) for r in log if r['step'] in kept and r.get('val_loss') is not None]
+    found = [(r.get('judged', r['val_loss']), r['step']) for r in log
+             if r['step'] in kept and r.get('val_loss') is not None]
     return min(found, default=(math.inf, None))
 
 # %% ../../nbs/04_core.run_dir.ipynb #eed862f2
@@ -278,10 +279,8 @@ def holder(run_dir:Path)->str: # empty: no process holds it
 # %% ../../nbs/04_core.run_dir.ipynb #8d2f6e01
 class RunLock:
     "Lets one process at a time write into a run's directory."
-    def __init__(self, run_dir:Path,
-        again:bool=False, # a launcher starts this run again: it has ended the process that was here
-    ):
-        self.path,self.again = Path(run_dir)/LOCK,again
+    def __init__(self, run_dir:Path):
+        self.path = Path(run_dir)/LOCK
         self.file:FileIO|None = None
 
     def take(self)->None:
@@ -290,7 +289,7 @@ class RunLock:
             with user_path():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = self.path.open('a+b', buffering=0)
-            if (lock_file(file) is not False or self.again and not pause) and self._is_here(file): break
+            if lock_file(file) is not False and self._is_here(file): break
             file.close()
             time.sleep(pause)
         else: raise UsageError(f'{self.path.parent} is in use by {holder(self.path.parent)}: '

@@ -140,9 +140,7 @@ def trains(
 # %% ../../nbs/28_model.vlm.ipynb #21109f2b
 class VLMNet(nn.Module):
     "Vision encoder, projector and language model joined: ids and tiles in, scores or a loss out."
-    def __init__(self,
-        cfg:VLMConfig, # sizes of all parts
-    ):
+    def __init__(self, cfg:VLMConfig): # sizes of all parts
         super().__init__()
         if cfg.vit_cls_flag and not cfg.vit_keep_patches:
             raise ValueError("vit_cls_flag gives one vector a tile and no patches to project: "
@@ -150,6 +148,7 @@ class VLMNet(nn.Module):
         self.cfg = cfg
         self.vision_encoder, self.MP, self.decoder = ViT(cfg), ModalityProjector(cfg), LanguageModel(cfg)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
+        self.cross_entropy:Any = cross_entropy # or a loss of your own, which takes and returns the same
         self.features:Any = None # a `FeatureCache`
         self.tile_multiple = 1 # see `to_pixels`
 
@@ -244,7 +243,7 @@ class VLMNet(nn.Module):
         if layout.at is None: return logits, None
         head = self.decoder.head.weight
         rows = rows_with_target(h, layout, len(head))
-        loss, self.target_losses = cross_entropy(
+        loss, self.target_losses = self.cross_entropy(
             rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*targets_by_row(layout)).sum()

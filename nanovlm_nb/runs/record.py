@@ -34,7 +34,7 @@ from ..data.loader import first_rows
 from ..data.shapes import best_blind_guess
 from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all
 from ..answers.answer import plot_answers,questions_of
-from ..training.trainer import Trainer
+from ..training.trainer import Trainer,Validate
 from ..training.hooks import Meters,find
 
 # %% ../../nbs/55_runs.record.ipynb #c916672a
@@ -230,7 +230,8 @@ def results(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `train()
     "What came of a run."
     s = trainer
     best = 'no validation'
-    if s.best_step is not None: best = f'best val_loss {s.best_val_loss:.4f} at update {s.best_step}'
+    name = 'val_loss' if find(s, Validate).by is None else 'judged'
+    if s.best_step is not None: best = f'best {name} {s.best_val_loss:.4f} at update {s.best_step}'
     size = f'{s.step} updates, {s.samples} samples, {s.targets} target tokens'
     since = f' since update {s.start[0]}, of the last start' if s.start[0] else ''
     lines = [size, best, f'time{since}: {time_split(find(s, Meters).seconds)}']

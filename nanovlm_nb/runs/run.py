@@ -95,10 +95,9 @@ def run_path(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as they will
 
 # %% ../../nbs/56_runs.run.ipynb #56000001
 @contextmanager
-def hold(run_dir:Path, dist:Dist, again:bool=False, # all ranks must call; a launcher starts this run again
-)->Iterator[None]: # nothing; a UsageError names the other process
-    "While inside, no other run writes into the directory."
-    lock = RunLock(run_dir, again)
+def hold(run_dir:Path, dist:Dist)->Iterator[None]: # all ranks must call
+    "While inside, no other run writes into the directory; a UsageError names the process that does."
+    lock = RunLock(run_dir)
     on_master(dist, lock.take)
     try: yield
     finally:
@@ -153,7 +152,7 @@ def on_each_rank(dist:Dist, stop:threading.Event, read:Callable)->Any: # all cal
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     "Names of those without which the run would learn something else: hooks only watch."
-    return [n for n in ('model','loaders','optimizer','schedule') if parts.get(n)]
+    return [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
 
 # what `parse_args` gives, where there is no command line
 NOT_ASKED = Namespace(config=None, saved=None)
@@ -202,7 +201,8 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
     dist:Dist, # of the run; every rank calls
     resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
     model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
-    schedule:Callable|None=None, hooks:Iterable=(), trainer:Callable|None=None, # likewise
+    schedule:Callable|dict|None=None, loss:Callable|None=None, judge:Callable|None=None, # likewise
+    hooks:Iterable=(), trainer:Callable|None=None, # likewise
 )->Trainer: # ready to train, or to `resume`
     "All parts of a run, put together."
     c,stop = train_cfg,stop or threading.Event()
@@ -217,10 +217,11 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
     def build():
         built = (model or make_model)(vlm_cfg, c, resuming)
         if c.lora_rank: adapt(built, c, weights_of_start(vlm_cfg, c))
+        if loss: built.cross_entropy = loss
         return built
     built = on_each_rank(dist, stop, build)
     make = trainer or make_trainer
-    return make(built, c, rows, val, hooks_of(c, hooks), dist, log, tokenizer, schedule, optimizer)
+    return make(built, c, rows, val, hooks_of(c, hooks, judge), dist, log, tokenizer, schedule, optimizer)
 
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights
@@ -269,8 +270,7 @@ def first_lines(trainer:Trainer, lines:list[str], own:list[str], # about its sta
 def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
     "Change the directory of a run and open its log: nothing refuses it any more."
     run_dir,dist,log = run.run_dir,run.dist,run.log
-    note = trainer.base.lora_note
-    if checkpoint and note: note['base'] = noted_base(checkpoint)['base']
+    if checkpoint and (note := trainer.base.lora_note): note['base'] = noted_base(checkpoint)['base']
     use_frozen_tower(trainer, checkpoint)
     def change():
         go_back(run_dir, checkpoint if trainer.owned else None)
@@ -344,19 +344,20 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     model:Callable|None=None, # like `make_model(vlm_cfg, train_cfg, resuming)`
     loaders:Callable|None=None, # like `loader.get_dataloaders`, e.g. a `partial` with `rows` of your own
     optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
-    schedule:Callable|None=None, # `schedule(step, max_lr, max_steps)`: the learning rate of an update
+    schedule:Callable|dict|None=None, # `schedule(step, max_lr, max_steps)`, or one for each group by name
+    loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`; `judge(trainer)`, lowest wins
     hooks:Iterable=(), trainer:Callable|None=None, # beside the updates, see `Hook`; like `make_trainer`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=NOT_ASKED, command:Callable|None=None, # the command line; names the command that resumes
 )->Path: # directory of the run
     "Train as the configurations say; what is None is made by the library."
-    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, hooks=[*hooks],
-                 trainer=trainer)
+    parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, loss=loss,
+                 judge=judge, hooks=hooks, trainer=trainer)
     with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
         run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist, asked)
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
-        with (hold(run_dir, dist, any(launchers(dist).values())), strict,
+        with (hold(run_dir, dist), strict,
               OpenRun(run_dir, v, c, dist, open_log(run_dir, dist, v, c), again) as r):
             made = set_up(r, lines, stop, asked, **parts)
             made.log.info(SIGNALLED) if stopping(made) else train(made)

@@ -84,16 +84,14 @@ def origin_of(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # as they will be
 def name_weights(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # as the user gave them
 )->tuple[VLMConfig,TrainConfig,list[str]]: # both with the checkpoint or file itself; lines for the log
     "Replace a run by the checkpoint that is meant, and fill in the name of a `.pth` file."
-    c,lines,weights = train_cfg,list[str](),weights_of_start(vlm_cfg, train_cfg)
-    if weights is None:
-        pth = is_pth(c.load_from) and not c.resume
-        name = str(pth_path(str(c.load_from), vlm_cfg)) if pth else c.load_from
-        return vlm_cfg,c if name==c.load_from else evolve(c, load_from=name),lines
-    given = str(vlm_cfg.vlm_checkpoint_path if c.resume_from_vlm_checkpoint else c.load_from)
-    if weights==given: return vlm_cfg,c,lines
-    find_checkpoint(given, lines.append)
-    if c.resume_from_vlm_checkpoint: return evolve(vlm_cfg, vlm_checkpoint_path=weights),c,lines
-    return vlm_cfg,evolve(c, load_from=weights),lines
+    c,lines = train_cfg,list[str]()
+    if c.resume_from_vlm_checkpoint:
+        path = find_checkpoint(vlm_cfg.vlm_checkpoint_path, lines.append)
+        return evolve(vlm_cfg, vlm_checkpoint_path=path),c,lines
+    if c.resume or not c.load_from: return vlm_cfg,c,lines
+    pth = is_pth(c.load_from)
+    name = str(pth_path(c.load_from, vlm_cfg)) if pth else find_checkpoint(c.load_from, lines.append)
+    return vlm_cfg,evolve(c, load_from=name),lines
 
 def resolve_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_size:int=1, # as given; ranks of the run
 )->Start: # what will run

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -36,7 +37,7 @@ from .schedule import get_schedule,in_samples
 from .optim import amp_dtype,autocast,checked_lr,clip_gradients,compile_blocks
 from .optim import make_optimizer,make_scaler,own_optimizer,set_lrs,training_parts
 from .shard import load_full_weights,optimizer_class,shard_model,try_pieces
-from .checkpoint import Saver,check_checkpoint,load_optimizer
+from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
 from .bad_updates import BadUpdate,NormGuard
 from .update import Feed,Update,tally
 
@@ -57,7 +58,7 @@ class Trainer:
     tokenizer:Any # saved with the checkpoints
     dtype:torch.dtype # of matrix products; weights stay float32
     optimizer:torch.optim.Optimizer # one group for each component, with its `max_lr`
-    schedule:Callable # (step, max_lr, max_steps) -> learning rate
+    schedule:Callable|dict[str,Callable] # (step, max_lr, max_steps) -> learning rate, or one by group
     scaler:torch.amp.GradScaler # of float16; otherwise it does nothing
     clock:Clock # seconds by kind of work
     feed:Feed # updates of an epoch
@@ -155,13 +156,15 @@ def make_trainer(
     loader:Loader|Iterable[Batch], held_out:Loader|Iterable[Batch], # this rank's micro-batches
     hooks:Iterable[Hook]=(), # see `hooks.hooks_of` for those of a whole run
     dist:Dist=Dist(), log:Any=NoLog(), tokenizer:Any=None, # this rank; figures; saved with checkpoints
-    schedule:Callable|None=None, optimizer:Callable|None=None, # None: those of the config
+    schedule:Callable|dict|None=None, optimizer:Callable|None=None, # None: those of the config
 )->Trainer: # at update 0
     "Puts the parts of a run together."
     dtype,clock,loader = amp_dtype(dist.device, cfg.dtype),Clock(),as_loader(loader)
-    rates = get_schedule(schedule or cfg.lr_schedule, **cfg.schedule_kwargs())
+    rates:Any = schedule or get_schedule(cfg.lr_schedule, **cfg.schedule_kwargs())
     base,made = _assemble(model, cfg, dist, dtype, optimizer)
-    if ':' in cfg.lr_schedule: _try_schedule(rates, cfg, max(g['max_lr'] for g in made.param_groups))
+    names,peaks = zip(*((g['name'], g['max_lr']) for g in made.param_groups))
+    if not schedule and ':' in cfg.lr_schedule: _try_schedule(rates, cfg, max(peaks))
+    if isinstance(schedule, dict): require({*schedule}=={*names}, f'schedule: give one for each of {names}')
     return Trainer(wrap_model(base, dist), base, cfg, loader, as_loader(held_out), list(hooks), dist, log,
         tokenizer, dtype, made, rates, make_scaler(dist.device, dtype), clock,
         Feed(loader, dist, cfg.gradient_accumulation_steps, clock), Saver(dist, cfg.async_save),
@@ -419,8 +422,8 @@ def _mark_best(trainer:Trainer)->None: # every rank must call
 # %% ../../nbs/47_training.trainer.ipynb #52e126f5
 class Validate(Hook):
     "Validates every `every` updates and after the last, and lets `best_checkpoint` name the best."
-    def __init__(self, every:int): # updates; 0: only after the last
-        self.every,self.active = every,True
+    def __init__(self, every:int, by:Callable|None=None): # updates, 0: only after the last; see `run.run`
+        self.every,self.by,self.active = every,by,True
 
     def is_due(self, trainer:Trainer)->bool:
         "Returns whether this update is validated."
@@ -452,9 +455,11 @@ class Validate(Hook):
 
     def note(self, trainer:Trainer, found:Figures)->bool:
         "Adds the best so far, and returns whether it is this: what a run begins with is none of its results."
-        t,best = trainer,trainer.step>0 and found['val_loss']<trainer.best_val_loss
-        if best: t.best_val_loss,t.best_step = found['val_loss'],t.step
-        if t.best_step: found['best_val_loss'] = t.best_val_loss
+        t,name = trainer,'judged' if self.by else 'val_loss'
+        if self.by: found[name] = self.by(t)
+        best = t.step>0 and found[name]<t.best_val_loss
+        if best: t.best_val_loss,t.best_step = found[name],t.step
+        if t.best_step: found[f'best_{name}'] = t.best_val_loss
         return best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -503,14 +508,16 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
     return named
 
 def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
-    "Returns what a hook remembers; a UsageError if JSON cannot hold it."
-    try: return json.loads(json.dumps(hook.state_dict()))
+    "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
+    state = hook.state_dict()
+    tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items() if isinstance(w, Tensor)}
+    try: return json.loads(json.dumps({k:v for k,v in state.items() if k not in tensors}))|tensors
     except (TypeError, ValueError) as e:
         raise UsageError(f'the state of hook {name} cannot be saved as JSON ({e}): '
-            'give numbers, strings, lists') from e
+            'give tensors by name, numbers, strings, lists') from e
 
 # %% ../../nbs/47_training.trainer.ipynb #c4b7158c
-def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able; every rank must call
+def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of hooks; every rank must call
     "Returns what a run resumes from, besides weights, optimizer and random generators."
     t,position = trainer,trainer.feed.state_dict()
     return {name:getattr(t, name) for name in PROGRESS}|dict(
@@ -581,9 +588,10 @@ def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->Non
         f"give --dtype {before.removeprefix('torch.')} to go on as before")
 
 # %% ../../nbs/47_training.trainer.ipynb #c8a1d72d
-def _load_hooks(trainer:Trainer, state:dict)->None: # `trainer_state.json`
+def _load_hooks(trainer:Trainer, state:dict, tensors:dict[str,Tensor])->None: # `trainer_state.json`, `HOOKS`
     "Restores what hooks remember; a state without a hook and a hook without a state are named in the log."
     t,states,named = trainer,state['hooks'],_stateful_hooks(trainer)
+    for (name,key),w in ((k.split('.', 1), w) for k,w in tensors.items()): states[name][key] = w
     t.called = [hook for hook in t.hooks if type(hook).__name__ in state['called']]
     for name in states.keys() & named.keys(): named[name].load_state_dict(states[name])
     for name in sorted(states.keys() ^ named.keys()):
@@ -605,7 +613,7 @@ def resume(
     _load_weights(t, checkpoint, state, force)
     for name in PROGRESS: setattr(t, name, state[name])
     t.checkpoint,t.start = checkpoint,(t.step,t.samples)
-    _load_hooks(t, state)
+    _load_hooks(t, state, load_file(checkpoint/HOOKS) if (checkpoint/HOOKS).is_file() else {})
     rng = read(f'rng_{t.dist.rank}.json') if state['world_size']==t.dist.world_size else None
     then()
     own = t.owned
