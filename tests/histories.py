@@ -1,6 +1,4 @@
 "Runs that go on, go back, fork, are killed and pruned, at random; run by test_histories.py, or by hand: histories.py SEED MOVES."
-import contextlib
-import io
 import json
 import os
 import random
@@ -14,8 +12,9 @@ from pathlib import Path
 
 from commands import TINY, start_of
 
-from nanovlm_nb.cli import main
+from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
+from nanovlm_nb.runs.resume import resume_checklist
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
 
@@ -55,11 +54,11 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL):
 
 
 def stands(run):
-    "Where a run stands: its newest checkpoint, as all of them complete, and what `nanovlm resume` announces."
+    "Where a run stands: its newest checkpoint, as all of them complete, and what `nanovlm check` announces."
     name = last_checkpoint(run).name
     assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
-    with contextlib.redirect_stdout(io.StringIO()) as out: main(['resume', str(run)])
-    assert re.search(r'would go on from the latest checkpoint \S*/(step_\d+)\.', out.getvalue())[1] == name, out.getvalue()
+    said = ' '.join(line for _, line in resume_checklist(run, *load_yaml(run/'config.yaml', given=None)))
+    assert re.search(r'would go on from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
     return name
 
 

@@ -403,12 +403,12 @@ def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     assert len(again[0]) == len(quiet_run[0]) and all(map(close, again[0], quiet_run[0]))
 
 
-def test_an_error_before_the_first_update_points_to_the_doctor(tmp_path):
+def test_an_error_before_the_first_update_points_to_the_check(tmp_path):
     "One that no check of ours has explained: here the driver's."
     def no_driver(*_): raise RuntimeError('CUDA driver initialization failed')
     with pytest.raises(RuntimeError, match='driver'): in_process(tmp_path, make=no_driver)
     log = (tmp_path/'run'/'train.log').read_text()
-    assert f'`nanovlm doctor --config {tmp_path}/run/config.yaml` tries its data, disk, memory and a short run' in log
+    assert f'`nanovlm check --config {tmp_path}/run/config.yaml --smoke` tries its data, disk, memory and a short run' in log
 
 
 def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_path, monkeypatch):

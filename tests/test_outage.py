@@ -14,7 +14,7 @@ from huggingface_hub.utils import _http
 from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.data.dataset import Unreachable, config_names, load_configs
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.tools.inspect import _stored_row
+from nanovlm_nb.tools.inspect import stored_columns
 from nanovlm_nb.uses.labels import load_splits
 from nanovlm_nb.data.loader import load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.core.run_dir import read_log
@@ -159,8 +159,8 @@ def no_hub(monkeypatch):
         monkeypatch.setattr(config, 'HF_HUB_OFFLINE', False)
 
 
-@pytest.mark.parametrize('ask', [lambda name: load_configs(name), lambda name: config_names(name, ['all']), load_splits, get_tokenizer, lambda name: _stored_row(name, 'default')],
-                         ids=['rows', 'configurations', 'classes', 'tokenizer', 'inspect'])
+@pytest.mark.parametrize('ask', [lambda name: load_configs(name), lambda name: config_names(name, ['all']), load_splits, get_tokenizer, lambda name: stored_columns(name, 'default')],
+                         ids=['rows', 'configurations', 'classes', 'tokenizer', 'columns'])
 def test_a_name_is_refused_at_once(no_hub, caplog, ask):
     "The libraries would ask six times in half a minute, for each file."
     with pytest.raises((OSError, ValueError), match='own/nowhere'): ask('own/nowhere')

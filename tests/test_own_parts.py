@@ -153,7 +153,7 @@ def test_files_of_a_run_name_no_code(tmp_path, monkeypatch, capsys, field):
     monkeypatch.chdir(run_dir)
     flags, step = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)], str(sorted(states)[-1].parent)
     again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps', '5']
-    refused = [['resume', '.'], ['train', *again], *([c, '--config', 'config.yaml'] for c in ('plan', 'inspect', 'doctor', 'invariance')), ['train', '--resume', 'True', '--load_from', step]]
+    refused = [['check', '.'], ['train', *again], *([c, '--config', 'config.yaml'] for c in ('plan', 'check')), ['train', '--resume', 'True', '--load_from', step]]
     for words in refused:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped: main(words)

@@ -12,10 +12,12 @@ import torch
 from commands import TINY, start_of, train
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from nanovlm_nb.tools import doctor, inspect
+from nanovlm_nb.tools.check import foreseen, start_findings
+from nanovlm_nb.tools.checks import FAIL, PASS
 from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset
+from nanovlm_nb.runs.arguments import check_parser
 from nanovlm_nb.runs.start import resolve_start
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -64,27 +66,23 @@ def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch, cap
     assert (start.vlm_cfg.lm_tokenizer, start.train_cfg.lr_mp) == (vlm.lm_tokenizer, cfg.lr_mp)
 
 
-def test_the_others_see_the_checkpoint_too(place, monkeypatch, capsys):
-    "The tokenizer that is inspected, the model whose gradients are compared, the run that the doctor looks at."
+def test_the_check_sees_the_checkpoint_too(place, monkeypatch):
+    "The model and the tokenizer that data, machine and cost are checked with."
     monkeypatch.chdir(place)
-    flags, seen = [*RUN, '--load_from', 'checkpoints/first/step_1'], {}
-    monkeypatch.setattr(inspect, 'inspect_config', lambda vlm, cfg, *_: seen.setdefault('inspect', vlm) and inspect.Report('x', None))
-    monkeypatch.setattr(inspect, 'tell_inspection', lambda *_: 0)
-    nanovlm(['inspect', *flags])
-    assert nanovlm(['invariance', *flags, '--packs', '2']) == 0, 'a model with other sizes than the data would not get so far'
-    check, start = doctor.check_start(*parse_args(flags)[:2])
-    assert check == ('start', doctor.PASS, 'from the checkpoint checkpoints/first/step_1', '')
-    for vlm in (seen['inspect'], start.vlm_cfg):
-        assert (vlm.lm_hidden_dim, vlm.lm_tokenizer) == (32, str(Path('checkpoints/first/step_1')))
+    cfgs = parse_args([*RUN, '--load_from', 'checkpoints/first/step_1'])[:2]
+    assert list(start_findings(*cfgs)) == [('start', PASS, 'from the checkpoint checkpoints/first/step_1')]
+    vlm = foreseen(*cfgs).vlm_cfg
+    assert (vlm.lm_hidden_dim, vlm.lm_tokenizer) == (32, str(Path('checkpoints/first/step_1')))
 
 
-def test_check_resume_reads_the_deepspeed_file(place, monkeypatch, capsys):
+def test_the_check_of_a_resume_reads_the_deepspeed_file(place, monkeypatch):
     "A file that changes the packs of an update is a difference before the run says so."
     monkeypatch.chdir(place)
-    nanovlm(['resume', 'checkpoints/first'])
-    assert 'packs per update' not in capsys.readouterr().out
-    assert nanovlm(['resume', 'checkpoints/first', '--deepspeed_config', 'ds.json']) == 1
-    assert 'packs per update: 4 -> ' in capsys.readouterr().out
+    said = []
+    for flags in ([], ['--deepspeed_config', 'ds.json']):
+        asked = check_parser().parse_args(['checkpoints/first', *flags])
+        said.append([f.text for f in start_findings(asked.vlm_cfg, asked.train_cfg, run_dir=asked.run_dir) if f.state == FAIL])
+    assert not any('packs per update' in line for line in said[0]) and any('packs per update: 4 -> ' in line for line in said[1])
 
 
 # --- what was given is what runs

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'PARSERS', 'Kind', 'POS', 'COUNT', 'FLOAT', 'PART', 'ON', 'SEVERAL', 'OWN_CODE',
-           'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'COMPARED', 'DEVICES', 'MFU', 'AXES', 'PACKS', 'TOLERANCE', 'FORMATS',
-           'OUTTYPES', 'place_to_go_on', 'own_settings', 'SettingsParser', 'command', 'train_parser', 'OpenParser',
-           'classify_parser', 'ask_parser', 'eval_parser', 'look_parser', 'chat_parser', 'inspect_parser',
-           'plan_parser', 'doctor_parser', 'plot_parser', 'runs_parser', 'resume_parser', 'replay_parser',
-           'invariance_parser', 'export_parser']
+           'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'DEVICES', 'MFU', 'AXES', 'FORMATS', 'OUTTYPES', 'place_to_go_on',
+           'own_settings', 'SettingsParser', 'command', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser',
+           'eval_parser', 'look_parser', 'chat_parser', 'CheckParser', 'check_parser', 'plan_parser', 'plot_parser',
+           'runs_parser', 'replay_parser', 'export_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
@@ -119,14 +118,9 @@ def _is_picture(name):
     require(Path(name).suffix[1:] in PICTURES,
         f"{name} is no name of a picture: let it end in one of {', '.join(PICTURES)}")
 
-def _is_page(name):
-    if name: _is_new(name)
-    require(not Path(name).is_file() or Path(name).open('rb').read(15) in (b'', b'<!doctype html>'),
-        f'{name} is there and is no page, it would be lost: give another file')
-
 # kinds of arguments, for `add_argument`
 _checkpoint,_folder,_run,_file = map(checked, (_is_checkpoint, _is_folder, _is_run, _is_file))
-_log,_new,_picture,_page = map(checked, (_is_log, _is_new, _is_picture, _is_page))
+_log,_new,_picture = map(checked, (_is_log, _is_new, _is_picture))
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a000d2
 PARSERS:dict[str,Callable[[],Parser]] = {} # name of a command -> what makes its parser
@@ -257,19 +251,28 @@ def chat_parser(add): # of `nanovlm chat`
     add('--max_new_tokens', **POS, default=64, help='longest answer in tokens')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00012
-SAMPLES,COMPARED = 200,2000 # rows of training and of validation that are inspected, and that are compared
+SAMPLES = 200 # rows of training and of validation that a check reads
 
-@command(SettingsParser, usage='[CONFIG.yaml] [--samples N] [--compare N] [--html FILE] ')
-def inspect_parser(add): # of `nanovlm inspect`
-    """Show what a run would train on, and find faults in it.
+class CheckParser(SettingsParser):
+    "The parser of a command about a start, or about a run that is to resume."
+    def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
+        "Returns what a `SettingsParser` returns, and `run_dir`: a directory that comes first, or None."
+        run = args[0] if args and Path(args[0]).is_dir() else None
+        if run: _is_run(run)
+        given = Namespace(run_dir=Path(run) if run else None)
+        return super().parse_args(args[1:] if args and run else args, given)
 
-    The exit code is 1 if there is one."""
-    add('--samples', **POS, default=SAMPLES,
-        help='rows of training and of validation to inspect (default: %(default)s)')
-    add('--compare', **COUNT, default=COMPARED,
-        help='rows of both that are searched for duplicates (default: %(default)s)')
-    add('--html', default='inspect.html', metavar='FILE', type=_page,
-        help="page to write; '' writes none (default: %(default)s)")
+@command(CheckParser, usage='[CONFIG.yaml | RUN] [--rows N] [--gpus N] [--smoke [N]] ')
+def check_parser(add): # of `nanovlm check`
+    """What would happen if a run began: machine, cost, data, start.
+
+    A run's directory in place of CONFIG.yaml asks what `nanovlm train --resume True` would do with it,
+    with the settings of its config.yaml, changed by flags. The exit code is 1 if something would fail."""
+    add('--rows', **COUNT, default=0,
+        help='samples of training to show, with what is learned, and the first packs')
+    add('--gpus', **POS, help='ranks on this machine (default: its GPUs, else 1)')
+    add('--smoke', **COUNT, nargs='?', const=3, default=0,
+        help='also train so many updates (without a number 3)')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a000da
 DEVICES = 'A100','H100','H200','L40S','RTX 4090' # whose time and memory a plan names
@@ -289,17 +292,6 @@ def plan_parser(add): # of `nanovlm plan`
     add('--samples', **POS, help='samples of the data set')
     add('--epochs', **POS, help='passes over the data set')
     add('--json', **ON, help='print the plan as JSON')
-
-# %% ../../nbs/57_runs.arguments.ipynb #19a000db
-@command(SettingsParser, usage='[CONFIG.yaml] [--gpus N] [--smoke [N]] [--json] ')
-def doctor_parser(add): # of `nanovlm doctor`
-    """Can this machine run this configuration?
-
-    The exit code is 1 if something fails."""
-    add('--gpus', **POS, help='ranks on this machine (default: its GPUs, else 1)')
-    add('--smoke', **COUNT, nargs='?', const=3, default=0,
-        help='also train so many updates (without a number 3)')
-    add('--json', **ON, help='print the checks as JSON')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a000dc
 AXES = 'updates','samples','hours' # what curves are drawn against
@@ -336,14 +328,6 @@ def runs_parser(add): # of `nanovlm runs`
         help='go on with a line for each new checkpoint and figure until the run ends; Ctrl-C ends that')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00015
-@command(SettingsParser, usage='RUN [--ranks N] ', add_help=True)
-def resume_parser(add): # of `nanovlm resume`
-    """What `nanovlm train --resume True` will do with a run.
-
-    The settings are those of its config.yaml, changed by flags. The exit code is 1 if something is wrong."""
-    add('run_dir', **RUN_DIR)
-    add('--ranks', **POS, default=1, help='ranks of the run to come')
-
 @command()
 def replay_parser(add): # of `nanovlm replay`
     "Make one update of a run again, and look at each of its samples alone."
@@ -353,19 +337,6 @@ def replay_parser(add): # of `nanovlm replay`
     add('update', type=at_least(1), nargs='?',
         help='number of the update; default: the last one that was skipped')
     add('--worst', **POS, default=10, help='samples to show')
-
-# %% ../../nbs/57_runs.arguments.ipynb #19a000de
-PACKS,TOLERANCE = 12,1e-6 # packs of the batch that is split; largest relative difference of float32 gradients
-
-@command(SettingsParser, usage='[CONFIG.yaml] [--packs N] [--tolerance X] ')
-def invariance_parser(add): # of `nanovlm invariance`
-    """One batch of a run's own data, split in many ways: is it the same update?
-
-    The exit code is 1 if not."""
-    add('--packs', type=at_least(2), default=PACKS, metavar='INT',
-        help='packs of the batch (default: %(default)s)')
-    add('--tolerance', **FLOAT, default=TOLERANCE,
-        help='largest distance of gradients (default: %(default)s)')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00018
 FORMATS = 'smolvlm','idefics3','nanovlm','peft','onnx','web','gguf' # what can be written; ours is nanovlm
@@ -382,7 +353,7 @@ def _check_export(a):
 
 @command(check=_check_export)
 def export_parser(add): # of `nanovlm export`
-    "Write a model for transformers, as ONNX files, as a web page, for llama.cpp, or as nanoVLM's checkpoint."
+    "Write a model for transformers, ONNX, the web, GGUF or nanoVLM."
     add('checkpoint', type=_checkpoint, help='a checkpoint, a run directory, a SmolVLM or Idefics3 of '
         'transformers, a hub id, or adapters of peft')
     add('out', help='directory to write')

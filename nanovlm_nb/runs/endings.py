@@ -203,7 +203,7 @@ def say_what_is_left(run:OpenRun, error:BaseException)->None: # in progress; tha
     elif not isinstance(error, UsageError):
         config = run.run_dir/CONFIG
         if run.dist.is_master and not config.exists(): save_yaml(config, run.vlm_cfg, run.cfg)
-        words = 'nanovlm','doctor','--config',str(config),*code_flags(run.cfg.to_dict())
+        words = 'nanovlm','check','--config',str(config),*code_flags(run.cfg.to_dict()),'--smoke'
         run.log.info(f'the run has made no update; `{" ".join(words)}` tries its data, disk, memory and a '
                      'short run')
 

@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['RECORDS', 'OWN_PARTS', 'given_checkpoint', 'knows', 'find_resume', 'go_back', 'Difference', 'differences', 'splits',
            'split_difference', 'place_of', 'progress', 'check_resume', 'check_own_parts', 'rate_lines', 'aside_lines',
-           'resume_checklist', 'main']
+           'resume_checklist']
 
 # %% ../../nbs/53_runs.resume.ipynb #67e7fe64
-import json,math,shutil,sys
-from argparse import Namespace
+import json,math,shutil
 from dataclasses import asdict,fields
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from ..core.usage import MissingFile,UsageError,require
 from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
 from ..training.checkpoint import check_checkpoint
-from .start import is_pth,resolve_start
+from .start import is_pth
 
 # %% ../../nbs/53_runs.resume.ipynb #49297080
 def given_checkpoint(load_from:str|Path, # what the user gave; of a run, its current checkpoint is meant
@@ -281,11 +280,3 @@ def _work_line(run_dir, step):
     done = max((r['step'] for r in (read_log(log) if log.is_file() else [])), default=step)
     again = f': {done-step} updates after the checkpoint are made again' if done>step else ''
     return f'log.jsonl stands at update {done}{again}'
-
-def main(values:Namespace, # from `arguments.resume_parser`
-)->int: # 1 if something is not in order, else 0
-    "Command `nanovlm resume`: what `--resume True` will do, before it does it."
-    start = resolve_start(values.vlm_cfg, evolve(values.train_cfg, resume=True), values.ranks)
-    checks = resume_checklist(Path(values.run_dir), start.vlm_cfg, start.train_cfg, values.ranks)
-    sys.stdout.write(''.join(f'{"ok  " if ok else "NO  "}{line}\n' for ok,line in checks))
-    return int(not all(ok for ok,_ in checks))

@@ -18,12 +18,9 @@ from ..core.run_dir import last_checkpoint,missing_pieces,prune_older,read_point
 from ..core.logs import describe
 
 # %% ../../nbs/60_tools.runs.ipynb #5af540bd
-def describe_checkpoint(
-    path:Path, # a `step_N` directory
-    marks:dict[Path,str], # directory -> 'last', 'best' or both
-    now:float, # seconds since 1970
-    name:str|None=None, # what it is called; None: its directory's name
-)->str: # one line
+def describe_checkpoint(path:Path, marks:dict[Path,str], # a `step_N` directory; 'last', 'best' or both
+    now:float, name:str|None=None, # seconds since 1970; None: its directory's name
+)->str:
     "A line about a checkpoint."
     sizes,missing = file_sizes(path),missing_pieces(path)
     age = now-written(path)
@@ -33,11 +30,8 @@ def describe_checkpoint(
     mark = f'  <- {marks[path]}' if path in marks else ''
     return f'{name or path.name:<12} {what:>9} {sum(sizes.values())/1e6:>9.1f} MB  {whole}{mark}'
 
-def list_checkpoints(
-    run_dir:Path, # directory of the run
-    now:float|None=None, # seconds since 1970; None: now
-)->list[str]: # a line for each checkpoint: the current one, what led there, and the rest
-    "What a run has kept."
+def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; seconds since 1970
+    "A line for each checkpoint of a run: the current one, what led there, and what was set aside."
     now,marks = time.time() if now is None else now,{}
     for name,path in (('last',last_checkpoint(run_dir)), ('best',read_pointer(run_dir, BEST))):
         if path is not None: marks[path] = ' and '.join(filter(None, [marks.get(path), name]))
@@ -48,14 +42,12 @@ def list_checkpoints(
 # %% ../../nbs/60_tools.runs.ipynb #f0110002
 class Follower:
     "What is new in a run's directory since it was last asked."
-    def __init__(self,
-        run_dir:Path, # directory of a run
-    ):
+    def __init__(self, run_dir:Path): # of a run
         self.run_dir,self.at,self.known = Path(run_dir),0,set()
         self.new()
 
-    def new(self)->list[str]: # lines, figures before checkpoints
-        "What has come."
+    def new(self)->list[str]:
+        "Lines about what has come since, figures before checkpoints."
         return self._figures()+self._checkpoints()
 
     def _figures(self):
@@ -70,9 +62,7 @@ class Follower:
         new,self.known = [p for p in complete if p not in self.known],set(complete)
         return [describe_checkpoint(p, {}, time.time()) for p in new]
 
-def figures_line(
-    line:bytes, # of `log.jsonl`
-)->str|None: # None: it is about an update, or foreign
+def figures_line(line:bytes)->str|None: # of `log.jsonl`; None: it is about an update, or foreign
     "A line for people."
     try: record = json.loads(line)
     except ValueError: return None
@@ -81,11 +71,8 @@ def figures_line(
              if k!='step' and ('batch_loss' not in record or k.startswith('training/'))}
     return describe(shown, record['step']) if shown else None
 
-def follow(
-    run_dir:Path, # directory of a run
-    pause_s:float=1., # seconds between two looks
-)->Iterator[str]: # lines, each as soon as it is known
-    "What happens in a run from now on, until it ends."
+def follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # of a run; seconds between two looks
+    "What happens in a run from now on, until it ends, a line as soon as it is known."
     follower,lives = Follower(run_dir),'begins'
     while lives:
         lives = holder(run_dir) # asked first: what was written before the end is still said
@@ -107,9 +94,7 @@ def _nothing_in(run_dir):
     runs = [str(p) for p in sorted(run_dir.iterdir()) if p.is_dir() and checkpoints(p)]
     return f'no checkpoint in {run_dir}'+(f", a folder of runs: give {' or '.join(runs)}" if runs else '')
 
-def main(
-    values:Namespace, # from `arguments.runs_parser`
-)->int: # exit code: 1 if there is no complete checkpoint
+def main(values:Namespace)->int: # from `arguments.runs_parser`; 1 if there is no complete checkpoint
     "Command `nanovlm runs`: list the checkpoints of a run."
     run_dir,say = Path(values.run_dir),sys.stdout.write
     deleted = [] if values.delete_older_than is None else prune_older(run_dir, values.delete_older_than)

@@ -1,0 +1,141 @@
+"`nanovlm check`: machines that nobody has as values, this machine as it is, and the command."
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from commands import TINY, nanovlm, run
+from test_docs import NBS, cells
+
+from nanovlm_nb.cli import main
+from nanovlm_nb.core.config import evolve, load_yaml, preset, save_yaml
+from nanovlm_nb.tools import doctor as dr
+from nanovlm_nb.tools.checks import FAIL, PASS, SKIP, tried
+from nanovlm_nb.tools.plan import make_plan
+
+pytestmark = pytest.mark.usefixtures('one_thread')
+SMALL = [*TINY, '--max_training_steps', '6']
+
+
+@pytest.mark.parametrize('glibc', ['2.17', '2.31', '2.32', '2.39', None])
+@pytest.mark.parametrize('cuda', ['11.7', '11.8', '12.8', None])
+@pytest.mark.parametrize('flash', ['1.0.9', '2.0.0', '2.8.3', None])
+def test_flash_attention_on_every_machine(glibc, cuda, flash):
+    for torch_version in ('1.13.1', '2.0.0', '2.9.1+cu128'):
+        found = tried('x', dr.check_flash, glibc, cuda, torch_version, flash)
+        new = dict(GLIBC=glibc in ('2.32', '2.39'), CUDA=cuda in ('11.8', '12.8'), torch=torch_version[0] == '2', **{'flash-attn': flash in ('2.0.0', '2.8.3')})
+        assert found.state == (SKIP if flash is None else PASS if all(new.values()) else FAIL)
+        if found.state != FAIL: continue
+        said, remedy = found.text.split(': ', 1)
+        assert all((f'{name} ' in said) == (not ok) for name, ok in new.items()), 'names what is too old and nothing else'
+        assert 'uninstall flash-attn' in remedy
+
+
+@pytest.mark.parametrize('gpus,cuda,driver,state,part', [
+    (8, '12.8', '570.86', PASS, '8 GPUs'), (1, '11.8', '450.80.02', PASS, '1 GPU'), (1, '12.1', '520.61', FAIL, 'too old'), (1, '13.0', '570.86', FAIL, 'too old'),
+    (1, '11.7', '570.86', FAIL, '11.8 or newer'), (0, '12.8', '470.1', FAIL, 'sees no GPU'), (0, None, '570.86', FAIL, 'without CUDA'), (0, None, None, SKIP, 'on the CPU')])
+def test_cuda_and_driver(gpus, cuda, driver, state, part):
+    found = tried('x', dr.check_cuda, gpus, cuda, driver)
+    assert found.state == state and part in found.text
+
+
+def test_version_floors():
+    needs = dr.floors(dr.metadata.requires('nanovlm_nb'))
+    assert dr.version(needs['torch']) >= (2, 0) and dr.version(needs['transformers']) >= (4, 35)
+    assert dr.version(dr.CUDA_FLOOR) == (11, 8) and dr.FLASH_FLOORS == {'GLIBC': '2.32', 'CUDA': '11.8', 'torch': '2.0', 'flash-attn': '2.0'}
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    assert tried('x', dr.check_disk, tmp_path/'a'/'b', 1, 1).state == PASS and not list(tmp_path.iterdir())
+    if os.geteuid() == 0: pytest.skip('root may write everywhere')
+    (tmp_path/'closed').mkdir(mode=0o500)
+    assert tried('x', dr.check_disk, tmp_path/'closed'/'x', 1, 1).state == FAIL
+
+
+def test_a_checkpoint_is_as_large_as_said(tmp_path):
+    "The file sizes of a real checkpoint, against the estimate."
+    run([sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'r', '--ask_samples', '0', '--eval_in_epochs', 'False', '--lm_inter_dim', '2048', '--lm_hidden_dim', '256'], tmp_path)
+    found = sum(p.stat().st_size for p in (tmp_path/'checkpoints'/'r'/'step_6').rglob('*') if p.suffix == '.safetensors')
+    assert make_plan(*load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml'))['disk']['checkpoint'] == pytest.approx(found, rel=.05)
+
+
+@pytest.mark.parametrize('script,state,part', [('echo "gpu 4 idle"; echo "gpu 2 alloc"', PASS, '2 groups'), ('echo "sinfo: error: no controller" >&2; exit 1', FAIL, 'no controller')])
+def test_slurm(tmp_path, script, state, part):
+    (tmp_path/'sinfo').write_text(f'#!/bin/sh\n{script}\n')
+    (tmp_path/'sinfo').chmod(0o755)
+    found = tried('x', dr.check_slurm, str(tmp_path/'sinfo'))
+    assert found.state == state and part in found.text
+
+
+def test_two_processes_that_do_not_meet(warm_executable, monkeypatch):
+    "However long a busy machine takes: the time is only there to end what hangs."
+    monkeypatch.setenv('GLOO_SOCKET_IFNAME', 'no_such_interface')
+    found = tried('x', dr.check_two_processes, 1800)
+    assert found.state == FAIL and 'Error' in found.text and 'GLOO_SOCKET_IFNAME' in found.text
+
+
+def living(mark):
+    "Processes with this word on their command line."
+    found = []
+    for p in os.listdir('/proc'):
+        if not p.isdigit(): continue
+        try:
+            with open(f'/proc/{p}/cmdline', 'rb') as f: words = f.read().split(b'\0')
+        except OSError: continue
+        if mark.encode() in words: found.append(int(p))
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir('/proc/self'), reason='looks into /proc')
+def test_nothing_is_left_of_what_takes_too_long():
+    "torchrun's workers are in sessions of their own: killing torchrun alone leaves them for ever."
+    mark = f'61{os.getpid()}.5'
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '--no-python', 'sleep', mark]
+    seen, stop = [], threading.Event()
+
+    def watch():
+        while not (seen or stop.wait(.1)): seen.extend(p for p in living(mark) if len(living(mark)) > 2)
+    threading.Thread(target=watch, daemon=True).start()
+    with pytest.raises(subprocess.TimeoutExpired): dr.run_to_end(command, 25)
+    stop.set()
+    assert seen, 'the workers had begun'
+    assert not living(mark)
+
+
+# --- the command
+
+def checked(cwd, *args, **env):
+    "`nanovlm check` in a process of its own: its exit code, its lines, and name -> (state, text) of the last finding with that name."
+    done = nanovlm(['check', *args], cwd, check=False, **env)
+    assert 'Traceback' not in done.stderr, done.stderr[-3000:]
+    found = {m[2].strip(): (m[1], m[3]) for m in re.finditer(r'^(pass|FAIL|skip)  (.{17}) (.*)$', done.stdout, re.M)}
+    assert done.returncode == any(state == FAIL for state, _ in found.values())
+    return done.returncode, done.stdout.splitlines(), found
+
+
+def test_a_run_that_can_start(tmp_path):
+    "One screen, everything that the first run needs is tried, and nothing stays behind."
+    code, lines, found = checked(tmp_path, *SMALL, '--smoke', '--gpus', '1', PATH=os.path.dirname(sys.executable))
+    assert code == 0 and len(lines) < 40, lines
+    assert found['short run'][1].startswith('3 updates, loss') and found['Slurm'][0] == SKIP and found['two processes'][0] == PASS
+    table = next(c['source'] for c in cells(next(NBS.glob('65_*.ipynb')), 'markdown') if c['id'] == 'f0140001')
+    listed = [n for row in table.splitlines()[4:] for n in re.findall(r'`([^`]+)`', row.rsplit('|', 2)[1])]
+    assert listed == ['data', 'wandb', 'tasks', 'GPUs', 'short run', 'checkpoints', 'Slurm'] and {*listed, 'start', 'packages', 'attention', 'memory', 'time', 'packs'} <= found.keys()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_cannot_start(tmp_path):
+    save_yaml(tmp_path/'c.yaml', preset('shapes')[0], evolve(preset('shapes')[1], train_dataset_path='./missing', log_wandb=False, num_workers=2))
+    _, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from', 'nowhere/step_5')
+    assert {n for n, (state, _) in found.items() if state == FAIL} == {'start', 'GPUs', 'loader processes', 'columns', 'data', 'short run'}
+    assert 'num_workers 2 -> 1' in found['loader processes'][1] and '0 of 1 updates' in found['short run'][1] and 'nowhere/step_5' in found['start'][1]
+
+
+def test_gone_commands_say_where_they_went(capsys):
+    for name in ('inspect', 'doctor', 'resume', 'invariance'):
+        with pytest.raises(SystemExit) as e: main([name, '--batch_size', '2'])
+        said, = capsys.readouterr().err.splitlines()
+        assert e.value.code == 2 and f'there is no command `{name}` any more: ' in said and ('nanovlm check' in said or 'pytest' in said)
