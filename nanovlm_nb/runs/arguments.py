@@ -11,7 +11,7 @@ __all__ = ['WHERE', 'HELP', 'PICTURES', 'PARSERS', 'Kind', 'POS', 'COUNT', 'FLOA
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
-from argparse import ArgumentTypeError,Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial,wraps

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ..core.config import TrainConfig,VLMConfig
+from ..core.config import TrainConfig
 from ..core.usage import UsageError,require
 from ..model.weights import FAMILIES,load_weights,open_tensors,resolve_checkpoint,smolvlm_names
 from ..model.weights import text_type
