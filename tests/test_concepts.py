@@ -103,7 +103,7 @@ def test_a_schedule_in_samples_goes_on_with_another_batch_and_other_ranks(tmp_pa
     first = {r['step']: r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r}
     begun = max(n for n in steps(run_dir) if sum(first[s]['samples'] for s in range(1, n+1)) <= 70)
     there = ['--load_from', str(run_dir/f'step_{begun}')]
-    assert main(['resume', str(run_dir), '--ranks', '2', *there]) == 1
+    assert main(['check', str(run_dir), '--gpus', '2', *there]) == 1
     assert 'The learning rate follows samples, whatever the size of an update' in capsys.readouterr().out
     train([*flags, '--max_training_samples', 120, '--resume', 'True', *there, '--force_resume', 'True'], tmp_path, ranks=2)
     log = [r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r]

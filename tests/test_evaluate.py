@@ -101,7 +101,7 @@ def test_training_does_not_wait_the_checkpoint_stays_and_a_resumed_run_collects(
     kept, best = {p.name for p in run_dir.glob('step_*')}, (run_dir/'best_checkpoint').read_text().strip()
     assert {'step_4', 'step_8', 'step_12'} <= kept and not {'step_2', 'step_6'} & kept - {best}
     (tmp_path/'go').touch()  # the evaluator has outlived the trainer
-    assert ended(start(tmp_path, *flags, '--resume', 'True'), tmp_path) == 0
+    assert ended(start(tmp_path, *flags, '--resume', 'True', '--eval_wait', 60), tmp_path) == 0
     assert sorted(figures(run_dir)) == expected(4, 8, 12) and starts(run_dir/'eval_results') == {f'step_{s}.json.starts': 1 for s in (4, 8, 12)}
     assert {p.name for p in run_dir.glob('step_*')} <= {'step_12', best}
 

@@ -95,7 +95,7 @@ def test_it_goes_on_bit_for_bit(capsys):
     "Back to update 2 and forward again: the same losses and norms, the same adapters; the base is found through the checkpoint."
     before = figures_of_run('checkpoints/adapters')
     for more, said in (([], 'no update is left: the run ends at 4'), (['--max_training_steps', '8'], 'learning rate of the adapters')):
-        main(['resume', 'checkpoints/adapters', *more])
+        main(['check', 'checkpoints/adapters', *more])
         assert said in capsys.readouterr().out
     assert main(['train', *GO_ON, '--load_from', 'checkpoints/adapters/step_2']) == 0
     assert same(before, figures_of_run('checkpoints/adapters')) and len([r for r in before[0] if 'batch_loss' in r]) == 4
