@@ -220,7 +220,7 @@ class Evaluations:
     tasks:str # from `possible_tasks`; empty: nothing is started, results of others are logged
     command:Callable[[Path,TrainConfig,str,int],list[str]] = evaluator_command
     logged:set[tuple[int,str]] = field(default_factory=set) # (step, figure) that the log has
-    broken:set[Path] = field(default_factory=set) # result files that the log has mentioned
+    seen:dict[Path,tuple] = field(default_factory=dict) # result files as they were looked at last
     children:dict[int,subprocess.Popen] = field(default_factory=dict) # that this process has started
     backend:str = field(init=False)
     place:tuple[dict[str,str],str] = field(init=False) # from `evaluator_cards`
@@ -346,13 +346,13 @@ def new_results(evals:Evaluations, until:float=math.inf, # last step to look at
     "Yields the step and those figures of each result that the log lacks."
     for step,path in result_files(evals.run_dir/RESULTS).items():
         if step>until: return
-        try: figures = read_result(path)
+        try:
+            if evals.seen.get(path)==(now := (path.stat().st_mtime_ns, path.stat().st_size)): continue
+            evals.seen[path] = now
+            figures = read_result(path)
         except (ValueError, OSError, RecursionError) as e:
-            if path not in evals.broken:
-                logger.warning('%s cannot be read (%s: %s): left for later', path, type(e).__name__, e)
-            evals.broken.add(path)
+            logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
             continue
-        evals.broken.discard(path)
         fresh = {k:v for k,v in figures.items() if (step,k) not in evals.logged}
         evals.logged |= {(step,k) for k in fresh}
         if fresh: yield step,fresh

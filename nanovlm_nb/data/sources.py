@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate,count
 from math import inf
-from typing import Any
+from typing import Any,TypeAlias
 
 import datasets
 import pyarrow as pa
@@ -48,7 +48,7 @@ class Permutation:
             if (i := high*self.base+low)<self.n: return i
 
 # %% ../../nbs/15_data.sources.ipynb #942c745e
-Rows = Iterator[tuple[Any,dict|Dropped]] # what a source gives: (position after it, row)
+Rows:TypeAlias = 'Iterator[tuple[Any,dict|Dropped]]' # what a source gives: (position after it, row)
 
 def as_row(
     r:pa.Table|dict, place:int|str, name:str|None=None, # a row; where it is; in which configuration

@@ -18,7 +18,7 @@ from functools import partial,wraps
 from pathlib import Path
 from typing import Any
 
-from ..core.usage import Parser,UsageError,at_least,check_hub_name,checked,require
+from ..core.usage import Parser,at_least,check_hub_name,checked,require
 from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,evolve,load_yaml
 from ..core.config import parse_args
 from ..core.run_dir import CONFIG,checkpoints,last_checkpoint,missing_pieces,read_state

@@ -456,7 +456,7 @@ class Validate(Hook):
     def note(self, trainer:Trainer, found:Figures)->bool:
         "Adds the best so far, and returns whether it is this: what a run begins with is none of its results."
         t,name = trainer,'judged' if self.by else 'val_loss'
-        if self.by: found[name] = self.by(t)
+        if self.by: found[name] = t.dist.broadcast(self.by(t)) # one judgement for all ranks
         best = t.step>0 and found[name]<t.best_val_loss
         if best: t.best_val_loss,t.best_step = found[name],t.step
         if t.best_step: found[f'best_{name}'] = t.best_val_loss
