@@ -33,9 +33,7 @@ def write_atomic(path:str|Path, content:str|bytes,
         raise
 
 # %% ../../nbs/00_core.files.ipynb #f11e0003
-def fsync(
-    path:Path, # a file or a directory
-)->None:
+def fsync(path:Path)->None:
     "Flushes a file, or a directory's list of names (where directories can be opened), to disk."
     directories = hasattr(os, 'O_DIRECTORY') # Windows has none
     if not directories and path.is_dir(): return
@@ -62,27 +60,27 @@ def file_digest(path:str|Path)->str: # 64 hexadecimal digits
         while (n := f.readinto(buffer)): sha.update(memoryview(buffer)[:n])
     return sha.hexdigest()
 
-def file_digests(folder:Path,
-    names:Iterable[str], # relative to `folder`
-)->dict[str,str]: # name -> digest
+def file_digests(folder:Path, names:Iterable[str])->dict[str,str]: # name relative to `folder` -> digest
     "Returns the digests of several files; four are read at a time, the largest first."
     names = sorted(names, key=lambda n: -(folder/n).stat().st_size)
-    with ThreadPoolExecutor(4, 'digest') as pool:
+    with ThreadPoolExecutor(4) as pool:
         return dict(zip(names, pool.map(lambda n: file_digest(folder/n), names)))
 
 # %% ../../nbs/00_core.files.ipynb #a10600d9
 MANIFEST = 'manifest.json' # lists the files of a directory: size and SHA-256 of each
 
-def file_sizes(folder:Path)->dict[str,int]: # name relative to `folder` -> bytes
-    "Returns the files below a directory, without the manifest."
-    files = [p for p in sorted(Path(folder).rglob('*')) if p.is_file() and p.name!=MANIFEST]
-    return {p.relative_to(folder).as_posix():p.stat().st_size for p in files}
+def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> bytes
+    "Returns the files below a directory, without the manifest and what goes while we look."
+    sizes = {}
+    for path in sorted(Path(at)/name for at,_,names in os.walk(folder) for name in names if name!=MANIFEST):
+        with suppress(FileNotFoundError): sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+    return sizes
 
 def write_manifest(folder:str|Path,
     known:dict[str,str]={}, # digests that were computed already
 )->None:
     "Lists the files of a directory."
-    folder,sizes = Path(folder),file_sizes(Path(folder))
+    folder,sizes = Path(folder),file_sizes(folder)
     digests = file_digests(folder, sizes.keys()-known.keys())|known
     listed = {n:dict(bytes=size, sha256=digests[n]) for n,size in sizes.items()}
     (folder/MANIFEST).write_text(json.dumps(listed, indent=1)+'\n', encoding='utf-8')
@@ -92,7 +90,7 @@ def read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, diges
     "Returns what a directory held when it was complete; empty if that is not known."
     try:
         listed = json.loads((folder/MANIFEST).read_text(encoding='utf-8'))
-        return {name:(int(e['bytes']), str(e['sha256'])) for name,e in listed.items()}
+        return {name:(int(e['bytes']), e['sha256']) for name,e in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError): return {}
 
 # %% ../../nbs/00_core.files.ipynb #a10600df
