@@ -13,7 +13,7 @@ import yaml
 
 from commands import TINY
 from nanovlm_nb.cli import COMMANDS, TABLE
-from nanovlm_nb.core.config import COMMON, FIELDS, PRESETS, TrainConfig, VLMConfig, load_yaml, parse_args, preset, save_yaml
+from nanovlm_nb.core.config import COMMON, FIELDS, OWN_FIELDS, PRESETS, TrainConfig, VLMConfig, load_yaml, parse_args, preset, save_yaml
 from nanovlm_nb.train import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,7 +172,7 @@ def test_checkpoint_config_of_nanovlm(golden, tmp_path):
 def test_defaults_are_those_of_nanovlm(golden):
     fields_there = set(json.loads((golden/'nanovlm'/'checkpoint'/'config.json').read_text()))
     vlm = VLMConfig()
-    assert fields_there | set(vlm.own_fields()) == {f.name for f in fields(vlm)}
+    assert fields_there | OWN_FIELDS == {f.name for f in fields(vlm)}
     assert (vlm.max_img_size, vlm.resize_to_max_side_len, vlm.extra_token_amount, vlm.lm_vocab_size) == (2048, True, 66, 49218)
     train = TrainConfig()
     assert (train.batch_size, train.gradient_accumulation_steps, train.max_training_steps, train.val_size) == (2, 8, 40000, 50000)
@@ -243,7 +243,7 @@ def test_a_full_output_is_an_error_unless_the_exit_code_says_how_a_run_ended(kee
     words = f"import sys; from nanovlm_nb.core.usage import one_line_errors\nwith one_line_errors('c', keeps_code={keeps}): sys.stdout.write('done')\nsys.exit(85)"
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'}
     with open('/dev/full', 'w') as full: ended = subprocess.run([sys.executable, '-c', words], env=env, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (ended.returncode, ended.stderr.count('its disk is full')) == (code, not keeps)
+    assert (ended.returncode, ended.stderr.count('no space is left on the disk')) == (code, not keeps)
 
 
 #: what each command is asked so that it gets as far as its module; `.` is a run

@@ -9,7 +9,7 @@ from commands import TINY, run, train
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from nanovlm_nb.tools import plan as pl
-from nanovlm_nb.core.advice import (MOST, advice, capped_workers, grouped, if_it_waits, lint, memory_remedies, more_workers, over_budget, range_notes,
+from nanovlm_nb.core.advice import (MOST, advice, capped_workers, grouped, if_it_waits, lint, memory_remedies, more_workers, over_budget, projector_advice,
                                save_notes, stability_advice)
 from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.core.config import effective_batch_size, evolve, load_yaml, preset, save_yaml, tiny
@@ -133,12 +133,13 @@ def test_loader_processes():
 
 
 def test_ranges_and_saving():
-    assert not range_notes(evolve(NANO, batch_size=16, lr_mp=4e-4, lr_backbones=0), 4)
-    assert len(range_notes(evolve(NANO, batch_size=4, lr_mp=1e-3, lr_backbones=1e-5), 8)) == 4
+    projector = evolve(NANO, batch_size=2, lr_mp=4e-4, lr_backbones=0)
+    assert not projector_advice(projector, epochs=4) and not projector_advice(NANO)
+    assert len(projector_advice(evolve(projector, batch_size=8, lr_mp=1e-3), epochs=8)) == 3
     early, later = evolve(NANO, save_interval=100, max_keep_ckpts=3), evolve(NANO, save_interval=1000, max_keep_ckpts=1)
     assert save_notes(early) == save_notes(later) == []
     assert '50 to 100 with max_keep_ckpts 3' in save_notes(evolve(NANO, save_interval=3000, max_keep_ckpts=1))[0]
-    assert any('outside' in n for n in lint(NANO_VLM, evolve(NANO, lr_schedule='minimind'))) and not any('outside' in n for n in lint(NANO_VLM, NANO))
+    assert [any('is usual' in n for n in lint(NANO_VLM, c)) for c in (evolve(projector, lr_mp=1.), NANO)] == [True, False]
 
 
 # --- the command

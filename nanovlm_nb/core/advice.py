@@ -4,19 +4,19 @@
 
 # %% ../../nbs/07_core.advice.ipynb #e734e36c
 from __future__ import annotations
-from collections.abc import Callable,Iterable
-from math import lcm
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any,NamedTuple
 
-from .config import PROJECTOR_RANGES,TrainConfig,VLMConfig,evolve,updates_of_run
+from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
 from .usage import require
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'MAX_IMAGES', 'MAX_LENGTH', 'SAVE_EARLY',
-           'SAVE_LATER', 'grouped', 'over_budget', 'capped_workers', 'loader_workers', 'more_workers', 'if_it_waits',
-           'if_it_works', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line', 'memory_lines', 'advice',
-           'checkpoints_written', 'save_notes', 'range_notes', 'lint']
+__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'Table', 'MAX_IMAGES', 'MAX_LENGTH',
+           'SAVE_EARLY', 'SAVE_LATER', 'PROJECTOR_RANGES', 'grouped', 'over_budget', 'capped_workers', 'loader_workers',
+           'more_workers', 'smaller_pictures', 'if_it_waits', 'if_it_works', 'stability_advice', 'Remedy',
+           'smaller_batches', 'memory_remedies', 'remedy_line', 'memory_lines', 'advice', 'checkpoints_written',
+           'save_notes', 'projector_advice', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
@@ -24,10 +24,8 @@ LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
 # finer parts of the time -> what they belong to
 SHARE = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
 
-def grouped(
-    shares:dict[str,float], # of the time: `data`, `compute`, `communication`, `other`, or those of `SHARE`
-)->dict[str,float]: # only the four
-    "Returns shares of the time as the targets name them."
+def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `SHARE`
+    "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
     known = ('compute',*MOST)
     unknown = sorted(set(shares)-set(known)-set(SHARE))
     require(not unknown, f"unknown share {unknown[:1]}: give some of {', '.join((*known, *SHARE))}")
@@ -36,10 +34,8 @@ def grouped(
     parts = [(SHARE.get(name, name), v) for name,v in shares.items()]
     return {k:sum(v for kind,v in parts if kind==k) for k in known if k in dict(parts)}
 
-# %% ../../nbs/07_core.advice.ipynb #23f17ad0
-def over_budget(shares:dict[str,float], # of the time, see `grouped`
-)->dict[str,float]: # those that miss their target
-    "Returns the shares of the time that are not as they should be."
+def over_budget(shares:dict[str,float])->dict[str,float]:
+    "Returns the shares of the time that are not as they should be, see `grouped`."
     return {k:v for k,v in grouped(shares).items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
 
 # %% ../../nbs/07_core.advice.ipynb #bdd538a8
@@ -47,51 +43,46 @@ WORKERS = (6, 16, 32) # loader processes to try one after another when data are 
 NANOVLMS = 3 # loader processes of a rank in nanoVLM, for a machine that is not known
 MOST_WORKERS = 16 # each of them holds packs in memory
 
-def capped_workers(number:int, # loader processes of a rank
-    cpus:int|None=None, ranks:int=1, # processors of the machine; None: unknown; ranks on this machine
-)->int: # at most the processors of a rank, at least 1 unless none are asked for
-    "Returns how many loader processes a machine can bear."
+def capped_workers(number:int, cpus:int|None=None, ranks:int=1)->int: # of the machine; None: unknown
+    "Returns how many of so many loader processes each of a machine's ranks can bear: at most its processors."
     return number if cpus is None else min(number, max(cpus//ranks, 1))
 
-def loader_workers(cfg:TrainConfig, # `num_workers`; the packs of an update limit what None means
-    cores:int|None=None, # of a rank; None: unknown
-)->int: # as given, or one for each core of the rank but one
-    "Returns how many loader processes a rank starts."
+def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
+    "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
     if cfg.num_workers is not None: return cfg.num_workers
     number = NANOVLMS if cores is None else max(1, min(cores-1, MOST_WORKERS))
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/07_core.advice.ipynb #387bc37c
-def more_workers(cfg:TrainConfig, # `num_workers` now; `batch_size` and `gradient_accumulation_steps` limit it
-    cpus:int|None=None, ranks:int=1, # processors of the machine; ranks on this machine
-)->int|None: # None: there is no room for more
-    "Returns the next number of loader processes to try."
+def more_workers(cfg:TrainConfig, cpus:int|None=None, ranks:int=1)->int|None:
+    "Returns the next number of loader processes to try; None: there is no room for more."
     room = capped_workers(cfg.batch_size*cfg.gradient_accumulation_steps, cpus, ranks)
     now = loader_workers(cfg, cpus and max(cpus//ranks, 1))
     return next((min(w, room) for w in WORKERS if now<min(w, room) and w>now), None)
 
 # %% ../../nbs/07_core.advice.ipynb #c9f5862b
-def _smaller_picture(cfg:VLMConfig)->int: # a multiple of the tile
-    "Returns the next smaller `max_img_size`."
-    return max(cfg.max_img_size//cfg.vit_img_size//2, 1)*cfg.vit_img_size
-
-def _never_streamed(path:str)->bool: # drawn scenes, and JSON lines
-    "Returns whether a data set is read without `stream_dataset` in any case."
+def _never_streamed(path):
+    "Whether a data set is read without `stream_dataset` in any case: drawn scenes, and JSON lines."
     return path=='shapes' or path.endswith('.jsonl') or any(Path(path).glob('*.jsonl'))
 
+def smaller_pictures(cfg:VLMConfig)->list[int]:
+    "Returns ever smaller values of `max_img_size`, down to one tile."
+    n = cfg.max_img_size//cfg.vit_img_size
+    return [(n>>i)*cfg.vit_img_size for i in range(1, n.bit_length())]
+
 # %% ../../nbs/07_core.advice.ipynb #7c2e7c82
-def if_it_waits(v:VLMConfig, c:TrainConfig, # the model, the run
-    cpus:int|None=None, ranks:int=1, # processors of the machine, ranks on it
-)->dict[str,list[tuple[Any,str]]]: # kind of waiting -> rows of (condition, sentence)
+Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (condition, sentence)
+
+def if_it_waits(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1)->Table: # of the machine
     "Returns what helps a run that waits for data or for other ranks."
-    more,tiles,a = more_workers(c, cpus, ranks),v.max_img_size>v.vit_img_size,c.gradient_accumulation_steps
+    more,smaller,a = more_workers(c, cpus, ranks),smaller_pictures(v),c.gradient_accumulation_steps
     now = loader_workers(c, cpus and max(cpus//ranks, 1))
     return dict(data=[(more, f'num_workers {now} -> {more}'),
         (not c.stream_dataset and not _never_streamed(c.train_dataset_path),
             'stream_dataset True, if the disk is slow: files are then read from front to back'),
-        (v.resize_to_max_side_len and tiles,
+        (v.resize_to_max_side_len and smaller,
             'resize_to_max_side_len False: small pictures stay small and are not cut into many tiles'),
-        (tiles, f'max_img_size {v.max_img_size} -> {_smaller_picture(v)}: fewer pixels to decode and resize'),
+        (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
     ], communication=[(c.sharding=='zero3',
             'sharding zero3 -> zero2, if the weights fit: they are then not fetched in every block'),
         (a<16, f'gradient_accumulation_steps {a} -> 16: fewer exchanges; an update then has {16/a:.3g} times '
@@ -100,9 +91,7 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, # the model, the run
             'fullest pack costs, and the others wait for it')])
 
 # %% ../../nbs/07_core.advice.ipynb #417dcf21
-def if_it_works(c:TrainConfig, # the run
-    shares:dict[str,float]={}, # of the time; `validation` and `checkpoint` have rows of their own
-)->dict[str,list[tuple[Any,str]]]: # kind of work -> rows of (condition, sentence)
+def if_it_works(c:TrainConfig, shares:dict[str,float]={})->Table: # with `validation` and `checkpoint`
     "Returns what helps a run that spends its time beside forward and backward, or in them."
     part,a = lambda name: shares.get(name, 0)>MOST['other']/2,c.gradient_accumulation_steps
     return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}, '
@@ -120,19 +109,18 @@ def if_it_works(c:TrainConfig, # the run
             'gradient_accumulation_steps, if the memory allows it')])
 
 # %% ../../nbs/07_core.advice.ipynb #eedaaff6
-def stability_advice(train_cfg:TrainConfig, # rates, warm-up, clipping
-)->list[str]: # what to change, the first first
-    "Returns what helps a run whose loss or gradient norm jumps."
+def stability_advice(train_cfg:TrainConfig)->list[str]:
+    "Returns what helps a run whose loss or gradient norm jumps, the first first."
     c = train_cfg
     backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
     rates = {n:getattr(c, n) for n in (('lr_lora',) if c.lora_rank else backbones)}
     clip = '1.0' if c.max_grad_norm is None else f'{c.max_grad_norm/2:g}'
-    rows = [(c.lr_mp and not c.lora_rank, f'lr_mp {c.lr_mp:g} -> {.001 if c.lr_mp>.001 else c.lr_mp/2:g}'),
-        (True, f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}'),
-        *((lr, f'{n} {lr:g} -> {lr/2:g}') for n,lr in rates.items()),
-        (True, f'max_grad_norm {c.max_grad_norm} -> {clip}: a lower threshold, since a higher one lets '
-            'larger steps through')]
-    return [sentence for ok,sentence in rows if ok]
+    lr_mp = c.lr_mp and not c.lora_rank
+    return [*[f'lr_mp {c.lr_mp:g} -> {.001 if c.lr_mp>.001 else c.lr_mp/2:g}']*bool(lr_mp),
+        f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}',
+        *(f'{n} {lr:g} -> {lr/2:g}' for n,lr in rates.items() if lr),
+        f'max_grad_norm {c.max_grad_norm} -> {clip}: a lower threshold, since a higher one lets '
+            'larger steps through']
 
 # %% ../../nbs/07_core.advice.ipynb #d2eae117
 class Remedy(NamedTuple):
@@ -140,111 +128,79 @@ class Remedy(NamedTuple):
     changes:dict # field -> new value
     price:str # what comes with it
 
-def _smaller_batches(cfg:TrainConfig, # `batch_size`, `gradient_accumulation_steps`
-)->list[Remedy]: # down to one pack
-    "Returns other splits of the same update."
-    b,a,out = cfg.batch_size,cfg.gradient_accumulation_steps,[]
-    while b>1:
-        p = next(p for p in range(2, b+1) if b%p==0)
-        b,a = b//p,a*p
-        out.append(Remedy(dict(batch_size=b, gradient_accumulation_steps=a), 'the update stays the same'))
-    return out
-
-def _smaller_pictures(cfg:VLMConfig)->list[Remedy]: # `max_img_size`; down to one tile
-    "Returns ever smaller pictures."
-    out = []
-    while cfg.max_img_size>cfg.vit_img_size:
-        cfg = evolve(cfg, max_img_size=_smaller_picture(cfg))
-        out.append(Remedy(dict(max_img_size=cfg.max_img_size), 'pictures lose detail'))
-    return out
-
-# %% ../../nbs/07_core.advice.ipynb #abd82324
-MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is short
-
-def _keeps_activations(cfg:TrainConfig, part:str, # rates, adapters; `vision` or `language`
-)->bool: # the language model always does, for the projector's sake
-    "Returns whether a part is gone through backwards."
-    if part=='language': return True
-    if cfg.lora_rank: return any(not t.startswith('decoder') for t in cfg.lora_targets)
-    return (cfg.lr_vision_backbone if cfg.lr_backbones is None else cfg.lr_backbones)>0
+def smaller_batches(cfg:TrainConfig)->list[dict]:
+    "Returns other splits of the same update, down to micro-batches of one pack."
+    b,a = cfg.batch_size,cfg.gradient_accumulation_steps
+    return [dict(batch_size=n, gradient_accumulation_steps=a*b//n) for n in range(b-1, 0, -1) if b%n==0]
 
 # %% ../../nbs/07_core.advice.ipynb #c24d6542
-def memory_remedies(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
-    world_size:int=1, # ranks; sharing needs several
-    device:str='cuda', # on the CPU there is no other memory to move things to
-)->list[Remedy]: # in the order in which to try them, each on top of those before
-    "Returns what to change when memory is short."
-    v,t = vlm_cfg,train_cfg
-    fewer = dict(max_images_per_knapsack=MAX_IMAGES,
-        max_images_per_example=min(t.max_images_per_example, MAX_IMAGES))
+MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is short
+
+def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cuda')->list[Remedy]:
+    "Returns what to change when memory is short, in the order in which to try it, one on top of the other."
+    fewer = {n:min(getattr(t, n), MAX_IMAGES) for n in ('max_images_per_knapsack','max_images_per_example')}
     shorter = dict(lm_max_length=MAX_LENGTH, max_sample_length=min(t.max_sample_length, MAX_LENGTH))
-    rows = [*((True, *r) for r in _smaller_batches(t)),
+    adapted = any(not name.startswith('decoder') for name in t.lora_targets)
+    tower,stages = adapted if t.lora_rank else t.lr_backbone_pair[0],('ddp','zero2','zero3')
+    rows = [*((True, new, 'the update stays the same') for new in smaller_batches(t)),
         (t.max_images_per_knapsack>MAX_IMAGES, fewer, 'packs with many pictures are split'),
         (v.lm_max_length>MAX_LENGTH, shorter,
             'samples that are longer are dropped, and an update has fewer tokens'),
-        *((not getattr(t, f'{part}_checkpointing') and _keeps_activations(t, part),
-            {f'{part}_checkpointing':True}, 'up to a third more arithmetic')
-            for part in ('language','vision')),
-        *((True, *r) for r in _smaller_pictures(v)),
-        (t.max_tiles_per_knapsack is None, dict(max_tiles_per_knapsack=16),
-            'packs with many tiles are split'),
+        *((learns and not getattr(t, f'{part}_checkpointing'), {f'{part}_checkpointing':True},
+            'up to a third more arithmetic') for part,learns in (('language',True), ('vision',tower))),
+        *((True, dict(max_img_size=n), 'pictures lose detail') for n in smaller_pictures(v)),
+        (not t.max_tiles_per_knapsack, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'),
         *((world_size>1, dict(sharding=s), 'more traffic between ranks')
-            for s in ('zero2','zero3')[('ddp','zero2','zero3').index(t.sharding):]),
+            for s in stages[stages.index(t.sharding)+1:]),
         (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True),
             'updates are made at the speed of the CPU')]
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #93e6c4ff
-def remedy_line(remedy:Remedy)->str: # from `memory_remedies`; settings and price
-    "Returns a remedy in words."
+def remedy_line(remedy:Remedy)->str:
+    "Returns the settings and the price of a remedy in words."
     return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
-def memory_lines(remedies:list[Remedy], keeps:Callable|None=None, # from `memory_remedies`; see `advice`
-)->list[str]: # one line, or two
-    "Returns what helps, and what helps only a new run."
+def memory_lines(remedies:list[Remedy], keeps:Callable|None=None)->list[str]: # see `advice`
+    "Returns a line on what helps, and one on what helps only a new run."
     now = [r for r in remedies if keeps is None or keeps(r.changes)]
     parts = ('out of memory', now),('only in a new run', [r for r in remedies if r not in now])
     return [f"{name}: {'; '.join(map(remedy_line, group))}" for name,group in parts if group]
 
 # %% ../../nbs/07_core.advice.ipynb #effcae7d
-def advice(shares:dict[str,float], # of the time, see `grouped`
-    train_cfg:TrainConfig, vlm_cfg:VLMConfig|None=None, # the run; the model, None: nanoVLM's
+def advice(shares:dict[str,float], train_cfg:TrainConfig, vlm_cfg:VLMConfig|None=None,
     oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
     keeps:Callable|None=None, # `keeps(changes)`: may a run resume with them? None: it has not begun
-    cpus:int|None=None, ranks:int=1, # processors of the machine; ranks on it
-    device:str='cuda', # where it computes
-)->list[str]: # a line for each thing that is not in order, with what to change
-    "Returns what to do about a run."
+    cpus:int|None=None, ranks:int=1, device:str='cuda', # of the machine on which it computes
+)->list[str]:
+    "Returns a line for each thing that is not in order, with what to change; for `shares` see `grouped`."
     v,c,missed = vlm_cfg or VLMConfig(),train_cfg,over_budget(shares)
-    table = if_it_waits(v, c, cpus, ranks)|if_it_works(c, shares)
-    what = {kind:'; '.join(s for ok,s in rows if ok) for kind,rows in table.items()}
-    less = missed.pop('compute', None)
-    rows = [(unstable, f"unstable: {'; '.join(stability_advice(c))}"),
-        *((True, f"{kind} takes {100*x:.0f} % of the time, at most {100*MOST[kind]:.0f} % is fine: "
-            f"{what[kind] or 'no setting is left to change'}") for kind,x in missed.items()),
-        (less is not None, f'forward and backward have {100*(less or 0):.0f} % of the time, '
-            f'{100*LEAST_COMPUTE:.0f} % or more is fine: see the other shares'),
-        (shares and not missed and less is None and what['compute'],
-            f"the time is well spent; to go faster: {what['compute']}")]
-    first = memory_lines(memory_remedies(v, c, ranks, device), keeps) if oom else []
-    return first+[s for ok,s in rows if ok]
+    what = {kind:'; '.join(s for ok,s in rows if ok)
+        for kind,rows in (if_it_waits(v, c, cpus, ranks)|if_it_works(c, shares)).items()}
+    said = memory_lines(memory_remedies(v, c, ranks, device), keeps) if oom else []
+    if unstable: said.append(f"unstable: {'; '.join(stability_advice(c))}")
+    for kind,x in missed.items():
+        if kind!='compute': said.append(f"{kind} takes {100*x:.0f} % of the time, at most "
+            f"{100*MOST[kind]:.0f} % is fine: {what[kind] or 'no setting is left to change'}")
+    if 'compute' in missed: said.append(f"forward and backward have {100*missed['compute']:.0f} % of the "
+        f'time, {100*LEAST_COMPUTE:.0f} % or more is fine: see the other shares')
+    if shares and not missed and what['compute']:
+        said.append(f"the time is well spent; to go faster: {what['compute']}")
+    return said
 
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
 SAVE_EARLY,SAVE_LATER = (50, 100),(500, 1000) # updates between checkpoints
 
-def checkpoints_written(train_cfg:TrainConfig, updates:int, # how often it saves; of the run
-)->int: # one before the first update if that is validated, and always one at the end
-    "Returns how many checkpoints a run writes, from its beginning to its end."
-    c = train_cfg
-    intervals = [i for i in (c.save_interval, c.eval_interval if c.eval_in_epochs else 0) if i]
-    both = updates//lcm(*intervals) if len(intervals)==2 else 0 # written once
-    return sum(updates//i for i in intervals)-both+all(updates%i for i in intervals)+c.eval_in_epochs
+def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
+    """Returns how many checkpoints a run writes, from its beginning to its end:
+    one before the first update if that is validated, and always one at the end."""
+    intervals = [i for i in (cfg.save_interval, cfg.eval_interval if cfg.eval_in_epochs else 0) if i]
+    return len({updates, *(u for i in intervals for u in range(i, updates+1, i))})+cfg.eval_in_epochs
 
 # %% ../../nbs/07_core.advice.ipynb #ba6542eb
-def save_notes(train_cfg:TrainConfig)->list[str]: # how often it saves, and what it keeps; a line for each
-    "Returns what is odd about the checkpoints."
-    c,updates = train_cfg,updates_of_run(train_cfg)
-    every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
+def save_notes(c:TrainConfig)->list[str]:
+    "Returns what is odd about the checkpoints, a line for each."
+    updates,every = updates_of_run(c),c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
     if not every:
         return ['save_interval is 0 and eval_in_epochs False: the only checkpoint is the one at the end']
     advised = (f'{SAVE_EARLY[0]} to {SAVE_EARLY[1]} with max_keep_ckpts 3 while you try whether a run works, '
@@ -256,27 +212,22 @@ def save_notes(train_cfg:TrainConfig)->list[str]: # how often it saves, and what
     return [s for ok,s in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #23799a3d
-def range_notes(train_cfg:TrainConfig, # rates and batch
-    epochs:float|None=None, # passes over the data; None: `max_epochs`
-)->list[str]: # a line for each value outside
-    "Returns what is outside the ranges of MiniMind-V's pretraining."
-    c,r = train_cfg,PROJECTOR_RANGES
-    both = (c.lr_vision_backbone, c.lr_language_backbone) if c.lr_backbones is None else (c.lr_backbones,)
-    given = [('epochs', epochs or c.max_epochs, r['max_epochs']),
-        ('batch_size', c.batch_size, r['packs_of_an_update']),
-        *(('learning rate', lr, r['lr_mp']) for lr in sorted({c.lr_mp, *both}-{0}))]
-    return [f'{name} {x:g} is outside {low:g} to {high:g}, the range of MiniMind-V'
-        for name,x,(low,high) in given if x is not None and not low<=x<=high]
+PROJECTOR_RANGES = dict(max_epochs=(4,6), packs_of_an_update=(8,32), lr_mp=(1e-4,5e-4)) # MiniMind-V's advice
+
+def projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
+    "Returns a line for each number that is unusual in a run that trains only the projector."
+    if any(c.lr_backbone_pair) or c.lora_rank: return []
+    values = dict(max_epochs=epochs or c.max_epochs, packs_of_an_update=effective_batch_size(c, ranks),
+        lr_mp=c.lr_mp)
+    return [f'{name} is {v:g}: for a projector alone, {low} to {high} is usual' for name,v in values.items()
+        for low,high in [PROJECTOR_RANGES[name]] if v is not None and not low<=v<=high]
 
 # %% ../../nbs/07_core.advice.ipynb #e8d0096d
-def lint(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
-    cpus:int|None=None, ranks:int=1, # processors of the machine; ranks on it
-    epochs:float|None=None, # passes over the data, if that is known
-)->list[str]: # notes; none of them stops a run
-    "Returns settings that are legal and perhaps not meant."
-    c,v,n = train_cfg,vlm_cfg,train_cfg.num_workers or 0
-    most,minimind = capped_workers(n, cpus, ranks),c.lr_schedule.startswith('minimind')
-    rows:Iterable[tuple[Any,str]] = [
+def lint(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
+    "Returns settings that are legal and perhaps not meant; none of them stops a run."
+    n = c.num_workers or 0
+    most = capped_workers(n, cpus, ranks)
+    rows:list[tuple[Any,str]] = [
         (most<n, f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
             f'{most} at most, more only hinder each other'),
         (c.lr_mp>.001 and not c.warmup_ratio, f'lr_mp {c.lr_mp:g} without a warm-up: '
@@ -285,4 +236,4 @@ def lint(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
             'max_grad_norm is None: a single bad batch can throw the weights away; 1.0 is usual'),
         (v.vlm_load_backbone_weights is False and v.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint,
             'vlm_load_backbone_weights is False: a model of this size starts from random weights')]
-    return save_notes(c)+(range_notes(c, epochs) if minimind else [])+[s for ok,s in rows if ok]
+    return save_notes(c)+projector_advice(c, ranks, epochs)+[s for ok,s in rows if ok]

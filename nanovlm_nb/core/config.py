@@ -6,12 +6,12 @@
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1', 'Above1F', 'Fraction', 'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text',
            'OneName', 'Function', 'SCHEDULES', 'Schedule', 'ELSEWHERE', 'C', 'IGNORE', 'FOLLOWS', 'CHAT_TEMPLATE',
            'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS',
-           'CONFIG', 'CODE', 'COMMON', 'PROJECTOR_RANGES', 'base_type', 'words_of', 'as_type', 'elsewhere',
-           'check_known', 'Remembers', 'Config', 'many', 'default_of', 'image_tokens', 'smolvlm_tokens', 'VLMConfig',
-           'evolve', 'TrainConfig', 'check_configs', 'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny',
-           'save_yaml', 'read_sections', 'read_yaml', 'code_of', 'code_flags', 'is_of_run', 'check_code', 'load_yaml',
-           'from_text', 'make_parser', 'check_flags', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy',
-           'updates_of_run', 'length_of_run', 'load_function', 'projector_advice', 'get_run_name']
+           'CONFIG', 'CODE', 'COMMON', 'base_type', 'words_of', 'as_type', 'elsewhere', 'check_known', 'Remembers',
+           'Config', 'many', 'default_of', 'image_tokens', 'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig',
+           'check_configs', 'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml',
+           'read_sections', 'read_yaml', 'code_of', 'code_flags', 'is_of_run', 'check_code', 'load_yaml', 'from_text',
+           'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy', 'updates_of_run',
+           'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -52,20 +52,16 @@ Schedule = Annotated[str, f"one of {', '.join(SCHEDULES)}, or module:function of
 # %% ../../nbs/02_core.config.ipynb #6a107bf9
 _BASIC = {int:'a whole number', float:'a finite number', bool:'True or False', str:'a text in UTF-8'}
 
-def _plain(kind):
-    "A type without the None beside it."
-    return next(k for k in get_args(kind) if k is not NoneType) if NoneType in get_args(kind) else kind
-
 def base_type(kind:Any)->Any:
-    "Returns the type of an annotation without its rule, e.g. `int`; `list[Pos]` stays as it is."
-    kind = _plain(kind)
-    if get_origin(kind) is Literal: return str
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    "Returns the type of an annotation without None and its rule, e.g. `int`; `list[Pos]` stays as it is."
+    args,outer = get_args(kind),get_origin(kind)
+    if NoneType in args: return base_type(args[0])
+    return str if outer is Literal else args[0] if outer is Annotated else kind
 
 def words_of(kind:Any)->str:
     "Returns the rule of an annotation in words: what to give."
     args,outer = get_args(kind),get_origin(kind)
-    if NoneType in args: return words_of(_plain(kind))+', or None'*(base_type(kind) is not str)
+    if NoneType in args: return words_of(args[0])+', or None'*(base_type(kind) is not str)
     if outer is list: return words_of(args[0])
     if outer is Annotated: return args[1]
     return f"one of {', '.join(args)}" if outer is Literal else _BASIC.get(kind, 'a dictionary, as JSON')
@@ -74,8 +70,7 @@ def words_of(kind:Any)->str:
 def _converted(value, kind):
     "The value as `kind`; a TypeError or ValueError where it is none."
     args,outer = get_args(kind),get_origin(kind)
-    if value is None and NoneType in args: return None
-    if NoneType in args: return _converted(value, _plain(kind))
+    if NoneType in args: return None if value is None else _converted(value, args[0])
     if outer is Annotated:
         value = _converted(value, args[0])
         if args[2](value): return value
@@ -91,7 +86,7 @@ def _converted(value, kind):
 # %% ../../nbs/02_core.config.ipynb #9c466964
 def as_type(name:str, value:Any, kind:Any)->Any:
     "Returns the value of a setting as its annotation says, or raises a UsageError with the rule in words."
-    inner = kind if value is None else _plain(kind)
+    inner = get_args(kind)[0] if value is not None and NoneType in get_args(kind) else kind
     outer,args = get_origin(inner),get_args(inner)
     if outer is list:
         return [as_type(name, v, args[0]) for v in (value if isinstance(value, (list,tuple)) else [value])]
@@ -99,10 +94,9 @@ def as_type(name:str, value:Any, kind:Any)->Any:
         return {k:as_type(name, v, args[1]) for k,v in value.items()}
     try: return _converted(value, kind)
     except (TypeError, ValueError, OverflowError):
-        shown = f'{value}' if base_type(kind) in (int,float) else repr(value)
-        if isinstance(value, str) and not value.strip():
-            raise UsageError(f'{name} is empty: give {words_of(kind)}, or leave it out') from None
-        raise UsageError(f'{name} is {shown}: give {words_of(kind)}') from None
+        empty = isinstance(value, str) and not value.strip()
+        shown = 'empty' if empty else str(value) if base_type(kind) in (int,float) else repr(value)
+        raise UsageError(f"{name} is {shown}: give {words_of(kind)}{', or leave it out'*empty}") from None
 
 # %% ../../nbs/02_core.config.ipynb #c17e5a02
 ELSEWHERE = {name:here for line in '''epochs num_epochs num_train_epochs = max_epochs; max_steps max_iters =
@@ -169,24 +163,15 @@ class Config(Remembers):
     resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
     def __post_init__(self):
-        self.convert()
-        self.check()
-
-    def convert(self)->None:
-        "Converts each field to its type."
         kinds = get_type_hints(type(self), include_extras=True)
         for f in fields(self): vars(self)[f.name] = as_type(f.name, getattr(self, f.name), kinds[f.name])
+        self.check()
 
     def check(self)->None: "Raises a UsageError where fields contradict each other."
 
     def derived(self)->dict[str,Any]:
         "Returns the values of fields that follow from others."
         return {}
-
-    @classmethod
-    def own_fields(cls)->list[str]:
-        "Returns the names of the fields that nanoVLM does not know."
-        return [f.name for f in fields(cls) if f.name in OWN_FIELDS or f.name not in FIELDS]
 
     def to_dict(self)->dict[str,Any]:
         "Returns all fields in their order, nested containers copied."
@@ -201,8 +186,8 @@ class Config(Remembers):
 
     def to_json(self)->str:
         "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        usual = {f.name:default_of(f) for f in fields(self) if f.name in OWN_FIELDS}
-        hidden = {n for n,v in usual.items() if n in OF_RUN or getattr(self, n)==v}
+        hidden = [f.name for f in fields(self) if f.name in OWN_FIELDS
+            and (f.name in OF_RUN or getattr(self, f.name)==default_of(f))]
         return json.dumps({k:v for k,v in self.to_dict().items() if k not in hidden}, indent=4)
 
     def save(self, path:str|Path)->None:
@@ -343,69 +328,54 @@ class VLMConfig(Config):
         "Returns the values of the fields that may be left out."
         extra = len(self.vlm_extra_tokens)
         return dict(vit_inter_dim=4*self.vit_hidden_dim, extra_token_amount=extra,
-                    lm_vocab_size=self.lm_base_vocab_size+extra,
+            lm_vocab_size=self.lm_base_vocab_size+extra,
             mp_image_token_length=(self.patches_per_side//self.mp_pixel_shuffle_factor)**2)
 
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
-        smol = self.image_convention=='smolvlm'
-        if smol and self.vlm_extra_tokens==image_tokens(): vars(self)['vlm_extra_tokens'] = smolvlm_tokens()
-        for name in ('pixel_mean','pixel_std'): _check_colours(self, name)
-        _check_divisible(self)
-        _check_tokens(self, smol)
+        if self.image_convention=='smolvlm' and self.vlm_extra_tokens==image_tokens():
+            vars(self)['vlm_extra_tokens'] = smolvlm_tokens()
         for name,value in self.derived().items():
             if getattr(self, name) is None: vars(self)[name] = value
-        _check_derived(self)
+        for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
+        for name in ('pixel_mean','pixel_std'): # three equal numbers are one
+            if len({*getattr(self, name)})==1: vars(self)[name] = getattr(self, name)[:1]
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
-def _check_divisible(c):
-    "Raises a UsageError where heads, patches, tiles or groups do not divide evenly."
-    patches = c.patches_per_side
-    for name,by in (('vit_hidden_dim','vit_n_heads'), ('vit_img_size','vit_patch_size'),
-                    ('max_img_size','vit_img_size'), ('lm_n_heads','lm_n_kv_heads'),
-                    *([('lm_hidden_dim','lm_n_heads')] if c.lm_head_dim is None else [])):
-        n,d = getattr(c, name),getattr(c, by)
-        require(n%d==0, f'{name} {n} is no multiple of {by} {d}: change one of them')
-    require(patches%c.mp_pixel_shuffle_factor==0, f'a tile has {patches} patches a side, no multiple of '
-            f'mp_pixel_shuffle_factor {c.mp_pixel_shuffle_factor}: change one of them')
-    width = 'lm_hidden_dim/lm_n_heads' if c.lm_head_dim is None else 'lm_head_dim'
-    require(c.head_width>0 and c.head_width%2==0,
-            f'{width} is {c.head_width}, but rotary embedding needs an even width: change one of them')
-    require(c.vit_cls_flag or not c.vit_keep_patches,
-            'vit_keep_patches drops a class token, but vit_cls_flag is False: set one of them')
-    require(c.moe_top_k<=c.moe_experts, f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: '
-            'lower the first or raise the second')
+def _sizes_divide(c):
+    "Heads, patches, tiles and groups: conditions, and what to say."
+    heads = 'lm_hidden_dim','lm_n_heads'
+    pairs = [('vit_hidden_dim','vit_n_heads'), ('vit_img_size','vit_patch_size'),
+        ('max_img_size','vit_img_size'), ('lm_n_heads','lm_n_kv_heads'), *[heads]*(c.lm_head_dim is None)]
+    numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]+[('vit_img_size/vit_patch_size',
+        c.patches_per_side, 'mp_pixel_shuffle_factor', c.mp_pixel_shuffle_factor)]
+    return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them') for n,x,by,y in numbers),
+        (c.head_width>0 and c.head_width%2==0, f"{'lm_head_dim' if c.lm_head_dim else '/'.join(heads)} is "
+            f'{c.head_width}, but rotary embedding needs an even width: change one of them'),
+        (c.vit_cls_flag or not c.vit_keep_patches,
+            'vit_keep_patches drops a class token, but vit_cls_flag is False: set one of them'),
+        (c.moe_top_k<=c.moe_experts, f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: '
+            'lower the first or raise the second'),
+        *((len(v) in (1,3), f'{n} is {v}: give one number, or three for red, green and blue')
+            for n,v in (('pixel_mean',c.pixel_mean), ('pixel_std',c.pixel_std)))]
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcba
-def _check_colours(c, name):
-    "One number, or one for each colour; three equal ones are one."
-    values = getattr(c, name)
-    require(len(values) in (1,3), f'{name} is {values}: give one number, or three for red, green and blue')
-    if len({*values})==1: vars(c)[name] = values[:1]
-
-def _check_tokens(c, smol):
-    "Raises a UsageError where a token is missing, or the path has a tilde."
-    require(not c.vlm_checkpoint_path.startswith('~'), f'vlm_checkpoint_path is {c.vlm_checkpoint_path!r}: '
-            'a shell replaces ~, a file does not, write the whole path')
-    tokens,n = c.vlm_extra_tokens,c.max_img_size//c.vit_img_size
-    require(not smol or {'fake_image_token','global_image_token'}<=tokens.keys(), 'image_convention smolvlm '
-            'needs `fake_image_token` and `global_image_token` in vlm_extra_tokens: add them, or leave '
-            'vlm_extra_tokens out')
-    require('image_token' in tokens, "vlm_extra_tokens has no `image_token`: add one, e.g. '<|image|>'")
-    require(n==1 or f'r{n}c{n}' in tokens, f'max_img_size {c.max_img_size} allows {n} x {n} tiles, '
-            f'but vlm_extra_tokens has no `r{n}c{n}`: add tokens or lower max_img_size')
-
-# %% ../../nbs/02_core.config.ipynb #8b05fcbb
-def _check_derived(c):
-    "Raises a UsageError where a field was given that its base fields contradict."
-    for name,value in c.derived().items():
-        now = getattr(c, name)
-        require(now==value or name in ('vit_inter_dim','lm_vocab_size'),
-                f'{name} is {now}, but the other fields make {value}: leave it out or change them')
-        require(now>=value or name!='lm_vocab_size',
-                f'lm_vocab_size {now} is too small for {value} tokens: leave it out or raise it')
-    require(c.lm_max_length>c.mp_image_token_length, f'lm_max_length {c.lm_max_length} leaves no room beside '
-            f'the {c.mp_image_token_length} tokens of a picture: raise it')
+def _tokens_suffice(c):
+    "The same for tokens, and for values that follow from others."
+    n,smol = c.max_img_size//c.vit_img_size,c.image_convention=='smolvlm'
+    needed = ['image_token']+['fake_image_token','global_image_token']*smol+[f'r{n}c{n}']*(n>1)
+    missing = [t for t in needed if t not in c.vlm_extra_tokens]
+    fixed = {n:(getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim'}
+    return [
+        (not c.vlm_checkpoint_path.startswith('~'), f'vlm_checkpoint_path is {c.vlm_checkpoint_path!r}: '
+            'a shell replaces ~, a file does not, write the whole path'),
+        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles "
+            f'(max_img_size {c.max_img_size}) with image_convention {c.image_convention}: add tokens, leave '
+            'vlm_extra_tokens out, or lower max_img_size'),
+        *((now==v or n=='lm_vocab_size' and now>v, f'{n} is {now}, but the other fields make {v}: '
+            'leave it out or change them') for n,(now,v) in fixed.items()),
+        (c.lm_max_length>c.mp_image_token_length, f'lm_max_length {c.lm_max_length} leaves no room beside '
+            f'the {c.mp_image_token_length} tokens of a picture: raise it')]
 
 # %% ../../nbs/02_core.config.ipynb #a87821c9
 def evolve(cfg:C, **changes)->C:
@@ -578,15 +548,15 @@ class TrainConfig(Config):
         "Raises a UsageError where settings contradict each other."
         vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
         check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker')
-        for ok,message in (*_sizes_fit(self), *_adapters_fit(self), *_frozen_fit(self)): require(ok, message)
+        for ok,message in (*_sizes_fit(self), *_parts_fit(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #56d5d992
 def _sizes_fit(c):
     "Lengths, data and sharding: conditions, and what to say."
-    names,weights,samples = c.train_dataset_name,c.train_dataset_weights,c.max_training_samples
+    names,weights = c.train_dataset_name,c.train_dataset_weights
     return [
-        (samples is None or c.max_epochs is None, f'max_training_samples {samples} and max_epochs '
-            f'{c.max_epochs} both end the run: set one of them to None'),
+        (None in (c.max_training_samples,c.max_epochs), f'max_training_samples {c.max_training_samples} and '
+            f'max_epochs {c.max_epochs} both end the run: set one of them to None'),
         (len(c.betas)==2, f'betas is {c.betas}: give two numbers, 0 <= b < 1'),
         (names, 'train_dataset_name is empty: name a configuration, or `all`'),
         (c.max_images_per_example<=c.max_images_per_knapsack, f'max_images_per_example '
@@ -595,60 +565,51 @@ def _sizes_fit(c):
         (not weights or {'all','shards'}&{*names} or len(weights)==len(names), f'{len(weights)} '
             f'train_dataset_weights for {len(names)} names in train_dataset_name: give one for each'),
         (not c.offload_params or c.sharding=='zero3', f'offload_params needs sharding zero3, not '
-            f'{c.sharding}: every rank holds all weights all the time; give --sharding zero3, or '
-            'offload_optimizer alone'),
+            f'{c.sharding}: every rank holds all weights; give zero3, or offload_optimizer alone'),
         (not (c.load_from and c.resume_from_vlm_checkpoint),
             'load_from and resume_from_vlm_checkpoint both name weights: give one')]
 
 # %% ../../nbs/02_core.config.ipynb #56d5d994
-def _adapters_fit(c):
-    "The same for adapters, beside which all other weights are frozen."
-    rank,alpha,last = c.lora_rank,c.lora_alpha,c.language_last_blocks
-    if not rank: return [(alpha is None, f'lora_alpha {alpha} without lora_rank: give --lora_rank 16, say')]
+def _parts_fit(c):
+    "The same for adapters, beside which all other weights are frozen, and for what needs a frozen part."
+    rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
+    vision,language = (0.,0.) if rank else c.lr_backbone_pair
+    trains = (f'needs a frozen vision tower, but it trains with rate {vision}: '
+        'set lr_vision_backbone (or lr_backbones) to 0')
+    alone = f'beside sharding {c.sharding}, whose ranks must all use the model at the same time'
     return [
-        (c.lora_targets, 'lora_targets is empty: name a part of the model, such as decoder'),
-        (last is None, f'language_last_blocks {last} and lora_rank {rank}: all weights stay as they are '
-            'beside adapters; name blocks in lora_targets, such as decoder.blocks.31'),
-        (c.save_vision, f'save_vision False and lora_rank {rank}: a checkpoint of adapters holds no tower '
-            'anyway, leave save_vision out')]
-
-# %% ../../nbs/02_core.config.ipynb #56d5d995
-def _frozen_fit(c):
-    "The same where something needs a frozen part, and it trains, or the reverse."
-    vision,language = (0.,0.) if c.lora_rank else c.lr_backbone_pair
-    last,ddp = c.language_last_blocks,c.sharding=='ddp'
-    trains = f'needs a frozen vision tower, but it trains with rate {vision}'
-    freeze = 'set lr_vision_backbone (or lr_backbones) to 0'
-    alone = f'sharding {c.sharding}: ranks that shard a model must all use it at the same time'
-    return [
+        (rank or c.lora_alpha is None, f'lora_alpha {c.lora_alpha} without lora_rank: '
+            'give --lora_rank 16, say'),
+        (not rank or c.lora_targets, 'lora_targets is empty: name a part of the model, such as decoder'),
+        (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: all weights stay as '
+            'they are beside adapters; name blocks in lora_targets, such as decoder.blocks.31'),
+        (not rank or c.save_vision, f'save_vision False and lora_rank {rank}: a checkpoint of adapters holds '
+            'no tower anyway, leave save_vision out'),
         (not (c.cache_features and c.custom_transforms), 'cache_features with custom_transforms: changed '
             'pictures are new ones in each epoch, and their features would fill the disk; leave one out'),
-        (vision==0 or not c.cache_features,
-            f'cache_features {trains} and its features change with every update: {freeze}'),
-        (vision==0 or c.save_vision, f'save_vision False {trains} and it would be lost: {freeze}'),
-        (ddp or not c.cache_features,
-            f'cache_features and {alone}, set sharding to ddp or cache_features to False'),
-        (ddp or c.eval_backend!='in_process',
-            f'eval_backend in_process and {alone}; give eval_backend subprocess'),
-        (language>0 or last is None, f"language_last_blocks is {last}, but the language model's learning "
-            'rate is 0: raise it, or set language_last_blocks to None')]
+        (vision==0 or not c.cache_features, f'cache_features {trains}'),
+        (vision==0 or c.save_vision, f'save_vision False {trains}, or it would be lost'),
+        (ddp or not c.cache_features, f'cache_features {alone}: set sharding to ddp, or leave it out'),
+        (ddp or c.eval_backend!='in_process', f'eval_backend in_process {alone}: give subprocess'),
+        (language>0 or rank or last is None, f"language_last_blocks is {last}, but the language model's "
+            'learning rate is 0: raise it, or set language_last_blocks to None')]
 
 # %% ../../nbs/02_core.config.ipynb #63fc29fc
 def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     "Raises a UsageError where the model and the run contradict each other."
-    length,pack,picture = train_cfg.max_sample_length,vlm_cfg.lm_max_length,vlm_cfg.mp_image_token_length+1
-    require(length<=pack,
-            f'max_sample_length {length} > lm_max_length {pack}: lower the first or raise the second')
+    v,c = vlm_cfg,train_cfg
+    length,picture = c.max_sample_length,v.mp_image_token_length+1
+    lanes = c.batch_size*c.gradient_accumulation_steps
+    require(length<=v.lm_max_length, f'max_sample_length {length} > lm_max_length {v.lm_max_length}: '
+        'lower the first or raise the second')
     require(picture<length, f'a picture takes {picture} tokens or more, max_sample_length is {length}: '
-            'every sample with a picture would be dropped, raise max_sample_length')
-    require(not train_cfg.deterministic or vlm_cfg.attn_backend!='flash',
-            'deterministic and attn_backend flash: its backward pass adds in the order in which threads '
-            'arrive; give --attn_backend varlen or auto')
-    lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
+        'every sample with a picture would be dropped, raise max_sample_length')
+    require(not c.deterministic or v.attn_backend!='flash', 'deterministic and attn_backend flash: its '
+        'backward pass adds in the order in which threads arrive; give --attn_backend varlen or auto')
     for name in ('num_workers','val_workers'):
-        n = getattr(train_cfg, name) or 0
+        n = getattr(c, name) or 0
         require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '
-                f'(batch_size x gradient_accumulation_steps): lower {name}')
+            f'(batch_size x gradient_accumulation_steps): lower {name}')
 
 # %% ../../nbs/02_core.config.ipynb #36752380
 FIELDS = {f.name:f for cls in (VLMConfig,TrainConfig) for f in fields(cls)} # of both, by name
@@ -677,28 +638,20 @@ _REFUSED = rules(REFUSED, {
     'max_images_per_example max_images_per_knapsack max_tiles_per_knapsack max_sample_length '
     'num_of_sequences relevance_min_rating image_correspondence_min_rating visual_dependency_min_rating '
     'formatting_min_rating':'packs would differ',
-    'train_dataset_path train_dataset_name':'the position belongs to the old data',
-    'train_dataset_weights':'the position belongs to the old mixture',
-    'stream_dataset':'the position is of another kind',
+    'train_dataset_path train_dataset_name train_dataset_weights stream_dataset':
+        'the position belongs to the old data',
     'seed data_cutoff_idx':'the order of the data depends on it',
     'val_size':'training rows would become validation rows, or the reverse',
-    'lora_rank':'the adapters would have other shapes', 'lora_alpha':'the adapters would count differently',
-    'lora_targets':'other layers would have adapters'})
+    'lora_rank':'the adapters would have other shapes',
+    'lora_alpha lora_targets':'the adapters would count differently, or sit elsewhere'})
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d006
 _CAREFUL = rules(CAREFUL, {
     'lr_schedule warmup_ratio min_lr_ratio':'the learning rate jumps to where the new schedule stands',
-    'max_training_steps max_training_samples':
+    'max_training_steps max_training_samples max_epochs':
         'the learning rate follows the length of the run: it jumps to where the new schedule stands',
-    'max_epochs':'the learning rate follows the length of the run, which is computed again',
-    'loss_average':'from here on an update means something else',
-    'weight_decay':'from here on weights decay differently',
-    'betas':"the optimizer's running means were made with the old ones",
-    'max_grad_norm':'from here on gradients are clipped differently',
-    'max_grad_spike':'from here on other updates are skipped',
-    'vit_dropout lm_dropout':'from here on a different share is dropped',
-    'moe_aux_weight':'from here on experts are balanced differently',
-    'custom_transforms':'from here on pictures are changed differently',
+    'loss_average weight_decay betas max_grad_norm max_grad_spike vit_dropout lm_dropout moe_aux_weight '
+    'custom_transforms':'from here on updates are made differently',
     'images_path':'the pictures there must be the same ones',
     'dtype':'losses and weights will differ in their last digits',
     'max_val_batches':'validation losses, and which is the best, are measured on other data'})
@@ -843,12 +796,9 @@ def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
         require(name in given, f'{path} names code, {name} {value!r}, and files of a run are read as data '
                 f'alone: add {" ".join(code_flags({name:value}))} if you trust it')
 
-def load_yaml(
-    path:str|Path, # a YAML file
-    name:str|None=None, # preset below the file; default: the one it names, else `shapes`
-    given:dict|None={}, # names of code, in place of those in the file; None: only to look at, not to run
-)->tuple[VLMConfig,TrainConfig]: # the preset with the file's changes
-    "Returns the configurations that a file describes."
+def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
+    """Returns the configurations that a file describes, over the preset that it names, or `name`.
+    `given` is code in place of what the file names; None: only to look at, not to run."""
     inside,vlm,train = read_yaml(path)
     if given is not None and is_of_run(path): check_code(path, train, given)
     base_vlm,base_train = preset(name or inside or 'shapes')
@@ -879,20 +829,18 @@ def from_text(text:Any, kind:Any)->Any:
 # %% ../../nbs/02_core.config.ipynb #fb59a078
 def _add_field(group, f, kind, default, help):
     "Adds the flag of a field; the first spelling is shown, all are understood."
-    base,no = base_type(kind),f'the same as --{f.name} False'
-    words:dict = dict(nargs='+') if get_origin(base) is list else {}
-    if base is bool: words = dict(nargs='?', const='True')
+    base,choices = base_type(kind),get_args(kind) if get_origin(kind) is Literal else ()
+    outer = get_origin(base) or base
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
-    name = (get_origin(base) or base).__name__.upper()
-    if get_origin(kind) is Literal: name = '|'.join(get_args(kind))
-    def add(prefix, **words):
-        name = prefix+f.name
-        names = dict.fromkeys((f'--{name}', '--'+name.replace('_', '-')))
-        action = group.add_argument(*names, dest=f.name, default=default, **words)
+    def add(name, help, **words):
+        names = dict.fromkeys((f'--{name}', f"--{name.replace('_', '-')}"))
+        action = group.add_argument(*names, dest=f.name, default=default, help=help, **words)
         action.option_strings = action.option_strings[:1]
-    add('', help=help.replace('%', '%%'), metavar=name, **words)
+    words:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if outer is list else {}
+    add(f.name, help.replace('%', '%%'), metavar='|'.join(choices) or outer.__name__.upper(), **words)
     if kind is bool and f.default is True:
-        add('no_', action='store_const', const='False', help=no if help is not SUPPRESS else SUPPRESS)
+        add(f'no_{f.name}', help if help is SUPPRESS else f'the same as --{f.name} False',
+            action='store_const', const='False')
 
 # %% ../../nbs/02_core.config.ipynb #fb59a079
 def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=False)->ArgumentParser:
@@ -916,33 +864,26 @@ def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=Fal
                        help if everything or f.name in COMMON else SUPPRESS)
     return parser
 
-# %% ../../nbs/02_core.config.ipynb #945b687c
-def check_flags(rest:list[str], known:list[str])->None:
-    "Raises a UsageError unless the parser has understood all; it names the flag that was probably meant."
-    if not rest: return
-    flag = next((r for r in rest if r.startswith('-')), '')
-    require(flag, f'`{rest[0]}` belongs to no flag: write --FIELD VALUE')
-    check_known([flag.split('=')[0].replace('-','_').replace('__','--',1)], known, 'flag', few=0)
-
 # %% ../../nbs/02_core.config.ipynb #974a2952
 def _flags(argv, prog, own):
-    "What the parser read, and the fields that were given."
+    "What the parser read, and the fields that were given; the first flag that does not exist is an error."
     parser,kinds = make_parser(prog),{}
     for cls in (VLMConfig,TrainConfig): kinds |= get_type_hints(cls, include_extras=True)
     args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(FIELDS, MISSING)))
     if args.help_all: make_parser(prog, everything=True).parse_args(['--help'])
-    check_flags(rest, [o for o in parser._option_string_actions if '-' not in o[2:]]+[*own])
+    flags = [r.split('=')[0].replace('-', '_').replace('__', '--', 1) for r in rest if r.startswith('-')]
+    require(flags or not rest, f"`{' '.join(rest[:1])}` belongs to no flag: write --FIELD VALUE")
+    known = [o for o in parser._option_string_actions if '-' not in o[2:]]
+    check_known(flags[:1], [*known, *own], 'flag', few=0)
     given = {n:v for n,v in vars(args).items() if n in FIELDS and v is not MISSING}
     return args,{n:from_text(v, kinds[n]) for n,v in given.items()}
 
 # %% ../../nbs/02_core.config.ipynb #974a2953
-def parse_args(
-    argv:list[str]|None=None, # arguments; default: those of the process
-    prog:str='nanovlm train', # name of the command in its help
-    own:Iterable[str]=(), # flags of the command itself, which one may have meant
-    saved:Callable|None=None, # `saved(named)`: a file and both configurations in place of a preset's, or None
-)->tuple[VLMConfig,TrainConfig,Namespace]: # model, run; `preset`, `config`, `saved` (file)
-    "Returns what preset, file and flags make together."
+def parse_args(argv:list[str]|None=None, prog:str='nanovlm train', own:Iterable[str]=(),
+    saved:Callable|None=None)->tuple[VLMConfig,TrainConfig,Namespace]:
+    """Returns what preset, file and flags make together: model, run, and `preset`, `config` and `saved`.
+    `own` are flags of the command itself, which one may have meant. `saved(named)` returns a file and both
+    configurations in place of a preset's, or None."""
     args,given = _flags(argv, prog, own)
     inside,*sections = read_yaml(args.config) if args.config else (None,{},{})
     if args.config and is_of_run(args.config): check_code(args.config, sections[1], given)
@@ -1003,18 +944,6 @@ def load_function(name:str, field:str)->Callable:
         raise UsageError(f'{field} {name!r}: no module {e.name!r}; is it {where}?') from e
     if callable(found := getattr(imported, function, None)): return found
     raise UsageError(f'{field} {name!r}: module {module!r} has no function {function!r}')
-
-# %% ../../nbs/02_core.config.ipynb #70cc083e
-PROJECTOR_RANGES = dict(max_epochs=(4,6), packs_of_an_update=(8,32), lr_mp=(1e-4,5e-4)) # MiniMind-V's advice
-
-def projector_advice(train_cfg:TrainConfig, world_size:int=1)->list[str]:
-    "Returns a line for each number that is unusual in a run that trains only the projector."
-    c = train_cfg
-    if any(c.lr_backbone_pair) or c.lora_rank: return []
-    values = dict(max_epochs=c.max_epochs, packs_of_an_update=effective_batch_size(c, world_size),
-                  lr_mp=c.lr_mp)
-    return [f'{name} is {v}: for a projector alone, {low} to {high} is usual' for name,v in values.items()
-        for low,high in [PROJECTOR_RANGES[name]] if v is not None and not low<=v<=high]
 
 # %% ../../nbs/02_core.config.ipynb #2e72bb09
 def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now:datetime|None=None)->str:

@@ -40,19 +40,19 @@ class FromGather:
     gather:Callable[...,list]
     world_size:int
 
-    def sum(self, x:float)->float: # a number of this rank; its sum over ranks, in their order
-        "Returns the sum of what the ranks say."
+    def sum(self, x:float)->float:
+        "Returns the sum of what the ranks say, in their order."
         return sum(self.gather(x))
 
-    def mean(self, x:float)->float: # a number of this rank; its mean over ranks
+    def mean(self, x:float)->float:
         "Returns the mean of what the ranks say."
         return float(self.sum(x))/self.world_size
 
-    def any(self, flag:bool)->bool: # of this rank
+    def any(self, flag:bool)->bool:
         "Returns whether at least one rank says yes."
         return any(self.gather(bool(flag)))
 
-    def broadcast(self, obj:Any)->Any: # of this rank
+    def broadcast(self, obj:Any)->Any:
         "Returns what rank 0 says."
         return self.gather(obj)[0]
 
@@ -86,13 +86,8 @@ class Dist(FromGather):
         if self.world_size>1: collective(self, 'barrier', c10d.monitored_barrier, self.cpu_group, wait, True)
 
 # %% ../../nbs/03_core.dist.ipynb #2d6e0909
-def collective(
-    dist:Dist, # this rank
-    what:str, # name of the call, for the message
-    call:Callable, # a collective of torch.distributed
-    *args:Any, **kwargs:Any, # its arguments
-)->Any: # what it returns
-    "Calls a collective; if it fails, the error says what to do."
+def collective(dist:Dist, what:str, call:Callable, *args:Any, **kwargs:Any)->Any: # its name, for the message
+    "Returns what a collective of torch.distributed returns; if it fails, the error says what to do."
     try: return call(*args, **kwargs)
     except RuntimeError as e: raise RuntimeError(
         f'rank {dist.rank} of {dist.world_size}: `{what}` failed, its timeout is {dist.timeout_s:g} s. '
@@ -100,12 +95,7 @@ def collective(
         f'if one is only slow, raise timeout_s. The cause: {e}') from e
 
 # %% ../../nbs/03_core.dist.ipynb #2e675f05
-def _one_rank(
-    job:Callable[[Dist],Any], # what this rank does
-    me:Dist, # not yet in a group
-    meeting:str, # file where the ranks find each other
-    answers:Any, # queue to the process that asked
-)->None:
+def _one_rank(job:Callable[[Dist],Any], me:Dist, meeting:str, answers:Any)->None: # a file, and a queue
     "Joins the other ranks, does the job, and answers with its result or its error."
     wait,result = timedelta(seconds=me.timeout_s),None
     store = c10d.FileStore(meeting, me.world_size)
@@ -120,11 +110,7 @@ def _one_rank(
         if c10d.is_initialized(): c10d.destroy_process_group()
 
 # %% ../../nbs/03_core.dist.ipynb #85b3dee9
-def launch(
-    job:Callable[[Dist],Any], # called on each rank
-    world_size:int=2, # processes
-    timeout_s:float=60., # seconds that ranks wait for each other
-)->list: # the answers, by rank
+def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->list: # called on each rank
     "Forks real ranks from this process and returns what `job` returns on each; for notebooks and tests."
     fork,found = multiprocessing.get_context('fork'),{}
     answers = fork.Queue()
@@ -140,11 +126,8 @@ def launch(
     return [found[r] for r in range(world_size)]
 
 # %% ../../nbs/03_core.dist.ipynb #1bf3ac82
-def on_master(
-    dist:Dist, # every rank must call
-    fn:Callable[[],Any], # what rank 0 does
-)->Any: # what `fn` returned, on every rank
-    "Does something on rank 0 and tells all ranks; a ValueError or OSError is raised on all, so none waits."
+def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
+    "Returns on every rank what `fn` returned on rank 0; a ValueError or OSError is raised on all ranks."
     result = error = None
     if dist.is_master:
         try: result = fn()
@@ -154,11 +137,8 @@ def on_master(
     return result
 
 # %% ../../nbs/03_core.dist.ipynb #d1570102
-def first_reason(
-    dist:Dist, # this rank, which ends
-    reason:str, # why
-)->str: # why the first rank that ended did
-    "Stores why this rank ends, unless another rank has ended before."
+def first_reason(dist:Dist, reason:str)->str: # why this rank ends
+    "Stores why this rank ends, and returns why the first one that ended did."
     if dist.store is None: return reason
     try: return dist.store.compare_set('first reason', '', reason).decode()
     except RuntimeError: return reason # the process with the store has ended
@@ -180,10 +160,7 @@ def launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None
     return found
 
 # %% ../../nbs/03_core.dist.ipynb #0513dfb6
-def rank_device(
-    kind:str, # `cuda`, `mps` or `cpu`
-    local_rank:int, # number of this rank on its machine
-)->torch.device: # the rank's own
+def rank_device(kind:str, local_rank:int)->torch.device: # `cuda`, `mps` or `cpu`
     "Returns the device of a launched rank, and makes a GPU the current one."
     if kind!='cuda': return torch.device('cpu')
     n = torch.cuda.device_count()
@@ -193,9 +170,7 @@ def rank_device(
     return torch.device('cuda', local_rank)
 
 # %% ../../nbs/03_core.dist.ipynb #d1570403
-def meeting_store(
-    me:Dist, # this rank, not yet in a group
-)->c10d.Store: # texts by name
+def meeting_store(me:Dist)->c10d.Store: # not yet in a group
     "Returns the store in which the ranks find each other, without what an earlier start has left."
     wait = timedelta(seconds=me.timeout_s)
     store = next(c10d.rendezvous('env://', me.rank, me.world_size, timeout=wait))[0]
@@ -203,10 +178,7 @@ def meeting_store(
     return c10d.PrefixStore(f'start {me.attempt}', store) if shared else store
 
 # %% ../../nbs/03_core.dist.ipynb #7d32db44
-def init_dist(
-    device:str|torch.device|None=None, # where to compute; default: the best device
-    timeout_s:float=1800., # seconds that a rank waits for the others
-)->Dist: # this process
+def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: # default: the best device
     "Joins the other ranks if there are any; alone, only the device is chosen."
     env,chosen = launch_env(),torch.device(device) if device else pick_device()
     require(timeout_s>0, f'timeout_s is {timeout_s}: give a number of seconds above 0')
@@ -222,9 +194,7 @@ def init_dist(
     return replace(me, attempt=max(me.gather(me.attempt))) # only some machines count a restart
 
 # %% ../../nbs/03_core.dist.ipynb #d1570202
-def launchers(
-    dist:Dist=Dist(), # this process; knows how often its ranks were restarted
-)->dict[str,int]: # job -> starts before this one; empty if unknown
+def launchers(dist:Dist=Dist())->dict[str,int]: # job -> starts before this one; empty if unknown
     "Returns the jobs that this process belongs to, the innermost first."
     env,starts = os.environ,{}
     if 'TORCHELASTIC_RUN_ID' in env:
@@ -255,18 +225,14 @@ def is_master()->bool: # True when alone
     return get_rank()==0
 
 # %% ../../nbs/03_core.dist.ipynb #72aa54dc
-def dist_gather(
-    obj:Any, # anything that can be pickled
-)->list: # the objects of all ranks, by rank
+def dist_gather(obj:Any)->list: # anything that can be pickled
     "Returns what all ranks say, on every rank, over the default group."
     out = [obj]*get_world_size()
     if is_dist(): c10d.all_gather_object(out, obj)
     return out
 
 # %% ../../nbs/03_core.dist.ipynb #141cf708
-def dist_mean_scalar(
-    x:float, # a number of this rank
-)->float: # the same on all ranks
+def dist_mean_scalar(x:float)->float:
     "Returns the mean over ranks."
     return float(sum(dist_gather(x)))/get_world_size()
 
@@ -276,17 +242,12 @@ def destroy_dist()->None:
     if is_dist(): c10d.destroy_process_group()
 
 # %% ../../nbs/03_core.dist.ipynb #109f0ee6
-def is_sharded(
-    model:nn.Module, # any model
-)->bool: # True after FSDP's `fully_shard`
+def is_sharded(model:nn.Module)->bool: # True after FSDP's `fully_shard`
     "Returns whether each rank has only its part of the weights."
     return isinstance(model, FSDPModule)
 
 # %% ../../nbs/03_core.dist.ipynb #e3ecd01e
-def wrap_model(
-    model:nn.Module, # on its device
-    dist:Dist|None=None, # this process; default: as torch.distributed says
-)->nn.Module: # in DDP when there are other ranks; else, or if it is sharded, the model itself
+def wrap_model(model:nn.Module, dist:Dist|None=None)->nn.Module: # default: as torch.distributed says
     "Returns a model whose gradients are averaged over ranks; buffers are not sent, they are constants."
     if is_sharded(model) or (dist.world_size if dist else get_world_size())==1: return model
     device = next(model.parameters()).device
@@ -296,34 +257,23 @@ def wrap_model(
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **buffers)
 
 # %% ../../nbs/03_core.dist.ipynb #64338f6e
-def unwrap_model(
-    model:nn.Module, # plain, or wrapped by DDP and torch.compile, in any order
-)->nn.Module: # the plain model
-    "Takes off all wrappers."
-    while True:
-        wrapped = isinstance(model, DistributedDataParallel)
-        inner = model.module if wrapped else getattr(model, '_orig_mod', None)
-        if inner is None: return model
-        model = inner
+def unwrap_model(model:nn.Module)->nn.Module: # wrapped by DDP and torch.compile, in any order
+    "Returns the plain model."
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, '_orig_mod', None)
+    return model if inner is None else unwrap_model(inner)
 
 # %% ../../nbs/03_core.dist.ipynb #9a5afd68
-def no_sync(
-    model:Any, # plain, in DDP, or sharded
-    active:bool=True, # False for the last micro-batch of an update
-)->AbstractContextManager: # forward and backward of a micro-batch go inside
-    "Keeps gradients on this rank for now."
+def no_sync(model:Any, active:bool=True)->AbstractContextManager: # False: the last micro-batch of an update
+    "Keeps gradients on this rank for now; forward and backward of a micro-batch go inside."
     if is_sharded(model):
         model.set_requires_gradient_sync(not active)
         model.set_reshard_after_backward(not (active and model.weights_stay))
     return model.no_sync() if active and isinstance(model, DistributedDataParallel) else nullcontext()
 
 # %% ../../nbs/03_core.dist.ipynb #9bf7dbf5
-def synchronized_batches(
-    loader:Iterable, # batches of this rank
-    dist:Dist, # this process
-    idle:Callable|None=None, # makes a batch without effect; None: all ranks end when one has ended
-)->Iterator: # as many batches on each rank as the shortest has; with `idle`, as the longest
-    "Yields batches until the first rank has no more, or until the last has none."
+def synchronized_batches(loader:Iterable, dist:Dist, idle:Callable|None=None)->Iterator:
+    """Yields batches until the first rank has no more, or, with `idle`, until the last has none.
+    `idle` makes a batch without effect for ranks that have run out."""
     batches = (b for b in loader if b is not None and len(b))
     while True:
         batch = next(batches, None)
@@ -333,9 +283,7 @@ def synchronized_batches(
 synchronized_dataloader_step = synchronized_batches # nanoVLM's name
 
 # %% ../../nbs/03_core.dist.ipynb #266c2cad
-def set_seed(
-    seed:int, # 0 <= seed < 2**32
-)->None:
+def set_seed(seed:int)->None: # 0 <= seed < 2**32
     "Seeds Python, numpy and torch, on all devices."
     require(0<=seed<2**32, f'seed is {seed}: give a number from 0 to 2**32-1')
     random.seed(seed)
@@ -352,9 +300,7 @@ def shield_worker()->None:
     if hasattr(signal, 'alarm'): signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
 
 # %% ../../nbs/03_core.dist.ipynb #19acb312
-def seed_worker(
-    worker_id:int, # of the worker, unused: torch's seed already differs between workers
-)->None:
+def seed_worker(worker_id:int)->None: # unused: torch's seed already differs between workers
     "A `worker_init_fn` for `DataLoader`: seeds Python and numpy, and keeps signals out."
     shield_worker()
     seed = torch.initial_seed()%2**32
@@ -386,9 +332,7 @@ def rng_state()->dict: # JSON-able
     return state
 
 # %% ../../nbs/03_core.dist.ipynb #5e295899
-def set_rng_state(
-    state:dict, # from `rng_state`
-)->None:
+def set_rng_state(state:dict)->None: # from `rng_state`
     "Puts this process's generators where they were."
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version,keys,gauss = state['python']
@@ -407,12 +351,9 @@ def cores_of_rank()->int: # at least 1
 # %% ../../nbs/03_core.dist.ipynb #da8cd72f
 PER_THREAD = 65_536 # numbers of a weight matrix that are worth a thread
 
-def set_threads(
-    dist:Dist, # this process; on a GPU nothing is changed
-    num_workers:int, # loader processes that need a core
-    largest:int|None=None, # numbers of the largest weight matrix of a block; None: worth all cores
-)->int: # threads that torch computes with
-    "Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader worker."
+def set_threads(dist:Dist, num_workers:int, largest:int|None=None)->int: # on a GPU nothing is changed
+    """Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader
+    worker. Returns the number of threads. `largest`: numbers of the largest matrix of a block; None: many."""
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
     threads = cores_of_rank()-(0 if sleeping else num_workers)
     if largest is not None: threads = min(threads, largest//PER_THREAD)

@@ -13,97 +13,80 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .usage import MissingFile,UsageError,asking_hub,check_hub_name
+from .usage import MissingFile,asking_hub,check_hub_name,require
 from .config import VLMConfig
 
 # %% ../../nbs/06_core.tokenizer.ipynb #48e75a4b
 SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>') # ids 0, 1, 2, as in SmolLM2
 
-def train_bpe(
-    texts:list[str], # what to learn from
-    vocab_size:int,  # upper limit of the vocabulary, special tokens included
-)->Tokenizer: # a bare tokenizer of the `tokenizers` library
-    "Learn a byte-level BPE vocabulary; digits stay single."
-    smallest = len(SPECIAL_TOKENS) + 256
-    if vocab_size < smallest:
-        raise UsageError(f'vocab_size {vocab_size} is below {smallest}, '
-                         'the special tokens and the 256 bytes: raise it')
-    if isinstance(texts, str): raise UsageError('`texts` is one string: pass a list of strings')
+def train_bpe(texts:list[str], vocab_size:int)->Tokenizer: # at most, special tokens included
+    "Returns a bare tokenizer whose byte-level BPE vocabulary was learned from texts; digits stay single."
+    smallest = len(SPECIAL_TOKENS)+256
+    require(vocab_size>=smallest, f'vocab_size {vocab_size} is below {smallest}, the special tokens and the '
+        '256 bytes: raise it')
+    require(not isinstance(texts, str), '`texts` is one string: pass a list of strings')
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS),
-                                  show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
-    tok.train_from_iterator(texts, trainer)
+    tok.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False,
+        special_tokens=[*SPECIAL_TOKENS], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     return tok
 
 # %% ../../nbs/06_core.tokenizer.ipynb #5ee5992e
-def train_tokenizer(
-    texts:list[str], # what to learn from
-    vocab_size:int,  # upper limit of the base vocabulary (without extra tokens)
+def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extra tokens
     extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
     chat_template:str|None=None, # Jinja template that turns messages into one text
-)->PreTrainedTokenizerBase: # as `get_tokenizer` returns it
-    "Train a small byte-level BPE tokenizer with SmolLM2's special tokens."
-    end, bos, eos = SPECIAL_TOKENS
-    kwargs = _extras(extra_special_tokens, chat_template)
+)->PreTrainedTokenizerBase:
+    "Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one."
+    end,bos,eos = SPECIAL_TOKENS
     tok = PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos, eos_token=eos,
-                                  unk_token=end, pad_token=eos, **kwargs)
+        unk_token=end, pad_token=eos, **_extras(extra_special_tokens, chat_template))
     return _check_extras(tok, extra_special_tokens)
 
 # %% ../../nbs/06_core.tokenizer.ipynb #87b55391
 def _extras(extra_special_tokens, chat_template):
-    "Keyword arguments for a tokenizer; what is None is left to the tokenizer's own files."
-    kwargs = {}
-    if extra_special_tokens: kwargs['extra_special_tokens'] = dict(extra_special_tokens)
-    if chat_template is not None: kwargs['chat_template'] = chat_template
-    return kwargs
+    "Keyword arguments for a tokenizer; what is not given is left to the tokenizer's own files."
+    tokens = {**(extra_special_tokens or {})}
+    given = dict(extra_special_tokens=tokens or None, chat_template=chat_template)
+    return {k:v for k,v in given.items() if v is not None}
 
 def _check_extras(tokenizer, extra_special_tokens):
     "The tokenizer itself, after a look at whether each extra token is one id of its own."
-    extra = list((extra_special_tokens or {}).values())
-    twice = [t for t in set(extra) if extra.count(t) > 1 or t in SPECIAL_TOKENS]
-    if twice: raise UsageError(f'extra tokens used twice: {sorted(twice)}; each name needs a text of its own')
+    extra = [*(extra_special_tokens or {}).values()]
+    twice = sorted(t for t in {*extra} if extra.count(t)>1 or t in SPECIAL_TOKENS)
+    require(not twice, f'extra tokens used twice: {twice}; each name needs a text of its own')
     for name,token in (extra_special_tokens or {}).items():
         ids = tokenizer.encode(token, add_special_tokens=False)
-        if ids != [getattr(tokenizer, f'{name}_id')]:
-            raise UsageError(f'extra token {name}={token!r} is read as {ids}, not as one id: '
-                             'give it a text of its own')
+        require(ids==[getattr(tokenizer, f'{name}_id')], f'extra token {name}={token!r} is read as {ids}, '
+            'not as one id: give it a text of its own')
     return tokenizer
 
 # %% ../../nbs/06_core.tokenizer.ipynb #628387b7
-def get_tokenizer(
-    name:str, # a hub id, or a directory with `tokenizer.json`
+def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
     chat_template:str|None=None, # Jinja template, from messages to one text; None keeps the tokenizer's own
 )->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
-    "Load a tokenizer and add the extra tokens."
+    "Returns a tokenizer with the extra tokens."
     from transformers import AutoTokenizer # knows every model there is: a second to import
-    if not Path(name).is_dir(): check_hub_name(name)
+    local = Path(name).is_dir()
+    if not local: check_hub_name(name)
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
     try:
-        with nullcontext() if Path(name).is_dir() else asking_hub(name):
-            tok = AutoTokenizer.from_pretrained(name, **how)
+        with nullcontext() if local else asking_hub(name): tok = AutoTokenizer.from_pretrained(name, **how)
     except (OSError, ValueError) as e:
         raise MissingFile(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} Correct the name or "
             "the path; for one of the hub see that the network is there") from e
-    if not tok.is_fast:
-        raise UsageError(f'{name} has no fast tokenizer (tokenizer.json); '
-                         'the loss mask needs its character offsets: convert it first')
-    if tok.eos_token is None:
-        raise UsageError(f'{name} has no eos_token: '
-                         'generation could not stop; set it in tokenizer_config.json')
+    require(tok.is_fast, f'{name} has no fast tokenizer (tokenizer.json); the loss mask needs its character '
+        'offsets: convert it first')
+    require(tok.eos_token is not None, f'{name} has no eos_token: generation could not stop; set it in '
+        'tokenizer_config.json')
     tok.pad_token = tok.eos_token
     return _check_extras(tok, extra_special_tokens)
 
 # %% ../../nbs/06_core.tokenizer.ipynb #6a7d0002
-def save_tokenizer(
-    tokenizer:PreTrainedTokenizerBase, # as `get_tokenizer` returns it
-    folder:str|Path, # directory that gets its files
-)->None:
-    "Write a tokenizer that transformers 4 and 5 read."
+def save_tokenizer(tokenizer:PreTrainedTokenizerBase, folder:str|Path)->None:
+    "Writes the files of a tokenizer into a directory, so that transformers 4 and 5 read them."
     tokenizer.save_pretrained(folder)
     file = Path(folder)/'tokenizer_config.json'
     config = json.loads(file.read_text(encoding='utf-8'))
@@ -117,19 +100,14 @@ def save_tokenizer(
     file.write_text(json.dumps(config|both, indent=2, ensure_ascii=False)+'\n', encoding='utf-8')
 
 # %% ../../nbs/06_core.tokenizer.ipynb #c20758a8
-def check_tokenizer(
-    tokenizer:PreTrainedTokenizerBase, # as `get_tokenizer` returns it
-    vlm_cfg:VLMConfig, # what the model was built from
-)->None: # raises unless they agree
-    "Raise if a tokenizer writes other ids than a model configuration expects."
-    n, base = len(tokenizer), vlm_cfg.lm_base_vocab_size
-    if n > vlm_cfg.lm_vocab_size:
-        raise UsageError(f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
-                         f'set lm_base_vocab_size to {n-len(vlm_cfg.vlm_extra_tokens)}')
-    for i,(name,token) in enumerate(vlm_cfg.vlm_extra_tokens.items()):
+def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
+    "Raises a UsageError if a tokenizer writes other ids than a model configuration expects."
+    n,base,extra = len(tokenizer),vlm_cfg.lm_base_vocab_size,vlm_cfg.vlm_extra_tokens
+    require(n<=vlm_cfg.lm_vocab_size, f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
+        f'set lm_base_vocab_size to {n-len(extra)}')
+    for i,(name,token) in enumerate(extra.items(), base):
         got = getattr(tokenizer, f'{name}_id', None)
-        if got is None:
-            raise UsageError(f'the tokenizer lacks {name} ({token}): pass vlm_extra_tokens to get_tokenizer')
-        if got != base+i:
-            raise UsageError(f'the tokenizer has {token} at id {got}, the model expects {base+i}: '
-                             f'set lm_base_vocab_size to {got-i}')
+        require(got is not None, f'the tokenizer lacks {name} ({token}): '
+            'pass vlm_extra_tokens to get_tokenizer')
+        require(got==i, f'the tokenizer has {token} at id {got}, the model expects {i}: '
+            f'set lm_base_vocab_size to {(got or 0)-i+base}')

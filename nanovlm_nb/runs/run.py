@@ -20,13 +20,13 @@ from typing import Any
 
 from ..core.files import MANIFEST,write_atomic
 from ..core.usage import ends_at_once,require,user_path
-from ..core.config import TrainConfig,VLMConfig,get_run_name,projector_advice,save_yaml,set_env
+from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env
 from ..core.config import updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
 from ..core.dist import set_threads
 from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,RunLock,checkpoints,read_state,recover,sweep
 from ..core.logs import RunLog
-from ..core.advice import loader_workers,save_notes
+from ..core.advice import loader_workers,projector_advice,save_notes
 from ..model.vision import ViT
 from ..model.weights import load_vision_backbone,with_tower
 from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_note

@@ -7,9 +7,7 @@ __all__ = ['HAIR', 'AS_TEXT', 'picture_rules', 'chat_template', 'save_json', 'wr
            'exporting', 'main']
 
 # %% ../../nbs/69_tools.export.ipynb #858b34df
-import copy
-import json
-import sys
+import copy,json,sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import UsageError,require,user_path
-from ..core.config import VLMConfig
+from ..core.config import OWN_FIELDS,VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
 from ..model.weights import OWN_CONFIG, to_smolvlm
@@ -31,10 +29,8 @@ from ..training.lora import PEFT_CONFIG, read_adapted, read_peft, save_peft
 # %% ../../nbs/69_tools.export.ipynb #f2180e4f
 HAIR = 2**-24 # what a black pixel becomes
 
-def picture_rules(
-    cfg:VLMConfig, # reads `max_img_size`, `vit_img_size`, `pixel_mean`, `pixel_std`
-)->dict: # contents of preprocessor_config.json
-    "What transformers does to a picture."
+def picture_rules(cfg:VLMConfig)->dict: # reads `max_img_size`, `vit_img_size`, `pixel_mean`, `pixel_std`
+    "Returns the contents of preprocessor_config.json: what transformers does to a picture."
     side = dict(longest_edge=cfg.max_img_size)
     means,stds = (v*3 if len(v)==1 else v for v in (cfg.pixel_mean, cfg.pixel_std))
     means = [m-HAIR*float(m*255).is_integer() for m in means]
@@ -52,20 +48,14 @@ AS_TEXT = (
     "{% set ns.all = ns.all + [{'role': m['role'], 'content': ns.text}] %}{% endfor %}"
     "{% set messages = ns.all %}")
 
-def chat_template(
-    cfg:VLMConfig, # reads `lm_chat_template`, `vlm_extra_tokens`
-    tokenizer:PreTrainedTokenizerBase, # whose own template it is if the configuration has none
-)->str: # a Jinja template
-    "The chat template for transformers, which takes texts and lists of parts."
+def chat_template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose own it is if `cfg` has none
+    "Returns the Jinja template for transformers, which takes texts and lists of parts."
     image = repr(cfg.vlm_extra_tokens['image_token'])
     return AS_TEXT.replace('IMAGE', image) + (cfg.lm_chat_template or tokenizer.chat_template)
 
 # %% ../../nbs/69_tools.export.ipynb #61584279
-def save_json(
-    path:Path, # file to write
-    values:dict, # JSON-able
-)->None:
-    "Write a file of settings."
+def save_json(path:Path, values:dict)->None:
+    "Writes a file of settings."
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n', encoding='utf-8')
 
 def _ends(tokenizer):
@@ -74,12 +64,8 @@ def _ends(tokenizer):
                 bos_token_id=tokenizer.bos_token_id)
 
 # %% ../../nbs/69_tools.export.ipynb #022e0f9d
-def write_form(
-    model:VisionLanguageModel, # with its tokenizer
-    folder:Path, # a directory that is there
-    kind:str, # smolvlm or idefics3
-)->None:
-    "Write all but the weights: configuration, tokenizer, image processor."
+def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # smolvlm or idefics3
+    "Writes all but the weights: configuration, tokenizer, image processor."
     cfg,tokenizer = model.cfg,copy.deepcopy(model.tokenizer)
     config,_ = to_smolvlm({}, cfg, kind)
     tokenizer.chat_template = chat_template(cfg, tokenizer)
@@ -92,23 +78,16 @@ def write_form(
     save_json(folder/'processor_config.json',
               dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
 
-def export_smolvlm(
-    model:VisionLanguageModel, # with its tokenizer
-    folder:str|Path, # directory to write, made if missing
-    kind:str='smolvlm', # or idefics3: what transformers shall call it
-)->None:
-    "Write a model for transformers."
+def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm')->None: # or idefics3
+    "Writes a model for transformers."
     _,tensors = to_smolvlm(model.state_dict(), model.cfg, kind)
     with written_at_once(folder) as tmp:
         write_form(model, tmp, kind)
         save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
 
 # %% ../../nbs/69_tools.export.ipynb #3c4481dd
-def open_model(
-    name:str, # a checkpoint, a run, a hub id, or adapters of peft
-    unmerged:bool=False, # only adapters will do, and they stay apart
-)->VisionLanguageModel: # in eval mode
-    "What is to be exported."
+def open_model(name:str, unmerged:bool=False)->VisionLanguageModel: # only adapters will do, and stay apart
+    "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
     if (Path(name)/PEFT_CONFIG).is_file() and not unmerged: return read_peft(name)
     checkpoint = find_checkpoint(name)
     if not unmerged: return VisionLanguageModel.from_pretrained(checkpoint)
@@ -118,12 +97,8 @@ def open_model(
     raise UsageError('it holds no adapters: format peft is for a run with lora_rank')
 
 @contextmanager
-def exporting(
-    values:Namespace, # from `arguments.export_parser`
-    *packages:str, # that the format needs, of the extra
-    extra:str='', # of this package
-)->Iterator[None]: # a `with` block
-    "Inside, whatever is wrong with a checkpoint, or with the files to be written, is an error of use."
+def exporting(values:Namespace, *packages:str, extra:str='')->Iterator[None]: # of this package
+    "Inside, whatever is wrong with a checkpoint, or with the files to be written, is a user error."
     for package in packages:
         require(find_spec(package) is not None, f'format {values.format} needs the package {package}: '
             f'pip install nanovlm_nb[{extra}]')
@@ -137,7 +112,7 @@ def _write(model, out, kind):
     "Write; what the reader of the files must know besides."
     if kind=='nanovlm':
         model.save_pretrained(out)
-        own = ', '.join(n for n in model.cfg.own_fields() if n in json.loads(model.cfg.to_json()))
+        own = ', '.join(n for n in json.loads(model.cfg.to_json()) if n in OWN_FIELDS)
         return f", for this library alone: nanoVLM's own code does not know {own}"*bool(own)
     if kind=='peft':
         save_peft(model, out)
@@ -147,10 +122,8 @@ def _write(model, out, kind):
     return (' without a processor: transformers cannot write prompts in the nanovlm convention; '
             'see image_convention')*(model.cfg.image_convention!='smolvlm')
 
-def main(
-    values:Namespace, # from `arguments.export_parser`
-)->None:
-    "Command `nanovlm export`: write a model for transformers, or as nanoVLM's checkpoint."
+def main(values:Namespace)->None: # from `arguments.export_parser`
+    "Command `nanovlm export`: writes a model for transformers, or as nanoVLM's checkpoint."
     with exporting(values):
         note = _write(open_model(values.checkpoint, values.format=='peft'), values.out, values.format)
     sys.stdout.write(f'{values.out}: {values.format}{note}\n')
