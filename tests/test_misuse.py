@@ -169,7 +169,7 @@ MISUSES = [
     ('eval', '--write_tasks picture.png', 'picture.png: it is there already'),
     ('eval', 'RUN', 'give a checkpoint and --tasks'),
     ('eval', 'nowhere --tasks shapes', 'nowhere'),
-    ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu': give cpu, cuda or cuda:0"),
+    ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu', which cannot be used here"),
     ('eval', 'RUN --tasks shapes --out nowhere/x.json', '--out: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
     ('eval', 'RUN/step_2 --tasks shapes --limit 60 --step 3 --out result.json', 'global_step 2 instead of 3'),

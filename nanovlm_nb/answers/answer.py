@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 
-from ..core.usage import UsageError
+from ..core.usage import UsageError,require
 from ..core.config import IGNORE
 from ..core.dist import pick_device
 from ..core.run_dir import CONFIG,find_checkpoint
@@ -34,22 +34,16 @@ from ..data.rows import as_pictures
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
 # %% ../../nbs/30_answers.answer.ipynb #e6f35a6f
-def left_pad(
-    prompts:list[list[int]], # token ids
-    pad_id:int, # token id of the padding
-    device:torch.device, # where the tensors are wanted
+def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token ids; of the tensors
 )->tuple[torch.Tensor,torch.Tensor]: # ids and mask, (B, T) long; the mask is 0 at padding
-    "Prompts of unequal length as one batch."
+    "Returns prompts of unequal length as one batch."
     longest = max(map(len, prompts))
     rows = [([pad_id]*(longest-len(p))+p, [0]*(longest-len(p))+[1]*len(p)) for p in prompts]
     return tuple(torch.tensor(x, device=device) for x in zip(*rows))
 
 # %% ../../nbs/30_answers.answer.ipynb #a5e40001
-def picture_uri(
-    picture:Image.Image, # of any size
-    side:int=96, # pixels of the copy's longest side
-)->str: # a data: URI
-    "A small copy of a picture, for HTML."
+def picture_uri(picture:Image.Image, side:int=96)->str: # pixels of the copy's longest side; a data: URI
+    "Returns a small copy of a picture, for HTML."
     small,out = picture.copy(),io.BytesIO()
     small.thumbnail((side,side))
     small.save(out, 'JPEG', quality=85)
@@ -80,84 +74,65 @@ class Asker:
     numbered:bool = True # several pictures are numbered in the text, as in training
 
     @classmethod
-    def from_model(cls,
-        model:VisionLanguageModel, # trained, or not
-        tokenizer=None, # default: the model's own
-    )->'Asker': # ready to be called
-        "An `Asker` around a model in memory."
-        processor = image_processor_of(model.cfg, ())
-        return cls(model.eval(), tokenizer or model.tokenizer, processor)
+    def from_model(cls, model:VisionLanguageModel, tokenizer=None)->'Asker': # default: the model's own
+        "Returns an `Asker` around a model in memory."
+        return cls(model.eval(), tokenizer or model.tokenizer, image_processor_of(model.cfg, ()))
 
     @classmethod
-    def from_checkpoint(cls,
-        checkpoint:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
+    def from_checkpoint(cls, checkpoint:str|Path, # a checkpoint, a run (its best is taken), or a hub id
         device:torch.device|None=None, # default: the best there is
-    )->'Asker': # ready to be called
-        "An `Asker` around a saved model."
-        model = VisionLanguageModel.from_pretrained(checkpoint)
-        return cls.from_model(model.to(device or pick_device()))
+    )->'Asker':
+        "Returns an `Asker` around a saved model."
+        return cls.from_model(VisionLanguageModel.from_pretrained(checkpoint).to(device or pick_device()))
 
     @property
-    def device(self)->torch.device: # where the model is
-        "Device of the model."
+    def device(self)->torch.device:
+        "Returns where the model is."
         return self.model.device
 
-    def tiles(self,
-        images:Iterable[Image.Image]|Image.Image, # pictures, may be none; or one
+    def tiles(self, images:Iterable[Image.Image]|Image.Image, # pictures, may be none; or one
     )->tuple[list,str]: # one stack of uint8 tiles per picture; their placeholders in the text
-        "What the model sees of some pictures."
-        tiles,grids = [],[]
-        for image in [images] if isinstance(images, Image.Image) else images:
-            t,g = self.image_processor(image)
-            tiles.append(t)
-            grids.append(g)
-        if not grids: return tiles,''
+        "Returns what the model sees of some pictures."
+        images = [images] if isinstance(images, Image.Image) else list(images)
+        if not images: return [],''
+        tiles,grids = zip(*map(self.image_processor, images))
         a_tile,convention = self.model.cfg.mp_image_token_length,self.image_processor.convention
-        together = [grids] if self.numbered else [[g] for g in grids]
-        return tiles,''.join(get_image_string(self.tokenizer, g, a_tile, convention) for g in together)
+        together = [[*grids]] if self.numbered else [[g] for g in grids]
+        texts = (get_image_string(self.tokenizer, g, a_tile, convention) for g in together)
+        return [*tiles],''.join(texts)
 
-    def prompt(self,
-        images:Iterable[Image.Image], # pictures that the question is about, may be empty
+    def prompt(self, images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
         start:str='', # how the answer begins; it is not repeated in the answer
     )->tuple[list[int],list]: # token ids, one stack of uint8 tiles per picture
-        "Token ids and tiles of one question."
+        "Returns token ids and tiles of one question."
         tiles,image_string = self.tiles(images)
         return encode_prompt(self.tokenizer, question, image_string, start=start).tolist(),tiles
 
-    def check_length(self,
-        n:int, # tokens of the longest prompt
-        max_new_tokens:int, # longest answer in tokens
-    )->None: # raises unless they fit
-        "Raise a ValueError where prompt and answer need more positions than the model has."
-        if n+max_new_tokens>(most := self.model.cfg.lm_max_position_embeddings):
-            raise UsageError(f'{n} tokens of a prompt and {max_new_tokens} of its answer '
-                             f'are more than the {most} positions of the model: '
-                'give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
+    def check_length(self, n:int, max_new_tokens:int)->None: # tokens of the longest prompt, and of its answer
+        "Raises a UsageError where prompt and answer need more positions than the model has."
+        require(n+max_new_tokens<=(most := self.model.cfg.lm_max_position_embeddings),
+            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {most} positions '
+            'of the model: give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
 
-    def ends(self,
-        stop:Sequence[str|int]=(), # texts and token ids that end an answer
+    def ends(self, stop:Sequence[str|int]=(), # texts and token ids that end an answer
     )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first
-        "What ends an answer; a text that is a special token counts as its id."
-        special = {t:i for t,i in zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids)}
+        "Returns what ends an answer; a text that is a special token counts as its id."
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
         stop = [special.get(s, s) for s in stop]
         ids = [self.tokenizer.eos_token_id, *(s for s in stop if isinstance(s, int))]
         return [s for s in stop if isinstance(s, str)],ids
 
-    def sampling(self,
-        how:dict, # what the caller gave
-    )->dict: # for `Picker`
-        "Greedy, unless a rule for drawing is given."
+    def sampling(self, how:dict)->dict: # what the caller gave; for `Picker`
+        "Returns how tokens are picked: greedily, unless a rule for drawing is given."
         return how if how.keys()&{'temperature','top_k','top_p'} else dict(greedy=True)|how
 
-    def stream(self,
-        questions:list[tuple], # (pictures, question or turns), perhaps with how the answer begins
-        max_new_tokens:int=32, # longest answer in tokens
-        stop:Sequence[str|int]=(), # see `ends`
+    def stream(self, questions:list[tuple], # (pictures, question or turns[, how the answer begins])
+        max_new_tokens:int=32, stop:Sequence[str|int]=(), # longest answer in tokens; see `ends`
         **sampling, # `temperature`, `top_k` and others of `Picker`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
-        "Answer several questions in one batch, piece by piece."
-        if not questions: raise UsageError('no question: give a list of (pictures, question) pairs')
+        "Answers several questions in one batch, piece by piece."
+        require(questions, 'no question: give a list of (pictures, question) pairs')
         prompts,tiles = zip(*(self.prompt(*q) for q in questions))
         self.check_length(max(map(len, prompts)), max_new_tokens)
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
@@ -168,23 +143,19 @@ class Asker:
             yield streams.pieces
         yield streams.finish()
 
-    def __call__(self,
-        questions:list[tuple]|Image.Image, # see `stream`; or one picture, with its question behind it
+    def __call__(self, questions:list[tuple]|Image.Image, # see `stream`; or a picture, its question behind it
         max_new_tokens:int|str=32, # longest answer in tokens; behind a picture the question
-        stop:Sequence[str|int]=(), # see `ends`
-        **sampling, # see `stream`
+        stop:Sequence[str|int]=(), **sampling, # see `stream`
     )->list[str]: # answers without special tokens
-        "Answer several questions in one batch, or one about one picture."
+        "Answers several questions in one batch, or one about one picture."
         if isinstance(max_new_tokens, str): return self([(questions, max_new_tokens)], stop=stop, **sampling)
-        return [''.join(pieces).strip()
-                for pieces in zip(*self.stream(questions, max_new_tokens, stop, **sampling))]
+        streamed = self.stream(questions, max_new_tokens, stop, **sampling)
+        return [''.join(pieces).strip() for pieces in zip(*streamed)]
 
-    def score(self,
-        images:Iterable[Image.Image], # pictures that the question is about
-        question:str|list[dict], # as in `prompt`
+    def score(self, images:Iterable[Image.Image], question:str|list[dict], # as in `prompt`
         choices:Sequence[str], # possible answers
     )->list[float]: # log-probability of each as the whole answer, its end included
-        "How likely each choice is; all are read in one batch."
+        "Returns how likely each choice is; all are read in one batch."
         tiles,image_string = self.tiles(images)
         *before,last = [dict(user=question)] if isinstance(question, str) else question
         turns = [[*before, last|dict(assistant=choice)] for choice in choices]
@@ -197,24 +168,22 @@ class Asker:
         losses:Any = self.model.target_losses # of all targets, row after row
         return [-part.sum().item() for part in losses.split((targets!=IGNORE).sum(1).tolist())]
 
-    def ask(self,
-        pictures, # one or several: PIL images, arrays or paths; None: no picture
-        question:str|list[dict], # as in `prompt`
+    def ask(self, pictures, question:str|list[dict], # PIL images, arrays, paths, one or several; see `prompt`
         choices:Sequence[str]|None=None, # possible answers; of equally likely ones the first is taken
-        max_new_tokens:int=32, # longest answer in tokens
-        **sampling, # see `stream`
+        max_new_tokens:int=32, **sampling, # see `stream`
     )->Reply: # the text; Jupyter shows it beside the pictures
-        "Answer one question, freely or with the most likely of some choices."
+        "Answers one question, freely or with the most likely of some choices."
         images = [open_image(p) for p in as_pictures(pictures)]
-        if choices is None: text = self([(images,question)], max_new_tokens, **sampling)[0]
-        elif isinstance(choices, str) or not choices:
-            raise UsageError(f'choices are {choices!r}: give a list of possible answers')
-        else: text = max(zip(self.score(images, question, choices), choices), key=lambda scored: scored[0])[1]
-        return Reply(text, images, question)
+        if choices is None:
+            return Reply(self([(images,question)], max_new_tokens, **sampling)[0], images, question)
+        require(choices and not isinstance(choices, str),
+            f'choices are {choices!r}: give a list of possible answers')
+        scored = zip(self.score(images, question, choices), choices)
+        return Reply(max(scored, key=lambda s: s[0])[1], images, question)
 
     @property
     def run_dir(self)->Path|None: # None: the model is of no run
-        "The directory of the run that made the model."
+        "Returns the directory of the run that made the model."
         folder = self.model.folder
         return folder.parent if folder and (folder.parent/CONFIG).is_file() else None
 
@@ -227,53 +196,38 @@ class Asker:
         pictures = [picture_uri(Image.open(file).convert('RGB'), 900) for file in files if file.is_file()]
         return f'<p>{escape(repr(self))}</p>'+''.join(f'<p><img src="{uri}"></p>' for uri in pictures)
 
-
 # %% ../../nbs/30_answers.answer.ipynb #9feaf652
 class Chat:
     "A conversation about some pictures, in which nothing is read twice."
-    def __init__(self,
-        asker:Asker, # the model
-        images:Iterable[Image.Image]=(), # pictures that it is about
-    ):
+    def __init__(self, asker:Asker, images:Iterable[Image.Image]=()): # the model; what it is about
         self.asker,self.turns = asker,[]
         self.tiles,self.image_string = asker.tiles(images)
         self.known = []                # token ids that the reader has read
         self.reader:Reader|None = None # none has begun
 
-    def shared(self,
-        ids:list[int], # of the whole conversation
-    )->int: # tokens; all image tokens, or none
-        "How many tokens at the beginning were read before."
+    def shared(self, ids:list[int])->int: # of the whole conversation; tokens: all image tokens, or none
+        "Returns how many tokens at the beginning were read before."
         if self.reader is None: return 0
         most = min(len(ids)-1, len(self.known))
         n = next((i for i in range(most) if ids[i]!=self.known[i]), most)
         return 0 if self.asker.model.cfg.image_token_id in ids[n:] else n
 
-    def prepare(self,
-        ids:list[int], # of the whole conversation
-        room:int, # tokens that may follow
-    )->int: # tokens that need no reading
-        "A reader at the position where reading continues."
+    def prepare(self, ids:list[int], room:int)->int: # of the whole conversation; tokens that may follow
+        "Puts the reader where reading continues; returns how many tokens need no reading."
         n = self.shared(ids)
         if n and self.reader: self.reader.go_back(n, len(ids)-n+room)
         else: self.reader = Reader(self.asker.model.decoder, torch.ones(1, len(ids), dtype=torch.long), room)
         self.known = []
         return n
 
-    def stream(self,
-        question:str, # the next question
-        max_new_tokens:int=32, # longest answer in tokens
-        stop:Sequence[str|int]=(), # see `Asker.ends`
-        **sampling, # see `Asker.stream`
-    )->Iterator[str]: # pieces of the answer
-        "Say something, and get the answer piece by piece; only an answer heard to its end is remembered."
+    def stream(self, question:str, max_new_tokens:int=32, stop:Sequence[str|int]=(), **sampling,
+    )->Iterator[str]: # pieces of the answer; the arguments are those of `Asker.stream`
+        "Asks the next question, and yields the answer; only an answer heard to its end is remembered."
         a,turns = self.asker,[*self.turns, dict(user=question)]
-        ids = encode_prompt(a.tokenizer, turns, self.image_string).tolist()
+        unread = ids = encode_prompt(a.tokenizer, turns, self.image_string).tolist()
         a.check_length(len(ids), max_new_tokens)
         n,(texts,tokens) = self.prepare(ids, max_new_tokens),a.ends(stop)
-        row = torch.tensor([ids], device=a.device)
-        streams = TextStreams(a.tokenizer, 1, texts, tokens)
-        unread = ids
+        row,streams = torch.tensor([ids], device=a.device),TextStreams(a.tokenizer, 1, texts, tokens)
         how = dict(prompt=row, mask=None)|a.sampling(sampling)
         for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens,
                                   eos_token_id=tokens, ended=streams, reader=self.reader, **how):
@@ -283,12 +237,8 @@ class Chat:
         yield streams.finish()[0]
         self.turns = [*turns[:-1], dict(user=question, assistant=streams.texts[0].strip())]
 
-    def __call__(self,
-        question:str, # the next question
-        *args, # see `stream`
-        **kwargs, # see `stream`
-    )->str: # the answer
-        "Say something."
+    def __call__(self, question:str, *args, **kwargs)->str: # see `stream`
+        "Asks the next question, and returns the answer."
         return ''.join(self.stream(question, *args, **kwargs)).strip()
 
 # %% ../../nbs/30_answers.answer.ipynb #4e55d497
@@ -303,7 +253,7 @@ class Result:
 
     @property
     def right(self)->bool: # exact match
-        "Is what the model said the reference answer?"
+        "Returns whether the model said the reference answer."
         return self.reply.strip()==self.answer.strip()
 
 # %% ../../nbs/30_answers.answer.ipynb #b79fdf0a
@@ -324,24 +274,19 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
 # %% ../../nbs/30_answers.answer.ipynb #09a0ee6a
 LONGEST = 32 # tokens of an answer at most, unless it is said
 
-def answer_all(
-    asker:Asker, # the model
-    results:list[Result], # from `questions_of`; `reply` is filled in
-    batch_size:int=128, # questions asked together
-    max_new_tokens:int=LONGEST, # longest answer in tokens
+def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply` is filled in
+    batch_size:int=128, max_new_tokens:int=LONGEST, # questions asked together; longest answer in tokens
 )->list[Result]: # `results`
-    "Ask all questions, batch by batch."
+    "Asks all questions, batch by batch."
     for i in range(0, len(results), batch_size):
         part = results[i:i+batch_size]
         for r,text in zip(part, asker([(r.images,r.question) for r in part], max_new_tokens)): r.reply = text
     return results
 
 # %% ../../nbs/30_answers.answer.ipynb #0211e668
-def accuracy(
-    results:list[Result], # answered
-)->dict[str,tuple[int,int]]: # kind -> (right, asked), last 'all'
-    "Exact matches by kind of question."
-    if not results: raise UsageError('no result to count: ask some questions first')
+def accuracy(results:list[Result])->dict[str,tuple[int,int]]: # answered; kind -> (right, asked), last 'all'
+    "Returns exact matches by kind of question."
+    require(results, 'no result to count: ask some questions first')
     kinds = {k:[r.right for r in results if r.kind==k] for k in sorted({r.kind for r in results})}
     return {k:(sum(v),len(v)) for k,v in (kinds|{'all':[r.right for r in results]}).items()}
 
@@ -361,16 +306,14 @@ def _printable(text):
     return ''.join(c if c.isprintable() else '·' for c in text)
 
 @styled()
-def plot_answers(
-    results:list[Result], # answered; those with a picture are drawn
+def plot_answers(results:list[Result], # answered; those with a picture are drawn
     path:str|Path|None=None, # file to write, for example samples.png
-    n:int=12, # most questions to draw
-    columns:int=4, # pictures in a row
-)->'Figure': # the figure
-    "Draw pictures with question, answer and, where it differs, the right answer."
+    n:int=12, columns:int=4, # most questions to draw; pictures in a row
+)->'Figure':
+    "Draws pictures with question, answer and, where it differs, the right answer."
     from matplotlib.figure import Figure
     shown = [r for r in results if r.images][:n]
-    if not shown: raise UsageError('no result has a picture to draw')
+    require(shown, 'no result has a picture to draw')
     rows = -(-len(shown)//columns)
     fig = Figure(figsize=(2.2*columns,3.1*rows))
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
@@ -382,30 +325,25 @@ def plot_answers(
     return finished(fig, path)
 
 # %% ../../nbs/30_answers.answer.ipynb #945b2fad
-def _no_file(path):
-    "What is there instead of a file."
-    if path.is_dir(): return 'this is a directory'
-    return 'this is no regular file' if path.exists() else 'there is no such file'
+def _picture(name)->Image.Image|str:
+    "Returns a picture, or what is wrong with its file."
+    if (path := Path(name)).is_dir(): return 'this is a directory'
+    if not path.is_file(): return 'this is no regular file' if path.exists() else 'there is no such file'
+    try: return open_image(name)
+    except UnreadableImage as e: return str(e)
 
-def open_pictures(
-    names:Iterable[str|Path], # files
-)->list[Image.Image]: # decoded
-    "All pictures; those that cannot be used are named together."
-    pictures,problems = [],[]
-    for name in names:
-        if not Path(name).is_file():
-            problems.append(f'{name}: {_no_file(Path(name))}')
-            continue
-        try: pictures.append(open_image(name))
-        except UnreadableImage as e: problems.append(f'{name}: {e}')
-    if problems: raise UsageError('; '.join(problems)+': give picture files that can be read')
-    return pictures
+def open_pictures(names:Iterable[str|Path])->list[Image.Image]:
+    "Opens all pictures; those that cannot be used are named together."
+    pictures = [(name, _picture(name)) for name in names]
+    problems = [f'{name}: {what}' for name,what in pictures if isinstance(what, str)]
+    require(not problems, '; '.join(problems)+': give picture files that can be read')
+    return [picture for _,picture in pictures]
 
-def load_asker(
-    checkpoint:str|Path, # a checkpoint, a run directory, or a hub id
+# %% ../../nbs/30_answers.answer.ipynb #945b2fae
+def load_asker(checkpoint:str|Path, # a checkpoint, a run directory, or a hub id
     device:torch.device|None=None, # default: the best there is
-)->Asker: # ready to be called
-    "The model that a user means; raises UsageError about what is wrong with it."
+)->Asker:
+    "Returns the model that a user means; raises a UsageError about what is wrong with it."
     try: return Asker.from_checkpoint(find_checkpoint(checkpoint), device)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e:
         kind = '' if isinstance(e, UsageError) else f'{type(e).__name__}: '
@@ -413,7 +351,7 @@ def load_asker(
 
 # %% ../../nbs/30_answers.answer.ipynb #761a09fd
 def _answers(asker, images, questions, a):
-    "The answers, or with `--stream` their pieces; each question has its own chance."
+    "Yields the answers, or with `--stream` their pieces; each question is drawn with a generator of its own."
     size = 1 if a.stream else a.batch_size
     for i in range(0, len(questions), size):
         part = [(images, q) for q in questions[i:i+size]]
@@ -427,22 +365,20 @@ def _answers(asker, images, questions, a):
 AS_UTF8 = 'write the question in UTF-8'
 
 def _is_text(text):
-    "No bytes that are no UTF-8? Python keeps them as surrogates."
+    "Returns whether a text is UTF-8: Python keeps other bytes as surrogates."
     try: text.encode()
     except UnicodeEncodeError: return False
     return True
 
-def main(
-    values:Namespace, # from `arguments.ask_parser`
-)->None:
-    "Command `nanovlm ask`: answer questions about some pictures."
+# %% ../../nbs/30_answers.answer.ipynb #761a09fe
+def main(values:Namespace)->None: # from `arguments.ask_parser`
+    "Command `nanovlm ask`: answers questions about some pictures."
     a = values
     try: questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
     except UnicodeDecodeError as e:
         raise UsageError(f'the standard input is no UTF-8 ({e.reason}): {AS_UTF8}') from e
-    for text in [*questions, *a.stop]:
-        if not _is_text(text): raise UsageError(f'{text!r} is no UTF-8: {AS_UTF8}')
-    if not questions: raise UsageError('no question on the standard input: write one a line')
+    for text in [*questions, *a.stop]: require(_is_text(text), f'{text!r} is no UTF-8: {AS_UTF8}')
+    require(questions, 'no question on the standard input: write one a line')
     images,asker = open_pictures(a.image),load_asker(a.checkpoint)
     asked = iter(questions)
     for text in _answers(asker, images, questions, a):

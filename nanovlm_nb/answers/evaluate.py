@@ -68,9 +68,8 @@ def write_tasks(folder:str|Path, # made if needed
     "Writes tasks that come with the package."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for source in files('nanovlm_nb').joinpath('tasks').iterdir():
-        if source.name.endswith('.yaml'):
-            (folder/source.name).write_text(source.read_text(encoding='utf-8'), encoding='utf-8')
+    for source in (files('nanovlm_nb')/'tasks').iterdir():
+        if source.name.endswith('.yaml'): (folder/source.name).write_bytes(source.read_bytes())
     if 'shapes' in names: write_rows(folder/'shapes.parquet', shape_questions(n_scenes))
     if {'digits','digits_choice'}&set(names): write_rows(folder/'digits.parquet', digit_questions(n_digits))
     return folder
@@ -149,8 +148,7 @@ def _wrong_with(task, include_path):
     "Returns why a task cannot be evaluated; an empty text if nothing is known."
     if (path := task_file(task, include_path)) is None:
         near = None if has_lmms_eval() or task in OWN_TASKS else nearest(task, OWN_TASKS)
-        if near: return f'there is no task {task}: did you mean {near}?'
-        return why_not(task).format(task)
+        return f'there is no task {task}: did you mean {near}?' if near else why_not(task).format(task)
     try: _question_file(path)
     except UsageError as e: return str(e)
     return ''
@@ -159,8 +157,7 @@ def evaluate_task(asker:Asker, task:str, # name, or path of a question file
     args:Namespace, dist:Dist=Dist(), # see `cli_evaluate`; every rank must call
 )->Found|None: # None on other ranks than 0
     "Evaluates one task: a question file by ourselves, all others with lmms-eval."
-    wrong = _wrong_with(task, args.include_path)
-    require(not wrong, wrong)
+    require(not (wrong := _wrong_with(task, args.include_path)), wrong)
     path = task_file(task, args.include_path)
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
         return through_lmms_eval(asker, task, args, dist)
@@ -212,8 +209,8 @@ def result_before(out:Path|None, head:dict)->dict|None: # need not be there; see
     except ValueError: before = None
     require(isinstance(before, dict) and all(isinstance(before.get(k), kind) for k,kind in kinds.items()),
         f'--out {out} is there, and is no result of an evaluation: give another --out')
-    def same(k, v): return before.get(k)==v or k=='checkpoint' and _same_place(before.get(k), v)
-    other = ', '.join(f'{k} {before.get(k)} instead of {v}' for k,v in head.items() if not same(k, v))
+    other = ', '.join(f'{k} {before.get(k)} instead of {v}' for k,v in head.items()
+                      if before.get(k)!=v and not (k=='checkpoint' and _same_place(before.get(k), v)))
     require(not other, f'--out {out} holds the result of another evaluation ({other}): give another --out')
     return before|head
 
@@ -244,14 +241,12 @@ def results_table(values:dict)->str: # what a result file holds; a line for each
 def _device(name):
     "Returns a device that can compute; None if none is named."
     if not name: return None
-    try: device = torch.device(name)
-    except RuntimeError as e: raise UsageError(f'--device is {name!r}: give cpu, cuda or cuda:0') from e
-    try: torch.zeros(1, device=device).item()
+    try: torch.zeros(1, device=name).item()
     except (AssertionError, RuntimeError) as e: # also NotImplementedError
         why = f'{e}'.strip().split('\n')[0]
         raise UsageError(f'--device is {name!r}, which cannot be used here ({why}): '
             f'give {pick_device()}, or leave it out') from e
-    return device
+    return torch.device(name)
 
 def _check_tasks(tasks, include_path):
     "Raises where no task can be evaluated; one of several fails when its turn comes."
@@ -261,8 +256,8 @@ def _check_tasks(tasks, include_path):
 
 def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: the name says nothing
     "Returns the updates behind a checkpoint, from its name."
-    name = Path(checkpoint).name
-    return int(name[5:]) if name.startswith('step_') and name[5:].isdigit() else None
+    kind,_,number = Path(checkpoint).name.rpartition('_')
+    return int(number) if kind=='step' and number.isdigit() else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dc0
 def main(values:Namespace)->int: # from `arguments.eval_parser`; 0, or 1 if a task failed

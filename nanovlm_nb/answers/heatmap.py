@@ -16,17 +16,16 @@ import torch
 from PIL import Image,ImageDraw
 from torch import Tensor
 
+from ..core.usage import require
 from ..data.images import image_size,open_image
 from ..model.language import LanguageModel
 from .answer import Asker
 
 # %% ../../nbs/32_answers.heatmap.ipynb #6acd941b
-def attention_weights(
-    q:Tensor, # (B, H, n, D) some queries
-    k:Tensor, # (B, Hkv, T, D) all keys
+def attention_weights(q:Tensor, k:Tensor, # (B, H, n, D) some queries; (B, Hkv, T, D) all keys
     rows:Tensor, # (n,) positions of the queries
 )->Tensor: # (B, H, n, T) how much each query takes from each position; sums to 1
-    "Causal attention weights of one document a row."
+    "Returns causal attention weights, of one document a row."
     keys = k.float().repeat_interleave(q.shape[1]//k.shape[1], 1)
     scores = q.float() @ keys.transpose(-1,-2) / q.shape[-1]**.5
     later = torch.arange(k.shape[2], device=q.device)>rows.to(q.device)[:,None]
@@ -34,12 +33,10 @@ def attention_weights(
 
 # %% ../../nbs/32_answers.heatmap.ipynb #3ffb0020
 @contextmanager
-def record_attention(
-    decoder:LanguageModel, # reads without a cache
-    blocks:Sequence[int], # numbers of the blocks
-    rows:Tensor, # (n,) positions whose attention is wanted
+def record_attention(decoder:LanguageModel, # reads without a cache
+    blocks:Sequence[int], rows:Tensor, # numbers of the blocks; (n,) positions whose attention is wanted
 )->Iterator[dict[int,Tensor]]: # block -> (B, H, n, T), filled by a reading
-    "Keep the attention weights of a reading."
+    "Keeps the attention weights of a reading."
     weights = {}
     def keep(module, args):
         q,k,_ = module.heads(*args[:3])
@@ -53,7 +50,7 @@ def record_attention(
 SPREAD = .75 # width (standard deviation) of a token's spot, in sides of its square
 
 def _spots(n, cells):
-    "How much of each of `cells` spots in a row falls on each of `n` pixels; without border a spot sums to 1."
+    "Returns how much of each of `cells` spots falls on each of `n` pixels; a spot within them sums to 1."
     at,mid = (torch.arange(n)+.5)/n,(torch.arange(cells)+.5)/cells
     width = SPREAD/cells
     return torch.exp(-(at[:,None]-mid)**2/(2*width**2))/(width*n*(2*torch.pi)**.5)
@@ -66,12 +63,11 @@ class Heat:
     grid:tuple[int,int] # rows and columns of tiles
 
     @classmethod
-    def from_tokens(cls,
-        values:Tensor, # (tiles*side*side,) of a picture's tokens in reading order
+    def from_tokens(cls, values:Tensor, # (tiles*side*side,) of a picture's tokens in reading order
         grid:tuple[int,int], # rows and columns of tiles
         convention:str='nanovlm', # the view of the whole comes first, or last (smolvlm)
     )->'Heat': # sorted by place
-        "Put tokens in their places."
+        "Returns tokens in their places."
         (rows,cols),n = grid,grid[0]*grid[1]
         stack = values.unflatten(0, (n+(n>1),-1))
         side = isqrt(stack.shape[1])
@@ -84,44 +80,32 @@ class Heat:
 
     @property
     def share(self)->float: # 0 to 1
-        "What the picture got in all."
+        "Returns what the picture got in all."
         return self.tiles.sum().item()+(0 if self.whole is None else self.whole.sum().item())
 
-    def draw(self,
-        width:int, # pixels
-        height:int, # pixels
-    )->Tensor: # (height, width)
-        "The sum of all spots."
+    def draw(self, width:int, height:int)->Tensor: # (height, width)
+        "Returns the sum of all spots."
         parts = [p for p in (self.whole,self.tiles) if p is not None]
         return sum(_spots(height, p.shape[0]) @ p @ _spots(width, p.shape[1]).T for p in parts)
 
-    def peak(self,
-        width:int, # pixels
-        height:int, # pixels
-    )->tuple[int,int]: # x and y
-        "The hottest pixel."
+    def peak(self, width:int, height:int)->tuple[int,int]: # x and y
+        "Returns the hottest pixel."
         y,x = divmod(self.draw(width, height).argmax().item(), width)
         return x,y
 
 # %% ../../nbs/32_answers.heatmap.ipynb #311f1677
-def default_blocks(
-    n:int, # blocks of the decoder
-)->list[int]: # numbers of blocks
-    "The first two thirds, rounded up."
+def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
+    "Returns the first two thirds, rounded up."
     return list(range((2*n+2)//3))
 
 @torch.no_grad()
-def answer_heat(
-    asker:Asker, # the model
-    images:Sequence[Image.Image], # pictures, one or more
+def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or more
     question:str|list[dict], # a question, or turns of which the last has no 'assistant'
-    answer:str, # the model's
-    blocks:Sequence[int]|None=None, # numbers of blocks; None: `default_blocks`
+    answer:str, blocks:Sequence[int]|None=None, # the model's; numbers of blocks; None: `default_blocks`
     heads:Sequence[int]|None=None, # numbers of heads; None: all
-    answer_only:bool=False, # leave out the words of the question
-)->list[Heat]: # of each picture
-    "How much the text took from each place, on average over rows, blocks and heads."
-    if not images: raise ValueError('no picture: there is nothing to look at')
+    answer_only:bool=False)->list[Heat]: # leave out the words of the question; of each picture
+    "Returns how much the text took from each place, on average over rows, blocks and heads."
+    require(images, 'no picture: there is nothing to look at')
     model,c = asker.model,asker.model.cfg
     prompt,tiles = asker.prompt(images, question)
     ids = torch.tensor([prompt+asker.tokenizer(answer, add_special_tokens=False)['input_ids']],
@@ -139,15 +123,11 @@ def answer_heat(
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
 
 # %% ../../nbs/32_answers.heatmap.ipynb #ce3371a3
-def overlay(
-    image:Image.Image, # the picture
-    heat:Heat, # from `answer_heat`
-    strength:float=.6, # of the heat, 0 to 1
-    longest:int=512, # longest side of the result, pixels
-)->Image.Image: # RGB, in the picture's proportions
-    "Draw a heat map over a picture."
+def overlay(image:Image.Image, heat:Heat, strength:float=.6, # from `answer_heat`; of the heat, 0 to 1
+    longest:int=512)->Image.Image: # longest side of the result, pixels; RGB, in the picture's proportions
+    "Returns a picture under its heat map."
     from matplotlib import colormaps
-    if not 0<=strength<=1: raise ValueError(f'strength is {strength}: give 0 (the picture) to 1 (the heat)')
+    require(0<=strength<=1, f'strength is {strength}: give 0 (the picture) to 1 (the heat)')
     image = open_image(image)
     scale = longest/max(image.size)
     w,h = (max(1, round(n*scale)) for n in image.size)

@@ -23,35 +23,27 @@ from ..model.vlm import VisionLanguageModel
 from ..data.packing import Batch,Document,unpack
 
 # %% ../../nbs/31_answers.look.ipynb #e0f74990
-def tile_names(
-    ids:list[int], # tokens of a sample
-    image_token_id:int, # the placeholder
+def tile_names(ids:list[int], image_token_id:int, # tokens of a sample; the placeholder
     per_tile:int, # placeholders of a tile
 )->list[int]: # the token before each tile's first placeholder; -1 if the sample begins with it
-    "The text before each tile."
+    "Returns the text before each tile."
     slots = [i for i,token in enumerate(ids) if token==image_token_id]
     return [ids[i-1] if i else -1 for i in slots[::per_tile]]
 
-def grids_of(
-    doc:Document, # from `unpack`
-    cfg:VLMConfig, # of the model
+def grids_of(doc:Document, cfg:VLMConfig, # from `unpack`
 )->list[tuple]: # of each picture: the tokens that name its tiles
-    "What makes two pictures exchangeable."
+    "Returns what makes two pictures exchangeable."
     names = iter(tile_names(doc.input_ids.tolist(), cfg.image_token_id, cfg.mp_image_token_length))
     return [tuple(islice(names, len(tiles))) for tiles in doc.images]
 
 # %% ../../nbs/31_answers.look.ipynb #de688ccc
 class Strangers:
     "Remembers a picture of each grid, and exchanges those of a batch."
-    def __init__(self,
-        cfg:VLMConfig, # of the model
-    ):
-        self.cfg,self.last = cfg,{}
+    def __init__(self, cfg:VLMConfig): self.cfg,self.last = cfg,{}
 
-    def exchange(self,
-        batch:Batch, # of validation
+    def exchange(self, batch:Batch, # of validation
     )->tuple[list,Tensor]: # pictures of other samples, a list a pack; labels (B, T), -100 where none is
-        "Replace each sample's pictures."
+        "Returns a batch's pictures, replaced sample by sample."
         images,labels = [list(row) for row in batch['images']],torch.full_like(batch['labels'], IGNORE)
         for doc in unpack(batch):
             grids = grids_of(doc, self.cfg)
@@ -62,12 +54,9 @@ class Strangers:
         return images,labels
 
 # %% ../../nbs/31_answers.look.ipynb #70c04020
-def text_only(
-    batch:Batch, # of packs
-    labels:Tensor, # (B, T) those that are scored
-    cfg:VLMConfig, # of the model
+def text_only(batch:Batch, labels:Tensor, cfg:VLMConfig, # of packs; (B, T) those that are scored
 )->dict: # `input_ids`, `labels`, `doc_lens` and `images` of shorter packs, with padding on the right
-    "Cut out the placeholders of pictures."
+    "Returns packs without the placeholders of pictures."
     ids = batch['input_ids']
     keep = (ids<cfg.lm_base_vocab_size) | (ids>=cfg.lm_base_vocab_size+len(cfg.vlm_extra_tokens))
     new,marks = torch.zeros_like(ids),torch.full_like(labels, IGNORE)
@@ -79,24 +68,19 @@ def text_only(
                 images=[[] for _ in lens])
 
 # %% ../../nbs/31_answers.look.ipynb #9a7e0a03
-def of_texts(
-    batch:Batch, # of validation
-)->Tensor: # labels (B, T), -100 in every sample with a picture
-    "The targets of samples that are text alone."
+def of_texts(batch:Batch)->Tensor: # of validation; labels (B, T), -100 in every sample with a picture
+    "Returns the targets of samples that are text alone."
     labels = batch['labels'].clone()
     for doc in unpack(batch):
         if doc.images: labels[doc.row,doc.span] = IGNORE
     return labels
 
-def text_figures(
-    loss:float, # sum over target tokens
-    targets:int, # target tokens
-    right:int, # answers whose every token is the most likely one
-    answers:int, # answers
+def text_figures(loss:float, targets:int, # sum over target tokens; target tokens
+    right:int, answers:int, # answers whose every token is the most likely one; answers
 )->dict[str,float]: # `look/text_loss`, `look/text_accuracy`, `look/text_answers`; empty without text
-    "The figures of texts, if there were any."
-    return ({'look/text_loss':loss/targets, 'look/text_accuracy':right/answers, 'look/text_answers':answers}
-            if targets else {})
+    "Returns the figures of texts, if there were any."
+    figures = dict(loss=loss/max(targets, 1), accuracy=right/max(answers, 1), answers=answers)
+    return {f'look/text_{name}':v for name,v in figures.items()} if targets else {}
 
 # %% ../../nbs/31_answers.look.ipynb #3ad5d3ac
 @dataclass
@@ -107,11 +91,9 @@ class Score:
     right:int = 0 # answers whose every token is the most likely one
     answers:int = 0 # answers
 
-    def add(self,
-        logits:Tensor, # (B, T, V) scores
-        labels:Tensor, # (B, T) the token that follows, -100 where none is to be known
-    )->None:
-        "Count a batch."
+    def add(self, logits:Tensor, # (B, T, V) scores
+        labels:Tensor)->None: # (B, T) the token that follows, -100 where none is to be known
+        "Counts a batch."
         is_target = labels!=IGNORE
         begins = is_target & ~torch.nn.functional.pad(is_target, (1,-1))
         runs = begins.flatten().cumsum(0)[is_target.flatten()]
@@ -126,24 +108,19 @@ class Score:
 # %% ../../nbs/31_answers.look.ipynb #76d253b1
 VIEWS = ('', '_shuffled', '_blank', '_text')
 
-def views(
-    batch:Batch, # of packs
-    strangers:Strangers, # of this pass over the data
+def views(batch:Batch, strangers:Strangers, # of packs; of this pass over the data
 )->Iterator[tuple[str,Any]]: # a name of `VIEWS`, and what is to be read
-    "The same answers after the right picture, another one, a black one, and none."
+    "Yields the same answers after the right picture, another one, a black one, and none."
     images,labels = strangers.exchange(batch)
     given = {k:batch[k] for k in ('input_ids','doc_lens')}|dict(labels=labels)
     blank = [[torch.zeros_like(p) for p in row] for row in batch['images']]
     for name,seen in zip(VIEWS, (batch['images'], images, blank)): yield name,given|dict(images=seen)
     yield VIEWS[-1],text_only(batch, labels, strangers.cfg)
 
-def look_panel(
-    read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
-    batches:Iterable[Batch], # validation data, the same number on each rank
-    cfg:VLMConfig, # of the model
-    dist:Dist=Dist(), # the ranks
+def look_panel(read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
+    batches:Iterable[Batch], cfg:VLMConfig, dist:Dist=Dist(), # validation data, the same number on each rank
 )->dict[str,float]: # `look/val_loss`, `look/accuracy`, also _shuffled, _blank, _text; `look/answers`
-    "How the model does with the right picture, and without; every rank must call."
+    "Returns how the model does with the right picture, and without; every rank must call."
     scores,texts,strangers = {name:Score() for name in VIEWS},Score(),Strangers(cfg)
     for batch in batches:
         for name,view in views(batch, strangers):
@@ -155,15 +132,12 @@ def look_panel(
     require(total[''][1], 'no sample has a picture that can be exchanged for one with the same grid: '
         'raise val_size or max_val_batches, or set look_interval to 0')
     losses,right = ({name:t[i]/t[i+1] for name,t in total.items()} for i in (0,2))
-    return {**{f'look/val_loss{n}':v for n,v in losses.items()},
-            **{f'look/accuracy{n}':v for n,v in right.items()},
-            'look/answers':total[''][3], **text_figures(*sums(texts))}
+    panel = {f'look/val_loss{n}':v for n,v in losses.items()}|{f'look/accuracy{n}':v for n,v in right.items()}
+    return panel|{'look/answers':total[''][3]}|text_figures(*sums(texts))
 
 # %% ../../nbs/31_answers.look.ipynb #df587ccc
-def reader(
-    model:VisionLanguageModel, # in eval mode
-)->Callable[[Any],Tensor]: # for `look_panel`
-    "Scores of a model for what is in a batch."
+def reader(model:VisionLanguageModel)->Callable[[Any],Tensor]: # in eval mode; for `look_panel`
+    "Returns what scores the tokens of a batch."
     def read(batch):
         hidden,_ = model(batch['input_ids'].to(model.device), batch['images'], doc_lens=batch['doc_lens'])
         return hidden.cpu()

@@ -21,31 +21,22 @@ from .answer import load_asker
 from .look import VIEWS,look_panel,reader
 
 # %% ../../nbs/33_answers.sight.ipynb #8cdb8a77
-def find_config(
-    checkpoint:str|Path, # a run directory, or a checkpoint in one
-)->Path: # its config.yaml
-    "The configuration of a checkpoint's run."
-    places = [Path(checkpoint)/CONFIG,Path(checkpoint).resolve().parent/CONFIG]
-    file = next((p for p in places if p.is_file()), None)
-    if file is None:
-        raise MissingFile(f'{checkpoint} has no config.yaml, nor has its parent: '
-                                'give the file with --config')
-    return file
+def find_config(checkpoint:str|Path)->Path: # a run directory, or a checkpoint in one; its config.yaml
+    "Returns the configuration of a checkpoint's run."
+    for folder in (Path(checkpoint),Path(checkpoint).resolve().parent):
+        if (folder/CONFIG).is_file(): return folder/CONFIG
+    raise MissingFile(f'{checkpoint} has no config.yaml, nor has its parent: give the file with --config')
 
-def panel_table(
-    panel:dict[str,float], # from `look_panel`
-)->str: # a line for each view
-    "The panel, to be read."
+def panel_table(panel:dict[str,float])->str: # from `look_panel`; a line for each view
+    "Returns the panel as a table."
     names = dict(zip(VIEWS, ('right picture','another picture','blank picture','no picture')))
-    row = lambda name,right,loss: f'{name:<16}{100*panel[right]:>8.1f}%{panel[loss]:>10.4f}'
+    def row(name, right, loss): return f'{name:<16}{100*panel[right]:>8.1f}%{panel[loss]:>10.4f}'
     lines = [row(n, f'look/accuracy{v}', f'look/val_loss{v}') for v,n in names.items()]
     if 'look/text_loss' in panel: lines.append(row('texts alone', 'look/text_accuracy', 'look/text_loss'))
     return '\n'.join([f"{panel['look/answers']:<7}answers  {'right':>9}{'loss':>9}", *lines])
 
 # %% ../../nbs/33_answers.sight.ipynb #df01578a
-def main(
-    values:Namespace, # from `arguments.look_parser`
-)->None:
+def main(values:Namespace)->None: # from `arguments.look_parser`
     "Command `nanovlm look`: loss and right answers with the right picture, another, a blank one, and none."
     asker = load_asker(values.checkpoint)
     given = {} if values.config else None # of the run's own file, data is read alone

@@ -22,11 +22,9 @@ class Talk:
     "One visitor's conversation."
     def __init__(self): self.chat,self.file,self.image = None,None,None # nothing said; about no picture
 
-    def about(self,
-        asker:Asker, # the model
-        file:str|None, # the picture that the page shows now
+    def about(self, asker:Asker, file:str|None, # the picture that the page shows now
     )->Chat: # continued if the picture is the same, else new
-        "The conversation about a picture."
+        "Returns the conversation about a picture."
         if self.chat is None or file!=self.file:
             self.image = None if file is None else open_image(file)
             self.chat,self.file = Chat(asker, [] if file is None else [self.image]),file
@@ -34,20 +32,16 @@ class Talk:
 
     @property
     def messages(self)->list[dict]: # `role` and `content`
-        "The turns so far, as a page shows them."
+        "Returns the turns so far, as a page shows them."
         return [dict(role=role, content=turn[key]) for turn in (self.chat.turns if self.chat else [])
                 for role,key in (('user','user'),('assistant','assistant'))]
 
 # %% ../../nbs/82_uses.chat_page.ipynb #9708fa96
-def respond(
-    asker:Asker, # the model
-    talk:Talk, # of this visitor; it is changed
-    file, # the picture's file, or None
-    question:str, # what the visitor wrote
-    max_new_tokens:int=64, # longest answer in tokens
+def respond(asker:Asker, talk:Talk, file, # of this visitor; it is changed; the picture's file, or None
+    question:str, max_new_tokens:int=64, # what the visitor wrote; longest answer in tokens
     temperature:float=0., # 0 takes the most likely token
 )->Iterator[tuple[list[dict],Image.Image|None]]: # messages so far; the heat map, at the end
-    "Answer, piece by piece."
+    "Answers, piece by piece."
     if not question.strip(): return (yield talk.messages,None)
     how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
     text = ''
@@ -66,12 +60,9 @@ def respond(
     yield talk.messages,overlay(talk.image, heat)
 
 # %% ../../nbs/82_uses.chat_page.ipynb #cfc432ed
-def build_page(
-    asker:Asker, # the model
-    title:str, # heading
-    max_new_tokens:int=64, # longest answer in tokens
+def build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
 ): # a `gradio.Blocks`, to be launched
-    "The page."
+    "Returns the page."
     import gradio as gr
     def ask(talk, file, question, temperature):
         for messages,heat in respond(asker, talk, file, question, max_new_tokens, temperature):
@@ -97,9 +88,7 @@ def build_page(
     return page
 
 # %% ../../nbs/82_uses.chat_page.ipynb #5edc451e
-def main(
-    values:Namespace, # from `arguments.chat_parser`
-)->None:
+def main(values:Namespace)->None: # from `arguments.chat_parser`
     "Command `nanovlm chat`: talk with a model about pictures, in the browser."
     name,host,port = values.checkpoint,values.host,values.port
     try: import gradio # noqa: F401

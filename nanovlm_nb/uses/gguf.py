@@ -8,8 +8,7 @@ __all__ = ['PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES', 'pre_tokenizer', 
            'export_gguf', 'main']
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00004
-import json
-import sys
+import json,sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING,Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..core.config import VLMConfig
-from ..core.usage import UsageError
+from ..core.usage import require
 from ..model.weights import Family,neighbours,text_type,their_names,to_smolvlm
 from ..model.vlm import VisionLanguageModel,written_at_once
 from ..tools.export import chat_template,exporting,open_model
@@ -38,34 +37,30 @@ PRE_TOKENIZERS = {
     'qwen2': [dict(type='Split', pattern=dict(Regex=_QWEN), behavior='Isolated', invert=False), _AS_BYTES],
 }
 
-def pre_tokenizer(
-    parts:dict, # of a tokenizer, as in tokenizer.json
-)->str: # llama.cpp's name
-    "The rule that cuts a text into words."
+def pre_tokenizer(parts:dict)->str: # of a tokenizer, as in tokenizer.json; llama.cpp's name
+    "Returns the rule that cuts a text into words."
     pre,model = parts['pre_tokenizer'] or {},parts['model']
     steps = [{k:v for k,v in step.items() if k!='trim_offsets'} for step in pre.get('pretokenizers', [pre])]
     name = next((n for n,rule in PRE_TOKENIZERS.items() if rule==steps), None)
     other = model['type']!='BPE' or not model['merges'] or model.get('dropout') or model.get('ignore_merges')
-    if not name or other or (parts['normalizer'] or dict(type='NFC'))['type']!='NFC':
-        kinds = '+'.join([model['type'], *(str(s.get('type')) for s in steps)])
-        raise UsageError(f"the tokenizer is of a kind ({kinds}) that llama.cpp is not told of here: "
-                         f"it can be BPE with the pre-tokenizer of {', '.join(PRE_TOKENIZERS)}")
-    return name
+    kinds = '+'.join([model['type'], *(str(s.get('type')) for s in steps)])
+    require(name and not other and (parts['normalizer'] or dict(type='NFC'))['type']=='NFC',
+        f'the tokenizer is of a kind ({kinds}) that llama.cpp is not told of here: '
+        f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
+    return str(name)
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a0000d
-def vocabulary(
-    tokenizer:PreTrainedTokenizerBase, # of the model
-    rows:int, # of the embedding table
+def vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding table
 )->dict[str,Any]: # key -> value
-    "The tokenizer as llama.cpp reads it."
+    "Returns the tokenizer as llama.cpp reads it."
     from gguf import TokenType
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     texts,kinds = [f'[PAD{i}]' for i in range(rows)],[int(TokenType.UNUSED)]*rows
     for token,i in tokenizer.get_vocab().items(): texts[i],kinds[i] = token,int(TokenType.NORMAL)
     for t in parts['added_tokens']:
-        if (odd := [k for k in ('single_word','lstrip','rstrip') if t[k]]):
-            raise UsageError(f"token {t['content']!r} of the tokenizer has {odd[0]}, "
-                             "which llama.cpp has not: add it without")
+        odd = ' and '.join(k for k in ('single_word','lstrip','rstrip') if t[k])
+        require(not odd, f"token {t['content']!r} of the tokenizer has {odd}, which llama.cpp has not: "
+            'add it without')
         kinds[t['id']] = int(TokenType.CONTROL if t['special'] else TokenType.USER_DEFINED)
     ids = dict(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, unknown=tokenizer.unk_token_id,
                padding=tokenizer.pad_token_id)
@@ -97,12 +92,12 @@ VISION_NAMES = Family('', '', {
     'vision_encoder.blocks.*.mlp.fc2.*': 'v.blk.*.ffn_down.*',
     'vision_encoder.layer_norm.*': 'v.post_ln.*',
     'MP.proj.weight': 'mm.model.fc.weight'}, {}, {}, ())
+_PLACES = 'v.position_embd.weight'
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00012
-def language_tensors(
-    model:VisionLanguageModel, # whose decoder it is
+def language_tensors(model:VisionLanguageModel, # whose decoder it is
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
-    "The tensors of the first file."
+    "Returns the tensors of the first file."
     cfg,out = model.cfg,{}
     turned = ('attn_q.weight','attn_k.weight') if text_type(cfg)=='llama' else ()
     for ours,w in model.decoder.state_dict().items():
@@ -111,22 +106,17 @@ def language_tensors(
             out[name] = neighbours(w, cfg.head_width) if name.endswith(turned) else w
     return out
 
-def vision_tensors(
-    model:VisionLanguageModel, # whose tower and projector they are
+def vision_tensors(model:VisionLanguageModel, # whose tower and projector they are
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
-    "The tensors of the second file."
+    "Returns the tensors of the second file."
     out = {}
     for ours,w in model.state_dict().items():
-        names = their_names(ours, VISION_NAMES)
-        w = w[0] if ours.endswith('position_embedding') else w
-        out |= dict(zip(names, w.chunk(max(len(names), 1))))
-    return out
+        if (names := their_names(ours, VISION_NAMES)): out |= dict(zip(names, w.chunk(len(names))))
+    return out|{_PLACES:out[_PLACES][0]}
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00016
-def language_settings(
-    cfg:VLMConfig, # sizes
-)->dict[str,Any]: # key -> value
-    "What llama.cpp must know of the language model."
+def language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
+    "Returns what llama.cpp must know of the language model."
     kind,width = text_type(cfg),cfg.head_width
     sizes = {'context_length':cfg.lm_max_position_embeddings, 'embedding_length':cfg.lm_hidden_dim,
         'block_count':cfg.lm_n_blocks, 'feed_forward_length':cfg.lm_inter_dim, 'vocab_size':cfg.lm_vocab_size,
@@ -139,10 +129,8 @@ def language_settings(
 # activations that llama.cpp's towers have
 _ACTIVATION_KEYS = dict(gelu_pytorch_tanh={'clip.use_gelu':True}, quick_gelu={})
 
-def vision_settings(
-    cfg:VLMConfig, # sizes
-)->dict[str,Any]: # key -> value
-    "What llama.cpp must know of the tower, the projector and the pixels."
+def vision_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
+    "Returns what llama.cpp must know of the tower, the projector and the pixels."
     means,stds = (v*3 if len(v)==1 else list(v) for v in (cfg.pixel_mean,cfg.pixel_std))
     sizes = {'image_size':cfg.vit_img_size, 'patch_size':cfg.vit_patch_size,
         'preproc_image_size':cfg.max_img_size, 'embedding_length':cfg.vit_hidden_dim,
@@ -155,14 +143,12 @@ def vision_settings(
     return kind|_ACTIVATION_KEYS[cfg.vit_activation]|{f'clip.vision.{k}':v for k,v in sizes.items()}
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00019
-_WHOLE = ('v.position_embd.weight','v.patch_embd.weight') # f32 in every file
+_WHOLE = (_PLACES,'v.patch_embd.weight') # f32 in every file
 
-def stored(
-    name:str, # llama.cpp's name of a tensor
-    w:Tensor, # its values, of any dtype
+def stored(name:str, w:Tensor, # llama.cpp's name of a tensor; its values, of any dtype
     outtype:str, # f32, f16 or q8_0
 )->tuple[np.ndarray,'GGMLQuantizationType']: # bytes or numbers, and what they are
-    "A tensor as it is kept in the file."
+    "Returns a tensor as it is kept in the file."
     from gguf import GGMLQuantizationType,quantize
     array = w.detach().float().cpu().contiguous().numpy()
     if array.ndim==1 or name in _WHOLE: outtype = 'f32'
@@ -172,43 +158,35 @@ def stored(
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a0001c
 def _announced(name):
-    "The text by which llama.cpp finds a token, if it looks for one."
+    "Returns the text by which llama.cpp finds a token, if it looks for one."
     if name.startswith('r') and 'c' in name: return '<row_{}_col_{}>'.format(*name[1:].split('c'))
     return dict(fake_image_token='<fake_token_around_image>', global_image_token='<global-img>').get(name)
 
-def check_carried(
-    cfg:VLMConfig, # of a model
-    tokenizer:PreTrainedTokenizerBase, # its tokenizer
+def check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a model; its tokenizer
 )->None: # raises unless llama.cpp can do the same
-    "Raise where llama.cpp would show a model something else than it learned."
+    "Raises a UsageError where llama.cpp would show a model something else than it learned."
     to_smolvlm({}, cfg)
-    if cfg.image_convention!='smolvlm':
-        raise UsageError(f"image_convention is {cfg.image_convention}, but llama.cpp cuts and announces "
-            "pictures as smolvlm does: train with image_convention smolvlm, or take --format onnx")
-    if cfg.vit_activation not in _ACTIVATION_KEYS:
-        raise UsageError(f"vit_activation is {cfg.vit_activation}, but llama.cpp's towers have "
-                         f"{' and '.join(_ACTIVATION_KEYS)}: take --format onnx")
+    require(cfg.image_convention=='smolvlm', f'image_convention is {cfg.image_convention}, but llama.cpp '
+        'cuts and announces pictures as smolvlm does: train with image_convention smolvlm, '
+        'or take --format onnx')
+    require(cfg.vit_activation in _ACTIVATION_KEYS, f"vit_activation is {cfg.vit_activation}, but "
+        f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take --format onnx")
     for name,token in cfg.vlm_extra_tokens.items():
-        if token!=(_announced(name) or token):
-            raise UsageError(f"vlm_extra_tokens has {token} for {name}, but llama.cpp looks for "
-                             f"{_announced(name)}: train with that")
-    if cfg.max_img_size==cfg.vit_img_size:
-        raise UsageError(f"max_img_size is {cfg.max_img_size}, one tile, but llama.cpp shows every picture "
-            "in tiles and as a whole: train with two tiles a side or more, or take --format onnx")
-    if len(tokenizer.encode('\n\n', add_special_tokens=False))!=1:
-        raise UsageError("the tokenizer has no token for a blank line, which llama.cpp puts before the view "
-            "of the whole: take a tokenizer with one (SmolLM2's has), or --format onnx")
+        require(_announced(name) in (None, token), f'vlm_extra_tokens has {token} for {name}, '
+            f'but llama.cpp looks for {_announced(name)}: train with that')
+    require(cfg.max_img_size!=cfg.vit_img_size, f'max_img_size is {cfg.max_img_size}, one tile, but '
+        'llama.cpp shows every picture in tiles and as a whole: train with two tiles a side or more, '
+        'or take --format onnx')
+    require(len(tokenizer.encode('\n\n', add_special_tokens=False))==1,
+        'the tokenizer has no token for a blank line, which llama.cpp puts before the view of the whole: '
+        "take a tokenizer with one (SmolLM2's has), or --format onnx")
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a0001f
 _FILE_TYPES = dict(f32=0, f16=1, q8_0=7) # llama.cpp's number of a file's kind
 
-def write_gguf(
-    path:Path, # of the file
-    settings:dict[str,Any], # key -> value
-    tensors:dict[str,Tensor], # name -> tensor
-    outtype:str, # f32, f16 or q8_0
-)->None:
-    "Write one file."
+def write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
+    tensors:dict[str,Tensor], outtype:str)->None: # name -> tensor; f32, f16 or q8_0
+    "Writes one file."
     from gguf import GGUFWriter
     writer = GGUFWriter(path, settings['general.architecture'])
     add:dict[type,Any] = {bool:writer.add_bool, int:writer.add_uint32, float:writer.add_float32,
@@ -219,17 +197,13 @@ def write_gguf(
     for name,w in tensors.items():
         array,how = stored(name, w, outtype)
         writer.add_tensor(name, array, raw_dtype=how)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for step in ('write_header_to_file','write_kv_data_to_file','write_tensors_to_file','close'):
+        getattr(writer, step)()
 
-def export_gguf(
-    model:VisionLanguageModel, # with its tokenizer
+def export_gguf(model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, # directory to write, made if missing
-    outtype:str='f16', # or f32, q8_0: how matrices are kept
-)->None:
-    "Write a model for llama.cpp."
+    outtype:str='f16')->None: # or f32, q8_0: how matrices are kept
+    "Writes a model for llama.cpp."
     cfg,tokenizer = model.cfg,model.tokenizer
     check_carried(cfg, tokenizer)
     words = vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':chat_template(cfg, tokenizer)}
@@ -239,9 +213,7 @@ def export_gguf(
             write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00026
-def main(
-    values:Namespace, # from `arguments.export_parser`
-)->None:
+def main(values:Namespace)->None: # from `arguments.export_parser`
     "Command `nanovlm export --format gguf`."
     out,outtype = values.out,values.outtype or 'f16'
     with exporting(values, 'gguf', extra='gguf'): export_gguf(open_model(values.checkpoint), out, outtype)

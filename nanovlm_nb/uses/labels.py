@@ -28,27 +28,21 @@ from ..data.shapes import SHAPES,draw_scene,held_out,make_scene
 IMAGE_COLUMNS = ('image','img','picture','images')
 LABEL_COLUMNS = ('label','labels','fine_label','class','category','texts')
 
-def find_column(
-    columns:list[str], # of a data set
-    known:tuple[str,...], # the usual names, the likeliest first
-    what:str, # what is looked for, for the message
-)->str: # the first of `known` that is there
-    "The column that holds something."
-    column = next((c for c in known if c in columns), None)
-    if column is None:
-        raise UsageError(f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
-    return column
+def find_column(columns:list[str], known:tuple[str,...], # of a data set; the usual names, the likeliest first
+    what:str)->str: # what is looked for, for the message; the first of `known` that is there
+    "Returns the column that holds something."
+    found = [c for c in known if c in columns]
+    require(found, f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
+    return found[0]
 
-def find_label(
-    ds:datasets.Dataset, # with a column of labels
+def find_label(ds:datasets.Dataset, # with a column of labels
 )->tuple[list,list[str]|None]: # a row's label, a name or a number; the names of the numbers, if any
-    "The labels of a data set as they are written."
+    "Returns the labels of a data set as they are written."
     key = find_column(ds.column_names, LABEL_COLUMNS, 'labels')
     values = ds.select_columns([key])[key][:]
     if key!='texts': return values,getattr(ds.features[key], 'names', None)
-    if (bad := next((i for i,turns in enumerate(values) if len(turns)!=1), None)) is not None:
-        raise UsageError(f'row {bad} has {len(values[bad])} turns: '
-                         'a labelled picture has one, whose answer is the name of its class')
+    bad = next((f'row {i} has {len(turns)} turns' for i,turns in enumerate(values) if len(turns)!=1), '')
+    require(not bad, f'{bad}: a labelled picture has one, whose answer is the name of its class')
     return [turns[0]['assistant'] for turns in values],None
 
 # %% ../../nbs/80_uses.labels.ipynb #f0946ff2
@@ -64,8 +58,7 @@ def _labelled(rows, names): # rows: (picture, number of its class)
 
 TEST_DIGITS = 500 # the last ones
 
-def digits_splits(
-    side:int=64, # pixels; there are 8 x 8 in each picture
+def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
     try: from sklearn.datasets import load_digits
@@ -79,8 +72,7 @@ def digits_splits(
     return {split:_labelled(part, [str(i) for i in range(10)])
             for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
 
-def shapes_splits(
-    sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
+def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
 )->dict[str,datasets.Dataset]: # 'train' and 'test', 64 x 64 pixels, the class is the shape
     "One coloured shape a picture, each shape equally often."
     splits = {}
@@ -99,7 +91,7 @@ BUILT_IN:dict[str,Callable] = dict(digits=digits_splits, shapes=shapes_splits)
 def load_splits(
     path:str|Path, # 'digits', 'shapes' (a folder of such a name is ./digits), a folder, or a name on the hub
 )->dict[str,datasets.Dataset]: # by the name of the split
-    "Load all splits of a data set."
+    "Returns all splits of a data set."
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
     folder = Path(path)
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
@@ -113,13 +105,11 @@ def load_splits(
 
 TEST_SPLITS = ('validation','valid','val','dev','eval','test') # for evaluation, the first that is there
 
-def split_pair(
-    splits:dict[str,datasets.Dataset], # from `load_splits`
+def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     val_share:float=.1, # of the training rows, for evaluation, when no split is meant for it
-    seed:int=0, # of that choice
-)->dict[str,datasets.Dataset]: # two: for training, and for evaluation
-    "The standard splits; where there is only one, a part of it is set aside."
-    if 'train' not in splits: raise UsageError(f'no split `train`: there are {", ".join(splits)}')
+    seed:int=0)->dict[str,datasets.Dataset]: # of that choice; two: for training, and for evaluation
+    "Returns the standard splits; where there is only one, a part of it is set aside."
+    require('train' in splits, f'no split `train`: there are {", ".join(splits)}')
     test = next((s for s in TEST_SPLITS if s in splits), None)
     if test: return dict(train=splits['train'], **{test:splits[test]})
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
@@ -135,59 +125,52 @@ class Part(NamedTuple):
 
 class ClassRows:
     "Rows of several data sets, one data set after the other."
-    def __init__(self,
-        parts:list[Part], # at least one row in all
-    ):
-        "Keep them."
+    def __init__(self, parts:list[Part]): # at least one row in all
         self.parts,self.ends = parts,list(accumulate(len(p.labels) for p in parts))
-        if not self.ends or not self.ends[-1]: raise UsageError(f'no rows in {[p.name for p in parts]}')
+        require(any(self.ends), f'no rows in {[p.name for p in parts]}')
 
     def __len__(self)->int: # rows
-        "Rows of all parts."
+        "Returns the number of rows of all parts."
         return self.ends[-1]
 
-    def where(self,
-        i:int, # number of a row
-    )->tuple[Part,int]: # its part, and its number there
-        "Find a row."
+    def where(self, i:int)->tuple[Part,int]: # number of a row; its part, and its number there
+        "Returns where a row is."
         if not 0<=i<len(self): raise IndexError(f'row {i} of {len(self)}')
         k = bisect_right(self.ends, i)
-        return self.parts[k],i-(self.ends[k-1] if k else 0)
+        return self.parts[k],i-[0,*self.ends][k]
 
-    def __getitem__(self,
-        i:int, # number of a row
+    def __getitem__(self, i:int, # number of a row
     )->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
-        "A row."
+        "Returns a row."
         part,j = self.where(i)
         [pictures] = part.rows[j].values()
         return dict(images=pictures if isinstance(pictures, list) else [pictures], label=part.labels[j],
                     source=part.name, row_id=f'{part.split}{j}')
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
-        "What is right, without a look at the pictures."
+        "Returns what is right, without a look at the pictures."
         rows = [(p,j) for p in self.parts for j in range(len(p.labels))]
         return {f'{p.name}/{p.split}{j}':(i, p.name, p.labels[j]) for i,(p,j) in enumerate(rows)}
 
 # %% ../../nbs/80_uses.labels.ipynb #78d94f9d
 def _ordered(values): return [str(v) for v in sorted(values, key=lambda v: (isinstance(v, str), v))]
 
-def names_of(
-    splits:Iterable[datasets.Dataset], # of one data set
+def names_of(splits:Iterable[datasets.Dataset], # of one data set
 )->list[str]: # in the order of their numbers; of the numbers or the alphabet, where there are none
-    "The classes of a data set."
+    "Returns the classes of a data set."
     by_split = [find_label(ds) for ds in splits]
     given = next((names for _,names in by_split if names), None)
     return given or _ordered({v for values,_ in by_split for v in values})
 
 def _undecoded(ds):
-    "The pictures of a data set as they are kept."
+    "Returns the pictures of a data set as they are kept."
     key = find_column(ds.column_names, IMAGE_COLUMNS, 'pictures')
     kind = datasets.Image(decode=False)
     several = isinstance(ds.features[key], datasets.List)
     return ds.select_columns([key]).cast_column(key, datasets.List(kind) if several else kind)
 
 def _numbered(ds, names):
-    "The labels of a data set as numbers in a list of names."
+    "Returns the labels of a data set as numbers in a list of names."
     values,kept = find_label(ds)
     number = {name:i for i,name in enumerate(names)}
     bad = next((i for i,v in enumerate(values) if v is None or kept and not 0<=v<len(kept)), None)
@@ -202,21 +185,18 @@ class ClassData:
     val:ClassRows # of all data sets
 
     def balanced(self)->list[float]: # one a class: weighted, all count the same; the mean over the rows is 1
-        "Weights against classes of unequal size, as scikit-learn's 'balanced'."
+        "Returns weights against classes of unequal size, as scikit-learn's 'balanced'."
         counts = np.bincount([l for p in self.train.parts for l in p.labels], minlength=len(self.names))
         require(counts.all(), f'no training picture of class {self.names[int(counts.argmin())]}: '
             'it cannot be balanced')
         return (counts.sum()/(len(counts)*counts)).tolist()
 
-def load_classes(
-    paths:list[str], # data sets, see `load_splits`
-    val_share:float=.1, # see `split_pair`
-    seed:int=0, # see `split_pair`
-)->ClassData: # their rows in the order of `paths`
-    "Load several data sets."
+def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_splits`; see `split_pair`
+    seed:int=0)->ClassData: # see `split_pair`; their rows in the order of `paths`
+    "Returns the rows of several data sets."
     short = [Path(p).name for p in paths]
-    if len(set(short))<len(short):
-        raise UsageError(f'data sets {short} have equal names: rename a folder, metrics go by these names')
+    require(len({*short})==len(short),
+        f'data sets {short} have equal names: rename a folder, metrics go by these names')
     pairs = {name:split_pair(load_splits(p), val_share, seed) for name,p in zip(short, paths)}
     names = list(dict.fromkeys(n for pair in pairs.values() for n in names_of(pair.values())))
     parts = {name:[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]
