@@ -6,10 +6,7 @@
 __all__ = ['SUM', 'logger', 'tile_key', 'FeatureCache', 'keep_features']
 
 # %% ../../nbs/50_runs.feature_cache.ipynb #738eedea
-import hashlib
-import logging
-import os
-import zlib
+import hashlib,logging,os,zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.files import TMP
+from ..model.vlm import VLMNet,flatten_tiles,trains
 from ..model.weights import weights_sha
-from ..model.vlm import VLMNet, flatten_tiles, trains
 
 # %% ../../nbs/50_runs.feature_cache.ipynb #abc4841c
 def tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal digits
@@ -30,6 +27,26 @@ def tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal digi
 SUM = 4 # bytes at the end of a file: CRC-32 of those before
 logger = logging.getLogger(__name__)
 
+def _read_features(path:Path, shape:tuple[int,int], dtype:torch.dtype, # (P, D) and type of what was written
+)->Tensor|None: # None: not there, or damaged
+    "Returns features from disk."
+    if not path.is_file(): return None
+    raw = np.fromfile(path, dtype=np.uint8)
+    kept,size = raw[:-SUM],shape[0]*shape[1]*dtype.itemsize
+    if len(kept)==size and zlib.crc32(kept).to_bytes(SUM, 'little')==raw[-SUM:].tobytes():
+        return torch.from_numpy(kept).view(dtype).view(shape)
+    logger.warning('%s is damaged: its features are made again', path)
+    return None
+
+def _write_features(path:Path, features:Tensor)->None: # on the CPU
+    "Puts features on disk; who reads meanwhile finds all of them or none."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f'{path.name}.{os.getpid()}{TMP}')
+    raw = features.contiguous().flatten().view(torch.uint8).numpy()
+    tmp.write_bytes(raw.tobytes()+zlib.crc32(raw).to_bytes(SUM, 'little'))
+    tmp.replace(path)
+
+# %% ../../nbs/50_runs.feature_cache.ipynb #467b3d30
 class FeatureCache:
     "Features of tiles by the content of a tile; replaces `VLMNet.see`."
     def __init__(self,
@@ -37,59 +54,36 @@ class FeatureCache:
         see:Callable, shape:tuple[int,int], # stacks of tiles -> (N, P, D) features; P and D
         dtype:torch.dtype=torch.float32, # in which features are kept
     ):
-        self.folder,self.see,self.shape,self.dtype = Path(folder),see,tuple(shape),dtype
+        self.folder,self.see,self.shape,self.dtype = Path(folder),see,shape,dtype
         self.hits = self.misses = 0
 
     @property
-    def bytes_per_tile(self)->int: # of a file
-        "Space on disk that a tile takes."
+    def bytes_per_tile(self)->int:
+        "Returns the space on disk that a tile takes."
         return self.shape[0]*self.shape[1]*self.dtype.itemsize+SUM
 
     def path(self, key:str)->Path: # from `tile_key`; in one of 256 directories
-        "Where the features of a tile are."
+        "Returns where the features of a tile are."
         return self.folder/key[:2]/key
-
-    def read(self, key:str)->Tensor|None: # from `tile_key`; (P, D); None: never seen, or damaged since
-        "Features from disk."
-        if not self.path(key).is_file(): return None
-        raw = np.fromfile(self.path(key), dtype=np.uint8)
-        kept = raw[:-SUM]
-        if len(raw)==self.bytes_per_tile and zlib.crc32(kept).to_bytes(SUM, 'little')==raw[-SUM:].tobytes():
-            return torch.from_numpy(kept).view(self.dtype).view(self.shape)
-        logger.warning('%s is damaged: its features are made again', self.path(key))
-        return None
-
-    def write(self, key:str, features:Tensor)->None: # from `tile_key`; (P, D) on the CPU, of `dtype`
-        "Features to disk."
-        path,tmp = self.path(key),self.folder/f'{key}.{os.getpid()}{TMP}'
-        path.parent.mkdir(parents=True, exist_ok=True)
-        raw = features.contiguous().flatten().view(torch.uint8).numpy()
-        tmp.write_bytes(raw.tobytes()+zlib.crc32(raw).to_bytes(SUM, 'little'))
-        tmp.replace(path)
 
     def __call__(self, images, # see `flatten_tiles`; at least one tile
     )->Tensor: # (N, P, D) of `dtype`, on the CPU
-        "Features of tiles, computed where they are not known."
+        "Returns features of tiles, computed where they are not known."
         tiles = [t for stack in flatten_tiles(images) for t in stack]
         keys = [tile_key(t) for t in tiles]
-        known = {k:self.read(k) for k in dict.fromkeys(keys)}
+        known = {k:_read_features(self.path(k), self.shape, self.dtype) for k in dict.fromkeys(keys)}
         new = {k:t for k,t in zip(keys, tiles) if known[k] is None}
-        self.hits,self.misses = self.hits+len(known)-len(new), self.misses+len(new)
-        if new: known |= self._see(new)
-        return torch.stack([known[k] for k in keys])
-
-    def _see(self, new):
-        "Compute features and keep them."
-        features = self.see([torch.stack([*new.values()])]).to(self.dtype).cpu()
-        for key,f in zip(new, features): self.write(key, f)
-        return dict(zip(new, features))
+        self.hits,self.misses = self.hits+len(known)-len(new),self.misses+len(new)
+        made = self.see([torch.stack([*new.values()])]).to(self.dtype).cpu() if new else ()
+        for key,features in zip(new, made): _write_features(self.path(key), features)
+        return torch.stack([(known | dict(zip(new, made)))[k] for k in keys])
 
 # %% ../../nbs/50_runs.feature_cache.ipynb #4ce4c040
 def keep_features(model:VLMNet, # its vision tower is frozen; uses the cache from now on
     folder:str|Path, # parent directory, e.g. in the directory of the run
     dtype:torch.dtype=torch.float32, # precision of the matrix products
 )->FeatureCache: # `model.features`
-    "Let a model compute the features of each tile once."
+    "Lets a model compute the features of each tile once."
     if trains(model.vision_encoder):
         raise ValueError("the vision tower trains, so its features change with every update: "
                          "set lr_vision_backbone to 0, or cache_features to False")
