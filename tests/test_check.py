@@ -20,39 +20,10 @@ pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = [*TINY, '--max_training_steps', '6']
 
 
-@pytest.mark.parametrize('glibc', ['2.17', '2.31', '2.32', '2.39', None])
-@pytest.mark.parametrize('cuda', ['11.7', '11.8', '12.8', None])
-@pytest.mark.parametrize('flash', ['1.0.9', '2.0.0', '2.8.3', None])
-def test_flash_attention_on_every_machine(glibc, cuda, flash):
-    for torch_version in ('1.13.1', '2.0.0', '2.9.1+cu128'):
-        found = tried('x', dr.check_flash, glibc, cuda, torch_version, flash)
-        new = dict(GLIBC=glibc in ('2.32', '2.39'), CUDA=cuda in ('11.8', '12.8'), torch=torch_version[0] == '2', **{'flash-attn': flash in ('2.0.0', '2.8.3')})
-        assert found.state == (SKIP if flash is None else PASS if all(new.values()) else FAIL)
-        if found.state != FAIL: continue
-        said, remedy = found.text.split(': ', 1)
-        assert all((f'{name} ' in said) == (not ok) for name, ok in new.items()), 'names what is too old and nothing else'
-        assert 'uninstall flash-attn' in remedy
-
-
-@pytest.mark.parametrize('gpus,cuda,driver,state,part', [
-    (8, '12.8', '570.86', PASS, '8 GPUs'), (1, '11.8', '450.80.02', PASS, '1 GPU'), (1, '12.1', '520.61', FAIL, 'too old'), (1, '13.0', '570.86', FAIL, 'too old'),
-    (1, '11.7', '570.86', FAIL, '11.8 or newer'), (0, '12.8', '470.1', FAIL, 'sees no GPU'), (0, None, '570.86', FAIL, 'without CUDA'), (0, None, None, SKIP, 'on the CPU')])
-def test_cuda_and_driver(gpus, cuda, driver, state, part):
-    found = tried('x', dr.check_cuda, gpus, cuda, driver)
-    assert found.state == state and part in found.text
-
-
 def test_version_floors():
-    needs = dr.floors(dr.metadata.requires('nanovlm_nb'))
-    assert dr.version(needs['torch']) >= (2, 0) and dr.version(needs['transformers']) >= (4, 35)
-    assert dr.version(dr.CUDA_FLOOR) == (11, 8) and dr.FLASH_FLOORS == {'GLIBC': '2.32', 'CUDA': '11.8', 'torch': '2.0', 'flash-attn': '2.0'}
-
-
-def test_places_that_cannot_be_written(tmp_path):
-    assert tried('x', dr.check_disk, tmp_path/'a'/'b', 1, 1).state == PASS and not list(tmp_path.iterdir())
-    if os.geteuid() == 0: pytest.skip('root may write everywhere')
-    (tmp_path/'closed').mkdir(mode=0o500)
-    assert tried('x', dr.check_disk, tmp_path/'closed'/'x', 1, 1).state == FAIL
+    needs = {r.name: r.specifier for r in map(dr.Requirement, dr.metadata.requires('nanovlm_nb')) if r.marker is None}
+    assert '1.13.1' not in needs['torch'] and '4.34.1' not in needs['transformers']
+    assert dr.CUDA_FLOOR == '11.8' and dr.FLASH_FLOORS == {'GLIBC': '2.32', 'CUDA': '11.8', 'torch': '2.0', 'flash-attn': '2.0'}
 
 
 def test_a_checkpoint_is_as_large_as_said(tmp_path):
@@ -60,14 +31,6 @@ def test_a_checkpoint_is_as_large_as_said(tmp_path):
     run([sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'r', '--ask_samples', '0', '--eval_in_epochs', 'False', '--lm_inter_dim', '2048', '--lm_hidden_dim', '256'], tmp_path)
     found = sum(p.stat().st_size for p in (tmp_path/'checkpoints'/'r'/'step_6').rglob('*') if p.suffix == '.safetensors')
     assert make_plan(*load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml'))['disk']['checkpoint'] == pytest.approx(found, rel=.05)
-
-
-@pytest.mark.parametrize('script,state,part', [('echo "gpu 4 idle"; echo "gpu 2 alloc"', PASS, '2 groups'), ('echo "sinfo: error: no controller" >&2; exit 1', FAIL, 'no controller')])
-def test_slurm(tmp_path, script, state, part):
-    (tmp_path/'sinfo').write_text(f'#!/bin/sh\n{script}\n')
-    (tmp_path/'sinfo').chmod(0o755)
-    found = tried('x', dr.check_slurm, str(tmp_path/'sinfo'))
-    assert found.state == state and part in found.text
 
 
 def test_two_processes_that_do_not_meet(warm_executable, monkeypatch):
@@ -129,9 +92,16 @@ def test_a_run_that_can_start(tmp_path):
 
 def test_a_run_that_cannot_start(tmp_path):
     save_yaml(tmp_path/'c.yaml', preset('shapes')[0], evolve(preset('shapes')[1], train_dataset_path='./missing', log_wandb=False, num_workers=2))
-    _, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from', 'nowhere/step_5')
-    assert {n for n, (state, _) in found.items() if state == FAIL} == {'start', 'GPUs', 'loader processes', 'columns', 'data', 'short run'}
+    code, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from', 'nowhere/step_5')
+    assert code == 1 and {n for n, (state, _) in found.items() if state == FAIL} == {'start', 'GPUs', 'loader processes', 'columns', 'data', 'short run'}
     assert 'num_workers 2 -> 1' in found['loader processes'][1] and '0 of 1 updates' in found['short run'][1] and 'nowhere/step_5' in found['start'][1]
+
+
+def test_the_exit_code_tells_a_fault_from_a_wrong_use(capsys):
+    "0 and 1 are above."
+    for args, code, said in ((['--help'], 0, 'The exit code is 0 if all is well, 1 if something would fail, 2 if'), (['--smok'], 2, 'did you mean `--smoke`?')):
+        with pytest.raises(SystemExit) as e: main(['check', *args])
+        assert e.value.code == code and said in ' '.join(' '.join(capsys.readouterr()).split())
 
 
 def test_gone_commands_say_where_they_went(capsys):

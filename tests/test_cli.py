@@ -14,7 +14,6 @@ import yaml
 from commands import TINY
 from nanovlm_nb.cli import COMMANDS, TABLE
 from nanovlm_nb.core.config import COMMON, FIELDS, OWN_FIELDS, PRESETS, TrainConfig, VLMConfig, load_yaml, parse_args, preset, save_yaml
-from nanovlm_nb.train import main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,14 +28,6 @@ def parsed(line: str) -> dict:
     "All fields of both configurations after parsing a command line."
     vlm, train, _ = parse_args(line.split())
     return vlm.to_dict() | train.to_dict()
-
-
-def complaint(line: str, capsys) -> str:
-    "What is on stderr after a command line that is refused: one line."
-    with pytest.raises(SystemExit) as e: main(line.split())
-    assert e.value.code == 2
-    said, = capsys.readouterr().err.splitlines()
-    return said
 
 
 # nanoVLM's flags: name, its default, a value on the command line, what it becomes
@@ -67,13 +58,6 @@ def test_flags_of_nanovlm(name, default, text, value):
         assert found == value and type(found) is type(value)
 
 
-def test_switches_need_no_value():
-    assert parsed('--preset nanovlm --no_log_wandb')['log_wandb'] is False
-    assert parsed('--preset nanovlm --no-log-wandb')['log_wandb'] is False
-    assert parsed('--compile --resume_from_vlm_checkpoint')['compile'] is True
-    assert parsed('--compile False --resume_from_vlm_checkpoint')['compile'] is False
-
-
 def words(value) -> list[str]:
     "A value as a shell has it."
     return [json.dumps(value)] if isinstance(value, dict) else [str(v) for v in (value if isinstance(value, list) else [value])]
@@ -85,65 +69,6 @@ def test_a_preset_written_as_flags_is_the_preset(name):
     given = {n: v for cfg in preset(name) for n, v in cfg.to_dict().items() if v != []}
     assert given.keys() >= FIELDS.keys()-{'train_dataset_weights', 'custom_transforms'}
     assert parse_args([w for n, v in given.items() for w in (f'--{n}', *words(v))])[:2] == preset(name)
-
-
-def test_lists_and_none():
-    found = parsed('--train_dataset_name a b --betas 0.8 0.9 --max_grad_norm None --run_name None --lr_backbones 0.1 --hf_repo_name none')
-    assert found['train_dataset_name'] == ['a', 'b'] and found['betas'] == [.8, .9]
-    assert found['max_grad_norm'] is found['run_name'] is found['hf_repo_name'] is None and found['lr_backbones'] == .1
-    assert parsed('--max_grad_norm 2')['max_grad_norm'] == 2.0
-
-
-def test_extra_tokens_as_json():
-    found = parsed('--vlm_extra_tokens {"image_token":"<i>"}')
-    assert found['vlm_extra_tokens'] == {'image_token': '<i>'} and found['extra_token_amount'] == 1
-
-
-def test_derived_fields_follow_flags():
-    found = parsed('--preset nanovlm --vit_hidden_dim 384 --lm_base_vocab_size 1000 --vit_img_size 256')
-    assert (found['vit_inter_dim'], found['lm_vocab_size'], found['mp_image_token_length']) == (1536, 1066, 16)
-    assert parsed('--preset nanovlm --vit_hidden_dim 384 --vit_inter_dim 1000')['vit_inter_dim'] == 1000
-
-
-@pytest.mark.parametrize('line, message', [
-    ('--lr 0.1', 'here it is --lr_mp for the projector'),
-    ('--batchsize=4', 'unknown flag `--batchsize`: did you mean `--batch_size`?'),
-    ('--no_log_wandbb', 'did you mean `--no_log_wandb`?'),
-    ('--learning-rate-mp 1', 'unknown flag `--learning_rate_mp`'),
-])
-def test_what_is_wrong_is_said_in_one_line(line, message, capsys):
-    said = complaint(line, capsys)
-    assert said.startswith('nanovlm train: error: ') and message in said
-
-
-def test_preset_then_file_then_flags(tmp_path):
-    file = tmp_path/'run.yaml'
-    file.write_text('train:\n  lr_mp: 5e-4\n  batch_size: 3\nvlm:\n  lm_n_blocks: 4\n')
-    base = parsed('')
-    found = parsed(f'--config {file} --batch_size 5')
-    assert (found['lr_mp'], found['batch_size'], found['lm_n_blocks'], found['seed']) == (5e-4, 5, 4, base['seed'])
-    assert {k for k in base if base[k] != found[k]} == {'lr_mp', 'batch_size', 'lm_n_blocks'}
-    assert parsed(f'--preset nanovlm --config {file}')['lm_hidden_dim'] == 960
-    file.write_text('preset: nanovlm\n')
-    assert parsed(f'--config {file}') == parsed('--preset nanovlm')
-    assert parsed(f'--preset shapes --config {file}') == base
-
-
-@pytest.mark.parametrize('text, message', [
-    ('train: {batchsize: 4}', 'did you mean `train.batch_size`?'),
-    ('train: {vit_n_heads: 4}', 'did you mean `vlm.vit_n_heads`?'),
-    ('trian: {}', 'did you mean `train`?'),
-    ('colour: {}', 'give one of preset, vlm, train'),
-    ('train: {compile: "False"}', "compile is 'False': give True or False"),
-    ('train: {batch_size: 2.5}', 'batch_size is 2.5: give a whole number'),
-    ('train: {seed: null}', 'seed is None: give a number from 0'),
-    ('preset: nano', 'unknown preset `nano`'),
-    ('train: [', 'run.yaml'),
-])
-def test_what_is_wrong_in_a_file_is_said_in_one_line(text, message, tmp_path, capsys):
-    file = tmp_path/'run.yaml'
-    file.write_text(text)
-    assert message in complaint(f'--config {file}', capsys)
 
 
 @pytest.mark.parametrize('line', ['', '--preset nanovlm', '--lr_mp 1e-7 --max_grad_norm None --run_name é:#1 --betas 0 0.5 --compile --train_dataset_name x'])

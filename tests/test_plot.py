@@ -9,7 +9,6 @@ from commands import TINY, run, train
 from PIL import Image
 
 from nanovlm_nb.tools import plot as pt
-from nanovlm_nb.cli import main
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SHORT = [*TINY, '--ask_samples', '0', '--val_size', '8']
@@ -76,10 +75,3 @@ def test_gpus_are_asked(tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
     assert pt.gpu_lines() == ['GPU 0 NVIDIA H100 80GB HBM3: 97 % busy, 60123 of 81559 MiB']
-
-
-@pytest.mark.parametrize('args,message', [(['nowhere'], 'begun to train'), (['.', '--x', 'epochs'], 'invalid choice'), (['.', '--smooth', '1'], 'smooth is 1')])
-def test_wrong_arguments_are_named(runs, monkeypatch, capsys, args, message):
-    monkeypatch.chdir(runs/'parts')
-    with pytest.raises(SystemExit) as e: main(['plot', *args])
-    assert e.value.code == 2 and message in capsys.readouterr().err

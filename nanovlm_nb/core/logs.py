@@ -128,10 +128,7 @@ def event_line(metrics:dict, step:int)->str: # figures that are not those of an 
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/05_core.logs.ipynb #f0120002
-def minimind_line(
-    metrics:dict, step:int, pace:Progress, # figures of an update; updates done; length and speed of the run
-    epochs:int, # passes over the data in the whole run
-)->str: # one line
+def minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # passes over the data in the run
     "Returns an update as MiniMind shows it."
     size,seconds = max(-(-(pace.total or step)//epochs), 1),pace.seconds
     epoch,at = divmod(step-1, size)
@@ -161,10 +158,8 @@ class _AboveBar(logging.Handler):
     def emit(self, record): _show(self.format(record))
 
 # %% ../../nbs/05_core.logs.ipynb #6627b050
-def live_bar(total_steps:int|None=None, step:int=0, # updates in the whole run, and done so far
-    show:bool|None=None, # None: on a terminal and in a notebook
-)->tqdm: # disabled where nobody would see it
-    "Returns a progress bar with room for figures."
+def live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm: 
+    "Returns a progress bar with room for figures; `show` None: shown on a terminal and in a notebook."
     from tqdm.auto import tqdm as auto
     if show is None: show = sys.stderr.isatty() or any(c.__module__=='tqdm.notebook' for c in auto.__mro__)
     return auto(total=total_steps, initial=step, disable=not show, dynamic_ncols=True, leave=False,
@@ -175,12 +170,9 @@ REPORT_S = 30. # seconds after which a run says how it is, also between reports
 
 class Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
-    def __init__(self, path:str|Path, # text file
-        total_steps:int|None=None, every:int=100, # updates in the whole run, and between reports
+    def __init__(self, path:str|Path, total_steps:int|None=None, every:int=100, # updates between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
-        epochs:int|None=None, # report as MiniMind does: passes over the data in the whole run
-        opened:bool=True, # False: the file gets nothing before `open`
-    ):
+        epochs:int|None=None, opened:bool=True): # report as MiniMind does; False: `open` it later
         self.file,self.logger = _TextFile(path, opened),logging.getLogger('nanovlm_nb')
         self.file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
         self.handlers = [self.file, *([] if quiet or logging.root.handlers else [_AboveBar(logging.WARNING)])]
@@ -497,10 +489,7 @@ def log_axis(ax:Axes)->None: # whose y axis becomes logarithmic
 CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*', 'gradient norm':'grad_norm'}
 
 @styled()
-def plot_curves(
-    records:Iterable[dict], # from `read_log`
-    path:str|Path|None=None, # where to save the picture; None: nowhere
-)->Figure: # three panels
+def plot_curves(records:Iterable[dict], path:str|Path|None=None)->Figure: # from `read_log`; picture to write
     "Returns loss, learning rates and gradient norm over the updates of a run, as a figure."
     from matplotlib.figure import Figure
     fig,records = Figure(figsize=(8.8, 3.6)),list(records)

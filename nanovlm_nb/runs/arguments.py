@@ -267,7 +267,8 @@ def check_parser(add): # of `nanovlm check`
     """What would happen if a run began: machine, cost, data, start.
 
     A run's directory in place of CONFIG.yaml asks what `nanovlm train --resume True` would do with it,
-    with the settings of its config.yaml, changed by flags. The exit code is 1 if something would fail."""
+    with the settings of its config.yaml, changed by flags. The exit code is 0 if all
+    is well, 1 if something would fail, 2 if the command was used wrongly."""
     add('--rows', **COUNT, default=0,
         help='samples of training to show, with what is learned, and the first packs')
     add('--gpus', **POS, help='ranks on this machine (default: its GPUs, else 1)')
