@@ -123,7 +123,7 @@ def test_a_step_of_full_size_asks_for_no_value():
 
 def compilers_words(run):
     "How many graphs a run has compiled, and how many compilations it found on disk, of how many."
-    lines = [line for line in (run/'train.log').read_text().splitlines() if 'compiled: the first update' in line]
+    lines = [line for line in (run/'train.log').read_text().splitlines() if 'compiled in the first update' in line]
     return [[int(n) for n in re.findall(r'(\d+) graphs, (\d+) of (\d+)', line)[0]] for line in lines]
 
 

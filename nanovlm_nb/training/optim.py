@@ -6,7 +6,7 @@
 __all__ = ['LONG', 'WORKSPACE', 'FIXED_SIZES', 'NO_TWIN', 'component_lrs', 'param_groups', 'adapter_groups', 'adapter_sizes',
            'training_groups', 'make_optimizer', 'trainable_line', 'training_parts', 'checked_lr', 'set_lrs',
            'ChainedOptimizer', 'own_optimizer', 'clip_gradients', 'cpu_has_bfloat16', 'amp_dtype', 'precision_notes',
-           'autocast', 'make_scaler', 'blocks_of', 'compile_blocks', 'eager_line', 'decide_compile', 'compile_counts',
+           'autocast', 'make_scaler', 'blocks_of', 'compile_blocks', 'decide_compile', 'compile_counts',
            'check_same_bits', 'same_bits']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
@@ -67,17 +67,15 @@ def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters
     return {name:sum(sizes) for name,sizes in found.items() if sizes}
 
 # %% ../../nbs/41_training.optim.ipynb #75ac61c9
-def training_groups(
-    model:nn.Module, # with attributes `MP`, `vision_encoder`, `decoder`, and those that its `new_parts` name
-    train_cfg:TrainConfig, # learning rates, `language_last_blocks`, `lora_rank`
-)->list[dict]: # with `name` and `max_lr`; what is in none is frozen
-    "Returns groups for an optimizer; `new_parts` train like the projector, as new as they are."
+def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with `name` and `max_lr`
+    """Returns groups for an optimizer; what is in none is frozen. Beside `MP`, `vision_encoder` and `decoder`
+    a model may name `new_parts`, which train like the projector, as new as they are."""
     if train_cfg.lora_rank: return adapter_groups(model, train_cfg.lr_lora)
     lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     return param_groups(model, lrs, train_cfg.language_last_blocks)
 
-def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_groups`; `betas`, `weight_decay`
-    kind:type=torch.optim.AdamW, # or another class with its arguments, such as `OffloadedAdamW`
+def make_optimizer(
+    model:nn.Module, train_cfg:TrainConfig, kind:type=torch.optim.AdamW, # see `training_groups`; its class
 )->torch.optim.Optimizer:
     "Returns AdamW over the components that train."
     groups = training_groups(model, train_cfg)
@@ -85,9 +83,7 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
     return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
 
 # %% ../../nbs/41_training.optim.ipynb #fc084759
-def trainable_line(
-    model:nn.Module, optimizer:torch.optim.Optimizer, # from `make_optimizer`
-)->str: # e.g. `trainable: 0.197 M of 1.285 M (MP 0.197)`
+def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M (MP 0.2)`
     "Returns how many millions of parameters train, if they are those that the optimizer was given."
     declared = {id(p) for g in optimizer.param_groups for p in g['params']}
     for name,p in model.named_parameters():
@@ -111,10 +107,7 @@ def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; comp
         for name,lr in component_lrs(cfg).items() if lr>0}
 
 # %% ../../nbs/41_training.optim.ipynb #6521a191
-def checked_lr(
-    schedule:Callable, step:int, # `schedule(step, max_lr, max_steps) -> lr`; update that comes next, from 0
-    max_lr:float, max_steps:int, # peak of the rate; length of the run in updates
-)->float:
+def checked_lr(schedule:Callable, step:int, max_lr:float, max_steps:int)->float: # what a schedule is given
     "Returns the rate that a schedule, which may be a user's, gives; a UsageError if it is none."
     lr = schedule(step, max_lr, max_steps)
     try: is_rate = math.isfinite(lr) and lr>=0
@@ -123,10 +116,8 @@ def checked_lr(
         f'for step {step} of {max_steps}: it must return a learning rate, 0 or more')
     return float(lr)
 
-def set_lrs(
-    optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group
-    step:int, max_steps:int, # update that comes next, from 0; length of the run
-)->dict[str,float]: # `lr_MP`, `lr_vision_encoder`, `lr_decoder`, for the log
+def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group
+    step:int, max_steps:int)->dict[str,float]: # updates before, in all; `lr_MP`, `lr_decoder` ...
     "Gives every group its rate for an update."
     for g in optimizer.param_groups:
         rates = schedule[g['name']] if isinstance(schedule, dict) else schedule
@@ -160,9 +151,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self._share()
 
 # %% ../../nbs/41_training.optim.ipynb #6c7d0006
-def own_optimizer(
-    make:Callable, model:nn.Module, train_cfg:TrainConfig, # `optimizer(model, train_cfg)`; both
-)->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
+def own_optimizer(make:Callable, model:nn.Module, train_cfg:TrainConfig)->torch.optim.Optimizer:
     "Returns the optimizer that a user's function makes; a UsageError if it cannot be had or does not fit."
     c = train_cfg
     require(not (c.offload_optimizer or c.offload_params),
@@ -232,25 +221,20 @@ def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `
         p.forward = _for_any_number_of_tiles(compiled) if p in tower else compiled
     return len(parts)
 
-def eager_line(model:nn.Module)->str: # for the log; '' if all blocks can be compiled
-    "Returns what stays eager in a run that compiles."
-    others = blocks_of(model)[1]
-    have,names = 'has' if len(others)==1 else 'have',' and '.join(others)
-    return f'not compiled: {names}, which {have} no blocks like ours, each with an mlp'*bool(others)
-
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a02
 LONG = 1000 # updates of a run that wins back the time of compiling
 
 def decide_compile(
-    asked:bool|None, kind:str, before:bool|None, updates:int, # `compile`; device; decided before; of the run
+    asked:bool|None, kind:str, before:bool|None, # `compile`; device; decided before
+    updates:int|None, # of the run; None: not known, as in a run that counts samples
 )->tuple[bool,str]: # compile? and a line for the log
     "Returns what was asked for, else what was decided before, else what makes the run shorter."
-    word = lambda yes: 'blocks are compiled' if yes else 'blocks are not compiled'
-    if asked is not None: return asked,f'compile {asked}: {word(asked)}'
-    if kind!='cuda': return False,f'compile None: {word(False)}, the device is no CUDA GPU'
-    if before is not None: return before,f'compile None: {word(before)}, as it was decided when the run began'
-    yes = updates>=LONG
-    return yes,f'compile None: {word(yes)}, it pays from about {LONG} updates on, and the run has {updates}'
+    yes = updates is None or updates>=LONG
+    why = f'it pays from about {LONG} updates on, and the run has {updates or "an unknown number"}'
+    if before is not None: yes,why = before,'as it was decided when the run began'
+    if kind!='cuda': yes,why = False,'the device is no CUDA GPU'
+    if asked is not None: yes,why = asked,'as was asked'
+    return yes,f"compile {asked}: blocks are {'' if yes else 'not '}compiled, {why}"
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d1a06
 def compile_counts()->dict[str,int]: # `graphs` traced by this process; compilations `found` on disk or `made`

@@ -10,30 +10,26 @@ from math import cos, pi
 from typing import Any
 
 from ..core.config import load_function
-from ..core.usage import UsageError,require
+from ..core.usage import require
 
 # %% auto #0
 __all__ = ['warmup', 'warmup_cosine', 'get_lr', 'minimind_lr', 'wsd', 'get_schedule', 'in_samples']
 
 # %% ../../nbs/40_training.schedule.ipynb #7580039f
 def warmup(
-    step:int,            # Updates done before this one
-    max_steps:int,       # Length of the schedule in updates
-    ratio:float=0.03,    # Share of the steps to climb, 0 to 1
-)->float:                # Factor on the learning rate, above 0 and at most 1
+    step:int, max_steps:int, # updates done before this one; length of the schedule in updates
+    ratio:float=0.03, # share of the steps to climb, 0 to 1
+)->float: # factor on the learning rate, above 0 and at most 1
     "Linear climb to 1, never above it."
-    if max_steps < 1: raise UsageError(f"max_steps {max_steps} < 1: a schedule needs at least one step")
+    require(max_steps>=1, f"max_steps {max_steps} < 1: a schedule needs at least one step")
     require(0 <= ratio <= 1, f"warmup_ratio {ratio} is not between 0 and 1: it is a share of the steps")
     return min(1., (step+1)/(ratio*max_steps)) if ratio else 1.
 
 # %% ../../nbs/40_training.schedule.ipynb #ac12de0e
 def warmup_cosine(
-    step:int,                 # Updates done before this one
-    max_lr:float,             # Highest learning rate
-    max_steps:int,            # Length of the schedule in updates
-    warmup_ratio:float=0.03,  # Share of the steps to climb
-    min_lr_ratio:float=0.1,   # Final rate as a share of `max_lr`
-)->float:                     # Learning rate of this update
+    step:int, max_lr:float, max_steps:int, # updates done before this one; highest rate; length in updates
+    warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # share of the steps to climb; final rate / `max_lr`
+)->float: # learning rate of this update
     "Linear warm-up, cosine to `min_lr_ratio * max_lr`, constant after `max_steps`."
     factor, climb = warmup(step, max_steps, warmup_ratio), warmup_ratio*max_steps
     if step < climb: return max_lr*factor
@@ -41,74 +37,57 @@ def warmup_cosine(
     return max_lr*(min_lr_ratio + (1-min_lr_ratio)*.5*(1+cos(pi*done)))
 
 # %% ../../nbs/40_training.schedule.ipynb #8f2d69aa
-def get_lr(
-    it:int,        # Updates done before this one
-    max_lr:float,  # Highest learning rate
-    max_steps:int, # Length of the schedule in updates
-)->float:          # Learning rate of this update
+def get_lr(it:int, max_lr:float, max_steps:int)->float: # `it` updates are done before this one
     "nanoVLM's schedule: 3 % warm-up, cosine to a tenth."
     return warmup_cosine(it, max_lr, max_steps)
 
 # %% ../../nbs/40_training.schedule.ipynb #1d83278a
 def minimind_lr(
-    step:int,             # Steps done before this one
-    lr:float,             # Learning rate asked for
-    total:int,            # Length of the schedule in steps
-    corrected:bool=True,  # False: MiniMind-V's own formula, which starts at 1.1 lr
-)->float:                 # Learning rate of this step
+    step:int, lr:float, total:int, # updates done before this one; rate asked for; length in updates
+    corrected:bool=True, # False: MiniMind-V's own formula, which starts at 1.1 lr
+)->float: # learning rate of this update
     "MiniMind-V's cosine without warm-up, constant after `total`."
-    if total < 1: raise UsageError(f"total {total} < 1: a schedule needs at least one step")
+    require(total>=1, f"total {total} < 1: a schedule needs at least one step")
     height = .45 if corrected else .5
     return lr*(.1 + height*(1+cos(pi*min(1., step/total))))
 
 # %% ../../nbs/40_training.schedule.ipynb #bec898ff
 def wsd(
-    step:int,                 # Updates done before this one
-    max_lr:float,             # Highest learning rate
-    max_steps:int,            # Length of the schedule in updates
-    warmup_ratio:float=0.03,  # Share of the steps to climb
-    min_lr_ratio:float=0.1,   # Final rate as a share of `max_lr`
-    decay_ratio:float=0.2,    # Share of the steps to descend
-)->float:                     # Learning rate of this update
+    step:int, max_lr:float, max_steps:int, # updates done before this one; highest rate; length in updates
+    warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # share of the steps to climb; final rate / `max_lr`
+    decay_ratio:float=0.2, # share of the steps to descend
+)->float: # learning rate of this update
     "Linear warm-up, constant, linear descent over the last `decay_ratio` of the steps."
-    if not 0 <= decay_ratio <= 1-warmup_ratio:
-        raise UsageError(f"decay_ratio {decay_ratio} does not fit beside warmup_ratio {warmup_ratio}: "
-                         "together they are at most 1")
+    require(0 <= decay_ratio <= 1-warmup_ratio, f"decay_ratio {decay_ratio} does not fit beside warmup_ratio "
+        f"{warmup_ratio}: together they are at most 1")
     left = (max_steps-step)/(decay_ratio*max_steps) if decay_ratio else float(step < max_steps)
     return max_lr*min(warmup(step, max_steps, warmup_ratio),
                       min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left)))
 
 # %% ../../nbs/40_training.schedule.ipynb #5e584644
-def _schedules(
-    warmup_ratio:float, # Share of the steps to climb
-    min_lr_ratio:float, # Final rate as a share of `max_lr`
-)->dict[str,Callable]:  # Name -> (step, max_lr, max_steps) -> lr
-    "The schedules that have a name."
-    knobs:dict[str,Any] = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
+def _schedules(**knobs:Any)->dict[str,Callable]: # name -> (step, max_lr, max_steps) -> lr
+    "The schedules that have a name; `knobs` are the ratios of 'cosine' and 'wsd'."
     return dict(cosine=partial(warmup_cosine, **knobs), wsd=partial(wsd, **knobs),
                 minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
 
 # %% ../../nbs/40_training.schedule.ipynb #3466fc79
 def get_schedule(
-    schedule:str|Callable,    # 'cosine', 'wsd', 'minimind', 'minimind_seed', 'module:function', or a function
-    warmup_ratio:float=0.03,  # Share of the steps to climb, for 'cosine' and 'wsd'
-    min_lr_ratio:float=0.1,   # Final rate as a share of `max_lr`, for 'cosine' and 'wsd'
+    schedule:str|Callable, # 'cosine', 'wsd', 'minimind', 'minimind_seed', 'module:function', or a function
+    warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # of 'cosine' and 'wsd'
 )->Callable[[float,float,float],float]: # (step, max_lr, max_steps) -> lr
     "The schedule of that name, or the user's own."
     if callable(schedule): return schedule
     if ':' in schedule: return load_function(schedule, 'lr_schedule')
-    named = _schedules(warmup_ratio, min_lr_ratio)
-    if schedule in named: return named[schedule]
-    raise UsageError(f"lr_schedule {schedule!r} is unknown: "
-                     f"use one of {', '.join(named)}, or 'module:function' for your own")
+    named = _schedules(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
+    require(schedule in named, f"lr_schedule {schedule!r} is unknown: "
+        f"use one of {', '.join(named)}, or 'module:function' for your own")
+    return named[schedule]
 
 # %% ../../nbs/40_training.schedule.ipynb #5a3b2e02
 def in_samples(
-    samples:int, # Seen before this update
-    size:int,    # Samples of this update
-    most:int,    # Samples of the whole run
+    samples:int, size:int, most:int, # seen before this update; of this update; of the whole run
 )->tuple[float,float]: # `step` and `max_steps` for a schedule
     "A place in a run that counts samples, in updates of the present size."
-    if most < 1: raise UsageError(f"most {most} < 1: a run has at least one sample")
+    require(most>=1, f"most {most} < 1: a run has at least one sample")
     size = min(max(size, 1), most) # an update may be empty, or larger than the run
     return samples/size, most/size

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHARDINGS', 'bytes_per_parameter', 'shard_model', 'local_bytes', 'engine_lines', 'reshard', 'full_weights',
-           'load_full_weights', 'OffloadedAdamW', 'optimizer_class', 'begin_state', 'try_pieces']
+           'load_full_weights', 'OffloadedAdamW', 'begin_state', 'try_pieces', 'run_optimizer']
 
 # %% ../../nbs/42_training.shard.ipynb #40990b30
-from collections.abc import Iterable
+from collections.abc import Callable,Iterable
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor,Shard
 from ..core.config import TrainConfig,ranks_of_copy
 from ..core.dist import Dist,is_sharded
 from ..core.usage import UsageError,require
+from .optim import make_optimizer,own_optimizer
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
 SHARDINGS = 'ddp','zero2','zero3'
@@ -157,7 +158,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.state.update({p:self.worker.state[c] for p,c in self._pairs() if c in self.worker.state})
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
-def optimizer_class(train_cfg:TrainConfig, dist:Dist)->type: # of the run; this rank
+def _optimizer_class(train_cfg:TrainConfig, dist:Dist)->type: # of the run; this rank
     "Returns AdamW where the weights are, or on the CPU."
     offloads = train_cfg.offload_optimizer and not _params_are_on_cpu(train_cfg, dist)
     return OffloadedAdamW if offloads else torch.optim.AdamW
@@ -190,3 +191,14 @@ def try_pieces(optimizer:torch.optim.Optimizer, sharding:str)->None: # anybody's
         raise UsageError(f'the optimizer {type(optimizer).__name__} cannot work with sharding {sharding}, '
             f'where parameters are pieces (DTensor): {str(e).splitlines()[0]:.200}; '
             'set sharding to ddp') from e
+
+# %% ../../nbs/42_training.shard.ipynb #ae855e9c
+def run_optimizer(
+    model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is sharded; of the run
+    make:Callable|None=None, # `optimizer(model, train_cfg)` of the user's; None: AdamW
+)->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
+    "Returns the optimizer of a run; what does not train is frozen."
+    if make is None: return make_optimizer(model, train_cfg, _optimizer_class(train_cfg, dist))
+    optimizer = own_optimizer(make, model, train_cfg)
+    if is_sharded(model): try_pieces(optimizer, train_cfg.sharding)
+    return optimizer

@@ -10,7 +10,7 @@ import hashlib,logging
 from collections.abc import Callable,Iterable,Iterator
 from dataclasses import dataclass,field
 from itertools import islice
-from typing import NamedTuple
+from typing import Any,NamedTuple
 
 from torch import Tensor
 
@@ -27,9 +27,9 @@ class Update:
     "This rank's micro-batches of one update, and what all ranks know about it."
     micro_batches:list[Batch] # of this rank
     targets:int # target tokens of the whole update, over micro-batches and ranks
-    tokens:int # positions with a token, over micro-batches and ranks
-    samples:int # samples, over micro-batches and ranks
-    packing:dict # `_packing_stats` of the whole update
+    tokens:int # positions with a token, likewise
+    samples:int # likewise
+    packing:dict # how full its packs are: `utilisation`, `images_per_pack`, `tiles_per_pack`
     digest:str # SHA-1 of the sample ids in their global order
     ids:list[str] = field(default_factory=list) # the sample ids
     tiles:int = 0 # picture tiles, over micro-batches and ranks
@@ -37,6 +37,7 @@ class Update:
     packs:int = 0 # of the whole update
     empty:int = 0 # those of padding only
     data_time:float = 0. # seconds this rank waited for its data
+    times:tuple[float,float,float] = 0.,0.,0. # seconds: waiting for data, forward and backward, the rest
     before:dict|None = None # position of this rank's data before it
     losses:list[Tensor|None] = field(default_factory=list) # of single targets, by micro-batch, once computed
 
@@ -52,9 +53,8 @@ def tally(batch:Batch)->dict: # `targets` and `tokens` (counts), `ids` of the sa
         ids=[i for row in batch['ids'] for i in row])
 
 # %% ../../nbs/45_training.update.ipynb #df5c86da
-def _packing_stats(infos:list[dict])->dict: # `utilisation` (0-1), `images_per_pack`, `tiles_per_pack`
-    "Returns how full the packs of an update are, from the `tally` of each micro-batch."
-    total = {k:sum(o[k] for o in infos) for k in ('tokens','positions','packs','images','tiles')}
+def _fullness(total:dict[str,int])->dict: # `utilisation` (0-1), `images_per_pack`, `tiles_per_pack`
+    "Returns how full the packs of an update are, from the sums of its counts."
     per_pack = {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
     return dict(utilisation=total['tokens']/total['positions'], **per_pack)
 
@@ -73,89 +73,79 @@ def add_by_source(losses:list[tuple[Tensor,list]])->dict[str,tuple[float,int]]: 
     "Adds up losses by data set; each entry has losses of targets (n,) and the `sources_of` their batch."
     sums:dict[str,tuple[float,int]] = {}
     for of_targets,sources in losses:
-        parts = of_targets.float().cpu().split([n for _,n in sources])
-        for (source,n),part in zip(sources, parts):
-            loss,targets = sums.get(source, (0.,0))
-            sums[source] = loss+part.sum().item(),targets+n
+        for (name,n),part in zip(sources, of_targets.float().cpu().split([n for _,n in sources])):
+            loss,targets = sums.get(name, (0.,0))
+            sums[name] = loss+part.sum().item(),targets+n
     return sums
 
 def losses_by_source(ranks:Iterable[dict[str,tuple[float,int]]])->dict[str,float]: # `loss/{source}`
     "Returns the loss per target by data set over all ranks; nothing if there is only one."
-    ranks = list(ranks)
-    names = sorted({name for sums in ranks for name in sums})
-    if len(names)<2: return {}
-    totals = {name:[sum(sums.get(name, (0.,0))[i] for sums in ranks) for i in (0,1)] for name in names}
-    return {f'loss/{name}':loss/max(n, 1) for name,(loss,n) in totals.items()}
+    told = [item for sums in ranks for item in sums.items()]
+    sums = {name:[sum(x) for x in zip(*(s for of,s in told if of==name))] for name in sorted(dict(told))}
+    return {f'loss/{name}':loss/max(n, 1) for name,(loss,n) in sums.items()} if len(sums)>1 else {}
 
 # %% ../../nbs/45_training.update.ipynb #bca9f766
-def _rank_report(batches:list[Batch]|Exception)->list[dict]|Exception: # what can travel
+def _report(batches:list[Batch]|Exception)->list[dict]|Exception: # what can travel
     "Returns a rank's part of an update as the others need it: counts of its micro-batches, or its error."
+    if not isinstance(batches, Exception): return [tally(b) for b in batches]
     if isinstance(batches, Unreachable): return Unreachable(str(batches))
-    if isinstance(batches, Exception):
-        last = (str(batches).strip().splitlines() or [''])[-1]
-        return RuntimeError(f'{type(batches).__name__}: {last}')
-    return [tally(b) for b in batches]
+    return RuntimeError(f"{type(batches).__name__}: {(str(batches).strip().splitlines() or [''])[-1]}")
 
-def _raise_together(own:list[Batch]|Exception, infos:list)->list[Batch]: # `_rank_report` of each rank
-    "Raises what failed on any rank: `Unreachable` on all, or another error on all; else returns `own`."
+def _raise_together(own:list[Batch]|Exception, reports:list)->None: # `_report` of each rank
+    "Raises on every rank what failed on any: a fault first, `Unreachable` only if there is no fault."
     if isinstance(own, Exception) and not isinstance(own, Unreachable): raise own
-    failed = [(rank, e) for rank,e in enumerate(infos) if isinstance(e, Exception)]
-    broken = [(rank, e) for rank,e in failed if not isinstance(e, Unreachable)]
-    if broken: raise RuntimeError('the data of rank {} have failed: {}'.format(*broken[0]))
-    if isinstance(own, Exception) or failed: raise failed[0][1]
-    return own
+    failed = [(isinstance(e, Unreachable), rank) for rank,e in enumerate(reports) if isinstance(e, Exception)]
+    for away,rank in sorted(failed):
+        raise reports[rank] if away else RuntimeError(f'the data of rank {rank} have failed: {reports[rank]}')
 
 # %% ../../nbs/45_training.update.ipynb #6b260913
-def _update_of(batches:list[Batch], infos:list[list[dict]])->Update: # `tally` of the batches of each rank
+def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this rank; `_report` of each rank
     "Puts together what ranks have said, in the global order: micro-batch, then rank."
-    n = len(batches)
-    ordered = [rank[m] for m in range(n) for rank in infos if m<len(rank)]
-    nothing = dict.fromkeys(('targets','tokens','images','tiles','pairs'), 0)
-    idle = ordered[0]|nothing|dict(empty=ordered[0]['packs'], ids=[])
-    ordered += [idle]*(n*len(infos)-len(ordered)) # idle micro-batches are padding too
-    ids = [i for o in ordered for i in o['ids']]
-    counts = {k:sum(o[k] for o in ordered) for k in ('targets','tokens','tiles','pairs','packs','empty')}
-    stats = _packing_stats(ordered)
-    return Update(batches, samples=len(ids), packing=stats, digest=digest(ids), ids=ids, **counts)
+    told = [rank[m] for m in range(len(batches)) for rank in reports if m<len(rank)]
+    total = {k:sum(o[k] for o in told) for k in told[0] if k!='ids'}
+    idle = len(batches)*len(reports)-len(told) # micro-batches of padding only
+    padding = dict(positions='positions', packs='packs', empty='packs')
+    for k,size in padding.items(): total[k] += idle*told[0][size]
+    counts = {k:total[k] for k in ('targets','tokens','tiles','pairs','packs','empty')}
+    ids = [i for o in told for i in o['ids']]
+    return Update(batches, samples=len(ids), packing=_fullness(total), digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/45_training.update.ipynb #ee2b14cc
 logger = logging.getLogger(__name__)
 
 def _agree_on_update(
-    batches:list[Batch]|Exception, infos:list, # of this rank; `_rank_report` of each rank
-    idle:Callable[[],Batch]|None=None, # makes a micro-batch without effect
+    batches:Any, reports:list, idle:Callable[[],Batch]|None=None, # as below; `_report` of each rank
 )->Update|None: # None when no rank has a micro-batch left; without `idle`, when some rank has none
     "Returns the update that follows from what all ranks have said; an error if one of them has failed."
-    mine = _raise_together(batches, infos)
-    counts = [len(i) for i in infos]
+    _raise_together(batches, reports)
+    counts = [len(r) for r in reports]
     n = max(counts) if idle else min(counts)
     if n<max(counts): logger.warning(f'ranks have {counts} micro-batches: all take {n}')
-    if not n: return None
-    padding = [idle() for _ in range(n-len(mine))] if idle else []
-    return _update_of(mine[:n]+padding, infos)
+    padding = [idle() for _ in range(n-len(batches))] if idle else []
+    return _update_of(batches[:n]+padding, reports) if n else None
 
 def gather_update(
     batches:list[Batch]|Exception, dist:Dist, # this rank's micro-batches, or why it has none; whom to ask
     idle:Callable[[],Batch]|None=None, # makes a micro-batch without effect
 )->Update|None: # see `_agree_on_update`
     "Agrees with all ranks on the next update. If one could not reach its data, all raise `Unreachable`."
-    return _agree_on_update(batches, dist.gather(_rank_report(batches)), idle)
+    return _agree_on_update(batches, dist.gather(_report(batches)), idle)
 
 # %% ../../nbs/45_training.update.ipynb #329b262b
 class _Kept:
     "A context that keeps an error of any kind, to be raised when all ranks know of it."
-    error:Exception|None = None
+    found:Any = None # what was read, or the error
 
     def __enter__(self): return self
 
     def __exit__(self, kind, e, tb):
-        if isinstance(e, Exception): self.error = e
-        return self.error is not None
+        if isinstance(e, Exception): self.found = e
+        return self.found is e
 
 class _Fetched(NamedTuple):
     "An update whose reports are gathered already, and that is not taken yet."
-    batches:list[Batch]|Exception # of this rank
-    infos:list[list[dict]|Exception] # what all ranks have said
+    batches:Any # of this rank, or why it has none
+    reports:list[Any] # what all ranks have said
     before:dict|None # where this rank's data stood
     waited:float # seconds for its data
 
@@ -164,10 +154,6 @@ class Feed:
     "Updates of an epoch, one after the other. The next may be fetched while the last is computed."
     def __init__(self, loader:Loader, dist:Dist=Dist(), size:int=1, clock:Clock|None=None): # micro-batches
         self.loader,self.dist,self.size,self.clock = loader,dist,size,clock or Clock()
-        self.forget()
-
-    def forget(self)->None:
-        "Begins anew: the loader was put somewhere else."
         self.batches:Iterator[Batch]|None = None # of the epoch; None: none has begun
         self.fetched:_Fetched|None = None # and not taken yet
 
@@ -179,40 +165,36 @@ class Feed:
 
     def close(self)->None:
         "Lets go of the epoch, and of the loader's processes. What was not taken comes again."
-        state = self.state_dict()
-        if self.fetched and state is not None: self.loader.load_state_dict(state)
-        self.forget()
+        if self.fetched and self.fetched.before is not None: self.loader.load_state_dict(self.fetched.before)
+        self.batches = self.fetched = None
 
     def fetch(self, busy:Callable[[],bool]=bool)->None: # whether the device still computes when all is there
         "Reads the next update and asks the ranks about it, unless that was done; every rank must call."
         if self.batches is None or self.fetched is not None: return
-        before,start,batches = self.loader.state_dict(),self.clock.now(),None
-        with self.clock('data'),_Kept() as kept: batches = list(islice(self.batches, self.size))
-        found,read = kept.error or batches,self.clock.now()
-        with self.clock('communication'): infos = self.dist.gather(_rank_report(found))
-        waited = read-start
-        if busy(): # all that time
-            self.clock.move('data', 'forward_backward', waited)
+        before,start = self.loader.state_dict(),self.clock.now()
+        with self.clock('data'),_Kept() as kept: kept.found = list(islice(self.batches, self.size))
+        read = self.clock.now()
+        with self.clock('communication'): reports = self.dist.gather(_report(kept.found))
+        hidden = busy() # all that time
+        if hidden:
+            self.clock.move('data', 'forward_backward', read-start)
             self.clock.move('communication', 'forward_backward', self.clock.now()-read)
-            waited = 0.
-        self.fetched = _Fetched(found, infos, before, waited)
+        self.fetched = _Fetched(kept.found, reports, before, 0. if hidden else read-start)
 
     @property
     def over(self)->bool: # the same on all ranks
         "Whether it is known that no update of the epoch is left."
         if self.fetched is None: return False
-        counts = [len(i) if isinstance(i, list) else 1 for i in self.fetched.infos]
+        counts = [len(r) if isinstance(r, list) else 1 for r in self.fetched.reports]
         return not (max if self.loader.idle else min)(counts)
 
     def take(self)->Update|None: # None: the epoch is over
-        "Returns the next update; every rank must call. An error of its data is raised here, once."
+        "Returns the next update; every rank must call. An error of its data is raised here."
         self.fetch()
-        if self.fetched is None: return None # no epoch has begun
-        batches,infos,before,waited = self.fetched
-        update = _agree_on_update(batches, infos, self.loader.idle)
+        if (f := self.fetched) is None: return None # no epoch has begun
+        update = _agree_on_update(f.batches, f.reports, self.loader.idle)
         self.fetched = None
-        if update is None: return None
-        update.before,update.data_time = before,waited
+        if update: update.before,update.data_time = f.before,f.waited
         return update
 
     def state_dict(self)->dict|None: # of this rank, see `Loader`
