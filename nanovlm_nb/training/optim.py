@@ -83,7 +83,7 @@ def make_optimizer(
     return kind(groups, betas=tuple(train_cfg.betas), weight_decay=train_cfg.weight_decay, fused=fused)
 
 # %% ../../nbs/41_training.optim.ipynb #fc084759
-def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M (MP 0.2)`
+def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
     "Returns how many millions of parameters train, if they are those that the optimizer was given."
     declared = {id(p) for g in optimizer.param_groups for p in g['params']}
     for name,p in model.named_parameters():
