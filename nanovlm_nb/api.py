@@ -73,32 +73,25 @@ def train(
     return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again))
 
 # %% ../nbs/91_api.ipynb #91a10012
-def load(
-    checkpoint:str|Path, # a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id
-    device:torch.device|None=None, # default: the best there is
-)->Asker: # ready to be asked
-    "Open a trained model; of a run the best checkpoint."
+def load(checkpoint:str|Path, device:torch.device|None=None)->Asker: # default: the best there is
+    """Returns a trained model, ready to be asked; of a run its best checkpoint.
+    `checkpoint` is a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id."""
     if not (Path(checkpoint)/PEFT_CONFIG).is_file(): return load_asker(checkpoint, device)
     return Asker.from_model(read_peft(checkpoint).to(device or pick_device()))
 
 # %% ../nbs/91_api.ipynb #91a1001a
-def evaluate(
-    model:Asker|str|Path, # or what `load` takes
-    rows, # as for `train`
-)->dict[str,dict]: # 'answers' and 'blank image' -> kind of question, or 'all' -> (right, asked)
-    "Count right answers to the questions of some rows, with and without looking."
+def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes; as for `train`
+    """Returns right answers and questions of some rows, with the pictures and with blank ones:
+    'answers' and 'blank image' -> kind of question, or 'all' -> (right, asked)."""
     asker = model if isinstance(model, Asker) else load(model)
     seen = [r | dict(images=[open_image(p) for p in r['images'] or []]) for r in own_rows(rows)]
     return {name:accuracy(answer_all(asker, questions_of(seen, blank)))
             for name,blank in (('answers', False), ('blank image', True))}
 
 # %% ../nbs/91_api.ipynb #91a1001e
-def export(
-    model:Asker|str|Path, # or what `load` takes
-    folder:str|Path, # to write
-    format:str='smolvlm', # or idefics3, nanovlm, peft, onnx, web, gguf
-)->Path: # `folder`
-    "Write a model for other programs."
+def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: # or what `load` takes
+    """Writes a model for other programs, and returns the directory that it wrote.
+    Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
     checkpoint = model.model.folder if isinstance(model, Asker) else model
     values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
     import_module(f'nanovlm_nb.{module_of("export", values)}').main(values)

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from commands import TINY, nanovlm, run

@@ -32,31 +32,22 @@ MISUSES = [
     # flags that are wrong in themselves
     ('train', '--lr_pm 0.1', 'unknown flag `--lr_pm`: did you mean `--lr_mp`?'),
     ('train', 'stray', '`stray` belongs to no flag: write --FIELD VALUE'),
-    ('train', '--lr_mp', '--lr_mp: expected one argument'),
     ('train', '--batch_size two', 'batch_size is two: give a whole number above 0'),
     ('train', '--batch_size 0', 'batch_size is 0: give a whole number above 0'),
-    ('train', '--preset nano', "--preset: invalid choice: 'nano' (choose from"),
     ('train', '--train_dataset_path=', 'train_dataset_path is empty: give a value, or leave it out'),
     # settings that contradict each other
     ('train', '--max_sample_length 100000', 'max_sample_length 100000 > lm_max_length 512: lower the first or raise the second'),
     ('train', '--cache_features True', 'cache_features needs a frozen vision tower'),
     # adapters
     ('train', '--lora_rank 4', 'adapters stand beside the weights of a checkpoint that is trained already; give --load_from CHECKPOINT'),
-    ('train', '--lora_rank 4 --load_from nowhere/step_5', 'nowhere/step_5'),
     ('train', '--lora_rank 4 --load_from RUN --lora_targets k_prog', "lora_targets names 'k_prog', and no linear layer of this model is called so"),
     ('plan', '--lora_rank 4 --lora_targets head', "lora_targets names 'head', and no linear layer"),
     # files of settings
     ('train', '--config none.yaml', 'none.yaml: there is no such file or directory: correct the path'),
-    ('train', '--config .', '.: this is a directory: give a file'),
-    ('train', '--config picture.png', 'picture.png is no YAML'),
     ('train', '--config typo.yaml', 'unknown key in typo.yaml `train.batchsize`: did you mean `train.batch_size`?'),
-    ('train', '--deepspeed_config none.json', 'none.json: there is no such file'),
     ('train', '--deepspeed_config typo.json', 'zero_optimisation is unknown: did you mean zero_optimization?'),
-    ('train', '--deepspeed_config typo.yaml', 'typo.yaml is no JSON'),
     # what a run starts from
     ('train', '--resume True', 'resume needs to know which run: give run_name'),
-    ('train', '--load_from nowhere/step_5', 'nowhere/step_5'),
-    ('train', '--resume True --run_name x --load_from nowhere/step_5', 'nowhere/step_5'),
     ('train', '--load_from out/none.pth', 'out/none.pth'),
     ('train', '--resume_from_vlm_checkpoint True --vlm_checkpoint_path nowhere', 'nowhere'),
     ('train', '--vlm_load_backbone_weights True --vit_model_type ./none', './none'),
@@ -67,110 +58,69 @@ MISUSES = [
     ('train', '--vlm_checkpoint_path picture.png/runs', 'a part of this path is a file: give a directory'),
     ('train', f'--run_name {"x"*300}', 'this name is too long: give a shorter one'),
     ('train', '--train_dataset_path ./missing --stream_dataset True', './missing: there is no such file or directory: correct the path'),
-    ('train', '--train_dataset_path missing.jsonl', 'missing.jsonl'),
-    ('train', '--lr_schedule nowhere:f', "lr_schedule 'nowhere:f': no module 'nowhere'"),
     ('train', '--lr_schedule math:csc', "module 'math' has no function 'csc'"),
-    ('train', '--custom_transforms nowhere:f', "custom_transforms 'nowhere:f': no module 'nowhere'"),
     ('train', '--load_from RUN/step_2/model.safetensors', 'model.safetensors is a file: give the directory of a checkpoint'),
     ('train', '--load_from empty', 'empty holds no checkpoint: expected config.json, or last_checkpoint of a run'),
     ('train', '--resume True --load_from RUN/step_9 --run_name r ', 'correct the path, or give run_name alone'),
     ('train', '--resume True --load_from RUN/step_2 --run_name r --batch_size 3', 'cannot resume: packs per update: 4 -> '),
     ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
-    ('train', '--train_dataset_path torn.jsonl', 'no line of torn.jsonl can be used'),
     ('train', '--train_dataset_path picture.png', "Check train_dataset_path=picture.png and train_dataset_name=['default']: default: picture.png is no data set: give a file that ends in .parquet"),
-    ('train', '--train_dataset_path empty --train_dataset_name first', 'first: no folder first in empty; there are []'),
-    ('train', '--train_dataset_path shapes --val_size 100000', 'val_size is 100000: there are 10000 drawn scenes for it, lower val_size'),
     ('train', '--train_dataset_path shapes --train_dataset_name cocoqa', "train_dataset_name 'cocoqa': shapes has no configurations, leave it out"),
     ('train', '--train_dataset_path shapes --images_path pictures', 'images_path pictures is for JSON lines'),
     ('train', '--vlm_checkpoint_path /sys/kernel', '/sys/kernel/'),
-    ('train', '--lm_tokenizer empty', 'lm_tokenizer empty: '),
     ('train', '--hf_repo_name a/b/c/d', "hf_repo_name 'a/b/c/d' is not a name on the hub: give owner/name"),
-    ('train', '--vit_model_type empty --vlm_load_backbone_weights True', 'empty holds no checkpoint: expected config.json'),
     ('train', '--load_from lost/step_2', 'step_2 has neither model.safetensors nor an index of several'),
     ('train', '--lr_mp 0 --lr_vision_backbone 0 --lr_language_backbone 0', 'nothing would train'),
-    ('train', 'none.yaml', 'none.yaml: there is no such file'),
     # commands that foretell a run
-    ('plan', '--load_from nowhere/step_5', 'nowhere/step_5'),
-    ('plan', '--like picture.png', 'picture.png'),
     ('plan', '--like empty', 'empty/log.jsonl: there is no such file'),
     ('plan', 'RUN', '`checkpoints/r` belongs to no flag: give --config checkpoints/r/config.yaml'),
-    ('check', '--config none.yaml', 'none.yaml: there is no such file'),
     ('check', 'nowhere', '`nowhere` belongs to no flag'),
     ('check', 'empty', 'empty holds no config.yaml: give the directory of a run'),
-    ('check', 'RUN/step_2', 'checkpoints/r/step_2 is a checkpoint: give its run, '),
     ('replay', 'RUN/step_2 1', 'checkpoints/r/step_2 is a checkpoint: give its run, '),
-    ('replay', 'nowhere', 'nowhere holds no config.yaml: give the directory of a run'),
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
     ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
-    ('ask', 'torn --prompt x', 'torn cannot be used as a checkpoint: '),
-    ('ask', 'RUN --prompt x --image none.png', 'none.png: there is no such file'),
     ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
     ('ask', 'RUN', 'required: --prompt'),
-    ('ask', 'RUN/step_2/config.json --prompt x', 'config.json is a file: give the directory of a checkpoint'),
-    ('ask', 'empty --prompt x', 'empty holds no checkpoint: expected config.json, or last_checkpoint of a run'),
     ('ask', 'RUN --prompt x --image words.png', 'words.png: cannot identify'),
     ('ask', 'RUN --prompt x --image empty --image /dev/null', 'empty: this is a directory; /dev/null: this is no regular file: give picture files'),
-    ('ask', 'RUN --prompt x --json --stream', 'not allowed with argument --json'),
     ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
-    ('eval', 'RUN --tasks shapes --out .', '--out: . is a directory: give a file'),
     ('eval', '--write_tasks picture.png', 'picture.png: it is there already'),
     ('eval', 'RUN', 'give a checkpoint and --tasks'),
-    ('eval', 'nowhere --tasks shapes', 'nowhere'),
     ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu', which cannot be used here"),
-    ('eval', 'RUN --tasks shapes --out nowhere/x.json', '--out: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
-    ('eval', 'RUN/step_2 --tasks shapes --limit 60 --step 3 --out result.json', 'global_step 2 instead of 3'),
-    ('eval', 'lost/step_2 --tasks shapes --limit 60 --out result.json', 'checkpoint checkpoints/r/step_2 instead of lost/step_2'),
     ('eval', 'RUN --tasks shapes --limit 0', '--limit is 0: give at least 1 sample, or a share below 1 of them'),
-    ('eval', 'RUN --tasks shapes --device cuda:77', "--device is 'cuda:77', which cannot be used here ("),
     ('eval', 'RUN --tasks shapes --device meta', "--device is 'meta', which cannot be used here ("),
     ('eval', 'RUN --tasks words.parquet', '--tasks: words.parquet is no parquet file: give one with the columns images and texts'),
     ('eval', 'RUN --tasks bare.parquet', '--tasks: bare.parquet has no column images, it has texts: give a question file'),
-    ('eval', 'RUN --tasks shapes --out typo.yaml', '--out typo.yaml is there, and is no result of an evaluation: give another --out'),
     ('eval', 'RUN --tasks shapes --out torn.jsonl', '--out torn.jsonl is there, and is no result'),
     *([] if find_spec('lmms_eval') else [
         ('eval', 'RUN --tasks shape', '--tasks: there is no task shape: did you mean shapes?'),
         ('eval', 'RUN --tasks shapes --include_path empty', 'shapes needs its questions: write them with nanovlm eval --write_tasks DIR, and name DIR with --include_path, or for a run with --eval_include_path'),
         ('eval', 'RUN --tasks mmstar', 'mmstar cannot be evaluated here. pip install')]),
-    ('export', 'nowhere out', 'nowhere'),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
-    ('export', 'RUN /proc/foo', '/proc/foo: there is no such file or directory'),
     ('export', 'bare out', 'bare has no tokenizer.json, and that of its training is not here ('),
-    ('ask', 'bare --prompt x', 'copy tokenizer.json and tokenizer_config.json into bare'),
     ('export', 'RUN out --int8', '--int8 with format smolvlm: it is for --format onnx'),
     ('export', 'nowhere out --format onnx', 'nowhere' if find_spec('onnxruntime') else 'pip install nanovlm_nb[onnx]'),
-    ('export', 'RUN out --outtype f32', '--outtype with format smolvlm: it is for --format gguf'),
     ('export', 'RUN out --format gguf', 'image_convention is nanovlm, but llama.cpp' if find_spec('gguf') else 'pip install nanovlm_nb[gguf]'),
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('export', 'adapters out', 'adapters has use_dora True, which is not read here: merge it with peft'),
-    ('export', 'RUN picture.png', 'picture.png is a file: give a new directory'),
-    ('export', 'RUN', 'required: out'),
     ('look', './RUN/step_9', 'checkpoints/r/step_9: there is no such file or directory'),
-    ('look', 'RUN --config torn.yaml', 'torn.yaml is no YAML'),
-    ('look', 'nowhere', 'nowhere cannot be used as a checkpoint'),
     ('chat', 'nowhere', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
-    ('classify', '--config none.yaml', 'none.yaml: there is no such file'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
-    ('classify', '--predict nowhere picture.png', 'nowhere'),
     ('classify', '--config class.yaml', 'unknown key in class.yaml `model.nmae`: did you mean `model.name`?'),
     ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
     ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
     ('classify', '--lr 3', 'here it is `learning_rate` in the section `training` of the file (--config)'),
     ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),
-    ('classify', 'picture.png', 'to sort pictures, give --predict CHECKPOINT'),
     # commands that look at runs
     ('runs', 'nowhere', 'there is no directory nowhere'),
-    ('runs', 'RUN/step_2/config.json', 'there is no directory checkpoints/r/step_2/config.json'),
     ('runs', 'empty --pth out --pth_names own', 'empty holds no checkpoint'),
     ('plot', 'picture.png', 'picture.png is no log of a run: give its directory, or log.jsonl in it'),
-    ('plot', 'RUN --out nowhere/x.png', '--out: there is no directory nowhere'),
     ('plot', 'RUN --out x.docx', 'x.docx is no name of a picture: let it end in one of png'),
-    ('plot', 'RUN/step_2', 'there is no checkpoints/r/step_2/log.jsonl: give the directory of a run'),
-    ('plot', 'nowhere', 'nowhere'),
     ('plot', 'RUN --smooth 2', 'smooth is 2'),
 ]
 #: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
@@ -195,10 +145,8 @@ def place(tmp_path_factory):
     os.chdir(home)
     try: assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
     finally: os.chdir(before)
-    (home/'torn.yaml').write_text('train: [')
     (home/'typo.yaml').write_text('train: {batchsize: 4}')
     (home/'typo.json').write_text('{"zero_optimisation": {"stage": 2}}')
-    (home/'list.yaml').write_text('- a\n- b\n')
     (home/'class.yaml').write_text('model: {nmae: x}\n')
     (home/'bad.jsonl').write_text('{"a": 1}\n')
     (home/'torn.jsonl').write_text('{"conversations": [\n')
@@ -212,8 +160,6 @@ def place(tmp_path_factory):
     (home/'bare').mkdir()
     (home/'bare'/'config.json').write_text((home/'lost'/'step_2'/'config.json').read_text().replace('checkpoints/r/', 'checkpoints/gone/'))
     shutil.copy(home/'checkpoints'/'r'/'step_2'/'model.safetensors', home/'bare')
-    (home/'torn').mkdir()
-    (home/'torn'/'config.json').write_text('{')
     (home/'adapters').mkdir()
     (home/'adapters'/'adapter_config.json').write_text('{"peft_type": "LORA", "use_dora": true, "base_model_name_or_path": "checkpoints/r/step_2"}')
     picture(home/'picture.png')
@@ -228,7 +174,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
 def told(command: str, line: str, capsys) -> str:
     "What a command writes to stderr when it is refused."
     args = [re.sub(r'\bRUN\b', 'checkpoints/r', word) for word in line.split()]
-    small = SMALL if command == 'train' and not line.startswith(('--config', 'stray', 'none.yaml')) else []
+    small = SMALL if command == 'train' and not line.startswith(('--config', 'stray')) else []
     small = [*TINY, '--max_training_steps', '2', *small] if '--run_name r ' in f'{line} ' else small
     capsys.readouterr()
     with pytest.raises(SystemExit) as end: main([command, *small, *args])

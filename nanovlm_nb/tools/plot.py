@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from ..core.run_dir import LOG,STATUS,TEXT_LOG,holder,read_log
 from ..core.logs import describe,finished,log_axis,styled
-from ..core.usage import MissingFile,UsageError,require
+from ..core.usage import MissingFile,require
 from ..runs.arguments import AXES
 from .runs import list_checkpoints
 
@@ -52,16 +52,14 @@ def _cost(record:dict, x:str)->float:
 
 def positions(records:list[dict], x:str='updates')->list[float]: # of a run; one of `AXES`
     "Returns where records stand on an axis."
-    if x not in AXES: raise UsageError(f"x is {x!r}: give one of {', '.join(AXES)}")
+    require(x in AXES, f"x is {x!r}: give one of {', '.join(AXES)}")
     if x=='updates': return [r['step'] for r in records]
     return list(accumulate(_cost(r, x) if 'batch_loss' in r else 0 for r in records))
 
 # %% ../../nbs/66_tools.plot.ipynb #bd77ea20
-def smoothed(
-    values:list[float], keep:float, # in order, nan where there is none; share of what was before, below 1
-)->list[float]: # as many
+def smoothed(values:list[float], keep:float)->list[float]: # nan: there is none; share of what was before
     "Returns the exponential moving average, without a bias towards zero."
-    if not 0<=keep<1: raise UsageError(f"smooth is {keep}: give 0 to below 1, e.g. 0.9")
+    require(0<=keep<1, f'smooth is {keep}: give 0 to below 1, e.g. 0.9')
     out,total,weight = [],0.,0.
     for v in values:
         if v==v: total,weight = keep*total+(1-keep)*v,keep*weight+1-keep
@@ -191,10 +189,8 @@ def status_lines(path:str|Path, now:float|None=None)->list[str]: # of a run; sec
     return [head, last, *(list_checkpoints(folder, now)[:1] or ['no checkpoint yet']), *gpu_lines()]
 
 # %% ../../nbs/66_tools.plot.ipynb #b86b8342
-def main(
-    values:Namespace, # from `arguments.plot_parser`
-)->int: # 0
-    "Command `nanovlm plot`: curves of runs, or their state."
+def main(values:Namespace)->int: # from `arguments.plot_parser`
+    "Command `nanovlm plot`: draws the curves of runs, or prints their state; returns 0."
     if values.status: lines = [l for run in values.runs for l in status_lines(run)]
     else:
         plot_runs([load_run(r) for r in values.runs], values.x, values.smooth, values.out)
