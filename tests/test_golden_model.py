@@ -125,17 +125,15 @@ def answers(gold):
     return json.loads((gold/'generate.json').read_text())
 
 
-@pytest.mark.parametrize('use_cache', [True, False])
-def test_greedy_ids(model, answers, images, use_cache):
-    "Each prompt alone: the recorded ids, with a cache and without."
+def test_greedy_ids(model, answers, images):
+    "Each prompt alone: the recorded ids."
     for a in answers['single']:
         ids = model.generate(torch.tensor([a['prompt_ids']]), images[a['sample']], max_new_tokens=len(a['greedy_ids']),
-                             greedy=True, use_cache=use_cache, eos_token_id=END_NEVER)
+                             greedy=True, eos_token_id=END_NEVER)
         assert ids[0].tolist() == a['greedy_ids']
 
 
-@pytest.mark.parametrize('use_cache', [True, False])
-def test_greedy_ids_batched(model, answers, images, use_cache):
+def test_greedy_ids_batched(model, answers, images):
     "All prompts in one left-padded batch: the same ids again."
     single = answers['single']
     longest = max(len(a['prompt_ids']) for a in single)
@@ -143,7 +141,7 @@ def test_greedy_ids_batched(model, answers, images, use_cache):
     prompts = torch.tensor([[0]*n + a['prompt_ids'] for n, a in zip(pads, single)])
     mask = torch.tensor([[0]*n + [1]*(longest - n) for n in pads])
     ids = model.generate(prompts, [images[a['sample']] for a in single], mask, max_new_tokens=len(single[0]['greedy_ids']),
-                         greedy=True, use_cache=use_cache, eos_token_id=END_NEVER)
+                         greedy=True, eos_token_id=END_NEVER)
     assert ids.tolist() == [a['greedy_ids'] for a in single]
 
 

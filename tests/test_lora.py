@@ -20,7 +20,8 @@ from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.core.files import file_digest
 from nanovlm_nb.model.flops import all_flops, step_flops
-from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet, is_adapter
+from nanovlm_nb.model.weights import is_adapter
+from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
 from nanovlm_nb.tools.plan import GB, checkpoint_bytes, make_plan, memory, sizes
 from nanovlm_nb.training.lora import add_adapters, read_adapted, read_peft
 from nanovlm_nb.training.optim import adapter_sizes, compile_blocks, training_groups

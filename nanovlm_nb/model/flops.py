@@ -86,8 +86,7 @@ def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied
     return 2*cfg.lm_hidden_dim*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + mlp_weights(cfg)
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c2
-def language_flops(
-    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
+def language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
     last_blocks:int|None=None, # only so many blocks learn; None: all of the language model
     checkpointing:bool=False, adapters:dict[str,int]|None=None, # recomputed; numbers in each one's adapters
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
@@ -194,8 +193,7 @@ def mfu(
     return None if peak is None else flops/(seconds*peak)
 
 # %% ../../nbs/29_model.flops.ipynb #f249ee46
-def count_flops(
-    units:dict[str,Flops], # from `unit_flops`
+def count_flops(units:dict[str,Flops], # from `unit_flops`
     tiles:float, tokens:float, pairs:float, targets:float, # of an update, over micro-batches and ranks
 )->float: # FLOPs, a whole number if the counts are
     "Returns the useful arithmetic of an update."

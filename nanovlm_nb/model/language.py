@@ -22,16 +22,13 @@ from .attention import Layout, attention, cached_attention
 # %% ../../nbs/22_model.language.ipynb #cc6d24fa
 class RMSNorm(nn.Module):
     "Divide by the root mean square, then scale."
-    def __init__(self,
-        cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_rms_eps`
-        width:int|None=None, # of the last axis; default: `lm_hidden_dim`
-    ):
+    def __init__(self, cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_rms_eps`
+        width:int|None=None): # of the last axis; default: `lm_hidden_dim`
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width or cfg.lm_hidden_dim))
         self.eps = cfg.lm_rms_eps
 
-    def forward(self,
-        x:Tensor, # (..., D) hidden states
+    def forward(self, x:Tensor, # (..., D) hidden states
     )->Tensor: # (..., D), same dtype
         "Hidden states of size 1."
         f = x.float()
@@ -40,9 +37,7 @@ class RMSNorm(nn.Module):
 # %% ../../nbs/22_model.language.ipynb #148f9c9b
 class RotaryEmbedding(nn.Module):
     "Cosines and sines of the angles at given positions."
-    def __init__(self,
-        cfg:VLMConfig, # reads `head_width`, `lm_re_base`, `lm_attn_scaling`
-    ):
+    def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, `lm_attn_scaling`
         super().__init__()
         width = cfg.head_width
         self.register_buffer('inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
@@ -55,8 +50,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     @torch.no_grad()
-    def forward(self,
-        position_ids:Tensor, # (B, T) or (1, T) positions
+    def forward(self, position_ids:Tensor, # (B, T) or (1, T) positions
     )->tuple[Tensor,Tensor]: # cosines and sines, each (B, 1, T, head width), float32
         "The rotation of each position, the same for all heads and blocks."
         angles = position_ids[:,None,:,None].float()*self.inv_freq
@@ -64,9 +58,7 @@ class RotaryEmbedding(nn.Module):
         return angles.cos()*self.scaling, angles.sin()*self.scaling
 
 # %% ../../nbs/22_model.language.ipynb #b58e15ee
-def apply_rotary(
-    x:Tensor, # (B, H, T, D) queries or keys
-    cos:Tensor, # (B, 1, T, D) cosines
+def apply_rotary(x:Tensor, cos:Tensor, # (B, H, T, D) queries or keys; (B, 1, T, D) cosines
     sin:Tensor, # (B, 1, T, D) sines
 )->Tensor: # (B, H, T, D) turned by the angle of its position, same dtype
     "Turn each pair (i, i + D/2) of the last axis."
@@ -76,9 +68,7 @@ def apply_rotary(
 # %% ../../nbs/22_model.language.ipynb #0be344f6
 class KVCache:
     "Keys and values of what was read so far, one document a row."
-    def __init__(self,
-        max_length:int, # columns: prompt, padding included, and all tokens to come
-    ):
+    def __init__(self, max_length:int): # columns: prompt, padding included, and all tokens to come
         self.max_length,self.length = max_length, 0
         self.k,self.v = {}, {}
         self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
@@ -110,9 +100,7 @@ class KVCache:
         self.positions,self.length = self.key_mask.sum(1), T
         return layout.position_ids(device)
 
-    def append(self,
-        block:int, # number of the block
-        k:Tensor, # (B, Hkv, T, D) its new keys
+    def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
         v:Tensor, # (B, Hkv, T, D) its new values
     )->tuple[Tensor,Tensor,Tensor]: # keys and values so far (B, Hkv, S, D), and which columns count (B, S)
         "Put new keys and values into the columns that `advance` made."
@@ -123,10 +111,7 @@ class KVCache:
         self.k[block][:,:,now],self.v[block][:,:,now] = k, v
         return self.k[block][:,:,upto], self.v[block][:,:,upto], self.key_mask[:,upto]
 
-    def go_back(self,
-        length:int, # columns to keep
-        max_length:int, # columns from now on
-    )->None:
+    def go_back(self, length:int, max_length:int)->None: # columns to keep; columns from now on
         "Forget the columns after the first `length`, and make room for others."
         if not 0<length<=self.length:
             raise ValueError(f"cannot go back to {length} columns: the cache has read {self.length}")
@@ -140,8 +125,7 @@ class LanguageModelGroupedQueryAttention(nn.Module):
     "Causal self-attention inside documents, with shared keys."
     def __init__(self,
         cfg:VLMConfig, # reads the sizes of heads, `lm_qkv_bias`, `lm_qk_norm`, `lm_dropout`, `attn_backend`
-        index:int=0, # number of the block, its place in a cache
-    ):
+        index:int=0): # number of the block, its place in a cache
         super().__init__()
         self.index,self.dropout,self.backend,dim = index, cfg.lm_dropout, cfg.attn_backend, cfg.lm_hidden_dim
         self.head_dim = cfg.head_width
@@ -152,20 +136,16 @@ class LanguageModelGroupedQueryAttention(nn.Module):
                                    for _ in range(2))
         self.resid_dropout = nn.Dropout(cfg.lm_dropout)
 
-    def heads(self,
-        x:Tensor, # (B, T, D) normed hidden states
-        cos:Tensor, # (B, 1, T, head width) cosines of the positions
-        sin:Tensor, # (B, 1, T, head width) sines
+    def heads(self, x:Tensor, # (B, T, D) normed hidden states
+        cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
     )->tuple[Tensor,Tensor,Tensor]: # queries (B, H, T, head width); keys and values (B, Hkv, T, head width)
         "Queries and keys as they are multiplied, normed and turned, and values."
         q,k,v = (p(x).unflatten(-1, (-1,self.head_dim)).transpose(1,2)
                  for p in (self.q_proj, self.k_proj, self.v_proj))
         return apply_rotary(self.q_norm(q), cos, sin),apply_rotary(self.k_norm(k), cos, sin),v
 
-    def forward(self,
-        x:Tensor, # (B, T, D) normed hidden states
-        cos:Tensor, # (B, 1, T, head width) cosines of the positions
-        sin:Tensor, # (B, 1, T, head width) sines
+    def forward(self, x:Tensor, # (B, T, D) normed hidden states
+        cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
         layout:Layout|None=None, # where the documents are; None: one a row
         cache:KVCache|None=None, # what was read before
     )->Tensor: # (B, T, D) what each position gathered
@@ -179,23 +159,19 @@ class LanguageModelGroupedQueryAttention(nn.Module):
 # %% ../../nbs/22_model.language.ipynb #d289f4d2
 class LanguageModelMLP(nn.Module):
     "Gated layer on each position."
-    def __init__(self,
-        cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_inter_dim`
-    ):
+    def __init__(self, cfg:VLMConfig): # reads `lm_hidden_dim`, `lm_inter_dim`
         super().__init__()
         self.gate_proj = nn.Linear(cfg.lm_hidden_dim, cfg.lm_inter_dim, bias=False)
         self.up_proj = nn.Linear(cfg.lm_hidden_dim, cfg.lm_inter_dim, bias=False)
         self.down_proj = nn.Linear(cfg.lm_inter_dim, cfg.lm_hidden_dim, bias=False)
 
-    def forward(self,
-        x:Tensor, # (B, T, D) normed hidden states
+    def forward(self, x:Tensor, # (B, T, D) normed hidden states
     )->Tensor: # (B, T, D)
         "Gate, widen, narrow."
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
 # %% ../../nbs/22_model.language.ipynb #ba8eed60
-def balance_loss(
-    probs:Tensor, # (B, T, E) the router's probabilities, float32
+def balance_loss(probs:Tensor, # (B, T, E) the router's probabilities, float32
     chosen:Tensor, # (B, T, k) experts that each token visits
     real:Tensor|None=None, # (B, T) True at tokens, False at padding; None: no padding
 )->Tensor: # (B,) of each row; 1 if its experts are equally busy, 0 if it has no token
@@ -211,17 +187,14 @@ def balance_loss(
 # %% ../../nbs/22_model.language.ipynb #f57f729d
 class LanguageModelMoE(nn.Module):
     "Experts, of which a router chooses some for each token."
-    def __init__(self,
-        cfg:VLMConfig, # reads `moe_*` and the fields of `LanguageModelMLP`
-    ):
+    def __init__(self, cfg:VLMConfig): # reads `moe_*` and the fields of `LanguageModelMLP`
         super().__init__()
         self.top_k = cfg.moe_top_k
         self.router = nn.Linear(cfg.lm_hidden_dim, cfg.moe_experts, bias=False)
         self.experts = nn.ModuleList(LanguageModelMLP(cfg) for _ in range(cfg.moe_experts))
         self.shared = nn.ModuleList(LanguageModelMLP(cfg) for _ in range(cfg.moe_shared_experts))
 
-    def route(self,
-        x:Tensor, # (B, T, D) normed hidden states
+    def route(self, x:Tensor, # (B, T, D) normed hidden states
     )->tuple[Tensor,Tensor,Tensor]: # probabilities (B, T, E); weights and numbers of those chosen (B, T, k)
         "Which experts each token visits, and what their answers count."
         with torch.autocast(x.device.type, enabled=False):
@@ -229,8 +202,7 @@ class LanguageModelMoE(nn.Module):
         best,chosen = probs.topk(self.top_k)
         return probs, best/best.sum(-1, keepdim=True), chosen
 
-    def forward(self,
-        x:Tensor, # (B, T, D) normed hidden states
+    def forward(self, x:Tensor, # (B, T, D) normed hidden states
         layout:Layout|None=None, # where the documents are, so that padding is not balanced; None: everywhere
     )->tuple[Tensor,Tensor|None]: # (B, T, D), and `balance_loss` (B,) in training, else None
         "Ask the experts and mix their answers."
@@ -248,18 +220,13 @@ class LanguageModelMoE(nn.Module):
 # %% ../../nbs/22_model.language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
-    def __init__(self,
-        cfg:VLMConfig, # reads the `lm_*` fields, `use_moe`
-        index:int=0, # number of the block
-    ):
+    def __init__(self, cfg:VLMConfig, index:int=0): # reads the `lm_*` fields, `use_moe`; number of the block
         super().__init__()
         self.norm1,self.attn = RMSNorm(cfg), LanguageModelGroupedQueryAttention(cfg, index)
         self.norm2,self.mlp = RMSNorm(cfg), LanguageModelMoE(cfg) if cfg.use_moe else LanguageModelMLP(cfg)
 
-    def forward(self,
-        x:Tensor, # (B, T, D) hidden states
-        cos:Tensor, # (B, 1, T, head width) cosines of the positions
-        sin:Tensor, # (B, 1, T, head width) sines
+    def forward(self, x:Tensor, # (B, T, D) hidden states
+        cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
         layout:Layout|None=None, # where the documents are; None: one a row
         cache:KVCache|None=None, # what was read before
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also their balance loss
@@ -270,10 +237,8 @@ class LanguageModelBlock(nn.Module):
         return x+out, balance
 
 # %% ../../nbs/22_model.language.ipynb #6fa64377
-def init_language_weights(
-    module:nn.Module, # a part of the model; others are left alone
-    std:float=.02, # standard deviation of matrices
-)->None:
+def init_language_weights(module:nn.Module, # a part of the model; others are left alone
+    std:float=.02)->None: # standard deviation of matrices
     "Fresh weights for one module; `LanguageModel` applies it to all of its own."
     if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
@@ -295,9 +260,7 @@ def _positions(x, layout, position_ids, cache):
 # %% ../../nbs/22_model.language.ipynb #5f2eb3ae
 class LanguageModel(nn.Module):
     "The decoder."
-    def __init__(self,
-        cfg:VLMConfig, # reads the `lm_*` fields
-    ):
+    def __init__(self, cfg:VLMConfig): # reads the `lm_*` fields
         super().__init__()
         self.cfg,self.recompute = cfg, False
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
@@ -310,8 +273,7 @@ class LanguageModel(nn.Module):
 
     # it is written in Python what differs from batch to batch; blocks are what is compiled
     @torch.compiler.disable(recursive=False)
-    def forward(self,
-        x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
+    def forward(self, x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
         layout:Layout|None=None, # where the documents are; None: one a row
         position_ids:Tensor|None=None, # (B, T) positions; None: from the cache or the layout
         cache:KVCache|None=None, # what was read before; it is extended

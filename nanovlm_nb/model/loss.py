@@ -18,12 +18,10 @@ from ..core.layout import check_bounds,target_tensors
 __all__ = ['labelled_positions', 'ChunkedCrossEntropy', 'cross_entropy', 'cross_entropy_at_targets']
 
 # %% ../../nbs/24_model.loss.ipynb #20800b80
-def labelled_positions(
-    hidden:Tensor,          # (..., D) hidden states
-    targets:Tensor,         # (...) token ids, or `ignore_index`; on the device of `hidden` or on the CPU
-    vocab_size:int,         # V, every target is below it
-    ignore_index:int=IGNORE,  # Marks a position without a target
-)->tuple[Tensor,Tensor]:    # (n, D) hidden states with a target, (n,) their targets
+def labelled_positions(hidden:Tensor, # (..., D) hidden states
+    targets:Tensor, # (...) token ids, or `ignore_index`; on the device of `hidden` or on the CPU
+    vocab_size:int, ignore_index:int=IGNORE, # V, every target is below it; Marks a position without a target
+)->tuple[Tensor,Tensor]: # (n, D) hidden states with a target, (n,) their targets
     "Keep the positions that have a target."
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets {tuple(targets.shape)} do not match hidden {tuple(hidden.shape)}: "
@@ -34,11 +32,8 @@ def labelled_positions(
     return hidden.flatten(0, -2).index_select(0, at), labels
 
 # %% ../../nbs/24_model.loss.ipynb #be52ee06
-def _chunk(
-    rows:Tensor,        # (n, D) hidden states
-    weight:Tensor,      # (V, D) head
-    labels:Tensor,      # (n,) targets
-    grads:bool,         # Also return the gradient of the logits
+def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V, D) head; (n,) targets
+    grads:bool, # Also return the gradient of the logits
 )->tuple[Tensor,Tensor|None]: # (n,) losses, (n, V) gradient of the logits
     "Losses of one chunk and softmax minus one-hot."
     logits = (rows @ weight.T).float()
@@ -54,13 +49,9 @@ def _chunk(
 class ChunkedCrossEntropy(torch.autograd.Function):
     "Sum of cross-entropies; gradients are computed chunk by chunk in the forward pass."
     @staticmethod
-    def forward(ctx,
-        rows:Tensor,      # (n, D) hidden states with a target
-        weight:Tensor,    # (V, D) head
-        labels:Tensor,    # (n,) targets
-        chunk_size:int,   # Rows whose logits exist at one time
-        want_rows:bool,   # Compute the gradient of `rows`
-        want_weight:bool, # Compute the gradient of `weight`
+    def forward(ctx, rows:Tensor, weight:Tensor, # (n, D) hidden states with a target; (V, D) head
+        labels:Tensor, chunk_size:int, # (n,) targets; Rows whose logits exist at one time
+        want_rows:bool, want_weight:bool, # Compute the gradient of `rows`; Compute the gradient of `weight`
     )->tuple[Tensor,Tensor]: # Sum of the losses, (n,) the losses without graph, float32
         "Loss over all chunks, gradients kept for `backward`."
         # the meta device knows no autocast
@@ -86,10 +77,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx,
-        grad:Tensor, # Gradient of the loss, a scalar
-        _:Tensor,    # Of the single losses, which have none
-    )->tuple:        # Gradients of `rows` and `weight`, None for the rest
+    def backward(ctx, grad:Tensor, # Gradient of the loss, a scalar
+        _:Tensor, # Of the single losses, which have none
+    )->tuple: # Gradients of `rows` and `weight`, None for the rest
         "Scale what the forward pass computed, in place."
         if ctx.grads is None:
             raise RuntimeError("the chunked loss can be differentiated once: "
@@ -99,13 +89,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return d_rows, d_weight, None, None, None, None
 
 # %% ../../nbs/24_model.loss.ipynb #0964773d
-def cross_entropy(
-    rows:Tensor,            # (n, D) hidden states with a target
-    weight:Tensor,          # (V, D) head
-    labels:Tensor,          # (n,) their targets, each below V
-    chunk_size:int=2048,    # Most rows whose logits exist at one time
-    reduction:str='sum',    # 'sum' or 'mean' over the targets
-)->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets (n,) without graph
+def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a target; (V, D) head
+    labels:Tensor, # (n,) their targets, each below V
+    chunk_size:int=2048, # Most rows whose logits exist at one time
+    reduction:str='sum', # 'sum' or 'mean' over the targets
+)->tuple[Tensor,Tensor]: # Loss (scalar, float32), losses of the n targets (n,) without graph
     "Cross-entropy of a language-model head; no value is asked for."
     if reduction not in ('sum', 'mean'):
         raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
@@ -122,14 +110,12 @@ def cross_entropy(
         loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
     return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()
 
-def cross_entropy_at_targets(
-    hidden:Tensor,          # (..., D) hidden states, one for each position
-    weight:Tensor,          # (V, D) head
-    targets:Tensor,         # (...) token ids, or `ignore_index` where there is no target
-    chunk_size:int=2048,    # Most positions whose logits exist at one time
-    reduction:str='sum',    # 'sum' or 'mean' over the targets
-    ignore_index:int=IGNORE,  # Marks a position without a target
-)->tuple[Tensor,Tensor]:    # Loss (scalar, float32), losses of the n targets (n,) without graph
+def cross_entropy_at_targets(hidden:Tensor, # (..., D) hidden states, one for each position
+    weight:Tensor, targets:Tensor, # (V, D) head; (...) token ids, or `ignore_index` where there is no target
+    chunk_size:int=2048, # Most positions whose logits exist at one time
+    reduction:str='sum', # 'sum' or 'mean' over the targets
+    ignore_index:int=IGNORE, # Marks a position without a target
+)->tuple[Tensor,Tensor]: # Loss (scalar, float32), losses of the n targets (n,) without graph
     "Cross-entropy of a language-model head, computed only at positions that have a target."
     rows, labels = labelled_positions(hidden, targets, len(weight), ignore_index)
     return cross_entropy(rows, weight, labels, chunk_size, reduction)

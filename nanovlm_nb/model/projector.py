@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ..core.config import VLMConfig
 
 # %% ../../nbs/23_model.projector.ipynb #de7670a5
-def pixel_shuffle(
-    x:Tensor, # (N, P, D) patch features of N tiles, row by row; P is a square number
+def pixel_shuffle(x:Tensor, # (N, P, D) patch features of N tiles, row by row; P is a square number
     factor:int, # side of the square of patches that becomes one token
 )->Tensor: # (N, P/factor**2, D*factor**2), squares row by row, inside a square the patches row by row
     "Fold each `factor` x `factor` square of patches into one token, losing nothing."
@@ -31,9 +30,7 @@ def pixel_shuffle(
 # %% ../../nbs/23_model.projector.ipynb #c86c36ba
 class ModalityProjector(nn.Module):
     "Pixel shuffle, then one matrix to the width of the language model, or two with a bend between them."
-    def __init__(self,
-        cfg:VLMConfig, # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_*`, `init_std`
-    ):
+    def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_*`, `init_std`
         super().__init__()
         self.factor,width = cfg.mp_pixel_shuffle_factor,cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
         self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
@@ -44,8 +41,7 @@ class ModalityProjector(nn.Module):
             self.out = nn.Sequential(nn.GELU(),
                                      _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std))
 
-    def forward(self,
-        x:Tensor, # (N, P, vit_hidden_dim) patch features
+    def forward(self, x:Tensor, # (N, P, vit_hidden_dim) patch features
     )->Tensor: # (N, P/factor**2, lm_hidden_dim) image tokens
         "Image tokens of N tiles."
         return self.out(self.proj(self.norm(pixel_shuffle(x, self.factor))))

@@ -22,17 +22,14 @@ from .attention import attention
 # %% ../../nbs/21_model.vision.ipynb #b5a42a65
 class ViTPatchEmbeddings(nn.Module):
     "Patch vectors with their places."
-    def __init__(self,
-        cfg:VLMConfig, # reads the `vit_*` fields
-    ):
+    def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
         self.side,width = cfg.vit_img_size, cfg.vit_hidden_dim
         self.conv = nn.Conv2d(3, width, kernel_size=cfg.vit_patch_size, stride=cfg.vit_patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if cfg.vit_cls_flag else None
         self.position_embedding = nn.Parameter(torch.zeros(1, cfg.n_patches+cfg.vit_cls_flag, width))
 
-    def forward(self,
-        images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
+    def forward(self, images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
     )->Tensor: # (N, P, D) patch vectors; P+1 with a class token, which comes first
         "Cut, embed, add positions."
         if images.shape[1:]!=(3,self.side,self.side):
@@ -45,17 +42,14 @@ class ViTPatchEmbeddings(nn.Module):
 # %% ../../nbs/21_model.vision.ipynb #794683b8
 class ViTMultiHeadAttention(nn.Module):
     "Self-attention among the patches of a tile."
-    def __init__(self,
-        cfg:VLMConfig, # reads `vit_hidden_dim`, `vit_n_heads`, `vit_dropout`, `attn_backend`
-    ):
+    def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `vit_n_heads`, `vit_dropout`, `attn_backend`
         super().__init__()
         self.n_heads,self.dropout,self.backend = cfg.vit_n_heads, cfg.vit_dropout, cfg.attn_backend
         self.qkv_proj = nn.Linear(cfg.vit_hidden_dim, 3*cfg.vit_hidden_dim)
         self.out_proj = nn.Linear(cfg.vit_hidden_dim, cfg.vit_hidden_dim)
         self.resid_dropout = nn.Dropout(cfg.vit_dropout)
 
-    def forward(self,
-        x:Tensor, # (N, P, D) normed patches
+    def forward(self, x:Tensor, # (N, P, D) normed patches
     )->Tensor: # (N, P, D) what each patch gathered
         "Mix the patches of each tile."
         q,k,v = (y.unflatten(-1, (self.n_heads,-1)).transpose(1,2) for y in self.qkv_proj(x).chunk(3, -1))
@@ -69,16 +63,14 @@ ACTIVATIONS:dict[str,Callable] = dict(gelu_pytorch_tanh=partial(F.gelu, approxim
 class ViTMLP(nn.Module):
     "Two layers on each patch."
     def __init__(self,
-        cfg:VLMConfig, # reads `vit_hidden_dim`, `vit_inter_dim`, `vit_dropout`, `vit_activation`
-    ):
+        cfg:VLMConfig): # reads `vit_hidden_dim`, `vit_inter_dim`, `vit_dropout`, `vit_activation`
         super().__init__()
         self.fc1 = nn.Linear(cfg.vit_hidden_dim, cfg.vit_inter_dim)
         self.fc2 = nn.Linear(cfg.vit_inter_dim, cfg.vit_hidden_dim)
         self.activation = cfg.vit_activation
         self.dropout = nn.Dropout(cfg.vit_dropout)
 
-    def forward(self,
-        x:Tensor, # (N, P, D) normed patches
+    def forward(self, x:Tensor, # (N, P, D) normed patches
     )->Tensor: # (N, P, D)
         "Widen, bend, narrow."
         return self.dropout(self.fc2(ACTIVATIONS[self.activation](self.fc1(x))))
@@ -86,8 +78,7 @@ class ViTMLP(nn.Module):
 # %% ../../nbs/21_model.vision.ipynb #1a988a19
 class LayerNorm(nn.LayerNorm):
     "Layer norm in the precision of its input, whatever that of its weights."
-    def forward(self,
-        x:Tensor, # (..., D)
+    def forward(self, x:Tensor, # (..., D)
     )->Tensor: # (..., D), same dtype
         "Mean 0 and variance 1, then scale and shift."
         weight,bias = self.weight.to(x.dtype),self.bias.to(x.dtype)
@@ -98,27 +89,22 @@ class LayerNorm(nn.LayerNorm):
 # %% ../../nbs/21_model.vision.ipynb #c9a92cdc
 class ViTBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
-    def __init__(self,
-        cfg:VLMConfig, # reads the `vit_*` fields
-    ):
+    def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
         self.ln1 = LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
         self.attn = ViTMultiHeadAttention(cfg)
         self.ln2 = LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
         self.mlp = ViTMLP(cfg)
 
-    def forward(self,
-        x:Tensor, # (N, P, D) patches
+    def forward(self, x:Tensor, # (N, P, D) patches
     )->Tensor: # (N, P, D) patches
         "One round of looking and thinking."
         x = x+self.attn(self.ln1(x))
         return x+self.mlp(self.ln2(x))
 
 # %% ../../nbs/21_model.vision.ipynb #c8fd8697
-def init_vision_weights(
-    module:nn.Module, # a part of the tower; others are left alone
-    std:float=.02, # standard deviation of matrices
-)->None:
+def init_vision_weights(module:nn.Module, # a part of the tower; others are left alone
+    std:float=.02)->None: # standard deviation of matrices
     "Fresh weights for one module; `ViT` applies it to all of its own."
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         nn.init.normal_(module.weight, std=std)
@@ -128,9 +114,7 @@ def init_vision_weights(
 
 class ViT(nn.Module):
     "The vision tower."
-    def __init__(self,
-        cfg:VLMConfig, # reads the `vit_*` fields
-    ):
+    def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
         self.cfg,self.recompute = cfg, False
         self.patch_embedding = ViTPatchEmbeddings(cfg)
@@ -141,8 +125,7 @@ class ViT(nn.Module):
         self.pre_norm,self.layer_norm = norm(cfg.vit_pre_norm), norm(cfg.vit_post_norm)
         self.apply(partial(init_vision_weights, std=cfg.init_std))
 
-    def forward(self,
-        images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
+    def forward(self, images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
     )->Tensor: # (N, P, D) patch features; (N, D) with a class token, unless `vit_keep_patches`
         "Features of N tiles."
         x = self.pre_norm(self.dropout(self.patch_embedding(images)))

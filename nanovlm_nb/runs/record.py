@@ -27,8 +27,8 @@ from ..core.files import write_atomic
 from ..core.logs import RunLog,plot_curves
 from ..core.usage import UsageError
 from ..core.run_dir import ANSWER_TABLE,CONFIG,DROP_LIST,LOG,RECORD,find_checkpoint,read_log
-from ..model.vlm import VisionLanguageModel,bullets,checkpoint_weights
-from ..model.weights import load_weights
+from ..model.weights import bullets,checkpoint_weights,load_weights
+from ..model.vlm import VisionLanguageModel
 from ..data.dataset import Drops,Unreachable
 from ..data.loader import first_rows
 from ..data.shapes import best_blind_guess

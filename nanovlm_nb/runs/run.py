@@ -28,8 +28,9 @@ from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,RunLock,checkpoints,read_sta
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,projector_advice,save_notes
 from ..model.vision import ViT
-from ..model.weights import load_vision_backbone,with_tower
-from ..model.vlm import VisionLanguageModel,checkpoint_weights,noted_base,tower_note
+from ..model.weights import checkpoint_weights,load_vision_backbone,noted_base,tower_note
+from ..model.weights import with_tower
+from ..model.vlm import VisionLanguageModel
 from ..data.dataset import Unreachable
 from ..data.images import image_processor_of
 from ..data.loader import SHAPES_SCENES,get_dataloaders,load_tokenizer,size_line

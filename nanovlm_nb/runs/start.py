@@ -15,9 +15,8 @@ from ..core.config import BESIDE_WEIGHTS,OF_RUN,TrainConfig,VLMConfig,check_conf
 from ..core.config import ranks_of_copy
 from ..core.run_dir import find_checkpoint
 from ..core.usage import require
-from ..model.weights import checkpoint_config,language_config,pth_path,resolve_checkpoint
-from ..model.weights import tower_fields
-from ..model.vlm import find_tokenizer
+from ..model.weights import checkpoint_config,find_tokenizer,language_config,pth_path
+from ..model.weights import resolve_checkpoint,tower_fields
 from .deepspeed import read_deepspeed
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10006

@@ -22,8 +22,8 @@ from ..core.usage import UsageError,require,user_path
 from ..core.config import OWN_FIELDS,VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
-from ..model.weights import OWN_CONFIG, to_smolvlm
-from ..model.vlm import LORA_NOTE, VisionLanguageModel, written_at_once
+from ..model.weights import LORA_NOTE,OWN_CONFIG,to_smolvlm,written_at_once
+from ..model.vlm import VisionLanguageModel
 from ..training.lora import PEFT_CONFIG, read_adapted, read_peft, save_peft
 
 # %% ../../nbs/69_tools.export.ipynb #f2180e4f

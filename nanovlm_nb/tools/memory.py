@@ -194,7 +194,7 @@ def peak_memory(
         visited = cfg.moe_top_k+cfg.moe_shared_experts
         cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*visited)
     batch = fullest_batch(cfg, train_cfg) if batch is None else batch
-    choose_backend(cfg.attn_backend, batch['layout'], META, dtype) # tries it, once
+    choose_backend(cfg.attn_backend, True, 'meta', dtype) # tries it, once
     net,t = like_cuda(meta_net(cfg, train_cfg), dtype),Allocations()
     for x in net.buffers(): t.hold(x, 'rest')
     for p in net.parameters():

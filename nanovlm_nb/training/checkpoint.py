@@ -28,7 +28,7 @@ from ..core.files import OLD,TMP,file_digests,file_sizes,fsync,fsync_tree,remove
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
-from ..model.vlm import is_adapter
+from ..model.weights import is_adapter
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86

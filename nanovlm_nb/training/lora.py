@@ -20,10 +20,10 @@ from torch import nn
 
 from ..core.config import TrainConfig
 from ..core.usage import UsageError,require
-from ..model.weights import FAMILIES,load_weights,open_tensors,resolve_checkpoint,smolvlm_names
-from ..model.weights import text_type
-from ..model.vlm import LORA_A,LORA_B,VisionLanguageModel,base_digest,checkpoint_weights
-from ..model.vlm import find_tokenizer,noted_base,written_at_once
+from ..model.weights import base_digest,checkpoint_weights,FAMILIES,find_tokenizer,load_weights
+from ..model.weights import LORA_A,LORA_B,noted_base,read_file,resolve_checkpoint,smolvlm_names
+from ..model.weights import text_type,written_at_once
+from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
 
 # %% ../../nbs/48_training.lora.ipynb #10ad480c
@@ -151,7 +151,7 @@ def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval 
     config = _plain_lora(folder)
     base = resolve_checkpoint(config.base_model_name_or_path)
     cfg,state = checkpoint_weights(base)
-    with open_tensors(Path(folder)/PEFT_WEIGHTS) as f: theirs = {k:f.get_tensor(k).float() for k in f.keys()}
+    theirs = {k:w.float() for k,w in read_file(Path(folder)/PEFT_WEIGHTS).items()}
     rank = math.sqrt(config.r) if config.use_rslora else config.r
     _merge_peft(state, theirs, config.lora_alpha/rank, cfg)
     require(not theirs, f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '

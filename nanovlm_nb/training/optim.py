@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.config import TrainConfig
 from ..core.usage import require
-from ..model.vlm import is_adapter
+from ..model.weights import is_adapter
 from ..model.flops import COMPONENTS
 
 # %% ../../nbs/41_training.optim.ipynb #bf47b93f

@@ -27,7 +27,7 @@ from ..core.config import TrainConfig,ranks_of_copy,updates_of_run
 from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
 from ..core.logs import Clock
-from ..model.vlm import check_adapters,checkpoint_weights
+from ..model.weights import check_adapters, checkpoint_weights
 from ..data.dataset import Unreachable
 from ..data.packing import Batch
 from ..data.lanes import merge_states

@@ -39,8 +39,8 @@ from ..core.run_dir import find_checkpoint
 from ..core.logs import finished,styled
 from ..core.layout import Layout
 from ..model.language import KVCache,init_language_weights
-from ..model.weights import checkpoint_config,resolve_checkpoint
-from ..model.vlm import VisionLanguageModel,find_tokenizer,rows_with_target,targets_by_row
+from ..model.weights import checkpoint_config,find_tokenizer,resolve_checkpoint
+from ..model.vlm import VisionLanguageModel, rows_with_target, targets_by_row
 from ..data.images import image_processor_of
 from ..data.dataset import Plan,VQADataset
 from ..data.packing import Batch,unpack

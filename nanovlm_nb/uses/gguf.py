@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.config import VLMConfig
 from ..core.usage import require
-from ..model.weights import Family,neighbours,text_type,their_names,to_smolvlm
-from ..model.vlm import VisionLanguageModel,written_at_once
+from ..model.weights import Family,neighbours,text_type,their_names,to_smolvlm,written_at_once
+from ..model.vlm import VisionLanguageModel
 from ..tools.export import chat_template,exporting,open_model
 
 if TYPE_CHECKING: from gguf import GGMLQuantizationType # loaded where a file is written

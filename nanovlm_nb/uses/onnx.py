@@ -24,7 +24,8 @@ from torch import Tensor,nn
 from ..core.config import VLMConfig
 from ..core.usage import UsageError
 from ..model.language import RMSNorm
-from ..model.vlm import VisionLanguageModel,written_at_once
+from ..model.weights import written_at_once
+from ..model.vlm import VisionLanguageModel
 from ..data.prompts import get_image_string,to_messages
 from ..tools.export import exporting,open_model,save_json,write_form
 

@@ -27,8 +27,8 @@ from PIL import Image
 
 from ..core.usage import UsageError
 from ..core.config import VLMConfig
-from ..model.weights import to_smolvlm
-from ..model.vlm import VisionLanguageModel,written_at_once
+from ..model.weights import to_smolvlm,written_at_once
+from ..model.vlm import VisionLanguageModel
 from ..data.shapes import QUESTIONS,draw_scene,held_out,make_scene
 from ..answers.heatmap import default_blocks
 from ..tools.export import exporting,open_model,save_json

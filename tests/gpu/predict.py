@@ -234,7 +234,7 @@ def our_step(model, run, batch) -> tuple[list[Op], int]:
     run = evolve(run, dtype='bfloat16', compile=False, tile_multiple=run.tile_multiple or 8)
     net, layout = like_cuda(meta_net(model, run)), batch['layout']
     trainer = make_trainer(net, run, [], [], dist=Dist(device=META))
-    choose_backend(model.attn_backend, layout, META, torch.bfloat16)  # tries it, once
+    choose_backend(model.attn_backend, True, 'meta', torch.bfloat16)  # tries it, once
     update, d = gather_update([batch], trainer.dist), tally(batch)
     census = Census(sum(n*(n+1)//2 for row in batch['doc_lens'] for n in row)).watch(net)
     with census: accumulate(trainer, update)
