@@ -389,7 +389,7 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
     text,tensors = FAMILIES[text_type(cfg)],{}
     for k,w in state.items():
         names = smolvlm_names(k, text)
-        if not names or (cfg.lm_tie_weights and k==HEAD): continue
+        if not names: continue # a tied head is written too: MLX looks for it
         w = w[0] if k.endswith('position_embedding') else w
         tensors |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names)))}
     return _smolvlm_config(cfg, kind),tensors
