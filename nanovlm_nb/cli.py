@@ -29,7 +29,7 @@ EXPORTS = dict(onnx='uses.onnx', web='uses.web', gguf='uses.gguf') # format -> m
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
 
 def overview(width:int=100)->str: # of the terminal
-    "All commands by purpose, a line for each."
+    "Returns all commands by purpose, a line for each."
     lines = ['usage: nanovlm COMMAND [arguments]    (nanovlm COMMAND --help says which)']
     for purpose,group in TABLE.items():
         lines += ['', purpose]
@@ -48,7 +48,7 @@ MOVED = dict(inspect=f'{IN_CHECK}, with --rows N for samples and packs', doctor=
     invariance='it is a test now, pytest tests/test_trainer.py -k split')
 
 def check_command(name:str)->None: # the first word after `nanovlm`
-    "Raise a UsageError about a command that does not exist."
+    "Raises a UsageError about a command that does not exist."
     if name in COMMANDS: return
     require(name not in MOVED, f'there is no command `{name}` any more: {MOVED.get(name)}')
     if name.startswith('-'):
@@ -59,7 +59,7 @@ def check_command(name:str)->None: # the first word after `nanovlm`
 
 # %% ../nbs/90_cli.ipynb #90c0000c
 def module_of(command:str, values:Namespace)->str: # of the table; from its parser
-    "The module whose `main(values)` does it, within the package."
+    "Returns the module whose `main(values)` does it, within the package."
     return command=='export' and EXPORTS.get(values.format) or COMMANDS[command]
 
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code

@@ -232,7 +232,7 @@ def eval_parser(add): # of `nanovlm eval`
 # %% ../../nbs/57_runs.arguments.ipynb #19a000d8
 @command()
 def look_parser(add): # of `nanovlm look`
-    """Does a model look at its pictures?
+    """Show whether a model looks at its pictures.
 
     Loss and right answers with the right picture, another one, a blank one, and none."""
     add('checkpoint', type=_checkpoint,

@@ -30,7 +30,7 @@ from .plan import GB,USABLE,make_plan
 
 # %% ../../nbs/68_tools.check.ipynb #1ff81e21
 def foreseen(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Start: # as given; ranks
-    "What a run will be, as far as that can be known."
+    "Returns what a run will be, as far as that can be known."
     try: return foresee_start(vlm_cfg, train_cfg, gpus)
     except (OSError, ValueError): return Start(vlm_cfg, train_cfg, 'nothing', [])
 
@@ -38,7 +38,7 @@ def foreseen(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Start: # as 
 def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given; ranks
     run_dir:Path|None=None, # of the run that is to resume; None: as the settings say
 )->Iterator[Finding]:
-    "What a start would do, and each line of what a resume would do."
+    "Yields what a start would do, and each line of what a resume would do."
     try:
         start = resolve_start(vlm_cfg, evolve(train_cfg, resume=True) if run_dir else train_cfg, gpus)
         v,c = start.vlm_cfg,start.train_cfg
@@ -66,7 +66,7 @@ def check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a 
     return text
 
 def time_line(plan:dict)->str: # from `make_plan`
-    "How long the run takes, on each kind of GPU."
+    "Returns how long the run takes, on each kind of GPU."
     units = {'h':3600, 'min':60, 's':1, 'ms':.001}
     each = ', '.join(f"{with_unit(3600*d['hours'], units)} on {plan['gpus']} {name}"
                      for name,d in plan['devices'].items())
@@ -75,12 +75,12 @@ def time_line(plan:dict)->str: # from `make_plan`
 
 # %% ../../nbs/68_tools.check.ipynb #8422cb1e
 def tiles_needed(plan:dict)->float: # a second, from `make_plan` for one kind of GPU
-    "Tiles that a rank's GPU takes in a second."
+    "Returns the tiles that a rank's GPU takes in a second."
     packs = plan['work']['packs']/plan['gpus']
     return packs*plan['pack']['tiles']/next(iter(plan['devices'].values()))['seconds']
 
 def cost_findings(plan:dict, vlm_cfg:VLMConfig, gib:float|None)->Iterator[Finding]: # from `make_plan`
-    "What the checks of the cost find."
+    "Yields what the checks of the cost find."
     yield tried('memory', check_memory, plan, gib)
     yield tried('time', time_line, plan)
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path, plan['disk']['checkpoint'],
@@ -88,7 +88,7 @@ def cost_findings(plan:dict, vlm_cfg:VLMConfig, gib:float|None)->Iterator[Findin
 
 # %% ../../nbs/68_tools.check.ipynb #623dd8df
 def this_gpu(plan:dict, gpu:str|None)->tuple[float|None,float|None]: # from `make_plan` for that GPU; its name
-    "The memory of this machine's GPU in GiB, and the tiles a second that it takes; None: not known."
+    "Returns this GPU's memory in GiB and the tiles a second that it takes; None: not known."
     gib = torch.cuda.get_device_properties(0).total_memory/GB if gpu else None
     return gib,tiles_needed(plan) if gpu and find_gpu(gpu) else None
 
@@ -96,7 +96,7 @@ def check_all(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given; 
     run_dir:Path|None=None, # of a run that is to resume
     rows:int=0, smoke:int=0, # rows to show; updates of a short run
 )->Iterator[Finding|str]: # a str is a heading, or a row that is shown
-    "Whatever can be asked before a run starts."
+    "Yields whatever can be asked before a run starts."
     yield 'start'
     yield from start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     v,c,*_ = foreseen(vlm_cfg, train_cfg, gpus)

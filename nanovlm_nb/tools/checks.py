@@ -30,12 +30,12 @@ class Skip(Exception):
 WRONG = (OSError, ValueError, RuntimeError, LookupError) # what a check may raise; UsageError is a ValueError
 
 def failed(name:str, error:Exception)->Finding: # of the check; one of `WRONG`
-    "A failure in one line."
+    "Returns a failure in one line."
     kind = '' if isinstance(error, UsageError) else f'{type(error).__name__}: '
     return Finding(name, FAIL, kind+' '.join(str(error).split()))
 
 def tried(name:str, check:Callable[...,str], *args)->Finding: # on the screen; the check, its arguments
-    "What a check found."
+    "Returns what a check found."
     try: return Finding(name, PASS, check(*args))
     except Skip as e: return Finding(name, SKIP, str(e))
     except WRONG as e: return failed(name, e)

@@ -85,7 +85,7 @@ def check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|None
 
 # %% ../../nbs/65_tools.doctor.ipynb #570c042f
 def driver_version(command:str='nvidia-smi')->str|None: # None: there is no driver that answers
-    "The version of the GPUs' driver."
+    "Returns the version of the GPUs' driver."
     if shutil.which(command) is None: return None
     done = subprocess.run([command, '--query-gpu=driver_version', '--format=csv,noheader'],
                           capture_output=True, text=True, timeout=30)
@@ -103,11 +103,11 @@ def check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that tor
 
 # %% ../../nbs/65_tools.doctor.ipynb #04f20d9f
 def exactness(device:torch.device)->tuple[torch.dtype,float]: # the error of attention that is allowed
-    "What training computes in, and how exact that is."
+    "Returns what training computes in, and how exact that is."
     return (torch.bfloat16,5e-2) if device.type=='cuda' else (torch.float32,1e-2)
 
 def attention_error(name:str, device:torch.device)->float: # a name in `BACKENDS`
-    "The largest difference to the definition of attention."
+    "Returns the largest difference to the definition of attention."
     generator,dtype = torch.Generator().manual_seed(0),exactness(device)[0]
     q,k,v = (torch.randn(1, 2, 12, 8, generator=generator).to(device, dtype) for _ in range(3))
     layout = Layout.from_doc_lens([[5,4,2]], 12)
@@ -116,7 +116,7 @@ def attention_error(name:str, device:torch.device)->float: # a name in `BACKENDS
 
 # %% ../../nbs/65_tools.doctor.ipynb #04f20da0
 def check_attention(device:torch.device, wanted:str='auto')->str: # `attn_backend` of the run
-    "Which backends can be used; raises when one computes something else, or the wanted one cannot be used."
+    "Returns which backends can be used; raises when one is wrong, or the wanted one cannot be used."
     dtype,most = exactness(device)
     problems = {n:why.splitlines()[0] for n in BACKENDS if (why := problem_of(n, device.type, dtype))}
     require(wanted not in problems, f'{wanted} cannot be used on {device.type}: {problems.get(wanted)}; '
@@ -128,7 +128,7 @@ def check_attention(device:torch.device, wanted:str='auto')->str: # `attn_backen
 
 # %% ../../nbs/65_tools.doctor.ipynb #274cf9ef
 def existing(folder:str|Path)->Path: # need not be there
-    "A directory, or the nearest above it that exists."
+    "Returns a directory, or the nearest above it that exists."
     path = Path(folder).absolute()
     return next(p for p in (path, *path.parents) if p.exists())
 
@@ -193,7 +193,7 @@ def check_slurm(command:str='sinfo')->str:
 PATIENCE_S = 20. # seconds that a process gets to end after SIGTERM, with all that it has started
 
 def run_to_end(command:list[str], timeout_s:float, **how)->subprocess.CompletedProcess: # as for `Popen`
-    "Run a command and leave nothing of it behind; raises subprocess.TimeoutExpired."
+    "Runs a command and leaves nothing of it behind; raises subprocess.TimeoutExpired."
     p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
     try:
         out,err = p.communicate(timeout=timeout_s)
@@ -202,7 +202,7 @@ def run_to_end(command:list[str], timeout_s:float, **how)->subprocess.CompletedP
         if p.poll() is None: _end(p)
 
 def _end(p):
-    "Ask a process to end; if it does not, kill it."
+    "Asks a process to end; if it does not, kills it."
     p.terminate()
     try: p.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -228,14 +228,14 @@ def check_two_processes(timeout_s:float=120.)->str: # until they must have met
 
 # %% ../../nbs/65_tools.doctor.ipynb #19573343
 def smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
-    "A run of some updates that reports nowhere."
+    "Returns a run of some updates that reports nowhere."
     return evolve(train_cfg, max_training_steps=updates, max_training_samples=None, eval_in_epochs=False,
                   save_interval=0, ask_samples=0, tracker='none', progress_bar=False, resume=False,
                   deepspeed_config=None, run_name='smoke')
 
 # %% ../../nbs/65_tools.doctor.ipynb #19573344
 def short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float)->tuple[list,str]:
-    "The losses of a run in a process of its own, and if it fails the last line of what it says."
+    "Returns the losses of a run in a process of its own, and the last line of what it says if it fails."
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
     command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml',
                *code_flags(small.to_dict())]
@@ -262,7 +262,7 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # from `resolve_st
 
 # %% ../../nbs/65_tools.doctor.ipynb #01697dc8
 def machine_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ranks here
-    "What the checks of the machine find, one after the other."
+    "Yields what the checks of the machine find, one after the other."
     device,cpus = pick_device(),cores_of_rank()
     yield tried('packages', check_packages)
     yield tried('GPUs', check_gpus, gpus, torch.cuda.device_count())

@@ -33,7 +33,7 @@ from .checks import PASS,WRONG,Finding,Skip,failed,tried
 
 # %% ../../nbs/62_tools.inspect.ipynb #876c5bec
 def open_data(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->tuple[PackLoader,PackLoader]: # training, validation
-    "The loaders of a run, with a single lane and in this process."
+    "Returns the loaders of a run, with a single lane and in this process."
     one = evolve(train_cfg, batch_size=1, gradient_accumulation_steps=1, num_workers=0, val_workers=0)
     try: return get_dataloaders(one, vlm_cfg)
     except (*LOAD_ERRORS, IndexError) as e:
@@ -41,7 +41,7 @@ def open_data(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->tuple[PackLoader,PackLo
 
 # %% ../../nbs/62_tools.inspect.ipynb #18709952
 def why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; where the data are
-    "Why data cannot be loaded: the parquet files that are damaged or empty, else the error."
+    "Returns why data cannot be loaded: the parquet files that are damaged or empty, else the error."
     files = sorted(Path(path).rglob('*.parquet')) if Path(path).is_dir() else [Path(path)]
     found = {p:rows_in(p) for p in files if p.suffix=='.parquet' and p.is_file()}
     damaged = [str(p) for p,n in found.items() if n is None]
@@ -55,7 +55,7 @@ MARKS = dict(learned=('[[', ']]'), wrong=('!!', '!!'))
 ANSI = dict(learned=('\033[32m', '\033[0m'), wrong=('\033[31m', '\033[0m'))
 
 def sample_text(sample:dict, tokenizer:Any, colour:bool=False)->str: # from `finish`
-    "A sample to be read: what is learned is marked."
+    "Returns a sample as text, in which what is learned is marked."
     ids,labels = sample['input_ids'].tolist(),[IGNORE,*sample['labels'].tolist()]
     states = [('' if l==IGNORE else 'learned' if l==i else 'wrong', i) for i,l in zip(ids, labels)]
     text,image = '',re.escape(tokenizer.image_token)
@@ -81,7 +81,7 @@ class Seen:
 
 # %% ../../nbs/62_tools.inspect.ipynb #15d184ba
 def take_in(seen:Seen, row:dict, samples:Any, show:int)->None: # from a source; a `VQADataset`; as for `look`
-    "Add a row; raises `Dropped` if it is left out."
+    "Adds a row; raises `Dropped` if it is left out."
     plan = samples.plan_row(row)
     sample = samples.finish(plan, row['images'])
     seen.plans.append(plan)
@@ -95,7 +95,7 @@ def take_in(seen:Seen, row:dict, samples:Any, show:int)->None: # from a source; 
 
 # %% ../../nbs/62_tools.inspect.ipynb #d803c975
 def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->Seen: # rows to read; samples to keep
-    "Plan and decode the first rows as a lane does."
+    "Returns the first rows of a loader, planned and decoded as a lane does it."
     seen,samples = Seen(loader),loader.samples
     for _,row in islice(loader.source.rows_of(0, 1, 0), n):
         seen.rows += 1
@@ -109,13 +109,13 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->Seen: # rows to read; sa
 
 # %% ../../nbs/62_tools.inspect.ipynb #bceba273
 def value_range(values:Sequence[int])->str: # one or more
-    "Smallest, largest and median of some numbers."
+    "Returns the smallest, the largest and the median of some numbers."
     low,high = min(values),max(values)
     return f'{low} to {high} (median {median(values):g})' if low<high else f'{low}'
 
 # %% ../../nbs/62_tools.inspect.ipynb #bceba274
 def check_rows(seen:Seen, held:Seen)->str: # of training, of validation
-    "Sizes of the samples; raises when no row is used."
+    "Returns the sizes of the samples; raises when no row is used."
     require(seen.plans, f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
     p = seen.plans
     return (f'{len(p)} of {seen.rows} rows of training and {len(held.plans)} of {held.rows} of validation: '
@@ -127,7 +127,7 @@ def check_rows(seen:Seen, held:Seen)->str: # of training, of validation
 FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','too_long')
 
 def left_out(drops:Drops, reason:str, most:int=5)->str: # a key of `drops.counts`; ids to name
-    "The samples that were left out for a reason, what is wrong with the first, and what helps."
+    "Returns which samples were left out for a reason, what is wrong with the first, and what helps."
     first,*others = drops.ids(reason)
     also = f", and {', '.join(others[:most-1])}" if others else ''
     more = f' and {len(others)-most+1} more' if len(others)>=most else ''
@@ -136,7 +136,7 @@ def left_out(drops:Drops, reason:str, most:int=5)->str: # a key of `drops.counts
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e4
 def check_left_out(*seen:Seen)->str: # of training, of validation
-    "What is left out by choice; raises when a row is left out because something is wrong with it."
+    "Returns what is left out by choice; raises when something is wrong with a row that is left out."
     drops = Drops()
     for s in seen: drops.merge(s.loader.drops)
     wrong = [left_out(drops, r) for r in drops.counts if r in FAULTY]
@@ -145,7 +145,7 @@ def check_left_out(*seen:Seen)->str: # of training, of validation
 
 # %% ../../nbs/62_tools.inspect.ipynb #16563ffa
 def check_pictures(seen:Seen, need:float|None=None, workers:int=1)->str: # tiles a second; loader processes
-    "The speed of one core and the tiles that come of enlarging; raises when a GPU would wait."
+    "Returns the speed of one core and the tiles that enlarging adds; raises when a GPU would wait."
     speed = sum(p.tiles for p in seen.plans)/max(seen.seconds, 1e-9)
     if not speed: raise Skip('none in the first rows')
     now,native = map(sum, zip(*seen.enlarged)) if seen.enlarged else (0, 0)
@@ -159,7 +159,7 @@ def check_pictures(seen:Seen, need:float|None=None, workers:int=1)->str: # tiles
 
 # %% ../../nbs/62_tools.inspect.ipynb #a2842a60
 def picture_bytes(picture:Any)->bytes: # what a row may hold
-    "What a picture is, without its file's name."
+    "Returns the bytes of a picture, without its file's name."
     if isinstance(picture, dict): picture = picture.get('bytes') or picture.get('path') or b''
     if isinstance(picture, (str, Path)):
         return Path(picture).read_bytes() if Path(picture).is_file() else str(picture).encode()
@@ -170,7 +170,7 @@ def picture_bytes(picture:Any)->bytes: # what a row may hold
 
 # %% ../../nbs/62_tools.inspect.ipynb #db86fef5
 def fingerprint(row:dict)->str: # from a source
-    "The same for rows with the same turns and pictures."
+    "Returns a digest that is the same for rows with the same turns and pictures."
     turns = [(t['user'], t['assistant']) for t in row.get('texts') or []]
     digest = hashlib.sha1(json.dumps(turns).encode())
     for picture in row['images']: digest.update(hashlib.sha1(picture_bytes(picture)).digest())
@@ -178,7 +178,7 @@ def fingerprint(row:dict)->str: # from a source
 
 # %% ../../nbs/62_tools.inspect.ipynb #db86fef6
 def fingerprints(loader:PackLoader, n:int)->dict[str,str]: # rows to compare
-    "Contents of the first rows, and the id of one that has them; rows of another form have none."
+    "Returns the digests of the first rows, each with the id of one that has it."
     rows = (r for _,r in islice(loader.source.rows_of(0, 1, 0), n) if not isinstance(r, Dropped))
     return {fingerprint(r):r['id'] for r in rows if isinstance(r.get('texts'), list)}
 
@@ -195,13 +195,13 @@ def check_split(train:PackLoader, val:PackLoader, n:int=COMPARED)->str: # from `
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
 def stored_columns(path:str, name:str)->list[str]: # of a configuration
-    "The columns as they are stored."
+    "Returns the columns as they are stored."
     stored = load_config(path, name, streaming=True, as_stored=True).with_format('arrow')
     return next(iter(stored.iter(batch_size=1))).column_names
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
 def check_columns(train_cfg:TrainConfig)->str:
-    "The columns that training reads; raises when a configuration cannot be loaded or a name is misspelt."
+    "Returns the columns that training reads; raises when one is misspelt, or cannot be loaded."
     path,unread = train_cfg.train_dataset_path,set()
     if path=='shapes' or path.endswith('.jsonl') or any(Path(path).glob('*.jsonl')):
         raise Skip('drawn, or JSON lines')
@@ -217,7 +217,7 @@ def check_columns(train_cfg:TrainConfig)->str:
 
 # %% ../../nbs/62_tools.inspect.ipynb #3ebd09db
 def check_template(tokenizer:Any)->str: # from `load_tokenizer`
-    "What ends an answer; raises when the chat template is unfit for training."
+    "Returns what ends an answer; raises when the chat template is unfit for training."
     end = answer_frame(tokenizer).end
     require(tokenizer.eos_token in end, f'lm_chat_template writes {end!r} behind an answer: '
                                         f'let it write {tokenizer.eos_token}, the end of a turn')
@@ -230,7 +230,7 @@ def check_template(tokenizer:Any)->str: # from `load_tokenizer`
 
 # %% ../../nbs/62_tools.inspect.ipynb #9defdc4a
 def pack_lines(batch:Batch, width:int=64)->Iterator[str]: # characters
-    "Each pack as a line of text."
+    "Yields each pack as a line of text."
     for lengths,labels in zip(batch['doc_lens'], batch['labels']):
         edges = list(accumulate(lengths, initial=0))
         at = [bisect_left(edges, (x+.5)*len(labels)/width)-1 for x in range(width)]
@@ -238,13 +238,13 @@ def pack_lines(batch:Batch, width:int=64)->Iterator[str]: # characters
 
 # %% ../../nbs/62_tools.inspect.ipynb #9defdc4b
 def first_batches(loader:PackLoader, n:int=4)->list[Batch]: # from `open_data`
-    "The first micro-batches of training, of one pack each."
+    "Returns the first micro-batches of training, of one pack each."
     loader.set_epoch(0)
     return list(islice(loader, n))
 
 # %% ../../nbs/62_tools.inspect.ipynb #f818a277
 def check_packs(loader:PackLoader)->str: # from `open_data`
-    "How full the first packs are; raises when there is none."
+    "Returns how full the first packs are; raises when there is none."
     batches = first_batches(loader)
     require(batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}')
     length,samples = batches[0]['labels'].shape[1],[len(b['ids'][0]) for b in batches]
@@ -254,7 +254,7 @@ def check_packs(loader:PackLoader)->str: # from `open_data`
 
 # %% ../../nbs/62_tools.inspect.ipynb #85188924
 def shown_samples(seen:Seen)->Iterator[str]: # from `look`
-    "Samples and packs as text."
+    "Yields samples and packs as text."
     colour = sys.stdout.isatty() and 'NO_COLOR' not in os.environ
     for sample in seen.shown:
         tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
@@ -267,7 +267,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     n:int=SAMPLES, show:int=0, # rows of training and of validation to read; to show
     need:float|None=None, workers:int=1, # as for `check_pictures`
 )->Iterator[Finding|str]: # a str is to be shown
-    "What the checks of the data find, one after the other."
+    "Yields what the checks of the data find, one after the other."
     yield tried('columns', check_columns, train_cfg)
     try:
         train,val = open_data(vlm_cfg, train_cfg)

@@ -32,14 +32,14 @@ from ..runs.run import build_trainer
 
 # %% ../../nbs/67_tools.replay.ipynb #bf2db93f
 def checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
-    "The newest complete checkpoint of an earlier update, on the way to the current one."
+    "Returns the newest complete checkpoint of an earlier update, on the way to the current one."
     earlier = [p for p in checkpoints(run_dir) if step_of(p)<update and not missing_pieces(p)]
     if earlier: return earlier[-1]
     raise MissingFile(f'{run_dir} has no complete checkpoint before update {update}: '
                       'it keeps max_keep_ckpts of them, choose a later update')
 
 def alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of its updates
-    "The same updates, made by one process that reports nowhere."
+    "Returns settings for the same updates in one process that reports nowhere."
     return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0,
         val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
         sharding='ddp', offload_params=False, tracker='none', progress_bar=False, async_save=False,
@@ -47,7 +47,7 @@ def alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of
 
 # %% ../../nbs/67_tools.replay.ipynb #730eda6a
 def settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfig]: # as for `trainer_before`
-    "The settings of a run that has made an update; a UsageError if it has not, or cannot be repeated."
+    "Returns the settings of a run; a UsageError if it has not made the update, or cannot be repeated."
     require(not (run_dir/CLASSIFY).is_file(), f'{run_dir} is a run of nanovlm classify: replay makes others')
     check_own_parts(run_dir, [])
     unused = dict(eval_script=TrainConfig.eval_script, eval_include_path=None)
@@ -60,7 +60,7 @@ def settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfi
 @contextmanager
 def trainer_before(run_dir:Path, update:int, code:dict={}, # of a run; from 1; its code, if it had some
 )->Iterator[tuple[Trainer,Update]]: # a trainer that has made all updates before this one, and this one
-    "Repeat a run up to an update; `code` has its `lr_schedule` and `custom_transforms`."
+    "Repeats a run up to an update; `code` has its `lr_schedule` and `custom_transforms`."
     vlm_cfg,train_cfg = settings_of(run_dir, update, code)
     checkpoint = checkpoint_before(run_dir, update)
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
@@ -96,14 +96,14 @@ class Verdict:
 FAR = 10 # times the median pull of an update's samples
 
 def loss_and_norm(trainer:Trainer, update:Update)->tuple[float,float]: # from `trainer_before`
-    "An update without the step: its loss, and the norm of its gradient, which is cleared."
+    "Returns the loss of an update and the norm of its gradient, without taking the step."
     loss = accumulate(trainer, update).item()
     norm = clip_gradients(trained(trainer), None).item()
     trainer.optimizer.zero_grad(set_to_none=True)
     return loss,norm
 
 def judge_samples(trainer:Trainer, update:Update)->list[Verdict]: # from `trainer_before`
-    "Each sample of an update alone; those that are not finite first, then the strongest pull."
+    "Returns each sample of an update alone; those that are not finite first, then the strongest pull."
     verdicts = []
     for doc in (doc for batch in update.micro_batches for doc in unpack(batch)):
         one,n = collate_packs([pack([doc.as_sample()], len(doc.input_ids), 0)]),doc.n_targets
@@ -117,7 +117,7 @@ def judge_samples(trainer:Trainer, update:Update)->list[Verdict]: # from `traine
 def replay_lines(update:Update, was:dict|None, # that was made again; its line in the log, None: there is none
     loss:float, norm:float, verdicts:list[Verdict], worst:int=10, # as computed; samples to show
 )->list[str]:
-    "What was found."
+    "Returns what was found."
     same = ('not in the log' if was is None
             else 'the same samples as in the log' if was['batch_digest']==update.digest
             else 'NOT the samples of the log: were the data changed?')

@@ -21,7 +21,7 @@ from ..core.logs import describe
 def describe_checkpoint(path:Path, marks:dict[Path,str], # a `step_N` directory; 'last', 'best' or both
     now:float, name:str|None=None, # seconds since 1970; None: its directory's name
 )->str:
-    "A line about a checkpoint."
+    "Returns a line about a checkpoint."
     sizes,missing = file_sizes(path),missing_pieces(path)
     age = now-written(path)
     what = (f'{age/86400:.1f} days' if age > 86400
@@ -31,7 +31,7 @@ def describe_checkpoint(path:Path, marks:dict[Path,str], # a `step_N` directory;
     return f'{name or path.name:<12} {what:>9} {sum(sizes.values())/1e6:>9.1f} MB  {whole}{mark}'
 
 def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; seconds since 1970
-    "A line for each checkpoint of a run: the current one, what led there, and what was set aside."
+    "Returns a line for each checkpoint of a run: the current one, what led there, and what was set aside."
     now,marks = time.time() if now is None else now,{}
     for name,path in (('last',last_checkpoint(run_dir)), ('best',read_pointer(run_dir, BEST))):
         if path is not None: marks[path] = ' and '.join(filter(None, [marks.get(path), name]))
@@ -47,7 +47,7 @@ class Follower:
         self.new()
 
     def new(self)->list[str]:
-        "Lines about what has come since, figures before checkpoints."
+        "Returns lines about what has come since, figures before checkpoints."
         return self._figures()+self._checkpoints()
 
     def _figures(self):
@@ -63,7 +63,7 @@ class Follower:
         return [describe_checkpoint(p, {}, time.time()) for p in new]
 
 def figures_line(line:bytes)->str|None: # of `log.jsonl`; None: it is about an update, or foreign
-    "A line for people."
+    "Returns a line for people."
     try: record = json.loads(line)
     except ValueError: return None
     if not isinstance(record, dict) or type(record.get('step')) is not int: return None
@@ -72,7 +72,7 @@ def figures_line(line:bytes)->str|None: # of `log.jsonl`; None: it is about an u
     return describe(shown, record['step']) if shown else None
 
 def follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # of a run; seconds between two looks
-    "What happens in a run from now on, until it ends, a line as soon as it is known."
+    "Yields a line for each thing that happens in a run from now on, until it ends."
     follower,lives = Follower(run_dir),'begins'
     while lives:
         lives = holder(run_dir) # asked first: what was written before the end is still said
@@ -84,7 +84,7 @@ def follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # of a run; seconds b
 
 # %% ../../nbs/60_tools.runs.ipynb #931b0115
 def _say_all(lines):
-    "Write lines as they come; a pipe gets each at once."
+    "Writes lines as they come; a pipe gets each at once."
     for line in lines:
         sys.stdout.write(f'{line}\n')
         sys.stdout.flush()
