@@ -12,8 +12,7 @@ import sys
 import nanovlm_nb.core.config as config,nanovlm_nb.core.usage as usage,nanovlm_nb.runs.arguments as arguments
 
 # %% ../nbs/58_train.ipynb #893ff1d1
-def main(
-    argv:list[str]|None=None, # arguments; default: those of the command line
+def main(argv:list[str]|None=None, # arguments; default: those of the command line
 )->int: # exit code: 0, or `run.INTERRUPTED`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
     usage.open_closed_streams()

@@ -38,10 +38,8 @@ def _row_spans(lens, start):
 # %% ../../nbs/09_core.layout.ipynb #08a10006
 CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multiple of this
 
-def document_tensors(
-    doc_lens:Sequence[Sequence[int]], # per row, the lengths of its documents
-    T:int, # positions of a row
-    starts:Sequence[int], # per row, where its first document begins
+def document_tensors(doc_lens:Sequence[Sequence[int]], # per row, the lengths of its documents
+    T:int, starts:Sequence[int], # positions of a row; per row, where its first document begins
 )->dict[str,Tensor]: # `cu` (n,) int32; `documents` and `positions` (B, T)
     "Documents and gaps as tensors."
     runs = [(n,i) for lens,start in zip(doc_lens, starts)
@@ -67,9 +65,7 @@ def target_tensors(
     bounds = (int(labels.min()),int(labels.max())) if len(labels) else None
     return dict(at=at, targets=labels, bounds=bounds)
 
-def check_bounds(
-    bounds:tuple[int,int]|None, # from `target_tensors`
-    vocab_size:int, # every target is below it
+def check_bounds(bounds:tuple[int,int]|None, vocab_size:int, # from `target_tensors`; every target is below it
 )->None:
     "Raise a `ValueError` for a target that is no token."
     if bounds is None or 0<=bounds[0]<=bounds[1]<vocab_size: return

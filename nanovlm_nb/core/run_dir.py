@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'TENSORBOARD', 'DROPPED', 'DROP_LIST',
            'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'TRAINER_STATE',
-           'RESULTS', 'NEEDED', 'STATE', 'MEANT', 'logger', 'LEFT_OVERS', 'json_lines', 'say_foreign', 'read_log',
-           'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
-           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
-           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older',
-           'delete_abandoned', 'recover', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'RESULTS', 'NEEDED', 'STATE', 'MEANT', 'logger', 'LEFT_OVERS', 'NEAR_S', 'FAR_S', 'json_lines',
+           'say_foreign', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of',
+           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
+           'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
+           'prune_older', 'delete_abandoned', 'recover', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
 import json,logging,math,os,re,socket,time
@@ -94,8 +94,7 @@ def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it wa
 # %% ../../nbs/04_core.run_dir.ipynb #a10600e5
 MEANT = "if the change was meant: from nanovlm_nb.core.files import write_manifest; write_manifest('{}')"
 
-def check_files(
-    folder:Path, # with a manifest or without; folders in it are not read
+def check_files(folder:Path, # with a manifest or without; folders in it are not read
 )->None:
     "Raises a UsageError that names the files which were changed or added."
     wrong = changed_files(folder, deep=False)
@@ -277,6 +276,8 @@ def holder(run_dir:Path)->str: # empty: no process holds it
     except OSError: return ''
 
 # %% ../../nbs/04_core.run_dir.ipynb #8d2f6e01
+NEAR_S,FAR_S = 2.,120. # seconds to wait for a process of this machine, and of another: see above
+
 class RunLock:
     "Lets one process at a time write into a run's directory."
     def __init__(self, run_dir:Path):
@@ -285,21 +286,28 @@ class RunLock:
 
     def take(self)->None:
         "Locks the directory, which is made if need be; a UsageError names the process that holds it."
-        for pause in (.1, .2, .5, 1., 0.): # somebody may look just now, or be about to end
+        begun = time.monotonic()
+        while self.file is None:
             with user_path():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 file = self.path.open('a+b', buffering=0)
-            if lock_file(file) is not False and self._is_here(file): break
-            file.close()
-            time.sleep(pause)
-        else: raise UsageError(f'{self.path.parent} is in use by {holder(self.path.parent)}: '
-                               'wait for its end, stop it, or give another run_name')
-        self.file = file
+            if lock_file(file) is not False and self._is_here(file): self.file = file
+            else:
+                file.close()
+                self._wait(time.monotonic()-begun)
         if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
         with suppress(OSError): # a full disk
             file.truncate(0)
             since = time.strftime('%Y-%m-%d %H:%M:%S')
             file.write(f'process {os.getpid()} on {socket.gethostname()}, since {since}\n'.encode())
+
+    def _wait(self, waited):
+        "Gives the holder time to end, or the file server to notice that its machine is dead."
+        who = holder(self.path.parent)
+        most = NEAR_S if f' on {socket.gethostname()}, ' in who or ', since ' not in who else FAR_S
+        require(waited<most, f'{self.path.parent} is in use by {who or "another process"}: '
+            'wait for its end, stop it, or give another run_name')
+        time.sleep(.2)
 
     def _is_here(self, file):
         "Whether the name still means this file."
@@ -311,6 +319,7 @@ class RunLock:
         with suppress(OSError):
             if self._is_here(self.file): self.path.unlink()
         self.file.close()
+        self.file = None
 
 # %% ../../nbs/04_core.run_dir.ipynb #86b1b53c
 def find_checkpoint(

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['SAME_SCRIPT', 'FULL', 'INTERRUPTED', 'SIGNALLED', 'what_is_left', 'go_on', 'Interrupted', 'RunFailed', 'causes',
            'out_of_memory', 'full_disk', 'lost_place', 'may_change', 'no_memory', 'reason_of_ranks', 'FirstErrorOnly',
-           'set_status', 'exit_code', 'OpenRun', 'command_of', 'left_line', 'reason_of', 'say_what_is_left', 'end_run',
-           'interrupt', 'leave_word', 'close_run']
+           'set_status', 'exit_code', 'OpenRun', 'command_of', 'left_line', 'reason_of', 'end_run', 'interrupt',
+           'close_run']
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10004
-import errno,os,shlex,time
+import errno,os,shlex
 from collections.abc import Callable
 from contextlib import nullcontext,suppress
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ..core.advice import advice,memory_remedies
-from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,save_yaml
-from ..core.dist import Dist,first_reason,launchers
+from ..core.config import TrainConfig,VLMConfig,code_flags,evolve
+from ..core.dist import Dist,first_reason
 from ..core.files import write_atomic
 from ..core.logs import RunLog
-from ..core.run_dir import CONFIG,LOG,STATUS,TEXT_LOG,last_checkpoint
+from ..core.run_dir import CONFIG,STATUS,last_checkpoint
 from ..core.usage import UsageError,first_to_tell
 from ..data.dataset import Unreachable
 from ..training.optim import NO_TWIN
@@ -122,12 +122,12 @@ def no_memory(error:BaseException, run_dir:Path, # as it arrived; of the run
 
 # %% ../../nbs/54_runs.endings.ipynb #54000005
 def reason_of_ranks(error:BaseException, dist:Dist, why:str|None=None, # what ends this rank; its explanation
-)->str|None: # the sentence with which it ends; None: its own error says what happened
-    "Store why this rank ends; if another rank has ended before, its reason is the one to show."
-    said = why or (str(error) if isinstance(error, UsageError) else None)
-    mine = said or f'rank {dist.rank} ended with {type(error).__name__}: {error}'
+)->str|None: # the sentence with which all ranks end; None: this one is the first, its error says it
+    "Stores why this rank ends, and returns the reason of the rank that ended first."
+    said = str(error) if isinstance(error, UsageError) else None
+    mine = why or said or f'rank {dist.rank} ended with {type(error).__name__}: {error}'
     first = first_reason(dist, mine)
-    return first if why or not said and first!=mine else None
+    return first if why or first!=mine else None
 
 class FirstErrorOnly:
     "A context that lets the error of one rank be the only one that is shown."
@@ -167,11 +167,10 @@ class OpenRun:
     make_command:Callable=go_on # names the command that resumes; takes what `go_on` takes
     patient:bool=False # data that cannot be reached interrupt it
     trainer:Any=None # about to make its first update, or later
-    start:int=0 # updates of earlier starts
     status:str='failed' # unless somebody says otherwise
 
     def __enter__(self): return self
-    def __exit__(self, kind, error, traceback): return end_run(self, kind, error)
+    def __exit__(self, kind, error, traceback): return end_run(self, error)
 
 def command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
     "The command that resumes a run, or begins it again."
@@ -196,52 +195,34 @@ def reason_of(run:OpenRun, error:BaseException, # in progress; as it arrived
     return (f'deterministic: {str(error).splitlines()[0]}. {left}; without the promise of the same bits: '
             f'{command_of(run, deterministic=False)}')
 
-def say_what_is_left(run:OpenRun, error:BaseException)->None: # in progress; that no sentence explains
-    "What to type when it is mended."
-    if run.trainer is not None and run.trainer.step>run.start:
-        run.log.info(f'{what_is_left(run.run_dir)}; once the error below is mended: {command_of(run)}')
-    elif not isinstance(error, UsageError):
-        config = run.run_dir/CONFIG
-        if run.dist.is_master and not config.exists(): save_yaml(config, run.vlm_cfg, run.cfg)
-        words = 'nanovlm','check','--config',str(config),*code_flags(run.cfg.to_dict()),'--smoke'
-        run.log.info(f'the run has made no update; `{" ".join(words)}` tries its data, disk, memory and a '
-                     'short run')
-
 # %% ../../nbs/54_runs.endings.ipynb #54000010
-def end_run(run:OpenRun, kind:type|None,
-    error:BaseException|None, # in progress; why it is left, None: it has ended
+def end_run(run:OpenRun, error:BaseException|None, # in progress; why it is left, None: it has ended
 )->bool: # whether the error goes no further
-    "Say how a run has ended, in its log and its status; an error with a known cause becomes one sentence."
+    "Says how a run has ended, in its log and its status; an error with a known cause becomes one sentence."
+    word,last = None,error
     soft = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable)
-    word,was = None,error
     try:
-        if error is not None and soft: interrupt(run, error)
+        if error is not None and soft: last = interrupt(run, error)
         elif isinstance(error, Exception):
-            word = reason_of_ranks(error, run.dist, reason_of(run, error))
-            if not (word and command_of(run) in word): say_what_is_left(run, error)
-        if word: kind,error = RunFailed,RunFailed(word)
-    finally: close_run(run, *(None,None) if soft else (kind,error))
-    if word: raise RunFailed(word) from was
+            why = reason_of(run, error)
+            if (word := reason_of_ranks(error, run.dist, why)): last = RunFailed(word)
+            mended = f'{what_is_left(run.run_dir)}; once the error below is mended: {command_of(run)}'
+            if why is None and run.trainer is not None: run.log.info(mended)
+    finally: close_run(run, last)
+    if word and last: raise last from error
     return soft
 
 def interrupt(run:OpenRun, error:BaseException)->None: # in progress; `Interrupted` or `Unreachable`
-    "End as a signal does: a scheduler starts the run again."
+    "Ends as a signal does: a scheduler starts the run again."
     run.status = 'interrupted'
     why = str(error).strip().rpartition('\n')[2]
     away = f'the data cannot be reached, the run ends as if a signal had come: {why}'
     run.log.info(SIGNALLED if isinstance(error, Interrupted) else away)
     run.log.info(left_line(run))
 
-def leave_word(run:OpenRun, error:BaseException)->None: # refused; why
-    "Say in the directory of a run why a job does not go on with it: nobody reads its terminal."
-    if not ((run.run_dir/LOG).exists() and run.dist.is_master and launchers(run.dist)): return
-    with (run.run_dir/TEXT_LOG).open('a', encoding='utf-8') as f:
-        f.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} ERROR this start was refused: {error}\n')
-
-def close_run(run:OpenRun, kind:type|None, error:BaseException|None)->None: # in progress; None: all is well
-    "Write the status and close the log; a start that is refused leaves both as they were."
-    if isinstance(error, UsageError) and not run.log.opened: leave_word(run, error)
-    else:
+def close_run(run:OpenRun, error:BaseException|None)->None: # in progress; None: all is well
+    "Writes the status and closes the log; a start that is refused leaves both as they were."
+    if run.log.opened or not isinstance(error, UsageError):
         with suppress(OSError) if run.status=='failed' else nullcontext():
             set_status(run.run_dir, run.status, run.dist)
-    run.log.__exit__(kind, error, None)
+    run.log.__exit__(error and type(error), error, None)

@@ -153,7 +153,9 @@ def on_each_rank(dist:Dist, stop:threading.Event, read:Callable)->Any: # all cal
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     "Names of those without which the run would learn something else: hooks only watch."
-    return [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
+    own = [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
+    rows = 'rows' in getattr(parts.get('loaders'), 'keywords', {}) # all that is not the library's
+    return ['rows' if rows and n=='loaders' else n for n in own]
 
 # what `parse_args` gives, where there is no command line
 NOT_ASKED = Namespace(config=None, saved=None)
@@ -306,7 +308,7 @@ def set_up(run:OpenRun, lines:list[str], stop:threading.Event, asked:Namespace=N
     run.log.info(size_line(trainer.loader.source, trainer.held_out.source)+updates)
     on_master(dist, lambda: keep_config(run_dir, v, c, own, jobs, asked.config))
     if dist.is_master: write_record(run_dir, v, c)
-    run.trainer,run.start = trainer,trainer.step
+    run.trainer = trainer
     return trainer
 
 def sum_up(run:OpenRun, trainer:Trainer, repo:str|None, model:Callable|None)->str: # has trained; a status

@@ -32,8 +32,7 @@ from ..model.weights import is_adapter
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
-def flat_state(
-    state:dict, # from `get_optimizer_state_dict`
+def flat_state(state:dict, # from `get_optimizer_state_dict`
 )->dict[str,Tensor]: # 'parameter.exp_avg' -> tensor, of at least one dimension; shares memory with the state
     "Returns what an optimizer knows of each parameter."
     known = {f'{name}.{key}':value for name,values in state['state'].items() for key,value in values.items()}
@@ -100,10 +99,8 @@ def load_optimizer(
     set_optimizer_state_dict(model, optimizer, state)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b25752c0
-def put_in_place(
-    tmp:Path, # directory with all files of a checkpoint
-    final:Path, # its name from now on
-    digests:dict[str,str]={}, # of files that were read back already
+def put_in_place(tmp:Path, # directory with all files of a checkpoint
+    final:Path, digests:dict[str,str]={}, # its name from now on; of files that were read back already
 )->None:
     "Turns a written directory into a checkpoint."
     write_manifest(tmp, digests)
