@@ -16,8 +16,7 @@ from pathlib import Path
 # %% ../../nbs/00_core.files.ipynb #a70f11c1
 TMP,OLD = '.nanovlm.tmp','.nanovlm.old' # ends of names: being written, and being replaced
 
-def write_atomic(path:str|Path, content:str|bytes,
-    by:str='', # sets writers of the same file apart
+def write_atomic(path:str|Path, content:str|bytes, by:str='', # sets writers of the same file apart
 )->Path: # `path`
     "Replaces a file in one step, so that a reader, or a crash, sees the old content or the new one."
     path = Path(path)
@@ -76,9 +75,7 @@ def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> b
         with suppress(FileNotFoundError): sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
     return sizes
 
-def write_manifest(folder:str|Path,
-    known:dict[str,str]={}, # digests that were computed already
-)->None:
+def write_manifest(folder:str|Path, known:dict[str,str]={})->None: # digests that were computed already
     "Lists the files of a directory."
     folder,sizes = Path(folder),file_sizes(folder)
     digests = file_digests(folder, sizes.keys()-known.keys())|known
@@ -96,8 +93,7 @@ def read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, diges
 # %% ../../nbs/00_core.files.ipynb #a10600df
 READ_BY_LOADERS = ('.json','.safetensors','.jinja') # endings of files that change what is loaded
 
-def missing_files(folder:Path,
-    needs:Iterable[str]=(), # names that must be listed
+def missing_files(folder:Path, needs:Iterable[str]=(), # names that must be listed
 )->list[str]: # empty: all files are there, in their sizes
     "Returns what a directory lacks; no file is read."
     if not (listed := read_manifest(folder)): return [MANIFEST]
@@ -105,8 +101,7 @@ def missing_files(folder:Path,
     return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} of {size} bytes)'
             for n,(size,_) in listed.items() if there.get(n)!=size)]
 
-def changed_files(folder:Path,
-    deep:bool=True, # False: leave out what lies in folders
+def changed_files(folder:Path, deep:bool=True, # False: leave out what lies in folders
 )->list[str]: # phrases
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = read_manifest(folder)
@@ -117,8 +112,7 @@ def changed_files(folder:Path,
         f'{n} is not in its manifest' for n in added]
 
 # %% ../../nbs/00_core.files.ipynb #2af50e93
-def damage(folder:Path,
-    needs:Iterable[str]=(), # names that must be listed
+def damage(folder:Path, needs:Iterable[str]=(), # names that must be listed
 )->list[str]: # phrases; empty: it is as it was written
     "Returns all that is wrong with a directory; every byte is read if nothing is missing."
     return [f'{m} is missing or incomplete' for m in missing_files(folder, needs)] or changed_files(folder)

@@ -54,9 +54,7 @@ def document_tensors(doc_lens:Sequence[Sequence[int]], # per row, the lengths of
     return dict(cu=cu, documents=documents.view(-1, T), positions=(positions*(documents>0)).view(-1, T))
 
 # %% ../../nbs/09_core.layout.ipynb #08a1000a
-def target_tensors(
-    targets:Tensor, # (B, T) the id that follows each position, or `ignore_index`
-    ignore_index:int=IGNORE, # marks a position without a target
+def target_tensors(targets:Tensor, ignore_index:int=IGNORE, # (B, T) the id that follows, or `ignore_index`
 )->dict: # `at` and `targets` (n,) long; `bounds`, the lowest and the highest target, None if there is none
     "Where targets are, and which."
     flat = targets.flatten()
@@ -73,8 +71,7 @@ def check_bounds(bounds:tuple[int,int]|None, vocab_size:int, # from `target_tens
                      "check lm_vocab_size against the tokenizer")
 
 # %% ../../nbs/09_core.layout.ipynb #08a1000d
-def slot_error(
-    places:Sequence[tuple[str,int,int]], # (name, image tokens, tiles of its pictures) of samples or rows
+def slot_error(places:Sequence[tuple[str,int,int]], # (name, image tokens, tiles of its pictures)
     per_tile:int, # image tokens that a tile yields
 )->str|None: # None: all agree
     "Where text and pictures disagree, and what helps."
@@ -110,16 +107,13 @@ class Layout:
             object.__setattr__(self, name, x)
 
     @classmethod
-    def from_doc_lens(cls,
-        doc_lens:Sequence[Sequence[int]], # per row, the lengths of its documents
-        T:int, # positions of a row
+    def from_doc_lens(cls, doc_lens:Sequence[Sequence[int]], T:int, # per row; positions of a row
     )->'Layout': # documents from position 0 on; what remains of a row is padding
         "The layout of packed rows."
         return cls(tuple(tuple(int(n) for n in row) for row in doc_lens), int(T), (0,)*len(doc_lens))
 
     @classmethod
-    def from_mask(cls,
-        attention_mask:Tensor, # (B, T) 1 at tokens, 0 at padding; best on the CPU, since it is read here
+    def from_mask(cls, attention_mask:Tensor, # (B, T) 1 at tokens, 0 at padding; best on the CPU
     )->'Layout': # one document a row
         "The layout of rows that are padded on either side."
         spans = [_mask_span(b, row) for b,row in enumerate(attention_mask.bool().tolist())]
@@ -127,9 +121,7 @@ class Layout:
                    tuple(s for s,e in spans))
 
     @classmethod
-    def of(cls,
-        input_ids:Tensor, # (B, T) token ids; best on the CPU, as the other tensors
-        image_token_id:int|None=None, # marks the slots; None: they are not looked for
+    def of(cls, input_ids:Tensor, image_token_id:int|None=None, # (B, T); marks the slots, None: not sought
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one document a row
         doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its documents; wins over the mask
@@ -154,24 +146,17 @@ class Layout:
         "Whether the rows need no attention to documents at all."
         return all(lens==(self.T,) for lens in self.doc_lens)
 
-    def once(self,
-        key, # what is asked for
-        make:Callable, # makes it
-    ): # what was made, the first time or now
+    def once(self, key, make:Callable): # what is asked for, and what makes it the first time
         "What follows from a layout and is asked for by every block of a model."
         memo = vars(self).setdefault('_made', {})
         if key not in memo: memo[key] = make()
         return memo[key]
 
-    def each(self,
-        change:Callable, # tensor -> tensor
-    )->'Layout': # another one
+    def each(self, change:Callable)->'Layout': # takes and returns a tensor
         "The same layout with other tensors."
         return replace(self, **{name:change(x) for name in TENSORS if (x := getattr(self, name)) is not None})
 
-    def to(self,
-        device:str|torch.device, # where the tensors shall be
-    )->'Layout': # itself if they are there
+    def to(self, device:str|torch.device)->'Layout': # itself if its tensors are there
         "The same layout on a device; to a GPU without waiting."
         device = torch.device(device)
         if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)): return self
@@ -182,20 +167,14 @@ class Layout:
         "What attention reads, and no more: a compiled block is bound to the shapes of all that it is given."
         return self.once('bare', lambda: replace(self, slots=None, at=None, targets=None, bounds=None))
 
-    def document_ids(self,
-        device:str|torch.device='cpu', # where the result lives
-    )->Tensor: # (B, T) number of the document in its row, from 1; 0 is padding
+    def document_ids(self, device:str|torch.device='cpu')->Tensor: # (B, T), from 1; 0 is padding
         "To which document each position belongs."
         return self.to(device).documents
 
-    def position_ids(self,
-        device:str|torch.device='cpu', # where the result lives
-    )->Tensor: # (B, T) position inside the document, from 0; 0 at padding
+    def position_ids(self, device:str|torch.device='cpu')->Tensor: # (B, T), from 0; 0 at padding
         "Positions that begin again in each document."
         return self.to(device).positions
 
-    def cu_seqlens(self,
-        device:str|torch.device='cpu', # where the result lives
-    )->Tensor: # (n,) int32: 0, the ends of documents and gaps; the total again up to a multiple of `CU_STEP`
-        "Where documents and padding end, all rows laid end to end."
+    def cu_seqlens(self, device:str|torch.device='cpu')->Tensor: # (n,) int32, see `document_tensors`
+        "Where documents and gaps end, all rows laid end to end; the total again up to a multiple of `CU_STEP`."
         return self.to(device).cu

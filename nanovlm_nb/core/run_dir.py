@@ -35,8 +35,7 @@ FEATURE_CACHE = 'features' # kept pictures
 TRAINER_STATE,RESULTS = 'trainer_state.json','eval_results' # in a checkpoint; folder of evaluations
 
 # %% ../../nbs/04_core.run_dir.ipynb #b5403ccb
-def json_lines(path:str|Path,
-    key:str, # an integer that each record has
+def json_lines(path:str|Path, key:str, # an integer that each record has
 )->tuple[list[dict], list[bytes]]: # records in order, and the lines that are none
     "Returns the lines of a file, read as JSON."
     records,foreign = [],[]
@@ -65,8 +64,7 @@ NEEDED = ('config.json',TRAINER_STATE) # without these it is no checkpoint, what
 STATE = ('step','data','configs') # without these a run cannot resume
 _STEP = re.compile(r'step_(0|[1-9]\d*)') # step_07 and the like are not ours
 
-def read_state(checkpoint:Path,
-    needed:Iterable[str]=STATE, # names that must be there
+def read_state(checkpoint:Path, needed:Iterable[str]=STATE, # names that must be there
 )->dict: # `trainer_state.json`
     "Returns the state of a run; a UsageError if the file holds something else."
     try: state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
@@ -113,8 +111,7 @@ def checkpoints(run_dir:Path)->list[Path]: # the oldest step first
     found = [p for p in Path(run_dir).glob('step_*') if _STEP.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=step_of)
 
-def usable_checkpoint(run_dir:Path,
-    thorough:bool=False, # read every file, as before a run resumes
+def usable_checkpoint(run_dir:Path, thorough:bool=False, # read every file, as before a run resumes
 )->tuple[Path|None,dict[Path,str]]: # the current one; those that were passed over, with what is wrong
     "Returns the newest checkpoint that can be used."
     passed = {}
@@ -130,10 +127,8 @@ def last_checkpoint(run_dir:Path, thorough:bool=False)->Path|None: # None: there
     return usable_checkpoint(run_dir, thorough)[0]
 
 # %% ../../nbs/04_core.run_dir.ipynb #b2459248
-def write_pointer(run_dir:Path,
-    name:str, # `LAST` or `BEST`
-    target:Path|None, # a checkpoint in `run_dir`; None: no such file shall be there
-)->None:
+def write_pointer(run_dir:Path, name:str, # `LAST` or `BEST`
+    target:Path|None)->None: # a checkpoint in `run_dir`; None: no such file shall be there
     "Lets the file `name` name a checkpoint."
     if target is None: return (Path(run_dir)/name).unlink(missing_ok=True)
     if not target.is_dir():
@@ -149,8 +144,7 @@ def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no su
     return None
 
 # %% ../../nbs/04_core.run_dir.ipynb #c48eb973
-def best_kept(run_dir:Path,
-    state:dict, # `trainer_state.json` of its current checkpoint
+def best_kept(run_dir:Path, state:dict, # `trainer_state.json` of its current checkpoint
 )->tuple[float,int|None]: # lowest loss or judgement, and its step; infinite and None: there is none
     "Returns the best checkpoint that a run still has, up to the current one."
     kept = {step_of(p) for p in checkpoints(run_dir) if 0<step_of(p)<=state['step'] and not missing_pieces(p)}
@@ -175,8 +169,7 @@ def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, whi
     "Returns whether a checkpoint lies in a run's directory."
     return checkpoint is not None and Path(checkpoint).resolve().parent==Path(run_dir).resolve()
 
-def left_behind(run_dir:Path,
-    checkpoint:Path|None, # one of its checkpoints; None: the run begins at update 0
+def left_behind(run_dir:Path, checkpoint:Path|None, # one of its checkpoints; None: the run begins at update 0
 )->list[Path]: # the oldest step first
     "Returns the checkpoints that a run leaves behind when it resumes from this one."
     return [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
@@ -209,8 +202,7 @@ def _delete(run_dir, old):
     for p in old: remove(p)
     return old
 
-def prune(run_dir:Path,
-    keep:int, # newest checkpoints that stay; -1: all
+def prune(run_dir:Path, keep:int, # newest checkpoints that stay; -1: all
 )->list[Path]: # what was deleted
     "Deletes old checkpoints."
     require(keep>0 or keep==-1, f'keep is {keep}: give 1 or more, or -1 for all')
@@ -219,9 +211,7 @@ def prune(run_dir:Path,
     return _delete(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
 
 # %% ../../nbs/04_core.run_dir.ipynb #6c0e7d25
-def prune_older(run_dir:Path,
-    days:float=7., # age at which a checkpoint goes
-    now:float|None=None, # seconds since 1970; None: now
+def prune_older(run_dir:Path, days:float=7., now:float|None=None, # age; seconds since 1970
 )->list[Path]: # what was deleted
     "Deletes checkpoints that were written long ago."
     require(days>=0, f'days is {days}: give 0 or more')
@@ -254,8 +244,7 @@ def sweep(run_dir:Path)->list[str]: # names of what was removed
     return [p.relative_to(run_dir).as_posix() for p in left]
 
 # %% ../../nbs/04_core.run_dir.ipynb #04a11c03
-def lock_file(file,
-    shared:bool=False, # only look: others may look too
+def lock_file(file, shared:bool=False, # only look: others may look too
 )->bool|None: # False: another process has locked it; None: nobody can
     "Locks an open file until it is closed or the process ends; returns whether it could."
     try:
@@ -322,8 +311,7 @@ class RunLock:
         self.file = None
 
 # %% ../../nbs/04_core.run_dir.ipynb #86b1b53c
-def find_checkpoint(
-    name:str|Path, # a checkpoint, a run directory, or a hub id
+def find_checkpoint(name:str|Path, # a checkpoint, a run directory, or a hub id
     say:Callable=logger.info, # takes a line: which is taken of a run, and why
 )->str: # something `from_pretrained` can load
     "Returns the checkpoint that a user means: of a run the best, else the last."
