@@ -176,5 +176,5 @@ class Layout:
         return self.to(device).positions
 
     def cu_seqlens(self, device:str|torch.device='cpu')->Tensor: # (n,) int32, see `document_tensors`
-        "Where documents and gaps end, all rows laid end to end; the total again up to a multiple of `CU_STEP`."
+        "Where documents and gaps end, rows laid end to end; the total again up to a multiple of `CU_STEP`."
         return self.to(device).cu

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'TENSORBOARD', 'DROPPED', 'DROP_LIST',
            'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'TRAINER_STATE',
-           'RESULTS', 'NEEDED', 'STATE', 'MEANT', 'logger', 'LEFT_OVERS', 'NEAR_S', 'FAR_S', 'json_lines',
-           'say_foreign', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of',
-           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
-           'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
-           'prune_older', 'delete_abandoned', 'recover', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'RESULTS', 'NEEDED', 'STATE', 'MEANT', 'logger', 'NEAR_S', 'FAR_S', 'json_lines', 'say_foreign', 'read_log',
+           'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
+           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
+           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older',
+           'delete_abandoned', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
 import json,logging,math,os,re,socket,time
@@ -18,7 +18,7 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from .files import MANIFEST,OLD,TMP,changed_files,damage,missing_files,remove,write_atomic
+from .files import MANIFEST,TMP,changed_files,damage,missing_files,remove,write_atomic
 from .config import CONFIG
 from .usage import MissingFile,UsageError,require,user_path
 
@@ -226,19 +226,10 @@ def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were dele
     return old
 
 # %% ../../nbs/04_core.run_dir.ipynb #2e7f0b94
-LEFT_OVERS = (f'*{TMP}*', f'*{OLD}', f'{FEATURE_CACHE}/*/*{TMP}') # of processes that were killed
-
-def recover(run_dir:Path)->None:
-    "Undoes a replacement that was killed between its two renames; no other process may write."
-    for old in Path(run_dir).glob(f'step_*{OLD}'):
-        place = old.with_name(old.name.removesuffix(OLD))
-        if not place.exists(): old.rename(place)
-
 def sweep(run_dir:Path)->list[str]: # names of what was removed
     "Removes what killed processes have left half done in a directory that no process is writing."
-    recover(run_dir)
     inside = Path(run_dir).resolve()
-    found = {p for pattern in LEFT_OVERS for p in Path(run_dir).glob(pattern)}
+    found = {p for pattern in (f'*{TMP}*', f'{FEATURE_CACHE}/*/*{TMP}') for p in Path(run_dir).glob(pattern)}
     left = sorted(p for p in found if p.parent.resolve().is_relative_to(inside))
     for p in left: remove(p)
     return [p.relative_to(run_dir).as_posix() for p in left]

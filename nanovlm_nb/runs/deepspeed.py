@@ -127,8 +127,8 @@ def leftovers(flat:dict)->list[str]: # what no translation has used
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #e5f10002
 _SECTIONS = 'zero_optimization offload_optimizer offload_param bf16 fp16 optimizer scheduler params'.split()
-_NAMES = {*_SECTIONS, *BATCH, *"""gradient_clipping stage device cpu_offload enabled type lr betas weight_decay
-    adam_w_mode warmup_num_steps warmup_max_lr total_num_steps cos_min_ratio warmup_min_lr
+_NAMES = {*_SECTIONS, *BATCH, *"""gradient_clipping stage device cpu_offload enabled type lr betas
+    weight_decay adam_w_mode warmup_num_steps warmup_max_lr total_num_steps cos_min_ratio warmup_min_lr
     cpu_offload_params""".split()}
 LIKE = .8 # of 1; similarity from which on an unknown name is taken for a misspelt one
 

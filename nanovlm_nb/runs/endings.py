@@ -202,7 +202,9 @@ def end_run(run:OpenRun, error:BaseException|None, # in progress; why it is left
     word,last = None,error
     soft = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable)
     try:
-        if error is not None and soft: last = interrupt(run, error)
+        if error is not None and soft:
+            interrupt(run, error)
+            last = None
         elif isinstance(error, Exception):
             why = reason_of(run, error)
             if (word := reason_of_ranks(error, run.dist, why)): last = RunFailed(word)

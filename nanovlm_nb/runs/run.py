@@ -24,7 +24,7 @@ from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env
 from ..core.config import updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,launchers,on_master,set_seed
 from ..core.dist import set_threads
-from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,RunLock,checkpoints,read_state,recover,sweep
+from ..core.run_dir import CONFIG,FEATURE_CACHE,JOB,RunLock,checkpoints,read_state,sweep
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,projector_advice,save_notes
 from ..model.vision import ViT
@@ -293,9 +293,7 @@ def set_up(run:OpenRun, lines:list[str], stop:threading.Event, asked:Namespace=N
     run_dir,v,c,dist,own = run.run_dir,run.vlm_cfg,run.cfg,run.dist,own_parts(parts)
     jobs,command = launchers(dist),run.make_command
     how = '' if command is go_on else f'go on with: {command(run_dir, c, dist)}'
-    def look():
-        recover(run_dir)
-        return plan_resume(v, c, run_dir, dist.world_size, jobs, own, how)
+    look = partial(plan_resume, v, c, run_dir, dist.world_size, jobs, own, how)
     checkpoint,resumed = on_master(dist, look)
     run.patient = checkpoint is not None or bool(jobs)
     trainer = build_trainer(v, c, run.log, dist, checkpoint is not None, stop, **parts)

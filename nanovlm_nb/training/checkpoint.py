@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from ..core.dist import Dist,on_master,rng_state
-from ..core.files import OLD,TMP,file_digests,file_sizes,fsync,fsync_tree,remove,write_manifest
+from ..core.files import TMP,file_digests,file_sizes,fsync,fsync_tree,remove,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
@@ -105,11 +105,9 @@ def put_in_place(tmp:Path, # directory with all files of a checkpoint
     "Turns a written directory into a checkpoint."
     write_manifest(tmp, digests)
     fsync_tree(tmp)
-    old = final.with_name(final.name+OLD)
-    if final.exists(): final.rename(old)
+    remove(final) # none is there, unless somebody saves the same update twice
     tmp.rename(final)
     fsync(final.parent)
-    remove(old)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #ef67448d
 def check_checkpoint(checkpoint:Path,
