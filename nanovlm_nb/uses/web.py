@@ -4,19 +4,12 @@
 
 # %% auto #0
 __all__ = ['OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'RUNTIME', 'RUNTIME_FILES', 'REMEDY', 'OFFERED', 'MOST_TOKENS', 'LICENCES',
-           'write_watched_decoder', 'graphs_of_page', 'check_page_tokenizer', 'tall_first', 'ask_npm', 'read_runtime',
-           'offered_scenes', 'page_note', 'export_web', 'main']
+           'check_page_tokenizer', 'tall_first', 'ask_npm', 'read_runtime', 'offered_scenes', 'page_note', 'export_web',
+           'main']
 
 # %% ../../nbs/84_uses.web.ipynb #74a00004
-import json
-import random
-import shlex
-import shutil
-import subprocess
-import sys
-import tarfile
+import json,random,shlex,shutil,subprocess,sys,tarfile
 from argparse import Namespace
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,60 +18,36 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..core.usage import UsageError
-from ..core.config import VLMConfig
+from ..core.usage import UsageError,require
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..data.shapes import QUESTIONS,draw_scene,held_out,make_scene
 from ..answers.heatmap import default_blocks
 from ..tools.export import exporting,open_model,save_json
-from .onnx import OWN_NOTE,Graph,Writer,client_note,graphs_of,to_onnx,write_decoder
-
-# %% ../../nbs/84_uses.web.ipynb #74a0000a
-def write_watched_decoder(
-    w:Writer, # takes the steps
-    model:VisionLanguageModel, # whose decoder it is
-)->None:
-    "`write_decoder`, and how much each position took from each, on average over heads and blocks."
-    write_decoder(w, model)
-    weights = [s.output[0] for s in w.steps if s.op_type=='Softmax'] # of a block each
-    mean = w('Mean', *(weights[b] for b in default_blocks(len(weights))))
-    w('ReduceMean', mean, w.ints(1, 2), keepdims=0, out='attention')
-
-def graphs_of_page(
-    cfg:VLMConfig, # sizes
-)->dict[str,Graph]: # name of a file -> what is in it
-    "The three files of `graphs_of`; the decoder also tells where it looked."
-    graphs,shape = graphs_of(cfg),('batch_size','sequence_length','total_sequence_length')
-    decoder = graphs['decoder_model_merged']
-    outputs = decoder.outputs|dict(attention=shape)
-    return graphs|dict(decoder_model_merged=replace(decoder, write=write_watched_decoder, outputs=outputs))
+from .onnx import OWN_NOTE,client_note,write_graphs
 
 # %% ../../nbs/84_uses.web.ipynb #74a0000e
 OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transformers.js'
 
 def _steps(spec):
-    "What a tokenizer does to a text before BPE."
+    "Returns what a tokenizer does to a text before BPE."
     return spec.get('pretokenizers', [spec]) if spec else []
 
 def _plain(token): return not (token['lstrip'] or token['rstrip'] or token['single_word'])
 
-def check_page_tokenizer(
-    spec:dict[str,Any], # contents of tokenizer.json
+def check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
 )->None: # raises unless the page can read it
-    "Raise a ValueError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
+    "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
     bpe,steps = spec['model'],_steps(spec['pre_tokenizer'])
     odd = any(map(bpe.get, ('dropout','byte_fallback','continuing_subword_prefix','end_of_word_suffix')))
     kinds = [s['type'] for s in steps]
     whole = bpe['type']=='BPE' and not odd and spec['normalizer'] is None
     cut = kinds in (['ByteLevel'], ['Digits','ByteLevel']) and steps[0].get('individual_digits', True)
-    if not (whole and cut and steps[-1]['use_regex'] and not steps[-1]['add_prefix_space']):
-        raise UsageError(f"a tokenizer of the kind {bpe['type']} with the steps {kinds} is no byte-level BPE "
-                         f'after GPT-2; {OTHER_TOKENIZERS}')
+    require(whole and cut and steps[-1]['use_regex'] and not steps[-1]['add_prefix_space'], f'a tokenizer of '
+        f"the kind {bpe['type']} with the steps {kinds} is no byte-level BPE after GPT-2; {OTHER_TOKENIZERS}")
     letters = sum(len(token)==1 for token in bpe['vocab'])
-    if letters<256 or not all(map(_plain, spec['added_tokens'])):
-        raise UsageError('a tokenizer without all bytes, or with tokens that take spaces; '
-                         f'{OTHER_TOKENIZERS}')
+    require(letters>=256 and all(map(_plain, spec['added_tokens'])),
+        f'a tokenizer without all bytes, or with tokens that take spaces; {OTHER_TOKENIZERS}')
 
 # %% ../../nbs/84_uses.web.ipynb #74a00011
 PAGE = files('nanovlm_nb')/'uses'/'page' # the page's own files
@@ -86,7 +55,7 @@ PAGE_FILES = 'index.html','page.js','style.css'
 
 # %% ../../nbs/84_uses.web.ipynb #74a00014
 def tall_first()->bool: # since Pillow 13
-    "Does Pillow begin with the height of a picture that loses much of it?"
+    "Returns whether Pillow begins with the height of a picture that loses much of it."
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40,8,3), dtype=np.uint8))
     by = Image.Resampling.BICUBIC
     return noise.resize((16,5), by)==noise.resize((8,5), by).resize((16,5), by)
@@ -97,10 +66,8 @@ RUNTIME_FILES = 'ort.wasm.bundle.min.mjs','ort-wasm-simd-threaded.wasm' # what t
 REMEDY = f'name its package or directory with --web_runtime (npm pack {RUNTIME} fetches it anywhere)'
 _WITHIN = '.','dist','package/dist','onnxruntime-web/dist','node_modules/onnxruntime-web/dist'
 
-def ask_npm(
-    folder:Path, # gets the package
-)->Path: # the package, a .tgz
-    "Fetch the runtime."
+def ask_npm(folder:Path)->Path: # gets the package; the package, a .tgz
+    "Fetches the runtime."
     if not (npm := shutil.which('npm')): raise UsageError(f'npm is not here to fetch {RUNTIME}: {REMEDY}')
     words = [npm, 'pack', RUNTIME, '-s', '--fetch-retries=1', f'--pack-destination={folder}']
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
@@ -109,7 +76,7 @@ def ask_npm(
     raise UsageError(f'npm cannot fetch {RUNTIME} ({why.strip()}): {REMEDY}')
 
 def _unpacked(package):
-    "Files of a package of npm."
+    "Returns files of a package of npm."
     try:
         with tarfile.open(package) as tar:
             found = {name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES}
@@ -117,10 +84,9 @@ def _unpacked(package):
     except (tarfile.TarError, KeyError) as e:
         raise UsageError(f'{package} is no {RUNTIME} ({e}): {REMEDY}') from e
 
-def read_runtime(
-    where:str|Path|None=None, # the package or a directory that has it; None: npm fetches it
+def read_runtime(where:str|Path|None=None, # the package or a directory that has it; None: npm fetches it
 )->dict[str,bytes]: # name -> contents
-    "The files of ONNX Runtime that a page needs."
+    "Returns the files of ONNX Runtime that a page needs."
     if where is None:
         with TemporaryDirectory() as tmp: return _unpacked(ask_npm(Path(tmp)))
     where = Path(where)
@@ -134,19 +100,15 @@ def read_runtime(
 OFFERED = 'one','one','one','one','group','pair' # sorts of the scenes
 MOST_TOKENS = 32 # of an answer
 
-def offered_scenes(
-    side:int=64, # pixels
-)->list[tuple[str,Image.Image]]: # what it shows, and the picture
-    "Some held-out scenes, always the same."
+def offered_scenes(side:int=64)->list[tuple[str,Image.Image]]: # what it shows, and the picture
+    "Returns some held-out scenes, always the same."
     rng = random.Random(0)
     scenes = (next(s for s in iter(lambda: make_scene(sort, rng), None) if held_out(s)) for sort in OFFERED)
     return [(str(scene),draw_scene(scene, rng, side)) for scene in scenes]
 
-def page_note(
-    scenes:list[tuple[str,Image.Image]], # from `offered_scenes`
-    side:int, # of a tile, pixels
+def page_note(scenes:list[tuple[str,Image.Image]], side:int, # from `offered_scenes`; of a tile, pixels
 )->dict[str,Any]: # for page.json
-    "What the page offers."
+    "Returns what the page offers."
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
     return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text) for i,(text,_) in enumerate(scenes)],
@@ -157,25 +119,22 @@ def page_note(
 LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
 
 def _write_model(model, folder):
-    "Graphs, tokenizer, and what a client has to know."
+    "Writes graphs, tokenizer, and what a client has to know."
     note = client_note(model)
     save_json(folder/OWN_NOTE, note|dict(picture=note['picture']|dict(tall_first=tall_first())))
     (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(), encoding='utf-8')
-    for name,graph in graphs_of_page(model.cfg).items():
-        (folder/f'{name}.onnx').write_bytes(to_onnx(graph, model).SerializeToString(deterministic=True))
+    write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
 
 def _write_runtime(runtime, folder):
-    "What runs the graphs, with its licences."
+    "Writes what runs the graphs, with its licences."
     import onnxruntime
     for name,content in runtime.items(): (folder/name).write_bytes(content)
     for name in LICENCES: shutil.copyfile(Path(onnxruntime.__file__).parent/name, folder/name)
 
-def export_web(
-    model:VisionLanguageModel, # with its tokenizer
-    folder:str|Path, # directory to write, made if missing
-    web_runtime:str|Path|None=None, # see `read_runtime`
+def export_web(model:VisionLanguageModel, # with its tokenizer
+    folder:str|Path, web_runtime:str|Path|None=None, # directory to write, made if missing; see `read_runtime`
 )->None:
-    "Write a page that answers questions about pictures."
+    "Writes a page that answers questions about pictures."
     to_smolvlm({}, model.cfg, 'smolvlm') # refuses what no graph can say
     check_page_tokenizer(json.loads(model.tokenizer.backend_tokenizer.to_str()))
     runtime,side = read_runtime(web_runtime),model.cfg.vit_img_size
@@ -189,12 +148,10 @@ def export_web(
         _write_runtime(runtime, tmp/'runtime')
 
 # %% ../../nbs/84_uses.web.ipynb #74a00027
-def main(
-    values:Namespace, # from `arguments.export_parser`
-)->None:
+def main(values:Namespace)->None: # from `arguments.export_parser`
     "Command `nanovlm export --format web`."
     out = values.out
-    with exporting(values, 'onnx', 'onnxruntime', extra='onnx'):
+    with exporting(values, 'onnx', 'onnxruntime', 'onnxscript', extra='onnx'):
         export_web(open_model(values.checkpoint), out, values.web_runtime)
     size = sum(p.stat().st_size for p in Path(out).rglob('*') if p.is_file())
     sys.stdout.write(f'{out}: web, {size/1e6:.1f} MB; python -m http.server -d {shlex.quote(out)} shows it\n')
