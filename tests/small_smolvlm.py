@@ -1,5 +1,9 @@
-"A small random model of ours in SmolVLM's form, with a tokenizer of its own."
+"A small random model of ours in SmolVLM's form, with a tokenizer of its own, and pictures for it."
+import random
+
+import numpy as np
 import torch
+from PIL import Image, ImageDraw
 
 from nanovlm_nb.core.config import VLMConfig, evolve
 from nanovlm_nb.core.tokenizer import train_tokenizer
@@ -18,3 +22,13 @@ def small_model(texts=QUESTIONS, **fields):
     model = VisionLanguageModel(evolve(cfg, lm_base_vocab_size=len(tok) - len(cfg.vlm_extra_tokens)), load_backbone=False).eval()
     model.tokenizer = tok
     return model
+
+def pictures(n, seed):
+    "Drawings of different sizes and proportions, some of them partly black."
+    rng, out = random.Random(seed), []
+    for _ in range(n):
+        size = rng.randint(5, 200), rng.randint(5, 200)
+        im = Image.fromarray(np.random.default_rng(rng.randint(0, 999)).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+        ImageDraw.Draw(im).rectangle([0, 0, size[0]//2, size[1]//2], fill='black')
+        out.append(im)
+    return out

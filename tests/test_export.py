@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from commands import TINY
-from PIL import Image, ImageDraw
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from small_smolvlm import QUESTIONS, small_model
+from small_smolvlm import QUESTIONS, pictures, small_model
 from their_smolvlm import make_smolvlm
 from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Config, Idefics3ForConditionalGeneration, SmolVLMConfig,
                           SmolVLMForConditionalGeneration)
@@ -49,19 +49,6 @@ def opened(folder):
     theirs, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return theirs.eval()
-
-
-def pictures(n, seed):
-    "Drawings of different sizes and proportions, some of them partly black."
-    rng = random.Random(seed)
-    out = []
-    for _ in range(n):
-        size = rng.randint(5, 200), rng.randint(5, 200)
-        noise = np.random.default_rng(rng.randint(0, 999)).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        im = Image.fromarray(noise)
-        ImageDraw.Draw(im).rectangle([0, 0, size[0]//2, size[1]//2], fill='black')
-        out.append(im)
-    return out
 
 
 # the golden checkpoint

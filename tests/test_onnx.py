@@ -1,7 +1,6 @@
 "A model as ONNX files: the scores, ids and answers of torch, in ONNX Runtime and, by transformers.js, in Node."
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,10 +13,10 @@ onnxruntime = pytest.importorskip('onnxruntime', reason='ONNX Runtime is not the
 onnx = pytest.importorskip('onnx', reason='onnx is not there: pip install nanovlm_nb[onnx]')
 
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from commands import run
-from small_smolvlm import QUESTIONS, small_model
+from small_smolvlm import QUESTIONS, pictures, small_model
 from nanovlm_nb.answers.answer import Asker, left_pad
 from nanovlm_nb.cli import main
 from nanovlm_nb.data.shapes import shapes_dataset
@@ -88,17 +87,6 @@ class Files:
             mask = np.concatenate([mask, np.ones_like(mask[:, :1])], 1)
             scores, past = self.scores(self.embed.run(None, dict(input_ids=said[-1][:, None]))[0], mask, past, keep=1)
         return np.stack(said, 1), np.stack(chosen, 1)
-
-
-def pictures(n, seed):
-    "Drawings of different sizes and proportions, some of them partly black."
-    rng, out = random.Random(seed), []
-    for _ in range(n):
-        size = rng.randint(5, 200), rng.randint(5, 200)
-        im = Image.fromarray(np.random.default_rng(rng.randint(0, 999)).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-        ImageDraw.Draw(im).rectangle([0, 0, size[0]//2, size[1]//2], fill='black')
-        out.append(im)
-    return out
 
 
 def compare(asker, files, seeds, batch, new=8):
