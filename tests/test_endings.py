@@ -7,7 +7,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,15 @@ from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.runs.endings import INTERRUPTED, RunFailed
 from nanovlm_nb.runs.run import run as train_here
-from nanovlm_nb.training.trainer import Hook, make_trainer
+from nanovlm_nb.training.trainer import Hook
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3', '--max_training_steps', '6', '--run_name', 'run']
 
 
-def in_process(folder, *more, make=None):
+def in_process(folder, *more, hooks=()):
     "A small run in this process; its directory."
     vlm_cfg, train_cfg, _ = parse_args([*SMALL, '--vlm_checkpoint_path', str(folder), *more])
-    return train_here(vlm_cfg, train_cfg, trainer=make, dist=Dist())
+    return train_here(vlm_cfg, train_cfg, hooks=hooks, dist=Dist())
 
 
 @pytest.fixture(scope='module')
@@ -143,22 +142,22 @@ class BeforeStep(Hook):
     def before_step(self, trainer, figures): self.do(trainer)
 
 
-def full_in(disk, point, room):
-    "A maker of trainers whose disk is full from a point on."
-    def make(*args):
-        trainer = make_trainer(*args)
-        count, save = [0], trainer.saver.save
+class Third(Hook):
+    "Does something before the third update, or the third checkpoint."
+    def __init__(self, point, do): self.point, self.do, self.count = point, do, 0
 
-        def third():
-            count[0] += 1
-            if count[0] != 3: return
-            trainer.saver.wait()  # what is still written in the background, of the save before
-            fill(disk, room)
+    def begin(self, trainer):
+        save = trainer.saver.save
+        if self.point == 'save': trainer.saver.save = lambda *a: (self.third(trainer), save(*a))
 
-        if point == 'save': trainer.saver.save = lambda *a: (third(), save(*a))
-        else: trainer.hooks.insert(0, BeforeStep(lambda t: third()))
-        return trainer
-    return make
+    def before_step(self, trainer, figures):
+        if self.point != 'save': self.third(trainer)
+
+    def third(self, trainer):
+        self.count += 1
+        if self.count != 3: return
+        trainer.saver.wait()  # what is still written in the background, of the save before
+        self.do()
 
 
 def test_a_disk_that_is_full_before_the_start(small_disk, quiet_run):
@@ -176,7 +175,7 @@ POINTS = [('save', 4096), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((
 def test_a_full_disk_names_the_last_checkpoint(small_disk, quiet_run, point, room):
     "Making the directory, the optimizer, the weights; the log of an update; the save after it. With room again, the run goes on as if nothing had been."
     keep, run = ['--max_keep_ckpts', '2'], small_disk/'run'
-    with pytest.raises(RunFailed) as failed: in_process(small_disk, *keep, make=full_in(small_disk, point, room))
+    with pytest.raises(RunFailed) as failed: in_process(small_disk, *keep, hooks=[Third(point, lambda: fill(small_disk, room))])
     last = read_pointer(run)
     assert not missing_pieces(last) and (point == 'update' or last.name == 'step_2')
     assert re.match(rf'no space left in {re.escape(str(run))}: the last complete checkpoint is {last.name}\. Make room.*, then: nanovlm train --config \S+ --run_name run --resume True$', str(failed.value)), failed.value
@@ -268,24 +267,19 @@ def test_a_full_disk_ends_all_ranks_with_one_sentence(small_disk, tmp_path, quie
 # A place that is lost
 
 def losing(lose):
-    "A maker of trainers that lose something before the fourth update, when nothing is being written."
-    def make(*args):
-        trainer = make_trainer(*args)
-
-        def fourth(t):
-            if t.step != 3: return
-            t.saver.wait()
-            lose()
-        trainer.hooks.insert(0, BeforeStep(fourth))
-        return trainer
-    return make
+    "A hook that loses something before the fourth update, when nothing is being written."
+    def fourth(t):
+        if t.step != 3: return
+        t.saver.wait()
+        lose()
+    return BeforeStep(fourth)
 
 
 def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, quiet_run):
     "An open log would take lines to the end; a checkpoint would be written where nobody looks."
     run, away = tmp_path/'run', tmp_path/'away'
     with pytest.raises(RunFailed, match=f'{run} is not there any more, it was moved or removed .*: put it back, then: nanovlm train --config {run}/config.yaml --run_name run --resume True$'):
-        in_process(tmp_path, make=losing(lambda: run.rename(away)))
+        in_process(tmp_path, hooks=[losing(lambda: run.rename(away))])
     assert not run.exists()
     away.rename(run)
     assert record(in_process(tmp_path, '--resume', 'True')) == quiet_run
@@ -298,31 +292,29 @@ def test_a_right_that_was_lost_names_the_last_checkpoint(quiet_run):
         folder.chmod(0o755)
         try:
             with pytest.raises(RunFailed, match=f'{name}/run/step_4.nanovlm.tmp cannot be written any more .permission denied.: the last complete checkpoint is step_3. See that it can be written, then: nanovlm train'):
-                in_process(folder, make=losing(lambda: os.seteuid(65534)))
+                in_process(folder, hooks=[losing(lambda: os.seteuid(65534))])
         finally: os.seteuid(0)
         assert record(in_process(folder, '--resume', 'True')) == quiet_run  # the lock that could not be taken away keeps nobody out
 
 
 # Memory
 
-def forgetful(where, *args):
-    "A trainer that asks for too much memory in its fourth update; the error is the allocator's own."
-    trainer = make_trainer(*args)
-    calls, too_much = [0], lambda: torch.empty(2**60)
+class Forgetful(Hook):
+    "Asks for too much memory in the fourth update; the error is the allocator's own."
+    def __init__(self, where): self.where = where
 
-    def fourth(*_):
-        calls[0] += 1
-        if calls[0] == 4: too_much()
-    if where == 'forward': trainer.base.MP.register_forward_pre_hook(lambda *_: too_much() if trainer.step == 3 and trainer.model.training else None)
-    elif where == 'backward': trainer.base.MP.proj.weight.register_hook(lambda g: None if trainer.step < 3 else too_much())
-    else: trainer.optimizer.register_step_pre_hook(fourth)
-    return trainer
+    def begin(self, t):
+        def fourth(*_):
+            if t.step == 3 and t.model.training: torch.empty(2**60)
+        if self.where == 'forward': t.base.MP.register_forward_pre_hook(fourth)
+        elif self.where == 'backward': t.base.MP.proj.weight.register_hook(fourth)
+        else: t.optimizer.register_step_pre_hook(fourth)
 
 
 @pytest.mark.parametrize('where', [pytest.param('forward', marks=pytest.mark.slow), 'backward', pytest.param('optimizer', marks=pytest.mark.slow)])
 def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     "The recipe has only flags that exist and matter here, and the command in it goes on to the same end."
-    with pytest.raises(RunFailed) as failed: in_process(tmp_path, make=partial(forgetful, where))
+    with pytest.raises(RunFailed) as failed: in_process(tmp_path, hooks=[Forgetful(where)])
     run, said = tmp_path/'run', str(failed.value)
     assert (run/'status').read_text() == 'failed\n' and 'the last complete checkpoint is step_3' in said
     assert 'batch_size 1, gradient_accumulation_steps 4 (the update stays the same)' in said and 'offload_optimizer' not in said

@@ -20,7 +20,6 @@ from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training import trainer as module
 from nanovlm_nb.training.hooks import hooks_of
 from nanovlm_nb.training.trainer import Hook, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
-from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 HERE = Path(__file__).parent
@@ -96,14 +95,6 @@ def test_the_order_of_the_hooks():
     "What judges the weights follows the checkpoint, and hooks of the user's come before it and before the log."
     hooks = [type(hook).__name__ for hook in hooks_of(TrainConfig(), [Hook()])]
     assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Speed', 'Epochs', 'Meters', 'Estimate', 'Compile', 'Hook', 'Log', 'Checkpoint', 'Validate', 'Look', 'Evaluate', 'FreezeGarbage', 'Profile']
-
-
-def test_one_rank_with_fewer_batches_stops_all(caplog):
-    class Uneven(Dist):
-        def gather(self, obj): return [obj, []]
-    batch = dict(labels=torch.tensor([[1]]), attention_mask=torch.tensor([[1]]), doc_lens=[[1]], n_targets=[[1]], ids=[['a']], images=[[]])
-    assert gather_update([batch], Uneven()) is None
-    assert 'all take 0' in caplog.text
 
 
 def small(folder, batch_size=2, **fields):

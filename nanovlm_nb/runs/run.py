@@ -205,7 +205,7 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
     resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
     model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
     schedule:Callable|dict|None=None, loss:Callable|None=None, judge:Callable|None=None, # likewise
-    hooks:Iterable=(), trainer:Callable|None=None, # likewise
+    hooks:Iterable=(), # likewise
 )->Trainer: # ready to train, or to `resume`
     "All parts of a run, put together."
     c,stop = train_cfg,stop or threading.Event()
@@ -223,8 +223,8 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog,
         if loss: built.cross_entropy = loss
         return built
     built = on_each_rank(dist, stop, build)
-    make = trainer or make_trainer
-    return make(built, c, rows, val, hooks_of(c, hooks, judge), dist, log, tokenizer, schedule, optimizer)
+    mine = hooks_of(c, hooks, judge)
+    return make_trainer(built, c, rows, val, mine, dist, log, tokenizer, schedule, optimizer)
 
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights
@@ -347,13 +347,13 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     optimizer:Callable|None=None, # like `optim.make_optimizer(model, train_cfg)`: groups name their `max_lr`
     schedule:Callable|dict|None=None, # `schedule(step, max_lr, max_steps)`, or one for each group by name
     loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`; `judge(trainer)`, lowest wins
-    hooks:Iterable=(), trainer:Callable|None=None, # beside the updates, see `Hook`; like `make_trainer`
+    hooks:Iterable=(), # what is done beside the updates, see `Hook`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
     asked:Namespace=NOT_ASKED, command:Callable|None=None, # the command line; names the command that resumes
 )->Path: # directory of the run
     "Train as the configurations say; what is None is made by the library."
     parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, loss=loss,
-                 judge=judge, hooks=hooks, trainer=trainer)
+                 judge=judge, hooks=hooks)
     with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
         run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist, asked)
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)

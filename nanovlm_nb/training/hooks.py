@@ -442,7 +442,10 @@ def hooks_of(
     "Returns the hooks of a run: what judges the weights follows the checkpoint."
     judged,every = cfg.eval_interval if cfg.eval_in_epochs else 0,cfg.stats_log_interval
     evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
-    return [Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(), Speed(every), Epochs(),
-        Meters(every), Estimate(every), Compile(), *own, Log(),
-        Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge),
+    own,before = list(own),[Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(),
+        Speed(every), Epochs(), Meters(every), Estimate(every), Compile()]
+    after = [Log(), Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge),
         Look(cfg.look_interval), evaluate, FreezeGarbage(), Profile(cfg.profile)]
+    instead = {type(hook):mine for hook in before+after for mine in own if isinstance(mine, type(hook))}
+    hooks = [hook for hook in [*before, *own, *after] if hook not in instead.values()]
+    return [instead.get(type(hook), hook) for hook in hooks]

@@ -7,7 +7,7 @@ __all__ = ['LOGS', 'SECTIONS', 'AT_ONCE', 'ClassConfig', 'as_classifier', 'at_an
            'answer_scores', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ValidateClasses', 'prompts_in', 'write_predictions', 'read_predictions', 'lay_out',
            'Keys', 'keys_of', 'Settings', 'frequency_note', 'check_buildable', 'workers_of', 'configs_of', 'check_run',
-           'class_parts', 'without_resume', 'class_trainer', 'classify_again', 'classify_on', 'with_resume',
+           'class_parts', 'without_resume', 'ClassHook', 'classify_again', 'classify_on', 'with_resume',
            'place_of_flag', 'asked_settings', 'main', 'sort_files']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
@@ -15,7 +15,6 @@ import json,math,os,random,re,shlex,sys,threading
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass,field,fields,replace
-from functools import partial
 from pathlib import Path
 from typing import Any,Literal,NamedTuple
 
@@ -45,10 +44,10 @@ from ..data.images import image_processor_of
 from ..data.dataset import Plan,VQADataset
 from ..data.packing import Batch,unpack
 from ..data.sources import MapSource
-from ..data.loader import Loader,load_tokenizer,pack_loader
+from ..data.loader import load_tokenizer,pack_loader
 from ..answers.answer import left_pad,open_pictures
 from ..training.optim import autocast
-from ..training.trainer import Hook,Trainer,Validate,inputs_of,make_trainer,stopping
+from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping
 from ..training.trainer import validation_batches
 from ..runs.endings import exit_code
 from ..runs.run import NOT_ASKED,process_group,run
@@ -607,8 +606,8 @@ def check_run(s:Settings, cfg:ClassConfig, train_cfg:TrainConfig)->None: # with 
         'with method answers: names are scored outside of the sharded forward pass, '
         'set sharding to ddp or method to head')
 
-def class_parts(settings:Settings, data:ClassData)->dict[str,Any]: # for `run`
-    "Returns model, data and trainer of a run that classifies."
+def class_parts(settings:Settings, data:ClassData, train_cfg:TrainConfig)->dict[str,Any]: # for `run`
+    "Returns model, data and hooks of a run that classifies."
     splits = ((data.train, (wiggle,)*settings.augment, True), (data.val, (), False))
     def loaders(train_cfg, cfg, dist, tokenizer):
         check_run(settings, cfg, train_cfg)
@@ -618,28 +617,27 @@ def class_parts(settings:Settings, data:ClassData)->dict[str,Any]: # for `run`
             samples = ClassSamples(cfg, tokenizer, changes)
             return pack_loader(source, samples, cfg, train_cfg, dist, shuffle, workers[shuffle])
         return [loader(*split) for split in splits]
-    return dict(model=make_classifier, loaders=loaders, trainer=partial(class_trainer, settings, data))
+    hooks = [ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
+    return dict(model=make_classifier, loaders=loaders, hooks=hooks)
 
 def without_resume(s:Settings)->Settings:
     "Returns what a run is, without where one of its starts resumed, so that it does not go back to there."
     if not s.train.get('resume'): return s
     return replace(s, train={k:v for k,v in s.train.items() if k not in ('resume','load_from')})
 
-def class_trainer(settings:Settings, data:ClassData, # kept beside the checkpoints; pictures
-    model:VLMClassifier, train_cfg:TrainConfig, train:Loader, val:Loader, hooks:list[Hook], # of a run
-    *more, # of `make_trainer`
-)->Trainer: # ready to train, or to `resume`
-    "Returns a trainer that says what it trains on."
-    own = [ValidateClasses(h.every) if type(h) is Validate else h for h in hooks]
-    trainer = make_trainer(model, train_cfg, train, val, own, *more)
-    log,workers = trainer.log,trainer.cfg.num_workers
-    if trainer.dist.is_master: without_resume(settings).save(log.run_dir/CLASSIFY)
-    parts = [p for rows in (data.train,data.val) for p in rows.parts]
-    sizes = ', '.join(f'{p.name} {len(p.labels)} {p.split}' for p in parts)
-    asked = f'{workers} workers for training (asked for {settings.dataloader_num_workers})'
-    what = f'{len(data.names)} classes; {sizes}; {asked}'
-    for line in [*settings.translations, *frequency_note(settings), what]: log.info(line)
-    return trainer
+class ClassHook(Hook):
+    "Keeps the settings beside the checkpoints, and says what is trained on."
+    def __init__(self, settings:Settings, data:ClassData): self.settings,self.data = settings,data
+
+    def begin(self, trainer:Trainer)->None:
+        "Writes the settings, and some lines into the log."
+        s,log,workers = self.settings,trainer.log,trainer.cfg.num_workers
+        if trainer.dist.is_master: without_resume(s).save(log.run_dir/CLASSIFY)
+        parts = [p for rows in (self.data.train,self.data.val) for p in rows.parts]
+        sizes = ', '.join(f'{p.name} {len(p.labels)} {p.split}' for p in parts)
+        asked = f'{workers} workers for training (asked for {s.dataloader_num_workers})'
+        what = f'{len(self.data.names)} classes; {sizes}; {asked}'
+        for line in [*s.translations, *frequency_note(s), what]: log.info(line)
 
 def classify_again(run_dir:Path, train_cfg:TrainConfig, # of the run; the file has all but names of code
     dist:Dist=Dist(), changes:dict={}, # its ranks; fields that are to have another value
@@ -661,7 +659,7 @@ def classify_on(settings:Settings, dist:Dist,
     data = load_classes(settings.datasets, settings.val_share, settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
     asked = Namespace(**vars(NOT_ASKED)|dict(config=config))
-    parts = class_parts(settings, data)
+    parts = class_parts(settings, data, configs[1])
     run_dir = run(*configs, **parts, dist=dist, stop=stop, asked=asked, command=classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
