@@ -30,7 +30,8 @@ from ..data.lanes import merge_states
 from ..answers.look import look_panel
 from ..answers.eval_jobs import Evaluations,ask_for_eval,collect_evals,keep_results
 from ..answers.eval_jobs import missing_tasks,take_over_evals,wait_for_evals
-from .optim import adapter_sizes,autocast,blocks_of,compile_blocks,compile_counts,decide_compile
+from .optim import adapter_sizes,autocast,blocks_of,compile_blocks
+from .optim import compile_counts,decide_compile
 from .bad_updates import Unstable,forget_bad_updates,write_bad_update
 from .update import Update,add_by_source,losses_by_source,sources_of
 from .trainer import Checkpoint,Figures,Guard,Hook,Log,Trainer,Validate
@@ -166,12 +167,13 @@ class Epochs(Hook):
 def _report(trainer:Trainer, sums:Any, seconds:dict[str,float], peak:float|None)->Figures: # a mean over ranks
     "Returns `time/*`, `perf/*` and `training/*` from the sums of some updates."
     s,total = sums,sum(seconds.values())
-    perf = dict(step_time=total/max(s['updates'], 1), samples_per_second=s['samples']/total)
-    training = dict(lr=max(g['lr'] for g in trainer.optimizer.param_groups), epoch=trainer.epoch)
-    if peak: perf['mfu'] = mfu(s['flops'], total, peak)
-    if s['made']: training |= dict(loss=s['loss']/max(s['targets'], 1), grad_norm=s['norm']/s['made'])
-    groups = dict(time={k:v/total for k,v in seconds.items()}, perf=perf, training=training)
-    return {f'{group}/{k}':v for group,found in groups.items() for k,v in found.items()}
+    found:Any = {f'time/{k}':v/total for k,v in seconds.items()}
+    found |= {'perf/step_time':total/max(s['updates'], 1), 'perf/samples_per_second':s['samples']/total,
+        'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups), 'training/epoch':trainer.epoch}
+    if peak: found['perf/mfu'] = mfu(s['flops'], total, peak)
+    if s['made']: found |= {'training/loss':s['loss']/max(s['targets'], 1),
+        'training/grad_norm':s['norm']/s['made']}
+    return found
 
 # %% ../../nbs/49_training.hooks.ipynb #eae1ca76
 class Meters(Hook):

@@ -29,10 +29,8 @@ from ..model.flops import COMPONENTS
 # %% ../../nbs/48_training.lora.ipynb #10ad480c
 def _named(layer, target): return fnmatchcase(f'.{layer}.', f'*.{target}.*')
 
-def lora_layers(
-    model:nn.Module, targets:Sequence[str], # parts of names; `*` matches anything
-)->list[str]: # names, in the model's order
-    "Returns the linear layers that targets name; a UsageError for one that names none."
+def lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of names; `*` matches anything
+    "Returns the linear layers that targets name, in the model's order; a UsageError for one that names none."
     linear = [name for name,m in model.named_modules() if isinstance(m, nn.Linear)
         and name.split('.')[0] in COMPONENTS and name!='decoder.head']
     for target in targets:
@@ -43,12 +41,10 @@ def lora_layers(
 
 # %% ../../nbs/48_training.lora.ipynb #10ad480f
 def add_adapters(
-    model:Any, # with `vision_encoder`, `MP`, `decoder`; changed in place
-    rank:int, alpha:float|None=None, # of every adapter, which counts alpha/rank times; None: twice
-    targets:Sequence[str]=('decoder',), # see `lora_layers`
-    base:dict[str,str]|None=None, # `path` and `sha256` of the checkpoint that the model is; None: not known
+    model:Any, rank:int, alpha:float|None=None, # changed in place; adapters count alpha/rank times
+    targets:Sequence[str]=('decoder',), base:dict[str,str]|None=None, # `path` and `sha256` of the model
 )->list[str]: # names of the layers
-    "Puts an adapter beside every layer that targets name."
+    "Puts an adapter beside every layer that targets name, see `lora_layers`."
     require(rank>0, f'lora_rank is {rank}: give 1 or more')
     require(find_spec('peft'), 'adapters need the package peft: pip install nanovlm_nb[lora]')
     from peft import LoraConfig,inject_adapter_in_model
@@ -59,11 +55,8 @@ def add_adapters(
     return names
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4820
-def adapt(
-    model:nn.Module, train_cfg:TrainConfig, # as it was read, changed in place; `lora_rank` and others
-    weights:str|None, # the checkpoint that it was read from; None: a resumed run's will follow
-)->None:
-    "Puts a run's adapters on its model."
+def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None)->None: # None: they will follow
+    "Puts a run's adapters on its model, which was read from the checkpoint `weights`."
     c,base = train_cfg,None
     if weights is not None:
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
@@ -106,15 +99,19 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
         save_file(copies, tmp/PEFT_WEIGHTS, metadata=dict(format='pt'))
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4822
+def _filled(model, state, folder, base):
+    "The model with these weights, in eval mode, and the tokenizer of its base."
+    load_weights(model, state, str(folder))
+    model.tokenizer_source = find_tokenizer(base, model.cfg.lm_tokenizer)
+    return model.eval()
+
 def read_adapted(folder:Path)->VisionLanguageModel: # a checkpoint of adapters; unmerged, in eval mode
     "Returns a model with its adapters on, as it was trained."
     note = noted_base(folder)
     cfg,state = checkpoint_weights(folder, merge=False)
     model = VisionLanguageModel(cfg, load_backbone=False)
     add_adapters(model, note['rank'], note['alpha'], note['targets'], note['base'])
-    load_weights(model, state, str(folder))
-    model.tokenizer_source = find_tokenizer(folder, cfg.lm_tokenizer)
-    return model.eval()
+    return _filled(model, state, folder, folder)
 
 # %% ../../nbs/48_training.lora.ipynb #10ad481a
 # what is read of peft's configuration, and what changes nothing; all else must be as usual
@@ -156,7 +153,4 @@ def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval 
     _merge_peft(state, theirs, config.lora_alpha/rank, cfg)
     require(not theirs, f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '
         'was it made for the export of another one?')
-    model = VisionLanguageModel(cfg, load_backbone=False)
-    load_weights(model, state, str(folder))
-    model.tokenizer_source = find_tokenizer(base, cfg.lm_tokenizer)
-    return model.eval()
+    return _filled(VisionLanguageModel(cfg, load_backbone=False), state, folder, base)

@@ -41,8 +41,8 @@ def _training_parts(component, lr, last_blocks):
     return parts
 
 # %% ../../nbs/41_training.optim.ipynb #fd0ac6fa
-def param_groups(model:nn.Module, lrs:dict[str,float], # component, an attribute -> peak learning rate
-    last_blocks:int|None=None, # train only so many last blocks of `decoder`; None: all of it
+def param_groups(
+    model:nn.Module, lrs:dict[str,float], last_blocks:int|None=None, # by component; of `decoder`
 )->list[dict]: # groups for an optimizer, with `name` and `max_lr`
     "Returns a group for each component that trains; what does not is frozen, in eval mode, and in no group."
     trains = {name:_training_parts(getattr(model, name), lr, last_blocks if name=='decoder' else None)
@@ -86,11 +86,9 @@ def make_optimizer(
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
     "Returns how many millions of parameters train, if they are those that the optimizer was given."
     declared = {id(p) for g in optimizer.param_groups for p in g['params']}
-    for name,p in model.named_parameters():
-        wrong = ('asks for a gradient, but no learning rate is meant for it' if p.requires_grad
-            else 'has a learning rate, but is frozen')
-        require(p.requires_grad==(id(p) in declared), f'{name} {wrong}: freeze and thaw with the learning '
-            'rates and language_last_blocks, before the optimizer is made')
+    wrong = [name for name,p in model.named_parameters() if p.requires_grad!=(id(p) in declared)]
+    require(not wrong, f'{"".join(wrong[:1])} was frozen or thawed after the optimizer was made: '
+        'freeze and thaw with the learning rates and language_last_blocks, before')
     size = lambda ps: sum(p.numel() for p in ps)/1e6
     groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
