@@ -127,8 +127,7 @@ class Speed(Hook):
         figures['tokens_per_second'] = u.tokens/sum(u.times)
         for b in u.micro_batches:
             self.stats.add('images_per_sample', sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
-        names = 'tokens_per_second','data_load_time','fw_bw_time','post_process_time'
-        for name,value in zip(names, (figures['tokens_per_second'], *u.times)): self.stats.add(name, value)
+        for name,value in zip(Stats.names, (figures['tokens_per_second'], *u.times)): self.stats.add(name, value)
         if t.step%self.every==0: figures |= self.stats.aggregate(t.dist)
 
 # %% ../../nbs/49_training.hooks.ipynb #7ff13d63
