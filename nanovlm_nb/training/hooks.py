@@ -127,7 +127,8 @@ class Speed(Hook):
         figures['tokens_per_second'] = u.tokens/sum(u.times)
         for b in u.micro_batches:
             self.stats.add('images_per_sample', sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
-        for name,value in zip(Stats.names, (figures['tokens_per_second'], *u.times)): self.stats.add(name, value)
+        values = figures['tokens_per_second'],*u.times
+        for name,value in zip(Stats.names, values): self.stats.add(name, value)
         if t.step%self.every==0: figures |= self.stats.aggregate(t.dist)
 
 # %% ../../nbs/49_training.hooks.ipynb #7ff13d63
