@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.core.files import file_digest
 from nanovlm_nb.model.flops import all_flops, step_flops
 from nanovlm_nb.model.weights import is_adapter
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
@@ -79,19 +78,6 @@ def scores(model, ids, pictures):
 
 # --- a run
 
-def test_only_adapters_are_learnt_and_kept():
-    "The checkpoint has no weight of the base, whose files are what they were, and says which base it means."
-    base, step = Path('checkpoints/base/step_4'), Path('checkpoints/adapters/step_4')
-    assert not list(step.glob('model*')) and all(map(is_adapter, load_file(step/'lora.safetensors')))
-    assert all(file_digest(base/name) == told['sha256'] for name, told in json.loads((base/'manifest.json').read_text()).items())
-    before, after = (read_adapted(step.with_name(f'step_{n}')).state_dict() for n in (0, 4))
-    assert {k for k in before if not before[k].equal(after[k])} == {k for k in before if is_adapter(k)} and sum(map(is_adapter, before)) == 2*(7+4+1)
-    told = json.loads((step/'lora.json').read_text())
-    assert (told['rank'], told['alpha'], told['targets'], told['base']['path']) == (4, 8, EVERYWHERE, str(base.resolve()))
-    log = [json.loads(line) for line in Path('checkpoints/adapters/log.jsonl').read_text().splitlines()]
-    assert 0 < next(r['lr_lora'] for r in log if 'lr_lora' in r) <= .01 and not any('lr_MP' in r for r in log)
-
-
 def test_it_goes_on_bit_for_bit(capsys):
     "Back to update 2 and forward again: the same losses and norms, the same adapters; the base is found through the checkpoint."
     before = figures_of_run('checkpoints/adapters')
@@ -128,8 +114,7 @@ def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
         with_other_base(base)
         assert other in refused(asked, capsys)
         shutil.rmtree(base.parent)
-        for words in (asked, ['export', step, 'never'], ['look', step], ['eval', step, '--tasks', 'shapes']):
-            assert 'is not there: put it back, or beside them as it was' in refused(words, capsys), words
+        assert 'is not there: put it back, or beside them as it was' in refused(asked, capsys)
         shutil.copytree(kept, 'checkpoints/base')
         with_other_base(Path('checkpoints/base/step_4'))
         for flags in ([*GO_ON, '--load_from', 'None'], [*SHORT, *ADAPTED[2:], '--load_from', 'checkpoints/adapters', '--run_name', 'x']):
@@ -170,14 +155,6 @@ def test_merged_is_unmerged_and_every_command_opens_it(capsys):
     assert main(['ask', str(step), '--prompt', 'what?']) in (0, None)
     assert main(['export', 'checkpoints/adapters', 'plain', '--format', 'nanovlm']) in (0, None)
     assert scores(VisionLanguageModel.from_pretrained('plain'), ids, pictures).equal(b)
-
-
-def test_onnx_files_have_the_sum():
-    pytest.importorskip('onnxruntime', reason='ONNX Runtime is not there: pip install nanovlm_nb[onnx]')
-    if not Path('plain').is_dir(): main(['export', 'checkpoints/adapters', 'plain', '--format', 'nanovlm'])
-    for words in (['plain', 'one'], ['checkpoints/adapters', 'other'], ['checkpoints/base', 'base_alone']): main(['export', *words, '--format', 'onnx'])
-    one, other, base = (Path(n, 'onnx', 'decoder_model_merged.onnx').read_bytes() for n in ('one', 'other', 'base_alone'))
-    assert one == other != base
 
 
 def given(ids, pictures): return dict(input_ids=ids, pixel_values=pictures, attention_mask=torch.ones_like(ids))
