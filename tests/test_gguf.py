@@ -18,7 +18,7 @@ from small_smolvlm import QUESTIONS, small_model
 from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.cli import main
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.uses.gguf import check_carried, export_gguf, vocabulary
+from nanovlm_nb.uses.gguf import export_gguf, vocabulary
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
@@ -67,15 +67,6 @@ def test_the_files_hold_the_checkpoint_bit_for_bit(exported):
     assert torch.equal(there(vision['mm.model.fc.weight']), model.MP.proj.weight)
 
 
-def test_the_settings_are_those_that_llama_cpp_asks_for(exported):
-    (lm, _), (vision, _) = (read(exported/'f32'/f'{name}-f32.gguf') for name in ('model', 'mmproj'))
-    assert (lm['general.architecture'], lm['tokenizer.ggml.model'], lm['tokenizer.ggml.pre']) == ('llama', 'gpt2', 'smollm')
-    assert (lm['llama.attention.head_count'], lm['llama.attention.head_count_kv'], lm['llama.vocab_size']) == (4, 2, len(lm['tokenizer.ggml.tokens']))
-    assert not lm['tokenizer.ggml.add_bos_token'] and '<image>' in lm['tokenizer.chat_template']
-    assert (vision['clip.projector_type'], vision['clip.has_vision_encoder'], vision['clip.use_gelu']) == ('idefics3', True, True)
-    assert (vision['clip.vision.image_size'], vision['clip.vision.preproc_image_size'], vision['clip.vision.projector.scale_factor']) == (32, 64, 2)
-
-
 def test_decoders_of_qwen_keep_the_order_of_their_rows_and_a_head_of_its_own(tmp_path):
     "And have biases, or norms of queries and keys."
     for kind, fields in (('qwen2', dict(lm_qkv_bias=True)), ('qwen3', dict(lm_qk_norm=True, lm_tie_weights=False))):
@@ -89,14 +80,6 @@ def test_decoders_of_qwen_keep_the_order_of_their_rows_and_a_head_of_its_own(tmp
 
 
 # --- what cannot be written
-
-def test_a_model_that_llama_cpp_would_show_something_else_leaves_no_files(exported, tmp_path):
-    model = own_model(max_img_size=32)
-    with pytest.raises(ValueError, match='max_img_size is 32, one tile'): export_gguf(model, tmp_path/'out')
-    assert not (tmp_path/'out').exists()
-    plain = small_model()
-    with pytest.raises(ValueError, match='no token for a blank line'): check_carried(plain.cfg, plain.tokenizer)
-
 
 def test_a_token_that_eats_blanks_is_refused(exported):
     tokenizer = VisionLanguageModel.from_pretrained(exported/'checkpoint').tokenizer
