@@ -109,6 +109,7 @@ def _spent(clock:Clock, since:dict[str,float])->dict[str,float]: # a reading, wh
     since.update(clock.seconds)
     return seconds
 
+# %% ../../nbs/49_training.hooks.ipynb #7d17bf62
 class Speed(Hook):
     "Adds `tokens_per_second`, and every `every` updates nanoVLM's statistics of all ranks."
     def __init__(self, every:int): # updates
@@ -416,6 +417,7 @@ def _write_profile(watch:Any, log:RunLog, seen:int)->None: # a profiler; updates
     watch.export_chrome_trace(str(log.run_dir/TRACE))
     log.info(f'profile: {log.run_dir/TRACE} and {log.run_dir/KERNELS}, {seen} updates of rank 0')
 
+# %% ../../nbs/49_training.hooks.ipynb #1c3a05ed
 class Profile(Hook):
     "Watches `n` updates of rank 0, with what comes between them."
     watch:Any = None # the profiler
