@@ -28,9 +28,7 @@ def _flat(sections):
             deep = name=='monitor' and k in ('all_freq','freq') and isinstance(v, dict)
             yield from ((f'{name}.{k}.{n}', x) for n,x in v.items()) if deep else [(f'{name}.{k}', v)]
 
-def translated(
-    sections:dict, # name of a section -> its lines
-    where:str, # for messages
+def translated(sections:dict, where:str, # name of a section -> its lines; for messages
 )->tuple[dict,list[str]]: # the same under our names; what was changed, for the log
     "Sections with other projects' names under ours."
     out,changes = {n:({} if isinstance(lines, dict) else lines) for n,lines in sections.items()},[]

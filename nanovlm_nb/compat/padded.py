@@ -29,18 +29,14 @@ from ..data.dataset import Dropped, Drops, read_row
 from ..data.jsonl import MARK, jsonl_rows
 
 # %% ../../nbs/70_compat.padded.ipynb #cc195b2a
-def count_runs(
-    ids:Tensor, # (T,)
-    run:list[int], # ids to look for
+def count_runs(ids:Tensor, run:list[int], # (T,); ids to look for
 )->int: # times that `run` occurs, overlaps not counted
     "Count a sequence within another."
     if not run: raise UsageError('`run` is empty: it occurs everywhere')
     return ''.join(map(chr, ids.tolist())).count(''.join(map(chr, run)))
 
 # %% ../../nbs/70_compat.padded.ipynb #f16925da
-def mark_messages(
-    texts:list[dict], # turns with marks
-    placeholders:str, # text of a picture
+def mark_messages(texts:list[dict], placeholders:str, # turns with marks; text of a picture
     special:re.Pattern, # the tokenizer's, from `special_pattern`
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages, with placeholders for marks."
@@ -48,10 +44,8 @@ def mark_messages(
     pairs = [(placeholders.join(map(say, t['user'].split(MARK))), say(t['assistant'])) for t in texts]
     return [dict(role=r, content=c) for pair in pairs for r,c in zip(('user', 'assistant'), pair)]
 
-def encode_messages(
-    tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
-    messages:list[dict], # from `mark_messages`
-    frame:AnswerFrame, # from `answer_frame`
+def encode_messages(tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
+    messages:list[dict], frame:AnswerFrame, # from `mark_messages`; from `answer_frame`
 )->tuple[Tensor,Tensor]: # ids (T,) and target (T,), int64; 1 where a token belongs to an answer
     "Tokenise messages once, and say which tokens are answers."
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -61,8 +55,7 @@ def encode_messages(
     return torch.tensor(enc['input_ids']), sum((start >= a) & (end <= b) for a,b in spans).long()
 
 # %% ../../nbs/70_compat.padded.ipynb #fdfe6418
-def pixel_tensor(
-    picture:Image.Image|bytes|str|Path, # whatever `open_image` takes
+def pixel_tensor(picture:Image.Image|bytes|str|Path, # whatever `open_image` takes
     preprocess:Callable, # RGB picture -> (3, H, W), (1, 3, H, W), dict with `pixel_values`, or (tiles, grid)
 )->Tensor: # (3, H, W)
     "Decode a picture and preprocess it."
@@ -81,14 +74,11 @@ REASONS = ('too_long', 'placeholders', 'unreadable_image') # what is found only 
 
 class VLMDataset(Dataset):
     "Items (X, Y, loss_mask, pixel_tensors) of one length from JSON lines, by MiniMind-V's name."
-    def __init__(self,
-        data_path:str|Path, # a file of JSON lines, or a folder of such files
+    def __init__(self, data_path:str|Path, # a file of JSON lines, or a folder of such files
         images_path:str|Path|None, # folder of the pictures; None: `images` beside the file
         tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
-        preprocess:Callable, # see `pixel_tensor`
-        image_special_token:str='@'*196, # text of a picture
-        max_length:int=512, # tokens; items are one shorter
-    ):
+        preprocess:Callable, image_special_token:str='@'*196, # see `pixel_tensor`; text of a picture
+        max_length:int=512): # tokens; items are one shorter
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
         self.rows = jsonl_rows(data_path, images_path, self.bad_lines, marks=True).with_format('arrow')
@@ -111,8 +101,7 @@ class VLMDataset(Dataset):
         "Number of items."
         return len(self.rows)
 
-    def encode(self,
-        row:dict, # from `read_row`
+    def encode(self, row:dict, # from `read_row`
     )->tuple[Tensor,Tensor]: # ids (T,) and target (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
         messages = mark_messages(row['texts'], self.image_special_token, self.special)
@@ -127,17 +116,14 @@ class VLMDataset(Dataset):
                           f'of {len(ids)} tokens, {L} hold no answer or not all pictures: raise max_length')
         return ids, target
 
-    def pixels(self,
-        row:dict, # from `read_row`
+    def pixels(self, row:dict, # from `read_row`
     )->Tensor: # (pictures, 3, H, W)
         "Decode the pictures of a row; raises `Dropped` if one is damaged."
         try: pixels = [pixel_tensor(im, self.preprocess) for im in row['images']]
         except UnreadableImage as e: raise Dropped(row['id'], 'unreadable_image', str(e)) from e
         return torch.stack(pixels) if pixels else self.no_pixels
 
-    def item(self,
-        ids:Tensor, # (T,)
-        target:Tensor, # (T,) 1 where a token belongs to an answer
+    def item(self, ids:Tensor, target:Tensor, # (T,); (T,) 1 where a token belongs to an answer
         pixels:Tensor, # (pictures, 3, H, W)
     )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,); the pictures
         "Cut or pad to one length and shift."
@@ -145,8 +131,7 @@ class VLMDataset(Dataset):
         ids, target = F.pad(ids, (0, spare), value=self.tokenizer.pad_token_id), F.pad(target, (0, spare))
         return ids[:-1], ids[1:], target[1:], pixels
 
-    def __getitem__(self,
-        i:int, # index
+    def __getitem__(self, i:int, # index
     )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,) int64; pixels (pictures, 3, H, W)
         "An item; one without targets if the line is left out."
         row = read_row(self.rows, i)
@@ -169,9 +154,7 @@ class VLMDataset(Dataset):
                      by_id(self.lost))
 
 # %% ../../nbs/70_compat.padded.ipynb #dadf7a53
-def get_sampler(
-    dataset:Dataset, # whose items are divided
-    dist:Dist=Dist(), # this process
+def get_sampler(dataset:Dataset, dist:Dist=Dist(), # whose items are divided; this process
     shuffle:bool=True, # an order of its own for each epoch; False: the data's order
     seed:int=0, # of the order, the same on all ranks
 )->DistributedSampler|None: # None when there are no other ranks; call `set_epoch` before each epoch
@@ -180,8 +163,7 @@ def get_sampler(
             if dist.world_size > 1 else None)
 
 # %% ../../nbs/70_compat.padded.ipynb #01b8c2f2
-def collate_items(
-    items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
+def collate_items(items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
 )->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1); pictures a row (n, 3, H, W)
     "Items as a batch."
     if not items: raise UsageError('`items` is empty: a batch needs at least one')
@@ -199,12 +181,9 @@ def default_workers(
     return max(1, per_core*cores//(ranks or int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
 
 # %% ../../nbs/70_compat.padded.ipynb #37e64011
-def jsonl_loader(
-    dataset:VLMDataset, # or any data set of such items
-    batch_size:int, # items of a batch on this rank
-    dist:Dist=Dist(), # this process
-    shuffle:bool=True, # another order in each epoch
-    seed:int=0, # of the order and of the workers
+def jsonl_loader(dataset:VLMDataset, # or any data set of such items
+    batch_size:int, dist:Dist=Dist(), # items of a batch on this rank; this process
+    shuffle:bool=True, seed:int=0, # another order in each epoch; of the order and of the workers
     num_workers:int|None=None, # processes that make items; 0: this one; None: `default_workers()`
 )->DataLoader: # batches as from `collate_items`; with ranks, call `.sampler.set_epoch` before each epoch
     "A plain loader of padded items."

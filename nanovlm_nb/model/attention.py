@@ -128,8 +128,9 @@ def choose_backend(asked:str, packed:bool, # in `BACKENDS`, `flash` or auto; row
     short = dtype in (torch.bfloat16,torch.float16)
     usual = ['docs'] if kind=='cpu' else ['varlen'] if short else []
     wished = [] if asked=='auto' else ['varlen' if asked=='flash' else asked]
-    for name in dict.fromkeys([*wished, *(usual if packed else []), 'sdpa', 'explicit']):
-        if (problem := problem_of(name, kind, dtype)) is None: break
+    order = [*dict.fromkeys([*wished, *(usual if packed else []), 'sdpa', 'explicit'])]
+    for name in order:
+        if order[0]!='varlen' or (problem := problem_of(name, kind, dtype)) is None: break
         log.warning('attention on %s: backend %s cannot be used, %s', kind, name, problem)
     log.info('attention on %s, %s: backend %s', kind, 'documents' if packed else 'full rows', name)
     return name

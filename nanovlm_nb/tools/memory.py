@@ -117,8 +117,7 @@ def like_cuda(
     return net
 
 # %% ../../nbs/63_tools.memory.ipynb #63aa0031
-def most_tiles(
-    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # length of a pack, tokens of a tile; limits
+def most_tiles(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # length of a pack, tokens of a tile; limits
 )->int: # of a pack
     "Returns how many tiles a pack can hold: by its tokens, its images, and its limit of tiles."
     side = vlm_cfg.max_img_size//vlm_cfg.vit_img_size
@@ -127,8 +126,7 @@ def most_tiles(
                train_cfg.max_tiles_per_knapsack or by_images)
 
 # %% ../../nbs/63_tools.memory.ipynb #63aa0034
-def example_batch(
-    vlm_cfg:VLMConfig, rows:int=1, # length of a pack, tokens of a tile; packs
+def example_batch(vlm_cfg:VLMConfig, rows:int=1, # length of a pack, tokens of a tile; packs
     documents:int=4, # of a pack, of equal length
     tiles:int|None=None, targets:int|None=None, # of each; None: 5/6 of it, 2/3 of the rest
     full:float=.99, # share of a pack that holds tokens
@@ -154,8 +152,7 @@ def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-ba
 # %% ../../nbs/63_tools.memory.ipynb #63aa0041
 META = torch.device('meta')
 
-def meta_net(
-    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # sizes; what learns, what is recomputed
+def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # sizes; what learns, what is recomputed
 )->VLMNet: # in training mode, with gradients to which others are added
     "Returns the network of a run on the meta device, as it is on a GPU."
     c = train_cfg
@@ -184,8 +181,7 @@ def step(net:nn.Module, batch:Batch)->None: # on the meta device; from the loade
     net(batch['input_ids'].to(META), images, layout=batch['layout'].to(META), reduction='sum')[1].backward()
 
 # %% ../../nbs/63_tools.memory.ipynb #63aa0045
-def peak_memory(
-    vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
+def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     batch:Batch|None=None, # a micro-batch; None: the fullest
 )->Counter[str]: # bytes: `weights`, `gradients`, `optimizer`, 16-bit `copies`, each component, `rest`
     "Returns what one GPU holds at the highest point of an update."

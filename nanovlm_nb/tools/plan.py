@@ -39,10 +39,8 @@ class Bookkeeping(NamedTuple):
     total_iterations:int # of all epochs
     updates:int # of all epochs
 
-def bookkeeping(
-    samples:int, batch_size:int, gpus:int=1, # of the data set, of one device; devices
-    accumulation:int=1, epochs:int=1, # iterations of an update; passes over the data
-)->Bookkeeping:
+def bookkeeping(samples:int, batch_size:int, gpus:int=1, # of the data set, of one device; devices
+    accumulation:int=1, epochs:int=1)->Bookkeeping: # iterations of an update; passes over the data
     "Returns the numbers of iterations and updates that follow from a data set and a batch."
     per_epoch = samples//(batch_size*gpus)
     require(per_epoch>=1, f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
@@ -115,7 +113,9 @@ def _gathered(cfg, parameters, sharding):
     kept = blocks if sharding=='zero2' else 2*max(s.largest_block for s in parameters.values())
     return a*kept+4*(sum(s.total for s in parameters.values())-blocks) # embedding and norms
 
-ALONE = dict(sharding='ddp', offload_optimizer=False, offload_params=False) # a GPU computes the same
+# where a GPU that shares nothing needs the same memory
+ALONE:dict = dict(sharding='ddp', shard_ranks=None, offload_optimizer=False, offload_params=False,
+    gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
 _KNOWN:dict[str,Counter] = {}
 
 def _peak(*cfgs):
@@ -215,7 +215,7 @@ def memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     gpus:int, parameters:dict[str,Size], # ranks; from `sizes`
 )->dict[str,dict[str,float]]: # column -> part -> GiB, with `together` and `recomputed`
     "Returns memory for each way to share it."
-    base = evolve(train_cfg, **ALONE)
+    base = evolve(train_cfg, sharding='ddp', offload_optimizer=False, offload_params=False)
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     table = {}
     for name,how in (WAYS if gpus>1 else {'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}).items():
@@ -366,8 +366,7 @@ def _pack(asked, vlm_cfg, train_cfg):
                 f'holds {int(most[name])} at most{beside}, give fewer')
     return base._replace(**dict(targets=min(base.targets, room))|given)
 
-def main(
-    values:Namespace, # from `arguments.plan_parser`
+def main(values:Namespace, # from `arguments.plan_parser`
 )->int: # 0
     "Command `nanovlm plan`: what a run will cost."
     start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
