@@ -9,6 +9,7 @@ __all__ = ['SHORT_ROW', 'log', 'BACKENDS', 'document_mask', 'explicit_attention'
 # %% ../../nbs/20_model.attention.ipynb #f582bed2
 import logging
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -81,12 +82,13 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
     runs = [(n,real) for lens,start in zip(layout.doc_lens, layout.starts)
             for n,real in [(start,False), *((n,True) for n in lens), (layout.T-start-sum(lens),False)] if n]
-    def mixed(real, *part):
+    equal = [(n,real,len([*same])) for (n,real),same in groupby(runs)] # neighbours of one length are a batch
+    def mixed(n, real, *part):
         if not real: return torch.zeros_like(part[0])
-        rows = (x.transpose(0,1)[None] for x in part)
-        return sdpa_attention(*rows, None, causal, dropout_p)[0].transpose(0,1)
-    parts = (x.transpose(1,2).flatten(0,1).split([n for n,_ in runs]) for x in (q,k,v))
-    out = torch.cat([mixed(real, *part) for (_,real),*part in zip(runs, *parts)])
+        rows = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
+        return sdpa_attention(*rows, None, causal, dropout_p).transpose(1,2).flatten(0,1)
+    parts = (x.transpose(1,2).flatten(0,1).split([n*count for n,_,count in equal]) for x in (q,k,v))
+    out = torch.cat([mixed(n, real, *part) for (n,real,_),*part in zip(equal, *parts)])
     return out.unflatten(0, (-1,layout.T)).transpose(1,2)
 
 # %% ../../nbs/20_model.attention.ipynb #a7c0d107
