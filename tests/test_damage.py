@@ -287,17 +287,6 @@ def test_no_file_of_a_checkpoint_is_unpickled(stopped, monkeypatch, name):
     if name.endswith('.safetensors'): assert len(refused) == 1
 
 
-def test_a_run_full_of_hostile_pickles_goes_on_as_it_would(trained, stopped, monkeypatch):
-    "In every file that a start may do without, in the run and in its checkpoint."
-    step = stopped/'step_4'
-    for p in (*(step/n for n in LURES if 'rank' not in n), *features(stopped), *(stopped/n for n in ('record.md', 'drops.json', 'job', 'best_checkpoint', 'last_checkpoint', 'model.pt'))):
-        p.write_bytes(pickle.dumps(Hostile()))
-    write_manifest(step)
-    UNPICKLED.clear()
-    assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
-    assert not UNPICKLED and not (stopped.parent.parent/'touched').exists()
-
-
 def parts(step):
     "A model and an optimizer as the run has them."
     model = VisionLanguageModel.from_pretrained(step)

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['SAME_SCRIPT', 'FULL', 'INTERRUPTED', 'SIGNALLED', 'what_is_left', 'go_on', 'Interrupted', 'RunFailed', 'causes',
-           'out_of_memory', 'full_disk', 'lost_place', 'may_change', 'no_memory', 'reason_of_ranks', 'FirstErrorOnly',
-           'set_status', 'exit_code', 'OpenRun', 'command_of', 'left_line', 'reason_of', 'end_run', 'interrupt',
-           'close_run']
+           'out_of_memory', 'lost_place', 'may_change', 'no_memory', 'reason_of_ranks', 'FirstErrorOnly', 'set_status',
+           'exit_code', 'OpenRun', 'command_of', 'left_line', 'reason_of', 'end_run', 'interrupt', 'close_run']
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d10004
 import errno,os,shlex
@@ -29,6 +28,7 @@ from ..core.usage import UsageError,first_to_tell
 from ..data.dataset import Unreachable
 from ..training.optim import NO_TWIN
 from ..training.bad_updates import Unstable
+from ..training.checkpoint import plain_error
 from .resume import REFUSED,differences
 
 # %% ../../nbs/54_runs.endings.ipynb #e0d1000a
@@ -77,18 +77,19 @@ def out_of_memory(error:BaseException)->bool: # as it arrived; of the device or 
                or isinstance(e, RuntimeError) and "can't allocate memory" in str(e) for e in causes(error))
 
 # %% ../../nbs/54_runs.endings.ipynb #54000001
-FULL = {getattr(errno, name, None) for name in ('ENOSPC','EDQUOT')} # no space, no quota
+FULL = errno.ENOSPC,errno.EDQUOT # no space, no quota
 
-def full_disk(error:BaseException)->bool: # one of `causes`
+def _full_disk(error:BaseException)->bool: # one of `causes`
     "Whether there was no space left."
     return isinstance(error, OSError) and error.errno in FULL
 
 def lost_place(error:BaseException, run_dir:Path, command:str, # as it arrived; of the run; from `go_on`
 )->str|None: # a sentence; None: files are not the cause
     "What to say about a full disk, and about a directory that can no longer be written."
-    run_dir,failed = Path(run_dir).absolute(),[e for e in causes(error) if isinstance(e, OSError)]
+    run_dir = Path(run_dir).absolute()
+    failed = [e for e in (plain_error(c, run_dir) for c in causes(error)) if isinstance(e, OSError)]
     def inside(e:OSError)->bool: return Path(str(e.filename or '/')).absolute().is_relative_to(run_dir)
-    for e in filter(full_disk, failed):
+    for e in filter(_full_disk, failed):
         place = Path(e.filename).absolute().parent if e.filename and not inside(e) else run_dir
         return f'no space left in {place}: {what_is_left(run_dir)}. Make room, then: {command}'
     lost = next((e for e in failed if e.errno and inside(e)), None)
@@ -186,7 +187,7 @@ def reason_of(run:OpenRun, error:BaseException, # in progress; as it arrived
 )->str|None: # a sentence; None: it is a fault of ours, or of use
     "What broke a run, if that is known, and the command that resumes it."
     lost = lost_place(error, run.run_dir, command_of(run))
-    if lost and (run.trainer is not None or any(map(full_disk, causes(error)))): return lost
+    if lost and (run.trainer is not None or any(map(_full_disk, causes(error)))): return lost
     if out_of_memory(error):
         return no_memory(error, run.run_dir, run.vlm_cfg, run.cfg, run.dist, partial(command_of, run))
     left = what_is_left(run.run_dir).capitalize()
@@ -202,19 +203,18 @@ def end_run(run:OpenRun, error:BaseException|None, # in progress; why it is left
     word,last = None,error
     soft = isinstance(error, Interrupted) or run.patient and isinstance(error, Unreachable)
     try:
-        if error is not None and soft:
-            interrupt(run, error)
-            last = None
+        if soft: interrupt(run, error)
         elif isinstance(error, Exception):
             why = reason_of(run, error)
             if (word := reason_of_ranks(error, run.dist, why)): last = RunFailed(word)
-            mended = f'{what_is_left(run.run_dir)}; once the error below is mended: {command_of(run)}'
-            if why is None and run.trainer is not None: run.log.info(mended)
-    finally: close_run(run, last)
+            if why is None and run.trainer:
+                left = what_is_left(run.run_dir)
+                run.log.info(f'{left}; once the error below is mended: {command_of(run)}')
+    finally: close_run(run, None if soft else last)
     if word and last: raise last from error
     return soft
 
-def interrupt(run:OpenRun, error:BaseException)->None: # in progress; `Interrupted` or `Unreachable`
+def interrupt(run:OpenRun, error:BaseException|None)->None: # in progress; `Interrupted` or `Unreachable`
     "Ends as a signal does: a scheduler starts the run again."
     run.status = 'interrupted'
     why = str(error).strip().rpartition('\n')[2]

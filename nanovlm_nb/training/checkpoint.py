@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOOKS', 'flat_state', 'PieceWriter', 'save_optimizer', 'load_optimizer', 'put_in_place', 'check_checkpoint',
-           'snapshot', 'on_all', 'write_checkpoint', 'save_checkpoint', 'Saver', 'export_pth']
+           'snapshot', 'plain_error', 'on_all', 'write_checkpoint', 'save_checkpoint', 'Saver', 'export_pth']
 
 # %% ../../nbs/43_training.checkpoint.ipynb #232cc379
 import errno,json,os,re,warnings
@@ -49,10 +49,7 @@ class PieceWriter(HuggingFaceStorageWriter):
         super().__init__(str(folder), save_distributed=True)
         self.file = Path(folder)/f'rank_{rank}.safetensors'
 
-    def write_data(self,
-        plan, # the pieces of this rank
-        planner, # knows the tensors
-    )->torch.futures.Future: # done already
+    def write_data(self, plan, planner)->torch.futures.Future: # this rank's pieces, what knows them; done
         "Writes the file; a rank without a piece has none."
         pieces = {i.index.fqn:planner.resolve_data(i).detach().cpu().contiguous() for i in plan.items}
         begins = {i.index.fqn:dict(saved_offsets=list(i.tensor_data.chunk.offsets)) for i in plan.items}
@@ -69,20 +66,15 @@ def _dcp(action, tensors, dist, **how):
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
         action(tensors, no_dist=alone, process_group=None if alone else dist.cpu_group, **how)
 
-def save_optimizer(folder:Path,
-    state:dict[str,Tensor], # from `flat_state`
-    dist:Dist, # every rank must call
+def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist, # from `flat_state`; all ranks call
 )->None:
     "Writes an optimizer's state, every rank its part; raises what went wrong on the first that could not."
     try: _dcp(dcp.save, state, dist, storage_writer=PieceWriter(folder, dist.rank))
     except CheckpointException as e: raise [error for _,(error,_) in sorted(e.failures.items())][0] from e
 
 # %% ../../nbs/43_training.checkpoint.ipynb #3ab4f981
-def load_optimizer(
-    folder:Path, # from `save_optimizer`
-    model:nn.Module, # unwrapped
-    optimizer:torch.optim.Optimizer, # of the same parameters
-    dist:Dist, # every rank must call; their number may have changed
+def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrapped
+    optimizer:torch.optim.Optimizer, dist:Dist, # of the same parameters; all ranks call, of any number
 )->None:
     "Reads an optimizer's state; learning rates and other options stay those of this run."
     begin_state(optimizer)
@@ -110,8 +102,7 @@ def put_in_place(tmp:Path, # directory with all files of a checkpoint
     fsync(final.parent)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #ef67448d
-def check_checkpoint(checkpoint:Path,
-    name:str|None=None, # how the message calls it
+def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message calls it
     dist:Dist=Dist(), # every rank must call; rank 0 looks
 )->None:
     "Raises MissingFile if a checkpoint is not complete, UsageError if it is damaged."
@@ -125,10 +116,8 @@ def check_checkpoint(checkpoint:Path,
     on_master(dist, look)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #575ca2b5
-def snapshot(
-    model:nn.Module, # unwrapped `VisionLanguageModel`
-    optimizer:torch.optim.Optimizer|None, # None: weights only
-    dist:Dist, # every rank must call
+def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
+    optimizer:torch.optim.Optimizer|None, dist:Dist, # None: weights only; every rank must call
     copy:bool=False, # so that updates that follow do not change it
 )->dict: # 'weights' (on rank 0), 'optimizer' and 'rng' (None without an optimizer)
     "Returns what a checkpoint holds of this rank's memory."
@@ -161,20 +150,18 @@ def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
     return file_digests(tmp, [name for name,m in numbers.items() if (int(m[1]) if m else 0)==dist.rank])
 
 # %% ../../nbs/43_training.checkpoint.ipynb #91e6d2b5
-def _plain_error(e, place):
-    "Returns what went wrong with a file; safetensors hides the system's number in a text."
+def plain_error(e:BaseException, place:Path)->BaseException: # as it arrived; what was written
+    "Returns what went wrong with a file; safetensors and tokenizers hide the system's number in a text."
     number = re.search(r'os error (\d+)', str(e))
     return OSError(int(number[1]), os.strerror(int(number[1])), str(place)) if number else e
 
-def on_all(dist:Dist,
-    place:Path, # what is written, for the message
-    action:Callable, # called without arguments
+def on_all(dist:Dist, place:Path, action:Callable, # what is written, for the message; without arguments
 )->list: # what it returned, by rank
     "Does something on every rank; if it fails on one, it fails on all."
     result = failed = error = None
     try: result = action()
     except (OSError, RuntimeError, ValueError, SafetensorError) as e:
-        failed = _plain_error(e, place)
+        failed = plain_error(e, place)
         error = getattr(failed, 'errno', None) or errno.EIO,f'{type(failed).__name__}: {failed}'
     found = dist.gather((result, error))
     if failed is not None: raise failed
@@ -184,9 +171,7 @@ def on_all(dist:Dist,
     return [result for result,_ in found]
 
 # %% ../../nbs/43_training.checkpoint.ipynb #3f8d7c60
-def write_checkpoint(
-    parts:dict, # from `snapshot`
-    model:nn.Module, # knows how its weights are written
+def write_checkpoint(parts:dict, model:nn.Module, # from `snapshot`; knows how its weights are written
     run_dir:Path, step:int, # of the run; updates so far
     tokenizer=None, # saved along when it cannot be loaded by name
     state:dict|None=None, # what the trainer knows; becomes `trainer_state.json`
@@ -222,10 +207,8 @@ def save_checkpoint(model:nn.Module, run_dir:Path, step:int, tokenizer=None, sta
 # %% ../../nbs/43_training.checkpoint.ipynb #02552f4c
 class Saver:
     "Writes one checkpoint after another, beside the training if it may."
-    def __init__(self,
-        dist:Dist, # every rank makes one, and calls the same methods in the same order
-        background:bool=True, # write in a thread
-    ):
+    def __init__(self, dist:Dist, # every rank makes one, and calls the same methods in the same order
+        background:bool=True): # write in a thread
         self.dist,self.pool = dist,ThreadPoolExecutor(1, 'checkpoint') if background else None
         self.writing:Future|None = None
         if background and dist.world_size>1:
@@ -249,9 +232,7 @@ class Saver:
         if writing is not None: writing.result()
 
 # %% ../../nbs/43_training.checkpoint.ipynb #d66dd1ed
-def export_pth(
-    name:str|Path, # what `find_checkpoint` understands
-    folder:str|Path, # made if needed
+def export_pth(name:str|Path, folder:str|Path, # what `find_checkpoint` understands; made if needed
     vision:bool=True, # False: leave the vision tower out; of MiniMind's names none is for it
     names:str='minimind', # whose names, see `save_pth`
 )->Path: # e.g. `pretrain_vlm_512.pth`
