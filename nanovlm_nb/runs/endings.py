@@ -207,9 +207,7 @@ def end_run(run:OpenRun, error:BaseException|None, # in progress; why it is left
         elif isinstance(error, Exception):
             why = reason_of(run, error)
             if (word := reason_of_ranks(error, run.dist, why)): last = RunFailed(word)
-            if why is None and run.trainer:
-                left = what_is_left(run.run_dir)
-                run.log.info(f'{left}; once the error below is mended: {command_of(run)}')
+            if why is None and run.trainer: run.log.info(left_line(run))
     finally: close_run(run, None if soft else last)
     if word and last: raise last from error
     return soft
