@@ -284,7 +284,7 @@ class RunLock:
     def _wait(self, waited):
         "Gives the holder time to end, or the file server to notice that its machine is dead."
         who = holder(self.path.parent)
-        most = NEAR_S if f' on {socket.gethostname()}, ' in who or ', since ' not in who else FAR_S
+        most = NEAR_S if f' on {socket.gethostname()}, ' in who else FAR_S
         require(waited<most, f'{self.path.parent} is in use by {who or "another process"}: '
             'wait for its end, stop it, or give another run_name')
         time.sleep(.2)
