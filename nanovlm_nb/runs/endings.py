@@ -187,7 +187,7 @@ def reason_of(run:OpenRun, error:BaseException, # in progress; as it arrived
 )->str|None: # a sentence; None: it is a fault of ours, or of use
     "What broke a run, if that is known, and the command that resumes it."
     lost = lost_place(error, run.run_dir, command_of(run))
-    if lost and (run.trainer is not None or any(map(_full_disk, causes(error)))): return lost
+    if lost and (run.trainer or any(map(_full_disk, causes(error)))): return lost
     if out_of_memory(error):
         return no_memory(error, run.run_dir, run.vlm_cfg, run.cfg, run.dist, partial(command_of, run))
     left = what_is_left(run.run_dir).capitalize()
