@@ -65,7 +65,8 @@ def train(
     array. Rows are a list, a generator, a data set or a DataFrame with these columns. Settings are fields
     of `TrainConfig` and `VLMConfig`, such as `max_training_steps=200` and `run_name='mine'`; checkpoints and
     log are in `checkpoints/RUN_NAME`."""
-    own,given = own_rows(rows), (dict(console_line='none') if quiet else {}) | settings
+    given = (dict(console_line='none') if quiet else {}) | settings
+    own = own_rows(rows, given.get('columns', ()))
     vlm_cfg,train_cfg = _settings(len(own), preset, given)
     same = train_cfg.custom_transforms or train_cfg.cache_features
     loaders = partial(get_dataloaders, rows=own, transforms=() if same else [_jitter])

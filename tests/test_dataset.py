@@ -15,7 +15,8 @@ from huggingface_hub import constants
 from PIL import Image, PngImagePlugin
 
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import RATINGS, Unreachable, VQADataset, keep_turns, load_configs, local_configs
+from nanovlm_nb.data.dataset import RATINGS, Unreachable, VQADataset, keep_turns
+from nanovlm_nb.data.load import load_configs, local_configs
 from nanovlm_nb.data.images import UnreadableImage, get_image_processor, image_size, open_image
 from nanovlm_nb.core.tokenizer import train_tokenizer
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nanovlm_nb.data.prompts import encode_chat, expand_images, encode_prompt, get_image_string
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import VQADataset, collate_padded
+from nanovlm_nb.data.dataset import VQADataset
 from nanovlm_nb.data.images import image_processor_of, image_size, open_image, resize_dims
 from nanovlm_nb.core.tokenizer import check_tokenizer, get_tokenizer
 
@@ -121,15 +121,6 @@ def test_modes(golden, reference):
             assert got.mode == 'RGB' and list(got.size) == im['size']
             assert np.array_equal(np.asarray(got)[clear == 255], np.asarray(Image.open(f).convert('RGB'))[clear == 255])
             assert (np.asarray(got)[clear == 0] == 255).all() and (im['mode'] == 'RGBA') == (clear == 0).any()
-
-
-def test_padded_batch(golden, samples, tokenizer):
-    "The collated batch."
-    want = load_file(golden/'nanovlm'/'batch.safetensors')
-    batch = collate_padded([samples[i] for i in range(4)], tokenizer.pad_token_id, max_length=128)
-    for k in ('input_ids', 'labels', 'attention_mask'): assert torch.equal(batch[k], want[k]), k
-    order = json.loads((golden/'nanovlm'/'batch.json').read_text())
-    assert [len(x) for x in batch['images']] == order['images_per_row']
 
 
 def several(tokenizer, turns):

@@ -203,7 +203,7 @@ BOMBS = {fmt: claims(fmt, 10_000, 10_000) for fmt in ('PNG', 'JPEG', 'GIF', 'BMP
 HUGE = {fmt: claims(fmt, 30_000, 30_000) for fmt in BOMBS}
 REFUSED = dict(  # name -> (source, what the message says)
     empty=(b'', '0 bytes'), text=(b'not a picture', "start with b'not a pictur'"), nothing=(None, 'missing'), number=(7, '7 is a int'), fraction=(1.5, 'is a float'),
-    truth=(True, 'is a bool'), a_list=([KINDS['rgb'][0]], 'is a list'), empty_list=([], 'is a list'), array=(np.asarray(FOUR), 'is a ndarray'), empty_dict=({}, 'missing'),
+    truth=(True, 'is a bool'), a_list=([KINDS['rgb'][0]], 'is a list'), empty_list=([], 'is a list'), array=(np.asarray(FOUR), 'is a ndarray'), address=('https://x.org/a.png', 'is an address'), no_data=('data:image/png;base64,AAAA', 'cannot identify'), empty_dict=({}, 'missing'),
     dict_of_none=(dict(bytes=None, path=None), 'missing'), dict_of_number=(dict(bytes=3), '3 is a int'), dict_of_dict=(dict(bytes=dict(bytes=b'')), 'is a dict'),
     no_file=('nowhere/missing.png', 'nowhere/missing.png'), no_path=(Path('nowhere.png'), 'nowhere.png'), no_name=('', ''), nul=('a\0b', 'null'),
     folder=(Path(__file__).parent, 'Is a directory'), this_file=(__file__, 'cannot identify file'), text_file=(io.StringIO('text'), 'ValueError'), closed=(io.BytesIO(b'x'), 'closed'),
@@ -398,41 +398,7 @@ def test_view_of_every_grid():
         assert global_view(torch.full_like(x, 255), 8).eq(255).all()
 
 
-@pytest.mark.parametrize('fmt', ['JPEG', 'PNG'])
-def test_reducing_gap(photos, fmt):
-    "With a gap of 2 photos and text differ by less than one grey level in the mean and 24 at worst; past the ratio by none."
-    kw = dict(quality=90) if fmt == 'JPEG' else dict(compress_level=1)
-    for im in photos.values():
-        b = encode(im, fmt, **kw)
-        for size, gap, mean, most in [(256, 2, 1, 24), (128, 2, 1, 24), (128, 4, .3, 12), (512, 2.1, 0, 0)]:
-            plain, fast = (get_image_processor(size, size//2, reducing_gap=g)(b)[0].int() for g in (None, gap))
-            off = (plain - fast).abs().float()
-            assert off.mean() <= mean and off.max() <= most, (size, gap, off.mean(), off.max())
-
-
-def test_reducing_gap_turned(photos):
-    "A turned JPEG is decoded smaller too, along the right sides; pictures that the caller opened keep their size."
-    im = photos['astronaut'].crop((0, 0, 1024, 256))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    b = encode(im, 'JPEG', quality=95, exif=exif)
-    plain, fast = (get_image_processor(128, 64, reducing_gap=g)(b) for g in (None, 1))
-    assert plain[1] == fast[1] == (2, 1)
-    assert 0 < (plain[0].int() - fast[0].int()).abs().float().mean() < 2
-    mine = Image.open(io.BytesIO(b))
-    assert get_image_processor(128, 64, reducing_gap=1)(mine)[1] == (2, 1) and mine.size == (1024, 256)
-
-
-def test_transforms_see_every_pixel(photos):
-    "With transforms a JPEG is decoded in full, whatever the gap."
-    seen = []
-    def look(image, rng): seen.append(image.size); return image
-    get_image_processor(128, 64, custom_transforms=(look,), reducing_gap=1)(encode(photos['coffee'], 'JPEG'))
-    assert seen == [(1024, 768)]
-
-
 def test_fields():
     "The processor is a value: equal by its fields, and they are checked."
-    assert get_image_processor(64, 32) == ImageProcessor(64, 32, False, (), None) != ImageProcessor(64, 32, reducing_gap=2)
+    assert get_image_processor(64, 32) == ImageProcessor(64, 32, False, ()) != ImageProcessor(64, 32, True)
     assert hash(ImageProcessor(64, 32, custom_transforms=[flip])) == hash(ImageProcessor(64, 32, custom_transforms=(flip,)))
-    with pytest.raises(ValueError, match='reducing_gap is 0: give 1 or more, or None'): get_image_processor(64, 32, reducing_gap=0)

@@ -419,7 +419,7 @@ def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
 
 class Recorded(VQADataset):
     "Samples of recorded sizes, without text."
-    def plan_row(self, row): return Plan(row['id'], '', None, None, [(1, 1)]*row['texts'][1], row['texts'][0])
+    def plan_row(self, row): return Plan(row['id'], '', None, None, [(1, 1)]*row['size'][1], row['size'][0])
 
     def finish(self, plan, pictures, rng=None):
         return dict(id=plan.id, input_ids=torch.ones(plan.tokens, dtype=torch.long), labels=torch.full((plan.tokens,), -100), images=[])
@@ -431,7 +431,7 @@ def test_utilisation_of_the_loader(golden, tokenizer, name):
     One sample a row of 4096, as a fixed length would have it, holds far less; the 40 % of padding that nanoVLM's page speaks of is no fixed figure."""
     recorded = json.loads((golden/'packing_lengths.json').read_text())
     items = recorded['distributions'][name]
-    rows = [dict(images=[], texts=item, source='') for item in items]
+    rows = [text_rows('sized', 1)[0] | dict(size=item) for item in items]
     loader = PackLoader(Recorded([], tokenizer, get_image_processor(32, 16), 4), MapSource(rows), PackRules(recorded['L'], 0, recorded['max_images'], window=128), 2, 1)
     filled = [(m.sum().item(), m.numel()) for batch in loader for m in [batch['attention_mask']]]
     used, positions = map(sum, zip(*filled))

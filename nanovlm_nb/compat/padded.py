@@ -25,8 +25,8 @@ from ..core.dist import Dist, seed_worker
 from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage, open_image
 from ..data.prompts import AnswerFrame, answer_frame, answer_spans, neutralise, special_pattern
-from ..data.dataset import Dropped, Drops, read_row
-from ..data.jsonl import MARK, jsonl_rows
+from ..data.dataset import MARK, Dropped, Drops, read_row
+from ..data.load import text_rows
 
 # %% ../../nbs/70_compat.padded.ipynb #cc195b2a
 def count_runs(ids:Tensor, run:list[int], # (T,); ids to look for
@@ -81,7 +81,7 @@ class VLMDataset(Dataset):
         max_length:int=512): # tokens; items are one shorter
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
-        self.rows = jsonl_rows(data_path, images_path, self.bad_lines, marks=True).with_format('arrow')
+        self.rows = text_rows(data_path, images_path, self.bad_lines).with_format('arrow')
         self.tokenizer = tokenizer
         self.preprocess = preprocess
         self.image_special_token = image_special_token
@@ -134,7 +134,7 @@ class VLMDataset(Dataset):
     def __getitem__(self, i:int, # index
     )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,) int64; pixels (pictures, 3, H, W)
         "An item; one without targets if the line is left out."
-        row = read_row(self.rows, i)
+        row = read_row(self.rows, i, marks=True)
         try: (ids, target), pixels = self.encode(row), self.pixels(row)
         except Dropped as d:
             if not self.reason[i]: logger.info('dropped %s: %s %s', *d.args)
@@ -149,7 +149,7 @@ class VLMDataset(Dataset):
         "What was left out or cut so far, bad lines included."
         def by_id(values):
             indices = values.nonzero().flatten().tolist()
-            return {read_row(self.rows, i)['id']: int(values[i]) for i in indices}
+            return {read_row(self.rows, i, marks=True)['id']: int(values[i]) for i in indices}
         return Drops(self.bad_lines.reasons | {id: REASONS[r-1] for id,r in by_id(self.reason).items()},
                      by_id(self.lost))
 

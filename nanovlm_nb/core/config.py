@@ -445,6 +445,8 @@ class TrainConfig(Config):
     max_sample_length:Pos = 4096 # longer samples are dropped, in tokens
     # directory of the pictures that JSON lines name; None: `images` beside the file
     images_path:Text|None = None
+    # columns of other names, ours first: `image=photo question=q answer=a`
+    columns:list[Text] = many()
     # changes of training pictures, each as module:function, called with a picture and a random.Random
     custom_transforms:list[Function] = many()
     num_of_sequences:Pos = 128 # packs of a lane that are planned together
@@ -810,7 +812,7 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
     lr_language_backbone lr_backbones lora_rank weight_decay max_grad_norm lr_schedule warmup_ratio batch_size
     gradient_accumulation_steps max_training_steps max_training_samples max_epochs dtype compile seed
     train_dataset_path train_dataset_name train_dataset_weights stream_dataset data_cutoff_idx val_size
-    max_images_per_example max_sample_length images_path num_workers sharding offload_optimizer
+    max_images_per_example max_sample_length images_path columns num_workers sharding offload_optimizer
     deepspeed_config vision_checkpointing language_checkpointing run_name eval_interval max_val_batches
     look_interval ask_samples save_interval max_keep_ckpts notes resume load_from force_resume
     stats_log_interval progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}

@@ -14,6 +14,7 @@ import random
 import struct
 import warnings
 import zlib
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,6 @@ def resize_dims(
     resize_to_max:bool=False, # enlarge (or shrink) the long side to `max_side` always
 )->tuple[int,int]: # (height, width), multiples of `tile`
     "Size of the tile grid for a picture, in pixels."
-    if min(w, h) < 1: raise UsageError(f'a picture of {w} x {h} pixels has nothing to show')
     long, short = max(w, h), min(w, h)
     new_long = max_side if resize_to_max else min(max_side, -(-long//tile)*tile)
     new_short = -(-short*new_long//(long*tile))*tile
@@ -76,6 +76,9 @@ def _file(src):
     "What `Image.open` takes."
     if isinstance(src, dict): src = src.get('path') if src.get('bytes') is None else src['bytes']
     if src is None: raise UnreadableImage('neither bytes nor path: the picture is missing')
+    if isinstance(src, str) and src.startswith('data:'): src = b64decode(src.partition(',')[2]+'==')
+    if isinstance(src, str) and src.startswith(('http://', 'https://')):
+        raise UnreadableImage(f'{src:.90} is an address: download the pictures first')
     if isinstance(src, (bytes, bytearray, memoryview)): return io.BytesIO(src)
     if isinstance(src, (str, os.PathLike)) or hasattr(src, 'read'): return src
     raise UnreadableImage(f'{src!r:.40} is a {type(src).__name__}: a picture is bytes, '
@@ -100,9 +103,9 @@ def open_header(
 )->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     if isinstance(src, Image.Image): return _measured(src)
-    file = _file(src)
     _lift_limits()
-    try: im = Image.open(file)
+    try: im = Image.open(file := _file(src))
+    except UnreadableImage: raise
     except UnidentifiedImageError as e:
         raise UnreadableImage(f'cannot identify {_title(file)}: no format that PIL knows') from e
     except BROKEN_FILE as e: raise _unreadable(e) from e
@@ -169,8 +172,6 @@ def split_tiles(
 )->Tensor: # (rows*cols, 3, tile, tile), row by row
     "Cut a picture into square tiles."
     c, h, w = x.shape
-    if h % tile or w % tile:
-        raise UsageError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
     return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1, c, tile, tile)
 
 # %% ../../nbs/10_data.images.ipynb #4941aebe
@@ -190,9 +191,7 @@ def global_view(
     tile:int, # side of the view, pixels
 )->Tensor: # (1, 3, tile, tile) uint8
     "The whole picture as one tile."
-    _, h, w = x.shape
-    if h % tile or w % tile:
-        raise UsageError(f'{h} x {w} is no multiple of the tile {tile}: resize to resize_dims() first')
+    h = x.shape[1]
     n = h//tile
     whole, weights = torch.int16 if 255*2*n*n < 2**15 else torch.int32, _shrink(torch.ones(h, 1), n)
     def shrink(plane):
@@ -209,7 +208,6 @@ def smolvlm_sizes(
     tile:int, # side of a square tile, pixels
 )->tuple[tuple[int,int],tuple[int,int]]: # (width, height) after the first and after the second resize
     "Sizes that a picture passes through on its way to SmolVLM's tiles."
-    if min(w, h) < 1: raise UsageError(f'a picture of {w} x {h} pixels has nothing to show')
     require(max_side <= 4096, f'max_img_size {max_side} is more than the 4096 pixels at which SmolVLM stops: '
         'lower it')
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
@@ -223,13 +221,12 @@ def smolvlm_tiles(
     im:Image.Image, # RGB
     max_side:int, # see `smolvlm_sizes`
     tile:int, # side of a square tile, pixels
-    reducing_gap:float|None=None, # for the first resize, see `ImageProcessor`
 )->Tensor: # uint8 (n, 3, tile, tile), the global view last if n > 1
     "Tiles as SmolVLM's image processor cuts them."
     w, h = im.size
     first, second = smolvlm_sizes(w, h, max_side, tile)
     lanczos = Image.Resampling.LANCZOS
-    im = im.resize(first, lanczos, reducing_gap=reducing_gap).resize(second, lanczos)
+    im = im.resize(first, lanczos).resize(second, lanczos)
     tiles = split_tiles(_planes(im), tile)
     return torch.cat([tiles, _planes(im.resize((tile, tile), lanczos))[None]]) if len(tiles) > 1 else tiles
 
@@ -248,15 +245,13 @@ class ImageProcessor:
     splitted_image_size:int # side of a tile, pixels: the vision tower's `vit_img_size`
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
-    reducing_gap:float|None=None # 1 or more: shrink in two steps, as Pillow's `thumbnail`; faster, not exact
     convention:str='nanovlm' # or smolvlm, see `smolvlm_tiles`
 
     def __post_init__(self):
-        m, s, gap = self.max_img_size, self.splitted_image_size, self.reducing_gap
+        m, s = self.max_img_size, self.splitted_image_size
         if s < 1 or m < s or m % s:
             raise UsageError(f'max_img_size {m} must be a multiple of the tile size {s}: '
                              f'try {max(1, round(m/max(s, 1)))*s}')
-        if gap is not None and gap < 1: raise UsageError(f'reducing_gap is {gap}: give 1 or more, or None')
         if self.convention not in ('nanovlm', 'smolvlm'):
             raise UsageError(f'convention is {self.convention!r}: give nanovlm or smolvlm')
         if self.convention == 'smolvlm' and not self.resize_to_max_side_len:
@@ -288,11 +283,6 @@ class ImageProcessor:
         rows, cols = self.grid(width, height)
         return rows*cols + (rows*cols > 1)
 
-    def _draft(self, im, size):
-        "Let a JPEG decode to a half, a quarter or an eighth, if that is still `reducing_gap` times `size`."
-        w, h = (round(n*self.reducing_gap) for n in size)
-        im.draft(None, (h, w) if _orientation(im) in (5, 6, 7, 8) else (w, h))
-
     def _augment(self, im, rng):
         "The picture after all custom transforms, whose grid it must keep."
         for t in self.custom_transforms:
@@ -315,14 +305,13 @@ class ImageProcessor:
         file, s = open_header(image), self.splitted_image_size
         rows, cols = self.grid(*image_size(file))
         size = cols*s, rows*s
-        if self.reducing_gap and not self.custom_transforms and file is not image: self._draft(file, size)
         im = open_image(file)
         if self.custom_transforms:
             theirs = im is image # a picture of the caller's stays as it is
             im = self._augment(im.copy() if theirs else im, rng or random.Random(0))
         if self.convention == 'smolvlm':
-            return smolvlm_tiles(im, self.max_img_size, s, self.reducing_gap), (rows, cols)
-        x = _planes(im.resize(size, Image.Resampling.BICUBIC, reducing_gap=self.reducing_gap))
+            return smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
+        x = _planes(im.resize(size, Image.Resampling.BICUBIC))
         tiles = split_tiles(x, s)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
 
@@ -332,12 +321,11 @@ def get_image_processor(
     splitted_image_size:int, # side of a tile, pixels
     resize_to_max_side_len:bool=False, # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=(), # augmentations, see `ImageProcessor`
-    reducing_gap:float|None=None, # speed for large pictures, see `ImageProcessor`
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->ImageProcessor: # callable on pictures
     "The image processor, by nanoVLM's name."
     return ImageProcessor(max_img_size, splitted_image_size, resize_to_max_side_len, custom_transforms,
-                          reducing_gap, convention)
+                          convention)
 
 def image_processor_of(
     cfg:VLMConfig, # of a model: tile, largest picture, whether small ones are enlarged, convention

@@ -23,12 +23,12 @@ from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
 from ..core.usage import UsageError,require
 from .images import UnreadableImage,image_processor_of,open_image
-from .dataset import RATINGS,Dropped,Drops,VQADataset,config_names,conform,load_configs
+from .dataset import RATINGS,Dropped,Drops,VQADataset
 from .shapes import shapes_dataset,shapes_tokenizer
 from .packing import Batch
 from .sources import Joined,MapSource,Mixture,StreamSource
 from .lanes import PackLoader,PackRules
-from .jsonl import jsonl_rows
+from .load import config_names,conform,load_configs,text_files
 
 # %% ../../nbs/18_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
@@ -134,12 +134,12 @@ def scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for traini
 def load_sources(train_cfg:TrainConfig, drops:Drops|None=None)->tuple: # counts lines that cannot be rows
     "The sources of the data set that a config names, for training and for validation; they share no row."
     c,path = train_cfg,Path(train_cfg.train_dataset_path)
-    lines = path.suffix=='.jsonl' or any(path.glob('*.jsonl'))
+    lines = bool(text_files(path))
     check_parts(c, str(path), lines)
     if c.train_dataset_path=='shapes': return scenes_pair(c)
-    if lines:
-        return map_pair(jsonl_rows(path, c.images_path, drops), c.seed, c.val_size, c.data_cutoff_idx)
-    data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset)
+    if lines: c = replace(c, stream_dataset=False)
+    data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,
+        columns=c.columns, images_path=c.images_path, drops=drops)
     if c.train_dataset_weights: return mixed_pair(c, data)
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx)
     rows:Any = Joined(data) if len(data)>1 else next(iter(data.values()))
@@ -159,7 +159,7 @@ def own_sources(
     "The sources of rows of your own."
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
-    if isinstance(rows, Dataset): rows = conform(rows, 'own')
+    if isinstance(rows, Dataset): rows = conform(rows, 'own', columns=c.columns)
     if all(hasattr(rows, m) for m in ('__len__','__getitem__')) and not isinstance(rows, (str,dict,tuple)):
         return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
     raise UsageError(f'rows are a {type(rows).__name__}, {rows!r:.60}: '

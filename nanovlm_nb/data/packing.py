@@ -4,11 +4,8 @@
 
 # %% ../../nbs/14_data.packing.ipynb #e3941a46
 from __future__ import annotations
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from typing import Any, TypedDict
 
@@ -19,29 +16,22 @@ from ..core.config import IGNORE
 from ..core.layout import Layout,slot_error
 
 # %% auto #0
-__all__ = ['utilisation', 'min_bins', 'spread', 'fill_up', 'repack', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs',
-           'Document', 'unpack']
+__all__ = ['TRIES', 'REACH', 'utilisation', 'min_bins', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs', 'Document',
+           'unpack']
 
 # %% ../../nbs/14_data.packing.ipynb #23d58b4b
 def utilisation(
-    groups:list[list[int]], # Indices of the items in each bin
-    lengths:list[int],      # Tokens of each item
-    capacity:int,           # Tokens that a bin holds
-)->float:                   # Share of positions that hold a token, 0 to 1
+    groups:list[list[int]], lengths:list[int], capacity:int, # items of each bin; tokens of each; of a bin
+)->float: # share of positions that hold a token, 0 to 1
     "Tokens packed divided by positions paid for."
-    if not groups:
-        raise ValueError("`groups` is empty: utilisation of no bins is undefined; pack at least one item")
     return sum(lengths[i] for g in groups for i in g)/(len(groups)*capacity)
 
 # %% ../../nbs/14_data.packing.ipynb #43ae4ae0
 def _items(
-    lengths:list[int],          # Tokens of each item
-    image_counts:list[int],     # Images of each item
-    capacity:int,               # Tokens that a bin holds
-    max_images:int|None,        # Images that a bin holds; None: any number
-    tile_counts:list[int]|None, # Tiles of each item; None where `max_tiles` is
-    max_tiles:int|None,         # Tiles that a bin holds; None: any number
-)->tuple[list[tuple],tuple]:    # Items (three costs, index) and the three limits, the scarcest first
+    lengths:list[int], image_counts:list[int], capacity:int, # tokens and images of each item; of a bin
+    max_images:int|None, # images that a bin holds; None: any number
+    tile_counts:list[int]|None, max_tiles:int|None, # of each item; that a bin holds
+)->tuple[list[tuple],tuple]: # items (three costs, index) and the three limits, the scarcest first
     "One tuple an item, the scarcest cost in front."
     if max_tiles is not None and tile_counts is None:
         raise ValueError(f"max_tiles {max_tiles} but no tile_counts: give the tiles of each item")
@@ -52,36 +42,22 @@ def _items(
     columns, limits = zip(*costs)
     return list(zip(*columns, range(len(lengths)))), limits
 
-# %% ../../nbs/14_data.packing.ipynb #80a7d64f
-def _least(
-    items:list[tuple],   # (three costs, index) of each item
-    limits:tuple,        # Most of each cost in a bin
-)->int:                  # No packing uses fewer bins than this
-    "The bound of `min_bins` for items."
+# %% ../../nbs/14_data.packing.ipynb #16a5dbf9
+def min_bins(
+    lengths:list[int], image_counts:list[int], capacity:int, # see `balanced_greedy_knapsack`
+    max_images:int|None=None, tile_counts:list[int]|None=None, max_tiles:int|None=None,
+)->int: # no packing uses fewer bins than this
+    "A lower bound for the number of bins."
+    items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
     bounds = (max(-(-sum(costs)//most), sum([2*n > most for n in costs]))
               for costs, most in zip(zip(*items), limits))
     return max(bounds, default=0)
-
-# %% ../../nbs/14_data.packing.ipynb #16a5dbf9
-def min_bins(
-    lengths:list[int],               # Tokens of each item
-    image_counts:list[int],          # Images of each item
-    capacity:int,                    # Tokens that a bin holds
-    max_images:int|None=None,        # Images that a bin holds; None: any number
-    tile_counts:list[int]|None=None, # Tiles of each item
-    max_tiles:int|None=None,         # Tiles that a bin holds; None: any number
-)->int:                              # No packing uses fewer bins than this
-    "A lower bound for the number of bins."
-    return _least(*_items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles))
 
 # %% ../../nbs/14_data.packing.ipynb #18b0ef29
 # what makes an item smaller
 _REMEDIES = dict(images='lower max_images_per_example', tiles='lower max_img_size')
 
-def _check_lengths(
-    lengths:list[int], # Tokens of each item
-    capacity:int,      # Tokens that a bin holds
-):
+def _check_lengths(lengths, capacity):
     "Raise `ValueError` for tokens that no packing can satisfy."
     if capacity < 1: raise ValueError(f"capacity {capacity} < 1: a pack needs at least one position")
     for i, n in enumerate(lengths):
@@ -90,12 +66,7 @@ def _check_lengths(
             raise ValueError(f"item {i} has {n} tokens > capacity {capacity}: "
                              "raise lm_max_length or lower max_sample_length")
 
-def _check_counts(
-    what:str,         # 'images' or 'tiles'
-    counts:list[int], # How many of them each item has
-    most:int|None,    # How many of them a bin holds; None: any number
-    n_items:int,      # Number of items
-):
+def _check_counts(what, counts, most, n_items):
     "Raise `ValueError` for images or tiles that no packing can satisfy."
     if most is not None and most < 0: raise ValueError(f"max_{what} {most} < 0: use None for no limit")
     if len(counts) != n_items:
@@ -106,166 +77,81 @@ def _check_counts(
             raise ValueError(f"item {i} has {n} {what} > max_{what} {most}: "
                              f"raise max_{what}_per_knapsack or {_REMEDIES[what]}")
 
-# %% ../../nbs/14_data.packing.ipynb #5b5ee066
-def _level(
-    m:int,        # Second cost of a bin or item
-    t:int,        # Third cost
-    limits:tuple, # Most of each cost in a bin
-    steps:int=32, # Levels of a full bin
-)->int:           # 0 to `steps`
-    "How near a bin is to the second or the third limit."
-    return max(m*steps//limits[1], t*steps//limits[2])
-
-# %% ../../nbs/14_data.packing.ipynb #d5f6a450
-def spread(
-    items:list[tuple], # (three costs, index) of each item, none above `limits`
-    limits:tuple,      # Most of each cost in a bin
-    n_bins:int,        # Bins to open at the start
-)->list[list[tuple]]:  # Items of each bin
-    "Largest item first, each into the emptiest bin that has room for it."
-    capacity, most_m, most_t = limits
-    groups = [[] for _ in range(n_bins)]
-    heaps = {0: [(0, 0, 0, b) for b in range(n_bins)]} # level -> heap of (three costs of a bin, bin)
-    for item in sorted(items, reverse=True):
-        n, m, t, _ = item
-        fits = [h[0] for h in heaps.values() if h and h[0][1]+m <= most_m and h[0][2]+t <= most_t]
-        load, at_m, at_t, b = min(fits, default=(capacity+1, 0, 0, 0))
-        if load+n <= capacity: heappop(heaps[_level(at_m, at_t, limits)])
-        else:
-            load, at_m, at_t, b = 0, 0, 0, len(groups)
-            groups.append([])
-        groups[b].append(item)
-        heappush(heaps.setdefault(_level(at_m+m, at_t+t, limits), []), (load+n, at_m+m, at_t+t, b))
-    return [g for g in groups if g]
-
-# %% ../../nbs/14_data.packing.ipynb #e8bd3219
-def fill_up(
-    items:list[tuple], # (three costs, index) of each item, none above `limits`
-    limits:tuple,      # Most of each cost in a bin
-)->list[list[tuple]]:  # Items of each bin
-    "One bin after the other, each time with the largest item that still fits."
-    waiting = {} # level -> ascending list of items
-    for item in sorted(items): waiting.setdefault(_level(item[1], item[2], limits), []).append(item)
-    groups, n, m, t = [], -1, -1, -1
-    for _ in items:
-        above = (n+1,)
-        fits = [(q[j], j, q) for q in waiting.values()
-                if (j := bisect_right(q, above)-1) >= 0 and q[j][1] <= m and q[j][2] <= t]
-        if not fits:
-            groups.append([])
-            n, m, t = limits
-            fits = [(q[-1], -1, q) for q in waiting.values() if q]
-        item, j, q = max(fits)
-        groups[-1].append(q.pop(j))
-        n, m, t = n-item[0], m-item[1], t-item[2]
-    return groups
-
 # %% ../../nbs/14_data.packing.ipynb #10d979b8
-def _sums(
-    pool:list[tuple], # Items
-    capacity:int,     # Sums above this do not count
-)->list[int]:         # Bit s of number k: some of the first k items sum to s
-    "All sums that the first items of a pool can make, for none of them, one, two and so on."
+def _sums(pool, capacity):
+    "All sums that the first items make, for none of them, one, two, ...: bits of integers."
     sums, within = [1], (2<<capacity)-1
     for item in pool: sums.append((sums[-1] | sums[-1]<<item[0]) & within)
     return sums
 
 # %% ../../nbs/14_data.packing.ipynb #fcc305a0
-def _choose(
-    pool:list[tuple], # Items
-    sums:list[int],   # What the first items can make, see `_sums`
-    load:int,         # One of those sums
-    limits:tuple,     # Most of each cost in a bin
-)->tuple[list,list]:  # Items that sum to `load`, and the others
-    "Items that fill a bin to `load`, with the other costs in step with the first."
+def _choose(pool, sums, load, limits):
+    "Items that sum to `load`, one of the sums, with the other costs in step with the first."
     _, most_m, most_t = limits
     whole = share = surplus = 0
     for n, m, t, _ in pool: whole, share = whole+n, share+m*most_t+t*most_m
-    taken, left = [], []
+    taken = []
     for item, before in zip(reversed(pool), reversed(sums[:-1])):
         n, m, t, _ = item
-        take = n <= load and before>>load-n & 1
-        if take:
-            tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
-            take = not before>>load & 1 or (tilt < 0) == (surplus >= 0)
-        if take: load, surplus = load-n, surplus+tilt
-        (taken if take else left).append(item)
-    return taken, left
+        if n > load or not before>>load-n & 1: continue
+        tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
+        if not before>>load & 1 or (tilt < 0) == (surplus >= 0):
+            load, surplus = load-n, surplus+tilt
+            taken.append(item)
+    return taken
 
-# %% ../../nbs/14_data.packing.ipynb #ac05cf23
-def _refill(
-    group:list[tuple], # Items of a bin
-    more:list[tuple],  # Items that may replace some of them
-    limits:tuple,      # Most of each cost in a bin
-    tries:int,         # Sums to try
-)->tuple[list,list]:   # The bin, not emptier than before, and what is not in it
-    "Fill a bin as full as it can be with its own and other items."
-    capacity, most_m, most_t = limits
-    pool, now = group+more, sum([item[0] for item in group])
-    sums = _sums(pool, capacity)
-    open_sums = sums[-1]>>now+1 # those above what the bin has
-    for _ in range(tries):
-        if not open_sums: break
-        load = open_sums.bit_length()+now
-        taken, left = _choose(pool, sums, load, limits)
-        if sum([m for _,m,_,_ in taken]) <= most_m and sum([t for _,_,t,_ in taken]) <= most_t:
-            return taken, left
-        open_sums ^= 1<<load-now-1
-    return group, more
+# %% ../../nbs/14_data.packing.ipynb #e14a0005
+TRIES = 16 # sums that are tried for a pack
 
-# %% ../../nbs/14_data.packing.ipynb #7ec3f2d0
-def repack(
-    groups:list[list[tuple]], # Items of each bin
-    limits:tuple,             # Most of each cost in a bin
-    spare:int,                # Bins to set apart, the emptiest ones
-    reach:int=16,             # Loose items that a bin may choose from
-    tries:int=4,              # Sums to try for a bin
-)->list[list[tuple]]:         # Items of each bin
-    "Take the emptiest bins apart and refill the others from them, so that all gaps end up in a few bins."
-    loads = sorted((sum([item[0] for item in g]), b) for b,g in enumerate(groups))
-    loose, full = deque(item for _,b in loads[:spare] for item in groups[b]), []
-    for load, b in loads[spare:]:
-        group = groups[b]
-        if load < limits[0] and loose:
-            near = [loose.popleft() for _ in range(min(reach, len(loose)))]
-            group, left = _refill(group, near, limits, tries)
-            loose.extend(left)
-        full.append(group)
-    rest = list(loose)
-    return full + spread(rest, limits, _least(rest, limits))
+def _beside(first, pool, limits):
+    "The items that fill a bin best beside its first one."
+    room = [most-cost for most, cost in zip(limits, first)]
+    sums = _sums(pool, room[0])
+    loads, load = sums[-1], room[0]+1
+    for _ in range(TRIES):
+        loads &= (1<<load)-1 # below the one before
+        load = loads.bit_length()-1
+        taken = _choose(pool, sums, load, limits)
+        if all(sum(item[k] for item in taken) <= room[k] for k in (1, 2)): return taken
+    taken = []
+    for item in pool:
+        if all(cost <= left for cost, left in zip(item, room)):
+            taken, room = [*taken, item], [left-cost for left, cost in zip(room, item)]
+    return taken
+
+# %% ../../nbs/14_data.packing.ipynb #e14a0008
+REACH = 48 # samples, at least, that a pack is chosen from
+
+def _plan(items, limits):
+    "The indices of the items of each bin, filled one after the other."
+    pool, coming, groups = [], iter(items), []
+    while True:
+        load = sum([item[0] for item in pool])
+        while (len(pool) < REACH or load < 2*limits[0]) and (item := next(coming, None)):
+            pool, load = [*pool, item], load+item[0]
+        if not pool: return groups
+        first, *others = pool
+        taken = {item[-1] for item in (first, *_beside(first, others, limits))}
+        groups.append(sorted(taken))
+        pool = [item for item in others if item[-1] not in taken]
 
 # %% ../../nbs/14_data.packing.ipynb #7a514910
 def balanced_greedy_knapsack(
-    lengths:list[int],               # Tokens of each item
-    image_counts:list[int],          # Images of each item
-    capacity:int,                    # Tokens that a bin holds
-    max_images:int|None=None,        # Images that a bin holds; None: any number
-    tile_counts:list[int]|None=None, # Tiles of each item
-    max_tiles:int|None=None,         # Tiles that a bin holds; None: any number
-)->list[list[int]]:                  # Indices of the items in each bin; every index exactly once
+    lengths:list[int], image_counts:list[int], capacity:int, # tokens and images of each item; tokens of a bin
+    max_images:int|None=None, # images that a bin holds; None: any number
+    tile_counts:list[int]|None=None, max_tiles:int|None=None, # tiles of each item; that a bin holds
+)->list[list[int]]: # indices of the items in each bin; every index exactly once
     "Pack all items into few bins of equal size, evenly, within all limits."
     _check_lengths(lengths, capacity)
     _check_counts('images', image_counts, max_images, len(lengths))
     if tile_counts is not None: _check_counts('tiles', tile_counts, max_tiles, len(lengths))
     items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
-    least = _least(items, limits)
-    best = spread(items, limits, least)
-    if len(best) > least: best = min(best, fill_up(items, limits), key=len)
-    for apart in (8, 2):
-        if len(best) > least: best = min(best, repack(best, limits, len(best)-least+apart), key=len)
-    return sorted(sorted(item[-1] for item in g) for g in best)
+    groups = _plan(items, limits)
+    if len(groups) > min_bins(lengths, image_counts, capacity, max_images, tile_counts, max_tiles):
+        groups = min(groups, _plan(items[::-1], limits), key=len)
+    return sorted(groups)
 
 # %% ../../nbs/14_data.packing.ipynb #ec9f89ee
-def _check_shapes(
-    samples:list[dict], # Samples with `id`, `input_ids`, `labels`
-):
-    "Raise `ValueError` for a sample whose ids and labels do not belong together."
-    for s in samples:
-        ids, labels = s['input_ids'].shape, s['labels'].shape
-        if ids != labels or len(ids) != 1 or not ids[0]:
-            raise ValueError(f"sample {s['id']!r}: input_ids {tuple(ids)} and "
-                             f"labels {tuple(labels)} must be 1-D, equally long and not empty")
-
 def _check_ends(
     samples:list[dict],  # Samples with `id`
     doc_lens:list[int],  # Tokens of each sample
@@ -298,8 +184,6 @@ def pack(
     per_tile:int=0,     # Such tokens of a tile
 )->dict:                # The fields of a `Batch` but for `layout`, of one row
     "Lay samples one after the other into a sequence of fixed length."
-    if not samples: raise ValueError("`samples` is empty: a pack needs at least one sample")
-    _check_shapes(samples)
     if image_token_id is not None: _check_slots(samples, image_token_id, per_tile)
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
@@ -335,10 +219,6 @@ def collate_packs(
     pin:bool=False,   # Put ids and layout into pinned memory; needs a GPU
 )->Batch:             # In the order of `packs`
     "Join packs into a batch."
-    if not packs: raise ValueError("`packs` is empty: a batch needs at least one pack")
-    lengths = {len(p['input_ids']) for p in packs}
-    if len(lengths) > 1:
-        raise ValueError(f"packs of lengths {sorted(lengths)} cannot share a batch: pack them to one length")
     batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
              for k,v in packs[0].items()}
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])

@@ -21,8 +21,8 @@ from typing import Any
 
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve
 from ..core.usage import UsageError,nearest,require
-from ..data.dataset import COLUMNS,LOAD_ERRORS,REMEDIES,Dropped,Drops,Plan
-from ..data.dataset import config_names,load_config,rows_in
+from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
+from ..data.load import LOAD_ERRORS,config_names,load_config,rows_in,text_files
 from ..data.images import image_size
 from ..data.lanes import PackLoader,naming
 from ..data.loader import get_dataloaders,size_line
@@ -203,13 +203,14 @@ def stored_columns(path:str, name:str)->list[str]: # of a configuration
 def check_columns(train_cfg:TrainConfig)->str:
     "Returns the columns that training reads; raises when one is misspelt, or cannot be loaded."
     path,unread = train_cfg.train_dataset_path,set()
-    if path=='shapes' or path.endswith('.jsonl') or any(Path(path).glob('*.jsonl')):
-        raise Skip('drawn, or JSON lines')
+    if path=='shapes' or text_files(path): raise Skip('drawn, or read line by line')
     for name in config_names(path, train_cfg.train_dataset_name):
         try: columns = stored_columns(path, name)
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {why_unreadable(e, path)}') from e
-        for column in {*columns}-{*COLUMNS, 'id', 'kinds', 'scene'}:
+        flagged = (c.partition('=')[2] for c in train_cfg.columns)
+        read = {*(named(columns, what) for what in LAYOUTS), *flagged}
+        for column in {*columns}-read-{*COLUMNS, 'id', 'kinds', 'scene'}:
             meant = nearest(column, {*COLUMNS}-{*columns})
             require(not meant, f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
             unread.add(column)

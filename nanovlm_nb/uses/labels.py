@@ -145,7 +145,7 @@ class ClassRows:
         part,j = self.where(i)
         [pictures] = part.rows[j].values()
         return dict(images=pictures if isinstance(pictures, list) else [pictures], label=part.labels[j],
-                    source=part.name, row_id=f'{part.split}{j}')
+                    source=part.name, row_id=f'{part.split}{j}', texts=[])
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
