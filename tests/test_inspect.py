@@ -183,7 +183,7 @@ def test_a_column_of_another_form(plant, tmp_path):
     rows = list(FEW)
     plant(rows)
     said = failures(found(save(tmp_path/'d', rows, files=1)))
-    assert 'column `texts` must be a list of {user, assistant}' in said['data']
+    assert "40 of 40 rows that were left out are 'bad_row'" in said['samples'] and ': give ' in said['samples']
 
 
 def test_what_cannot_be_loaded(tmp_path, few):

@@ -381,7 +381,7 @@ def check_unused(columns:dict|pa.Schema, where:str)->None: # a row, or the types
     "Raise `UnusedColumn` if pictures or a conversation would not be read."
     if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))
     used = {what:named(columns, what) for what in LAYOUTS}
-    for name in columns.keys()-{*used.values()}:
+    for name in columns.keys()-{*used.values(), *COLUMNS}:
         lost = _held(columns[name]) or ('pictures' if 'image' in name.lower() and not used['images'] else '')
         ours = 'image' if lost == 'pictures' else 'messages'
         if lost: raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
@@ -455,7 +455,7 @@ def to_row(
     number = place if r.get('row_id') is None else r['row_id']
     id = f"{name or r.get('source') or 'sample'}/{number}"
     try: images,texts = read_layout(r)
-    except ValueError as e: raise Dropped(id, 'bad_row', str(e)) from e
+    except ValueError as e: raise Dropped(id, 'bad_row', str(e))
     texts = (settle_marks if marks and texts else place_pictures)(texts, len(images))
     return r|dict(id=id, images=images, texts=texts)
 

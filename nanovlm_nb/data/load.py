@@ -245,7 +245,7 @@ def conform(
     if not columns: check_unused(types, where)
     read = [named(types, what) for what in LAYOUTS]
     ds = ds.select_columns([c for c in types if c in (*read, *COLUMNS, 'json')])
-    if (pictures := named(types, 'images')): ds = _decodable(ds, pictures)
+    if pictures := named(types, 'images'): ds = _decodable(ds, pictures)
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
 
 def _decodable(ds, name):
