@@ -117,7 +117,7 @@ def attention_error(name:str, device:torch.device)->float: # a name in `BACKENDS
 # %% ../../nbs/65_tools.doctor.ipynb #04f20da0
 def check_attention(device:torch.device, wanted:str='auto')->str: # `attn_backend` of the run
     "Returns which backends can be used; raises when one is wrong, or the wanted one cannot be used."
-    dtype,most = exactness(device)
+    (dtype,most),wanted = exactness(device),'varlen' if wanted=='flash' else wanted
     problems = {n:why.splitlines()[0] for n in BACKENDS if (why := problem_of(n, device.type, dtype))}
     require(wanted not in problems, f'{wanted} cannot be used on {device.type}: {problems.get(wanted)}; '
                                     'leave --attn_backend out: auto takes one that can')
