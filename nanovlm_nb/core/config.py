@@ -606,8 +606,6 @@ def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
         'lower the first or raise the second')
     require(picture<length, f'a picture takes {picture} tokens or more, max_sample_length is {length}: '
         'every sample with a picture would be dropped, raise max_sample_length')
-    require(not c.deterministic or v.attn_backend!='flash', 'deterministic and attn_backend flash: its '
-        'backward pass adds in the order in which threads arrive; give --attn_backend varlen or auto')
     for name in ('num_workers','val_workers'):
         n = getattr(c, name) or 0
         require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '
