@@ -255,6 +255,8 @@ def shapes_dataset(
     seed:int=0, # another seed, other scenes
 )->Dataset: # FineVision's columns, `kinds` (of each turn), `scene` and `row_id`
     "Draw a data set."
+    require(split in SPLITS, f'split is {split!r}: choose from {", ".join(SPLITS)}')
+    require(n>0, f'{n} rows: ask for one or more')
     return copy.deepcopy(_drawn(n, split, seed)) # shares the table; its format is the caller's own
 
 # %% ../../nbs/13_data.shapes.ipynb #8c0cc82d
