@@ -21,9 +21,9 @@ SHORT = [*TINY, '--data_cutoff_idx', '60', '--val_size', '8', '--num_of_sequence
          '--max_val_batches', '1', '--ask_samples', '2', '--max_keep_ckpts', '-1', '--dtype', 'float32']
 #: parts of a run, as the script hands them in; four runs try all eight
 PARTS = dict(muon_mirror_norms="optimizer=muon, loaders=partial(get_dataloaders, transforms=[mirrored]), hooks=[ProjectorNorm()]",
-             llava_by_aspect="loaders=partial(get_dataloaders, rows=Llava('chat.parquet'), processor=by_aspect)",
+             transcripts_by_aspect="loaders=partial(get_dataloaders, rows=Transcripts('talk.parquet'), processor=by_aspect)",
              convolutions_triangle="model=convolutions, schedule=triangle", lora="model=with_lora, optimizer=adapters_alone")
-FLAGS = dict(llava_by_aspect=['--vit_img_size', '32', '--data_cutoff_idx', '50'])
+FLAGS = dict(transcripts_by_aspect=['--vit_img_size', '32', '--data_cutoff_idx', '50'])
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
@@ -46,20 +46,15 @@ def own_cells() -> list[str]:
     return [text for c in cells if c['cell_type'] == 'code' and (text := ''.join(c['source'])).startswith('# mine.py')]
 
 
-def as_llava(row) -> dict:
-    said = [dict(zip(('from', 'value'), pair)) for t in row['texts'] for pair in (('human', t['user']), ('gpt', t['assistant']))]
-    return dict(id=row['row_id'], image=row['images'][0] if row['images'] else None, conversations=said)
-
-
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
-    "A working directory with the user's script and a parquet file of LLaVA's kind."
+    "A working directory with the user's script and a parquet file of photos with transcripts."
     cwd = tmp_path_factory.mktemp('own')
     (cwd/'mine.py').write_text('\n\n'.join([*own_cells(), SCRIPT]))
-    rows = [as_llava(r) for r in shapes_dataset(90) if len(r['images']) < 2][:60]
-    texts = [{'from': datasets.Value('string'), 'value': datasets.Value('string')}]
-    features = datasets.Features(id=datasets.Value('string'), image=datasets.Image(), conversations=texts)
-    datasets.Dataset.from_list(rows, features=features).to_parquet(cwd/'chat.parquet')
+    rows = [dict(id=r['row_id'], photo=r['images'][0], transcript='\n'.join(f"Q: {t['user']}\nA: {t['assistant']}" for t in r['texts']))
+            for r in shapes_dataset(90) if len(r['images']) == 1][:60]
+    features = datasets.Features(id=datasets.Value('string'), photo=datasets.Image(), transcript=datasets.Value('string'))
+    datasets.Dataset.from_list(rows, features=features).to_parquet(cwd/'talk.parquet')
     return cwd
 
 
@@ -103,7 +98,7 @@ def test_a_run_with_own_parts_goes_on_as_if_nothing_had_been(name):
 
 
 def test_every_part_of_the_tutorial_is_tried_and_is_short():
-    names = [n for c in own_cells() for n in ('muon', 'Llava', 'mirrored', 'ProjectorNorm', 'convolutions', 'triangle', 'with_lora', 'by_aspect') if re.search(rf'^(?:def|class) {n}\b', c, re.MULTILINE)]
+    names = [n for c in own_cells() for n in ('muon', 'Transcripts', 'mirrored', 'ProjectorNorm', 'convolutions', 'triangle', 'with_lora', 'by_aspect') if re.search(rf'^(?:def|class) {n}\b', c, re.MULTILINE)]
     assert len({*names}) == 8 and all(any(n in p for p in PARTS.values()) for n in names) and max(len(c.splitlines()) for c in own_cells()) <= 30
 
 
