@@ -11,7 +11,7 @@ from PIL import Image, ImageFilter
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
 SAVED = {  # picture -> notebook, cell, parts of the figure (left, top, right, bottom) as shares of its width and height
-    'answers.png': ('tutorials/first_run.ipynb', '381cab00', [(c/4, r/3, (c+1)/4, (r+1)/3) for r, c in ((0, 0), (0, 3), (1, 1), (2, 3))]),
+    'answers.png': ('tutorials/first_run.ipynb', '381cab00', [(c/4, r/3, (c+1)/4, (r+1)/3) for r, c in ((0, 0), (0, 3), (1, 2), (2, 3))]),
     'same_curve.png': ('tutorials/stop_and_go.ipynb', 'a6d227f9', [(0, 0, 1, 1)])}
 
 GROUND, FILLED = 0x22, 45  # grey level of a dark page; pixels, odd

@@ -49,7 +49,7 @@ def min_bins(
 )->int: # no packing uses fewer bins than this
     "A lower bound for the number of bins."
     items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
-    bounds = (max(-(-sum(costs)//most), sum([2*n > most for n in costs]))
+    bounds = (max(-(-sum(costs)//most), sum(2*n > most for n in costs))
               for costs, most in zip(zip(*items), limits))
     return max(bounds, default=0)
 
@@ -126,7 +126,7 @@ def _plan(items, limits):
     "The indices of the items of each bin, filled one after the other."
     pool, coming, groups = [], iter(items), []
     while True:
-        load = sum([item[0] for item in pool])
+        load = sum(item[0] for item in pool)
         while (len(pool) < REACH or load < 2*limits[0]) and (item := next(coming, None)):
             pool, load = [*pool, item], load+item[0]
         if not pool: return groups
@@ -141,7 +141,7 @@ def balanced_greedy_knapsack(
     max_images:int|None=None, # images that a bin holds; None: any number
     tile_counts:list[int]|None=None, max_tiles:int|None=None, # tiles of each item; that a bin holds
 )->list[list[int]]: # indices of the items in each bin; every index exactly once
-    "Pack all items into few bins of equal size, evenly, within all limits."
+    "Returns a plan that packs all items into few bins of equal size, within all limits."
     _check_lengths(lengths, capacity)
     _check_counts('images', image_counts, max_images, len(lengths))
     if tile_counts is not None: _check_counts('tiles', tile_counts, max_tiles, len(lengths))

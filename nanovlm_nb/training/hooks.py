@@ -396,7 +396,7 @@ class FreezeGarbage(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Freezes, unless the code around this run has."
-        if trainer.update is None or gc.get_freeze_count(): return
+        if self.froze or trainer.update is None or gc.get_freeze_count(): return # it counts one by one
         gc.collect()
         gc.freeze()
         self.froze = True

@@ -331,10 +331,9 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
 def _notify(trainer:Trainer, figures:Figures)->None:
     "Calls the hooks that do not know of this update yet, in their order."
-    t = trainer
-    for hook in [hook for hook in t.hooks if hook not in t.called]:
-        t.called.append(hook)
-        hook.after_update(t, figures)
+    for hook in [hook for hook in trainer.hooks if hook not in trainer.called]:
+        trainer.called.append(hook)
+        hook.after_update(trainer, figures)
 
 # %% ../../nbs/47_training.trainer.ipynb #cae6b0f1
 def train(trainer:Trainer)->Trainer: # where the run ended
@@ -511,6 +510,7 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
 def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
     "Has the checkpoint of this update written, and deletes what is too old."
     t = trainer
+    if t.saved==t.step: return # it is there
     def complete(path):
         then(path)
         prune(path.parent, t.cfg.max_keep_ckpts)
@@ -533,7 +533,7 @@ class Checkpoint(Hook):
 
     def end(self, trainer:Trainer)->None:
         "Saves what a stop would lose, and waits until all is written."
-        if trainer.stop and trainer.saved!=trainer.step: save(trainer, self.then)
+        if trainer.stop: save(trainer, self.then)
         trainer.saver.wait()
 
 # %% ../../nbs/47_training.trainer.ipynb #ca70adbc
