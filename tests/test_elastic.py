@@ -63,11 +63,11 @@ def test_a_killed_rank_comes_back(whole, tmp_path):
     assert record(run) == whole
 
 
-def test_two_nodes_and_a_killed_rank(whole, tmp_path):
-    "Two agents as if on two machines: only one of them counts the restart, the ranks meet again all the same and find their run."
-    endpoint = f'127.0.0.1:{free_ports(1)[0]}'
-    agent = [*TORCHRUN, '--nnodes', 2, '--nproc-per-node', 1, '--rdzv-backend', 'c10d', '--rdzv-endpoint', endpoint, '--rdzv-id', 'job', '--max-restarts', 2,
-        '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back']
+def test_two_nodes_and_a_killed_rank(whole, tmp_path, monkeypatch):
+    "Two agents as if on two machines, with the switch of the job files: only one counts the restart, the ranks meet again all the same and find their run."
+    monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
+    agent = [*TORCHRUN, '--nnodes', 2, '--nproc-per-node', 1, '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{free_ports(1)[0]}',
+        '--rdzv-id', 'job', '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back']
     agents = [start(tmp_path, *agent) for _ in range(2)]
     kill_rank(agents[0], tmp_path, 1, 5)
     for a in agents: ended(a, tmp_path)
