@@ -44,11 +44,11 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope='module')
 def server(checkpoint, tmp_path_factory):
-    "`nanovlm chat` on a free port; yields its address."
+    "`nanovlm ask --page` on a free port; yields its address."
     pytest.importorskip('gradio')
     port, log = free_port(), tmp_path_factory.mktemp('chat')/'log'
     with log.open('w') as out:
-        process = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.cli', 'chat', str(checkpoint), '--port', str(port), '--max_new_tokens', '12'], cwd=log.parent,
+        process = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.cli', 'ask', str(checkpoint), '--page', '--port', str(port), '--max_new_tokens', '12'], cwd=log.parent,
             stdout=out, stderr=subprocess.STDOUT, env=environment(GRADIO_ANALYTICS_ENABLED='False', PYTHONPATH=str(ROOT)))
     try:
         end = time.monotonic() + 180

@@ -172,8 +172,7 @@ def test_a_full_output_is_an_error_unless_the_exit_code_says_how_a_run_ended(kee
 
 
 #: what each command is asked so that it gets as far as its module; `.` is a run
-SOUND = dict(train='', classify='', ask='own/model --prompt x', eval='own/model --tasks shapes', look='own/model', chat='own/model', check='', plan='',
-             plot='.', runs='.', replay='.', export='own/model out')
+SOUND = dict(train='', classify='', ask='own/model --prompt x', eval='own/model --tasks shapes', check='', plan='', runs='.', replay='.', export='own/model out')
 ENVIRONMENT = '''
 import importlib, json, os, sys
 from importlib.util import find_spec

@@ -62,7 +62,7 @@ def test_listing_names_the_newest_and_what_is_missing(run_dir, cwd):
     kept = shard.read_bytes()
     shard.unlink()
     said = nanovlm(['runs', run_dir], cwd).stdout.splitlines()
-    assert said[0].startswith('step_8') and 'complete' in said[0] and 'last' in said[0]
+    assert said[0] == 'r: done' and said[2].startswith('step_8') and 'complete' in said[2] and 'last' in said[2]
     assert any('step_6' in line and 'lacks optimizer/rank_1.safetensors' in line for line in said)
     failed = train([*FLAGS, '--resume', 'True', '--load_from', run_dir/'step_6'], cwd, ranks=2, check=False)
     assert failed.returncode and 'lacks optimizer/rank_1.safetensors' in failed.stderr

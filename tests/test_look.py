@@ -29,7 +29,7 @@ def test_panels_are_logged_when_due(alone):
 def test_the_command_says_what_the_run_said(alone):
     "The last panel again, from the checkpoint."
     last = panels(alone, 'r')[-1]
-    said = json.loads(run([sys.executable, '-m', 'nanovlm_nb.cli', 'look', 'checkpoints/r/step_6', '--json'], alone).stdout)
+    said = json.loads(run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', 'checkpoints/r/step_6', '--json'], alone).stdout)
     assert {k: v for k, v in last.items() if k in said} == pytest.approx(said, rel=1e-4)
 
 

@@ -108,8 +108,8 @@ MISUSES = [
     ('export', 'RUN out --format gguf', 'image_convention is nanovlm, but llama.cpp' if find_spec('gguf') else 'pip install nanovlm_nb[gguf]'),
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('export', 'adapters out', 'adapters has use_dora True, which is not read here: merge it with peft'),
-    ('look', './RUN/step_9', 'checkpoints/r/step_9: there is no such file or directory'),
-    ('chat', 'nowhere', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
+    ('eval', './RUN/step_9', 'checkpoints/r/step_9: there is no such file or directory'),
+    ('ask', 'nowhere --page', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
     ('classify', '--config class.yaml', 'unknown key in class.yaml `model.nmae`: did you mean `model.name`?'),
     ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
@@ -117,11 +117,11 @@ MISUSES = [
     ('classify', '--lr 3', 'here it is `learning_rate` in the section `training` of the file (--config)'),
     ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),
     # commands that look at runs
-    ('runs', 'nowhere', 'there is no directory nowhere'),
+    ('runs', 'nowhere', 'nowhere is no run: give its directory, or log.jsonl in it'),
     ('runs', 'empty --pth out --pth_names own', 'empty holds no checkpoint'),
-    ('plot', 'picture.png', 'picture.png is no log of a run: give its directory, or log.jsonl in it'),
-    ('plot', 'RUN --out x.docx', 'x.docx is no name of a picture: let it end in one of png'),
-    ('plot', 'RUN --smooth 2', 'smooth is 2'),
+    ('runs', 'picture.png', 'picture.png is no run: give its directory, or log.jsonl in it'),
+    ('runs', 'RUN --curves x.docx', 'x.docx is no name of a picture: let it end in one of png'),
+    ('runs', 'RUN --curves x.png --smooth 2', 'smooth is 2'),
 ]
 #: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
 OF_OTHERS = set('--logdir --mmproj --nproc_per_node --project --standalone --nnodes --nodes --num_gpus --model_args --dest --exc_stop --num_epochs --learning_rate --timeout --no_'.split())
@@ -240,7 +240,7 @@ def test_two_ranks_say_it_once(tmp_path):
     assert 'nanovlm_nb/' not in done.stderr and not [p for p in tmp_path.rglob('*') if p.is_file()], 'no traceback of ours, no file'
 
 
-@pytest.mark.parametrize('command, module', [*COMMANDS.items(), *(('export', module) for module in EXPORTS.values())])
+@pytest.mark.parametrize('command, module', [*COMMANDS.items(), ('ask', 'uses.chat_page'), ('eval', 'answers.sight'), *(('export', module) for module in EXPORTS.values())])
 def test_every_command_has_a_module_that_takes_its_values(command, module):
     text = (ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text()
     assert re.search(r"(?m)^def main\((?:\n    )?values:Namespace,?(?:\)->(?:int|None):)? # from `(?:arguments\.)?%s_parser`" % command, text)
@@ -248,7 +248,7 @@ def test_every_command_has_a_module_that_takes_its_values(command, module):
 
 def test_the_command_runs_as_a_module(tmp_path):
     done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'runs', 'nowhere'], tmp_path, check=False)
-    assert (done.returncode, done.stderr) == (2, 'nanovlm runs: error: argument run_dir: there is no directory nowhere: give that of a run\n')
+    assert (done.returncode, done.stderr) == (2, 'nanovlm runs: error: argument RUN: nowhere is no run: give its directory, or log.jsonl in it\n')
 
 
 # --- every field, systematically

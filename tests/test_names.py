@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import nanovlm_nb
-from nanovlm_nb.cli import COMMANDS
+from nanovlm_nb.cli import COMMANDS, MOVED
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py')}
@@ -45,7 +45,8 @@ def unknown(read, pattern: str, known) -> dict[str, set]:
 
 def test_every_command_that_is_named_exists(read):
     assert sum(len(re.findall(r'\bnanovlm train\b', text)) for text in read.values()) > 40
-    assert not unknown(read, r'(?<![\w./-])nanovlm ([a-z]\w*)', [*COMMANDS, *WORDS])
+    now = read | {'CHANGELOG.md': re.sub(rf'nanovlm ({"|".join(MOVED)})\b', '', read['CHANGELOG.md'])}  # there, a command may be one of its time
+    assert not unknown(now, r'(?<![\w./-])nanovlm ([a-z]\w*)', [*COMMANDS, *WORDS])
     assert not unknown(read, r'(?<![\w./-])nanovlm_([a-z]\w*)', OTHERS), 'a script that is no more'
 
 

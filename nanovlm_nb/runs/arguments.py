@@ -6,8 +6,7 @@
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'PARSERS', 'Kind', 'POS', 'COUNT', 'FLOAT', 'PART', 'ON', 'SEVERAL', 'OWN_CODE',
            'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'DEVICES', 'MFU', 'AXES', 'FORMATS', 'OUTTYPES', 'place_to_go_on',
            'own_settings', 'SettingsParser', 'command', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser',
-           'eval_parser', 'look_parser', 'chat_parser', 'CheckParser', 'check_parser', 'plan_parser', 'plot_parser',
-           'runs_parser', 'replay_parser', 'export_parser']
+           'eval_parser', 'CheckParser', 'check_parser', 'plan_parser', 'runs_parser', 'replay_parser', 'export_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
@@ -93,8 +92,6 @@ def _is_checkpoint(name):
     require(not Path(name).is_file(), f'{name} is a file: give the directory of a checkpoint')
     if not Path(name).is_dir(): check_hub_name(name)
 
-def _is_folder(name): require(Path(name).is_dir(), f'there is no directory {name}: give that of a run')
-
 def _is_run(name):
     path,run = Path(name),Path(name).resolve().parent
     inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
@@ -104,8 +101,8 @@ def _is_run(name):
 def _is_file(name): open(name, 'rb').close()
 
 def _is_log(name):
-    require(not Path(name).is_file() or Path(name).suffix=='.jsonl',
-        f'{name} is no log of a run: give its directory, or log.jsonl in it')
+    require(Path(name).is_dir() or Path(name).is_file() and Path(name).suffix=='.jsonl',
+        f'{name} is no run: give its directory, or log.jsonl in it')
 
 def _is_new(name):
     path = Path(name)
@@ -119,7 +116,7 @@ def _is_picture(name):
         f"{name} is no name of a picture: let it end in one of {', '.join(PICTURES)}")
 
 # kinds of arguments, for `add_argument`
-_checkpoint,_folder,_run,_file = map(checked, (_is_checkpoint, _is_folder, _is_run, _is_file))
+_checkpoint,_run,_file = map(checked, (_is_checkpoint, _is_run, _is_file))
 _log,_new,_picture = map(checked, (_is_log, _is_new, _is_picture))
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a000d2
@@ -181,14 +178,15 @@ def classify_parser(add): # of `nanovlm classify`
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a0000d
 def _check_ask(a):
+    require(a.page or a.prompt is not None, 'give --prompt QUESTION, or --page to ask in the browser')
     require(not (a.json and a.stream), 'argument --stream: not allowed with argument --json')
 
 @command(check=_check_ask)
 def ask_parser(add): # of `nanovlm ask`
-    "Ask a model about pictures."
+    "Ask a model about pictures, here or on a page in the browser."
     add('checkpoint', **CHECKPOINT)
     add('--image', **SEVERAL, help='picture file; may be given several times, all questions are about all')
-    add('--prompt', required=True, help='the question; -: each line of the standard input is one')
+    add('--prompt', help='the question; -: each line of the standard input is one')
     add('--max_new_tokens', **POS, default=64, help='longest answer in tokens')
     add('--temperature', **FLOAT, default=0., help='0 takes the most likely token')
     add('--top_k', **COUNT, default=50, help='with a temperature: draw from so many best tokens; 0: from all')
@@ -200,11 +198,15 @@ def ask_parser(add): # of `nanovlm ask`
     add('--batch_size', **POS, default=16, help='questions answered together')
     add('--json', **ON, help='a line of JSON for each question')
     add('--stream', **ON, help='show each answer while it is made')
+    add('--page', **ON, help='a page in the browser: pictures, conversations, heat maps')
+    add('--host', default='127.0.0.1', help='address of the page; 0.0.0.0 lets everybody in')
+    add('--port', **COUNT, default=7860, help='port of the page')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a000d7
 def _check_eval(a):
-    require(a.write_tasks or a.checkpoint and a.tasks.strip(' ,'),
-        'give a checkpoint and --tasks, or --write_tasks DIR')
+    require(a.write_tasks or a.checkpoint, 'give a checkpoint, or --write_tasks DIR')
+    alone = a.config or a.batches or a.json
+    require(not (a.tasks and alone), '--config, --batches and --json are for an evaluation without --tasks')
     files = [t.strip() for t in a.tasks.split(',') if t.strip().endswith('.parquet')]
     missing = [f for f in files if not Path(f).is_file()]
     require(a.limit!=0, '--limit is 0: give at least 1 sample, or a share below 1 of them')
@@ -214,9 +216,13 @@ def _check_eval(a):
 
 @command(check=_check_eval)
 def eval_parser(add): # of `nanovlm eval`
-    "Evaluate a checkpoint on a list of tasks."
+    """Evaluate a checkpoint on tasks, or whether it uses its pictures.
+
+    Without --tasks: loss and right answers on the validation data of its run,
+    with the right picture, another one, a blank one, and none."""
     add('checkpoint', nargs='?', **CHECKPOINT)
-    add('--tasks', default='', help='names and parquet files, separated by commas')
+    add('--tasks', default='', type=lambda tasks: tasks.strip(' ,'),
+        help='names and parquet files, separated by commas')
     add('--include_path', help='directory with more tasks, e.g. one that --write_tasks has made')
     add('--prompts', choices=PROMPTS, default=PROMPTS[0],
         help='how benchmarks are asked: as nanoVLM asks them (default), or as lmms-eval writes them')
@@ -228,27 +234,10 @@ def eval_parser(add): # of `nanovlm eval`
     add('--device', help='default: the best there is')
     add('--write_tasks', type=Path, metavar='DIR',
         help='write the tasks shapes, digits and digits_choice into a directory, and end')
-
-# %% ../../nbs/57_runs.arguments.ipynb #19a000d8
-@command()
-def look_parser(add): # of `nanovlm look`
-    """Show whether a model looks at its pictures.
-
-    Loss and right answers with the right picture, another one, a blank one, and none."""
-    add('checkpoint', type=_checkpoint,
-        help='a run directory, of which the best checkpoint is taken, or a checkpoint in one')
     add('--config', type=_file,
-        help='config.yaml that names the validation data; default: the one of the run')
-    add('--batches', **POS, help='batches to read; default: as the configuration says (max_val_batches)')
-    add('--json', **ON, help='a line of JSON instead of a table')
-
-@command()
-def chat_parser(add): # of `nanovlm chat`
-    "Talk with a model about pictures, in the browser."
-    add('checkpoint', **CHECKPOINT)
-    add('--host', default='127.0.0.1', help='address to listen on; 0.0.0.0 lets everybody in')
-    add('--port', **COUNT, default=7860, help='port to listen on')
-    add('--max_new_tokens', **POS, default=64, help='longest answer in tokens')
+        help='without --tasks: config.yaml that names the validation data; default: the one of the run')
+    add('--batches', **POS, help='likewise: batches to read; default: as the configuration says')
+    add('--json', **ON, help='likewise: a line of JSON instead of a table')
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00012
 SAMPLES = 200 # rows of training and of validation that a check reads
@@ -294,29 +283,22 @@ def plan_parser(add): # of `nanovlm plan`
     add('--epochs', **POS, help='passes over the data set')
     add('--json', **ON, help='print the plan as JSON')
 
-# %% ../../nbs/57_runs.arguments.ipynb #19a000dc
+# %% ../../nbs/57_runs.arguments.ipynb #19a000dd
 AXES = 'updates','samples','hours' # what curves are drawn against
 
-@command()
-def plot_parser(add): # of `nanovlm plot`
-    "Draw the curves of runs, or print their state."
-    add('runs', nargs='+', metavar='RUN', type=_log, help='directory of a run, or its log.jsonl')
-    add('--out', default='curves.png', metavar='FILE', type=_picture,
-        help='picture to write (default: %(default)s)')
-    add('--x', default='updates', choices=AXES, help='what to draw against (default: %(default)s)')
-    add('--smooth', type=float, nargs='?', const=.9, default=0., metavar='SHARE',
-        help='smooth losses, gradient norms and speed; without a number 0.9')
-    add('--status', **ON, help='draw nothing, say in a few lines how each run stands')
-
-# %% ../../nbs/57_runs.arguments.ipynb #19a000dd
 def _check_runs(a):
     for flag,given in (('--without_vision', a.without_vision), ('--pth_names', a.pth_names!='minimind')):
         require(a.pth or not given, f'{flag} is about the file of --pth: give --pth DIR too')
+    require(not a.follow or len(a.runs)==1, '--follow is for a single run')
 
 @command(check=_check_runs)
 def runs_parser(add): # of `nanovlm runs`
-    "List the checkpoints of a run, the latest first; follow it, or tidy up."
-    add('run_dir', type=_folder, help='directory of the run')
+    "Show how runs stand and their checkpoints, draw curves; follow a run, or tidy up."
+    add('runs', nargs='+', metavar='RUN', type=_log, help='directory of a run, or its log.jsonl')
+    add('--curves', metavar='FILE', type=_picture, help='only draw the curves of the runs into this picture')
+    add('--x', default='updates', choices=AXES, help='what to draw against (default: %(default)s)')
+    add('--smooth', type=float, nargs='?', const=.9, default=0., metavar='SHARE',
+        help='smooth losses, gradient norms and speed; without a number 0.9')
     add('--pth', type=Path, metavar='DIR',
         help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
     add('--pth_names', default='minimind', choices=('minimind','minimind_early','own'),

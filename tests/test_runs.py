@@ -8,7 +8,7 @@ import pytest
 from commands import TINY, run, train
 from PIL import Image
 
-from nanovlm_nb.tools import plot as pt
+from nanovlm_nb.tools import runs as pt
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SHORT = [*TINY, '--ask_samples', '0', '--val_size', '8']
@@ -24,8 +24,8 @@ def runs(tmp_path_factory):
 
 
 def command(cwd, *args):
-    "`nanovlm plot` in a process of its own."
-    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'plot', *args], cwd)
+    "`nanovlm runs` in a process of its own."
+    done = run([sys.executable, '-m', 'nanovlm_nb.cli', 'runs', *args], cwd)
     assert 'Traceback' not in done.stderr, done.stderr[-3000:]
     return done.stdout
 
@@ -47,7 +47,7 @@ def test_what_is_drawn_is_what_was_written(runs):
 
 
 def test_a_picture_of_several_runs(runs, tmp_path):
-    assert command(runs, 'parts', 'parts', '--out', tmp_path/'p.png', '--x', 'hours', '--smooth').strip() == str(tmp_path/'p.png')
+    assert command(runs, 'parts', 'parts', '--curves', tmp_path/'p.png', '--x', 'hours', '--smooth').strip() == str(tmp_path/'p.png')
     with Image.open(tmp_path/'p.png') as im: assert im.width > 800 and len(im.convert('RGB').getcolors(10**6)) > 50
     assert {line.get_color() for line in pt.plot_runs([pt.load_run(runs/'parts')]*2).axes[0].lines} == {'C0', 'C1'}
 
@@ -61,17 +61,17 @@ def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
 
 
 def test_status(runs, tmp_path):
-    lines = command(runs, 'parts', '--status').splitlines()
+    lines = command(runs, 'parts').splitlines()
     assert lines[0] == 'parts: done, went on 1 time' and lines[1].startswith('step 6 | ') and 'val_loss' in lines[1] and 'ago' in lines[1]
     assert lines[2].startswith('step_6 ') and 'complete' in lines[2] and 'last' in lines[2]
     (tmp_path/'log.jsonl').write_text('')
-    assert pt.status_lines(tmp_path)[1:3] == ['no update yet', 'no checkpoint yet']
+    assert pt.status_lines(tmp_path)[1:] == ['no update yet'] and pt.list_checkpoints(tmp_path) == []
 
 
 def test_gpus_are_asked(tmp_path, monkeypatch):
     "A program of this name answers as nvidia-smi does."
     smi = tmp_path/'nvidia-smi'
-    smi.write_text('#!/bin/sh\necho "0, NVIDIA H100 80GB HBM3, 97, 60123, 81559"\n')
+    smi.write_text('#!/bin/sh\necho "0, NVIDIA H100 80GB HBM3, 97 %, 60123 MiB, 81559 MiB"\n')
     smi.chmod(0o755)
     monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
-    assert pt.gpu_lines() == ['GPU 0 NVIDIA H100 80GB HBM3: 97 % busy, 60123 of 81559 MiB']
+    assert pt.gpu_lines() == ['GPU 0, NVIDIA H100 80GB HBM3, 97 %, 60123 MiB, 81559 MiB']
