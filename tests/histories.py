@@ -13,7 +13,7 @@ from commands import TINY, environment, start_of
 
 from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
-from nanovlm_nb.runs.resume import resume_checklist
+from nanovlm_nb.runs.start import resume_checklist
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
 

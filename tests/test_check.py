@@ -9,7 +9,7 @@ import pytest
 from commands import TINY, nanovlm, run
 from test_docs import NBS, cells
 
-from nanovlm_nb.cli import MOVED, main
+from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import evolve, load_yaml, preset, save_yaml
 from nanovlm_nb.tools import doctor as dr
 from nanovlm_nb.tools.checks import FAIL, PASS, SKIP, tried
@@ -101,10 +101,3 @@ def test_the_exit_code_tells_a_fault_from_a_wrong_use(capsys):
     for args, code, said in ((['--help'], 0, 'The exit code is 0 if all is well, 1 if something would fail, 2 if'), (['--smok'], 2, 'did you mean `--smoke`?')):
         with pytest.raises(SystemExit) as e: main(['check', *args])
         assert e.value.code == code and said in ' '.join(' '.join(capsys.readouterr()).split())
-
-
-def test_gone_commands_say_where_they_went(capsys):
-    for name in MOVED:
-        with pytest.raises(SystemExit) as e: main([name, '--batch_size', '2'])
-        said, = capsys.readouterr().err.splitlines()
-        assert e.value.code == 2 and f'there is no command `{name}` any more: ' in said and ('nanovlm ' in said.partition(': there')[2] or 'pytest' in said)

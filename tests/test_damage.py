@@ -21,8 +21,8 @@ from nanovlm_nb.core.config import load_yaml, parse_args
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.core.files import MANIFEST, write_manifest
 from nanovlm_nb.training.optim import make_optimizer
-from nanovlm_nb.runs.resume import given_checkpoint
-from nanovlm_nb.runs.run import plan_resume, run
+from nanovlm_nb.runs.start import find_resume, given_checkpoint
+from nanovlm_nb.runs.run import run
 from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.model.weights import language_config, vision_config
@@ -86,7 +86,7 @@ BESIDE = {'step_58 empty': lambda r: make(r/'step_58'), 'step_58 with {}': lambd
           'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'), 'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'), 'foreign': lambda r: make(r/'step_by_step.md', b'x'),
           'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'), 'best_checkpoint binary': lambda r: garbage(r/'best_checkpoint'),
           'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'), 'last_checkpoint empty': lambda r: (r/'last_checkpoint').write_text(''),
-          'job binary': lambda r: garbage(r/'job'), 'status binary': lambda r: garbage(r/'status'), 'config.yaml torn': lambda r: cut(r/'config.yaml'),
+          'status binary': lambda r: garbage(r/'status'), 'config.yaml torn': lambda r: cut(r/'config.yaml'),
           'record.md binary': lambda r: garbage(r/'record.md'), 'drops.json zeros': lambda r: zeros(r/'drops.json'), 'train.log binary': lambda r: garbage(r/'train.log'),
           'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'{"update": 3, "rea'), 'bad_updates.jsonl foreign': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n\xff\n{}\n'),
           'features cut': lambda r: [cut(p) for p in features(r)], 'features flipped': lambda r: [flip(p) for p in features(r)], 'features zeros': lambda r: [zeros(p) for p in features(r)],
@@ -126,9 +126,9 @@ def stopped(trained, tmp_path):
 
 def planned(run_dir):
     "The checkpoint that a start would take."
-    vlm_cfg, train_cfg, *_ = parse_args([*FLAGS, '--resume', 'True'])
+    train_cfg = parse_args([*FLAGS, '--resume', 'True'])[1]
     os.chdir(run_dir.parent.parent)
-    return plan_resume(vlm_cfg, train_cfg, run_dir, 1)[0]
+    return find_resume(run_dir, train_cfg)[0]
 
 
 @pytest.mark.parametrize('name', IN_CHECKPOINT)
@@ -164,7 +164,7 @@ def test_the_run_goes_on_from_the_checkpoint_before_and_comes_to_the_same(traine
 
 def test_what_lies_beside_the_checkpoints_never_ends_a_run(trained, stopped):
     "All of it at once; the table is gone through one by one with --slow."
-    for name in ('step_58 with {}', 'step_59 dangling', 'bad_updates.jsonl torn', 'features flipped', 'left-overs', 'record.md binary', 'job binary'): BESIDE[name](stopped)
+    for name in ('step_58 with {}', 'step_59 dangling', 'bad_updates.jsonl torn', 'features flipped', 'left-overs', 'record.md binary'): BESIDE[name](stopped)
     assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
     assert not [*stopped.glob('*.tmp'), *stopped.glob('.step*')]
 
@@ -182,14 +182,6 @@ def test_every_damage_leads_to_the_same_run(trained, stopped, name):
 def spoil_all(run_dir):
     "Damage every checkpoint."
     for step in run_dir.glob('step_*'): flip(step/'model.safetensors')
-
-
-def start_as_job(run_dir, restarts, *more):
-    "A start that Slurm has made."
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('SLURM_JOB_ID', '7')
-        patch.setenv('SLURM_RESTART_COUNT', str(restarts))
-        return go(run_dir.parent.parent, *more)
 
 
 def held(run_dir):
@@ -228,12 +220,11 @@ def test_a_refused_start_changes_nothing(trained, tmp_path, why):
     assert after == before, sorted(map(str, after.keys() ^ before.keys())) or [str(p) for p in after if after[p] != before[p]]
 
 
-def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(stopped):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(stopped):
     "One sentence names what is wrong and both ways on; nothing is touched."
-    (stopped/'job').write_text('slurm 7\n')
     spoil_all(stopped)
     before = held(stopped)
-    with pytest.raises(UsageError, match=r'no checkpoint in \S+ can be used. step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False'): start_as_job(stopped, 1)
+    with pytest.raises(UsageError, match=r'no checkpoint in \S+ can be used. step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False'): go(stopped.parent.parent, '--resume', 'True')
     assert held(stopped) == before
 
 

@@ -54,12 +54,12 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_killed_rank_comes_back(whole, tmp_path):
-    "Two kills, no --resume: torchrun starts the ranks again, and they go on in the directory of the name."
-    process = start(tmp_path, *TORCHRUN, '--standalone', '--nproc-per-node', 2, '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back')
+    "Two kills: torchrun starts the ranks again, and they go on in the directory of the name."
+    process = start(tmp_path, *TORCHRUN, '--standalone', '--nproc-per-node', 2, '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back', '--resume', 'True')
     for rank, updates in ((1, 5), (0, 9)): kill_rank(process, tmp_path, rank, updates)
     ended(process, tmp_path)
     run = the_run(tmp_path)
-    assert re.findall(r'starts this run again, start (\d)', (run/'train.log').read_text()) == ['2', '3']
+    assert (run/'train.log').read_text().count('Auto resumed from') == 2
     assert record(run) == whole
 
 
@@ -67,12 +67,12 @@ def test_two_nodes_and_a_killed_rank(whole, tmp_path, monkeypatch):
     "Two agents as if on two machines, with the switch of the job files: only one counts the restart, the ranks meet again all the same and find their run."
     monkeypatch.setenv('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     agent = [*TORCHRUN, '--nnodes', 2, '--nproc-per-node', 1, '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{free_ports(1)[0]}',
-        '--rdzv-id', 'job', '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back']
+        '--rdzv-id', 'job', '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back', '--resume', 'True']
     agents = [start(tmp_path, *agent) for _ in range(2)]
     kill_rank(agents[0], tmp_path, 1, 5)
     for a in agents: ended(a, tmp_path)
     run = the_run(tmp_path)
-    assert re.search('torchrun job starts this run again, start [23]', (run/'train.log').read_text())  # one agent may break off the first restart
+    assert 'Auto resumed from' in (run/'train.log').read_text()
     assert record(run) == whole
 
 

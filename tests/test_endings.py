@@ -163,7 +163,7 @@ class Third(Hook):
 def test_a_disk_that_is_full_before_the_start(small_disk, quiet_run):
     "It is said in one sentence, and nothing that was left keeps the next start out."
     fill(small_disk)
-    with pytest.raises(RunFailed, match=r'^no space left in \S+/run: there is no checkpoint yet\. Make room, then: the same command$'): in_process(small_disk)
+    with pytest.raises(RunFailed, match=r'^No space left on device: \S+/run\S*\. Once that is mended: there is no checkpoint yet, to go on: the same command$'): in_process(small_disk)
     (small_disk/'ballast').unlink()
     assert record(in_process(small_disk)) == quiet_run
 
@@ -178,7 +178,7 @@ def test_a_full_disk_names_the_last_checkpoint(small_disk, quiet_run, point, roo
     with pytest.raises(RunFailed) as failed: in_process(small_disk, *keep, hooks=[Third(point, lambda: fill(small_disk, room))])
     last = read_pointer(run)
     assert not missing_pieces(last) and ((point, room) != ('save', 4096) or last.name == 'step_2')
-    assert re.match(rf'no space left in {re.escape(str(run))}: the last complete checkpoint is {last.name}\. Make room.*, then: nanovlm train --config \S+ --run_name run --resume True$', str(failed.value)), failed.value
+    assert re.match(rf'No space left on device: {re.escape(str(run))}\S*\. .*the last complete checkpoint is {last.name}, to go on: nanovlm train --config \S+ --run_name run --resume True$', str(failed.value)), failed.value
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     assert record(in_process(small_disk, *keep, '--resume', 'True')) == quiet_run
@@ -256,9 +256,9 @@ ZERO2, ZERO3 = (('--sharding', kind) for kind in ('zero2', 'zero3'))
 def test_a_full_disk_ends_all_ranks_with_one_sentence(small_disk, tmp_path, quiet_ranks, way, who, more):
     "Neither waits for the other, nor complains about it; when there is room again, the run goes on as if nothing had been."
     began, run = time.monotonic(), small_disk/'run'
-    said = is_quiet(two_ranks(tmp_path, 'disk', *more, WAY=way, WHO=str(who)), began, 'no space left in ')
+    said = is_quiet(two_ranks(tmp_path, 'disk', *more, WAY=way, WHO=str(who)), began, 'No space left on device: ')
     last = read_pointer(run)
-    assert not missing_pieces(last) and said.startswith(f'{run}: the last complete checkpoint is {last.name}. Make room') and 'torchrun --nproc_per_node 2 -m nanovlm_nb.train --config disk/run/config.yaml' in said, said
+    assert not missing_pieces(last) and said.startswith(str(run)) and f'the last complete checkpoint is {last.name}, to go on: ' in said and 'torchrun --nproc_per_node 2 -m nanovlm_nb.train --config disk/run/config.yaml' in said, said
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     goes_on(tmp_path, quiet_ranks(*more), *more)
@@ -278,7 +278,7 @@ def losing(lose):
 def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, quiet_run):
     "An open log would take lines to the end; a checkpoint would be written where nobody looks."
     run, away = tmp_path/'run', tmp_path/'away'
-    with pytest.raises(RunFailed, match=f'{run} is not there any more, it was moved or removed .*: put it back, then: nanovlm train --config {run}/config.yaml --run_name run --resume True$'):
+    with pytest.raises(RunFailed, match=f'No such file or directory: {run}.* to go on: nanovlm train --config {run}/config.yaml --run_name run --resume True$'):
         in_process(tmp_path, hooks=[losing(lambda: run.rename(away))])
     assert not run.exists()
     away.rename(run)
@@ -291,7 +291,7 @@ def test_a_right_that_was_lost_names_the_last_checkpoint(quiet_run):
         folder = Path(name)
         folder.chmod(0o755)
         try:
-            with pytest.raises(RunFailed, match=f'{name}/run/step_4.nanovlm.tmp cannot be written any more .permission denied.: the last complete checkpoint is step_3. See that it can be written, then: nanovlm train'):
+            with pytest.raises(RunFailed, match=f'Permission denied: {name}/run/step_4.nanovlm.tmp. Once that is mended: the last complete checkpoint is step_3, to go on: nanovlm train'):
                 in_process(folder, hooks=[losing(lambda: os.seteuid(65534))])
         finally: os.seteuid(0)
         assert record(in_process(folder, '--resume', 'True')) == quiet_run  # the lock that could not be taken away keeps nobody out
@@ -364,5 +364,5 @@ def test_a_system_without_posix_signals_and_open_directories(tmp_path, monkeypat
 
 def test_too_many_bad_updates_end_with_what_is_left_and_no_traceback(tmp_path):
     "One line for the user: which updates, what helps, which checkpoint, which command."
-    with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*The last complete checkpoint is step_\1; to go on: nanovlm train '):
+    with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*the last complete checkpoint is step_\1, to go on: nanovlm train '):
         in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30', '--max_grad_norm', 'None', '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates', '3', '--eval_in_epochs', 'False', '--save_interval', '0')

@@ -4,23 +4,22 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'PARSERS', 'Kind', 'POS', 'COUNT', 'FLOAT', 'PART', 'ON', 'SEVERAL', 'OWN_CODE',
-           'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'DEVICES', 'MFU', 'AXES', 'FORMATS', 'OUTTYPES', 'place_to_go_on',
-           'own_settings', 'SettingsParser', 'command', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser',
-           'eval_parser', 'CheckParser', 'check_parser', 'plan_parser', 'runs_parser', 'replay_parser', 'export_parser']
+           'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'DEVICES', 'MFU', 'AXES', 'FORMATS', 'OUTTYPES', 'own_settings',
+           'SettingsParser', 'command', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser',
+           'check_parser', 'plan_parser', 'runs_parser', 'replay_parser', 'export_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import fields
-from functools import partial,wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from ..core.usage import Parser,at_least,check_hub_name,checked,require
-from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,evolve,load_yaml
+from ..core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,load_yaml
 from ..core.config import parse_args
-from ..core.run_dir import CONFIG,checkpoints,last_checkpoint,missing_pieces,read_state
+from ..core.run_dir import CONFIG,checkpoints,missing_pieces
 from ..model.flops import GPUS,known_gpu
 
 # %% ../../nbs/57_runs.arguments.ipynb #f1257023
@@ -28,37 +27,17 @@ from ..model.flops import GPUS,known_gpu
 WHERE:dict[str,Any] = dict(run_name=None, resume=False, load_from=None, resume_from_vlm_checkpoint=False,
     vlm_checkpoint_path=VLMConfig.vlm_checkpoint_path)
 
-def _is_begun(run_dir):
-    "Whether a run has a complete checkpoint."
-    return any(not missing_pieces(p) for p in checkpoints(run_dir))
-
-def place_to_go_on(named:dict)->Path|None: # fields that flags or a file name; None: the start begins anew
-    "Returns the run or the checkpoint from which a start with `resume` goes on."
-    if named.get('resume') is not True or named.get('resume_from_vlm_checkpoint'): return None
-    folder,name = named.get('vlm_checkpoint_path') or WHERE['vlm_checkpoint_path'],named.get('run_name')
-    if name and _is_begun(run := Path(folder, str(name))): return run
-    return Path(at) if (at := str(named.get('load_from') or '')) and Path(at).is_dir() else None
-
-# %% ../../nbs/57_runs.arguments.ipynb #f1257025
-def _of_checkpoint(folder):
-    "Returns the settings that a checkpoint has."
-    configs = read_state(folder, ('configs',))['configs']
-    def known(cfg, was): return evolve(cfg, **{f.name:was[f.name] for f in fields(cfg) if f.name in was})
-    return known(VLMConfig(), configs['vlm']),known(TrainConfig(), configs['train'])
-
-def own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # see `place_to_go_on`; None: begin anew
-    "Returns the settings of the run that a start goes on with, and where they were read."
-    place = place_to_go_on(named)
-    if place is None: return None
-    of_run = _is_begun(place) # else it is a checkpoint
-    sources:dict[Any,Callable] = {(place if of_run else place.parent)/CONFIG:partial(load_yaml, given=None),
-        last_checkpoint(place) if of_run else place:_of_checkpoint}
-    for where,read in sources.items():
-        try: vlm_cfg,train_cfg = read(where)
-        except (ValueError, TypeError, KeyError, OSError): continue # damaged, or not there
-        check_code(where, train_cfg.to_dict(), named)
-        return where,*change(vlm_cfg, train_cfg, WHERE)
-    return None
+def own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields that are given; None: begin anew
+    "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
+    c = WHERE|named
+    if c['resume'] is not True or c['resume_from_vlm_checkpoint']: return None
+    run,start = Path(c['vlm_checkpoint_path'], str(c['run_name'])),Path(str(c['load_from']))
+    begun = any(not missing_pieces(p) for p in checkpoints(run)) # else `load_from` says where
+    place = run if begun else start.parent if (start/'config.json').is_file() else start
+    if not (place/CONFIG).is_file(): return None
+    vlm_cfg,train_cfg = load_yaml(place/CONFIG, given=None)
+    check_code(place/CONFIG, train_cfg.to_dict(), named)
+    return place/CONFIG,*change(vlm_cfg, train_cfg, WHERE)
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00006
 HELP = {'-h','--help','--help_all'} # ask for the help of the settings
@@ -66,23 +45,26 @@ HELP = {'-h','--help','--help_all'} # ask for the help of the settings
 class SettingsParser(Parser):
     "The parser of a command that also takes every setting of a training."
     def __init__(self, prog:str, usage:str='[CONFIG.yaml] ', # of the command; its own arguments
-        description:str|None=None, add_help:bool=False, **kwargs:Any, # of `Parser`
+        takes_run:bool=False, add_help:bool=False, **kwargs:Any, # the directory of a run in place of a file
     ):
-        super().__init__(prog, f'%(prog)s {usage}[settings of nanovlm train ...]', description,
-            add_help=add_help, allow_abbrev=False, **kwargs)
+        self.takes_run = takes_run
+        super().__init__(prog, f'%(prog)s {usage}[settings of nanovlm train ...]', add_help=add_help,
+            allow_abbrev=False, **kwargs)
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
-        "Returns own values, `vlm_cfg` and `train_cfg`, and what was asked for, see `config.parse_args`."
+        "Returns own values, `run_dir`, `vlm_cfg`, `train_cfg`, and what was asked, see `config.parse_args`."
         values,rest = self.parse_known_args(args, namespace)
         if self.check: self.check(values)
         if HELP & {*rest} and self._actions: sys.stdout.write(self.format_help()+'\n')
-        if (run := getattr(values, 'run_dir', None)):
-            rest = ['--config', f'{run}/{CONFIG}', '--load_from', 'None', *rest]
-        elif rest and Path(rest[0]).suffix in ('.yaml','.yml'): rest = ['--config', *rest]
-        elif rest: require(not (own := Path(rest[0])/CONFIG).is_file(),
-            f'`{rest[0]}` belongs to no flag: give --config {own}')
+        first = Path(rest[0]) if rest else Path('none')
+        run = first if self.takes_run and first.is_dir() else None
+        if run: _is_run(run)
+        if run: rest = ['--config', f'{run}/{CONFIG}', '--load_from', 'None', *rest[1:]]
+        elif first.suffix in ('.yaml','.yml'): rest = ['--config', *rest]
+        else: require(not (first/CONFIG).is_file(),
+            f'`{first}` belongs to no flag: give --config {first/CONFIG}')
         vlm_cfg,train_cfg,asked = parse_args(rest, self.prog, self._option_string_actions, own_settings)
-        return Namespace(**vars(values), vlm_cfg=vlm_cfg, train_cfg=train_cfg, **vars(asked))
+        return Namespace(**vars(values), run_dir=run, vlm_cfg=vlm_cfg, train_cfg=train_cfg, **vars(asked))
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a0000b
 PICTURES = 'png','jpg','svg','pdf','webp' # endings of a picture that can be written
@@ -242,16 +224,7 @@ def eval_parser(add): # of `nanovlm eval`
 # %% ../../nbs/57_runs.arguments.ipynb #19a00012
 SAMPLES = 200 # rows of training and of validation that a check reads
 
-class CheckParser(SettingsParser):
-    "The parser of a command about a start, or about a run that is to resume."
-    def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
-        "Returns what a `SettingsParser` returns, and `run_dir`: a directory that comes first, or None."
-        run = args[0] if args and Path(args[0]).is_dir() else None
-        if run: _is_run(run)
-        given = Namespace(run_dir=Path(run) if run else None)
-        return super().parse_args(args[1:] if args and run else args, given)
-
-@command(CheckParser, usage='[CONFIG.yaml | RUN] [--rows N] [--gpus N] [--smoke [N]] ')
+@command(SettingsParser, takes_run=True, usage='[CONFIG.yaml | RUN] [--rows N] [--gpus N] [--smoke [N]] ')
 def check_parser(add): # of `nanovlm check`
     """What would happen if a run began: machine, cost, data, start.
 

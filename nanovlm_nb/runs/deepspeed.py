@@ -42,16 +42,6 @@ def _equal(flat:dict)->dict: # from `flatten`; field -> value and entry
     found = [(field, _take(flat, key, values), key) for key,(field,values) in EQUAL.items()]
     return {field:(value, key) for field,value,key in found if value is not None}
 
-# %% ../../nbs/51_runs.deepspeed.ipynb #39b8e532
-def _zero_lines(stage:int|None, fields:dict)->list[str]: # of the file; from `equal`
-    "Returns what the log says about a stage; a UsageError if weights are to be offloaded too early."
-    weights = fields.get('offload_params', (False,))[0]
-    require(not weights or stage not in (0, 1, 2),
-        f'zero_optimization.offload_param needs stage 3, not {stage}: before that every rank holds all '
-        'weights; set stage 3, or leave out offload_param and keep offload_optimizer')
-    return ['zero_optimization.stage 1 becomes zero2: gradients are sharded besides the state of the '
-        'optimizer']*(stage==1)
-
 # %% ../../nbs/51_runs.deepspeed.ipynb #e63f88b5
 BATCH = 'train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulation_steps'
 
@@ -134,14 +124,13 @@ LIKE = .8 # of 1; similarity from which on an unknown name is taken for a misspe
 
 def check_names(flat:dict)->None: # from `flatten`
     "Raises a UsageError about a name that looks like one with a meaning, and about a value for a section."
-    for parts,value in ((key.split('.'), value) for key,value in flat.items()):
-        for i,name in enumerate(parts if parts[0] in _SECTIONS else parts[:1]):
+    for key,value in flat.items():
+        parts = key.split('.')
+        for name in {*(parts if parts[0] in _SECTIONS else parts[:1])}-_NAMES:
             near = difflib.get_close_matches(name, _NAMES, n=1, cutoff=LIKE)
-            where = '.'.join([*parts[:i], ''])
-            known = name in _NAMES or not near
-            require(known, f'{where}{name} is unknown: did you mean {where}{"".join(near)}?')
+            require(not near, f'{key}: {name} is unknown: did you mean {"".join(near)}?')
         braces = {parts[0], parts[-1]}<={*_SECTIONS}
-        require(not braces, f'{".".join(parts)} is {value!r}: give a section in braces')
+        require(not braces, f'{key} is {value!r}: give a section in braces')
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #12682eb8
 def translate(
@@ -150,15 +139,13 @@ def translate(
     "Returns the run with DeepSpeed's settings."
     flat = flatten({'bf16' if k=='bfloat16' else k:v for k,v in settings.items()}) # its older name
     check_names(flat)
-    stage,clip = flat.get(ZERO+'stage'),_take(flat, 'gradient_clipping')
-    fields = _equal(flat)
-    lines = _zero_lines(stage, fields)
+    clip,fields = _take(flat, 'gradient_clipping'),_equal(flat)
     fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)
     fields |= optimizer(flat, train_cfg)|scheduler(flat, train_cfg)
     if clip is not None: fields['max_grad_norm'] = clip or None,'gradient_clipping'
     changed = {n:o for n,o in fields.items() if getattr(train_cfg, n)!=o[0]}
     changes = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
-    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}),changes+lines+leftovers(flat)
+    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}),changes+leftovers(flat)
 
 # %% ../../nbs/51_runs.deepspeed.ipynb #9e50fa88
 def read_deepspeed(

@@ -17,12 +17,12 @@ import torch
 
 from ..core.advice import loader_workers
 from ..core.config import TrainConfig,VLMConfig,evolve
-from ..core.dist import Dist,cores_of_rank,launchers
+from ..core.dist import Dist,cores_of_rank
 from ..core.usage import MissingFile,require
 from ..model.flops import BYTES,find_gpu,with_unit
-from ..runs.resume import check_own_parts,find_resume,knows,resume_checklist
+from ..runs.start import Start,check_own_parts,find_resume,foresee_start,is_pth,resolve_start
 from ..runs.run import run_path
-from ..runs.start import Start,foresee_start,is_pth,resolve_start
+from ..runs.start import resume_checklist
 from .checks import FAIL,PASS,SKIP,WRONG,Finding,failed,tried
 from .doctor import check_disk,check_short_run,machine_findings
 from .inspect import data_findings
@@ -46,7 +46,7 @@ def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as gi
         if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
         if c.resume: check_own_parts(place, [])
-        else: find_resume(place, c, knows(place, launchers()))
+        else: find_resume(place, c)
     except WRONG as e:
         yield failed('start', e)
         return

@@ -23,8 +23,7 @@ from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu,step_flops
 from ..model.flops import useful_flops,with_unit
 from ..training.shard import bytes_per_parameter
-from ..runs.start import foresee_start
-from ..runs.resume import splits
+from ..runs.start import foresee_start,splits
 from ..runs.arguments import DEVICES,MFU
 from .memory import meta_net,most_tiles,peak_memory
 

@@ -27,7 +27,7 @@ from ..training.bad_updates import read_bad_updates
 from ..training.update import Update
 from ..training.trainer import Trainer,accumulate,resume,train_step,trained,updates
 from ..training.hooks import Guard,find
-from ..runs.resume import check_own_parts
+from ..runs.start import check_own_parts
 from ..runs.run import build_trainer
 
 # %% ../../nbs/67_tools.replay.ipynb #bf2db93f

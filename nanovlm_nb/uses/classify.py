@@ -50,7 +50,7 @@ from ..training.optim import autocast
 from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping
 from ..training.trainer import validation_batches
 from ..runs.endings import exit_code
-from ..runs.run import NOT_ASKED,process_group,run
+from ..runs.run import process_group,run
 from ..compat.guide import GUIDE,translated
 from .labels import ClassData,load_classes
 
@@ -658,7 +658,7 @@ def classify_on(settings:Settings, dist:Dist,
     "Trains a classifier on ranks that are already initialised."
     data = load_classes(settings.datasets, settings.val_share, settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
-    asked = Namespace(**vars(NOT_ASKED)|dict(config=config))
+    asked = Namespace(config=config)
     parts = class_parts(settings, data, configs[1])
     run_dir = run(*configs, **parts, dist=dist, stop=stop, asked=asked, command=classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
