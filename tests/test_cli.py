@@ -217,11 +217,17 @@ def test_the_console_scripts_are_the_command_and_the_script_of_a_training():
 CORES = len(os.sched_getaffinity(0))
 
 
-def test_a_run_on_a_cpu_computes_on_all_its_cores(tmp_path):
-    "Also with a loader worker; threads that wait sleep, which has to be said before torch is loaded. A narrow model has one thread."
-    (tmp_path/'rates.py').write_text("import os, torch\ndef ask(step, max_lr, max_steps): raise ValueError(f\"{torch.get_num_threads()} threads, {os.environ.get('OMP_WAIT_POLICY')}\")\n")
-    env = {k: v for k, v in os.environ.items() if k not in ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY')} | dict(PYTHONPATH=f'{ROOT}:{tmp_path}', HF_HUB_OFFLINE='1')
-    command = [sys.executable, '-m', 'nanovlm_nb.train', *TINY, '--num_workers', '1', '--lr_schedule', 'rates:ask']
-    for inside, threads in ((64, 1), (2048*CORES, CORES)):
-        done = subprocess.run([*command, '--lm_inter_dim', str(inside)], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=240)
-        assert f'{threads} threads, PASSIVE' in done.stderr, done.stderr
+@pytest.mark.parametrize('width, threads', [(64, 1), (2048*CORES, CORES)])
+def test_a_run_on_a_cpu_computes_on_all_its_cores(width, threads, tmp_path, monkeypatch):
+    "Also with a loader worker, whose threads sleep while they wait (see above); a narrow model has one thread."
+    torch = pytest.importorskip('torch')
+    from nanovlm_nb.core.dist import Dist
+    from nanovlm_nb.runs.run import plan_run
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setenv('OMP_WAIT_POLICY', 'PASSIVE')
+    before = torch.get_num_threads()
+    flags = [*TINY, '--num_workers', '1', '--lm_inter_dim', str(width), '--vlm_checkpoint_path', str(tmp_path)]
+    plan_run(*parse_args(flags)[:2], Dist())
+    found = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == threads

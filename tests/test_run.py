@@ -9,9 +9,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
-from nanovlm_nb.core.config import load_yaml, parse_args
+from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import read_log
-from nanovlm_nb.runs.start import with_sizes
 from nanovlm_nb.data.shapes import shapes_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,39 +72,12 @@ def test_two_ranks_train_like_one(one, tmp_path):
     assert done.stderr.count('held-out questions') + done.stdout.count('held-out questions') == 1
 
 
-def test_generate_answers_from_a_run_directory(one, tmp_path):
-    row = next(r for r in shapes_dataset(40, 'validation', seed=0) if r['images'])
-    row['images'][0].save(tmp_path/'scene.png')
-    args = [sys.executable, '-m', 'nanovlm_nb.cli', 'ask', one, '--image', 'scene.png', '--prompt', row['texts'][0]['user'], '--max_new_tokens', 5]
-    first, second = run(args, tmp_path).stdout, run(args, tmp_path).stdout
-    assert first == second and first.endswith('\n')
-    missing = run([*args[:5], '--image', 'nowhere.png', '--prompt', 'x'], tmp_path, check=False)
-    assert missing.returncode and 'nowhere.png' in missing.stderr
-
-
 def test_resume_from_a_whole_model(one, tmp_path):
     train([*TINY, '--run_name', 'again', '--max_training_steps', 1, '--ask_samples', 0, '--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', one/'step_7'], tmp_path)
     assert not (one/'step_7'/'again').exists(), 'a run that lives in a checkpoint is deleted with it'
     start = next(r for r in read_log(one.parent/'again'/'log.jsonl') if 'val_loss' in r)
     end = [r for r in read_log(one/'log.jsonl') if 'val_loss' in r][-1]
     assert start['step'] == 0 and start['val_loss'] == pytest.approx(end['val_loss'], rel=1e-6)
-
-
-def test_backbones_bring_their_sizes_also_on_resume(tmp_path):
-    "Backbones have a width of 48 and tiles of 32 pixels; data, model and a resumed run take that. Sizes that are given and contradict it are refused."
-    from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
-    SiglipVisionModel(SiglipVisionConfig(hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)).save_pretrained(tmp_path/'vit')
-    LlamaForCausalLM(LlamaConfig(vocab_size=448, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)).save_pretrained(tmp_path/'lm')
-    sizes, rest = TINY[:16], TINY[16:]
-    backbones = ['--run_name', 'r', '--vlm_load_backbone_weights', 'True', '--vit_model_type', tmp_path/'vit', '--lm_model_type', tmp_path/'lm', '--ask_samples', 0]
-    with pytest.raises(ValueError, match='_hidden_dim is 32, but .* was trained with 48: leave .*_hidden_dim out'):
-        with_sizes(*parse_args([str(a) for a in [*sizes[:2], *sizes[6:8], *rest, *backbones]])[:2])
-    flags = [*rest, *backbones]
-    train(flags, tmp_path)
-    train([*flags, '--resume', 'True', '--max_training_steps', 8], tmp_path)
-    vlm, _ = load_yaml(tmp_path/'checkpoints'/'r'/'config.yaml')
-    assert (vlm.vit_hidden_dim, vlm.vit_img_size, vlm.lm_hidden_dim, vlm.mp_image_token_length) == (48, 32, 48, 4)
-    assert [r['step'] for r in updates(tmp_path/'checkpoints'/'r')] == list(range(1, 9))
 
 
 def test_wandb_offline_has_what_the_log_has(tmp_path):

@@ -27,7 +27,7 @@ from ..model.flops import GPUS,known_gpu
 WHERE:dict[str,Any] = dict(run_name=None, resume=False, load_from=None, resume_from_vlm_checkpoint=False,
     vlm_checkpoint_path=VLMConfig.vlm_checkpoint_path)
 
-def own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields that are given; None: begin anew
+def own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
     c = WHERE|named
     if c['resume'] is not True or c['resume_from_vlm_checkpoint']: return None
@@ -74,29 +74,35 @@ def _is_checkpoint(name):
     require(not Path(name).is_file(), f'{name} is a file: give the directory of a checkpoint')
     if not Path(name).is_dir(): check_hub_name(name)
 
+# %% ../../nbs/57_runs.arguments.ipynb #84713ad5
 def _is_run(name):
     path,run = Path(name),Path(name).resolve().parent
     inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
     require((path/CONFIG).is_file(), f'{name} is a checkpoint: give its run, {run}' if inside else
         f'{name} holds no {CONFIG}: give the directory of a run')
 
+# %% ../../nbs/57_runs.arguments.ipynb #4dfe573c
 def _is_file(name): open(name, 'rb').close()
 
+# %% ../../nbs/57_runs.arguments.ipynb #c8779466
 def _is_log(name):
     require(Path(name).is_dir() or Path(name).is_file() and Path(name).suffix=='.jsonl',
         f'{name} is no run: give its directory, or log.jsonl in it')
 
+# %% ../../nbs/57_runs.arguments.ipynb #afc96b82
 def _is_new(name):
     path = Path(name)
     require(not path.is_dir(), f'{name} is a directory: give a file')
     require(path.absolute().parent.is_dir(), 
         f'there is no directory {path.parent}: make it, or give another file')
 
+# %% ../../nbs/57_runs.arguments.ipynb #9ea5c39e
 def _is_picture(name):
     _is_new(name)
     require(Path(name).suffix[1:] in PICTURES,
         f"{name} is no name of a picture: let it end in one of {', '.join(PICTURES)}")
 
+# %% ../../nbs/57_runs.arguments.ipynb #d6d4963e
 # kinds of arguments, for `add_argument`
 _checkpoint,_run,_file = map(checked, (_is_checkpoint, _is_run, _is_file))
 _log,_new,_picture = map(checked, (_is_log, _is_new, _is_picture))
@@ -163,6 +169,7 @@ def _check_ask(a):
     require(a.page or a.prompt is not None, 'give --prompt QUESTION, or --page to ask in the browser')
     require(not (a.json and a.stream), 'argument --stream: not allowed with argument --json')
 
+# %% ../../nbs/57_runs.arguments.ipynb #a044a99b
 @command(check=_check_ask)
 def ask_parser(add): # of `nanovlm ask`
     "Ask a model about pictures, here or on a page in the browser."
@@ -196,6 +203,7 @@ def _check_eval(a):
         f'--include_path: there is no directory {a.include_path}: correct the path')
     require(not missing, f"--tasks: there is no file {', '.join(missing)}: correct the path")
 
+# %% ../../nbs/57_runs.arguments.ipynb #25160ab8
 @command(check=_check_eval)
 def eval_parser(add): # of `nanovlm eval`
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
@@ -264,6 +272,7 @@ def _check_runs(a):
         require(a.pth or not given, f'{flag} is about the file of --pth: give --pth DIR too')
     require(not a.follow or len(a.runs)==1, '--follow is for a single run')
 
+# %% ../../nbs/57_runs.arguments.ipynb #01c7d8b9
 @command(check=_check_runs)
 def runs_parser(add): # of `nanovlm runs`
     "Show how runs stand and their checkpoints, draw curves; follow a run, or tidy up."
@@ -307,6 +316,7 @@ def _check_export(a):
         require(not getattr(a, flag) or a.format==kind,
             f'--{flag} with format {a.format}: it is for --format {kind}, leave it out')
 
+# %% ../../nbs/57_runs.arguments.ipynb #4723afab
 @command(check=_check_export)
 def export_parser(add): # of `nanovlm export`
     "Write a model for transformers, ONNX, the web, GGUF or nanoVLM."

@@ -357,12 +357,14 @@ def end_run(run:OpenRun, kind:Any, error:BaseException|None, traceback:Any)->boo
     if last and last is not error: raise last from error
     return soft
 
+# %% ../../nbs/54_runs.endings.ipynb #1df8b342
 def _interrupt(run, error):
     "Ends as a signal does: a scheduler starts the run again."
     run.status,why = 'interrupted',str(error).strip().rpartition('\n')[2]
     away = f'the data cannot be reached, the run ends as if a signal had come: {why}'
     for line in (SIGNALLED if isinstance(error, Interrupted) else away, left_line(run)): run.log.info(line)
 
+# %% ../../nbs/54_runs.endings.ipynb #dc1fb6f0
 def _explain(run, error):
     "The error with which the run ends on all ranks."
     why = reason_of(run, error)

@@ -144,6 +144,7 @@ def own_parts(parts:dict)->list[str]: # of a script, see `run`
     rows = 'rows' in getattr(parts.get('loaders'), 'keywords', {}) # all that is not the library's
     return ['rows' if rows and n=='loaders' else n for n in own]
 
+# %% ../../nbs/56_runs.run.ipynb #20865497
 def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; all call
 )->tuple[Path,VLMConfig,TrainConfig,str|None,list[str]]: # directory, both configs, repository, log lines
     "Find what a run starts from and where the best checkpoint is published; nothing is written yet."
@@ -156,6 +157,7 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     set_threads(dist, loader_workers(c, cores_of_rank()), max(map(prod, widths)))
     with user_path(): return run_path(v, c, dist),v,c,repo,[*lines, *[line]*bool(line)]
 
+# %% ../../nbs/56_runs.run.ipynb #ff92056b
 def plan_resume(run:OpenRun, own:list[str])->tuple[Path|None,list[str]]: # in progress; its own parts
     "Decide where a run begins, and compare the settings: the checkpoint, or None, and lines for the log."
     run_dir,c,command = run.run_dir,run.cfg,run.make_command
@@ -175,6 +177,7 @@ def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)-
         opened=False, total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
         quiet=c.console_line=='none', epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
 
+# %% ../../nbs/56_runs.run.ipynb #5ca66d1b
 def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dist, # of the run; all call
     resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
     model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
@@ -211,6 +214,7 @@ def use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # what i
     cache = keep_features(model, log.run_dir/FEATURE_CACHE, trainer.dtype)
     log.info(f'features: {cache.bytes_per_tile/1e6:.3f} MB on disk for each tile, in {cache.folder}')
 
+# %% ../../nbs/56_runs.run.ipynb #6c3402cd
 def use_evals(trainer:Trainer)->None: # every rank must call
     "Let checkpoints be evaluated, if the run asks for it."
     c,dist,hook = trainer.cfg,trainer.dist,find(trainer, Evaluate)
@@ -249,6 +253,7 @@ def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was 
     if left: log.info(f'removed, left by a start that was killed: {", ".join(left)}')
     log.info(f'figures: {log.where}')
 
+# %% ../../nbs/56_runs.run.ipynb #ca766fc5
 def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=None, # see `plan_run`; own file
     **parts:Any, # see `run`; every rank calls
 )->Trainer: # ready to train
@@ -331,6 +336,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
         dist.barrier() # the status is written
     return run_dir
 
+# %% ../../nbs/56_runs.run.ipynb #7f11f16d
 def main(values:Namespace)->int: # from `arguments.train_parser`; exit code, see `exit_code`
     "Command `nanovlm train`: train as a preset, a file and flags say."
     with ends_at_once(): return exit_code(run(values.vlm_cfg, values.train_cfg, asked=values))

@@ -171,6 +171,7 @@ def go_back(run_dir:Path, checkpoint:Path|None, # locked; one of its checkpoints
     if folder.is_dir() and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(folder/WANDB_ID)
     return set_aside(run_dir, checkpoint)
 
+# %% ../../nbs/52_runs.start.ipynb #8126d4d6
 def aside_lines(run_dir:Path, checkpoint:Path|None, # of a run; from which it will resume, None: it begins
 )->list[str]: # a line, or none
     "What going on from there leaves behind."
@@ -192,6 +193,7 @@ class Difference(NamedTuple):
     def __str__(self):
         return f"{self.field}: {self.was!r} -> {self.now!r} ({': '.join(filter(None, self[3:]))})"
 
+# %% ../../nbs/52_runs.start.ipynb #2dd0caa4
 def differences(saved:dict[str,dict], # 'vlm' and 'train': fields of the configs in the checkpoint
     vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of this run
 )->list[Difference]: # refused ones first
@@ -234,6 +236,7 @@ def place_of(state:dict, train:dict, # `trainer_state.json`; fields of the `Trai
     if epochs and known: length = min(length, round(state['planned']*epochs/known[0]))
     return step,length
 
+# %% ../../nbs/52_runs.start.ipynb #29f3aff5
 def progress(state:dict, packs:int, # `trainer_state.json`; of an update from now on
     train:dict, # as in `place_of`
 )->str: # a sentence
@@ -265,6 +268,7 @@ def check_resume(state:dict, # `trainer_state.json` of the checkpoint
         f'{made} updates, max_training_steps is {c.max_training_steps}: give more, or an earlier checkpoint')
     return [*map(str, changes)]
 
+# %% ../../nbs/52_runs.start.ipynb #add0c337
 OWN_PARTS = 'own_parts' # file of a run: names of the parts that its script has made
 
 def check_own_parts(place:Path, own:list[str], # a run; names of the parts that this start brings
