@@ -5,27 +5,29 @@
 # %% auto #0
 __all__ = ['LINES', 'logger', 'FEATURES', 'PIECE', 'SPLIT_FOLDERS', 'FILES', 'SAVED_SHARDS', 'READ_BYTES', 'LOAD_ERRORS',
            'rename', 'read_object', 'text_files', 'text_rows', 'local_configs', 'config_names', 'rows_in', 'conform',
-           'load_config', 'load_configs']
+           'load_config', 'load_configs', 'as_picture', 'as_pictures', 'own_rows']
 
 # %% ../../nbs/17_data.load.ipynb #1dbfb9b4
 import csv
 import json
 import logging
+import os
 import re
-from collections import Counter
 from collections.abc import Iterable,Iterator,Sequence
 from itertools import islice
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image
 from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from ..core.usage import MissingFile,UsageError,asking_hub,check_hub_name,require
-from .dataset import (COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops,Unreachable,UnusedColumn,
-    check_unused,named,reaching,read_layout)
+from .dataset import (COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops,Unreachable,UnusedColumn,as_list,
+    check_unused,named,place_pictures,reaching,read_layout)
 from .sources import READ_ROWS
 
 # %% ../../nbs/17_data.load.ipynb #a1700001
@@ -48,13 +50,12 @@ def _parse_columns(columns, has):
     for text in columns:
         ours,_,theirs = text.partition('=')
         what = next((what for what,names in LAYOUTS.items() if ours in names), '')
-        require(what and theirs,
-            f'columns holds {text!r}: give image, question, answer or messages, "=" and the name of a column')
+        require(what and theirs, f'columns holds {text!r}: give image, question, answer or messages, "=" and a name')
         require(theirs in has, f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}')
         found[theirs] = what
     return found
 
-def rename(row:dict, columns:Sequence[str])->dict: # a row; see `_parse_columns`
+def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo`
     "The row with the columns that are named also under our names."
     return row|{ours:row[theirs] for theirs,ours in _parse_columns(columns, row).items()}
 
@@ -69,19 +70,21 @@ def _find(name, folders):
     raise MissingFile(f'{name:.90} is an address: download the pictures first, with img2dataset for example'
         if '://' in name else f'no file {folders[0]/name.strip()}: put it there, or correct the name')
 
+# %% ../../nbs/17_data.load.ipynb #17c00001
 def read_object(
-    data:bytes|str|dict, folders:Sequence[Path], columns:Sequence[str]=(), # a line; of pictures; see `rename`
-)->dict: # `images`, as paths; `texts`; perhaps ratings
-    "The row of a line or an object of a file; a ValueError says why it cannot be used."
-    row = json.loads(data) if isinstance(data, (bytes, str)) else data
-    require(isinstance(row, dict), 'it is no JSON object')
+    row:dict, columns:Sequence[str]=(), # of any layout; see `rename`
+    folders:Sequence[Path]=(), # of the pictures that it names; none: it brings them, see `as_picture`
+)->dict: # `images`, `texts`, and what else of `COLUMNS` it has
+    "A row in our columns; a ValueError says why it cannot be used."
+    require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
     if not columns: check_unused(row, 'the row')
     row = rename(row, columns)
-    if isinstance(names := row.get(named(row, 'images')), str) and not names.startswith('data:'):
-        row[named(row, 'images')] = [name for name in names.split(',') if name.strip()]
+    names = row.get(column := named(row, 'images'))
+    if folders and isinstance(names, str) and not names.startswith('data:'):
+        row[column] = [name for name in names.split(',') if name.strip()]
     pictures,texts = read_layout(row)
-    kept = {c:row[c] for c in COLUMNS if c in row}
-    return kept|dict(images=[_find(p, folders) for p in pictures], texts=texts)
+    images = [_find(p, folders) if folders else as_picture(p) for p in pictures]
+    return {c:row[c] for c in (*COLUMNS, 'kinds') if c in row}|dict(images=images, texts=texts)
 
 # %% ../../nbs/17_data.load.ipynb #a8807ea8
 FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()),
@@ -100,22 +103,21 @@ def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the 
     found = [] if _is_saved(path) else sorted(f for end in LINES for f in path.glob(f'*{end}'))
     return found if not any(f.suffix in FILES for f in found and path.rglob('*')) else []
 
-def _leave_out(d, drops):
-    "Count a line; the first for its reason is a warning."
-    if d.reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *d.args)
-    drops.add(d)
-
-def _read_file(file, drops, images_path=None, columns=()):
-    "Rows of the usable lines of a file."
+# %% ../../nbs/17_data.load.ipynb #17c00002
+def _read_file(file, drops, images_path, columns):
+    "Rows of the usable lines of a file; the first that is left out for a reason is a warning."
     folders = [file.parent/'images', file.parent] if images_path is None else [Path(images_path)]
     for number,data in _objects(file):
-        try: row = read_object(data, folders, columns)
+        try: row = read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders)
         except (ValueError, TypeError, RecursionError) as e:
             reason = 'missing_image' if isinstance(e, MissingFile) else 'bad_line'
-            _leave_out(Dropped(f'{file.stem}/{number}', reason, str(e)), drops)
+            left_out = Dropped(f'{file.stem}/{number}', reason, str(e))
+            if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
+            drops.add(left_out)
         else:
             images = [p if isinstance(p, dict) else dict(path=p, bytes=None) for p in row['images']]
-            yield dict.fromkeys(FEATURES)|row|dict(images=images, source=file.stem, row_id=str(number))
+            row |= dict(images=images, source=file.stem, row_id=str(number))
+            yield {name:row.get(name) for name in FEATURES}
 
 # %% ../../nbs/17_data.load.ipynb #7c264398
 def text_rows(
@@ -123,15 +125,14 @@ def text_rows(
     drops:Drops|None=None, columns:Sequence[str]=(), # counts what is left out; see `rename`
 )->datasets.Dataset: # columns `images` (paths), `texts`, `source` (the file), `row_id` (the line)
     "Rows of files that name their pictures, for the packed trainer."
-    drops,pieces,files = Drops() if drops is None else drops,[],text_files(path)
-    if not files:
-        raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder of them')
+    drops,files = Drops() if drops is None else drops,text_files(path)
+    if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder of them')
     rows = (row for file in files for row in _read_file(file, drops, images_path, columns))
-    while piece := list(islice(rows, PIECE)):
-        pieces.append(datasets.Dataset.from_list(piece, features=FEATURES))
-    if not pieces: raise UsageError(f'no line of {path} can be used: {drops.blame or "it is empty"}')
+    pieces = iter(lambda: [*islice(rows, PIECE)], [])
+    tables = [datasets.Dataset.from_list(piece, features=FEATURES) for piece in pieces]
+    require(tables, f'no line of {path} can be used: {drops.blame or "it is empty"}')
     if drops.reasons: logger.warning('%s: lines left out: %s; level INFO names each', path, drops.counts)
-    return datasets.concatenate_datasets(pieces)
+    return datasets.concatenate_datasets(tables)
 
 # %% ../../nbs/17_data.load.ipynb #62536dd9
 # folder names that `datasets` takes for splits
@@ -151,6 +152,7 @@ def _described(folder):
     if not (folder/'README.md').is_file(): return []
     return datasets.get_dataset_config_names(str(folder.resolve()))
 
+# %% ../../nbs/17_data.load.ipynb #17c00007
 def config_names(
     path:str|Path, names:Sequence[str]=('default',), # a folder, a file or a hub name; see `load_configs`
 )->list[str]: # one name per configuration to load
@@ -170,8 +172,6 @@ def config_names(
 SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for streaming
 READ_BYTES = 2**20 # of a column, that are read at a time
 
-def _fail(message): raise UsageError(message)
-
 def _found(path, split, cache_dir, streaming, **more):
     "What `datasets` finds. Of parquet it would read whole row groups, a hundred pictures for each lane."
     if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
@@ -190,56 +190,61 @@ def rows_in(file:str|Path)->int|None: # of parquet; None: it is damaged
 
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
-    found,first = {},0
+    found:list[dict] = []
     for file in sorted(files):
-        try: schema = pq.read_schema(file)
-        except (OSError, pa.ArrowException): continue # damaged: it will be named when it is read
-        twice = [c for c,n in Counter(schema.names).items() if n > 1]
-        if twice: _fail(f'{file} has two columns `{twice[0]}`: rename or remove one')
-        found = {**datasets.Features.from_arrow_schema(schema), **found}
-        first = first or len(found)
-    return datasets.Features(found) if len(found) > first else None
+        if rows_in(file) is None: continue # damaged: it will be named when it is read
+        schema = pq.read_schema(file)
+        require(len({*schema.names}) == len(schema.names), f'{file} has two columns of a name: {schema.names}')
+        found.append(datasets.Features.from_arrow_schema(schema))
+    every = {name:kind for columns in reversed(found) for name,kind in columns.items()}
+    return datasets.Features(every) if found and len(every) > len(found[0]) else None
 
-def _file(path, split, cache_dir, streaming):
-    "The rows of one file."
-    if path.suffix not in FILES:
-        _fail(f'{path} is no data set: '
-              f'give a file that ends in {", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
-    if path.suffix == '.parquet': _features([path])
-    return _found(FILES[path.suffix], split, cache_dir, streaming, data_files={split: str(path)})
-
-def _folder(folder, split, cache_dir, streaming):
-    "The rows of a folder that `datasets` can read; of img2dataset's the tars."
-    if tars := sorted(map(str, folder.glob('*.tar'))):
-        return _found('webdataset', split, cache_dir, streaming, data_files={split: tars})
-    columns = _features(folder.rglob('*.parquet'))
-    return _found(str(folder.resolve()), split, cache_dir, streaming, features=columns)
+# %% ../../nbs/17_data.load.ipynb #17c00005
+def _files(path, split, cache_dir, streaming):
+    "The rows of one file, or of a folder that `datasets` can read; of img2dataset's the tars."
+    more:dict = dict(features=_features(path.rglob('*.parquet')))
+    tars,kind = sorted(map(str, path.glob('*.tar'))),str(path.resolve())
+    if path.is_file():
+        require(path.suffix in FILES, f'{path} is no data set: give a file that ends in '
+            f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
+        if path.suffix == '.parquet': _features([path])
+        kind,more = FILES[path.suffix],dict(data_files={split: str(path)})
+    elif tars: kind,more = 'webdataset',dict(data_files={split: tars})
+    return _found(kind, split, cache_dir, streaming, **more)
 
 def _saved(folder, split, streaming):
     "The rows of a folder that `save_to_disk` wrote."
     ds = datasets.load_from_disk(str(folder))
     if isinstance(ds, datasets.DatasetDict):
-        ds = ds[split] if split in ds else _fail(f'no split {split}: there are {list(ds)}')
+        require(split in ds, f'no split {split}: there are {list(ds)}')
+        ds = ds[split]
     return _as_stream(ds) if streaming and len(ds) else ds
 
 def _as_stream(ds): return ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
 
 # %% ../../nbs/17_data.load.ipynb #18fe4b8c
+def _decodable(ds, name):
+    "The rows with a column that `datasets` knows to hold pictures."
+    kind = ds.features[name]
+    several,one = hasattr(kind, 'feature'),getattr(kind, 'feature', kind)
+    wanted = datasets.List(datasets.Image()) if several else datasets.Image()
+    return ds if kind == wanted or one == datasets.Value('null') else ds.cast_column(name, wanted)
+
+# %% ../../nbs/17_data.load.ipynb #17c00006
 def conform(
     ds:datasets.Dataset|datasets.IterableDataset, # rows
     name:str, where:str='the rows', # their `source`, if they have none; their data set, for messages
-    columns:Sequence[str]=(), # see `_parse_columns`
+    columns:Sequence[str]=(), # see `rename`
 )->datasets.Dataset|datasets.IterableDataset: # the columns that are read
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
     whole = isinstance(ds, datasets.Dataset)
-    if whole and not len(ds): _fail('it has no rows')
+    require(not whole or len(ds), 'it has no rows')
     if ds.features is None:
-        first = next(ds.with_format('arrow').iter(batch_size=1))
-        ds = ds.cast(datasets.Features.from_arrow_schema(first.schema))
+        ds = ds.cast(datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(1)).schema))
     if columns: ds = ds.rename_columns(_parse_columns(columns, ds.column_names))
     types = dict(zip(ds.column_names, ds.features.arrow_schema.types))
-    inside = types.get('json') # of a tar
-    has = {*types, *(f.name for f in inside if pa.types.is_struct(inside))} if inside else {*types}
+    inside = types.get('json', pa.struct([])) # of a tar
+    has = {*types, *(f.name for f in inside if pa.types.is_struct(inside))}
     require(named(has, 'texts') or named(has, 'answer'), f'{where} has no conversation and no answer: '
         f'the columns are {", ".join(types)}; {GIVE}. Pictures with a class are for `nanovlm classify`')
     if not columns: check_unused(types, where)
@@ -247,13 +252,6 @@ def conform(
     ds = ds.select_columns([c for c in types if c in (*read, *COLUMNS, 'json')])
     if pictures := named(types, 'images'): ds = _decodable(ds, pictures)
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
-
-def _decodable(ds, name):
-    "The rows with a column that `datasets` knows to hold pictures."
-    kind = ds.features[name]
-    several,one = hasattr(kind, 'feature'),getattr(kind, 'feature', kind)
-    wanted = datasets.List(datasets.Image()) if several else datasets.Image()
-    return ds if kind == wanted or one == datasets.Value('null') else ds.cast_column(name, wanted)
 
 # %% ../../nbs/17_data.load.ipynb #18fe4b8d
 def load_config(
@@ -271,12 +269,11 @@ def load_config(
     elif text_files(folder):
         ds = text_rows(folder, images_path, drops, columns=columns)
         return _as_stream(ds) if streaming else ds
-    elif folder.is_file(): ds,name = _file(folder, split, cache_dir, streaming),folder.stem
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
-    elif folder.is_dir(): ds = _folder(folder, split, cache_dir, streaming)
+    elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
         with asking_hub(path): ds = _found(str(path), split, cache_dir, streaming, name=name)
-    return ds if as_stored else conform(ds, name, f'{path} ({name})', columns)
+    return ds if as_stored else conform(ds, folder.stem if folder.is_file() else name, f'{path} ({name})', columns)
 
 # %% ../../nbs/17_data.load.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
@@ -287,7 +284,7 @@ def load_configs(
     **more, # `columns`, `images_path` and `drops` of `load_config`
 )->dict: # name -> rows, in order
     "Load configurations; a failed one is a warning that names it."
-    data,why = {},{}
+    data,why = {},[]
     with reaching(str(path)): chosen = config_names(path, names)
     for name in chosen:
         try:
@@ -297,8 +294,48 @@ def load_configs(
         except LOAD_ERRORS as e:
             cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
-            why[name] = str(cause).strip().split('\n')[0]
+            why.append(f'{name}: {cause}'.strip().split('\n')[0])
     require(data, f'No valid datasets were loaded. Check train_dataset_path={path} '
-        f'and train_dataset_name={list(names)}: '
-        +'; '.join(f'{name}: {reason}' for name,reason in why.items()))
+        f'and train_dataset_name={list(names)}: '+'; '.join(why))
     return data
+
+# %% ../../nbs/17_data.load.ipynb #29d70006
+def as_picture(picture): # PIL image, array (height, width) or (height, width, 3), path, bytes, or a dictionary
+    "A picture as `open_image` takes it."
+    if isinstance(picture, (Image.Image, str, os.PathLike, bytes, dict)): return picture
+    array = np.asarray(picture)
+    if array.dtype.kind == 'f' and array.size and 0 <= array.min() and array.max() <= 1:
+        array = (255*array).round().astype(np.uint8)
+    require(array.dtype == np.uint8 and array.ndim > 1 and array.shape[2:] in ((), (3,), (4,)),
+        f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
+        'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
+    return Image.fromarray(array)
+
+def as_pictures(pictures)->list: # one, a list of them, or None
+    "The pictures of a row or of a question."
+    return [as_picture(p) for p in as_list(pictures)]
+
+# %% ../../nbs/17_data.load.ipynb #29d70011
+def _own_row(row, i, columns):
+    "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
+    if isinstance(row, (tuple, list)) and len(row) == 3: row = dict(zip(('image', 'question', 'answer'), row))
+    try:
+        own = read_object(row, columns)
+        require(own['texts'], f'it has no turns: {GIVE}')
+    except ValueError as e: raise UsageError(f'row {i}: {e}') from None
+    return dict(row_id=i)|own|dict(texts=place_pictures(own['texts'], len(own['images'])))
+
+def own_rows(
+    rows, # list, generator, pandas DataFrame or data set; a row is a dictionary, or (picture, question, answer)
+    columns:Sequence[str]=(), # such as `image=photo`, see `rename`
+)->list[dict]|datasets.Dataset: # in FineVision's schema; a data set that has it stays on the disk
+    "Rows of your own; a ValueError names the first that is wrong."
+    if isinstance(rows, datasets.Dataset):
+        if {'images', 'texts'} <= {*rows.column_names}: return rows
+        rows = rows.to_list() # pictures as bytes
+    elif hasattr(rows, 'to_dict'): rows = rows.to_dict('records')
+    require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
+        f'rows are a {type(rows).__name__}: give a list, a generator or a table')
+    own = [_own_row(row, i, columns) for i,row in enumerate(rows)]
+    require(own, 'there are no rows: give one or more')
+    return own

@@ -4,7 +4,7 @@
 
 # %% ../../nbs/14_data.packing.ipynb #e3941a46
 from __future__ import annotations
-from collections.abc import Iterator
+from collections.abc import Iterator,Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypedDict
@@ -14,68 +14,55 @@ from torch import Tensor
 
 from ..core.config import IGNORE
 from ..core.layout import Layout,slot_error
+from ..core.usage import UsageError,require
 
 # %% auto #0
 __all__ = ['TRIES', 'REACH', 'utilisation', 'min_bins', 'balanced_greedy_knapsack', 'pack', 'Batch', 'collate_packs', 'Document',
            'unpack']
 
 # %% ../../nbs/14_data.packing.ipynb #23d58b4b
-def utilisation(
-    groups:list[list[int]], lengths:list[int], capacity:int, # items of each bin; tokens of each; of a bin
-)->float: # share of positions that hold a token, 0 to 1
+def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->float: # 0 to 1
     "Tokens packed divided by positions paid for."
     return sum(lengths[i] for g in groups for i in g)/(len(groups)*capacity)
 
 # %% ../../nbs/14_data.packing.ipynb #43ae4ae0
-def _items(
-    lengths:list[int], image_counts:list[int], capacity:int, # tokens and images of each item; of a bin
-    max_images:int|None, # images that a bin holds; None: any number
-    tile_counts:list[int]|None, max_tiles:int|None, # of each item; that a bin holds
-)->tuple[list[tuple],tuple]: # items (three costs, index) and the three limits, the scarcest first
-    "One tuple an item, the scarcest cost in front."
-    if max_tiles is not None and tile_counts is None:
-        raise ValueError(f"max_tiles {max_tiles} but no tile_counts: give the tiles of each item")
-    given:list[tuple] = [(lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)]
-    costs = [([int(n) for n in counts], max(int(most), 1)) for counts, most in given if most is not None]
-    costs.sort(key=lambda cost: -sum(cost[0])/cost[1])
+_MENDS = dict(tokens='raise lm_max_length or lower max_sample_length',
+    images='raise max_images_per_knapsack or lower max_images_per_example',
+    tiles='raise max_tiles_per_knapsack or lower max_img_size')
+
+def _checked(what, counts, most, n_items):
+    "One cost of all items and its limit, as integers; an item of no tokens, or of too many, is an error."
+    least = int(what == 'tokens')
+    require(len(counts) == n_items, f'{n_items} lengths but {len(counts)} counts of {what}: give one of each')
+    require(most is None or most >= least, f'a pack of {most} {what} holds nothing: give {least} or more')
+    for i, n in enumerate(counts):
+        if n < least or most is not None and n > most:
+            raise UsageError(f'item {i} has {n} {what}, a pack holds {least} to {most}: {_MENDS[what]}')
+    return most is not None and ([int(n) for n in counts], max(int(most), 1))
+
+# %% ../../nbs/14_data.packing.ipynb #e14b0002
+def _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles):
+    "Each item as its three costs and its index, and the three limits; the scarcest cost is in front."
+    require(max_tiles is None or tile_counts is not None, f'max_tiles {max_tiles} but no tile_counts')
+    given = ('tokens', lengths, capacity), ('images', image_counts, max_images), ('tiles', tile_counts, max_tiles)
+    costs = [_checked(*cost, len(lengths)) for cost in given if cost[1] is not None]
+    costs = sorted(filter(None, costs), key=lambda cost: -sum(cost[0])/cost[1])
     costs += [([0]*len(lengths), 1)]*(3-len(costs))
     columns, limits = zip(*costs)
     return list(zip(*columns, range(len(lengths)))), limits
 
 # %% ../../nbs/14_data.packing.ipynb #16a5dbf9
+def _least(items, limits):
+    "A lower bound for the number of bins."
+    costs = list(zip(*items))[:3] or [()]*3
+    return max(max(-(-sum(cost)//most), sum(2*n > most for n in cost)) for cost, most in zip(costs, limits))
+
 def min_bins(
-    lengths:list[int], image_counts:list[int], capacity:int, # see `balanced_greedy_knapsack`
-    max_images:int|None=None, tile_counts:list[int]|None=None, max_tiles:int|None=None,
+    lengths:Sequence[int], image_counts:Sequence[int], capacity:int, # see `balanced_greedy_knapsack`
+    max_images:int|None=None, tile_counts:Sequence[int]|None=None, max_tiles:int|None=None,
 )->int: # no packing uses fewer bins than this
     "A lower bound for the number of bins."
-    items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
-    bounds = (max(-(-sum(costs)//most), sum(2*n > most for n in costs))
-              for costs, most in zip(zip(*items), limits))
-    return max(bounds, default=0)
-
-# %% ../../nbs/14_data.packing.ipynb #18b0ef29
-# what makes an item smaller
-_REMEDIES = dict(images='lower max_images_per_example', tiles='lower max_img_size')
-
-def _check_lengths(lengths, capacity):
-    "Raise `ValueError` for tokens that no packing can satisfy."
-    if capacity < 1: raise ValueError(f"capacity {capacity} < 1: a pack needs at least one position")
-    for i, n in enumerate(lengths):
-        if n < 1: raise ValueError(f"item {i} has {n} tokens: drop empty samples before packing")
-        if n > capacity:
-            raise ValueError(f"item {i} has {n} tokens > capacity {capacity}: "
-                             "raise lm_max_length or lower max_sample_length")
-
-def _check_counts(what, counts, most, n_items):
-    "Raise `ValueError` for images or tiles that no packing can satisfy."
-    if most is not None and most < 0: raise ValueError(f"max_{what} {most} < 0: use None for no limit")
-    if len(counts) != n_items:
-        raise ValueError(f"{n_items} lengths but {len(counts)} {what[:-1]} counts: give one of each per item")
-    for i, n in enumerate(counts):
-        if n < 0: raise ValueError(f"item {i} has {n} {what}: count them again, a sample has none or more")
-        if most is not None and n > most:
-            raise ValueError(f"item {i} has {n} {what} > max_{what} {most}: "
-                             f"raise max_{what}_per_knapsack or {_REMEDIES[what]}")
+    return _least(*_items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles))
 
 # %% ../../nbs/14_data.packing.ipynb #10d979b8
 def _sums(pool, capacity):
@@ -137,68 +124,44 @@ def _plan(items, limits):
 
 # %% ../../nbs/14_data.packing.ipynb #7a514910
 def balanced_greedy_knapsack(
-    lengths:list[int], image_counts:list[int], capacity:int, # tokens and images of each item; tokens of a bin
+    lengths:Sequence[int], image_counts:Sequence[int], capacity:int, # of each item; tokens of a bin
     max_images:int|None=None, # images that a bin holds; None: any number
-    tile_counts:list[int]|None=None, max_tiles:int|None=None, # tiles of each item; that a bin holds
+    tile_counts:Sequence[int]|None=None, max_tiles:int|None=None, # of each item; that a bin holds
 )->list[list[int]]: # indices of the items in each bin; every index exactly once
     "Returns a plan that packs all items into few bins of equal size, within all limits."
-    _check_lengths(lengths, capacity)
-    _check_counts('images', image_counts, max_images, len(lengths))
-    if tile_counts is not None: _check_counts('tiles', tile_counts, max_tiles, len(lengths))
     items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
     groups = _plan(items, limits)
-    if len(groups) > min_bins(lengths, image_counts, capacity, max_images, tile_counts, max_tiles):
-        groups = min(groups, _plan(items[::-1], limits), key=len)
+    if len(groups) > _least(items, limits): groups = min(groups, _plan(items[::-1], limits), key=len)
     return sorted(groups)
 
 # %% ../../nbs/14_data.packing.ipynb #ec9f89ee
-def _check_ends(
-    samples:list[dict],  # Samples with `id`
-    doc_lens:list[int],  # Tokens of each sample
-    labels:Tensor,       # Their labels, joined
-):
-    "Raise `ValueError` if the last label of a sample is a target."
-    last = labels[torch.tensor(list(accumulate(doc_lens)))-1]
-    if (leaks := last != IGNORE).any():
-        k = int(leaks.nonzero()[0])
-        raise ValueError(f"sample {samples[k]['id']!r}: "
-                         f"last label is {int(last[k])}, not {IGNORE}: shift the labels within the sample, "
-                         "or its last position would be trained on the document packed after it")
-
-def _check_slots(
-    samples:list[dict],  # Samples with `id`, `input_ids`, `images`
-    image_token_id:int,  # Token that the vectors of pictures replace
-    per_tile:int,        # Such tokens of a tile
-):
-    "Raise `ValueError` if text and pictures of a sample disagree."
-    places = [(f"sample {s['id']!r}", int((s['input_ids'] == image_token_id).sum()),
-               sum(map(len, s['images']))) for s in samples]
-    if error := slot_error(places, per_tile): raise ValueError(error)
+def _check(samples, labels, doc_lens, image_token_id, per_tile):
+    "Raise `ValueError` for a label that crosses a border, or for text and pictures that disagree."
+    for sample, label in zip(samples, labels[torch.tensor([*accumulate(doc_lens)])-1].tolist()):
+        require(label == IGNORE, f"sample {sample['id']!r}: last label is {label}, not {IGNORE}: shift the labels "
+            'within the sample, or its last position would be trained on the document packed after it')
+    if image_token_id is None: return
+    places = [(f"sample {s['id']!r}", int((s['input_ids'] == image_token_id).sum()), sum(map(len, s['images'])))
+              for s in samples]
+    if error := slot_error(places, per_tile): raise UsageError(error)
 
 # %% ../../nbs/14_data.packing.ipynb #17a278c1
 def pack(
-    samples:list[dict], # Samples with `id`, `input_ids`, `labels` (1-D), `images` (list of tile stacks)
-    length:int,         # T, positions in the pack
-    pad_id:int,         # Token that fills the rest
-    image_token_id:int|None=None, # Token that the vectors of pictures replace; None: not checked
-    per_tile:int=0,     # Such tokens of a tile
-)->dict:                # The fields of a `Batch` but for `layout`, of one row
+    samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (list of tile stacks)
+    length:int, pad_id:int, # positions of the pack; token that fills the rest
+    image_token_id:int|None=None, per_tile:int=0, # of a slot, None: not checked; slots of a tile
+)->dict: # the fields of a `Batch` but for `layout`, of one row
     "Lay samples one after the other into a sequence of fixed length."
-    if image_token_id is not None: _check_slots(samples, image_token_id, per_tile)
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
-    if n > length:
-        raise ValueError(f"{len(samples)} samples have {n} tokens > length {length}: "
-                         f"plan them with balanced_greedy_knapsack(capacity={length})")
+    require(n <= length, f'{len(samples)} samples have {n} tokens > length {length}: plan them first')
     joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
               for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
-    _check_ends(samples, doc_lens, joined['labels'])
-    mask = torch.zeros(length, dtype=torch.long)
-    mask[:n] = 1
+    _check(samples, joined['labels'], doc_lens, image_token_id, per_tile)
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
-    return dict(joined, attention_mask=mask, doc_lens=doc_lens, n_targets=n_targets,
-                n_images=[len(s['images']) for s in samples],
-                images=[tiles for s in samples for tiles in s['images']], ids=[s['id'] for s in samples])
+    return dict(joined, attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
+        n_targets=n_targets, n_images=[len(s['images']) for s in samples], ids=[s['id'] for s in samples],
+        images=[tiles for s in samples for tiles in s['images']])
 
 # %% ../../nbs/14_data.packing.ipynb #d3c26ef1
 class Batch(TypedDict):
@@ -213,14 +176,14 @@ class Batch(TypedDict):
     ids:list[list[str]] # of its samples
     layout:Layout # all that the device needs besides ids and pictures
 
+# %% ../../nbs/14_data.packing.ipynb #e14b0008
 def collate_packs(
-    packs:list[dict], # Packs of one length, as `pack` makes them
-    image_token_id:int|None=None, # Token that the vectors of pictures replace; None: `layout.slots` is None
-    pin:bool=False,   # Put ids and layout into pinned memory; needs a GPU
-)->Batch:             # In the order of `packs`
+    packs:list[dict], # of one length, from `pack`
+    image_token_id:int|None=None, pin:bool=False, # None: `layout.slots` is None; memory that a GPU reads
+)->Batch: # in the order of `packs`
     "Join packs into a batch."
     batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
-             for k,v in packs[0].items()}
+                 for k,v in packs[0].items()}
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
     if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
     return batch | dict(layout=layout)
@@ -228,28 +191,22 @@ def collate_packs(
 # %% ../../nbs/14_data.packing.ipynb #d0c00001
 @dataclass(frozen=True, eq=False)
 class Document:
-    "A sample and its place in a batch."
-    id:str             # Of the sample
-    row:int            # Its pack
-    span:slice         # Its positions in the pack
-    places:range       # Of its pictures in the pack's list
-    input_ids:Tensor   # (n,) its tokens
-    labels:Tensor      # (n,) the token that follows each, or `IGNORE`
-    images:list[Tensor] # Its pictures, each (tiles, 3, side, side)
-    n_targets:int      # Positions with a label
+    "A sample and its place in a batch; `vars` of it is what `pack` takes."
+    id:str
+    row:int # its pack
+    span:slice # its positions in the pack
+    places:range # of its pictures in the pack's list
+    input_ids:Tensor # (n,) its tokens
+    labels:Tensor # (n,) the token that follows each, or `IGNORE`
+    images:list[Tensor] # each (tiles, 3, side, side)
+    n_targets:int # positions with a label
 
-    def as_sample(self)->dict: # `id`, `input_ids`, `labels`, `images`
-        "What `pack` takes."
-        return dict(id=self.id, input_ids=self.input_ids, labels=self.labels, images=self.images)
-
-def unpack(
-    batch:Batch, # As `collate_packs` makes it; `layout` is not needed
-)->Iterator[Document]: # Row by row, in their order
+# %% ../../nbs/14_data.packing.ipynb #e14b0010
+def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not needed
     "The documents of a batch."
-    def stretches(sizes): return pairwise(accumulate(sizes, initial=0))
+    stretches = lambda sizes: pairwise(accumulate(sizes, initial=0))
     rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
         for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
-            span, places = slice(start, end), range(first, last)
-            yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],
-                           images[first:last], n)
+            ids_of, labels = (batch[key][row, start:end] for key in ('input_ids', 'labels'))
+            yield Document(id, row, slice(start, end), range(first, last), ids_of, labels, images[first:last], n)

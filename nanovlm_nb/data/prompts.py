@@ -23,47 +23,42 @@ from ..core.usage import UsageError,require
 # %% ../../nbs/11_data.prompts.ipynb #a394fd96
 def get_image_string(
     tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
-    splitted_image_counts:list[tuple[int,int]], # (rows, columns) of each picture
-    mp_image_token_length:int, # features of a tile, so placeholders per tile
+    splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; placeholders of a tile
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->str: # to be put before the first question
     "The placeholders of a sample's pictures."
-    if convention == 'smolvlm':
-        return ''.join(_smolvlm_picture(tokenizer, rows, cols, mp_image_token_length)
-                       for rows,cols in splitted_image_counts)
-    parts, features = [], tokenizer.image_token*mp_image_token_length
-    for i,(rows,cols) in enumerate(splitted_image_counts):
-        if len(splitted_image_counts) > 1: parts.append(f'<image: {i}>')
-        # a picture without an announcement, as in MiniMind-V
-        if rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None:
-            parts.append(features)
-            continue
-        names = ['global_image_token']
-        if rows*cols > 1: names += [f'r{r+1}c{c+1}' for r in range(rows) for c in range(cols)]
-        parts += [_tile_token(tokenizer, n, rows, cols) + features for n in names]
-    return ''.join(parts)
+    write = _smolvlm_picture if convention == 'smolvlm' else _picture
+    numbered = len(splitted_image_counts) > 1 and convention != 'smolvlm'
+    return ''.join(f'<image: {i}>'*numbered + write(tokenizer, *grid, mp_image_token_length)
+                   for i,grid in enumerate(splitted_image_counts))
 
 # %% ../../nbs/11_data.prompts.ipynb #d7a4d675
-def _tile_token(tokenizer, name, rows, cols):
-    "Text of a tile's token; an error names the remedy."
-    if (token := getattr(tokenizer, name, None)) is None:
-        raise UsageError(f'no token {name} for a picture of {rows} x {cols} tiles: '
-                         'lower max_img_size (the default tokens reach 8 tiles a side), '
-                         'or add the token to vlm_extra_tokens')
-    return token
+def _tile(tokenizer, name, grid, n):
+    "A tile's token and its placeholders; an error names the remedy."
+    token = getattr(tokenizer, name, None)
+    require(token is not None, f'no token {name} for a picture of {grid[0]} x {grid[1]} tiles: lower max_img_size '
+        '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens')
+    return token + tokenizer.image_token*n
+
+def _rows(tokenizer, grid, n):
+    "The tiles of a picture, a list for each row; none if it is a single tile."
+    rows, cols = grid if grid[0]*grid[1] > 1 else (0, 0)
+    return [[_tile(tokenizer, f'r{r+1}c{c+1}', grid, n) for c in range(cols)] for r in range(rows)]
+
+def _picture(tokenizer, rows, cols, n):
+    "Placeholders of one picture; one without an announcement is MiniMind-V's."
+    grid, single = (rows, cols), rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None
+    if single: return tokenizer.image_token*n
+    return _tile(tokenizer, 'global_image_token', grid, n) + ''.join(chain(*_rows(tokenizer, grid, n)))
 
 def _smolvlm_picture(tokenizer, rows, cols, n):
-    "Placeholders of one picture in SmolVLM's convention."
-    fake, features = _tile_token(tokenizer, 'fake_image_token', rows, cols), tokenizer.image_token*n
-    tile = lambda name: fake + _tile_token(tokenizer, name, rows, cols) + features
-    lines = ([''.join(tile(f'r{r+1}c{c+1}') for c in range(cols))+'\n' for r in range(rows)] + ['\n']
-             if rows*cols > 1 else [])
-    return ''.join(lines) + tile('global_image_token') + fake
+    "The same in SmolVLM's convention."
+    grid, fake = (rows, cols), _tile(tokenizer, 'fake_image_token', (rows, cols), 0)
+    lines = [''.join(fake+tile for tile in row)+'\n' for row in _rows(tokenizer, grid, n)]
+    return ''.join(lines) + '\n'*bool(lines) + fake + _tile(tokenizer, 'global_image_token', grid, n) + fake
 
 # %% ../../nbs/11_data.prompts.ipynb #2d8f5934
-def special_pattern(
-    tokenizer:PreTrainedTokenizerBase, # whose special tokens are meant
-)->re.Pattern: # finds any of them, the longest first
+def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any of them, the longest first
     "A pattern for all special tokens of a tokenizer."
     special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
     return re.compile('|'.join(map(re.escape, sorted(special, key=lambda t: (-len(t), t)))) or r'(?!)')
@@ -74,48 +69,39 @@ def neutralise(
 )->str: # looks the same, holds no special token
     "Break every special token that a text spells out."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
+    def absent(wanted): # a character that no special token holds, so that what is broken stays so
+        return next(c for c in chain(wanted, map(chr, range(0xe000, 0xf8ff))) if c not in pattern.pattern)
+    within, instead, n = absent('\u200b\u2060\ufeff'), absent('\ufffd?_'), 1
     text = text or ''
-    n = 1
-    within, instead = _absent(pattern, '\u200b\u2060\ufeff'), _absent(pattern, '\ufffd?_')
     while n: text, n = pattern.subn(lambda m: m[0][0]+within+m[0][1:] if len(m[0]) > 1 else instead, text)
     return text
-
-def _absent(pattern, wanted):
-    "A character that no special token holds, so that what is broken stays so."
-    return next(c for c in chain(wanted, map(chr, range(0xe000, 0xf8ff))) if c not in pattern.pattern)
 
 # %% ../../nbs/11_data.prompts.ipynb #9da96e57
 def to_messages(
     tokenizer:PreTrainedTokenizerBase|re.Pattern, # whose special tokens go; or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
-    image_string:str='', # placeholders from `get_image_string`
-    system:str|None=None, # text of a system turn
+    image_string:str='', system:str|None=None, # placeholders from `get_image_string`; text of a system turn
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages for a chat template."
-    if not texts: raise UsageError('a conversation needs at least one turn')
+    require(texts, 'a conversation needs at least one turn')
+    unanswered = next((i for i,turn in enumerate(texts[:-1]) if 'assistant' not in turn), None)
+    require(unanswered is None, f'turn {unanswered} of {len(texts)} has no answer: only the last may lack one')
     special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
-    messages = [] if system is None else [dict(role='system', content=neutralise(system, special))]
-    for i,turn in enumerate(texts):
-        pictures = image_string if i == 0 else ''
-        messages.append(dict(role='user', content=pictures + neutralise(turn['user'], special)))
-        if 'assistant' in turn:
-            messages.append(dict(role='assistant', content=neutralise(turn['assistant'], special)))
-        elif i < len(texts)-1:
-            raise UsageError(f'turn {i} of {len(texts)} has no answer: only the last may lack one')
-    return messages
+    messages = [('system', system)]*(system is not None)
+    messages += [(role, turn[role]) for turn in texts for role in ('user', 'assistant') if role in turn]
+    said = [dict(role=role, content=neutralise(text, special)) for role,text in messages]
+    first = said[system is not None]
+    first['content'] = image_string + first['content']
+    return said
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
-# what a template may raise
-_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) # of templates
 
 def _render(tokenizer, messages, prompt=False):
     "Messages as one text; `prompt` ends it where the answer would begin."
-    if tokenizer.chat_template is None:
-        raise UsageError('the tokenizer has no chat template: pass lm_chat_template to get_tokenizer')
+    require(tokenizer.chat_template is not None, 'no chat template: pass lm_chat_template to get_tokenizer')
     try: return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except _FAILS as e:
-        raise UsageError(f'the chat template of {tokenizer.name_or_path or "the tokenizer"} fails: '
-                         f'{type(e).__name__}: {e}') from e
+    except _FAILS as e: raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
 # %% ../../nbs/11_data.prompts.ipynb #bbf6d039
 class AnswerFrame(NamedTuple):
@@ -124,28 +110,22 @@ class AnswerFrame(NamedTuple):
     end:str # what ends an answer
     lead:str='' # spaces in front of an answer, which generation has to write itself
 
-def answer_frame(
-    tokenizer:PreTrainedTokenizerBase, # with a chat template
-)->AnswerFrame: # the same around every answer
-    "What a chat template puts around an answer."
+# %% ../../nbs/11_data.prompts.ipynb #e11c0012
+def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat template
+    "What a chat template puts around every answer."
     q, a = 'xzyvd', 'dvyzx'
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text, prompt = _render(tokenizer, chat), _render(tokenizer, chat[:1], prompt=True)
     lead, separator, end = text[len(prompt):].partition(a)
-    if not (text.startswith(prompt) and separator) or lead.strip():
-        raise UsageError('the chat template writes another text '
-                         'before an answer in training than for generation')
+    require(text.startswith(prompt) and separator and not lead.strip(),
+        'the chat template writes another text before an answer in training than for generation')
     between = prompt[prompt.index(q)+len(q):]
     stem = between.rstrip(' ')
     return AnswerFrame(stem, end, between[len(stem):]+lead)
 
 # %% ../../nbs/11_data.prompts.ipynb #a298d5af
-def answer_spans(
-    text:str, # the whole conversation, rendered
-    messages:list[dict], # its messages, from `to_messages`
-    frame:AnswerFrame, # from `answer_frame`
-)->list[tuple[int,int]]: # (start, end) of each answer, from the spaces before it to its end-of-turn
-    "Where the answers are in a rendered conversation."
+def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[int,int]]: # in characters
+    "(start, end) of each answer in a rendered conversation, from the spaces before it to its end-of-turn."
     between, end, lead = frame
     spans, cursor = [], 0
     for question,answer in zip(messages, messages[1:]):
@@ -170,12 +150,9 @@ def _encode(tokenizer, text):
 
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663
 def encode_chat(
-    tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
-    texts:list[dict], # turns {'user', 'assistant'}
-    image_string:str='', # placeholders from `get_image_string`
-    system:str|None=None, # text of a system turn
-    frame:AnswerFrame|None=None, # from `answer_frame`, for many samples; None asks the template again
-    special:re.Pattern|None=None, # from `special_pattern`, for many samples; None asks the tokenizer again
+    tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
+    image_string:str='', system:str|None=None, # placeholders; text of a system turn
+    frame:AnswerFrame|None=None, special:re.Pattern|None=None, # of the tokenizer, when there are many samples
 )->tuple[Tensor,Tensor]: # ids and labels, (T,) int64; labels shifted by one, -100 where nothing is learned
     "Tokenise a conversation once; only answers have labels."
     messages = to_messages(special or tokenizer, texts, image_string, system)
@@ -194,26 +171,22 @@ def encode_chat(
 def encode_prompt(
     tokenizer:PreTrainedTokenizerBase, # with a chat template
     texts:list[dict]|str, # a question, or turns of which the last has no 'assistant'
-    image_string:str='', # placeholders from `get_image_string`
-    system:str|None=None, # text of a system turn
+    image_string:str='', system:str|None=None, # placeholders; text of a system turn
     start:str='', # how the answer begins
 )->Tensor: # ids (T,), int64
     "Ids of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
-    if texts and 'assistant' in texts[-1]:
-        raise UsageError('the last turn has an answer already: leave its `assistant` out')
-    # spaces are the answer's, see `answer_frame`
+    require(not texts or 'assistant' not in texts[-1],
+        'the last turn has an answer already: leave its `assistant` out')
     messages = to_messages(tokenizer, texts, image_string, system)
-    text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start
+    text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start # spaces are the answer's
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
 
 # %% ../../nbs/11_data.prompts.ipynb #30ac1093
 def expand_images(
-    ids:Tensor, # (T,) from `encode_chat`, with one placeholder per tile
-    labels:Tensor, # (T,) their labels
-    image_token_id:int, # the placeholder
-    mp_image_token_length:int, # placeholders per tile
-)->tuple[Tensor,Tensor]: # ids and labels, int64, with `mp_image_token_length` placeholders per tile
+    ids:Tensor, labels:Tensor, # (T,) from `encode_chat`, with one placeholder per tile
+    image_token_id:int, mp_image_token_length:int, # the placeholder; how many of them a tile has
+)->tuple[Tensor,Tensor]: # ids and labels, int64, with all placeholders
     "Repeat every placeholder, once for each image token."
     counts = np.where(ids.numpy() == image_token_id, mp_image_token_length, 1)
     ids, labels = (torch.from_numpy(x.numpy().astype(np.int64).repeat(counts)) for x in (ids, labels))

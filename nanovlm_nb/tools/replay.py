@@ -106,7 +106,7 @@ def judge_samples(trainer:Trainer, update:Update)->list[Verdict]: # from `traine
     "Returns each sample of an update alone; those that are not finite first, then the strongest pull."
     verdicts = []
     for doc in (doc for batch in update.micro_batches for doc in unpack(batch)):
-        one,n = collate_packs([pack([doc.as_sample()], len(doc.input_ids), 0)]),doc.n_targets
+        one,n = collate_packs([pack([vars(doc)], len(doc.input_ids), 0)]),doc.n_targets
         loss,norm = loss_and_norm(trainer, replace(update, targets=n, micro_batches=[one]))
         verdicts.append(Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
     usual = median([v.pull for v in verdicts if math.isfinite(v.pull)] or [math.inf])
