@@ -81,7 +81,7 @@ def _lift_limits():
         warnings.simplefilter('ignore', Image.DecompressionBombWarning)
 
 # %% ../../nbs/10_data.images.ipynb #e10c0004
-Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # a dictionary as `datasets` has it: {'bytes', 'path'}
+Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # `datasets`' dictionary {'bytes', 'path'}
 
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
@@ -115,7 +115,7 @@ def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after 
 # %% ../../nbs/10_data.images.ipynb #87a90e0a
 def _rgb(im):
     "Any mode to RGB; what is transparent shows white."
-    require(im.mode != 'F', 'mode F (floating point) has no agreed range: convert the picture to 8 bits first')
+    require(im.mode != 'F', 'mode F (floating point) has no agreed range: convert the picture to 8 bits')
     if im.mode.startswith('I'):
         x = np.asarray(im)
         x = np.where(x == im.info.get('transparency'), 65535, x).clip(0, 65535)
@@ -124,6 +124,7 @@ def _rgb(im):
         im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im.convert('RGBA'))
     return im if im.mode == 'RGB' else im.convert('RGB')
 
+# %% ../../nbs/10_data.images.ipynb #e10c0020
 def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if nothing is to do
     "Decode a picture."
     im = open_header(src)
@@ -143,7 +144,7 @@ def split_tiles(x:Tensor, tile:int)->Tensor: # (3, H, W), multiples of `tile` ->
     return x.reshape(c, h//tile, tile, w//tile, tile).permute(1, 3, 0, 2, 4).reshape(-1, c, tile, tile)
 
 # %% ../../nbs/10_data.images.ipynb #4941aebe
-def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) uint8, multiples of `tile` -> (1, 3, tile, tile) uint8
+def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) -> (1, 3, tile, tile), uint8
     "The whole picture as one tile."
     planes = [F.interpolate(plane[None,None].float(), size=(tile, tile), mode='bilinear', antialias=True)
               for plane in x]
@@ -152,7 +153,7 @@ def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) uint8, multiples of `ti
 # %% ../../nbs/10_data.images.ipynb #f8d1b34c
 def smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tuple[int,int]]: # pixels
     "(width, height) after each of the two resizes that a picture passes on its way to SmolVLM's tiles."
-    require(max_side <= 4096, f'max_img_size {max_side} is more than the 4096 at which SmolVLM stops: lower it')
+    require(max_side <= 4096, f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it')
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
@@ -170,6 +171,52 @@ def smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint
     tiles = split_tiles(_planes(im), tile)
     return torch.cat([tiles, _planes(im.resize((tile, tile), lanczos))[None]]) if len(tiles) > 1 else tiles
 
+# %% ../../nbs/10_data.images.ipynb #e10c0021
+def _check_processor(p):
+    "Raise a UsageError for settings that do not fit."
+    side, tile, own = p.max_img_size, p.splitted_image_size, p.custom_transforms
+    require(side >= tile > 0 == side % tile, f'max_img_size {side} must be a multiple of the tile size '
+        f'{tile}: try {max(1, round(side/max(tile, 1)))*tile}')
+    require(p.convention in ('nanovlm', 'smolvlm'), f'convention {p.convention!r}: give nanovlm or smolvlm')
+    require(p.convention == 'nanovlm' or p.resize_to_max_side_len,
+        'SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
+    require(not callable(own) and all(map(callable, own)),
+        f'custom_transforms is {own!r}: give a tuple of transform(image, rng) -> image')
+    object.__setattr__(p, 'custom_transforms', tuple(own))
+
+# %% ../../nbs/10_data.images.ipynb #e10c0023
+def _grid(p, width, height):
+    "Rows and columns of tiles of a picture."
+    side, tile = p.max_img_size, p.splitted_image_size
+    if p.convention == 'smolvlm': w, h = smolvlm_sizes(width, height, side, tile)[1]
+    else: h, w = resize_dims(width, height, side, tile, p.resize_to_max_side_len)
+    return h//tile, w//tile
+
+# %% ../../nbs/10_data.images.ipynb #e10c0022
+def _augment(p, im, rng):
+    "The picture after all custom transforms, whose grid it must keep."
+    for t in p.custom_transforms:
+        new, name = t(im, rng), getattr(t, '__name__', t)
+        require(isinstance(new, Image.Image), f'custom transform {name} returned {new!r:.40}, no PIL image')
+        same = p.grid(*im.size) == p.grid(*new.size)
+        require(same, f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
+            'than was planned: return a picture of the size it gets')
+        im = _rgb(new)
+    return im
+
+# %% ../../nbs/10_data.images.ipynb #e10c0024
+def _tiles_of(p, image, rng):
+    "Tiles and grid: the global view comes first (smolvlm: last)."
+    file, s = open_header(image), p.splitted_image_size
+    rows, cols = p.grid(*image_size(file))
+    im = open_image(file)
+    if p.custom_transforms: # a picture of the caller's stays as it is
+        im = _augment(p, im.copy() if im is image else im, rng)
+    if p.convention == 'smolvlm': return smolvlm_tiles(im, p.max_img_size, s), (rows, cols)
+    x = _planes(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC))
+    tiles = split_tiles(x, s)
+    return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
+
 # %% ../../nbs/10_data.images.ipynb #7745c869
 @dataclass(frozen=True)
 class ImageProcessor:
@@ -180,51 +227,20 @@ class ImageProcessor:
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
     convention:str='nanovlm' # or smolvlm, see `smolvlm_tiles`
 
-    def __post_init__(self):
-        m, s, own = self.max_img_size, self.splitted_image_size, self.custom_transforms
-        require(m >= s > 0 == m % s, f'max_img_size {m} must be a multiple of the tile size {s}: '
-            f'try {max(1, round(m/max(s, 1)))*s}')
-        require(self.convention in ('nanovlm', 'smolvlm'), f'convention {self.convention!r}: give nanovlm or smolvlm')
-        require(self.convention == 'nanovlm' or self.resize_to_max_side_len,
-            'SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
-        require(not callable(own) and all(map(callable, own)),
-            f'custom_transforms is {own!r}: give a tuple of transform(image, rng) -> image')
-        object.__setattr__(self, 'custom_transforms', tuple(own))
+    def __post_init__(self): _check_processor(self)
 
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
-        side, tile = self.max_img_size, self.splitted_image_size
-        if self.convention == 'smolvlm': w, h = smolvlm_sizes(width, height, side, tile)[1]
-        else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
-        return h//tile, w//tile
+        return _grid(self, width, height)
 
     def n_tiles(self, width:int, height:int)->int: # of the picture, pixels
         "Tiles that a picture of this size becomes, with the global view."
         rows, cols = self.grid(width, height)
         return rows*cols + (rows*cols > 1)
 
-    def _augment(self, im, rng):
-        "The picture after all custom transforms, whose grid it must keep."
-        for t in self.custom_transforms:
-            new, name = t(im, rng), getattr(t, '__name__', t)
-            require(isinstance(new, Image.Image), f'custom transform {name} returned {new!r:.40}: return a PIL image')
-            require(self.grid(*im.size) == self.grid(*new.size), f'custom transform {name} made {new.size} of '
-                f'{im.size}, which is another grid of tiles than was planned: return a picture of the size it gets')
-            im = _rgb(new)
-        return im
-
-    def __call__(self, image:Picture, rng:random.Random|None=None, # for custom transforms; None: always the same
-    )->tuple[Tensor,tuple[int,int]]: # uint8 tiles (n, 3, S, S), the global view first (smolvlm: last); grid
-        "Tiles and grid of a picture."
-        file, s = open_header(image), self.splitted_image_size
-        rows, cols = self.grid(*image_size(file))
-        im = open_image(file)
-        if self.custom_transforms: # a picture of the caller's stays as it is
-            im = self._augment(im.copy() if isinstance(image, Image.Image) else im, rng or random.Random(0))
-        if self.convention == 'smolvlm': return smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
-        x = _planes(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC))
-        tiles = split_tiles(x, s)
-        return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
+    def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
+        "Tiles (n, 3, S, S) in uint8 and grid; without `rng` augmentations are always the same."
+        return _tiles_of(self, image, rng or random.Random(0))
 
 # %% ../../nbs/10_data.images.ipynb #92dfa853
 get_image_processor = ImageProcessor # nanoVLM's name

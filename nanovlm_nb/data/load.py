@@ -26,8 +26,8 @@ from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
 
 from ..core.usage import MissingFile,UsageError,asking_hub,check_hub_name,require
-from .dataset import (COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops,Unreachable,UnusedColumn,as_list,
-    check_unused,named,place_pictures,reaching,read_layout)
+from .dataset import (COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops,Unreachable,UnusedColumn,
+    as_list,check_unused,named,place_pictures,reaching,read_layout)
 from .sources import READ_ROWS
 
 # %% ../../nbs/17_data.load.ipynb #a1700001
@@ -50,7 +50,8 @@ def _parse_columns(columns, has):
     for text in columns:
         ours,_,theirs = text.partition('=')
         what = next((what for what,names in LAYOUTS.items() if ours in names), '')
-        require(what and theirs, f'columns holds {text!r}: give image, question, answer or messages, "=" and a name')
+        require(what and theirs,
+            f'columns holds {text!r}: give image, question, answer or messages, "=", a name')
         require(theirs in has, f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}')
         found[theirs] = what
     return found
@@ -126,7 +127,7 @@ def text_rows(
 )->datasets.Dataset: # columns `images` (paths), `texts`, `source` (the file), `row_id` (the line)
     "Rows of files that name their pictures, for the packed trainer."
     drops,files = Drops() if drops is None else drops,text_files(path)
-    if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder of them')
+    if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     rows = (row for file in files for row in _read_file(file, drops, images_path, columns))
     pieces = iter(lambda: [*islice(rows, PIECE)], [])
     tables = [datasets.Dataset.from_list(piece, features=FEATURES) for piece in pieces]
@@ -194,7 +195,7 @@ def _features(files:Iterable[Path])->datasets.Features|None:
     for file in sorted(files):
         if rows_in(file) is None: continue # damaged: it will be named when it is read
         schema = pq.read_schema(file)
-        require(len({*schema.names}) == len(schema.names), f'{file} has two columns of a name: {schema.names}')
+        require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
         found.append(datasets.Features.from_arrow_schema(schema))
     every = {name:kind for columns in reversed(found) for name,kind in columns.items()}
     return datasets.Features(every) if found and len(every) > len(found[0]) else None
@@ -223,6 +224,9 @@ def _saved(folder, split, streaming):
 def _as_stream(ds): return ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
 
 # %% ../../nbs/17_data.load.ipynb #18fe4b8c
+def _first_features(ds): # of a stream, from its first row
+    return datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(1)).schema)
+
 def _decodable(ds, name):
     "The rows with a column that `datasets` knows to hold pictures."
     kind = ds.features[name]
@@ -239,8 +243,7 @@ def conform(
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
     whole = isinstance(ds, datasets.Dataset)
     require(not whole or len(ds), 'it has no rows')
-    if ds.features is None:
-        ds = ds.cast(datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(1)).schema))
+    if ds.features is None: ds = ds.cast(_first_features(ds))
     if columns: ds = ds.rename_columns(_parse_columns(columns, ds.column_names))
     types = dict(zip(ds.column_names, ds.features.arrow_schema.types))
     inside = types.get('json', pa.struct([])) # of a tar
@@ -256,8 +259,7 @@ def conform(
 # %% ../../nbs/17_data.load.ipynb #18fe4b8d
 def load_config(
     path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; a configuration; of it
-    cache_dir:str|None=None, streaming:bool=False, # where `datasets` keeps its copy; without a copy
-    as_stored:bool=False, # all columns as they are; False: those that are read, after a look at the others
+    cache_dir:str|None=None, streaming:bool=False, as_stored:bool=False, # of `datasets`; all columns
     columns:Sequence[str]=(), images_path:str|Path|None=None, drops:Drops|None=None, # see `text_rows`
 )->datasets.Dataset|datasets.IterableDataset: # its rows
     "Load one configuration and check its columns."
@@ -273,7 +275,8 @@ def load_config(
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
         with asking_hub(path): ds = _found(str(path), split, cache_dir, streaming, name=name)
-    return ds if as_stored else conform(ds, folder.stem if folder.is_file() else name, f'{path} ({name})', columns)
+    source = folder.stem if folder.is_file() else name
+    return ds if as_stored else conform(ds, source, f'{path} ({name})', columns)
 
 # %% ../../nbs/17_data.load.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
@@ -281,8 +284,7 @@ LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 def load_configs(
     path:str|Path, names:Sequence[str]=('default',), # `all` (or `shards`) means every configuration
     split:str='train', cache_dir:str|None=None, streaming:bool=False, # see `load_config`
-    **more, # `columns`, `images_path` and `drops` of `load_config`
-)->dict: # name -> rows, in order
+    **more)->dict: # name -> rows, in order
     "Load configurations; a failed one is a warning that names it."
     data,why = {},[]
     with reaching(str(path)): chosen = config_names(path, names)
@@ -300,7 +302,7 @@ def load_configs(
     return data
 
 # %% ../../nbs/17_data.load.ipynb #29d70006
-def as_picture(picture): # PIL image, array (height, width) or (height, width, 3), path, bytes, or a dictionary
+def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dictionary
     "A picture as `open_image` takes it."
     if isinstance(picture, (Image.Image, str, os.PathLike, bytes, dict)): return picture
     array = np.asarray(picture)
@@ -325,8 +327,9 @@ def _own_row(row, i, columns):
     except ValueError as e: raise UsageError(f'row {i}: {e}') from None
     return dict(row_id=i)|own|dict(texts=place_pictures(own['texts'], len(own['images'])))
 
+# %% ../../nbs/17_data.load.ipynb #29d70013
 def own_rows(
-    rows, # list, generator, pandas DataFrame or data set; a row is a dictionary, or (picture, question, answer)
+    rows, # list, generator, DataFrame or data set of dictionaries, or of (picture, question, answer)
     columns:Sequence[str]=(), # such as `image=photo`, see `rename`
 )->list[dict]|datasets.Dataset: # in FineVision's schema; a data set that has it stays on the disk
     "Rows of your own; a ValueError names the first that is wrong."

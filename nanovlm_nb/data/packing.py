@@ -44,8 +44,9 @@ def _checked(what, counts, most, n_items):
 def _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles):
     "Each item as its three costs and its index, and the three limits; the scarcest cost is in front."
     require(max_tiles is None or tile_counts is not None, f'max_tiles {max_tiles} but no tile_counts')
-    given = ('tokens', lengths, capacity), ('images', image_counts, max_images), ('tiles', tile_counts, max_tiles)
-    costs = [_checked(*cost, len(lengths)) for cost in given if cost[1] is not None]
+    given = dict(tokens=(lengths, capacity), images=(image_counts, max_images),
+                 tiles=(tile_counts, max_tiles))
+    costs = [_checked(what, *cost, len(lengths)) for what, cost in given.items() if cost[0] is not None]
     costs = sorted(filter(None, costs), key=lambda cost: -sum(cost[0])/cost[1])
     costs += [([0]*len(lengths), 1)]*(3-len(costs))
     columns, limits = zip(*costs)
@@ -138,11 +139,11 @@ def balanced_greedy_knapsack(
 def _check(samples, labels, doc_lens, image_token_id, per_tile):
     "Raise `ValueError` for a label that crosses a border, or for text and pictures that disagree."
     for sample, label in zip(samples, labels[torch.tensor([*accumulate(doc_lens)])-1].tolist()):
-        require(label == IGNORE, f"sample {sample['id']!r}: last label is {label}, not {IGNORE}: shift the labels "
-            'within the sample, or its last position would be trained on the document packed after it')
+        require(label == IGNORE, f"sample {sample['id']!r}: last label is {label}, not {IGNORE}: shift "
+            'labels within the sample, or its last position would be trained on the document packed after it')
     if image_token_id is None: return
-    places = [(f"sample {s['id']!r}", int((s['input_ids'] == image_token_id).sum()), sum(map(len, s['images'])))
-              for s in samples]
+    slots = [int((s['input_ids'] == image_token_id).sum()) for s in samples]
+    places = [(f"sample {s['id']!r}", k, sum(map(len, s['images']))) for s, k in zip(samples, slots)]
     if error := slot_error(places, per_tile): raise UsageError(error)
 
 # %% ../../nbs/14_data.packing.ipynb #17a278c1
@@ -208,5 +209,6 @@ def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not neede
     rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
         for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
-            ids_of, labels = (batch[key][row, start:end] for key in ('input_ids', 'labels'))
-            yield Document(id, row, slice(start, end), range(first, last), ids_of, labels, images[first:last], n)
+            span, places = slice(start, end), range(first, last)
+            yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],
+                           images[first:last], n)

@@ -23,7 +23,7 @@ from ..core.usage import UsageError,require
 # %% ../../nbs/11_data.prompts.ipynb #a394fd96
 def get_image_string(
     tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
-    splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; placeholders of a tile
+    splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; slots of a tile
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->str: # to be put before the first question
     "The placeholders of a sample's pictures."
@@ -36,8 +36,8 @@ def get_image_string(
 def _tile(tokenizer, name, grid, n):
     "A tile's token and its placeholders; an error names the remedy."
     token = getattr(tokenizer, name, None)
-    require(token is not None, f'no token {name} for a picture of {grid[0]} x {grid[1]} tiles: lower max_img_size '
-        '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens')
+    require(token is not None, f'no token {name} for a picture of {grid[0]} x {grid[1]} tiles: '
+        'lower max_img_size (the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens')
     return token + tokenizer.image_token*n
 
 def _rows(tokenizer, grid, n):
@@ -84,8 +84,8 @@ def to_messages(
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages for a chat template."
     require(texts, 'a conversation needs at least one turn')
-    unanswered = next((i for i,turn in enumerate(texts[:-1]) if 'assistant' not in turn), None)
-    require(unanswered is None, f'turn {unanswered} of {len(texts)} has no answer: only the last may lack one')
+    lacks = next((i for i,turn in enumerate(texts[:-1]) if 'assistant' not in turn), None)
+    require(lacks is None, f'turn {lacks} of {len(texts)} has no answer: only the last may lack one')
     special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     messages = [('system', system)]*(system is not None)
     messages += [(role, turn[role]) for turn in texts for role in ('user', 'assistant') if role in turn]
@@ -95,7 +95,7 @@ def to_messages(
     return said
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
-_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) # of templates
+_FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 def _render(tokenizer, messages, prompt=False):
     "Messages as one text; `prompt` ends it where the answer would begin."

@@ -136,13 +136,13 @@ def yes_no_turn(about:str, scene:Scene, rng:random.Random)->Turn: # a key of CLA
     return Turn('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
 
 # %% ../../nbs/13_data.shapes.ipynb #4bbc2162
-def pair_turn(side:str, scene:Scene, rng:random.Random)->Turn: # 'left' or 'right'; two things, the left one first
+def pair_turn(side:str, scene:Scene, rng:random.Random)->Turn: # 'left' or 'right'; the left thing is first
     "A question about one of two things."
     kind = rng.choice(('colour', 'shape'))
     return Turn('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
 
 # %% ../../nbs/13_data.shapes.ipynb #d568f815
-def plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of one to four turns
+def plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
     "Decide what a conversation about a scene of this sort will ask, in random order."
     if sort == 'text': return [(plain_turn, k) for k in rng.sample(Thing._fields, 2)]
     if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
@@ -175,7 +175,8 @@ def _row(row_id, scene, turns, rng):
     "A row of the data set."
     drawn, file = scene.sort != 'text', io.BytesIO()
     if drawn: draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
-    ratings = {f'{r}_ratings': [1 if r == 'visual_dependency' and not drawn else 5]*len(turns) for r in RATINGS}
+    ratings = {f'{r}_ratings': [5]*len(turns) for r in RATINGS}
+    if not drawn: ratings['visual_dependency_ratings'] = [1]*len(turns)
     return dict(images=[dict(bytes=file.getvalue(), path=None)]*drawn,
         texts=[dict(user=t.user, assistant=t.assistant) for t in turns], source='shapes',
         kinds=[t.kind for t in turns], scene=str(scene), row_id=row_id, **ratings)
@@ -212,7 +213,7 @@ def shapes_tokenizer(
     return tokenizer
 
 # %% ../../nbs/13_data.shapes.ipynb #e0341cc6
-def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # `texts` and `kinds`; kind -> share guessed, and 'all'
+def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # kind, or 'all' -> share guessed
     "Exact match of the commonest answer to the very same question."
     turns = [(k, t['user'], t['assistant']) for row in rows
              for k,t in zip(row['kinds'], row['texts'], strict=True)]
