@@ -53,7 +53,7 @@ EXPORTS = dict(onnx='uses.onnx', web='uses.web', gguf='uses.gguf') # format -> m
 def module_of(command:str, values:Namespace)->str: # of the table; from its parser
     "Returns the module whose `main(values)` does it, within the package."
     if command=='ask' and values.page: return 'uses.chat_page'
-    if command=='eval' and not (values.tasks or values.write_tasks): return 'answers.sight'
+    if command=='eval' and not (values.tasks or values.write_tasks): return 'answers.look'
     return command=='export' and EXPORTS.get(values.format) or COMMANDS[command]
 
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code

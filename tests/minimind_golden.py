@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 #: name of a golden directory -> commit of MiniMind-V, whether there are experts
-CASES = dict(early=('26de815', False), early_moe=('26de815', True), middle=('623a130', False), today=('9595617', False), today_moe=('9595617', True))
+CASES = dict(middle=('623a130', False), today=('9595617', False), today_moe=('9595617', True))
 SIZES = dict(width=32, blocks=2, heads=4, kv_heads=2, inside=40, tokens=48, vision=768, experts=3)
 PICTURE = 6 # placeholders of a picture
 MARK = 34 # id of a placeholder

@@ -1,4 +1,4 @@
-"MiniMind's files come in and go out: its own model code, of three times, gives the scores."
+"MiniMind's files come in and go out: its own model code, of two times, gives the scores."
 import json
 import os
 from pathlib import Path
@@ -14,7 +14,6 @@ from nanovlm_nb.model.weights import load_pth, save_pth, to_minimind
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent/'data'/'minimind'
 CLONE = os.environ.get('MINIMIND_V')  # a clone of github.com/jingyaogong/minimind-v: run its code anew
-NAMES = dict(early='minimind_early', early_moe='minimind_early')  # of a case, else minimind
 
 
 def config(case):
@@ -64,7 +63,7 @@ def test_what_goes_out_is_what_came_in(case, tmp_path):
     "Its names, all of them and no others, and its numbers: so its model loads the file with strict=True and gives the recorded scores."
     model, file = VisionLanguageModel(config(case), load_backbone=False), torch.load(HERE/case/'weights.pth')
     load_pth(model, HERE/case/'weights.pth')
-    made = to_minimind(model.state_dict(), model.cfg, NAMES.get(case, 'minimind'))
+    made = to_minimind(model.state_dict(), model.cfg)
     assert made.keys() == file.keys()
     assert all(torch.equal(made[k], file[k].float()) for k in file)
 
@@ -77,7 +76,7 @@ def test_its_own_code_loads_ours(case, tmp_path):
     torch.manual_seed(3)
     model = VisionLanguageModel(evolve(config(case), init_std=.2), load_backbone=False).eval()
     for w in model.MP.parameters(): w.data.add_(.1*torch.randn_like(w))
-    file = save_pth(tmp_path, model.state_dict(), model.cfg, names=NAMES.get(case, 'minimind'))
+    file = save_pth(tmp_path, model.state_dict(), model.cfg)
     commit, use_moe = CASES[case]
     assert far(load_into(CLONE, commit, use_moe, file, tmp_path/'code'), scores(model)) <= 2e-5
 
@@ -110,7 +109,7 @@ def test_clip_stage_goes_back_to_minimind(tmp_path):
     ids = torch.tensor([[1, 2, *[48]*16, 5, 6, 7]])
     model(ids, [[tiles]], targets=torch.where(torch.arange(21)[None] > 17, ids.roll(-1, 1), -100))[1].backward()
     torch.optim.SGD(model.MP.parameters(), lr=1.).step()
-    file = save_pth(tmp_path, model.state_dict(), model.cfg, names='minimind_early')
+    file = save_pth(tmp_path, model.state_dict(), model.cfg)
     held = torch.load(file)
     assert held['vision_proj.vision_proj.0.bias'].any() and not any(k.startswith('vision_encoder') for k in held)
     again = VisionLanguageModel(model.cfg, load_backbone=False)

@@ -237,7 +237,7 @@ def test_minimind_stage(tmp_path, siglip, use_moe):
 
 @pytest.mark.slow
 def test_minimind_stage_with_clip(tmp_path):
-    "The command of the preset for CLIP, two epochs of nothing but the projector, from a file of MiniMind's early kind to one."
+    "The command of the preset for CLIP, two epochs of nothing but the projector, from a file of MiniMind to one."
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
     CLIPVisionModel(CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=64, patch_size=16)).save_pretrained(tmp_path/'clip')
     CLIPImageProcessor().save_pretrained(tmp_path/'clip')
@@ -248,14 +248,14 @@ def test_minimind_stage_with_clip(tmp_path):
     torch.manual_seed(0)
     state, cfg = {f'decoder.{k}': w for k, w in LanguageModel(vlm).state_dict().items()}, vlm
     (tmp_path/'out').mkdir()
-    torch.save({k: w.half() for k, w in to_minimind(state, cfg, 'minimind_early').items()}, tmp_path/'out'/'lm_32.pth')
+    torch.save({k: w.half() for k, w in to_minimind(state, cfg).items()}, tmp_path/'out'/'lm_32.pth')
     train([*start, '--run_name', 'r'], tmp_path)
     assert changed(tmp_path, 'r') == {'MP.proj.weight', 'MP.proj.bias'}
     saved = json.loads((tmp_path/'checkpoints'/'r'/'step_6'/'config.json').read_text())
     assert saved['pixel_mean'] == pytest.approx([.48145466, .4578275, .40821073]) and saved['mp_kind'] == 'linear_bias'
-    nanovlm(['runs', tmp_path/'checkpoints'/'r', '--pth', 'out', '--pth_names', 'minimind_early'], tmp_path)
+    nanovlm(['runs', tmp_path/'checkpoints'/'r', '--pth', 'out'], tmp_path)
     held = torch.load(tmp_path/'out'/'pretrain_vlm_32.pth')
-    assert len(held['tok_embeddings.weight']) == 448 and 'vision_proj.vision_proj.0.bias' in held
+    assert len(held['model.embed_tokens.weight']) == 448 and 'vision_proj.vision_proj.0.bias' in held
     train([*start, '--run_name', 'next', '--load_from', 'out/pretrain_vlm_32.pth', '--max_training_steps', 1], tmp_path)
     ours = VisionLanguageModel.from_pretrained(tmp_path/'checkpoints'/'next'/'step_0').state_dict()
     assert torch.equal(ours['MP.proj.weight'], held['vision_proj.vision_proj.0.weight'])

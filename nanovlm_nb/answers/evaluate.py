@@ -47,9 +47,7 @@ def shape_questions(n:int=200, seed:int=0)->list[dict]: # scenes, one to four qu
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc4
 def digit_questions(n:int|None=None)->list[dict]: # None: all 1,797; rows with one question
     "Returns the questions about handwritten digits of 8 x 8 pixels."
-    try: from sklearn.datasets import load_digits
-    except ImportError:
-        raise UsageError("the digits come with scikit-learn: pip install scikit-learn") from None
+    from sklearn.datasets import load_digits # only here
     data = load_digits()
     def picture(grey): return Image.fromarray((grey*255/16).round().astype(np.uint8)).convert('RGB')
     return [dict(images=[picture(im)], texts=[dict(user='Which digit is this?', assistant=str(d))],
@@ -75,23 +73,18 @@ def write_tasks(folder:str|Path, # made if needed
     return folder
 
 # %% ../../nbs/36_answers.evaluate.ipynb #1d27216c
-def _question_file(path):
-    "Returns what a question file says of itself; a UsageError if it is none."
+def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a share, None: all; decoded
+    "Returns the rows of a question file; a UsageError if it is none."
     try:
         with user_path(): about = read_metadata(path)
-    except UsageError: raise
-    except (ArrowInvalid, OSError) as e:
+    except ArrowInvalid as e:
         raise UsageError(f'{path} is no parquet file: give one with the columns images and texts') from e
-    names = about.schema.to_arrow_schema().names
+    names,total = about.schema.to_arrow_schema().names,about.num_rows
     lacking = [c for c in ('images','texts') if c not in names]
     require(not lacking, f"{path} has no column {' and no '.join(lacking)}, it has {', '.join(names)}: "
         'give a question file')
-    return about
-
-def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a share, None: all; decoded
-    "Returns the rows of a question file."
-    total = _question_file(path).num_rows
     n = total if limit is None else math.ceil(total*limit) if limit<1 else int(limit)
+    if not n: return []
     rows = datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True)
     return list(islice(rows, n))
 
@@ -127,7 +120,6 @@ def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
 )->Found|None: # None on other ranks than 0
     "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
     from lmms_eval.evaluator import simple_evaluate
-    from tenacity import RetryError
     manager,chance = _task_manager(args.include_path),rng_state()
     require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
@@ -136,9 +128,6 @@ def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
     try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
         process_docs_parallel=1, distributed_executor_backend=launcher)
-    except RetryError as e:
-        last = e.last_attempt
-        raise RuntimeError(f'lmms-eval has tried {task} {last.attempt_number} times') from last.exception()
     finally: set_rng_state(chance)
     if not output: return None
     return flat_figures(output['results']),{t:n['effective'] for t,n in output['n-samples'].items()}
@@ -146,12 +135,12 @@ def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
 # %% ../../nbs/36_answers.evaluate.ipynb #f411817d
 def _wrong_with(task, include_path):
     "Returns why a task cannot be evaluated; an empty text if nothing is known."
-    if (path := task_file(task, include_path)) is None:
-        near = None if has_lmms_eval() or task in OWN_TASKS else nearest(task, OWN_TASKS)
-        return f'there is no task {task}: did you mean {near}?' if near else why_not(task).format(task)
-    try: _question_file(path)
-    except UsageError as e: return str(e)
-    return ''
+    if path := task_file(task, include_path):
+        try: read_rows(path, 0)
+        except UsageError as e: return str(e)
+    near = None if path or has_lmms_eval() or task in OWN_TASKS else nearest(task, OWN_TASKS)
+    if near: return f'there is no task {task}: did you mean {near}?'
+    return why_not(task, include_path).format(task)
 
 def evaluate_task(asker:Asker, task:str, # name, or path of a question file
     args:Namespace, dist:Dist=Dist(), # see `cli_evaluate`; every rank must call
@@ -169,38 +158,26 @@ logger = logging.getLogger(__name__)
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
              TypeError, ValueError)
 
-def _add(results, task, asker, args, dist):
-    "Evaluates a task and notes what came of it."
-    try: new = evaluate_task(asker, task, args, dist)
-    except UsageError as e: results['failed'][task] = str(e)
-    except _FAILURES as e:
-        logger.exception('task %s failed', task)
-        results['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
-    else:
-        if not new: return
-        results['tasks'].append(task)
-        results['results'] |= new[0]
-        results['samples'] |= new[1]
-        results['prompts'][task] = asked_as(task, args.prompts)
-
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
     "Returns `result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
     model,was,dist = args.model.to(args.device),args.model.training,args.dist
-    results:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
-    try:
-        asker = Asker.from_model(model)
-        for task in task_names(args.tasks): _add(results, task, asker, args, dist)
-    finally: model.train(was)
-    return results if dist.is_master else None
+    all_of:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
+    asker = Asker.from_model(model)
+    for task in task_names(args.tasks):
+        try: new = evaluate_task(asker, task, args, dist)
+        except _FAILURES as e:
+            if not isinstance(e, UsageError): logger.exception('task %s failed', task)
+            all_of['failed'][task] = str(e) if isinstance(e, UsageError) else f'{type(e).__name__}: {e}'
+        else:
+            if not new: continue
+            all_of['tasks'].append(task)
+            all_of['prompts'][task] = asked_as(task, args.prompts)
+            for name,found in zip(('results','samples'), new): all_of[name] |= found
+    model.train(was)
+    return all_of if dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
-def _same_place(a, b)->bool:
-    "Returns whether two paths mean one checkpoint; one that is gone may have been moved with its run."
-    if not (isinstance(a, str) and isinstance(b, str)): return False
-    here,there = Path(b).absolute(),Path(a).absolute()
-    return here==there or not there.exists() and here.parts[-2:]==there.parts[-2:]
-
 def result_before(out:Path|None, head:dict)->dict|None: # need not be there; see `result_values`
     "Returns the results to go on with; a UsageError for a file with anything else."
     if out is None or not Path(out).exists() or not Path(out).stat().st_size: return None
@@ -209,8 +186,10 @@ def result_before(out:Path|None, head:dict)->dict|None: # need not be there; see
     except ValueError: before = None
     require(isinstance(before, dict) and all(isinstance(before.get(k), kind) for k,kind in kinds.items()),
         f'--out {out} is there, and is no result of an evaluation: give another --out')
+    # a run may have been moved
+    def place(k, v): return Path(str(v)).absolute().parts[-2:] if k=='checkpoint' else v
     other = ', '.join(f'{k} {before.get(k)} instead of {v}' for k,v in head.items()
-                      if before.get(k)!=v and not (k=='checkpoint' and _same_place(before.get(k), v)))
+                      if place(k, before.get(k))!=place(k, v))
     require(not other, f'--out {out} holds the result of another evaluation ({other}): give another --out')
     return before|head
 
@@ -241,18 +220,9 @@ def results_table(values:dict)->str: # what a result file holds; a line for each
 def _device(name):
     "Returns a device that can compute; None if none is named."
     if not name: return None
-    try: torch.zeros(1, device=name).item()
-    except (AssertionError, RuntimeError) as e: # also NotImplementedError
-        why = f'{e}'.strip().split('\n')[0]
-        raise UsageError(f'--device is {name!r}, which cannot be used here ({why}): '
-            f'give {pick_device()}, or leave it out') from e
-    return torch.device(name)
-
-def _check_tasks(tasks, include_path):
-    "Raises where no task can be evaluated; one of several fails when its turn comes."
-    made = () if include_path else OWN_TASKS # their questions are yet to be made
-    wrong = [t not in made and _wrong_with(t, include_path) for t in task_names(tasks)]
-    require(not all(wrong), f"--tasks: {'; '.join(map(str, wrong))}")
+    try: return torch.zeros(1, device=name).device
+    except (AssertionError, RuntimeError) as e:
+        raise UsageError(f'--device is {name!r}, which cannot be used here: give {pick_device()}') from e
 
 def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: the name says nothing
     "Returns the updates behind a checkpoint, from its name."
@@ -266,17 +236,19 @@ def main(values:Namespace)->int: # from `arguments.eval_parser`; 0, or 1 if a ta
     if a.write_tasks:
         with user_path(): sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
         return 0
-    checkpoint,out = find_checkpoint(a.checkpoint),Path(a.out) if a.out else None
+    checkpoint,out,names = find_checkpoint(a.checkpoint),Path(a.out) if a.out else None,task_names(a.tasks)
     step = step_in_name(checkpoint) if a.step is None else a.step
     head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
     result_before(out, head) # before a model is read
-    _check_tasks(a.tasks, a.include_path)
+    own = [] if a.include_path else [t for t in names if t in OWN_TASKS] # their questions are made here
+    wrong = [t not in own and _wrong_with(t, a.include_path) for t in names]
+    # one of several fails when its turn comes
+    require(not all(wrong), f"--tasks: {'; '.join(map(str, wrong))}")
     asker = load_asker(checkpoint, _device(a.device))
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
     with tempfile.TemporaryDirectory() as folder:
-        own = [t for t in task_names(a.tasks) if t in OWN_TASKS]
-        if own and not a.include_path: args.include_path = str(write_tasks(folder, names=own))
+        if own: args.include_path = str(write_tasks(folder, names=own))
         results,failed = evaluate_into(args, head, out)
     sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
            'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'LORA_A', 'LORA_B',
-           'LORA_NOTE', 'LORA_WEIGHTS', 'MINIMIND', 'MINIMIND_EARLY', 'PTH_NAMES', 'VISION_PROJ', 'NOT_PLAIN',
-           'resolve_checkpoint', 'read_file', 'read_tensors', 'Family', 'their_names', 'check_fields', 'vision_config',
-           'language_config', 'tower_fields', 'with_tower', 'check_tensors', 'load_weights', 'our_tensors',
-           'load_vision_backbone', 'load_language_backbone', 'write_weights', 'checkpoint_config', 'read_checkpoint',
-           'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config', 'from_smolvlm', 'weights_sha',
-           'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'noted_tower', 'tower_note',
-           'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'find_base',
-           'check_adapters', 'write_adapters', 'Pretrained', 'pth_path', 'halves', 'neighbours', 'load_plain',
-           'minimind_names', 'load_pth', 'to_minimind', 'save_pth']
+           'LORA_NOTE', 'LORA_WEIGHTS', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
+           'read_tensors', 'Family', 'their_names', 'check_fields', 'vision_config', 'language_config', 'tower_fields',
+           'with_tower', 'check_tensors', 'load_weights', 'our_tensors', 'load_vision_backbone',
+           'load_language_backbone', 'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names',
+           'text_type', 'to_smolvlm', 'smolvlm_config', 'from_smolvlm', 'weights_sha', 'written_at_once',
+           'find_tokenizer', 'describe_model', 'bullets', 'noted_tower', 'tower_note', 'checkpoint_weights',
+           'is_adapter', 'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'find_base', 'check_adapters',
+           'write_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'minimind_names', 'load_pth',
+           'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
-from functools import partial
+from functools import partial,reduce
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,12 @@ def read_file(path:Path)->dict[str,Tensor]: # a safetensors file
 
 def read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
-    index,single = folder/'model.safetensors.index.json', folder/'model.safetensors'
-    names = json.loads(index.read_bytes())['weight_map'].values() if index.exists() else [single.name]
-    files = sorted({*names})
-    if outside := [f for f in files if Path(f).name!=f]:
-        raise UsageError(f"{index} names {outside[0]}: files of weights lie beside it, correct it")
-    if not index.exists() and not single.exists():
-        raise MissingFile(f"{folder.name} has neither model.safetensors nor an index of several: "
-                          "is it a checkpoint?")
-    return {k:w for f in files for k,w in read_file(folder/f).items()}
+    index = folder/'model.safetensors.index.json'
+    whole = json.loads(index.read_bytes())['weight_map'] if index.exists() else dict(all='model.safetensors')
+    files = [folder/Path(name).name for name in sorted({*whole.values()})] # none from elsewhere
+    if gone := [f.name for f in files if not f.is_file()]:
+        raise MissingFile(f"{folder.name} has no {gone[0]}: is it a checkpoint?")
+    return {k:w for f in files for k,w in read_file(f).items()}
 
 # %% ../../nbs/26_model.weights.ipynb #723db603
 @dataclass(frozen=True)
@@ -152,11 +149,9 @@ def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the tab
     for ours,theirs in family.names.items():
         match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
         if not match: continue
-        def put_in(their): # the parts of ours, one for each star
-            parts = iter(match.groups())
-            their = re.sub(r'\*', lambda _: next(parts), their)
-            return their[1:] if their[0]=='/' else family.prefix+their
-        return [put_in(t) for t in ([theirs] if isinstance(theirs, str) else theirs)]
+        patterns = [theirs] if isinstance(theirs, str) else theirs
+        put_in = partial(reduce, lambda their,part: their.replace('*', part, 1), match.groups())
+        return [t[1:] if t[0]=='/' else family.prefix+t for t in map(put_in, patterns)]
     return []
 
 # %% ../../nbs/26_model.weights.ipynb #44355539
@@ -716,28 +711,11 @@ def pth_path(name:str|Path, cfg:VLMConfig)->Path: # `{dim}` and `{_moe}` in it a
     return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}', '_moe'*cfg.use_moe))
 
 # %% ../../nbs/26_model.weights.ipynb #e58b421c
-_GATED = dict(gate_proj='w1', down_proj='w2', up_proj='w3')
 MINIMIND = Family('', 'model.', {
         'blocks.*.mlp.router.weight': 'layers.*.mlp.gate.weight',
         'blocks.*.mlp.experts.*.*.weight': 'layers.*.mlp.experts.*.*.weight',
         'blocks.*.mlp.shared.*.*.weight': 'layers.*.mlp.shared_experts.*.*.weight'} | QWEN3.names, {}, {}, (
             '*.freqs_cos','*.freqs_sin','freqs_*'))
-MINIMIND_EARLY = Family('', '', {
-        'token_embedding.weight': 'tok_embeddings.weight',
-        'blocks.*.norm1.weight': 'layers.*.attention_norm.weight',
-        **{f'blocks.*.attn.{x}_proj.weight': f'layers.*.attention.w{x}.weight' for x in 'qkv'},
-        'blocks.*.attn.out_proj.weight': 'layers.*.attention.wo.weight',
-        'blocks.*.norm2.weight': 'layers.*.ffn_norm.weight',
-        'blocks.*.mlp.router.weight': 'layers.*.feed_forward.gate.weight',
-        **{f'blocks.*.mlp.experts.*.{k}.weight': f'layers.*.feed_forward.experts.*.{w}.weight'
-           for k,w in _GATED.items()},
-        **{f'blocks.*.mlp.shared.0.{k}.weight': f'layers.*.feed_forward.shared_experts.{w}.weight'
-           for k,w in _GATED.items()},
-        **{f'blocks.*.mlp.{k}.weight': f'layers.*.feed_forward.{w}.weight' for k,w in _GATED.items()},
-        'norm.weight': 'norm.weight',
-        'head.weight': 'output.weight'}, {}, {}, ('pos_cis','*.mask'))
-# whose names a `.pth` file has
-PTH_NAMES:dict[str,Any] = dict(minimind=MINIMIND, minimind_early=MINIMIND_EARLY, own=None)
 
 VISION_PROJ = dict(
     linear_bias={f'MP.proj.{x}':f'vision_proj.vision_proj.0.{x}' for x in ('weight','bias')},
@@ -746,18 +724,12 @@ VISION_PROJ = dict(
          for x in ('weight','bias')}) # kind of projector -> our tensor -> MiniMind-V's
 
 # %% ../../nbs/26_model.weights.ipynb #4f1da7c8
-def halves(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of queries or keys; of a head
-    "Returns rows whose pairs, neighbours before, are apart by half a head."
-    return w.view(-1, width//2, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
-
-def neighbours(w:Tensor, width:int)->Tensor: # likewise
-    "Returns rows whose pairs are neighbours; undoes `halves`."
+def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of queries or keys; of a head
+    "Returns rows whose pairs, apart by half a head before, are neighbours."
     return w.view(-1, 2, width//2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 # %% ../../nbs/26_model.weights.ipynb #b1f05c2a
-# what a damaged pickle may raise
-NOT_PLAIN = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
-             EOFError)
+NOT_PLAIN = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError)
 
 def load_plain(path:str|Path)->Any: # a file that `torch.save` wrote
     "Reads tensors, numbers and texts without executing anything; a UsageError names the call that is wanted."
@@ -769,14 +741,10 @@ def load_plain(path:str|Path)->Any: # a file that `torch.save` wrote
         raise UsageError(f'{path} is refused: {why}') from e
 
 # %% ../../nbs/26_model.weights.ipynb #58c2e7fb
-def minimind_names(name:str, family:Family, kind:str|None)->list[str]: # of ours; decoder's; projector's
+def minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projector
     "Returns where a tensor of a whole model is in MiniMind-V's file; nowhere if it has no place for it."
-    if name.startswith('decoder.'): return their_names(name.removeprefix('decoder.'), family)
+    if name.startswith('decoder.'): return their_names(name.removeprefix('decoder.'), MINIMIND)
     return [VISION_PROJ[kind][name]] if kind and name in VISION_PROJ[kind] else []
-
-def _turned(early):
-    "Whose rows an early file has in another order."
-    return lambda k: early and k.endswith(('q_proj.weight','k_proj.weight'))
 
 def _unwrapped(path):
     "Tensors by name; of what MiniMind keeps to resume, the model."
@@ -797,22 +765,16 @@ def _projector_kind(state, kind, path):
 
 def _from_minimind(state, model, path):
     "The tensors of MiniMind's file under our names."
-    early,cfg = 'tok_embeddings.weight' in state,model.decoder.cfg
-    family,embed,head = ((MINIMIND_EARLY,'tok_embeddings.weight','output.weight')
-                         if early else (MINIMIND,'model.embed_tokens.weight','lm_head.weight'))
-    if embed in state: state.setdefault(head, state[embed])
+    require('tok_embeddings.weight' not in state, f"{path} has MiniMind's names of before April 2025")
+    if 'model.embed_tokens.weight' in state:
+        state.setdefault('lm_head.weight', state['model.embed_tokens.weight'])
     state = {re.sub(r'^vision_proj\.0\.', 'vision_proj.vision_proj.0.', k):w for k,w in state.items()}
-    kind = _projector_kind(state, cfg.mp_kind, path)
-    parts = ('decoder.','MP.') if kind else ('decoder.',)
-    rotation,names_of = 'decoder.rotary_embd.inv_freq',partial(minimind_names, family=family, kind=kind)
+    kind = _projector_kind(state, model.decoder.cfg.mp_kind, path)
+    parts,rotation = ('decoder.','MP.') if kind else ('decoder.',),'decoder.rotary_embd.inv_freq'
     wanted = [k for k in model.state_dict() if k.startswith(parts) and k!=rotation]
-    none = [k for k in wanted if not names_of(k)]
-    require(not none, f"{path} is of MiniMind's early kind, which has no {', '.join(none[:3])}: "
-            "set moe_shared_experts to 1, lm_qk_norm to False")
-    ours = our_tensors(wanted, state, names_of, (*family.ignore,'vision_encoder.*'), str(path))
-    turned = _turned(early)
-    return {k:halves(w, cfg.head_width) if turned(k) else w for k,w in ours.items()} | {
-        rotation:model.decoder.rotary_embd.inv_freq}
+    ours = our_tensors(wanted, state, partial(minimind_names, kind=kind),
+                       (*MINIMIND.ignore,'vision_encoder.*'), str(path))
+    return ours | {rotation:model.decoder.rotary_embd.inv_freq}
 
 def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of MiniMind-V or of ours
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
@@ -833,34 +795,27 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
 
 # %% ../../nbs/26_model.weights.ipynb #6935c1bf
 def to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose vision tower is left out
-    names:str='minimind', # or minimind_early
 )->dict[str,Tensor]: # MiniMind-V's name -> tensor
     "Returns the tensors of a whole model in MiniMind-V's format."
-    early,family = names=='minimind_early',PTH_NAMES[names]
-    kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
     can:dict[str,Any] = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True,
                              mp_pixel_shuffle_factor=1)
-    if early: can |= dict(lm_qk_norm=False, lm_head_dim=None)
-    if early and cfg.use_moe: can |= dict(moe_shared_experts=1)
-    check_fields(cfg, can, f'{names} has', 'this model cannot be written as one, give the names own')
+    check_fields(cfg, can, 'minimind has', 'this model cannot be written as one, give the names own')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
-    out,turned = {},_turned(early)
+    kind,out = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias',{}
     for k,w in state.items():
-        w = neighbours(w, cfg.head_width) if turned(k) and k.startswith('decoder.') else w
         w = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
-        out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in minimind_names(k, family, kind)}
+        out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in minimind_names(k, kind)}
     return out
 
 def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if needed; of a whole model
     vision:bool=True, # False: without the vision tower, for which MiniMind's names have no place
-    names:str='minimind', # a key of `PTH_NAMES`
+    names:str='minimind', # or own
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "Writes MiniMind's file of its pretraining stage."
-    if names not in PTH_NAMES: raise UsageError(f"names is {names!r}: give one of {', '.join(PTH_NAMES)}")
-    if names!='own': tensors = to_minimind(state, cfg, names)
-    else: tensors = {k:w.detach().cpu() for k,w in state.items()
-                     if vision or not k.startswith('vision_encoder.')}
+    require(names in ('minimind','own'), f'names is {names!r}: give minimind or own')
+    tensors = to_minimind(state, cfg) if names=='minimind' else {
+        k:w.detach().cpu() for k,w in state.items() if vision or not k.startswith('vision_encoder.')}
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, path)

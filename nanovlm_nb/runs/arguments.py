@@ -283,8 +283,8 @@ def runs_parser(add): # of `nanovlm runs`
         help='smooth losses, gradient norms and speed; without a number 0.9')
     add('--pth', type=Path, metavar='DIR',
         help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
-    add('--pth_names', default='minimind', choices=('minimind','minimind_early','own'),
-        help='whose names that file has: minimind, minimind_early (until April 2025) or own')
+    add('--pth_names', default='minimind', choices=('minimind','own'),
+        help='whose names that file has: minimind or own')
     add('--without_vision', **ON, help='leave the vision tower out of that file, if its names are our own')
     add('--delete_older_than', type=at_least(0, float), metavar='DAYS',
         help='first delete older checkpoints, except the best, where the run stands, and those in evaluation')
