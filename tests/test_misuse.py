@@ -69,7 +69,7 @@ MISUSES = [
     ('train', '--train_dataset_path shapes --images_path pictures', 'images_path pictures is for JSON lines'),
     ('train', '--vlm_checkpoint_path /sys/kernel', '/sys/kernel/'),
     ('train', '--hf_repo_name a/b/c/d', "hf_repo_name 'a/b/c/d' is not a name on the hub: give owner/name"),
-    ('train', '--load_from lost/step_2', 'step_2 has neither model.safetensors nor an index of several'),
+    ('train', '--load_from lost/step_2', 'step_2 has no model.safetensors'),
     ('train', '--lr_mp 0 --lr_vision_backbone 0 --lr_language_backbone 0', 'nothing would train'),
     # commands that foretell a run
     ('plan', '--like empty', 'empty/log.jsonl: there is no such file'),
@@ -82,24 +82,23 @@ MISUSES = [
     # commands that use a model
     ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
     ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
-    ('ask', 'RUN', 'required: --prompt'),
+    ('ask', 'RUN', 'give --prompt QUESTION, or --page'),
     ('ask', 'RUN --prompt x --image words.png', 'words.png: cannot identify'),
     ('ask', 'RUN --prompt x --image empty --image /dev/null', 'empty: this is a directory; /dev/null: this is no regular file: give picture files'),
     ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', '--write_tasks picture.png', 'picture.png: it is there already'),
-    ('eval', 'RUN', 'give a checkpoint and --tasks'),
     ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu', which cannot be used here"),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
     ('eval', 'RUN --tasks shapes --limit 0', '--limit is 0: give at least 1 sample, or a share below 1 of them'),
-    ('eval', 'RUN --tasks shapes --device meta', "--device is 'meta', which cannot be used here ("),
+    ('eval', 'RUN --tasks shapes --device meta', "--device is 'meta', which cannot be used here"),
     ('eval', 'RUN --tasks words.parquet', '--tasks: words.parquet is no parquet file: give one with the columns images and texts'),
     ('eval', 'RUN --tasks bare.parquet', '--tasks: bare.parquet has no column images, it has texts: give a question file'),
     ('eval', 'RUN --tasks shapes --out torn.jsonl', '--out torn.jsonl is there, and is no result'),
     *([] if find_spec('lmms_eval') else [
         ('eval', 'RUN --tasks shape', '--tasks: there is no task shape: did you mean shapes?'),
-        ('eval', 'RUN --tasks shapes --include_path empty', 'shapes needs its questions: write them with nanovlm eval --write_tasks DIR, and name DIR with --include_path, or for a run with --eval_include_path'),
+        ('eval', 'RUN --tasks shapes --include_path empty', 'shapes needs its questions: nanovlm eval --write_tasks DIR'),
         ('eval', 'RUN --tasks mmstar', 'mmstar cannot be evaluated here. pip install')]),
     ('export', 'RUN RUN', 'is not empty: give a new directory'),
     ('export', 'bare out', 'bare has no tokenizer.json, and that of its training is not here ('),
@@ -240,7 +239,7 @@ def test_two_ranks_say_it_once(tmp_path):
     assert 'nanovlm_nb/' not in done.stderr and not [p for p in tmp_path.rglob('*') if p.is_file()], 'no traceback of ours, no file'
 
 
-@pytest.mark.parametrize('command, module', [*COMMANDS.items(), ('ask', 'uses.chat_page'), ('eval', 'answers.sight'), *(('export', module) for module in EXPORTS.values())])
+@pytest.mark.parametrize('command, module', [*COMMANDS.items(), ('ask', 'uses.chat_page'), ('eval', 'answers.look'), *(('export', module) for module in EXPORTS.values())])
 def test_every_command_has_a_module_that_takes_its_values(command, module):
     text = (ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text()
     assert re.search(r"(?m)^def main\((?:\n    )?values:Namespace,?(?:\)->(?:int|None):)? # from `(?:arguments\.)?%s_parser`" % command, text)

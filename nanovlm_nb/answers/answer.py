@@ -195,10 +195,10 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
     asker.check_length(max(len(ids) for ids,_ in rows), 0)
     ids,mask = left_pad([ids.tolist() for ids,_ in rows], tokenizer.pad_token_id, asker.device)
     labels,_ = left_pad([labels.tolist() for _,labels in rows], IGNORE, asker.device)
-    row,column = (labels!=IGNORE).nonzero(as_tuple=True)
-    scores = model.decoder.head(model.hidden(ids, seen, mask)[row,column]).float()
-    losses = torch.nn.functional.cross_entropy(scores, labels[row,column], reduction='none')
-    wrong = (scores.argmax(-1)!=labels[row,column]).float()
+    is_target,hidden = labels!=IGNORE,model.hidden(ids, seen, mask)
+    scores,targets,row = model.decoder.head(hidden[is_target]).float(),labels[is_target],is_target.nonzero()[:,0]
+    losses = torch.nn.functional.cross_entropy(scores, targets, reduction='none')
+    wrong = (scores.argmax(-1)!=targets).float()
     sums = (torch.zeros(len(rows), device=asker.device).index_add_(0, row, x) for x in (losses,wrong))
     return [(loss,w==0) for loss,w in zip(*(s.tolist() for s in sums))]
 

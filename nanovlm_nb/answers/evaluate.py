@@ -220,9 +220,10 @@ def results_table(values:dict)->str: # what a result file holds; a line for each
 def _device(name):
     "Returns a device that can compute; None if none is named."
     if not name: return None
-    try: return torch.zeros(1, device=name).device
+    try: torch.zeros(1, device=name).item()
     except (AssertionError, RuntimeError) as e:
         raise UsageError(f'--device is {name!r}, which cannot be used here: give {pick_device()}') from e
+    return torch.device(name)
 
 def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: the name says nothing
     "Returns the updates behind a checkpoint, from its name."

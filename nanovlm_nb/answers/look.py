@@ -137,8 +137,9 @@ def main(values:Namespace)->None: # from `arguments.eval_parser`
     "Command `nanovlm eval` without tasks: loss and right answers with right, other, blank and no pictures."
     asker = load_asker(values.checkpoint)
     given = {} if values.config else None # of the run's own file, data is read alone
-    require(values.config or asker.run_dir, f'{values.checkpoint} is of no run: give a file with --config')
-    _,cfg = load_yaml(values.config or asker.run_dir/CONFIG, given=given)
+    config = values.config or asker.run_dir and asker.run_dir/CONFIG
+    require(config, f'{values.checkpoint} is of no run: give a file with --config')
+    _,cfg = load_yaml(config, given=given)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
     batches = islice(val, values.batches or cfg.max_val_batches)
