@@ -196,7 +196,8 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
     ids,mask = left_pad([ids.tolist() for ids,_ in rows], tokenizer.pad_token_id, asker.device)
     labels,_ = left_pad([labels.tolist() for _,labels in rows], IGNORE, asker.device)
     is_target,hidden = labels!=IGNORE,model.hidden(ids, seen, mask)
-    scores,targets,row = model.decoder.head(hidden[is_target]).float(),labels[is_target],is_target.nonzero()[:,0]
+    scores,row = model.decoder.head(hidden[is_target]).float(),is_target.nonzero()[:,0]
+    targets = labels[is_target]
     losses = torch.nn.functional.cross_entropy(scores, targets, reduction='none')
     wrong = (scores.argmax(-1)!=targets).float()
     sums = (torch.zeros(len(rows), device=asker.device).index_add_(0, row, x) for x in (losses,wrong))

@@ -137,7 +137,7 @@ def main(values:Namespace)->None: # from `arguments.eval_parser`
     "Command `nanovlm eval` without tasks: loss and right answers with right, other, blank and no pictures."
     asker = load_asker(values.checkpoint)
     given = {} if values.config else None # of the run's own file, data is read alone
-    config = values.config or asker.run_dir and asker.run_dir/CONFIG
+    config:Any = values.config or asker.run_dir and asker.run_dir/CONFIG
     require(config, f'{values.checkpoint} is of no run: give a file with --config')
     _,cfg = load_yaml(config, given=given)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
