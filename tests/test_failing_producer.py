@@ -50,7 +50,7 @@ def make_loader(rows, transforms=(), workers=2, **more):
     cfg = VLMConfig()
     make_loader.tokenizer = tokenizer = getattr(make_loader, 'tokenizer', None) or shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
     samples = VQADataset([], tokenizer, get_image_processor(16, 16, False, transforms), 4, **more)
-    source = Mixture([MapSource(rows, name='a'), MapSource(rows, name='b')], [3, 1]) if more else MapSource(rows)
+    source = Mixture([MapSource(dict(a=rows)), MapSource(dict(b=rows))], [3, 1]) if more else MapSource(rows)
     return PackLoader(samples, source, PackRules(64, tokenizer.pad_token_id, window=4), 2, 2, num_workers=workers)
 
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.tokenizer import train_tokenizer
-from nanovlm_nb.data.dataset import RATINGS, Dropped, VQADataset
+from nanovlm_nb.data.dataset import RATINGS, Dropped, VQADataset, read_row
 from nanovlm_nb.data.images import get_image_processor
 
 PICTURES, ROWS, PATIENCE = 1500, 500, 300  # cases of both kinds, seconds for all
@@ -119,7 +119,7 @@ def row_case(files, i) -> dict:
 def one(data, i) -> str:
     "'kept', or why a case was dropped; planning drops nothing that loading keeps, and what is kept is whole."
     planned = data.plan(i)
-    try: sample = data.load(i)
+    try: sample = data.load_row(read_row(data.rows, i))
     except Dropped as d:
         assert d.reason in REASONS and (d.detail or d.reason == 'no_turns') and (planned is None or d.reason == 'unreadable_image'), d
         return d.reason

@@ -24,7 +24,7 @@ from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.data.dataset import Plan, VQADataset
 from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.data.lanes import Lane, PackLoader, PackRules, merge_states
+from nanovlm_nb.data.lanes import Lane, PackLoader, PackRules, merge_states, open_window, workers_of
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.data.sources import MapSource, Mixture, StreamSource
 from nanovlm_nb.training.update import tally, gather_update
@@ -376,7 +376,7 @@ def test_loader_attributes(root, tokenizer):
     "The workers of both loaders, fresh ones for each epoch; memory is pinned for a GPU only. What nanoVLM's drop_last does is not wanted: see above."
     cfg = train_cfg(root, ['few'], batch_size=2, gradient_accumulation_steps=2, num_workers=3, val_workers=1)
     for device in ('cpu', 'cuda'):
-        train, val = (l.loader() for l in get_dataloaders(cfg, VLM, Dist(device=torch.device(device)), tokenizer))
+        train, val = map(workers_of, get_dataloaders(cfg, VLM, Dist(device=torch.device(device)), tokenizer))
         for loader, workers in ((train, 3), (val, 1)):
             assert (loader.num_workers, loader.persistent_workers, loader.drop_last, loader.batch_size) == (workers, False, False, None)
             assert loader.pin_memory == (device == 'cuda') and loader.worker_init_fn is seed_worker
@@ -459,7 +459,7 @@ def test_sizes_of_windows():
     "8 packs, as many as before and 8, up to the window; a lane that is asked for fewer plans no more than these."
     def windows(n, most=float('inf'), **rules):
         lane, found = Lane(None, None, PackRules(8, 0, **rules), 0, 1, most), []
-        while sum(found) < n and not lane.window(None, sum(found)).full: found.append(lane.window(None, sum(found)).packs)
+        while sum(found) < min(n, most): found.append(open_window(lane, iter(()), None, sum(found))[0].packs)
         return found
     assert windows(300) == [8, 16, 32, 64, 128, 128] and windows(10, window=5) == [5, 5] and windows(300, most=0) == []
     assert windows(300, first=128, most=20) == [20] and windows(300, window=16, most=20) == [8, 12]
@@ -477,8 +477,8 @@ def test_a_validation_reads_what_it_scores(tokenizer):
 
     source = Counted(text_rows('text', 300), shuffle=False)
     loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), source, PackRules(64, tokenizer.pad_token_id, window=4, shuffle=False, first=4), 2, 4, most=6)
-    assert [lane.most for lane in loader.lanes] == [1]*6+[0]*2
     seen = [b['ids'] for b in islice(loader, 3)]
+    assert [lane.most for lane in loader.lanes] == [1]*6+[0]*2
     read, scored = source.read, sum(len(ids) for b in seen for ids in b)
     assert scored and 0 <= read-scored <= 6
     loader.set_epoch(0)

@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['ALL_NAMES', 'SHAPES_SCENES', 'load_tokenizer', 'no_room', 'map_pair', 'stream_pair', 'shares_of', 'quotas',
-           'weights_of', 'mixed_pair', 'check_parts', 'scenes_pair', 'load_sources', 'size_line', 'own_sources',
-           'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'Loader', 'PlainLoader',
-           'as_loader']
+           'mixed_pair', 'check_parts', 'scenes_pair', 'load_sources', 'size_line', 'own_sources', 'make_samples',
+           'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
-from collections.abc import Callable,Iterable,Iterator,Sequence
+from collections.abc import Callable,Iterable,Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any,Protocol,runtime_checkable
+from typing import Any
 from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
@@ -26,46 +25,44 @@ from .images import UnreadableImage,image_processor_of,open_image
 from .dataset import RATINGS,Dropped,Drops,VQADataset
 from .shapes import shapes_dataset,shapes_tokenizer
 from .packing import Batch
-from .sources import Joined,MapSource,Mixture,StreamSource
-from .lanes import PackLoader,PackRules
+from .sources import MapSource,Mixture,StreamSource
+from .lanes import Loader,PackLoader,PackRules
 from .load import config_names,conform,load_configs,text_files
 
 # %% ../../nbs/18_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
     "The tokenizer of a config; 'shapes' is trained on the spot."
-    extra,template = vlm_cfg.vlm_extra_tokens,vlm_cfg.lm_chat_template
-    shapes = vlm_cfg.lm_tokenizer=='shapes'
-    tokenizer = (shapes_tokenizer(extra, template or CHAT_TEMPLATE, vlm_cfg.lm_base_vocab_size)
-                 if shapes else get_tokenizer(vlm_cfg.lm_tokenizer, extra, template))
-    check_tokenizer(tokenizer, vlm_cfg)
-    return tokenizer
+    c,extra = vlm_cfg,vlm_cfg.vlm_extra_tokens
+    if c.lm_tokenizer!='shapes': made = get_tokenizer(c.lm_tokenizer, extra, c.lm_chat_template)
+    else: made = shapes_tokenizer(extra, c.lm_chat_template or CHAT_TEMPLATE, c.lm_base_vocab_size)
+    check_tokenizer(made, c)
+    return made
 
 # %% ../../nbs/18_data.loader.ipynb #ee37aba5
-def no_room(val_size:int, rows:float)->str: # that there are
+def no_room(val_size:int, rows:int)->str: # that there are
     "What to say when no training rows are left, with a value that works."
-    few = 'one row cannot be both, add rows or set val_size and eval_in_epochs off (0 and False)'
-    remedy = few if rows<=1 else f'set it to {max(1, int(rows/10))} or so'
-    return f'val_size {val_size} leaves no training rows of {rows:.0f}: {remedy}'
+    works = max(rows//10, min(rows-1, 1))
+    return f'val_size {val_size} leaves no training rows of {rows}: set it to {works} or so'
 
-def map_pair(rows:Dataset|Joined, seed:int, val_size:int, # on disk or in memory; of the run; for validation
-    cutoff:int|None=None, name:str|None=None, # rows for training at most; configuration, for ids
+def map_pair(rows, seed:int, val_size:int, # see `MapSource`; of the run; for validation
+    cutoff:int|None=None, # rows for training at most; None: all
 )->tuple[MapSource,MapSource]: # for training, for validation
     "Split rows with random access."
-    n = len(rows)
+    val = MapSource(rows, seed, 0, val_size, shuffle=False)
+    n = val.ends[-1]
     require(0<=val_size<n, no_room(val_size, n))
-    stop = n if cutoff is None else min(n, val_size+cutoff)
-    return (MapSource(rows, seed, val_size, stop, name=name),
-            MapSource(rows, seed, 0, val_size, shuffle=False, name=name))
+    return MapSource(rows, seed, val_size, n if cutoff is None else min(n, val_size+cutoff)),val
 
+# %% ../../nbs/18_data.loader.ipynb #ee37ab01
 def stream_pair(streams:dict[str,IterableDataset], seed:int, val_size:int, # configuration -> rows
     cutoff:int|None=None, # rows for training at most; None: all
 )->tuple[StreamSource,StreamSource]: # for training, for validation
     "Split streams; where every share has a head, looks whether anything is left."
     train = StreamSource(streams, seed, val_size, cutoff)
     val = train.held_out()
-    if len(val.shares)==len(train.shares) and not any(isinstance(r, dict) for _,r in train.rows_of(0, 1, 0)):
-        rows = sum(isinstance(r, dict) for _,r in val.rows_of(0, 1, 0))
-        require(not rows, no_room(val_size, rows))
+    def rows(source): return (row for _,row in source.rows_of(0, 1, 0) if isinstance(row, dict))
+    if len(val.shares)==len(train.shares) and not any(rows(train)) and (n := len([*rows(val)])):
+        raise UsageError(no_room(val_size, n))
     return train,val
 
 # %% ../../nbs/18_data.loader.ipynb #ef470d02
@@ -84,40 +81,34 @@ def quotas(sizes:Sequence[int], val_size:int, weights:Sequence[float])->list[int
     return [v+more for v,more in zip(given, shares_of(val_size-sum(given), room))] if any(room) else given
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
-def weights_of(train_cfg:TrainConfig, loaded:list[str])->list[float]: # those that could be loaded, in order
-    "The weights of what could be loaded."
-    names = config_names(train_cfg.train_dataset_path, train_cfg.train_dataset_name)
-    weights = train_cfg.train_dataset_weights
-    require(len(names)==len(weights), f'{len(weights)} train_dataset_weights for {len(names)} configurations '
-        f'{names}: give one for each')
-    return [w for name,w in zip(names, weights) if name in loaded]
-
 def mixed_pair(train_cfg:TrainConfig, data:dict)->tuple[Mixture,Mixture]: # configuration -> rows
-    "Mix configurations by weight; each is split by itself."
-    c,weights = train_cfg,weights_of(train_cfg, list(data))
-    limits,streamed = shares_of(c.data_cutoff_idx, weights),c.stream_dataset
-    sizes = (shares_of(c.val_size, weights) if streamed else
-             quotas([*map(len, data.values())], c.val_size, weights))
-    pairs:list = [stream_pair({name:ds}, c.seed, v, n) if streamed else map_pair(ds, c.seed, v, n, name)
-                  for (name,ds),v,n in zip(data.items(), sizes, limits)]
+    "Mix the configurations that could be loaded by weight; each is split by itself."
+    c,names = train_cfg,config_names(train_cfg.train_dataset_path, train_cfg.train_dataset_name)
+    given = c.train_dataset_weights
+    require(len(names)==len(given),
+        f'{len(given)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
+    weights = [w for name,w in zip(names, given) if name in data]
+    pair,sizes = (stream_pair, shares_of(c.val_size, weights)) if c.stream_dataset else (
+        map_pair, quotas([*map(len, data.values())], c.val_size, weights))
+    limits = shares_of(c.data_cutoff_idx, weights)
+    pairs:list = [pair({name:ds}, c.seed, v, n) for (name,ds),v,n in zip(data.items(), sizes, limits)]
     train,val = zip(*pairs)
     return Mixture([*train], weights),Mixture([*val], [max(v, 1) for v in sizes], once=True)
 
 # %% ../../nbs/18_data.loader.ipynb #fa109581
 ALL_NAMES = {'default','all','shards'} # of `train_dataset_name`: no configuration is meant
 
-def check_parts(train_cfg:TrainConfig, what:str, lines:bool)->None: # a data set; whether it is of JSON lines
+def check_parts(train_cfg:TrainConfig, lines:bool)->None: # whether the data set is of JSON lines
     "Raise a UsageError for a part, or a folder of pictures, that what is read does not have."
-    c,path,single = train_cfg,train_cfg.images_path,lines or train_cfg.train_dataset_path=='shapes'
-    for name in c.train_dataset_name:
-        require(name in ALL_NAMES or not single,
-            f'train_dataset_name {name!r}: {what} has no configurations, leave it out')
-    n = len(c.train_dataset_weights)
-    require(n<2 or not single, f'{n} train_dataset_weights: {what} has no configurations, leave them out')
-    require(path is None or lines, f'images_path {path} is for JSON lines, which {what} is not: '
+    c,what,folder = train_cfg,train_cfg.train_dataset_path,train_cfg.images_path
+    if lines or what=='shapes':
+        names,n = [x for x in c.train_dataset_name if x not in ALL_NAMES],len(c.train_dataset_weights)
+        require(not names, f'train_dataset_name {names}: {what} has no configurations, leave it out')
+        require(n<2, f'{n} train_dataset_weights: {what} has no configurations, leave them out')
+    require(folder is None or lines, f'images_path {folder} is for JSON lines, which {what} is not: '
         'its rows bring their pictures, leave it out')
-    require(path is None or Path(path).is_dir(),
-        f'images_path {path}: there is no such directory, correct it')
+    require(folder is None or Path(folder).is_dir(),
+        f'images_path {folder}: there is no such directory, correct it')
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5
 SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
@@ -131,19 +122,18 @@ def scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for traini
     val = shapes_dataset(max(c.val_size, 1), 'validation', c.seed)
     return MapSource(train, c.seed),MapSource(val, c.seed, 0, c.val_size, shuffle=False)
 
+# %% ../../nbs/18_data.loader.ipynb #e668c301
 def load_sources(train_cfg:TrainConfig, drops:Drops|None=None)->tuple: # counts lines that cannot be rows
     "The sources of the data set that a config names, for training and for validation; they share no row."
-    c,path = train_cfg,Path(train_cfg.train_dataset_path)
-    lines = bool(text_files(path))
-    check_parts(c, str(path), lines)
+    c,lines = train_cfg,bool(text_files(train_cfg.train_dataset_path))
+    check_parts(c, lines)
     if c.train_dataset_path=='shapes': return scenes_pair(c)
     if lines: c = replace(c, stream_dataset=False)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,
         columns=c.columns, images_path=c.images_path, drops=drops)
     if c.train_dataset_weights: return mixed_pair(c, data)
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx)
-    rows:Any = Joined(data) if len(data)>1 else next(iter(data.values()))
-    return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
+    return map_pair(data if len(data)>1 else [*data.values()][0], c.seed, c.val_size, c.data_cutoff_idx)
 
 # %% ../../nbs/18_data.loader.ipynb #4c81fa27
 def size_line(train, val)->str: # sources
@@ -158,12 +148,13 @@ def own_sources(
 )->tuple: # for training, for validation
     "The sources of rows of your own."
     c = train_cfg
-    if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
+    if isinstance(rows, tuple) and all(hasattr(s, 'rows_of') for s in rows): return rows
     if isinstance(rows, Dataset): rows = conform(rows, 'own', columns=c.columns)
-    if all(hasattr(rows, m) for m in ('__len__','__getitem__')) and not isinstance(rows, (str,dict,tuple)):
-        return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
-    raise UsageError(f'rows are a {type(rows).__name__}, {rows!r:.60}: '
+    listed = hasattr(rows, '__len__') and hasattr(rows, '__getitem__')
+    require(listed and not isinstance(rows, (str,dict,tuple)),
+        f'rows are a {type(rows).__name__}, {rows!r:.60}: '
         'give what has a length and an index, or two sources, for training and for validation')
+    return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96
 def make_samples(
@@ -173,21 +164,21 @@ def make_samples(
 )->VQADataset: # plans and decodes rows
     "What makes samples of rows, as a config says."
     processor = processor_of(vlm_cfg, tuple(custom_transforms))
-    limits = {f'{name}_min_rating':getattr(train_cfg, f'{name}_min_rating') for name in RATINGS}
-    limits |= dict(max_sample_length=train_cfg.max_sample_length,
-                   max_images_per_example=train_cfg.max_images_per_example)
+    names = [*(f'{name}_min_rating' for name in RATINGS), 'max_sample_length', 'max_images_per_example']
+    limits = {name:getattr(train_cfg, name) for name in names}
     return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length, **limits)
 
+# %% ../../nbs/18_data.loader.ipynb #30d19e01
 def pack_loader(
     source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # of this rank
     shuffle:bool, num_workers:int, # True for training; processes that decode, 0: this one
     most:int|None=None, # packs of all ranks that are asked for, always the same; None: all
 )->PackLoader: # batches as `packing.collate_packs` makes them
     "A loader of this rank's micro-batches."
-    c,window = train_cfg,train_cfg.num_of_sequences
+    c = train_cfg
     rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack,
-                      c.max_tiles_per_knapsack, window, c.seed, shuffle)
-    if most is not None: rules = replace(rules, first=window) # what is asked for is planned as a whole
+                      c.max_tiles_per_knapsack, c.num_of_sequences, c.seed, shuffle)
+    if most is not None: rules = replace(rules, first=rules.window) # what is asked for is planned as a whole
     return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers,
                       dist.device.type=='cuda', most)
 
@@ -221,7 +212,7 @@ def get_dataloaders(
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
 def first_rows(
-    source, n:int, samples:VQADataset|None=None, # leaves rows out, see `plan_row`; None: takes all
+    source, n:int, samples:VQADataset, # leaves rows out, see `plan_row`
 )->list[dict]: # rows with decoded pictures; unreadable ones are left out
     "The first rows of a source, for eyes."
     result:list[dict] = []
@@ -229,69 +220,16 @@ def first_rows(
         if len(result)==n: break
         if isinstance(row, Dropped): continue
         try:
-            if samples is not None: samples.plan_row(row)
+            samples.plan_row(row)
             result.append(row|dict(images=[open_image(im) for im in row['images']]))
         except UnreadableImage: continue
-        except Dropped as d:
-            if samples is not None: samples.drops.add(d)
+        except Dropped as d: samples.drops.add(d)
     return result
 
-# %% ../../nbs/18_data.loader.ipynb #1d0a0e02
-@runtime_checkable
-class Loader(Protocol):
-    "This rank's micro-batches of an epoch, and the position in them."
-    @property
-    def epoch(self)->int: "From 0; iteration gives the rest of it."
-    @property
-    def n(self)->int|None: "Packs of an update, over all ranks; None: updates cannot be counted beforehand."
-    @property
-    def source(self)->Any: "Where rows come from; None: nothing is known about them."
-    @property
-    def drops(self)->Drops: "What was left out so far, on this rank."
-    @property
-    def idle(self)->Callable[[],Batch]|None: "Makes a micro-batch without effect; None: there is no padding."
-    def __iter__(self)->Iterator[Batch]: "The micro-batches of the rest of the epoch."
-    def set_epoch(self, epoch:int)->None: "Go to the beginning of an epoch."
-    def keep(self, packs:int)->None: "Plan what will be asked for of all ranks, if that is always the same."
-    def state_dict(self)->dict|None: "The position after the last complete update; None: there is none."
-    def load_state_dict(self, state:dict)->None: "Go on there; a ValueError if other batches would follow."
-    def updates_left(self, epochs:int)->tuple[int|None,bool]:
-        "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
-
 # %% ../../nbs/18_data.loader.ipynb #1d0a0e04
-class PlainLoader:
-    "Batches that are the same in every epoch, as a `Loader`: no padding, no position, no count."
-    n = source = idle = None
-
-    def __init__(self, batches:Iterable[Batch]): # of this rank, as often as they are asked for
-        self.batches,self.epoch,self.drops = batches,0,Drops()
-
-    def __iter__(self)->Iterator[Batch]: return iter(self.batches)
-
-    def set_epoch(self, epoch:int)->None: # from 0
-        "Note the epoch."
-        self.epoch = epoch
-
-    def keep(self, packs:int)->None: "There is nothing to plan."
-
-    def state_dict(self)->None: "There is no position."
-
-    def load_state_dict(self, state:dict)->None:
-        "There is no position to go to."
-        raise UsageError('a plain list of batches has no position to go on from: give a loader with a state')
-
-    def updates_left(self, epochs:int)->tuple[None,bool]: # unknown
-        "There is no count."
-        return None,False
-
-_OPTIONAL = ('state_dict','load_state_dict','updates_left','idle','keep') # what a plain list cannot have
-_NAMES = ('epoch','n','source','drops','set_epoch',*_OPTIONAL)
-
-def as_loader(batches:Loader|Iterable[Batch])->Loader: # the same, or a `PlainLoader`
+def as_loader(batches:Loader|Iterable[Batch])->Loader: # the same, or a plain `Loader` of them
     "Let a trainer ask for all that it asks for."
     if isinstance(batches, Loader): return batches
-    has = [name for name in _OPTIONAL if hasattr(batches, name)]
-    if not has: return PlainLoader(batches)
-    lacking = [name for name in _NAMES if not hasattr(batches, name)]
-    raise TypeError(f'{type(batches).__name__} has {", ".join(has)}, but lacks {", ".join(lacking)}: '
-        'a loader has all names of `loader.Loader`, or is a plain list of batches')
+    if not hasattr(batches, 'state_dict'): return Loader(batches)
+    raise TypeError(f'{type(batches).__name__} has a state, which would be lost: '
+                    'make it a subclass of `lanes.Loader`')
