@@ -24,7 +24,7 @@ from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.data.dataset import Plan, VQADataset
 from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.data.lanes import Lane, PackLoader, PackRules, merge_states, open_window, workers_of
+from nanovlm_nb.data.lanes import Lane, PackLoader, PackRules, merge_states, open_window, pack_workers
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.data.sources import MapSource, Mixture, StreamSource
 from nanovlm_nb.training.update import tally, gather_update
@@ -376,7 +376,7 @@ def test_loader_attributes(root, tokenizer):
     "The workers of both loaders, fresh ones for each epoch; memory is pinned for a GPU only. What nanoVLM's drop_last does is not wanted: see above."
     cfg = train_cfg(root, ['few'], batch_size=2, gradient_accumulation_steps=2, num_workers=3, val_workers=1)
     for device in ('cpu', 'cuda'):
-        train, val = map(workers_of, get_dataloaders(cfg, VLM, Dist(device=torch.device(device)), tokenizer))
+        train, val = map(pack_workers, get_dataloaders(cfg, VLM, Dist(device=torch.device(device)), tokenizer))
         for loader, workers in ((train, 3), (val, 1)):
             assert (loader.num_workers, loader.persistent_workers, loader.drop_last, loader.batch_size) == (workers, False, False, None)
             assert loader.pin_memory == (device == 'cuda') and loader.worker_init_fn is seed_worker

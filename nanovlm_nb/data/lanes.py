@@ -6,7 +6,7 @@
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'Lane', 'naming', 'Window', 'filling',
            'open_window', 'LaneState', 'quantile', 'take_order', 'empty_pack', 'plan_packs', 'planned', 'decode',
            'packs_of', 'ship', 'unship', 'LaneDataset', 'lanes_of', 'sizes_of', 'merge_states', 'check_state',
-           'Measured', 'count_packs', 'Loader', 'workers_of', 'micro_batches', 'count_updates', 'PackLoader']
+           'Measured', 'count_packs', 'Loader', 'pack_workers', 'micro_batches', 'count_updates', 'PackLoader']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
@@ -315,7 +315,7 @@ class Loader:
 # %% ../../nbs/16_data.lanes.ipynb #29c97760
 def _same(x): return x
 
-def workers_of(l:'PackLoader')->DataLoader: # packs of this rank's lanes in turn
+def pack_workers(l:'PackLoader')->DataLoader: # packs of this rank's lanes in turn
     "Workers that begin at the present position."
     l.keep(l.most)
     n,turns = l.num_workers,-(-len(l.lanes)//max(l.num_workers, 1))
@@ -329,7 +329,7 @@ def workers_of(l:'PackLoader')->DataLoader: # packs of this rank's lanes in turn
 # %% ../../nbs/16_data.lanes.ipynb #29c97761
 def micro_batches(l:'PackLoader')->Iterator[Batch]:
     "The rest of an epoch; the position moves with the last micro-batch of an update."
-    packs = (unship(p, l.pin_memory) for p in workers_of(l) if p is not None)
+    packs = (unship(p, l.pin_memory) for p in pack_workers(l) if p is not None)
     while True:
         with _letting_go(l.num_workers): turn = [next(packs) for _ in l.lanes]
         for p in turn:

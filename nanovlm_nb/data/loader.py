@@ -212,7 +212,7 @@ def get_dataloaders(
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
 def first_rows(
-    source, n:int, samples:VQADataset, # leaves rows out, see `plan_row`
+    source, n:int, samples:VQADataset|None=None, # leaves rows out, see `plan_row`; None: takes all
 )->list[dict]: # rows with decoded pictures; unreadable ones are left out
     "The first rows of a source, for eyes."
     result:list[dict] = []
@@ -220,10 +220,11 @@ def first_rows(
         if len(result)==n: break
         if isinstance(row, Dropped): continue
         try:
-            samples.plan_row(row)
+            if samples is not None: samples.plan_row(row)
             result.append(row|dict(images=[open_image(im) for im in row['images']]))
         except UnreadableImage: continue
-        except Dropped as d: samples.drops.add(d)
+        except Dropped as d:
+            if samples is not None: samples.drops.add(d)
     return result
 
 # %% ../../nbs/18_data.loader.ipynb #1d0a0e04
