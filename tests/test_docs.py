@@ -17,7 +17,7 @@ import pytest
 import yaml
 from commands import run
 
-from nanovlm_nb.core.config import COMMON, TrainConfig, VLMConfig, described, resume_rule, words_of
+from nanovlm_nb.core.config import COMMON, TrainConfig, VLMConfig, described, resume_rule, rule_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
@@ -111,7 +111,7 @@ def test_the_page_of_settings_shows_the_fields_as_they_are():
     for cls in (VLMConfig, TrainConfig):
         kinds = get_type_hints(cls, include_extras=True)
         for name, (_, text) in described(cls).items():
-            assert all(part.replace('|', '\\|') in found[name] for part in (text, words_of(kinds[name]), *resume_rule(name))), name
+            assert all(part.replace('|', '\\|') in found[name] for part in (text, rule_of(kinds[name])[1], *resume_rule(name))), name
             assert found[name].startswith('| **') == (name in COMMON), name
 
 

@@ -19,7 +19,7 @@ from commands import TINY, run
 
 from nanovlm_nb.train import main as train_main
 from nanovlm_nb.cli import COMMANDS, EXPORTS, main
-from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, base_type, evolve, make_parser, parse_args, preset, words_of
+from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset, rule_of
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.runs.arguments import PARSERS
 
@@ -36,14 +36,14 @@ MISUSES = [
     ('train', '--batch_size 0', 'batch_size is 0: give a whole number above 0'),
     ('train', '--train_dataset_path=', 'train_dataset_path is empty: give a value, or leave it out'),
     # settings that contradict each other
-    ('train', '--max_sample_length 100000', 'max_sample_length 100000 > lm_max_length 512: lower the first or raise the second'),
+    ('train', '--max_sample_length 100000', 'max_sample_length 100000 > lm_max_length 512: lower it, or raise that'),
     ('train', '--cache_features True', 'cache_features needs a frozen vision tower'),
     # adapters
     ('train', '--lora_rank 4', 'adapters stand beside the weights of a checkpoint that is trained already; give --load_from CHECKPOINT'),
     ('train', '--lora_rank 4 --load_from RUN --lora_targets k_prog', "lora_targets names 'k_prog', and no linear layer of this model is called so"),
     ('plan', '--lora_rank 4 --lora_targets head', "lora_targets names 'head', and no linear layer"),
     # files of settings
-    ('train', '--config none.yaml', 'none.yaml: there is no such file or directory: correct the path'),
+    ('train', '--config none.yaml', 'none.yaml: No such file or directory, give another path'),
     ('train', '--config typo.yaml', 'unknown key in typo.yaml `train.batchsize`: did you mean `train.batch_size`?'),
     ('train', '--deepspeed_config typo.json', 'zero_optimisation is unknown: did you mean zero_optimization?'),
     # what a run starts from
@@ -51,16 +51,16 @@ MISUSES = [
     ('train', '--load_from out/none.pth', 'out/none.pth'),
     ('train', '--resume_from_vlm_checkpoint True --vlm_checkpoint_path nowhere', 'nowhere'),
     ('train', '--vlm_load_backbone_weights True --vit_model_type ./none', './none'),
-    ('train', '--lm_tokenizer ./none', './none: there is no such file or directory: correct the path'),
+    ('train', '--lm_tokenizer ./none', './none: No such file or directory, give another path'),
     ('train', '--run_name r', 'of an earlier run, which a new one would be mixed up with: give another run_name, or --resume True'),
     ('train', '--run_name r --resume True --seed 5', 'cannot resume: seed: 0 -> 5'),
     # what it needs besides
-    ('train', '--vlm_checkpoint_path picture.png/runs', 'a part of this path is a file: give a directory'),
-    ('train', f'--run_name {"x"*300}', 'this name is too long: give a shorter one'),
-    ('train', '--train_dataset_path ./missing --stream_dataset True', './missing: there is no such file or directory: correct the path'),
+    ('train', '--vlm_checkpoint_path picture.png/runs', 'Not a directory, give another path'),
+    ('train', f'--run_name {"x"*300}', 'File name too long, give another path'),
+    ('train', '--train_dataset_path ./missing --stream_dataset True', './missing: No such file or directory, give another path'),
     ('train', '--lr_schedule math:csc', "module 'math' has no function 'csc'"),
     ('train', '--load_from RUN/step_2/model.safetensors', 'model.safetensors is a file: give the directory of a checkpoint'),
-    ('train', '--load_from empty', 'empty holds no checkpoint: expected config.json, or last_checkpoint of a run'),
+    ('train', '--load_from empty', 'empty holds no checkpoint: give one, or a run that has one'),
     ('train', '--resume True --load_from RUN/step_9 --run_name r ', 'correct the path, or give run_name alone'),
     ('train', '--resume True --load_from RUN/step_2 --run_name r --batch_size 3', 'cannot resume: packs per update: 4 -> '),
     ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
@@ -72,7 +72,7 @@ MISUSES = [
     ('train', '--load_from lost/step_2', 'step_2 has no model.safetensors'),
     ('train', '--lr_mp 0 --lr_vision_backbone 0 --lr_language_backbone 0', 'nothing would train'),
     # commands that foretell a run
-    ('plan', '--like empty', 'empty/log.jsonl: there is no such file'),
+    ('plan', '--like empty', 'empty/log.jsonl: No such file'),
     ('plan', 'RUN', '`checkpoints/r` belongs to no flag: give --config checkpoints/r/config.yaml'),
     ('check', 'nowhere', '`nowhere` belongs to no flag'),
     ('check', 'empty', 'empty holds no config.yaml: give the directory of a run'),
@@ -88,7 +88,7 @@ MISUSES = [
     ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
-    ('eval', '--write_tasks picture.png', 'picture.png: it is there already'),
+    ('eval', '--write_tasks picture.png', 'picture.png: File exists'),
     ('eval', 'RUN --tasks shapes --device tpuu', "--device is 'tpuu', which cannot be used here"),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
     ('eval', 'RUN --tasks shapes --limit 0', '--limit is 0: give at least 1 sample, or a share below 1 of them'),
@@ -107,7 +107,7 @@ MISUSES = [
     ('export', 'RUN out --format gguf', 'image_convention is nanovlm, but llama.cpp' if find_spec('gguf') else 'pip install nanovlm_nb[gguf]'),
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('export', 'adapters out', 'adapters has use_dora True, which is not read here: merge it with peft'),
-    ('eval', './RUN/step_9', 'checkpoints/r/step_9: there is no such file or directory'),
+    ('eval', './RUN/step_9', 'checkpoints/r/step_9: No such file or directory'),
     ('ask', 'nowhere --page', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
     ('classify', '--config class.yaml', 'unknown key in class.yaml `model.nmae`: did you mean `model.name`?'),
@@ -256,19 +256,18 @@ KINDS = {n: k for c in (VLMConfig, TrainConfig) for n, k in get_type_hints(c, in
 NO_VALUE = {int: (-2, 1.5, math.inf, '1.5', True), float: (math.inf, -math.inf, math.nan, 'x', False), bool: ('False', 1, 0), str: (3, '\udcff')}
 
 
-def element(kind): return next(iter(get_args(base_type(kind))), kind) if get_origin(base_type(kind)) is list else kind
-
-
 @pytest.mark.parametrize('name', KINDS)
 def test_a_wrong_value_is_refused_with_the_rule_in_words(name):
     "-2 is below all that counts can be; an empty text is a variable that a script forgot to set; only a few texts may be empty."
-    kind = element(KINDS[name])
-    empty = ('', ' ') if Text in (kind, *get_args(kind)) or base_type(kind) is not str else ()
-    wrong = ('{',) if get_origin(kind) is dict else (*NO_VALUE[base_type(kind)], *empty, object())
+    many = get_origin(KINDS[name]) is list
+    kind = get_args(KINDS[name])[0] if many else KINDS[name]
+    base, words, _ = rule_of(kind)
+    empty = ('', ' ') if Text in (kind, *get_args(kind)) or base is not str else ()
+    wrong = ('{',) if base is dict else (*NO_VALUE[base], *empty, object())
     cfg = next(c for c in preset('shapes') if hasattr(c, name))
     for value in wrong:
-        with pytest.raises(UsageError) as error: evolve(cfg, **{name: [value]*3 if get_origin(base_type(KINDS[name])) is list else value})
-        assert str(error.value).startswith(name) and f': give {words_of(kind)}' in str(error.value), (value, str(error.value))
+        with pytest.raises(UsageError) as error: evolve(cfg, **{name: [value]*3 if many else value})
+        assert str(error.value).startswith(name) and f': give {words}' in str(error.value), (value, str(error.value))
 
 
 def test_no_clipping():

@@ -183,8 +183,8 @@ def test_what_was_downloaded_before_is_found(no_hub, monkeypatch, tmp_path, toke
 def test_a_path_is_never_a_name(no_hub, caplog):
     "`./rows` that is not here must not become `rows` of somebody."
     for ask in (load_configs, get_tokenizer):
-        with pytest.raises(FileNotFoundError, match='^./rows: there is no such file or directory'): ask('./rows')
-    with pytest.raises(FileNotFoundError, match='./rows: there is no such file or directory'): load_splits('./rows')
+        with pytest.raises(FileNotFoundError, match='^./rows: No such file or directory'): ask('./rows')
+    with pytest.raises(FileNotFoundError, match='./rows: No such file or directory'): load_splits('./rows')
     assert not caplog.records
 
 

@@ -5,18 +5,15 @@
 # %% ../../nbs/07_core.advice.ipynb #e734e36c
 from __future__ import annotations
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any,NamedTuple
 
 from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
-from .usage import require
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'NANOVLMS', 'MOST_WORKERS', 'Table', 'MAX_IMAGES', 'MAX_LENGTH',
-           'SAVE_EARLY', 'SAVE_LATER', 'PROJECTOR_RANGES', 'grouped', 'over_budget', 'capped_workers', 'loader_workers',
-           'more_workers', 'smaller_pictures', 'if_it_waits', 'if_it_works', 'stability_advice', 'Remedy',
-           'smaller_batches', 'memory_remedies', 'remedy_line', 'memory_lines', 'advice', 'checkpoints_written',
-           'save_notes', 'projector_advice', 'lint']
+__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'Table', 'GO_FASTER', 'grouped', 'over_budget', 'capped_workers',
+           'loader_workers', 'more_workers', 'smaller_pictures', 'if_it_waits', 'if_it_works', 'stability_advice',
+           'Remedy', 'smaller_batches', 'memory_remedies', 'remedy_line', 'advice', 'checkpoints_written', 'save_notes',
+           'projector_advice', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
 MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
@@ -26,13 +23,9 @@ SHARE = dict(forward_backward='compute', optimizer='other', validation='other', 
 
 def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
-    known = ('compute',*MOST)
-    unknown = sorted(set(shares)-set(known)-set(SHARE))
-    require(not unknown, f"unknown share {unknown[:1]}: give some of {', '.join((*known, *SHARE))}")
-    require(not shares or .99<sum(shares.values())<1.01,
-        f'the shares add up to {sum(shares.values()):.2f}: give shares of the whole time, which make 1')
-    parts = [(SHARE.get(name, name), v) for name,v in shares.items()]
-    return {k:sum(v for kind,v in parts if kind==k) for k in known if k in dict(parts)}
+    parts:dict[str,float] = {}
+    for name,v in shares.items(): parts[SHARE.get(name, name)] = parts.get(SHARE.get(name, name), 0)+v
+    return parts
 
 def over_budget(shares:dict[str,float])->dict[str,float]:
     "Returns the shares of the time that are not as they should be, see `grouped`."
@@ -40,8 +33,6 @@ def over_budget(shares:dict[str,float])->dict[str,float]:
 
 # %% ../../nbs/07_core.advice.ipynb #bdd538a8
 WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
-NANOVLMS = 3 # loader processes of a rank in nanoVLM, for a machine that is not known
-MOST_WORKERS = 16 # each of them holds packs in memory
 
 def capped_workers(number:int, cpus:int|None=None, ranks:int=1)->int: # of the machine; None: unknown
     "Returns how many of so many loader processes each of a machine's ranks can bear: at most its processors."
@@ -50,7 +41,7 @@ def capped_workers(number:int, cpus:int|None=None, ranks:int=1)->int: # of the m
 def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
     "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
     if cfg.num_workers is not None: return cfg.num_workers
-    number = NANOVLMS if cores is None else max(1, min(cores-1, MOST_WORKERS))
+    number = 3 if cores is None else max(1, min(cores-1, 16)) # nanoVLM has 3; each holds packs in memory
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/07_core.advice.ipynb #387bc37c
@@ -61,10 +52,6 @@ def more_workers(cfg:TrainConfig, cpus:int|None=None, ranks:int=1)->int|None:
     return next((min(w, room) for w in WORKERS if now<min(w, room) and w>now), None)
 
 # %% ../../nbs/07_core.advice.ipynb #c9f5862b
-def _never_streamed(path):
-    "Whether a data set is read without `stream_dataset` in any case: drawn scenes, and JSON lines."
-    return path=='shapes' or path.endswith('.jsonl') or any(Path(path).glob('*.jsonl'))
-
 def smaller_pictures(cfg:VLMConfig)->list[int]:
     "Returns ever smaller values of `max_img_size`, down to one tile."
     n = cfg.max_img_size//cfg.vit_img_size
@@ -76,51 +63,40 @@ Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (con
 def if_it_waits(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1)->Table: # of the machine
     "Returns what helps a run that waits for data or for other ranks."
     more,smaller,a = more_workers(c, cpus, ranks),smaller_pictures(v),c.gradient_accumulation_steps
-    now = loader_workers(c, cpus and max(cpus//ranks, 1))
-    return dict(data=[(more, f'num_workers {now} -> {more}'),
-        (not c.stream_dataset and not _never_streamed(c.train_dataset_path),
-            'stream_dataset True, if the disk is slow: files are then read from front to back'),
-        (v.resize_to_max_side_len and smaller,
-            'resize_to_max_side_len False: small pictures stay small and are not cut into many tiles'),
+    streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
+    return dict(data=[(more, f'num_workers {loader_workers(c, cpus and max(cpus//ranks, 1))} -> {more}'),
+        (not streamed, 'stream_dataset True, if the disk is slow'),
+        (v.resize_to_max_side_len and smaller, 'resize_to_max_side_len False: fewer tiles of small pictures'),
         (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
-    ], communication=[(c.sharding=='zero3',
-            'sharding zero3 -> zero2, if the weights fit: they are then not fetched in every block'),
-        (a<16, f'gradient_accumulation_steps {a} -> 16: fewer exchanges; an update then has {16/a:.3g} times '
-            'as many packs, unless batch_size goes down'),
-        (c.max_tiles_per_knapsack is None, 'balance the ranks: max_tiles_per_knapsack limits what the '
-            'fullest pack costs, and the others wait for it')])
+    ], communication=[(c.sharding=='zero3', 'sharding zero3 -> zero2, if the weights fit'),
+        (a<16, f'gradient_accumulation_steps {a} -> 16: fewer exchanges, but {16/a:.3g} times as many packs'),
+        (c.max_tiles_per_knapsack is None, 'max_tiles_per_knapsack: no rank waits for the fullest pack')])
 
 # %% ../../nbs/07_core.advice.ipynb #417dcf21
 def if_it_works(c:TrainConfig, shares:dict[str,float]={})->Table: # with `validation` and `checkpoint`
     "Returns what helps a run that spends its time beside forward and backward, or in them."
     part,a = lambda name: shares.get(name, 0)>MOST['other']/2,c.gradient_accumulation_steps
-    return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}, '
-            f'or fewer max_val_batches than {c.max_val_batches}'),
+    return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
         (part('checkpoint') and c.save_interval, f'save_interval {c.save_interval} -> {2*c.save_interval}'),
-        (c.offload_optimizer, 'offload_optimizer False: the update is then made on the accelerator'),
+        (c.offload_optimizer, 'offload_optimizer False: the accelerator makes the update'),
         (not c.async_save, 'async_save True: checkpoints are written while training goes on'),
         (c.stats_log_interval<100, f'stats_log_interval {c.stats_log_interval} -> 100'),
         (a<16, f'gradient_accumulation_steps {a} -> 16: fewer optimizer steps for the same packs'),
     ], compute=[(not c.compile, 'compile True'),
         (c.dtype=='float32', 'dtype float32 -> auto: matrix products in 16 bits'),
-        (c.language_checkpointing or c.vision_checkpointing, 'language_checkpointing and '
-            'vision_checkpointing False, if the memory allows it: nothing is then computed twice'),
-        (c.batch_size<4, f'batch_size {c.batch_size} -> {2*c.batch_size} with half of '
-            'gradient_accumulation_steps, if the memory allows it')])
+        (c.language_checkpointing or c.vision_checkpointing,
+            'language_checkpointing and vision_checkpointing False, if the memory allows it'),
+        (c.batch_size<4, f'batch_size {c.batch_size} -> {2*c.batch_size}, if the memory allows it')])
 
 # %% ../../nbs/07_core.advice.ipynb #eedaaff6
-def stability_advice(train_cfg:TrainConfig)->list[str]:
+def stability_advice(c:TrainConfig)->list[str]:
     "Returns what helps a run whose loss or gradient norm jumps, the first first."
-    c = train_cfg
     backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
-    rates = {n:getattr(c, n) for n in (('lr_lora',) if c.lora_rank else backbones)}
-    clip = '1.0' if c.max_grad_norm is None else f'{c.max_grad_norm/2:g}'
-    lr_mp = c.lr_mp and not c.lora_rank
-    return [*[f'lr_mp {c.lr_mp:g} -> {.001 if c.lr_mp>.001 else c.lr_mp/2:g}']*bool(lr_mp),
-        f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}',
-        *(f'{n} {lr:g} -> {lr/2:g}' for n,lr in rates.items() if lr),
-        f'max_grad_norm {c.max_grad_norm} -> {clip}: a lower threshold, since a higher one lets '
-            'larger steps through']
+    names = ('lr_lora',) if c.lora_rank else ('lr_mp',*backbones)
+    rates = [f'{n} {lr:g} -> {min(lr/2, .001):g}' for n in names if (lr := getattr(c, n))]
+    warmup = f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}'
+    clip = f'max_grad_norm {c.max_grad_norm} -> {(c.max_grad_norm or 2)/2:g}: a higher one lets more through'
+    return [*rates[:1], warmup, *rates[1:], clip]
 
 # %% ../../nbs/07_core.advice.ipynb #d2eae117
 class Remedy(NamedTuple):
@@ -134,26 +110,22 @@ def smaller_batches(cfg:TrainConfig)->list[dict]:
     return [dict(batch_size=n, gradient_accumulation_steps=a*b//n) for n in range(b-1, 0, -1) if b%n==0]
 
 # %% ../../nbs/07_core.advice.ipynb #c24d6542
-MAX_IMAGES,MAX_LENGTH = 10,2048 # images and tokens of a pack when memory is short
-
 def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cuda')->list[Remedy]:
     "Returns what to change when memory is short, in the order in which to try it, one on top of the other."
-    fewer = {n:min(getattr(t, n), MAX_IMAGES) for n in ('max_images_per_knapsack','max_images_per_example')}
-    shorter = dict(lm_max_length=MAX_LENGTH, max_sample_length=min(t.max_sample_length, MAX_LENGTH))
+    fewer = {n:min(getattr(t, n), 10) for n in ('max_images_per_knapsack','max_images_per_example')}
+    shorter = dict(lm_max_length=2048, max_sample_length=min(t.max_sample_length, 2048))
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
     tower,stages = adapted if t.lora_rank else t.lr_backbone_pair[0],('ddp','zero2','zero3')
     rows = [*((True, new, 'the update stays the same') for new in smaller_batches(t)),
-        (t.max_images_per_knapsack>MAX_IMAGES, fewer, 'packs with many pictures are split'),
-        (v.lm_max_length>MAX_LENGTH, shorter,
-            'samples that are longer are dropped, and an update has fewer tokens'),
+        (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
+        (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens'),
         *((learns and not getattr(t, f'{part}_checkpointing'), {f'{part}_checkpointing':True},
             'up to a third more arithmetic') for part,learns in (('language',True), ('vision',tower))),
         *((True, dict(max_img_size=n), 'pictures lose detail') for n in smaller_pictures(v)),
         (not t.max_tiles_per_knapsack, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'),
         *((world_size>1, dict(sharding=s), 'more traffic between ranks')
             for s in stages[stages.index(t.sharding)+1:]),
-        (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True),
-            'updates are made at the speed of the CPU')]
+        (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True), 'updates are slow')]
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #93e6c4ff
@@ -161,36 +133,28 @@ def remedy_line(remedy:Remedy)->str:
     "Returns the settings and the price of a remedy in words."
     return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
-def memory_lines(remedies:list[Remedy], keeps:Callable|None=None)->list[str]: # see `advice`
-    "Returns a line on what helps, and one on what helps only a new run."
-    now = [r for r in remedies if keeps is None or keeps(r.changes)]
-    parts = ('out of memory', now),('only in a new run', [r for r in remedies if r not in now])
-    return [f"{name}: {'; '.join(map(remedy_line, group))}" for name,group in parts if group]
-
 # %% ../../nbs/07_core.advice.ipynb #effcae7d
-def advice(shares:dict[str,float], train_cfg:TrainConfig, vlm_cfg:VLMConfig|None=None,
+GO_FASTER = 'the time is well spent; to go faster'
+
+def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
-    keeps:Callable|None=None, # `keeps(changes)`: may a run resume with them? None: it has not begun
+    keeps:Callable=lambda changes: True, # may a run resume with them?
     cpus:int|None=None, ranks:int=1, device:str='cuda', # of the machine on which it computes
 )->list[str]:
     "Returns a line for each thing that is not in order, with what to change; for `shares` see `grouped`."
-    v,c,missed = vlm_cfg or VLMConfig(),train_cfg,over_budget(shares)
-    what = {kind:'; '.join(s for ok,s in rows if ok)
-        for kind,rows in (if_it_waits(v, c, cpus, ranks)|if_it_works(c, shares)).items()}
-    said = memory_lines(memory_remedies(v, c, ranks, device), keeps) if oom else []
-    if unstable: said.append(f"unstable: {'; '.join(stability_advice(c))}")
-    for kind,x in missed.items():
-        if kind!='compute': said.append(f"{kind} takes {100*x:.0f} % of the time, at most "
-            f"{100*MOST[kind]:.0f} % is fine: {what[kind] or 'no setting is left to change'}")
-    if 'compute' in missed: said.append(f"forward and backward have {100*missed['compute']:.0f} % of the "
-        f'time, {100*LEAST_COMPUTE:.0f} % or more is fine: see the other shares')
-    if shares and not missed and what['compute']:
-        said.append(f"the time is well spent; to go faster: {what['compute']}")
-    return said
+    v,missed = v or VLMConfig(),over_budget(shares)
+    remedies = memory_remedies(v, c, ranks, device) if oom else []
+    said = {'out of memory':[remedy_line(r) for r in remedies if keeps(r.changes)],
+        'only in a new run':[remedy_line(r) for r in remedies if not keeps(r.changes)],
+        'unstable':stability_advice(c) if unstable else []}
+    for kind,rows in (if_it_waits(v, c, cpus, ranks)|if_it_works(c, shares)).items():
+        if kind in missed or kind=='compute' and shares and not missed:
+            least = f'{LEAST_COMPUTE:.0%} or more' if kind=='compute' else f'{MOST[kind]:.0%} at most'
+            why = f'{kind} takes {missed[kind]:.0%} of the time, {least} is fine' if missed else GO_FASTER
+            said[why] = [s for ok,s in rows if ok]
+    return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
-SAVE_EARLY,SAVE_LATER = (50, 100),(500, 1000) # updates between checkpoints
-
 def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
     """Returns how many checkpoints a run writes, from its beginning to its end:
     one before the first update if that is validated, and always one at the end."""
@@ -201,39 +165,34 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
 def save_notes(c:TrainConfig)->list[str]:
     "Returns what is odd about the checkpoints, a line for each."
     updates,every = updates_of_run(c),c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
-    if not every:
-        return ['save_interval is 0 and eval_in_epochs False: the only checkpoint is the one at the end']
-    advised = (f'{SAVE_EARLY[0]} to {SAVE_EARLY[1]} with max_keep_ckpts 3 while you try whether a run works, '
-        f'{SAVE_LATER[0]} to {SAVE_LATER[1]} with max_keep_ckpts 1 later')
-    n = '' if updates is None else f'{checkpoints_written(c, updates)} '
-    rows = [(not SAVE_EARLY[0]<=every<=SAVE_LATER[1], f'a checkpoint every {every} updates: {advised}'),
+    if not every: return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
+    advised = ('50 to 100 with max_keep_ckpts 3 while you try whether a run works, '
+        '500 to 1000 with max_keep_ckpts 1 later')
+    stay = 'the' if updates is None else f'{checkpoints_written(c, updates)}'
+    rows = [(not 50<=every<=1000, f'a checkpoint every {every} updates: {advised}'),
         (c.max_keep_ckpts==-1 and (updates is None or updates//every>3),
-            f'max_keep_ckpts is -1: all {n}checkpoints stay on the disk; {advised}')]
+            f'max_keep_ckpts is -1, all {stay} checkpoints stay on the disk: {advised}')]
     return [s for ok,s in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #23799a3d
-PROJECTOR_RANGES = dict(max_epochs=(4,6), packs_of_an_update=(8,32), lr_mp=(1e-4,5e-4)) # MiniMind-V's advice
-
 def projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
     "Returns a line for each number that is unusual in a run that trains only the projector."
     if any(c.lr_backbone_pair) or c.lora_rank: return []
-    values = dict(max_epochs=epochs or c.max_epochs, packs_of_an_update=effective_batch_size(c, ranks),
-        lr_mp=c.lr_mp)
-    return [f'{name} is {v:g}: for a projector alone, {low} to {high} is usual' for name,v in values.items()
-        for low,high in [PROJECTOR_RANGES[name]] if v is not None and not low<=v<=high]
+    rows = [('max_epochs', epochs or c.max_epochs, 4, 6), ('lr_mp', c.lr_mp, 1e-4, 5e-4),
+        ('packs_of_an_update', effective_batch_size(c, ranks), 8, 32)] # MiniMind-V's ranges
+    return [f'{name} is {v:g}: for a projector alone, {low:g} to {high:g} is usual'
+        for name,v,low,high in rows if v is not None and not low<=v<=high]
 
 # %% ../../nbs/07_core.advice.ipynb #e8d0096d
 def lint(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
     most = capped_workers(n, cpus, ranks)
-    rows:list[tuple[Any,str]] = [
-        (most<n, f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
+    rows = [(most<n, f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
             f'{most} at most, more only hinder each other'),
-        (c.lr_mp>.001 and not c.warmup_ratio, f'lr_mp {c.lr_mp:g} without a warm-up: '
-            'the fresh projector sends noise into both backbones; give warmup_ratio 0.03'),
-        (c.max_grad_norm is None,
-            'max_grad_norm is None: a single bad batch can throw the weights away; 1.0 is usual'),
-        (v.vlm_load_backbone_weights is False and v.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint,
+        (c.lr_mp>.001 and not c.warmup_ratio,
+            f'lr_mp {c.lr_mp:g} without a warm-up sends noise into both backbones: give warmup_ratio 0.03'),
+        (c.max_grad_norm is None, 'max_grad_norm is None: one batch can throw the weights away, 1.0 is usual'),
+        (not v.vlm_load_backbone_weights and v.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint,
             'vlm_load_backbone_weights is False: a model of this size starts from random weights')]
     return save_notes(c)+projector_advice(c, ranks, epochs)+[s for ok,s in rows if ok]

@@ -6,12 +6,11 @@
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1', 'Above1F', 'Fraction', 'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text',
            'OneName', 'Function', 'SCHEDULES', 'Schedule', 'ELSEWHERE', 'C', 'IGNORE', 'FOLLOWS', 'CHAT_TEMPLATE',
            'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS',
-           'CONFIG', 'CODE', 'COMMON', 'base_type', 'words_of', 'as_type', 'elsewhere', 'check_known', 'Remembers',
-           'Config', 'many', 'default_of', 'image_tokens', 'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig',
-           'check_configs', 'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml',
-           'read_sections', 'read_yaml', 'code_of', 'code_flags', 'is_of_run', 'check_code', 'load_yaml', 'from_text',
-           'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy', 'updates_of_run',
-           'length_of_run', 'load_function', 'get_run_name']
+           'CONFIG', 'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Remembers', 'Config', 'many', 'default_of',
+           'image_tokens', 'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
+           'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_of',
+           'code_flags', 'is_of_run', 'check_code', 'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env',
+           'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -52,51 +51,42 @@ Schedule = Annotated[str, f"one of {', '.join(SCHEDULES)}, or module:function of
 # %% ../../nbs/02_core.config.ipynb #6a107bf9
 _BASIC = {int:'a whole number', float:'a finite number', bool:'True or False', str:'a text in UTF-8'}
 
-def base_type(kind:Any)->Any:
-    "Returns the type of an annotation without None and its rule, e.g. `int`; `list[Pos]` stays as it is."
+def rule_of(kind:Any)->tuple[type,str,Callable]:
+    "Returns what an annotation asks for: a type, its rule in words, and a test; of a list, of its elements."
     args,outer = get_args(kind),get_origin(kind)
-    if NoneType in args: return base_type(args[0])
-    return str if outer is Literal else args[0] if outer is Annotated else kind
-
-def words_of(kind:Any)->str:
-    "Returns the rule of an annotation in words: what to give."
-    args,outer = get_args(kind),get_origin(kind)
-    if NoneType in args: return words_of(args[0])+', or None'*(base_type(kind) is not str)
-    if outer is list: return words_of(args[0])
-    if outer is Annotated: return args[1]
-    return f"one of {', '.join(args)}" if outer is Literal else _BASIC.get(kind, 'a dictionary, as JSON')
+    if NoneType in args:
+        base,words,ok = rule_of(args[0])
+        return base,words+', or None'*(base is not str),ok
+    if outer is list: return list,*rule_of(args[0])[1:]
+    if outer is Annotated: return args
+    if outer is Literal: return str,f"one of {', '.join(args)}",args.__contains__
+    return outer or kind,_BASIC.get(kind, 'a dictionary, as JSON'),lambda _: True
 
 # %% ../../nbs/02_core.config.ipynb #9c466963
-def _converted(value, kind):
-    "The value as `kind`; a TypeError or ValueError where it is none."
-    args,outer = get_args(kind),get_origin(kind)
-    if NoneType in args: return None if value is None else _converted(value, args[0])
-    if outer is Annotated:
-        value = _converted(value, args[0])
-        if args[2](value): return value
-    elif outer is Literal and value in args: return value
-    elif kind is int and type(value) is int: return value
-    elif kind in (int,float) and not isinstance(value, bool):
-        number = float(value)
-        if math.isfinite(number) and (kind is float or number.is_integer()): return kind(number)
-    elif kind is str and isinstance(value, Path): return str(value)
-    elif type(value) is kind and (kind is not str or value.encode('utf-8') is not None): return value
+def _read(value, base):
+    "The value as a number or a text; a TypeError or ValueError where it is none."
+    if isinstance(value, Path): value = str(value)
+    if base in (int,float) and not isinstance(value, bool):
+        number = value if type(value) is int else float(value)
+        if math.isfinite(number) and number==base(number): return base(number)
+    elif type(value) is base and str(value).encode() is not None: return value # not every text is UTF-8
     raise ValueError
 
 # %% ../../nbs/02_core.config.ipynb #9c466964
 def as_type(name:str, value:Any, kind:Any)->Any:
     "Returns the value of a setting as its annotation says, or raises a UsageError with the rule in words."
-    inner = get_args(kind)[0] if value is not None and NoneType in get_args(kind) else kind
-    outer,args = get_origin(inner),get_args(inner)
-    if outer is list:
-        return [as_type(name, v, args[0]) for v in (value if isinstance(value, (list,tuple)) else [value])]
-    if outer is dict and isinstance(value, dict):
-        return {k:as_type(name, v, args[1]) for k,v in value.items()}
-    try: return _converted(value, kind)
-    except (TypeError, ValueError, OverflowError):
-        empty = isinstance(value, str) and not value.strip()
-        shown = 'empty' if empty else str(value) if base_type(kind) in (int,float) else repr(value)
-        raise UsageError(f"{name} is {shown}: give {words_of(kind)}{', or leave it out'*empty}") from None
+    if value is None and NoneType in get_args(kind): return None
+    base,words,ok = rule_of(kind)
+    if base is list:
+        several = value if isinstance(value, (list,tuple)) else [value]
+        return [as_type(name, v, get_args(kind)[0]) for v in several]
+    if base is dict and isinstance(value, dict): return {k:as_type(name, v, str) for k,v in value.items()}
+    try:
+        if ok(new := _read(value, base)): return new
+    except (TypeError, ValueError, OverflowError): pass
+    empty = isinstance(value, str) and not value.strip()
+    shown = 'empty' if empty else str(value) if base in (int,float) else repr(value)
+    raise UsageError(f"{name} is {shown}: give {words}{', or leave it out'*empty}")
 
 # %% ../../nbs/02_core.config.ipynb #c17e5a02
 ELSEWHERE = {name:here for line in '''epochs num_epochs num_train_epochs = max_epochs; max_steps max_iters =
@@ -120,27 +110,20 @@ ELSEWHERE = {name:here for line in '''epochs num_epochs num_train_epochs = max_e
     for name in names.split()} # name in another project -> here
 
 # %% ../../nbs/02_core.config.ipynb #a2bd2182
-def elsewhere(name:str)->str|None:
-    "Returns what a name of another project is here, for `--grad-clip` with dashes; None: it is none."
-    here = ELSEWHERE.get(name.lstrip('-').split('.')[-1].replace('-', '_'))
-    return f'--{here}' if here and name.startswith('-') and not here.startswith('nothing') else here
-
-def check_known(names:Iterable[str], known:Iterable[str], what:str, few:int=12)->None:
+def check_known(names:Iterable[str], known:Iterable[str], what:str)->None:
     """Raises a UsageError about the first of `names` that is not known, with the one that was probably meant.
-    `what` says what a name means; if none is near, at most `few` are listed."""
+    `what` says what a name means."""
     known = [*known]
-    for name in names:
+    for name in map(str, names):
         if name in known: continue
-        here,near = elsewhere(name),nearest(name, known)
-        options = f"give one of {', '.join(known)}" if len(known)<=few else '--help shows those that exist'
+        here,near = ELSEWHERE.get(name.lstrip('-').split('.')[-1]),nearest(name, known)
+        options = f"give one of {', '.join(known)}" if len(known)<=12 else '--help shows those that exist'
         remedy = f'here it is {here}' if here else f'did you mean `{near}`?' if near else options
         raise UsageError(f'unknown {what} `{name}`: {remedy}')
 
 # %% ../../nbs/02_core.config.ipynb #01914d38
 C = TypeVar('C', bound='Config') # one of the two configurations
 IGNORE = -100 # label of a position that has no target: what torch's cross entropy ignores
-
-def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
 
 @dataclass
 class Remembers:
@@ -157,6 +140,8 @@ class Remembers:
         super().__setattr__(name, value)
 
 # %% ../../nbs/02_core.config.ipynb #01914d39
+def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
+
 @dataclass
 class Config(Remembers):
     "Checks itself, becomes a dictionary or a JSON file, and comes back."
@@ -181,14 +166,13 @@ class Config(Remembers):
     def from_dict(cls:type[C], values:dict)->C:
         "Returns the configuration with these values; an unknown name is an error."
         require(isinstance(values, dict), f'a {cls.__name__} is {values!r}: give a dictionary')
-        check_known(values, [f.name for f in fields(cls)], f'field of {cls.__name__}')
+        check_known(values, cls.__dataclass_fields__, f'field of {cls.__name__}')
         return cls(**values)
 
     def to_json(self)->str:
         "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        hidden = [f.name for f in fields(self) if f.name in OWN_FIELDS
-            and (f.name in OF_RUN or getattr(self, f.name)==default_of(f))]
-        return json.dumps({k:v for k,v in self.to_dict().items() if k not in hidden}, indent=4)
+        usual = {f.name for f in fields(self) if f.name in OF_RUN or getattr(self, f.name)==default_of(f)}
+        return json.dumps({k:v for k,v in self.to_dict().items() if k not in usual&OWN_FIELDS}, indent=4)
 
     def save(self, path:str|Path)->None:
         "Writes `to_json()` to a file, or to `config.json` in a directory."
@@ -199,8 +183,7 @@ class Config(Remembers):
         "Returns what `save` or nanoVLM wrote to a file, or to `config.json` in a directory."
         file = _json_file(path)
         try: return cls.from_dict(json.loads(file.read_text(encoding='utf-8')))
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
-            raise UsageError(f'{file} is no JSON ({e}): correct it, or give another') from e
+        except ValueError as e: raise UsageError(f'{file}: {e}') from e
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d001
 if TYPE_CHECKING: Derived = int # read, such a field is a number
@@ -337,25 +320,22 @@ class VLMConfig(Config):
             vars(self)['vlm_extra_tokens'] = smolvlm_tokens()
         for name,value in self.derived().items():
             if getattr(self, name) is None: vars(self)[name] = value
-        for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
             if len({*getattr(self, name)})==1: vars(self)[name] = getattr(self, name)[:1]
+        for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
 def _sizes_divide(c):
     "Heads, patches, tiles and groups: conditions, and what to say."
-    heads = 'lm_hidden_dim','lm_n_heads'
+    heads = 'lm_hidden_dim/lm_n_heads' if c.lm_head_dim is None else 'lm_head_dim'
     pairs = [('vit_hidden_dim','vit_n_heads'), ('vit_img_size','vit_patch_size'),
-        ('max_img_size','vit_img_size'), ('lm_n_heads','lm_n_kv_heads'), *[heads]*(c.lm_head_dim is None)]
-    numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]+[('vit_img_size/vit_patch_size',
-        c.patches_per_side, 'mp_pixel_shuffle_factor', c.mp_pixel_shuffle_factor)]
+        ('max_img_size','vit_img_size'), ('lm_n_heads','lm_n_kv_heads'),
+        ('patches_per_side','mp_pixel_shuffle_factor')]+[('lm_hidden_dim','lm_n_heads')]*(not c.lm_head_dim)
+    numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
     return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them') for n,x,by,y in numbers),
-        (c.head_width>0 and c.head_width%2==0, f"{'lm_head_dim' if c.lm_head_dim else '/'.join(heads)} is "
-            f'{c.head_width}, but rotary embedding needs an even width: change one of them'),
-        (c.vit_cls_flag or not c.vit_keep_patches,
-            'vit_keep_patches drops a class token, but vit_cls_flag is False: set one of them'),
-        (c.moe_top_k<=c.moe_experts, f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: '
-            'lower the first or raise the second'),
+        (c.head_width%2==0, f'{heads} is {c.head_width}, but rotary embedding needs an even one: change it'),
+        (c.vit_cls_flag or not c.vit_keep_patches, 'vit_keep_patches without vit_cls_flag: set both'),
+        (c.moe_top_k<=c.moe_experts, f'moe_top_k {c.moe_top_k} > moe_experts {c.moe_experts}: lower it'),
         *((len(v) in (1,3), f'{n} is {v}: give one number, or three for red, green and blue')
             for n,v in (('pixel_mean',c.pixel_mean), ('pixel_std',c.pixel_std)))]
 
@@ -365,15 +345,13 @@ def _tokens_suffice(c):
     n,smol = c.max_img_size//c.vit_img_size,c.image_convention=='smolvlm'
     needed = ['image_token']+['fake_image_token','global_image_token']*smol+[f'r{n}c{n}']*(n>1)
     missing = [t for t in needed if t not in c.vlm_extra_tokens]
-    fixed = {n:(getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim'}
-    return [
-        (not c.vlm_checkpoint_path.startswith('~'), f'vlm_checkpoint_path is {c.vlm_checkpoint_path!r}: '
-            'a shell replaces ~, a file does not, write the whole path'),
-        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles "
-            f'(max_img_size {c.max_img_size}) with image_convention {c.image_convention}: add tokens, leave '
-            'vlm_extra_tokens out, or lower max_img_size'),
+    follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
+    return [(c.vlm_checkpoint_path[0]!='~',
+            f'vlm_checkpoint_path is {c.vlm_checkpoint_path!r}: only a shell replaces ~, write it out'),
+        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles of a "
+            f'{c.image_convention} picture: add it, leave vlm_extra_tokens out, or lower max_img_size'),
         *((now==v or n=='lm_vocab_size' and now>v, f'{n} is {now}, but the other fields make {v}: '
-            'leave it out or change them') for n,(now,v) in fixed.items()),
+            'leave it out or change them') for n,now,v in follow),
         (c.lm_max_length>c.mp_image_token_length, f'lm_max_length {c.lm_max_length} leaves no room beside '
             f'the {c.mp_image_token_length} tokens of a picture: raise it')]
 
@@ -555,19 +533,18 @@ class TrainConfig(Config):
 # %% ../../nbs/02_core.config.ipynb #56d5d992
 def _sizes_fit(c):
     "Lengths, data and sharding: conditions, and what to say."
-    names,weights = c.train_dataset_name,c.train_dataset_weights
+    names,weights,images = c.train_dataset_name,c.train_dataset_weights,c.max_images_per_example
     return [
         (None in (c.max_training_samples,c.max_epochs), f'max_training_samples {c.max_training_samples} and '
             f'max_epochs {c.max_epochs} both end the run: set one of them to None'),
         (len(c.betas)==2, f'betas is {c.betas}: give two numbers, 0 <= b < 1'),
         (names, 'train_dataset_name is empty: name a configuration, or `all`'),
-        (c.max_images_per_example<=c.max_images_per_knapsack, f'max_images_per_example '
-            f'{c.max_images_per_example} does not fit into a pack of max_images_per_knapsack '
-            f'{c.max_images_per_knapsack}: lower the first or raise the second'),
+        (images<=c.max_images_per_knapsack, f'max_images_per_example {images} does not fit into '
+            f'max_images_per_knapsack {c.max_images_per_knapsack}: lower the first or raise the second'),
         (not weights or {'all','shards'}&{*names} or len(weights)==len(names), f'{len(weights)} '
             f'train_dataset_weights for {len(names)} names in train_dataset_name: give one for each'),
-        (not c.offload_params or c.sharding=='zero3', f'offload_params needs sharding zero3, not '
-            f'{c.sharding}: every rank holds all weights; give zero3, or offload_optimizer alone'),
+        (not c.offload_params or c.sharding=='zero3',
+            f'offload_params needs sharding zero3, not {c.sharding}: give it, or offload_optimizer alone'),
         (not (c.load_from and c.resume_from_vlm_checkpoint),
             'load_from and resume_from_vlm_checkpoint both name weights: give one')]
 
@@ -576,36 +553,31 @@ def _parts_fit(c):
     "The same for adapters, beside which all other weights are frozen, and for what needs a frozen part."
     rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
     vision,language = (0.,0.) if rank else c.lr_backbone_pair
-    trains = (f'needs a frozen vision tower, but it trains with rate {vision}: '
-        'set lr_vision_backbone (or lr_backbones) to 0')
-    alone = f'beside sharding {c.sharding}, whose ranks must all use the model at the same time'
+    trains = 'needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'
+    alone = f'and sharding {c.sharding}, whose ranks use the model together:'
     return [
-        (rank or c.lora_alpha is None, f'lora_alpha {c.lora_alpha} without lora_rank: '
-            'give --lora_rank 16, say'),
+        (rank or c.lora_alpha is None, f'lora_alpha {c.lora_alpha} without lora_rank: give --lora_rank 16'),
         (not rank or c.lora_targets, 'lora_targets is empty: name a part of the model, such as decoder'),
-        (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: all weights stay as '
-            'they are beside adapters; name blocks in lora_targets, such as decoder.blocks.31'),
-        (not rank or c.save_vision, f'save_vision False and lora_rank {rank}: a checkpoint of adapters holds '
-            'no tower anyway, leave save_vision out'),
-        (not (c.cache_features and c.custom_transforms), 'cache_features with custom_transforms: changed '
-            'pictures are new ones in each epoch, and their features would fill the disk; leave one out'),
+        (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
+            'name blocks in lora_targets instead, such as decoder.blocks.31'),
+        (not rank or c.save_vision,
+            f'save_vision False and lora_rank {rank}: adapters are saved without a tower, leave it out'),
+        (not (c.cache_features and c.custom_transforms),
+            'cache_features and custom_transforms, which change a picture each time: leave one out'),
         (vision==0 or not c.cache_features, f'cache_features {trains}'),
         (vision==0 or c.save_vision, f'save_vision False {trains}, or it would be lost'),
-        (ddp or not c.cache_features, f'cache_features {alone}: set sharding to ddp, or leave it out'),
-        (ddp or c.eval_backend!='in_process', f'eval_backend in_process {alone}: give subprocess'),
-        (language>0 or rank or last is None, f"language_last_blocks is {last}, but the language model's "
-            'learning rate is 0: raise it, or set language_last_blocks to None')]
+        (ddp or not c.cache_features, f'cache_features {alone} set sharding to ddp'),
+        (ddp or c.eval_backend!='in_process', f'eval_backend in_process {alone} give subprocess'),
+        (language>0 or rank or last is None,
+            f'language_last_blocks is {last}, but lr_language_backbone is 0: raise one, or leave it out')]
 
 # %% ../../nbs/02_core.config.ipynb #63fc29fc
 def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     "Raises a UsageError where the model and the run contradict each other."
-    v,c = vlm_cfg,train_cfg
-    length,picture = c.max_sample_length,v.mp_image_token_length+1
-    lanes = c.batch_size*c.gradient_accumulation_steps
-    require(length<=v.lm_max_length, f'max_sample_length {length} > lm_max_length {v.lm_max_length}: '
-        'lower the first or raise the second')
-    require(picture<length, f'a picture takes {picture} tokens or more, max_sample_length is {length}: '
-        'every sample with a picture would be dropped, raise max_sample_length')
+    c,length,most = train_cfg,train_cfg.max_sample_length,vlm_cfg.lm_max_length
+    picture,lanes = vlm_cfg.mp_image_token_length+1,c.batch_size*c.gradient_accumulation_steps
+    require(length<=most, f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
+    require(picture<length, f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
     for name in ('num_workers','val_workers'):
         n = getattr(c, name) or 0
         require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '
@@ -747,10 +719,9 @@ class _EachOnce(yaml.SafeLoader):
     "A loader of YAML that refuses a name that occurs twice."
     def construct_mapping(self, node, deep=False):
         names = [key.value for key,_ in node.value]
-        twice = next((n for n in names if names.count(n)>1), None)
-        if twice is None: return super().construct_mapping(node, deep)
-        raise yaml.constructor.ConstructorError(None, None, f'`{twice}` is there twice: leave one out',
-            node.start_mark)
+        for twice in (n for n in names if names.count(n)>1):
+            raise yaml.YAMLError(f'`{twice}` is there twice, {node.start_mark}: leave one out')
+        return super().construct_mapping(node, deep)
 
 # %% ../../nbs/02_core.config.ipynb #705f2e54
 def read_sections(path:str|Path, remedy:str)->dict:
@@ -765,12 +736,12 @@ def read_yaml(path:str|Path)->tuple[str|None,dict,dict]:
     "Returns preset (or None), fields of the model and of the run as a YAML file names them; all names exist."
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(sections, ['preset','vlm','train'], f'section in {path}')
-    vlm,train = sections.get('vlm') or {},sections.get('train') or {}
-    require(isinstance(vlm, dict) and isinstance(train, dict),
+    found = {s:sections.get(s) or {} for s in ('vlm','train')}
+    require(all(isinstance(lines, dict) for lines in found.values()),
             f'{path}: `vlm` and `train` hold lines of the form `field: value`')
-    known = [f'{s}.{f.name}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for f in fields(c)]
-    check_known([f'vlm.{k}' for k in vlm] + [f'train.{k}' for k in train], known, f'key in {path}')
-    return sections.get('preset'),vlm,train
+    known = [f'{s}.{n}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for n in c.__dataclass_fields__]
+    check_known([f'{s}.{n}' for s,lines in found.items() for n in lines], known, f'key in {path}')
+    return sections.get('preset'),found['vlm'],found['train']
 
 # %% ../../nbs/02_core.config.ipynb #4c0de102
 CONFIG = 'config.yaml' # settings of a run, in its directory
@@ -814,33 +785,29 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
     deepspeed_config vision_checkpointing language_checkpointing run_name eval_interval max_val_batches
     look_interval ask_samples save_interval max_keep_ckpts notes resume load_from force_resume
     stats_log_interval progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
-_WORDS = dict.fromkeys(('true','yes','t','y','1'), True) | dict.fromkeys(('false','no','f','n','0'), False)
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
+_WORDS = dict.fromkeys(('true','yes','t','y','1'), True) | dict.fromkeys(('false','no','f','n','0'), False)
+
 def from_text(text:Any, kind:Any)->Any:
     "Returns what a word of the command line means for an annotation, as `as_type` takes it."
-    base = base_type(kind)
+    base = rule_of(kind)[0]
     if NoneType in get_args(kind) and text in ('None','none','null'): return None
     if base is bool: return _WORDS.get(text.lower(), text)
-    if get_origin(base) is not dict: return text
-    try: return json.loads(text)
+    try: return json.loads(text) if base is dict else text
     except json.JSONDecodeError: return text
 
 # %% ../../nbs/02_core.config.ipynb #fb59a078
 def _add_field(group, f, kind, default, help):
-    "Adds the flag of a field; the first spelling is shown, all are understood."
-    base,choices = base_type(kind),get_args(kind) if get_origin(kind) is Literal else ()
-    outer = get_origin(base) or base
+    "Adds the flag of a field, and a twin for what is true by default."
+    base,choices = rule_of(kind)[0],get_args(kind) if get_origin(kind) is Literal else ()
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
-    def add(name, help, **words):
-        names = dict.fromkeys((f'--{name}', f"--{name.replace('_', '-')}"))
-        action = group.add_argument(*names, dest=f.name, default=default, help=help, **words)
-        action.option_strings = action.option_strings[:1]
-    words:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if outer is list else {}
-    add(f.name, help.replace('%', '%%'), metavar='|'.join(choices) or outer.__name__.upper(), **words)
+    words:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if base is list else {}
+    group.add_argument(f'--{f.name}', default=default, help=help.replace('%', '%%'),
+        metavar='|'.join(choices) or base.__name__.upper(), **words)
     if kind is bool and f.default is True:
-        add(f'no_{f.name}', help if help is SUPPRESS else f'the same as --{f.name} False',
-            action='store_const', const='False')
+        group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const', const='False',
+            default=default, help=help if help is SUPPRESS else f'the same as --{f.name} False')
 
 # %% ../../nbs/02_core.config.ipynb #fb59a079
 def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=False)->ArgumentParser:
@@ -848,8 +815,7 @@ def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=Fal
     The help shows the values of the preset `name`, and only the common fields, or `everything`."""
     parser = Parser(prog=prog, allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter,
         usage='%(prog)s [--preset NAME] [--config FILE.yaml] [--FIELD VALUE ...]',
-        description='Later wins: preset, then file, then flags. '
-                    f'The defaults shown are those of the preset {name}.',
+        description=f'Later wins: preset, then file, then flags. The defaults shown are those of {name}.',
         epilog=None if everything else f'{len(FIELDS)-len(COMMON)} more settings: --help_all')
     parser.add_argument('--help_all', action='store_true', help='show every setting')
     parser.add_argument('--preset', choices=list(PRESETS),
@@ -865,16 +831,21 @@ def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=Fal
     return parser
 
 # %% ../../nbs/02_core.config.ipynb #974a2952
+def _underscored(word):
+    "A flag with underscores, as all of ours are."
+    name = word.partition('=')[0]
+    return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
+
 def _flags(argv, prog, own):
     "What the parser read, and the fields that were given; the first flag that does not exist is an error."
     parser,kinds = make_parser(prog),{}
     for cls in (VLMConfig,TrainConfig): kinds |= get_type_hints(cls, include_extras=True)
-    args,rest = parser.parse_known_args(argv, Namespace(**dict.fromkeys(FIELDS, MISSING)))
+    words = map(_underscored, sys.argv[1:] if argv is None else argv)
+    args,rest = parser.parse_known_args([*words], Namespace(**dict.fromkeys(FIELDS, MISSING)))
     if args.help_all: make_parser(prog, everything=True).parse_args(['--help'])
-    flags = [r.split('=')[0].replace('-', '_').replace('__', '--', 1) for r in rest if r.startswith('-')]
+    flags = [r.split('=')[0] for r in rest if r.startswith('-')]
     require(flags or not rest, f"`{' '.join(rest[:1])}` belongs to no flag: write --FIELD VALUE")
-    known = [o for o in parser._option_string_actions if '-' not in o[2:]]
-    check_known(flags[:1], [*known, *own], 'flag', few=0)
+    check_known(flags[:1], [*parser._option_string_actions, *own], 'flag')
     given = {n:v for n,v in vars(args).items() if n in FIELDS and v is not MISSING}
     return args,{n:from_text(v, kinds[n]) for n,v in given.items()}
 
@@ -892,8 +863,7 @@ def parse_args(argv:list[str]|None=None, prog:str='nanovlm train', own:Iterable[
     vlm,train = change(vlm, train, named)
     check_configs(vlm, train)
     require(train.max_training_samples is None or 'max_training_steps' not in given,
-            f'max_training_steps {train.max_training_steps} has no effect beside max_training_samples '
-            f'{train.max_training_samples}: leave it out, or give --max_training_samples None')
+            'max_training_steps has no effect beside max_training_samples: give one of them')
     return vlm,train,Namespace(preset=args.preset, config=args.config, saved=source)
 
 # %% ../../nbs/02_core.config.ipynb #22971d6d

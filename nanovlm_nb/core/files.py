@@ -16,20 +16,15 @@ from pathlib import Path
 # %% ../../nbs/00_core.files.ipynb #a70f11c1
 TMP = '.nanovlm.tmp' # ends names of what is being written
 
-def write_atomic(path:str|Path, content:str|bytes, by:str='', # sets writers of the same file apart
-)->Path: # `path`
+def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets writers of one file apart
     "Replaces a file in one step, so that a reader, or a crash, sees the old content or the new one."
     path = Path(path)
     tmp = path.with_name(f'{path.name}{by and "."}{by}{TMP}')
-    try:
-        with tmp.open('wb') as f:
-            f.write(content.encode() if isinstance(content, str) else content)
-            f.flush()
-            os.fsync(f.fileno())
-        return tmp.replace(path)
-    except OSError:
-        with suppress(OSError): tmp.unlink()
-        raise
+    with tmp.open('wb') as f:
+        f.write(content.encode() if isinstance(content, str) else content)
+        f.flush()
+        os.fsync(f.fileno())
+    return tmp.replace(path)
 
 # %% ../../nbs/00_core.files.ipynb #f11e0003
 def fsync(path:Path)->None:
@@ -53,15 +48,15 @@ def remove(path:Path)->None:
 
 # %% ../../nbs/00_core.files.ipynb #a10600d6
 def file_digest(path:str|Path)->str: # 64 hexadecimal digits
-    "Returns the SHA-256 of a file's content."
-    sha,buffer = hashlib.sha256(),bytearray(1<<20)
-    with open(path, 'rb', buffering=0) as f:
-        while (n := f.readinto(buffer)): sha.update(memoryview(buffer)[:n])
+    "Returns the SHA-256 of a file."
+    sha = hashlib.sha256()
+    with open(path, 'rb') as f:
+        for block in iter(lambda: f.read(1<<20), b''): sha.update(block)
     return sha.hexdigest()
 
 def file_digests(folder:Path, names:Iterable[str])->dict[str,str]: # name relative to `folder` -> digest
-    "Returns the digests of several files; four are read at a time, the largest first."
-    names = sorted(names, key=lambda n: -(folder/n).stat().st_size)
+    "Returns the digests of several files, which are read at once."
+    names = [*names]
     with ThreadPoolExecutor(4) as pool:
         return dict(zip(names, pool.map(lambda n: file_digest(folder/n), names)))
 
@@ -93,26 +88,22 @@ def read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, diges
 # %% ../../nbs/00_core.files.ipynb #a10600df
 READ_BY_LOADERS = ('.json','.safetensors','.jinja') # endings of files that change what is loaded
 
-def missing_files(folder:Path, needs:Iterable[str]=(), # names that must be listed
-)->list[str]: # empty: all files are there, in their sizes
-    "Returns what a directory lacks; no file is read."
+def missing_files(folder:Path, needs:Iterable[str]=())->list[str]: # names that must be listed
+    "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
     if not (listed := read_manifest(folder)): return [MANIFEST]
     there = file_sizes(folder)
     return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} of {size} bytes)'
             for n,(size,_) in listed.items() if there.get(n)!=size)]
 
-def changed_files(folder:Path, deep:bool=True, # False: leave out what lies in folders
-)->list[str]: # phrases
+def changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = read_manifest(folder)
-    there = {n for n in file_sizes(folder) if listed and (deep or '/' not in n)}
-    digests = file_digests(folder, there & listed.keys())
-    added = [n for n in sorted(there-listed.keys()) if n.endswith(READ_BY_LOADERS)]
-    return [f'{n} is not as it was written' for n in sorted(digests) if digests[n]!=listed[n][1]]+[
-        f'{n} is not in its manifest' for n in added]
+    there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
+    digests = file_digests(folder, [n for n in there if n in listed])
+    return [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]+[
+        f'{n} is not in its manifest' for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
 
 # %% ../../nbs/00_core.files.ipynb #2af50e93
-def damage(folder:Path, needs:Iterable[str]=(), # names that must be listed
-)->list[str]: # phrases; empty: it is as it was written
+def damage(folder:Path, needs:Iterable[str]=())->list[str]: # phrases; see `missing_files`
     "Returns all that is wrong with a directory; every byte is read if nothing is missing."
     return [f'{m} is missing or incomplete' for m in missing_files(folder, needs)] or changed_files(folder)

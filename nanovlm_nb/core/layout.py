@@ -6,9 +6,10 @@
 __all__ = ['CU_STEP', 'TENSORS', 'document_tensors', 'target_tensors', 'check_bounds', 'slot_error', 'Layout']
 
 # %% ../../nbs/09_core.layout.ipynb #08a10003
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable,Sequence
+from dataclasses import dataclass,field,replace
+from itertools import accumulate,pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +17,11 @@ from torch import Tensor
 from .config import IGNORE
 
 # %% ../../nbs/09_core.layout.ipynb #2c881adc
-def _check_row(b, lens, start, T):
-    if any(n<1 for n in lens):
-        raise ValueError(f"row {b} has document lengths {list(lens)}: each must be at least 1")
-    if start<0: raise ValueError(f"row {b} starts at {start}: give 0 or more")
-    if start+sum(lens)>T:
-        raise ValueError(f"row {b}: documents end at {start+sum(lens)}, but a row has {T} positions: "
-                         "shorten them or lengthen the row")
-
 def _mask_span(b, row):
     if not any(row): return 0,0
     start,end = row.index(True), len(row)-row[::-1].index(True)
-    if not all(row[start:end]):
-        raise ValueError(f"attention_mask has a gap in row {b}: padding must be on the left or on the right")
-    return start,end
-
-def _row_spans(lens, start):
-    ends = [start+n for n in accumulate(lens)]
-    return list(zip([start]+ends, ends))
+    if all(row[start:end]): return start,end
+    raise ValueError(f'attention_mask has a gap in row {b}: padding must be on the left or on the right')
 
 # %% ../../nbs/09_core.layout.ipynb #08a10006
 CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multiple of this
@@ -54,35 +42,33 @@ def document_tensors(doc_lens:Sequence[Sequence[int]], # per row, the lengths of
     return dict(cu=cu, documents=documents.view(-1, T), positions=(positions*(documents>0)).view(-1, T))
 
 # %% ../../nbs/09_core.layout.ipynb #08a1000a
-def target_tensors(targets:Tensor, ignore_index:int=IGNORE, # (B, T) the id that follows, or `ignore_index`
-)->dict: # `at` and `targets` (n,) long; `bounds`, the lowest and the highest target, None if there is none
-    "Where targets are, and which."
+def target_tensors(targets:Tensor, ignore_index:int=IGNORE)->dict[str,Any]: # (B, T) the id that follows
+    "Returns where targets are (`at`), which (`targets`), and their `bounds`, lowest and highest, or None."
     flat = targets.flatten()
     at = (flat!=ignore_index).nonzero().squeeze(1)
     labels = flat[at]
     bounds = (int(labels.min()),int(labels.max())) if len(labels) else None
     return dict(at=at, targets=labels, bounds=bounds)
 
-def check_bounds(bounds:tuple[int,int]|None, vocab_size:int, # from `target_tensors`; every target is below it
-)->None:
-    "Raise a `ValueError` for a target that is no token."
-    if bounds is None or 0<=bounds[0]<=bounds[1]<vocab_size: return
-    raise ValueError(f"targets from {bounds[0]} to {bounds[1]} do not fit a vocabulary of {vocab_size}: "
-                     "check lm_vocab_size against the tokenizer")
+def check_bounds(bounds:tuple[int,int]|None, vocab_size:int)->None: # from `target_tensors`
+    "Raises a ValueError for a target that is no token."
+    if bounds and not 0<=bounds[0]<=bounds[1]<vocab_size: raise ValueError(f'targets from {bounds[0]} to '
+        f'{bounds[1]} do not fit a vocabulary of {vocab_size}: check lm_vocab_size against the tokenizer')
 
 # %% ../../nbs/09_core.layout.ipynb #08a1000d
 def slot_error(places:Sequence[tuple[str,int,int]], # (name, image tokens, tiles of its pictures)
-    per_tile:int, # image tokens that a tile yields
-)->str|None: # None: all agree
-    "Where text and pictures disagree, and what helps."
-    wrong = [f"{where}: {slots} image tokens in the text, "
-             f"{n*per_tile} from the pictures ({n} tiles x {per_tile})"
+    per_tile:int)->str|None: # image tokens that a tile yields; None: all agree
+    "Returns where text and pictures disagree, and what helps."
+    wrong = [f'{where}: {slots} image tokens in the text, {n*per_tile} from the pictures '
+             f'({n} tiles x {per_tile})'
              for where,slots,n in places if slots!=n*per_tile]
-    if not wrong: return None
-    return '; '.join(wrong)+". Make the image string with the model's mp_image_token_length and do not cut it"
+    remedy = ". Make the image string with the model's mp_image_token_length and do not cut it"
+    return '; '.join(wrong)+remedy if wrong else None
 
 # %% ../../nbs/09_core.layout.ipynb #6d4e2c97
 TENSORS = ('cu','documents','positions','slots','at','targets') # of a `Layout`
+
+def _aside()->Any: return field(default=None, compare=False, repr=False) # follows from the batch
 
 @dataclass(frozen=True)
 class Layout:
@@ -90,19 +76,19 @@ class Layout:
     doc_lens:tuple # per row, a tuple of the lengths of its documents, in order
     T:int # positions of a row, padding included
     starts:tuple # per row, the position where its first document begins
-    slots:Tensor|None = field(default=None, compare=False, repr=False) # (n,) image tokens; None: not sought
-    at:Tensor|None = field(default=None, compare=False, repr=False) # (m,) places with a target
-    targets:Tensor|None = field(default=None, compare=False, repr=False) # (m,) their targets
-    bounds:tuple|None = field(default=None, compare=False, repr=False) # the lowest and the highest of these
-    cu:Tensor|None = field(default=None, compare=False, repr=False) # (n,) int32, see `document_tensors`
-    documents:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) which one, 0 at padding
-    positions:Tensor|None = field(default=None, compare=False, repr=False) # (B, T) inside the document
+    slots:Tensor|None = _aside() # (n,) image tokens; None: not sought
+    at:Tensor|None = _aside() # (m,) places with a target
+    targets:Tensor|None = _aside() # (m,) their targets
+    bounds:tuple|None = _aside() # the lowest and the highest of these
+    cu:Tensor|None = _aside() # (n,) int32, see `document_tensors`
+    documents:Tensor|None = _aside() # (B, T) which one, 0 at padding
+    positions:Tensor|None = _aside() # (B, T) inside the document
 
     def __post_init__(self):
         if self.cu is not None: return
-        if len(self.starts)!=len(self.doc_lens):
-            raise ValueError(f"{len(self.starts)} starts for {len(self.doc_lens)} rows: give one a row")
-        for b,(lens,start) in enumerate(zip(self.doc_lens, self.starts)): _check_row(b, lens, start, self.T)
+        for b,(lens,start) in enumerate(zip(self.doc_lens, self.starts, strict=True)):
+            if min((start+1, *lens))<1 or start+sum(lens)>self.T: raise ValueError(
+                f'row {b}: documents of {lens} positions from {start} on do not fit {self.T}')
         for name,x in document_tensors(self.doc_lens, self.T, self.starts).items():
             object.__setattr__(self, name, x)
 
@@ -128,9 +114,8 @@ class Layout:
     )->'Layout': # without mask and lengths each row is one document
         "The layout of a whole batch."
         B,T = input_ids.shape
-        if targets is not None and targets.shape!=input_ids.shape:
-            raise ValueError(f"targets {tuple(targets.shape)} do not match input_ids {(B,T)}: "
-                             "one target per position")
+        if targets is not None and targets.shape!=input_ids.shape: raise ValueError(
+            f'targets {tuple(targets.shape)} do not match input_ids {(B,T)}: one target per position')
         if doc_lens is None and attention_mask is not None: layout = cls.from_mask(attention_mask)
         else: layout = cls.from_doc_lens([[T]*(T>0)]*B if doc_lens is None else doc_lens, T)
         slots = None if image_token_id is None else (input_ids.flatten()==image_token_id).nonzero().squeeze(1)
@@ -139,7 +124,8 @@ class Layout:
     @property
     def spans(self)->list: # per row, a list of (start, end)
         "Where the documents are."
-        return [_row_spans(lens, start) for lens,start in zip(self.doc_lens, self.starts)]
+        rows = zip(self.doc_lens, self.starts)
+        return [[*pairwise(accumulate(lens, initial=start))] for lens,start in rows]
 
     @property
     def is_full(self)->bool: # whether each row is one document without padding

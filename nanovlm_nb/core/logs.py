@@ -6,8 +6,9 @@
 from __future__ import annotations
 import io,json,logging,os,re,secrets,sys,time
 from collections.abc import Callable,Iterable,Iterator
-from contextlib import ExitStack,contextmanager,nullcontext,redirect_stdout,suppress
+from contextlib import ExitStack,contextmanager,redirect_stdout,suppress
 from importlib.util import find_spec
+from logging.handlers import MemoryHandler
 from math import inf,isfinite,nan
 from pathlib import Path
 from textwrap import fill
@@ -25,10 +26,10 @@ if TYPE_CHECKING: # loaded where something is drawn
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'TRACKERS', 'CURVES', 'JsonLines', 'describe', 'Progress', 'progress_of',
+__all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'Service', 'TRACKERS', 'CURVES', 'JsonLines', 'describe', 'Progress', 'progress_of',
            'report_line', 'event_line', 'minimind_line', 'live_bar', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id',
-           'WandbLog', 'TrackioLog', 'TensorBoardLog', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis',
-           'plot_curves']
+           'open_wandb', 'open_trackio', 'open_tensorboard', 'RunLog', 'Stats', 'Clock', 'styled', 'finished',
+           'log_axis', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
@@ -57,9 +58,7 @@ class JsonLines:
 
     def close(self, failed:bool=False)->None: # with an error, which a full disk must not hide
         "Waits until the file is on the disk, and closes it."
-        with suppress(OSError) if failed else nullcontext():
-            try: os.fsync(self.file.fileno())
-            finally: self.file.close()
+        with suppress(*[OSError]*failed), self.file: os.fsync(self.file.fileno())
 
 # %% ../../nbs/05_core.logs.ipynb #b66fe781
 def _named(metrics:dict)->str:
@@ -96,9 +95,8 @@ class Progress:
     @property
     def left(self)->str: # e.g. '0:01:28'; '': not known
         "How long the run will take from here, 0:00:00 if it is longer than foreseen."
-        if not self.total or not isfinite(self.seconds): return ''
-        s = round(self.seconds*max(self.total-self.last[0], 0))
-        return f'{s//3600}:{s//60%60:02}:{s%60:02}'
+        if not isfinite(s := self.seconds*max((self.total or nan)-self.last[0], 0)): return ''
+        return f'{round(s)//3600}:{round(s)//60%60:02}:{round(s)%60:02}'
 
 # %% ../../nbs/05_core.logs.ipynb #05a10009
 def progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
@@ -139,12 +137,7 @@ def minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # pas
 
 # %% ../../nbs/05_core.logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
-    "Writes to a file, or keeps messages until it may; when the disk is full, the screen has them."
-    def __init__(self, path, opened):
-        super().__init__(path, encoding='utf-8', delay=not opened)
-        self.kept = None if opened else []
-
-    def emit(self, record): super().emit(record) if self.kept is None else self.kept.append(record)
+    "Lines that a full disk refuses are on the screen."
     def handleError(self, record): pass
     def close(self):
         with suppress(OSError): super().close()
@@ -172,18 +165,21 @@ class Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
     def __init__(self, path:str|Path, total_steps:int|None=None, every:int=100, # updates between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
-        epochs:int|None=None, opened:bool=True): # report as MiniMind does; False: `open` it later
-        self.file,self.logger = _TextFile(path, opened),logging.getLogger('nanovlm_nb')
-        self.file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
-        self.handlers = [self.file, *([] if quiet or logging.root.handlers else [_AboveBar(logging.WARNING)])]
+        epochs:int|None=None): # report as MiniMind does
+        self.path,self.file,self.logger = path,MemoryHandler(0),logging.getLogger('nanovlm_nb')
+        alone = not (quiet or logging.root.handlers) # nobody else shows warnings
+        self.handlers = [self.file, *[_AboveBar(logging.WARNING)]*alone]
         for h in self.handlers: self.logger.addHandler(h)
         self.pace,self.every,self.quiet,self.epochs = Progress(total_steps),every,quiet,epochs
         self.show,self.bar,self.said = None if progress and not quiet else False,None,inf
 
     def open(self)->None:
         "Writes from now on, first what was said so far."
-        kept,self.file.kept = self.file.kept or [],None
-        for record in kept: self.file.handle(record)
+        if self.file.target: return
+        file = _TextFile(self.path, encoding='utf-8')
+        file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+        self.file.setTarget(file)
+        self.file.flush()
 
     def info(self, text:str, shown:bool=True)->None: # one or several lines; False: only in the file
         "Writes something down, and shows it."
@@ -205,19 +201,15 @@ class Screen:
         elif not self.epochs and (report or step==self.pace.first[0]+10 or now-self.said>=REPORT_S):
             self.info(report_line(metrics, step, self.pace), shown=self.bar.disable)
             self.said = now
+        self.bar.total = self.pace.total
         self.bar.set_postfix_str(', '.join(progress_of(metrics, self.pace)), refresh=False)
         with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
-
-    def length(self, total_steps:int|None)->None: # updates in the whole run, as far as it is known now
-        "Follows another length."
-        self.pace.total = total_steps
-        if self.bar is not None: self.bar.total = total_steps
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Takes the bar away, and gives the logger back as it was."
         if self.bar is not None:
             with suppress(OSError): self.bar.close()
-        for h in self.handlers:
+        for h in filter(None, [self.file.target, *self.handlers]):
             self.logger.removeHandler(h)
             h.close()
 
@@ -226,41 +218,30 @@ EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 
 class Tracker:
     "Sends figures to a service for as long as that works; `where` says where to."
-    name,remedy,where,failed = '','','',False
-    run:Any = None # what the service opened
-    _open:Callable
-    _send:Callable
-    _finish:Callable
-    def __init__(self, run_dir:str|Path, config:dict={}, # directory and settings of the run, JSON-able
-        run_name:str|None=None, entity:str|None=None, project:str='nanoVLM', # there; None: your account
-    ):
-        self.run_dir = Path(run_dir)
-        with self: self._open(config, run_name, entity, project)
+    def __init__(self, name:str, service:Callable[...,'Service'], *about:Any): # as below; what it takes
+        self.name,self.failed,self.where = name,False,''
+        self.finish:Callable|None = None
+        with self: self.send,self.finish,self.where = service(*about)
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
         "Inside, an error of the service is logged once instead of raised."
         if kind is None or not issubclass(kind, Exception): return False
         if not self.failed: logging.getLogger('nanovlm_nb').warning(
-            f'{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); '
-            f'log.jsonl has all figures. {self.remedy}--tracker none leaves it out')
+            f'{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); log.jsonl '
+            f"has all figures. {'Try WANDB_MODE=offline, or '*(self.name=='wandb')}--tracker none drops it")
         self.failed = True
         return True
 
     def log(self, metrics:dict, step:int, waited:float|None=None)->None: # see `RunLog.log`; text stays here
         "Sends the figures of one step."
         figures = {k:float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
-        if self.failed: return
-        with self: self._send(figures, step)
-
-    def cut(self, step:int)->None: # the last one that stays
-        "Figures after this step will come again."
+        with self: self.failed or self.send(figures, step)
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Finishes, also after a failure."
-        run,self.run = self.run,None
-        if run is not None:
-            with self: self._finish(run, failed)
+        finish,self.finish = self.finish,None
+        with self: finish is None or finish(failed)
 
 # %% ../../nbs/05_core.logs.ipynb #04190b5d
 def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
@@ -279,87 +260,74 @@ def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
     return write_atomic(path, secrets.token_hex(4)+'\n').read_text().strip()
 
 # %% ../../nbs/05_core.logs.ipynb #8a730c00
-class WandbLog(Tracker):
-    "Weights & Biases."
-    name,remedy = 'wandb','Try WANDB_MODE=offline, or '
-    def _open(self, config, run_name, entity, project):
-        import wandb
-        mode = wandb_mode(wandb)
-        self.run = wandb.init(entity=entity, project=project, name=run_name, config=config,
-            dir=str(self.run_dir), id=wandb_id(self.run_dir), resume='allow', mode=mode,
-            settings=wandb.Settings(silent=True, console='off'))
-        self.run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
-        self.where = f'wandb {self.run.url}' if mode=='online' else f'wandb {mode}, in {self.run_dir}/wandb'
+Service = tuple[Callable[[dict,int],Any],Callable[[bool],Any],str] # sends figures; finishes; where they go
 
-    def _send(self, figures, step): self.run.log(figures, **({} if EVAL_AXIS in figures else dict(step=step)))
-
-    def _finish(self, run, failed): run.finish(exit_code=int(failed))
+def open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # directory and settings of the run
+    entity:str|None=None, project:str='nanoVLM')->Service:
+    "Begins or resumes a run of Weights & Biases, with its settings."
+    import wandb
+    mode = wandb_mode(wandb)
+    run:Any = wandb.init(entity=entity, project=project, name=run_name, config=config, dir=str(run_dir),
+        id=wandb_id(run_dir), resume='allow', mode=mode, settings=wandb.Settings(silent=True, console='off'))
+    run.define_metric('lmms_eval/*', step_metric=EVAL_AXIS)
+    return (lambda figures, step: run.log(figures, **({} if EVAL_AXIS in figures else dict(step=step))),
+        lambda failed: run.finish(exit_code=int(failed)),
+        f'wandb {run.url}' if mode=='online' else f'wandb {mode}, in {run_dir}/wandb')
 
 # %% ../../nbs/05_core.logs.ipynb #05a10023
-class TrackioLog(Tracker):
-    "Hugging Face's trackio."
-    name = 'trackio'
-    def _open(self, config, run_name, entity, project):
-        import trackio
-        with redirect_stdout(io.StringIO()):
-            name = f'{run_name}-{wandb_id(self.run_dir)}'
-            self.run = trackio.init(project, name, config=config, resume='allow', embed=False)
-        self.where = f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}"
-
-    def _send(self, figures, step): self.run.log(figures, step=int(figures.pop(EVAL_AXIS, step)))
-
-    def _finish(self, run, failed):
-        import trackio
-        with redirect_stdout(io.StringIO()): trackio.finish() # the current run, of which its exit speaks else
+def open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None, entity:str|None=None,
+    project:str='nanoVLM')->Service: # see `open_wandb`; there is no entity
+    "Begins or resumes a run of trackio."
+    import trackio
+    def quiet(call, *args, **kwargs):
+        with redirect_stdout(io.StringIO()): return call(*args, **kwargs)
+    name = f'{run_name}-{wandb_id(run_dir)}'
+    run = quiet(trackio.init, project, name, config=config, resume='allow', embed=False)
+    return (lambda figures, step: run.log(figures, step=int(figures.pop(EVAL_AXIS, step))),
+        lambda failed: quiet(trackio.finish), # the current run, of which its exit speaks else
+        f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}")
 
 # %% ../../nbs/05_core.logs.ipynb #7e50b002
-class TensorBoardLog(Tracker):
-    "TensorBoard's event files; the first figures open the file."
-    name,purge_step = 'tensorboard',None
-    def _open(self, config, run_name, entity, project): self.where = f'tensorboard --logdir {self.run_dir}'
-
-    def _send(self, figures, step):
-        if self.run is None:
+def open_tensorboard(run_dir:Path, *about:Any)->Service: # see `open_wandb`
+    "Opens an event file with the first figures; what earlier starts wrote at later steps is left out."
+    files:list[Any] = []
+    def send(figures, step):
+        if not files:
             from torch.utils.tensorboard import SummaryWriter
-            self.run = SummaryWriter(str(self.run_dir/TENSORBOARD), purge_step=self.purge_step)
+            before = max([r['step'] for r in read_log(run_dir/LOG)[:-1]], default=-1) # without these
+            files.append(SummaryWriter(str(run_dir/TENSORBOARD), purge_step=before+1))
         at = int(figures.pop(EVAL_AXIS, step)) # of a late evaluation, the step that it is of
-        for name,value in figures.items(): self.run.add_scalar(name, value, at)
+        for name,value in figures.items(): files[0].add_scalar(name, value, at)
+    return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
-    def cut(self, step:int)->None: # the last one that stays
-        "Has TensorBoard leave out what earlier starts wrote after a step."
-        self.close()
-        self.purge_step = step+1
-
-    def _finish(self, run, failed): run.close()
-
-TRACKERS = dict(wandb=WandbLog, trackio=TrackioLog, tensorboard=TensorBoardLog)
+TRACKERS:dict[str,Callable[...,Service]] = dict(wandb=open_wandb, trackio=open_trackio,
+    tensorboard=open_tensorboard)
 
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
 class RunLog:
     "Where the figures of a run go: a file, the screen, trackers. Only the master writes."
+    opened = False # whether the directory is written
     def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
         trackers:Iterable[str]=(), *about:Any, # keys of `TRACKERS`; what they take beside the directory
         opened:bool=True, # False: lines are shown, and nothing is written before `open`
         **shown:Any, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
     ):
-        self.run_dir,self.trackers,self.about,self.opened = Path(run_dir),trackers,about,False
-        self.sinks:list[Any] = []
-        self.screen:Screen|None = None
+        self.run_dir,self.trackers,self.about = Path(run_dir),trackers,about
         for name in trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
                 f'pip install {name}, or leave it out of --tracker')
-        if dist.is_master:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self.screen = Screen(self.run_dir/TEXT_LOG, opened=opened, **shown)
+        self.sinks:list[Any] = []
+        self.screen = Screen(self.run_dir/TEXT_LOG, **shown) if dist.is_master else None
         if opened: self.open()
 
     def open(self)->None:
         "Writes from now on, first what was said so far."
         self.opened = True
         if self.screen is None: return
-        self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
+        self.run_dir.mkdir(parents=True, exist_ok=True)
         self.screen.open()
-        self.sinks += [TRACKERS[name](self.run_dir, *self.about) for name in self.trackers]
+        self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
+        self.sinks += [Tracker(name, TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
 
     def log(self, metrics:dict, step:int, waited:float|None=None)->None: # by name, updates done, seconds
         "Writes, shows and sends the figures of one step, whose update waited so long for its data."
@@ -371,7 +339,7 @@ class RunLog:
 
     def length(self, total_steps:int|None)->None: # updates in the whole run, as far as it is known now
         "Lets the bar and the time left follow another length."
-        if self.screen: self.screen.length(total_steps)
+        if self.screen: self.screen.pace.total = total_steps
 
     @property
     def where(self)->str: # e.g. 'checkpoints/r/log.jsonl, nothing is sent'
@@ -386,10 +354,7 @@ class RunLog:
 
     def cut(self, position:int|None)->None: # from `position`, when a checkpoint was made
         "Returns to an earlier position: what a killed run did after its last checkpoint is done again."
-        if not self.sinks or position is None: return
-        self.sinks[0].cut(position)
-        steps = [r['step'] for r in read_log(self.run_dir/LOG)] if self.sinks[2:] else []
-        for tracker in self.sinks[2:]: tracker.cut(max(steps, default=0))
+        if self.sinks and position is not None: self.sinks[0].cut(position)
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Closes everything that is open, in reverse order; a second call does nothing."

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['STATUS', 'LOCK', 'JOB', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'TENSORBOARD', 'DROPPED', 'DROP_LIST',
            'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY', 'FEATURE_CACHE', 'TRAINER_STATE',
-           'RESULTS', 'NEEDED', 'STATE', 'MEANT', 'logger', 'NEAR_S', 'FAR_S', 'json_lines', 'say_foreign', 'read_log',
-           'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
-           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
-           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older',
+           'RESULTS', 'NEEDED', 'MEANT', 'logger', 'NEAR_S', 'FAR_S', 'json_lines', 'read_log', 'read_state',
+           'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
+           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
+           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'delete_old', 'prune', 'prune_older',
            'delete_abandoned', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200010
@@ -35,44 +35,33 @@ FEATURE_CACHE = 'features' # kept pictures
 TRAINER_STATE,RESULTS = 'trainer_state.json','eval_results' # in a checkpoint; folder of evaluations
 
 # %% ../../nbs/04_core.run_dir.ipynb #b5403ccb
-def json_lines(path:str|Path, key:str, # an integer that each record has
-)->tuple[list[dict], list[bytes]]: # records in order, and the lines that are none
-    "Returns the lines of a file, read as JSON."
+def json_lines(path:str|Path, key:str)->tuple[list[dict],list[bytes]]: # an integer that each record has
+    "Returns the records of a file in order, and with a warning the lines that are none."
     records,foreign = [],[]
     for line in Path(path).read_bytes().split(b'\n')[:-1]:
         try: record = json.loads(line)
         except (ValueError, RecursionError): record = None
         if isinstance(record, dict) and type(record.get(key)) is int: records.append(record)
         else: foreign.append(line)
+    if foreign: logging.getLogger('nanovlm_nb').warning('%s: %d line%s passed over, not ours or damaged, '
+        'the first is %r', path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
     return records,foreign
-
-def say_foreign(path:str|Path, foreign:list[bytes])->None:
-    "Warns about lines that were skipped."
-    if foreign:
-        logging.getLogger('nanovlm_nb').warning(
-            '%s: %d line%s passed over, not ours or damaged, the first is %r',
-            path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
 
 def read_log(path:str|Path)->list[dict]:
     "Returns the records of a log; lines that are not ours are skipped with a warning."
-    records,foreign = json_lines(path, 'step')
-    say_foreign(path, foreign)
-    return records
+    return json_lines(path, 'step')[0]
 
 # %% ../../nbs/04_core.run_dir.ipynb #d1200009
 NEEDED = ('config.json',TRAINER_STATE) # without these it is no checkpoint, whatever its manifest lists
-STATE = ('step','data','configs') # without these a run cannot resume
 _STEP = re.compile(r'step_(0|[1-9]\d*)') # step_07 and the like are not ours
 
-def read_state(checkpoint:Path, needed:Iterable[str]=STATE, # names that must be there
-)->dict: # `trainer_state.json`
+def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))->dict: # `trainer_state.json`
     "Returns the state of a run; a UsageError if the file holds something else."
     try: state = json.loads((Path(checkpoint)/TRAINER_STATE).read_text(encoding='utf-8'))
     except (ValueError, RecursionError): state = None
     require(isinstance(state, dict), 'trainer_state.json is not the state of a run')
-    lacking = [n for n in needed if n not in state]
-    require(not lacking, f'{checkpoint} is no place to go on from, '
-        f'its trainer_state.json has no {", ".join(lacking)}: '
+    lacking = ', '.join(n for n in needed if n not in state)
+    require(not lacking, f'{checkpoint} is no place to go on from, its trainer_state.json has no {lacking}: '
         'to begin a new run with its weights, give load_from without resume')
     return state
 
@@ -92,12 +81,11 @@ def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it wa
 # %% ../../nbs/04_core.run_dir.ipynb #a10600e5
 MEANT = "if the change was meant: from nanovlm_nb.core.files import write_manifest; write_manifest('{}')"
 
-def check_files(folder:Path, # with a manifest or without; folders in it are not read
-)->None:
+def check_files(folder:Path)->None: # with a manifest or without; folders in it are not read
     "Raises a UsageError that names the files which were changed or added."
-    wrong = changed_files(folder, deep=False)
-    require(not wrong, f'{folder} is damaged: {", ".join(wrong)}. '
-        f'Take another checkpoint, or copy it again; {MEANT.format(folder)}')
+    wrong = ', '.join(changed_files(folder, deep=False))
+    require(not wrong, f'{folder} is damaged: {wrong}. Take another checkpoint, or copy it again; '
+        f'{MEANT.format(folder)}')
 
 # %% ../../nbs/04_core.run_dir.ipynb #55b5ba5b
 logger = logging.getLogger(__name__)
@@ -195,34 +183,29 @@ def written(checkpoint:Path)->float: # seconds since 1970
     "Returns when a checkpoint was completed, or last changed if it never was."
     return (checkpoint/MANIFEST if (checkpoint/MANIFEST).is_file() else checkpoint).stat().st_mtime
 
-def _delete(run_dir, old):
-    "Deletes those of the checkpoints that are not needed; returns them."
+def delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
+    "Deletes those of the checkpoints that are not needed."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
     old = [p for p in old if p not in needed and not todo_of(p).exists() and not any(p.glob(f'*/{LOG}'))]
     for p in old: remove(p)
     return old
 
-def prune(run_dir:Path, keep:int, # newest checkpoints that stay; -1: all
-)->list[Path]: # what was deleted
+def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -1: all; what was deleted
     "Deletes old checkpoints."
-    require(keep>0 or keep==-1, f'keep is {keep}: give 1 or more, or -1 for all')
     last = last_checkpoint(run_dir)
     if keep==-1 or last is None: return []
-    return _delete(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
+    return delete_old(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
 
 # %% ../../nbs/04_core.run_dir.ipynb #6c0e7d25
-def prune_older(run_dir:Path, days:float=7., now:float|None=None, # age; seconds since 1970
-)->list[Path]: # what was deleted
-    "Deletes checkpoints that were written long ago."
-    require(days>=0, f'days is {days}: give 0 or more')
-    then = (time.time() if now is None else now)-86400*days
-    return _delete(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
-                             for p in checkpoints(folder) if written(p)<then])
+def prune_older(run_dir:Path, days:float=7., now:float|None=None)->list[Path]: # age; seconds since 1970
+    "Deletes checkpoints that were written long ago; returns them."
+    then = (now or time.time())-86400*days
+    return delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
+                                for p in checkpoints(folder) if written(p)<then])
 
 def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were deleted
     "Deletes what was set aside."
-    old = abandoned(run_dir)
-    for p in old: remove(p)
+    for p in (old := abandoned(run_dir)): remove(p)
     return old
 
 # %% ../../nbs/04_core.run_dir.ipynb #2e7f0b94
@@ -235,9 +218,8 @@ def sweep(run_dir:Path)->list[str]: # names of what was removed
     return [p.relative_to(run_dir).as_posix() for p in left]
 
 # %% ../../nbs/04_core.run_dir.ipynb #04a11c03
-def lock_file(file, shared:bool=False, # only look: others may look too
-)->bool|None: # False: another process has locked it; None: nobody can
-    "Locks an open file until it is closed or the process ends; returns whether it could."
+def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: nobody can lock it
+    "Locks an open file until it is closed or the process ends; returns False if another process has."
     try:
         import fcntl # which Windows lacks
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX)|fcntl.LOCK_NB)
@@ -251,8 +233,7 @@ def holder(run_dir:Path)->str: # empty: no process holds it
     "Returns which process writes into a directory, in words."
     try:
         with open(Path(run_dir)/LOCK, encoding='utf-8') as file:
-            if lock_file(file, shared=True): return ''
-            return file.read().strip() or 'a process that has just begun'
+            return '' if lock_file(file, shared=True) else file.read().strip() or 'a process that begins'
     except OSError: return ''
 
 # %% ../../nbs/04_core.run_dir.ipynb #8d2f6e01
@@ -266,7 +247,7 @@ class RunLock:
 
     def take(self)->None:
         "Locks the directory, which is made if need be; a UsageError names the process that holds it."
-        begun = time.monotonic()
+        begun,host = time.monotonic(),socket.gethostname()
         while self.file is None:
             with user_path():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,20 +255,16 @@ class RunLock:
             if lock_file(file) is not False and self._is_here(file): self.file = file
             else:
                 file.close()
-                self._wait(time.monotonic()-begun)
+                who = holder(self.path.parent)
+                require(time.monotonic()-begun<(NEAR_S if f' on {host}, ' in who else FAR_S),
+                    f'{self.path.parent} is in use by {who or "another process"}: '
+                    'wait for its end, stop it, or give another run_name')
+                time.sleep(.2)
         if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
         with suppress(OSError): # a full disk
             file.truncate(0)
             since = time.strftime('%Y-%m-%d %H:%M:%S')
-            file.write(f'process {os.getpid()} on {socket.gethostname()}, since {since}\n'.encode())
-
-    def _wait(self, waited):
-        "Gives the holder time to end, or the file server to notice that its machine is dead."
-        who = holder(self.path.parent)
-        most = NEAR_S if f' on {socket.gethostname()}, ' in who else FAR_S
-        require(waited<most, f'{self.path.parent} is in use by {who or "another process"}: '
-            'wait for its end, stop it, or give another run_name')
-        time.sleep(.2)
+            file.write(f'process {os.getpid()} on {host}, since {since}\n'.encode())
 
     def _is_here(self, file):
         "Whether the name still means this file."
@@ -302,17 +279,13 @@ class RunLock:
         self.file = None
 
 # %% ../../nbs/04_core.run_dir.ipynb #86b1b53c
-def find_checkpoint(name:str|Path, # a checkpoint, a run directory, or a hub id
-    say:Callable=logger.info, # takes a line: which is taken of a run, and why
-)->str: # something `from_pretrained` can load
-    "Returns the checkpoint that a user means: of a run the best, else the last."
+def find_checkpoint(name:str|Path, say:Callable=logger.info)->str: # takes a line: which is taken, and why
+    "Returns what `from_pretrained` can load: a checkpoint, a hub id, of a run the best, else the last."
     path = Path(name)
     if not path.is_dir() or (path/'config.json').is_file(): return str(name)
     best,why = read_pointer(path, BEST),'the best of its validations'
     if best is None or not step_of(best) or missing_pieces(best):
         best,why = last_checkpoint(path),'the last one: no validated update is known as the best'
-    if best is None:
-        raise MissingFile(f'{name} holds no checkpoint: '
-                          'expected config.json, or last_checkpoint of a run')
+    if best is None: raise MissingFile(f'{name} holds no checkpoint: give one, or a run that has one')
     say(f'{path}: {best.name} is taken, {why}')
     return str(best)

@@ -21,10 +21,8 @@ SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>') # ids 0, 1, 2, 
 
 def train_bpe(texts:list[str], vocab_size:int)->Tokenizer: # at most, special tokens included
     "Returns a bare tokenizer whose byte-level BPE vocabulary was learned from texts; digits stay single."
-    smallest = len(SPECIAL_TOKENS)+256
-    require(vocab_size>=smallest, f'vocab_size {vocab_size} is below {smallest}, the special tokens and the '
-        '256 bytes: raise it')
-    require(not isinstance(texts, str), '`texts` is one string: pass a list of strings')
+    least = len(SPECIAL_TOKENS)+256
+    require(vocab_size>=least, f'vocab_size {vocab_size} is below {least}, a token a byte: raise it')
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -45,21 +43,17 @@ def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extr
     return _check_extras(tok, extra_special_tokens)
 
 # %% ../../nbs/06_core.tokenizer.ipynb #87b55391
-def _extras(extra_special_tokens, chat_template):
+def _extras(tokens, chat_template):
     "Keyword arguments for a tokenizer; what is not given is left to the tokenizer's own files."
-    tokens = {**(extra_special_tokens or {})}
-    given = dict(extra_special_tokens=tokens or None, chat_template=chat_template)
-    return {k:v for k,v in given.items() if v is not None}
+    return {k:v for k,v in dict(extra_special_tokens=tokens, chat_template=chat_template).items() if v}
 
-def _check_extras(tokenizer, extra_special_tokens):
+def _check_extras(tokenizer, tokens):
     "The tokenizer itself, after a look at whether each extra token is one id of its own."
-    extra = [*(extra_special_tokens or {}).values()]
-    twice = sorted(t for t in {*extra} if extra.count(t)>1 or t in SPECIAL_TOKENS)
-    require(not twice, f'extra tokens used twice: {twice}; each name needs a text of its own')
-    for name,token in (extra_special_tokens or {}).items():
+    known = [*SPECIAL_TOKENS, *(tokens or {}).values()]
+    for name,token in (tokens or {}).items():
         ids = tokenizer.encode(token, add_special_tokens=False)
-        require(ids==[getattr(tokenizer, f'{name}_id')], f'extra token {name}={token!r} is read as {ids}, '
-            'not as one id: give it a text of its own')
+        require(known.count(token)==1 and ids==[getattr(tokenizer, f'{name}_id')],
+            f'extra token {name}={token!r} is used twice, or read as {ids}: give it a text of its own')
     return tokenizer
 
 # %% ../../nbs/06_core.tokenizer.ipynb #628387b7
@@ -69,17 +63,14 @@ def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
 )->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
     "Returns a tokenizer with the extra tokens."
     from transformers import AutoTokenizer # knows every model there is: a second to import
-    local = Path(name).is_dir()
-    if not local: check_hub_name(name)
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
+    if not (local := Path(name).is_dir()): check_hub_name(name)
     try:
         with nullcontext() if local else asking_hub(name): tok = AutoTokenizer.from_pretrained(name, **how)
-    except (OSError, ValueError) as e:
-        raise MissingFile(f"lm_tokenizer {name}: {' '.join(str(e).split())[:300]} Correct the name or "
-            "the path; for one of the hub see that the network is there") from e
-    require(tok.is_fast, f'{name} has no fast tokenizer (tokenizer.json); the loss mask needs its character '
-        'offsets: convert it first')
-    require(tok.eos_token is not None, f'{name} has no eos_token: generation could not stop; set it in '
+    except (OSError, ValueError) as e: raise MissingFile(f"lm_tokenizer {name}: "
+        f"{' '.join(str(e).split())[:300]} Correct the name, or see that the network is there") from e
+    require(tok.is_fast, f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first')
+    require(tok.eos_token is not None, f'{name} has no eos_token, so no answer would end: set it in '
         'tokenizer_config.json')
     tok.pad_token = tok.eos_token
     return _check_extras(tok, extra_special_tokens)
@@ -107,7 +98,6 @@ def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
         f'set lm_base_vocab_size to {n-len(extra)}')
     for i,(name,token) in enumerate(extra.items(), base):
         got = getattr(tokenizer, f'{name}_id', None)
-        require(got is not None, f'the tokenizer lacks {name} ({token}): '
-            'pass vlm_extra_tokens to get_tokenizer')
+        require(got is not None, f'the tokenizer lacks {name}, {token}: give get_tokenizer vlm_extra_tokens')
         require(got==i, f'the tokenizer has {token} at id {got}, the model expects {i}: '
             f'set lm_base_vocab_size to {(got or 0)-i+base}')

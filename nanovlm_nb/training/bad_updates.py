@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..core.files import write_atomic
-from ..core.run_dir import BAD_UPDATES,json_lines,say_foreign
+from ..core.run_dir import BAD_UPDATES,json_lines
 
 # %% ../../nbs/44_training.bad_updates.ipynb #509d8fd6
 WINDOW = 100 # norms that say what is usual
@@ -55,9 +55,7 @@ def _lines(run_dir):
 
 def read_bad_updates(run_dir:Path)->list[dict]: # `update`, `reason`, `ids` and `data` of each, in order
     "Returns the updates that a run has skipped; lines that are not ours are passed over with a warning."
-    records,foreign = _lines(run_dir)
-    say_foreign(Path(run_dir)/BAD_UPDATES, foreign)
-    return records
+    return _lines(run_dir)[0]
 
 def write_bad_update(run_dir:Path, record:dict)->None: # JSON-able, with `update`
     "Adds a line; half a line, left by a process that was killed, gets an end first."
