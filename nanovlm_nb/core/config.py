@@ -8,8 +8,8 @@ __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1', 'Above1F', 'Fraction', 'B
            'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS',
            'CONFIG', 'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Remembers', 'Config', 'many', 'default_of',
            'image_tokens', 'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
-           'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_of',
-           'code_flags', 'is_of_run', 'check_code', 'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env',
+           'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags',
+           'is_of_run', 'check_code', 'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env',
            'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
@@ -127,17 +127,13 @@ IGNORE = -100 # label of a position that has no target: what torch's cross entro
 
 @dataclass
 class Remembers:
-    "Knows which fields were named when it was made, by `evolve`, or by setting them."
+    "Knows which fields were named when it was made, or by `evolve`."
     given:ClassVar[set[str]] # of each configuration its own
 
     def __new__(cls, *args, **kwargs):
         cfg = super().__new__(cls)
         vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
         return cfg
-
-    def __setattr__(self, name, value):
-        if name in vars(self): self.given.add(name)
-        super().__setattr__(name, value)
 
 # %% ../../nbs/02_core.config.ipynb #01914d39
 def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
@@ -149,7 +145,7 @@ class Config(Remembers):
 
     def __post_init__(self):
         kinds = get_type_hints(type(self), include_extras=True)
-        for f in fields(self): vars(self)[f.name] = as_type(f.name, getattr(self, f.name), kinds[f.name])
+        for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
         self.check()
 
     def check(self)->None: "Raises a UsageError where fields contradict each other."
@@ -317,11 +313,11 @@ class VLMConfig(Config):
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
         if self.image_convention=='smolvlm' and self.vlm_extra_tokens==image_tokens():
-            vars(self)['vlm_extra_tokens'] = smolvlm_tokens()
+            self.vlm_extra_tokens = smolvlm_tokens()
         for name,value in self.derived().items():
-            if getattr(self, name) is None: vars(self)[name] = value
+            if getattr(self, name) is None: setattr(self, name, value)
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
-            if len({*getattr(self, name)})==1: vars(self)[name] = getattr(self, name)[:1]
+            if len({*getattr(self, name)})==1: setattr(self, name, getattr(self, name)[:1])
         for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
@@ -526,7 +522,7 @@ class TrainConfig(Config):
 
     def check(self)->None:
         "Raises a UsageError where settings contradict each other."
-        vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
+        self.max_grad_norm = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
         check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker')
         for ok,message in (*_sizes_fit(self), *_parts_fit(self)): require(ok, message)
 
@@ -747,14 +743,10 @@ def read_yaml(path:str|Path)->tuple[str|None,dict,dict]:
 CONFIG = 'config.yaml' # settings of a run, in its directory
 CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fields that name code
 
-def code_of(values:dict)->dict[str,Any]:
-    "Returns those settings of a run that name code of somebody."
-    return {n:v for n,v in values.items() if n in CODE and v not in (default_of(FIELDS[n]), *SCHEDULES)}
-
-def code_flags(values:dict)->list[str]:
+def code_flags(values:dict)->list[str]: # settings of a run
     "Returns what has to be typed again with each command that goes on with a run: `--lr_schedule mine:rate`."
-    return [word for n,v in code_of(values).items()
-            for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
+    code = {n:v for n,v in values.items() if n in CODE and v not in (default_of(FIELDS[n]), *SCHEDULES)}
+    return [word for n,v in code.items() for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
 
 # %% ../../nbs/02_core.config.ipynb #4c0de104
 def is_of_run(path:str|Path)->bool:
@@ -763,9 +755,9 @@ def is_of_run(path:str|Path)->bool:
 
 def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
     "Raises a UsageError where a setting in a file of a run names code and the user has not named it again."
-    for name,value in code_of(values).items():
-        require(name in given, f'{path} names code, {name} {value!r}, and files of a run are read as data '
-                f'alone: add {" ".join(code_flags({name:value}))} if you trust it')
+    again = code_flags({n:v for n,v in values.items() if n not in given})
+    require(not again, f'{path} names code, and files of a run are read as data alone: '
+        f'add {" ".join(again)} if you trust it')
 
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
