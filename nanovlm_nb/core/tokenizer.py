@@ -98,6 +98,6 @@ def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
         f'set lm_base_vocab_size to {n-len(extra)}')
     for i,(name,token) in enumerate(extra.items(), base):
         got = getattr(tokenizer, f'{name}_id', None)
-        require(got is not None, f'the tokenizer lacks {name}, {token}: give get_tokenizer vlm_extra_tokens')
+        require(got is not None, f'the tokenizer lacks {name} ({token}): pass it vlm_extra_tokens')
         require(got==i, f'the tokenizer has {token} at id {got}, the model expects {i}: '
             f'set lm_base_vocab_size to {(got or 0)-i+base}')
