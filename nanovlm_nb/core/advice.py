@@ -192,7 +192,7 @@ def lint(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:flo
             f'{most} at most, more only hinder each other'),
         (c.lr_mp>.001 and not c.warmup_ratio,
             f'lr_mp {c.lr_mp:g} without a warm-up sends noise into both backbones: give warmup_ratio 0.03'),
-        (c.max_grad_norm is None, 'max_grad_norm is None: one batch can throw the weights away, 1.0 is usual'),
+        (c.max_grad_norm is None, 'max_grad_norm is None: a bad batch can ruin the weights, 1.0 is usual'),
         (not v.vlm_load_backbone_weights and v.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint,
             'vlm_load_backbone_weights is False: a model of this size starts from random weights')]
     return save_notes(c)+projector_advice(c, ranks, epochs)+[s for ok,s in rows if ok]
