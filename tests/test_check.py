@@ -12,7 +12,7 @@ from test_docs import NBS, cells
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import evolve, load_yaml, preset, save_yaml
 from nanovlm_nb.tools import doctor as dr
-from nanovlm_nb.tools.checks import FAIL, PASS, SKIP, tried
+from nanovlm_nb.tools.doctor import FAIL, PASS, SKIP, tried
 from nanovlm_nb.tools.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -83,7 +83,7 @@ def test_a_run_that_can_start(tmp_path):
     code, lines, found = checked(tmp_path, *SMALL, '--smoke', '--gpus', '1', PATH=os.path.dirname(sys.executable))
     assert code == 0 and len(lines) < 40, lines
     assert found['short run'][1].startswith('3 updates, loss') and found['Slurm'][0] == SKIP and found['two processes'][0] == PASS
-    table = next(c['source'] for c in cells(next(NBS.glob('65_*.ipynb')), 'markdown') if c['id'] == 'f0140001')
+    table = next(c['source'] for c in cells(next(NBS.glob('61_*.ipynb')), 'markdown') if c['id'] == 'f0140001')
     listed = [n for row in table.splitlines()[4:] for n in re.findall(r'`([^`]+)`', row.rsplit('|', 2)[1])]
     assert listed == ['data', 'wandb', 'tasks', 'GPUs', 'short run', 'checkpoints', 'Slurm'] and {*listed, 'start', 'packages', 'attention', 'memory', 'time', 'packs'} <= found.keys()
     assert not list(tmp_path.iterdir())

@@ -95,15 +95,13 @@ def test_a_checkpoint_is_classified_from_anywhere(place, monkeypatch, tmp_path):
 
 
 def test_what_is_not_built_is_refused_in_one_sentence(place, tmp_path, capsys):
-    "Qwen2.5-VL by name, before anything is fetched, and as a directory that transformers wrote; flags that belong into the file."
+    "Qwen2.5-VL by name, before anything is fetched, and as a directory that transformers wrote."
     Qwen2_5_VLConfig().save_pretrained(tmp_path/'mine')
     pictures = ['--datasets', str(place/'food101')]
     for argv, said in [(['--config', str(place/'guide.yaml'), *pictures], "model.name is 'Qwen/Qwen2.5-VL-7B-Instruct', a Qwen-VL"),
                        (['--config', str(place/'guide.yaml'), '--model', str(tmp_path/'mine'), *pictures], 'a Qwen-VL: its tower looks through windows'),
                        (['--config', str(place/'guide.yaml')], 'num_labels is 101, but digits have 10 classes'),
-                       (['--datasets', 'nowhere'], 'nowhere'),
-                       (['--learning_rate', '1e-4'], 'unknown flag `--learning_rate`: here it is `learning_rate` in the section `training` of the file'),
-                       (['--accumulation_steps=4'], 'here it is `gradient_accumulation_steps` in the section `training`')]:
+                       (['--datasets', 'nowhere'], 'nowhere')]:
         with pytest.raises(SystemExit) as ended: main(['classify', *argv])
         err = capsys.readouterr().err
         assert ended.value.code == 2 and said in err and err.count('\n') <= 2, err

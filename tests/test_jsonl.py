@@ -1,5 +1,4 @@
 "JSON lines with real pictures: rows for the packed trainer, items of fixed length, workers, ranks, and a model that trains on them."
-import functools
 import json
 import logging
 import os
@@ -16,9 +15,8 @@ from PIL import Image
 import nanovlm_nb.data.load as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.data.dataset import Drops, VQADataset, read_row
-from nanovlm_nb.core.dist import Dist, seed_worker
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, default_workers, get_sampler, jsonl_loader, pixel_tensor
+from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, default_workers, jsonl_loader
 from nanovlm_nb.data.dataset import MARK, images_first, settle_marks
 from nanovlm_nb.data.load import text_rows
 from nanovlm_nb.data.packing import pack
@@ -199,18 +197,6 @@ def test_picture_that_would_be_cut(tmp_path, folder, tokenizer):
     assert not cut[0][2].any() and cut.drops.counts == {'too_long': 1}
 
 
-def test_preprocess(folder):
-    "Processors of transformers, in both return types."
-    transformers = pytest.importorskip('transformers')
-    try: clip = transformers.CLIPImageProcessor(size=dict(shortest_edge=24), crop_size=dict(height=24, width=24))
-    except ImportError as e: pytest.skip(str(e))
-    picture = folder/'images'/'cat.jpg'
-    x = pixel_tensor(picture, functools.partial(clip, return_tensors='pt'))
-    assert x.shape == (3, 24, 24) and x.dtype == torch.float32
-    assert torch.allclose(x, pixel_tensor(picture, functools.partial(clip, return_tensors='np')))
-    assert pixel_tensor(picture, lambda im: clip(images=im, return_tensors='pt')['pixel_values']).shape == (3, 24, 24)
-
-
 # --- loaders
 
 @pytest.fixture
@@ -240,16 +226,6 @@ def test_workers(damaged, start, workers):
     assert damaged.drops.reasons == {'x/8': 'unreadable_image', 'x/10': 'too_long'} and list(damaged.drops.cut) == ['x/9']
 
 
-def test_order_is_that_of_the_seed(damaged):
-    "The number of workers does not change it, another seed or epoch does."
-    def epochs(**kw):
-        loader = jsonl_loader(damaged, 3, **kw)
-        return [[Y[m > 0].tolist() for _, Ys, M, _ in loader for Y, m in zip(Ys, M)] for _ in range(2)]
-    first, second = epochs(num_workers=0)
-    assert sorted(first) == sorted(second) and first != second
-    assert epochs(num_workers=2) == [first, second] != epochs(num_workers=0, seed=1)
-
-
 def test_workers_have_their_own_chance(damaged):
     "numpy draws in a preprocess differ between workers and repeat with the seed."
     damaged.preprocess = noisy
@@ -263,15 +239,6 @@ def noisy(picture):
     return torch.full((3, SIDE, SIDE), np.random.rand())
 
 
-def test_settings(damaged):
-    "The attributes of the loader, alone and with ranks."
-    cuda = Dist(rank=1, world_size=2, device=torch.device('cuda'))
-    loader = jsonl_loader(damaged, 4, cuda)
-    assert (loader.pin_memory, loader.drop_last, loader.worker_init_fn, loader.num_workers) == (True, False, seed_worker, default_workers())
-    assert (loader.sampler.rank, loader.sampler.num_replicas, loader.sampler.shuffle, loader.sampler.drop_last) == (1, 2, True, False)
-    assert not jsonl_loader(damaged, 4).pin_memory and get_sampler(damaged) is None
-
-
 def test_workers_share_the_cores(monkeypatch):
     "One worker a core of this machine, divided by the ranks that torchrun started here."
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(8)), raising=False)
@@ -279,21 +246,6 @@ def test_workers_share_the_cores(monkeypatch):
     assert (default_workers(), default_workers(2)) == (8, 16)
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '3')
     assert (default_workers(), default_workers(2)) == (2, 5)
-
-
-@pytest.mark.parametrize('ranks', [2, 3])
-def test_ranks(damaged, ranks):
-    "Shares are disjoint but for the items that fill up, together complete, and another epoch is another order."
-    loaders = [jsonl_loader(damaged, 2, Dist(rank=r, world_size=ranks), num_workers=0) for r in range(ranks)]
-    orders = []
-    for epoch in range(2):
-        for loader in loaders: loader.sampler.set_epoch(epoch)
-        shares = [list(loader.sampler) for loader in loaders]
-        assert len({len(s) for s in shares}) == 1 and set(sum(shares, [])) == set(range(10))
-        assert len(sum(shares, [])) - 10 == -10 % ranks
-        assert [sum(len(b[0]) for b in loader) for loader in loaders] == [len(s) for s in shares]
-        orders.append(shares)
-    assert orders[0] != orders[1]
 
 
 # --- a model

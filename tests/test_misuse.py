@@ -104,7 +104,7 @@ MISUSES = [
     ('classify', '--config class.yaml', 'unknown key in class.yaml `model.nmae`: did you mean `model.name`?'),
     ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
     ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
-    ('classify', '--lr 3', 'here it is `learning_rate` in the section `training` of the file (--config)'),
+    ('classify', '--lr 3', 'unknown flag `--lr`'),
     ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),
     # commands that look at runs
     ('runs', 'nowhere', 'nowhere is no run: give its directory, or log.jsonl in it'),

@@ -10,7 +10,7 @@ from commands import TINY
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from nanovlm_nb.tools.check import foreseen, start_findings
-from nanovlm_nb.tools.checks import FAIL, PASS
+from nanovlm_nb.tools.doctor import FAIL, PASS
 from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import main as nanovlm
 from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset

@@ -32,7 +32,6 @@ from ..data.load import text_rows
 def count_runs(ids:Tensor, run:list[int], # (T,); ids to look for
 )->int: # times that `run` occurs, overlaps not counted
     "Count a sequence within another."
-    if not run: raise UsageError('`run` is empty: it occurs everywhere')
     return ''.join(map(chr, ids.tolist())).count(''.join(map(chr, run)))
 
 # %% ../../nbs/70_compat.padded.ipynb #f16925da
@@ -82,15 +81,13 @@ class VLMDataset(Dataset):
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
         self.rows = text_rows(data_path, images_path, self.bad_lines).with_format('arrow')
-        self.tokenizer = tokenizer
-        self.preprocess = preprocess
+        self.tokenizer, self.preprocess, self.max_length = tokenizer, preprocess, max_length
         self.image_special_token = image_special_token
-        self.max_length = max_length
         # as many as the model has features for a picture
         self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
         self.frame, self.special = answer_frame(tokenizer), special_pattern(tokenizer)
-        if tokenizer.pad_token_id is None:
-            raise UsageError('the tokenizer has no pad_token: set it, to eos_token for example')
+        require(tokenizer.pad_token_id is not None,
+            'the tokenizer has no pad_token: set it, to eos_token for example')
         self.no_pixels = pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]
         try: self.encode(dict(id='', images=[None], texts=[dict(user=MARK+'\n', assistant='')]))
         except Dropped as d: raise UsageError(f'not even a picture alone can be used: {d.detail}') from d
@@ -101,38 +98,33 @@ class VLMDataset(Dataset):
         "Number of items."
         return len(self.rows)
 
-    def encode(self, row:dict, # from `read_row`
-    )->tuple[Tensor,Tensor]: # ids (T,) and target (T,), not cut
+    def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `read_row`; ids and target (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
         messages = mark_messages(row['texts'], self.image_special_token, self.special)
         ids, target = encode_messages(self.tokenizer, messages, self.frame)
         n, runs, L = len(row['images']), count_runs(ids, self.image_ids), self.max_length
         if runs != n:
-            raise Dropped(row['id'], 'placeholders',
-                          f'{runs} runs of placeholders for {n} pictures: '
+            raise Dropped(row['id'], 'placeholders', f'{runs} runs of placeholders for {n} pictures: '
                           'take a special token as image_special_token')
         if not target[:L].any() or count_runs(ids[:L], self.image_ids) < n:
-            raise Dropped(row['id'], 'too_long',
-                          f'of {len(ids)} tokens, {L} hold no answer or not all pictures: raise max_length')
+            raise Dropped(row['id'], 'too_long', f'of {len(ids)} tokens, {L} hold no answer '
+                          'or not all pictures: raise max_length')
         return ids, target
 
-    def pixels(self, row:dict, # from `read_row`
-    )->Tensor: # (pictures, 3, H, W)
+    def pixels(self, row:dict)->Tensor: # from `read_row`; (pictures, 3, H, W)
         "Decode the pictures of a row; raises `Dropped` if one is damaged."
         try: pixels = [pixel_tensor(im, self.preprocess) for im in row['images']]
         except UnreadableImage as e: raise Dropped(row['id'], 'unreadable_image', str(e)) from e
         return torch.stack(pixels) if pixels else self.no_pixels
 
-    def item(self, ids:Tensor, target:Tensor, # (T,); (T,) 1 where a token belongs to an answer
-        pixels:Tensor, # (pictures, 3, H, W)
+    def item(self, ids:Tensor, target:Tensor, pixels:Tensor, # as from `encode` and `pixels`
     )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,); the pictures
         "Cut or pad to one length and shift."
         spare = self.max_length-len(ids) # below 0, `pad` cuts
         ids, target = F.pad(ids, (0, spare), value=self.tokenizer.pad_token_id), F.pad(target, (0, spare))
         return ids[:-1], ids[1:], target[1:], pixels
 
-    def __getitem__(self, i:int, # index
-    )->tuple[Tensor,Tensor,Tensor,Tensor]: # X, Y, loss_mask (max_length-1,) int64; pixels (pictures, 3, H, W)
+    def __getitem__(self, i:int)->tuple[Tensor,Tensor,Tensor,Tensor]: # see `item`; int64, pixels float
         "An item; one without targets if the line is left out."
         row = read_row(self.rows, i, marks=True)
         try: (ids, target), pixels = self.encode(row), self.pixels(row)
@@ -155,18 +147,16 @@ class VLMDataset(Dataset):
 
 # %% ../../nbs/70_compat.padded.ipynb #dadf7a53
 def get_sampler(dataset:Dataset, dist:Dist=Dist(), # whose items are divided; this process
-    shuffle:bool=True, # an order of its own for each epoch; False: the data's order
-    seed:int=0, # of the order, the same on all ranks
+    shuffle:bool=True, seed:int=0, # another order in each epoch; of the order, the same on all ranks
 )->DistributedSampler|None: # None when there are no other ranks; call `set_epoch` before each epoch
     "This rank's share of a data set."
-    return (DistributedSampler(dataset, dist.world_size, dist.rank, shuffle=shuffle, seed=seed)
-            if dist.world_size > 1 else None)
+    if dist.world_size == 1: return None
+    return DistributedSampler(dataset, dist.world_size, dist.rank, shuffle=shuffle, seed=seed)
 
 # %% ../../nbs/70_compat.padded.ipynb #01b8c2f2
 def collate_items(items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDataset`
 )->tuple[Tensor,Tensor,Tensor,list[Tensor]]: # X, Y, loss_mask (B, max_length-1); pictures a row (n, 3, H, W)
     "Items as a batch."
-    if not items: raise UsageError('`items` is empty: a batch needs at least one')
     X, Y, loss_mask, pixels = zip(*items)
     return torch.stack(X), torch.stack(Y), torch.stack(loss_mask), list(pixels)
 
@@ -176,7 +166,6 @@ def default_workers(
     ranks:int|None=None, # processes that train on this machine; None: as torchrun says
 )->int: # loader workers for each rank, at least one
     "Number of workers that keep this machine's cores busy."
-    if per_core < 1: raise UsageError(f'per_core is {per_core}: give 1 or 2')
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
     return max(1, per_core*cores//(ranks or int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WHERE', 'HELP', 'PICTURES', 'PARSERS', 'Kind', 'POS', 'COUNT', 'FLOAT', 'PART', 'ON', 'SEVERAL', 'OWN_CODE',
            'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'DEVICES', 'MFU', 'AXES', 'FORMATS', 'OUTTYPES', 'own_settings',
-           'SettingsParser', 'command', 'train_parser', 'OpenParser', 'classify_parser', 'ask_parser', 'eval_parser',
-           'check_parser', 'plan_parser', 'runs_parser', 'replay_parser', 'export_parser']
+           'SettingsParser', 'command', 'train_parser', 'classify_parser', 'ask_parser', 'eval_parser', 'check_parser',
+           'plan_parser', 'runs_parser', 'replay_parser', 'export_parser']
 
 # %% ../../nbs/57_runs.arguments.ipynb #19a00003
 import sys
@@ -140,20 +140,12 @@ CHECKPOINT:Kind = dict(type=_checkpoint,
 def train_parser(add): # of `nanovlm train`
     "Train a model, as a preset, a file and flags say."
 
-# %% ../../nbs/57_runs.arguments.ipynb #19a000d5
-class OpenParser(Parser):
-    "The parser of a command that can say more about a wrong flag than this module knows."
-    def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
-        "Returns the values; `unknown` holds what is left, `flags` what exists."
-        values,unknown = self.parse_known_args(args, namespace)
-        return Namespace(**vars(values), unknown=unknown, flags=[*self._option_string_actions])
-
 # %% ../../nbs/57_runs.arguments.ipynb #19a000d6
-@command(OpenParser, allow_abbrev=False)
+@command(allow_abbrev=False)
 def classify_parser(add): # of `nanovlm classify`
     "Train a classifier, or sort pictures with one."
     add('--config', metavar='FILE.yaml',
-        help='settings in the sections `model`, `training` and `monitor`; without it the defaults')
+        help='all settings, in the sections `model`, `training` and `monitor`; without it the defaults')
     add('--model', help='what to begin with, in place of `name` in the file')
     add('--datasets', nargs='+', metavar='DATA', help='pictures, in place of `datasets` in the file')
     add('--run_name', help='name of the run and of its directory')

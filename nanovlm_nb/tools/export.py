@@ -58,20 +58,16 @@ def save_json(path:Path, values:dict)->None:
     "Writes a file of settings."
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n', encoding='utf-8')
 
-def _ends(tokenizer):
-    "Tokens that `generate` must know."
-    return dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-                bos_token_id=tokenizer.bos_token_id)
-
 # %% ../../nbs/69_tools.export.ipynb #022e0f9d
 def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # smolvlm or idefics3
     "Writes all but the weights: configuration, tokenizer, image processor."
     cfg,tokenizer = model.cfg,copy.deepcopy(model.tokenizer)
     config,_ = to_smolvlm({}, cfg, kind)
+    ends = {f'{name}_token_id':getattr(tokenizer, f'{name}_token_id') for name in ('eos','pad','bos')}
     tokenizer.chat_template = chat_template(cfg, tokenizer)
     save_tokenizer(tokenizer, folder)
-    save_json(folder/'config.json', config|dict(text_config=config['text_config']|_ends(tokenizer)))
-    save_json(folder/'generation_config.json', _ends(tokenizer))
+    save_json(folder/'config.json', config|dict(text_config=config['text_config']|ends))
+    save_json(folder/'generation_config.json', ends)
     cfg.save(folder/OWN_CONFIG)
     if cfg.image_convention!='smolvlm': return
     save_json(folder/'preprocessor_config.json', picture_rules(cfg))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHOWN', 'PANELS', 'since', 'describe_checkpoint', 'list_checkpoints', 'Run', 'load_run', 'state_of', 'status_lines',
            'positions', 'smoothed', 'series', 'figures', 'plot_runs', 'figures_line', 'news', 'follow', 'gpu_lines',
-           'report', 'main']
+           'standing', 'main']
 
 # %% ../../nbs/60_tools.runs.ipynb #f0140003
 import json,re,shutil,subprocess,sys,time
@@ -205,10 +205,10 @@ def news(run_dir:Path, at:int=0, known:frozenset=frozenset(), # bytes of the log
 
 def follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # of a run; seconds between two looks
     "Yields a line for each thing that happens in a run from now on, until it ends."
-    (_,*told),lives = news(run_dir),'begins'
+    (_,at,known),lives = news(run_dir),'begins'
     while lives:
         lives = holder(run_dir) # asked first: what was written before the end is still said
-        lines,*told = news(run_dir, *told)
+        lines,at,known = news(run_dir, at, known)
         yield from lines
         if lives: time.sleep(pause_s)
     yield f'the run has ended: {state_of(run_dir)}'
@@ -228,7 +228,7 @@ def _nothing_in(run_dir):
     runs = [str(p) for p in sorted(run_dir.iterdir()) if p.is_dir() and checkpoints(p)]
     return f'no checkpoint in {run_dir}'+(f", a folder of runs: give {' or '.join(runs)}" if runs else '')
 
-def report(run_dir:Path, values:Namespace)->Iterator[str]: # from `arguments.runs_parser`
+def standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `arguments.runs_parser`
     "Yields what was deleted and written, how the run stands, and its checkpoints."
     deleted = [] if values.delete_older_than is None else prune_older(run_dir, values.delete_older_than)
     if values.delete_abandoned: deleted += delete_abandoned(run_dir)
@@ -250,7 +250,7 @@ def main(values:Namespace)->int: # from `arguments.runs_parser`; 1 if a run has 
         return 0
     folders = [Path(r) if Path(r).is_dir() else Path(r).absolute().parent for r in values.runs]
     with suppress(KeyboardInterrupt):
-        for line in (line for run_dir in folders for line in report(run_dir, values)):
+        for line in (line for run_dir in folders for line in standing(run_dir, values)):
             sys.stdout.write(f'{line}\n')
             sys.stdout.flush()
     return int(not all(any(not missing_pieces(p) for p in checkpoints(f)) for f in folders))

@@ -44,8 +44,7 @@ def respond(asker:Asker, talk:Talk, file, # of this visitor; it is changed; the 
     "Answers, piece by piece."
     if not question.strip(): return (yield talk.messages,None)
     how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
-    text = ''
-    asked = dict(role='user', content=question.strip())
+    text,asked = '',dict(role='user', content=question.strip())
     try:
         chat = talk.about(asker, file)
         before = talk.messages

@@ -37,6 +37,7 @@ PRE_TOKENIZERS = {
     'qwen2': [dict(type='Split', pattern=dict(Regex=_QWEN), behavior='Isolated', invert=False), _AS_BYTES],
 }
 
+# %% ../../nbs/85_uses.gguf.ipynb #85ab0001
 def pre_tokenizer(parts:dict)->str: # of a tokenizer, as in tokenizer.json; llama.cpp's name
     "Returns the rule that cuts a text into words."
     pre,model = parts['pre_tokenizer'] or {},parts['model']
@@ -126,6 +127,7 @@ def language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
         'rope.dimension_count':width, 'rope.freq_base':float(cfg.lm_re_base)}
     return {'general.architecture':kind, 'general.type':'model'}|{f'{kind}.{k}':v for k,v in sizes.items()}
 
+# %% ../../nbs/85_uses.gguf.ipynb #85ab0003
 # activations that llama.cpp's towers have
 _ACTIVATION_KEYS = dict(gelu_pytorch_tanh={'clip.use_gelu':True}, quick_gelu={})
 
@@ -162,6 +164,7 @@ def _announced(name):
     if name.startswith('r') and 'c' in name: return '<row_{}_col_{}>'.format(*name[1:].split('c'))
     return dict(fake_image_token='<fake_token_around_image>', global_image_token='<global-img>').get(name)
 
+# %% ../../nbs/85_uses.gguf.ipynb #85ab0005
 def check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a model; its tokenizer
 )->None: # raises unless llama.cpp can do the same
     "Raises a UsageError where llama.cpp would show a model something else than it learned."
@@ -200,6 +203,7 @@ def write_gguf(path:Path, settings:dict[str,Any], # of the file; key -> value
     for step in ('write_header_to_file','write_kv_data_to_file','write_tensors_to_file','close'):
         getattr(writer, step)()
 
+# %% ../../nbs/85_uses.gguf.ipynb #85ab0007
 def export_gguf(model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, # directory to write, made if missing
     outtype:str='f16')->None: # or f32, q8_0: how matrices are kept

@@ -35,6 +35,7 @@ def find_column(columns:list[str], known:tuple[str,...], # of a data set; the us
     require(found, f'no column with {what} among {columns}: rename it to one of {", ".join(known)}')
     return found[0]
 
+# %% ../../nbs/80_uses.labels.ipynb #80ab0001
 def find_label(ds:datasets.Dataset, # with a column of labels
 )->tuple[list,list[str]|None]: # a row's label, a name or a number; the names of the numbers, if any
     "Returns the labels of a data set as they are written."
@@ -72,6 +73,7 @@ def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
     return {split:_labelled(part, [str(i) for i in range(10)])
             for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
 
+# %% ../../nbs/80_uses.labels.ipynb #80aa0008
 def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for testing
 )->dict[str,datasets.Dataset]: # 'train' and 'test', 64 x 64 pixels, the class is the shape
     "One coloured shape a picture, each shape equally often."
@@ -103,6 +105,7 @@ def load_splits(
         raise MissingFile(f'data set {path} cannot be read ({e}): give {what}') from e
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else dict(train=loaded)
 
+# %% ../../nbs/80_uses.labels.ipynb #80ab0003
 TEST_SPLITS = ('validation','valid','val','dev','eval','test') # for evaluation, the first that is there
 
 def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
@@ -123,6 +126,7 @@ class Part(NamedTuple):
     rows:datasets.Dataset # one column, the pictures, which are not decoded
     labels:list[int] # number of each row's class
 
+# %% ../../nbs/80_uses.labels.ipynb #80ab0005
 class ClassRows:
     "Rows of several data sets, one data set after the other."
     def __init__(self, parts:list[Part]): # at least one row in all
@@ -177,6 +181,7 @@ def _numbered(ds, names):
     if bad is not None: raise UsageError(f'row {bad} has the label {values[bad]}: remove what has no label')
     return [number[kept[v] if kept else str(v)] for v in values]
 
+# %% ../../nbs/80_uses.labels.ipynb #80ab0007
 @dataclass
 class ClassData:
     "Pictures to train on and pictures to evaluate on, with one list of classes."
@@ -191,6 +196,7 @@ class ClassData:
             'it cannot be balanced')
         return (counts.sum()/(len(counts)*counts)).tolist()
 
+# %% ../../nbs/80_uses.labels.ipynb #80ab0009
 def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_splits`; see `split_pair`
     seed:int=0)->ClassData: # see `split_pair`; their rows in the order of `paths`
     "Returns the rows of several data sets."

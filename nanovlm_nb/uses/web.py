@@ -75,6 +75,7 @@ def ask_npm(folder:Path)->Path: # gets the package; the package, a .tgz
     why = next((line for line in done.stderr.splitlines() if 'error' in line.lower()), 'no reason given')
     raise UsageError(f'npm cannot fetch {RUNTIME} ({why.strip()}): {REMEDY}')
 
+# %% ../../nbs/84_uses.web.ipynb #84ab0001
 def _unpacked(package):
     "Returns files of a package of npm."
     try:
@@ -131,6 +132,7 @@ def _write_runtime(runtime, folder):
     for name,content in runtime.items(): (folder/name).write_bytes(content)
     for name in LICENCES: shutil.copyfile(Path(onnxruntime.__file__).parent/name, folder/name)
 
+# %% ../../nbs/84_uses.web.ipynb #84ab0003
 def export_web(model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, web_runtime:str|Path|None=None, # directory to write, made if missing; see `read_runtime`
 )->None:
