@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1', 'Above1F', 'Fraction', 'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text',
-           'OneName', 'Function', 'SCHEDULES', 'Schedule', 'ELSEWHERE', 'C', 'IGNORE', 'FOLLOWS', 'CHAT_TEMPLATE',
+           'OneName', 'Function', 'SCHEDULES', 'Schedule', 'ELSEWHERE', 'IGNORE', 'C', 'FOLLOWS', 'CHAT_TEMPLATE',
            'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS',
-           'CONFIG', 'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Remembers', 'Config', 'many', 'default_of',
-           'image_tokens', 'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
-           'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags',
-           'is_of_run', 'check_code', 'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env',
-           'effective_batch_size', 'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
+           'CONFIG', 'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Config', 'many', 'image_tokens',
+           'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described', 'rules', 'resume_rule',
+           'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags', 'is_of_run',
+           'check_code', 'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size',
+           'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -122,26 +122,21 @@ def check_known(names:Iterable[str], known:Iterable[str], what:str)->None:
         raise UsageError(f'unknown {what} `{name}`: {remedy}')
 
 # %% ../../nbs/02_core.config.ipynb #01914d38
-C = TypeVar('C', bound='Config') # one of the two configurations
 IGNORE = -100 # label of a position that has no target: what torch's cross entropy ignores
+C = TypeVar('C', bound='Config') # one of the two configurations
+
+def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
 
 @dataclass
-class Remembers:
-    "Knows which fields were named when it was made, or by `evolve`."
-    given:ClassVar[set[str]] # of each configuration its own
+class Config:
+    "Checks itself, remembers what it was given, becomes a dictionary or a JSON file, and comes back."
+    given:ClassVar[set[str]] # fields that were named when it was made, or by `evolve`; each has its own
+    resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
     def __new__(cls, *args, **kwargs):
         cfg = super().__new__(cls)
         vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
         return cfg
-
-# %% ../../nbs/02_core.config.ipynb #01914d39
-def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
-
-@dataclass
-class Config(Remembers):
-    "Checks itself, becomes a dictionary or a JSON file, and comes back."
-    resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
     def __post_init__(self):
         kinds = get_type_hints(type(self), include_extras=True)
@@ -167,7 +162,7 @@ class Config(Remembers):
 
     def to_json(self)->str:
         "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        usual = {f.name for f in fields(self) if f.name in OF_RUN or getattr(self, f.name)==default_of(f)}
+        usual = {k for k,v in type(self)().to_dict().items() if k in OF_RUN or getattr(self, k)==v}
         return json.dumps({k:v for k,v in self.to_dict().items() if k not in usual&OWN_FIELDS}, indent=4)
 
     def save(self, path:str|Path)->None:
@@ -189,10 +184,6 @@ FOLLOWS:Any = None # the default of a field that follows from others
 def many(*values:Any)->Any:
     "Returns a field whose default is a list, a new one for each configuration."
     return field(default_factory=lambda: [*values])
-
-def default_of(f:Any)->Any:
-    "Returns the default of one of `dataclasses.fields`."
-    return f.default if f.default_factory is MISSING else f.default_factory()
 
 # %% ../../nbs/02_core.config.ipynb #73fec314
 CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + "
@@ -745,7 +736,8 @@ CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fie
 
 def code_flags(values:dict)->list[str]: # settings of a run
     "Returns what has to be typed again with each command that goes on with a run: `--lr_schedule mine:rate`."
-    code = {n:v for n,v in values.items() if n in CODE and v not in (default_of(FIELDS[n]), *SCHEDULES)}
+    usual = TrainConfig.eval_script,*SCHEDULES
+    code = {n:v for n,v in values.items() if n in CODE and v and v not in usual}
     return [word for n,v in code.items() for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
 
 # %% ../../nbs/02_core.config.ipynb #4c0de104
@@ -779,15 +771,12 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
     stats_log_interval progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
-_WORDS = dict.fromkeys(('true','yes','t','y','1'), True) | dict.fromkeys(('false','no','f','n','0'), False)
-
 def from_text(text:Any, kind:Any)->Any:
     "Returns what a word of the command line means for an annotation, as `as_type` takes it."
-    base = rule_of(kind)[0]
     if NoneType in get_args(kind) and text in ('None','none','null'): return None
-    if base is bool: return _WORDS.get(text.lower(), text)
-    try: return json.loads(text) if base is dict else text
-    except json.JSONDecodeError: return text
+    if rule_of(kind)[0] not in (bool,dict): return text
+    try: return yaml.safe_load(text)
+    except yaml.YAMLError: return text
 
 # %% ../../nbs/02_core.config.ipynb #fb59a078
 def _add_field(group, f, kind, default, help):
