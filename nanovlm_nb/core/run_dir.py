@@ -99,6 +99,7 @@ def checkpoints(run_dir:Path)->list[Path]: # the oldest step first
     found = [p for p in Path(run_dir).glob('step_*') if _STEP.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=step_of)
 
+# %% ../../nbs/04_core.run_dir.ipynb #c0a7ec61
 def usable_checkpoint(run_dir:Path, thorough:bool=False, # read every file, as before a run resumes
 )->tuple[Path|None,dict[Path,str]]: # the current one; those that were passed over, with what is wrong
     "Returns the newest checkpoint that can be used."
@@ -168,6 +169,7 @@ def abandoned_folder(run_dir:Path)->Path: # need not be there
     if folders and not (folders[-1]/LAST).is_file(): return folders[-1]
     return Path(run_dir)/f'abandoned_{int(folders[-1].name[10:])+1 if folders else 1}'
 
+# %% ../../nbs/04_core.run_dir.ipynb #5e7a51de
 def set_aside(run_dir:Path, checkpoint:Path|None)->Path|None: # where they are now; None: nothing is newer
     "Makes a checkpoint the current one of a run that no other process writes."
     newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
