@@ -133,7 +133,7 @@ def train_flags(*more):
 
 @pytest.mark.parametrize('flags, message', [
     ('--max_sample_length 600', 'max_sample_length 600 > lm_max_length 512: lower it, or raise that'),
-    ('--max_sample_length 17', 'a picture takes 17 tokens or more, max_sample_length is 17'),
+    ('--max_sample_length 17', 'a picture takes 17 tokens, max_sample_length is 17'),
     ('--num_workers 9', 'num_workers 9 > 4 packs of a rank in an update (batch_size x gradient_accumulation_steps): lower num_workers'),
     ('--val_workers 5', 'val_workers 5 > 4 packs'),
     ('--max_images_per_example 5 --max_images_per_knapsack 4', 'max_images_per_example 5 does not fit')])

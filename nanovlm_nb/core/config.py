@@ -335,8 +335,8 @@ def _tokens_suffice(c):
     follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
     return [(c.vlm_checkpoint_path[0]!='~',
             f'vlm_checkpoint_path is {c.vlm_checkpoint_path!r}: only a shell replaces ~, write it out'),
-        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles of a "
-            f'{c.image_convention} picture: add it, leave vlm_extra_tokens out, or lower max_img_size'),
+        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
+            f'image_convention {c.image_convention}: add it, or leave vlm_extra_tokens out'),
         *((now==v or n=='lm_vocab_size' and now>v, f'{n} is {now}, but the other fields make {v}: '
             'leave it out or change them') for n,now,v in follow),
         (c.lm_max_length>c.mp_image_token_length, f'lm_max_length {c.lm_max_length} leaves no room beside '
