@@ -16,7 +16,7 @@ from nanovlm_nb.core.config import evolve, parse_args, preset
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.data.packing import collate_packs
 from nanovlm_nb.runs.run import run
-from nanovlm_nb.training.shard import full_weights, load_full_weights, local_bytes
+from nanovlm_nb.training.shard import full_weights, load_full_weights
 from nanovlm_nb.training.hooks import Guard
 from nanovlm_nb.training.trainer import NoLog, save, train_step, validation_loss
 from nanovlm_nb.training.trainer import make_trainer as put_together
@@ -75,6 +75,11 @@ def keep(out, name, trainer):
     "Write the weights of a training."
     weights = full_weights(trainer.base)
     if trainer.dist.is_master: save_file({k: v.clone() for k, v in weights.items()}, out/f'{name}.safetensors')
+
+
+def local_bytes(tensors):
+    "What this rank keeps, in bytes."
+    return sum(getattr(t, 'to_local', lambda t=t: t)().nbytes for t in tensors)
 
 
 def case(dist, out, name, model, run):

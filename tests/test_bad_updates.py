@@ -6,7 +6,7 @@ import sys
 import pytest
 from commands import TINY, run, train
 
-from nanovlm_nb.training.bad_updates import read_bad_updates
+from nanovlm_nb.training.hooks import read_bad_updates
 from nanovlm_nb.data.shapes import shapes_dataset
 
 ROWS, UPDATES = 2000, 300

@@ -39,7 +39,7 @@ from ..data.loader import first_rows
 from ..data.shapes import best_blind_guess
 from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all
 from ..answers.answer import plot_answers,questions_of
-from ..training.bad_updates import Unstable
+from ..training.hooks import Unstable
 from ..training.checkpoint import plain_error
 from ..training.trainer import Trainer,Validate
 from ..training.hooks import Meters,find

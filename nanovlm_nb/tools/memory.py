@@ -113,7 +113,7 @@ def like_cuda(
             if torch.is_autocast_enabled('cuda'): return forward(*args, **kwargs)
             with LikeCuda(dtype): return forward(*args, **kwargs)
         return call
-    for m in (net, *blocks_of(net)[0]): setattr(m, 'forward', under(m.forward))
+    for m in (net, *blocks_of(net)): setattr(m, 'forward', under(m.forward))
     return net
 
 # %% ../../nbs/63_tools.memory.ipynb #63aa0031

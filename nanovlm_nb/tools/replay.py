@@ -23,10 +23,9 @@ from ..core.run_dir import step_of
 from ..core.logs import RunLog
 from ..data.packing import collate_packs,pack,unpack
 from ..training.optim import clip_gradients
-from ..training.bad_updates import read_bad_updates
 from ..training.update import Update
 from ..training.trainer import Trainer,accumulate,resume,train_step,trained,updates
-from ..training.hooks import Guard,find
+from ..training.hooks import Guard,find,read_bad_updates
 from ..runs.start import check_own_parts
 from ..runs.run import build_trainer
 

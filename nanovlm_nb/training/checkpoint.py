@@ -32,15 +32,11 @@ from ..model.weights import is_adapter
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
-def flat_state(state:dict, # from `get_optimizer_state_dict`
-)->dict[str,Tensor]: # 'parameter.exp_avg' -> tensor, of at least one dimension; shares memory with the state
-    "Returns what an optimizer knows of each parameter."
-    known = {f'{name}.{key}':value for name,values in state['state'].items() for key,value in values.items()}
-    for name,value in known.items():
-        require(isinstance(value, (Tensor,int,float,type(None))), f'the optimizer keeps {name} as '
-            f'{type(value).__name__}: a checkpoint holds tensors and numbers')
-    tensors = {name:torch.as_tensor(value) for name,value in known.items() if value is not None}
-    return {name:value if value.ndim else value.reshape(1) for name,value in tensors.items()}
+def flat_state(state:dict)->dict[str,Tensor]: # from `get_optimizer_state_dict`; shares its memory
+    "Returns what an optimizer knows of each parameter: 'parameter.exp_avg' -> tensor of a dimension or more."
+    known = {f'{name}.{key}':torch.as_tensor(value) for name,values in state['state'].items()
+        for key,value in values.items() if value is not None}
+    return {name:value if value.ndim else value.reshape(1) for name,value in known.items()}
 
 # %% ../../nbs/43_training.checkpoint.ipynb #5c90a7e2
 class PieceWriter(HuggingFaceStorageWriter):
@@ -59,6 +55,8 @@ class PieceWriter(HuggingFaceStorageWriter):
         return done
 
 # %% ../../nbs/43_training.checkpoint.ipynb #0f7be492
+def _first(e): return min(e.failures.items())[1][0] # what went wrong on the first rank that could not
+
 def _dcp(action, tensors, dist, **how):
     "Saves or loads with the ranks there are."
     alone = not torch.distributed.is_initialized()
@@ -66,11 +64,10 @@ def _dcp(action, tensors, dist, **how):
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
         action(tensors, no_dist=alone, process_group=None if alone else dist.cpu_group, **how)
 
-def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist, # from `flat_state`; all ranks call
-)->None:
-    "Writes an optimizer's state, every rank its part; raises what went wrong on the first that could not."
+def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # from `flat_state`; all ranks call
+    "Writes an optimizer's state, every rank its part; raises what went wrong."
     try: _dcp(dcp.save, state, dist, storage_writer=PieceWriter(folder, dist.rank))
-    except CheckpointException as e: raise [error for _,(error,_) in sorted(e.failures.items())][0] from e
+    except CheckpointException as e: raise _first(e) from e
 
 # %% ../../nbs/43_training.checkpoint.ipynb #3ab4f981
 def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrapped
@@ -82,8 +79,7 @@ def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrap
     flat = flat_state(state)
     try: _dcp(dcp.load, flat, dist, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as e:
-        error = [error for _,(error,_) in sorted(e.failures.items())][0]
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = (str(_first(e)).strip() or type(_first(e)).__name__).splitlines()[0]
         raise UsageError(f'the optimizer in {folder} cannot be read: {why}') from e
     for name,values in state['state'].items():
         numbers = [k for k,v in values.items() if isinstance(v, (int,float))]
@@ -91,8 +87,8 @@ def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrap
     set_optimizer_state_dict(model, optimizer, state)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b25752c0
-def put_in_place(tmp:Path, # directory with all files of a checkpoint
-    final:Path, digests:dict[str,str]={}, # its name from now on; of files that were read back already
+def put_in_place(tmp:Path, final:Path, # directory with all files of a checkpoint; its name from now on
+    digests:dict[str,str]={}, # of files that were read back already
 )->None:
     "Turns a written directory into a checkpoint."
     write_manifest(tmp, digests)
@@ -107,9 +103,9 @@ def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message call
 )->None:
     "Raises MissingFile if a checkpoint is not complete, UsageError if it is damaged."
     def look():
-        if (missing := missing_pieces(checkpoint)):
-            raise MissingFile(f'{name or checkpoint} is not a complete checkpoint, '
-                              f'it lacks {", ".join(missing)}: choose another')
+        missing = ', '.join(missing_pieces(checkpoint))
+        if missing: raise MissingFile(f'{name or checkpoint} is not a complete checkpoint, '
+            f'it lacks {missing}: choose another')
         wrong = damaged_pieces(checkpoint)
         require(not wrong, f'{name or checkpoint} is damaged: {", ".join(wrong)}. '
             f'Choose another, or copy it again; {MEANT.format(checkpoint)}')
@@ -121,16 +117,15 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     copy:bool=False, # so that updates that follow do not change it
 )->dict: # 'weights' (on rank 0), 'optimizer' and 'rng' (None without an optimizer)
     "Returns what a checkpoint holds of this rank's memory."
+    host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
     adapters = getattr(model, 'lora_note', None)
     weights = full_weights(model, trained=bool(adapters)) # all ranks give their pieces
     if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
-    host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
-    state = None
-    if optimizer is not None:
-        begin_state(optimizer)
-        state = host(flat_state(get_optimizer_state_dict(reshard(model), optimizer)))
-    return dict(weights=host(weights) if dist.is_master else None, optimizer=state,
-                rng=None if optimizer is None else rng_state())
+    parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None, rng=None)
+    if optimizer is None: return parts
+    begin_state(optimizer)
+    state = get_optimizer_state_dict(reshard(model), optimizer)
+    return parts|dict(optimizer=host(flat_state(state)), rng=rng_state())
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b442f527
 HOOKS = 'hooks.safetensors' # tensors that hooks remember
@@ -163,24 +158,20 @@ def on_all(dist:Dist, place:Path, action:Callable, # what is written, for the me
     except (OSError, RuntimeError, ValueError, SafetensorError) as e:
         failed = plain_error(e, place)
         error = getattr(failed, 'errno', None) or errno.EIO,f'{type(failed).__name__}: {failed}'
-    found = dist.gather((result, error))
+    results,errors = zip(*dist.gather((result, error)))
     if failed is not None: raise failed
-    for rank,(_,error) in enumerate(found):
-        if error: raise OSError(error[0], f'rank {rank} could not write its part of {place}: {error[1]}',
-                                str(place))
-    return [result for result,_ in found]
+    for rank,(number,text) in ((r, e) for r,e in enumerate(errors) if e):
+        raise OSError(number, f'rank {rank} could not write its part of {place}: {text}', str(place))
+    return [*results]
 
 # %% ../../nbs/43_training.checkpoint.ipynb #3f8d7c60
 def write_checkpoint(parts:dict, model:nn.Module, # from `snapshot`; knows how its weights are written
-    run_dir:Path, step:int, # of the run; updates so far
-    tokenizer=None, # saved along when it cannot be loaded by name
-    state:dict|None=None, # what the trainer knows; becomes `trainer_state.json`
-    dist:Dist=Dist(), # every rank must call
+    run_dir:Path, step:int, tokenizer=None, # updates so far; saved along when it cannot be loaded by name
+    state:dict|None=None, dist:Dist=Dist(), # becomes `trainer_state.json`; every rank must call
     then:Callable|None=None, # called with the checkpoint on rank 0 when it is complete
 )->Path: # `run_dir/step_{step}`
     "Writes a checkpoint that is complete or absent."
     final,tmp = Path(run_dir)/f'step_{step}',Path(run_dir)/f'step_{step}{TMP}'
-    write = lambda: _write_parts(parts, model, tmp, final, tokenizer, state or {}, dist)
     def begin():
         remove(tmp)
         tmp.mkdir(parents=True)
@@ -190,6 +181,7 @@ def write_checkpoint(parts:dict, model:nn.Module, # from `snapshot`; knows how i
         if then: then(final)
     try:
         on_master(dist, begin)
+        write = lambda: _write_parts(parts, model, tmp, final, tokenizer, state or {}, dist)
         digests = on_all(dist, tmp, write)
         on_master(dist, finish)
     finally:
@@ -198,8 +190,7 @@ def write_checkpoint(parts:dict, model:nn.Module, # from `snapshot`; knows how i
 
 # %% ../../nbs/43_training.checkpoint.ipynb #6f4b08d7
 def save_checkpoint(model:nn.Module, run_dir:Path, step:int, tokenizer=None, state:dict|None=None,
-    optimizer:torch.optim.Optimizer|None=None, # None: weights only
-    dist:Dist=Dist(), # every rank must call
+    optimizer:torch.optim.Optimizer|None=None, dist:Dist=Dist(), # None: weights only; every rank must call
 )->Path: # `run_dir/step_{step}`
     "Writes a checkpoint now; the arguments are those of `write_checkpoint`."
     return write_checkpoint(snapshot(model, optimizer, dist), model, run_dir, step, tokenizer, state, dist)
@@ -207,8 +198,7 @@ def save_checkpoint(model:nn.Module, run_dir:Path, step:int, tokenizer=None, sta
 # %% ../../nbs/43_training.checkpoint.ipynb #02552f4c
 class Saver:
     "Writes one checkpoint after another, beside the training if it may."
-    def __init__(self, dist:Dist, # every rank makes one, and calls the same methods in the same order
-        background:bool=True): # write in a thread
+    def __init__(self, dist:Dist, background:bool=True): # every rank makes one; write in a thread
         self.dist,self.pool = dist,ThreadPoolExecutor(1, 'checkpoint') if background else None
         self.writing:Future|None = None
         if background and dist.world_size>1:
@@ -216,10 +206,9 @@ class Saver:
             self.dist = replace(dist, cpu_group=torch.distributed.new_group(backend='gloo', timeout=wait))
 
     def save(self, model:nn.Module, run_dir:Path, step:int, tokenizer=None, state:dict|None=None,
-        optimizer:torch.optim.Optimizer|None=None, # None: weights only
-        then:Callable|None=None, # called with the checkpoint on rank 0 when it is complete
+        optimizer:torch.optim.Optimizer|None=None, then:Callable|None=None, # see `write_checkpoint`
     )->None: # the checkpoint is there after `wait`
-        "Copies what the next update will change, and has it written; see `write_checkpoint`."
+        "Copies what the next update will change, and has it written."
         self.wait()
         parts = snapshot(model, optimizer, self.dist, copy=self.pool is not None)
         args = parts,model,run_dir,step,tokenizer,state,self.dist,then
@@ -233,8 +222,7 @@ class Saver:
 
 # %% ../../nbs/43_training.checkpoint.ipynb #d66dd1ed
 def export_pth(name:str|Path, folder:str|Path, # what `find_checkpoint` understands; made if needed
-    vision:bool=True, # False: leave the vision tower out; of MiniMind's names none is for it
-    names:str='minimind', # whose names, see `save_pth`
+    vision:bool=True, names:str='minimind', # False: without the vision tower; see `save_pth`
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "Writes a checkpoint in MiniMind's format."
     from nanovlm_nb.model.vlm import VisionLanguageModel # to list checkpoints takes no model

@@ -95,7 +95,7 @@ class Census(TorchDispatchMode):
 
     def watch(self, net):
         "Blocks say when they begin and end."
-        for i, block in enumerate(blocks_of(net)[0], 1):
+        for i, block in enumerate(blocks_of(net), 1):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.enter, 0))
         return self
