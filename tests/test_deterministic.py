@@ -1,6 +1,5 @@
-"A run with `--deterministic` has only algorithms that repeat themselves, to its end; one that does not is an error in one line."
+"A run with `--deterministic` has only algorithms that repeat themselves, to its end; one that does not is an error."
 import os
-import re
 
 import pytest
 import torch
@@ -39,7 +38,8 @@ def test_a_strict_run_trains_validates_saves_asks_and_gives_the_bits_of_a_plain_
     assert losses('a') == losses('b') and len(losses('a')) == 3
 
 
-def test_an_operation_without_a_twin_ends_the_run_in_one_line(monkeypatch, capfd):
+def test_an_operation_without_a_twin_ends_the_run(monkeypatch):
+    "With torch's own sentence, and the switches are as they were."
     real = trainer.train_step
 
     def adding_somehow(run, update):
@@ -47,9 +47,7 @@ def test_an_operation_without_a_twin_ends_the_run_in_one_line(monkeypatch, capfd
         return real(run, update)
 
     monkeypatch.setattr(trainer, 'train_step', adding_somehow)
-    with pytest.raises(SystemExit): main([*FLAGS, '--run_name', 'r', '--deterministic'])
-    said = capfd.readouterr().err
-    assert re.search(r'deterministic: put_ does not have a deterministic implementation.*step_0.*--deterministic False', said) and 'Traceback' not in said
+    with pytest.raises(RuntimeError, match='put_ does not have a deterministic implementation'): main([*FLAGS, '--run_name', 'r', '--deterministic'])
     assert not torch.are_deterministic_algorithms_enabled()
 
 
