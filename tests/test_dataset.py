@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from PIL import Image, PngImagePlugin
 
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import RATINGS, Unreachable, VQADataset, keep_turns
+from nanovlm_nb.data.dataset import Unreachable, VQADataset
 from nanovlm_nb.data.load import load_configs, local_configs
-from nanovlm_nb.data.images import UnreadableImage, get_image_processor, image_size, open_image
+from nanovlm_nb.data.images import get_image_processor, image_size, open_image
 from nanovlm_nb.core.tokenizer import train_tokenizer
 
 PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')
@@ -95,16 +95,6 @@ def test_broken_are_named_and_skipped(root, cache, caplog, photos, digits):
     assert ['broken' in skipped[0], 'cut' in skipped[1], len(skipped)] == [True, True, 2]
 
 
-def test_shards(root, tmp_path, cache):
-    "Shards of save_to_disk in natural order, a corrupt one skipped."
-    ds = datasets.load_from_disk(str(root/'digits'))
-    for i in (0, 2, 10): ds.shard(3, (0, 2, 10).index(i)).save_to_disk(tmp_path/f'shard_{i}')
-    shutil.copytree(root/'cut', tmp_path/'shard_3')
-    assert local_configs(tmp_path) == ['shard_0', 'shard_2', 'shard_3', 'shard_10']
-    data = load_data(tmp_path, ['shards'])
-    assert [r[0]['assistant'] for r in data['texts']] == [r[0]['assistant'] for r in ds['texts']]
-
-
 def test_columns_differ(tmp_path, cache):
     "Raw bytes, text only, and missing ratings go together with pictures."
     import pyarrow as pa
@@ -149,27 +139,6 @@ def test_hub_names(monkeypatch, caplog):
     assert calls[-1] == ('someone/FineVision', 'default', 'train')
 
 
-def test_samples_and_plans(root, cache, tokenizer):
-    "Plan and sample agree on every real picture, and the pixels are the file's."
-    data = VQADataset(load_data(root, ['photos', 'digits'], cache_dir=cache), tokenizer, get_image_processor(128, 64, True), 4)
-    for i in range(0, len(data), 3):
-        s = data[i]
-        assert data.plan(i) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
-        assert (s['input_ids'] == tokenizer.image_token_id).sum() == 4*sum(map(len, s['images']))
-    assert data.drops.counts == {}
-    assert data[0]['images'][0].shape[1:] == (3, 64, 64)
-
-
-def test_four_ratings_together():
-    "A turn needs all four; turns of a row are judged one by one."
-    values = (None, 1, 3)
-    combos = list(product(values, repeat=4))
-    row = dict(texts=[dict(user=str(i), assistant='a') for i in range(len(combos))])
-    row |= {f'{n}_ratings': [c[j] for c in combos] for j, n in enumerate(RATINGS)}
-    kept = keep_turns(row, dict.fromkeys(RATINGS, 2))
-    assert [t['user'] for t in kept] == [str(i) for i, c in enumerate(combos) if 1 not in c]
-
-
 def test_ratings_of_a_data_set(root, cache, tokenizer):
     "Minimums reach the samples: one turn less, or none."
     data = load_data(root, ['photos'], cache_dir=cache)
@@ -179,20 +148,6 @@ def test_ratings_of_a_data_set(root, cache, tokenizer):
         return s.drops.counts if ids is None else tokenizer.decode(ids[ids != -100]).count('<|im_end|>')
     assert [answers(), answers(relevance_min_rating=2), answers(relevance_min_rating=6)] == [2, 1, {'ratings': 1}]
     assert [answers(image_correspondence_min_rating=6), answers(visual_dependency_min_rating=5), answers(formatting_min_rating=5)] == [1, 2, {'ratings': 1}]
-
-
-@pytest.mark.filterwarnings('ignore::UserWarning:PIL')
-def test_damaged_files(photos):
-    "Whatever is broken in a file, the error is UnreadableImage."
-    rng = np.random.default_rng(0)
-    small = Image.open(photos[0]).convert('RGB').resize((40, 30))
-    for fmt in ('PNG', 'JPEG', 'GIF', 'WEBP', 'TIFF', 'BMP', 'PPM'):
-        b = io.BytesIO(); small.save(b, fmt); whole = b.getvalue()
-        for _ in range(60):
-            x = bytearray(whole)
-            for k in rng.integers(0, min(len(x), 200), 4): x[k] = rng.integers(256)
-            try: open_image(bytes(x[:rng.integers(1, len(x))]))
-            except UnreadableImage: pass
 
 
 def test_text_chunks():

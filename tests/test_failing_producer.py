@@ -132,19 +132,6 @@ def train_flags(*more):
 
 
 @pytest.mark.parametrize('flags, message', [
-    ('--max_sample_length 600', 'max_sample_length 600 > lm_max_length 512: lower it, or raise that'),
-    ('--max_sample_length 17', 'a picture takes 17 tokens, max_sample_length is 17'),
-    ('--num_workers 9', 'num_workers 9 > 4 packs of a rank in an update (batch_size x gradient_accumulation_steps): lower num_workers'),
-    ('--val_workers 5', 'val_workers 5 > 4 packs'),
-    ('--max_images_per_example 5 --max_images_per_knapsack 4', 'max_images_per_example 5 does not fit')])
-def test_contradictions_are_errors_before_the_first_batch(tmp_path, flags, message):
-    "One line says what contradicts what; nothing has been written."
-    _, err = watched(train_flags(*flags.split()), tmp_path, 60)
-    assert message in err and 'Traceback' not in err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize('flags, message', [
     ('', 'no usable validation row among val_size'),
     ('--eval_in_epochs False --val_size 0', 'an epoch without a single sample')])
 def test_a_run_without_a_sample_ends(tmp_path, flags, message):

@@ -227,6 +227,7 @@ def _part(part, pictures):
     pictures += as_list(found['url'] if isinstance(found, dict) and 'url' in found else found)
     return MARK
 
+# %% ../../nbs/12_data.dataset.ipynb #d1a00105
 def _message(m, pictures):
     "The role and the text of a message."
     require(isinstance(m, dict), f'a message is {m!r:.60}: give {{role, content}}')
@@ -291,6 +292,7 @@ def _spoken(row, what, role):
         f'`{name}` is {value!r:.60}: give a text')
     return [dict(role=role, content=str(value))]
 
+# %% ../../nbs/12_data.dataset.ipynb #1c108684
 def _said(row, pictures):
     "Messages or turns of a row."
     if not (name := named(row, 'texts')):
@@ -342,6 +344,7 @@ def _held(x):
     pixels = isinstance(x, (bytes, Image.Image)) or len(getattr(x, 'shape', ())) > 1
     return 'pictures' if 'bytes' in names or binary or pixels else ''
 
+# %% ../../nbs/12_data.dataset.ipynb #0f3a51d9
 def check_unused(columns:dict|pa.Schema, where:str)->None: # a row, or the types of a table; whose they are
     "Raise `UnusedColumn` if pictures or a conversation would not be read."
     if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))

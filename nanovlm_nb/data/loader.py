@@ -191,6 +191,7 @@ def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callab
         'leave one of them out')
     return transforms
 
+# %% ../../nbs/18_data.loader.ipynb #30d19e98
 def get_dataloaders(
     train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist=Dist(), # data; length of a pack; this rank
     tokenizer:PreTrainedTokenizerBase|None=None, rows:Any=None, # default: the config's; see `own_sources`

@@ -159,6 +159,7 @@ class Share:
     index:int # among the shares of the stream
     head:int = 0 # rows at its beginning that are for validation
 
+# %% ../../nbs/15_data.sources.ipynb #da3e1c10
 def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1,
 )->Iterator[tuple[int|None,dict|Dropped]]: # (number, row); None: it is damaged
     "The rows from `start` to `stop` whose number has the remainder `first` by `step`."
