@@ -118,7 +118,7 @@ def played(tmp_path_factory):
 
 @pytest.mark.parametrize('name, said', [
     *((f'transform_{name}', f'sample row/30: {type(e).__name__}') for name, e in ERRORS.items()),
-    ('template', 'sample row/30: UsageError: the chat template of the tokenizer fails: TemplateError: Roles must alternate'),
+    ('template', 'sample row/30: UsageError: the chat template fails: TemplateError: Roles must alternate'),
     ('sigkill', 'DataLoader worker'), ('all_dropped', 'None')])
 def test_what_fails_in_a_worker_ends_the_iteration_and_names_the_sample(played, name, said):
     "An error arrives with its type, its text and the id of the sample; no process is left."

@@ -200,22 +200,19 @@ def test_a_data_set_that_cannot_be_reached_is_not_skipped(server, tmp_path, capl
     assert not any('skipped' in m for m in caplog.messages)
 
 
-def test_away_at_the_start_of_a_job_interrupts_the_run(server, tmp_path, monkeypatch):
+def test_away_at_the_start_of_a_job_interrupts_the_run(server, tmp_path):
     "No update was made: status interrupted and exit code 85, as a scheduler understands it; the same job, started again, trains."
-    vlm, cfg = evolve(VLM, vlm_checkpoint_path=str(tmp_path)), evolve(HUB, run_name='late')
-    monkeypatch.setenv('SLURM_JOB_ID', '7')
+    vlm, cfg = evolve(VLM, vlm_checkpoint_path=str(tmp_path)), evolve(HUB, run_name='late', resume=True) # as the job files have it
     server.down()
     try: run_dir = run(vlm, cfg, dist=Dist())
     finally: server.up()
     assert ((run_dir/'status').read_text(), exit_code(run_dir)) == ('interrupted\n', 85) and 'the data cannot be reached' in (run_dir/'train.log').read_text()
-    monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
     run(vlm, cfg, dist=Dist())
     assert (run_dir/'status').read_text() == 'done\n' and (run_dir/'step_3').is_dir()
 
 
-def test_by_hand_a_first_start_does_not_wait(server, tmp_path, monkeypatch):
+def test_by_hand_a_first_start_does_not_wait(server, tmp_path):
     "Nobody would start it again, and the one who did is looking: one line, and nothing is left behind."
-    for name in ('SLURM_JOB_ID', 'TORCHELASTIC_RUN_ID'): monkeypatch.delenv(name, raising=False)
     server.down()
     try:
         with pytest.raises(Unreachable, match=r'some/rows \(default\) cannot be reached: check the network') as e:
