@@ -165,7 +165,7 @@ def test_a_column_of_another_form(plant, tmp_path):
 
 def test_what_cannot_be_loaded(tmp_path, few):
     datasets.Dataset.from_list([]).save_to_disk(tmp_path/'empty'/'default')
-    for path, changes, said in ((tmp_path/'empty', {}, 'empty has no rows'), (few, dict(val_size=999), 'val_size 999 leaves no training rows'), (tmp_path/'nowhere', {}, 'there is no such file or directory')):
+    for path, changes, said in ((tmp_path/'empty', {}, 'empty has no rows'), (few, dict(val_size=999), 'val_size 999 leaves no training rows'), (tmp_path/'nowhere', {}, 'o such file or directory')):
         assert said in failures(found(path, **changes))['data']
     for name in ('good', 'bad'): save(tmp_path/'d'/name, ROWS[:50], files=1)
     file = tmp_path/'d'/'bad'/'train-00000.parquet'

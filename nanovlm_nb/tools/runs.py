@@ -15,9 +15,7 @@ from contextlib import suppress
 from itertools import accumulate,cycle
 from math import nan
 from pathlib import Path
-from typing import NamedTuple
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING,NamedTuple
 
 from ..core.files import file_sizes
 from ..core.run_dir import BEST,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,delete_abandoned,holder
@@ -25,6 +23,8 @@ from ..core.run_dir import last_checkpoint,missing_pieces,prune_older,read_log,r
 from ..core.logs import describe,finished,log_axis,styled
 from ..core.usage import MissingFile,require
 from ..runs.arguments import AXES
+
+if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where curves are drawn
 
 # %% ../../nbs/60_tools.runs.ipynb #5af540bd
 def since(seconds:float)->str: # e.g. '2.0 h'
@@ -165,8 +165,9 @@ def _marks(ax, run, x, colour):
 def plot_runs(
     runs:list[Run], x:str='updates', # from `load_run`; one of `AXES`
     smooth:float=0., path:str|Path|None=None, # of losses, norms and speed, see `smoothed`; picture to write
-)->Figure: # as many panels as there are kinds of figures
+)->'Figure': # as many panels as there are kinds of figures
     "Draws the curves of runs."
+    from matplotlib.figure import Figure
     labels = [l for l in list(PANELS)[:5 if len(runs)==1 else 4] if figures(runs, l)]
     require(labels, f"no figures to draw in {', '.join(str(r.log) for r in runs)}: "
         "has the run made an update?")
