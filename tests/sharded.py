@@ -109,6 +109,29 @@ def continued(dist, out, name, source, run):
     return dict(figures=figures)
 
 
+def without_pictures(batch, cfg):
+    "The same pack as if its pictures were words."
+    return batch | dict(input_ids=torch.where(batch['input_ids'] == cfg.image_token_id, 5, batch['input_ids']), images=[[] for _ in batch['images']])
+
+
+def sums(trainer):
+    "What the weights of each part add up to, in absolute value, on rank 0."
+    weights = full_weights(trainer.base)
+    return {part: sum(w.double().abs().sum().item() for k, w in weights.items() if k.startswith(part)) for part in ('vision_encoder.', 'MP.', 'decoder.')}
+
+
+def text_only(dist, out, sharding):
+    "The sums before three updates and after each: with pictures, without any, with pictures on the last rank only."
+    trainer = make_trainer(dist, out, {}, dict(sharding=sharding, weight_decay=.1) if dist.world_size > 1 else dict(weight_decay=.1))
+    packs = [collate_packs([p]) for p in make_packs(trainer.base.cfg)]
+    text = [without_pictures(p, trainer.base.cfg) for p in packs]
+    found = [sums(trainer)]
+    for four in (packs, text, [text[0], packs[1], text[2], packs[3]]):
+        train_step(trainer, gather_update(four[dist.rank::dist.world_size], dist))
+        found.append(sums(trainer))
+    return found
+
+
 def stage(dist, out, name, steps, workers, **changes):
     "The next updates of a run on real samples."
     vlm, train, _ = parse_args([*TINY, '--run_name', name])
@@ -126,6 +149,7 @@ def main(out):
                              offload_to_zero2=continued(dist, out, 'offload_to_zero2', 'offload', dict(sharding='zero2')))
     if n == 4: facts |= dict(zero2_to_4=continued(dist, out, 'zero2_to_4', 'zero2', dict(sharding='zero3')), zero2_to_pairs=continued(dist, out, 'zero2_to_pairs', 'zero2', dict(sharding='zero2', shard_ranks=2)),
                              pairs_to_zero2=continued(dist, out, 'pairs_to_zero2', 'zero3_pairs', dict(sharding='zero2')))
+    for how in {1: ['ddp'], 2: ['ddp', 'zero2', 'zero3'], 4: []}[n]: facts[f'text_{n}_{how}'] = text_only(dist, out, how)
     if n == 1: stage(dist, out, 'undisturbed', 12, 0)
     file = out/'deepspeed.json'
     if dist.is_master: file.write_text(json.dumps(DEEPSPEED))

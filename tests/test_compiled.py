@@ -1,7 +1,6 @@
 "Whole blocks are compiled, in few graphs that serve all batches; a step of full size asks for no value."
 import json
 import random
-import re
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def test_two_graphs_serve_all_batches():
     rng, counter, seen = random.Random(0), CompileCounter(), []
     eager, compiled = twins(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1), backend=counter)
     tiles, documents = set(), set()
-    for k in range(100):
+    for k in range(40):
         batch = random_batch(rng, SMALL, blank=picture)
         tiles.add(sum(len(t) for row in batch['images'] for t in row))
         documents.add(sum(map(len, batch['doc_lens'])))
@@ -85,11 +84,11 @@ def test_two_graphs_serve_all_batches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
-def test_compiled_equals_eager(backend):
+def test_compiled_equals_eager():
+    "With the compiler of real runs."
     rng = random.Random(1)
-    eager, compiled = twins(backend=backend)
-    for _ in range(6):
+    eager, compiled = twins()
+    for _ in range(3):
         batch = random_batch(rng, SMALL, blank=picture)
         (loss, *grads), (want, *wanted) = step(compiled, batch), step(eager, batch)
         assert abs(loss-want) <= 1e-6*abs(want)
@@ -121,12 +120,6 @@ def test_a_step_of_full_size_asks_for_no_value():
     with pytest.raises(RuntimeError, match='meta'): net(batch['input_ids'].to('meta'), images, doc_lens=batch['doc_lens'])
 
 
-def compilers_words(run):
-    "How many graphs a run has compiled, and how many compilations it found on disk, of how many."
-    lines = [line for line in (run/'train.log').read_text().splitlines() if 'compiled in the first update' in line]
-    return [[int(n) for n in re.findall(r'(\d+) graphs, (\d+) of (\d+)', line)[0]] for line in lines]
-
-
 @pytest.mark.slow
 def test_a_second_start_finds_what_the_first_has_compiled(tmp_path, monkeypatch):
     "Two ranks compile at the same time into one directory, the user's; then the same run goes on."
@@ -136,9 +129,9 @@ def test_a_second_start_finds_what_the_first_has_compiled(tmp_path, monkeypatch)
     run = tmp_path/'checkpoints'/'run'
     start('run', 2)
     assert (tmp_path/'mine'/'fxgraph').is_dir() and not (run/'compiled').exists(), 'a run holds no code'
+    kept = {*(tmp_path/'mine'/'fxgraph').rglob('*')}
     start('run', 3, '--resume', True)
-    (graphs, found, made), (again, found_again, all_again) = compilers_words(run)
-    assert graphs == 2 and found == 0 < made and found_again == all_again >= made, 'nothing is compiled for a second time'
+    assert kept and {*(tmp_path/'mine'/'fxgraph').rglob('*')} == kept, 'nothing is compiled for a second time'
     assert len(losses(run)) == 3
 
 

@@ -127,7 +127,6 @@ def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
 @pytest.mark.parametrize('flags, said', [
     (['--lora_rank', '2'], 'lora_rank: 4 -> 2 (refused: the adapters would have other shapes)'),
     (['--lora_rank', '2', '--force_resume', 'True'], 'has other adapters: '),
-    (['--lora_alpha', '3'], 'lora_alpha: None -> 3.0 (refused'),
     (['--lora_rank', '0'], 'lora_rank: 4 -> 0 (refused'),
     (['--lora_targets', 'decoder'], "lora_targets: ['decoder', 'vision_encoder', 'MP'] -> ['decoder'] (refused")])
 def test_other_adapters_are_refused_on_resume(flags, said, capsys):
@@ -197,7 +196,7 @@ LARGE = evolve(preset('nanovlm')[0], lm_hidden_dim=2048, lm_inter_dim=8192, lm_n
                vit_n_blocks=27, vit_patch_size=14, vit_img_size=378, mp_pixel_shuffle_factor=3, max_img_size=1512)
 
 
-@pytest.mark.parametrize('targets', [['decoder'], EVERYWHERE, ['vision_encoder'], ['MP']])
+@pytest.mark.parametrize('targets', [['decoder'], EVERYWHERE])
 def test_arithmetic_is_what_torch_counts(targets):
     "At most two in a hundred too much: below the first adapter nothing asks for a gradient."
     torch.manual_seed(0)

@@ -120,6 +120,15 @@ def test_a_sharded_checkpoint_in_one_process(out, tmp_path):
     assert apart(weights(tmp_path/'last.safetensors'), weights(out/'whole.safetensors')) < 1e-6
 
 
+@pytest.mark.parametrize('how', ['1_ddp', '2_ddp', '2_zero2', '2_zero3'])
+def test_text_only_updates_decay_nothing_that_looks_at_pictures(facts, how):
+    "The second update changes the language model only; the third, with pictures on one rank of two, changes all."
+    start, first, text, last = facts[f'text_{how}']
+    for part in ('vision_encoder.', 'MP.'): assert first[part] != start[part] and text[part] == first[part] and last[part] != text[part]
+    assert text['decoder.'] != first['decoder.']
+    for a, b in zip(facts['text_1_ddp'], facts[f'text_{how}']): assert b == pytest.approx(a, rel=1e-6)
+
+
 def record(out, name):
     "Losses, digests and epochs of a run on real samples, and its last weights."
     lines = [r for r in map(json.loads, (out/'runs'/name/'log.jsonl').read_text().splitlines()) if 'batch_loss' in r]

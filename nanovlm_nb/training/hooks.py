@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['H', 'Sums', 'LONG', 'UNWATCHED', 'TRACE', 'KERNELS', 'ROWS', 'find', 'Unstable', 'read_bad_updates',
-           'write_bad_updates', 'BadUpdates', 'costs', 'Speed', 'Epochs', 'sums_by_source', 'losses_by_source',
-           'Meters', 'LeftOut', 'Compile', 'Look', 'Evaluate', 'FreezeGarbage', 'Profile', 'hooks_of']
+           'write_bad_updates', 'BadUpdates', 'costs', 'sums_by_source', 'losses_by_source', 'Meters', 'Epochs',
+           'LeftOut', 'Compile', 'Look', 'Evaluate', 'FreezeGarbage', 'Profile', 'hooks_of']
 
 # %% ../../nbs/49_training.hooks.ipynb #d5ee300b
 import gc,json
@@ -35,6 +35,7 @@ from ..answers.eval_jobs import missing_tasks,take_over_evals,wait_for_evals
 from .optim import adapter_sizes,autocast,compile_blocks
 from .trainer import Checkpoint,Figures,Guard,Hook,Log,Trainer,Validate
 from .trainer import inputs_of,length,stopping,tell,validation_batches
+from .update import Update
 
 # %% ../../nbs/49_training.hooks.ipynb #53b90abd
 H = TypeVar('H', bound=Hook)
@@ -118,61 +119,6 @@ def _spent(clock:Clock, since:dict[str,float])->dict[str,float]: # a reading, wh
     since.update(clock.seconds)
     return seconds
 
-# %% ../../nbs/49_training.hooks.ipynb #7d17bf62
-class Speed(Hook):
-    "Adds `tokens_per_second`, and every `every` updates nanoVLM's statistics of all ranks."
-    def __init__(self, every:int): # updates
-        self.every,self.stats,self.since = every,Stats(),{}
-
-    def begin(self, trainer:Trainer)->None:
-        "Begins to count."
-        _spent(trainer.clock, self.since)
-
-    def after_update(self, trainer:Trainer, figures:Figures)->None:
-        "Divides the update's tokens by its seconds, as nanoVLM splits them."
-        t,u = trainer,trainer.update
-        if u is None: return
-        spent = _spent(t.clock, self.since)
-        u.times = u.data_time,spent['forward_backward'],spent['optimizer']+spent['communication']
-        figures['tokens_per_second'] = u.tokens/sum(u.times)
-        for b in u.micro_batches:
-            self.stats.add('images_per_sample', sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
-        values = figures['tokens_per_second'],*u.times
-        for name,value in zip(Stats.names, values): self.stats.add(name, value)
-        if t.step%self.every==0: figures |= self.stats.aggregate(t.dist)
-
-# %% ../../nbs/49_training.hooks.ipynb #7ff13d63
-class Epochs(Hook):
-    "Logs loss and speed of an epoch when it ends, and when the run ends within it."
-    def __init__(self): self.sums:Any = Counter() # of the epoch so far
-
-    def after_update(self, trainer:Trainer, figures:Figures)->None:
-        "Adds the update, and its loss if it was made."
-        t,u = trainer,trainer.update
-        if u is None: return
-        self.sums.update(tokens=u.tokens, seconds=sum(u.times))
-        if t.refused is None: self.sums.update(loss=figures['batch_loss']*u.targets, targets=u.targets)
-
-    def end_epoch(self, trainer:Trainer)->None:
-        "Logs the epoch and begins the next."
-        s,self.sums = self.sums,Counter()
-        if not s['seconds']: return
-        loss = dict(epoch_loss=s['loss']/s['targets']) if s['targets'] else {}
-        speed = dict(epoch_tokens_per_second=s['tokens']/s['seconds'], epoch_duration=s['seconds'])
-        trainer.log.log(loss|speed, trainer.step)
-
-    def end(self, trainer:Trainer)->None:
-        "Logs the epoch in which the run has reached its length."
-        if trainer.last=='length' and not trainer.stop: self.end_epoch(trainer)
-
-    def state_dict(self)->dict: # JSON-able
-        "Returns the sums of the epoch."
-        return dict(self.sums)
-
-    def load_state_dict(self, state:dict)->None:
-        "Restores them."
-        self.sums = Counter(state)
-
 # %% ../../nbs/49_training.hooks.ipynb #49000002
 Sums = dict[str,tuple[float,int]] # by source: sum of losses, targets
 
@@ -206,26 +152,38 @@ def _report(trainer:Trainer, sums:Any, seconds:dict[str,float], peak:float|None)
 
 # %% ../../nbs/49_training.hooks.ipynb #eae1ca76
 class Meters(Hook):
-    "Every `every` updates, reports where the time went and what came of it."
+    "Adds `tokens_per_second`, and every `every` updates where the time went and what came of it."
     def __init__(self, every:int): # updates
-        self.every,self.since,self.losses = every,{},[]
+        self.every,self.stats,self.losses = every,Stats(),[]
+        self.last,self.since = {},{} # readings of the clock: after the last update, at the last report
         self.sums:Any = Counter() # since the last report
         self.seconds:Any = Counter() # of this start by kind of work, up to the last report
 
     def begin(self, trainer:Trainer)->None:
-        "Notes what the run costs."
+        "Notes what the run costs, and begins to count."
         self.units,self.peak = costs(trainer),_peak_of_all(trainer.dist, trainer.cfg.peak_tflops)
+        _spent(trainer.clock, self.last)
+
+    def time(self, clock:Clock, u:Update, figures:Figures)->None: # of an update
+        "Divides its tokens by its seconds, as nanoVLM splits them."
+        spent = _spent(clock, self.last)
+        u.times = u.data_time,spent['forward_backward'],spent['optimizer']+spent['communication']
+        figures['tokens_per_second'] = u.tokens/sum(u.times)
+        for b in u.micro_batches:
+            self.stats.add('images_per_sample', sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
+        for name,x in zip(Stats.names, (figures['tokens_per_second'], *u.times)): self.stats.add(name, x)
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds up what was learnt and computed, and from time to time reports."
         t,u,add = trainer,trainer.update,self.sums.update
         if u is None: return
+        self.time(t.clock, u, figures)
         flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets)
         add(updates=1, samples=u.samples, flops=flops)
         if t.refused is None:
             add(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets, norm=figures['grad_norm'])
             self.losses += [(x, b) for x,b in zip(u.losses, u.micro_batches) if x is not None]
-        if t.step%self.every==0: figures |= self.report(t)
+        if t.step%self.every==0: figures |= self.stats.aggregate(t.dist)|self.report(t)
 
     def report(self, trainer:Trainer)->Figures: # every rank must call
         "Returns the figures since the last report, of all ranks."
@@ -238,6 +196,38 @@ class Meters(Hook):
         found = _report(t, self.sums, seconds, self.peak)|{'perf/gpu_memory_gb':max(memories)}
         self.sums,self.losses = Counter(),[]
         return found|losses_by_source(losses)
+
+# %% ../../nbs/49_training.hooks.ipynb #7ff13d63
+class Epochs(Hook):
+    "Logs loss and speed of an epoch when it ends, and when the run ends within it."
+    def __init__(self): self.sums:Any = Counter() # of the epoch so far
+
+    def after_update(self, trainer:Trainer, figures:Figures)->None:
+        "Adds the update, and its loss if it was made."
+        t,u = trainer,trainer.update
+        if u is None: return
+        self.sums.update(tokens=u.tokens, seconds=sum(u.times))
+        if t.refused is None: self.sums.update(loss=figures['batch_loss']*u.targets, targets=u.targets)
+
+    def end_epoch(self, trainer:Trainer)->None:
+        "Logs the epoch and begins the next."
+        s,self.sums = self.sums,Counter()
+        if not s['seconds']: return
+        loss = dict(epoch_loss=s['loss']/s['targets']) if s['targets'] else {}
+        speed = dict(epoch_tokens_per_second=s['tokens']/s['seconds'], epoch_duration=s['seconds'])
+        trainer.log.log(loss|speed, trainer.step)
+
+    def end(self, trainer:Trainer)->None:
+        "Logs the epoch in which the run has reached its length."
+        if trainer.last=='length' and not trainer.stop: self.end_epoch(trainer)
+
+    def state_dict(self)->dict: # JSON-able
+        "Returns the sums of the epoch."
+        return dict(self.sums)
+
+    def load_state_dict(self, state:dict)->None:
+        "Restores them."
+        self.sums = Counter(state)
 
 # %% ../../nbs/49_training.hooks.ipynb #5f433775
 class LeftOut(Hook):
@@ -430,7 +420,7 @@ def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, #
     judged,every = cfg.eval_interval if cfg.eval_in_epochs else 0,cfg.stats_log_interval
     evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
     own,before = list(own),[Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(),
-        Speed(every), Epochs(), Meters(every), Compile()]
+        Meters(every), Epochs(), Compile()]
     after = [Log(), Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge),
         Look(cfg.look_interval), evaluate, FreezeGarbage(), Profile(cfg.profile)]
     instead = {type(hook):mine for hook in before+after for mine in own if isinstance(mine, type(hook))}

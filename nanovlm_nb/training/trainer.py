@@ -52,6 +52,7 @@ class Counters:
     epoch:int = 0 # epochs completed
     samples:int = 0 # samples seen
     targets:int = 0 # target tokens seen
+
     skipped:int = 0 # updates that a hook refused
     bad_in_a_row:int = 0 # how many of them came last
     best_val_loss:float = inf # lowest validation loss
@@ -292,6 +293,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     t.step += 1
     t.samples += update.samples
     t.targets += update.targets
+
     t.last = 'length' if _reached(t, t.step, t.samples) else ''
     if t.feed.over and t.epoch+1==t.cfg.max_epochs: t.last = 'data'
     return dict(batch_loss=total, grad_norm=size, **lrs, epoch=t.epoch, target_tokens=update.targets,
