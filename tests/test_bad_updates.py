@@ -9,17 +9,17 @@ from commands import TINY, run, train
 from nanovlm_nb.training.hooks import read_bad_updates
 from nanovlm_nb.data.shapes import shapes_dataset
 
-ROWS, UPDATES = 800, 150
+ROWS, UPDATES = 2000, 300
 RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]
 FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False', '--data_cutoff_idx', ROWS-16, '--batch_size', 1, '--gradient_accumulation_steps', 1,
-         '--max_grad_spike', 3, '--eval_interval', 200, '--ask_samples', 0, '--dtype', 'float32', '--run_name', 'r', '--max_training_steps', UPDATES]
+         '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype', 'float32', '--run_name', 'r', '--max_training_steps', UPDATES]
 
 
 @pytest.fixture(scope='module')
 def poisoned(tmp_path_factory):
-    "A run of two ranks on scenes of which three have two hundred meaningless characters for an answer."
+    "A run of two ranks on scenes of which five have two hundred meaningless characters for an answer."
     cwd, rng = tmp_path_factory.mktemp('poison'), random.Random(0)
-    bad = sorted(rng.sample(range(400, ROWS), 3))
+    bad = sorted(rng.sample(range(500, ROWS), 5))
 
     def spoil(row, i):
         if i in bad: row['texts'] = [dict(user=row['texts'][0]['user'], assistant=''.join(rng.choice('zqxjkvwpyg!?#%&') for _ in range(200)))]
@@ -38,7 +38,7 @@ def test_their_updates_are_skipped_and_no_others(poisoned):
     log = [r for r in map(json.loads, (run_dir/'log.jsonl').read_text().splitlines()) if 'batch_loss' in r]
     assert [r['step'] for r in log] == list(range(1, UPDATES+1))
     assert [r['step'] for r in log if 'skipped_updates' in r] == [r['update'] for r in skipped]
-    assert max(r['grad_norm'] for r in log[60:] if 'skipped_updates' not in r) < min(r['grad_norm'] for r in log if 'skipped_updates' in r)
+    assert max(r['grad_norm'] for r in log[100:] if 'skipped_updates' not in r) < min(r['grad_norm'] for r in log if 'skipped_updates' in r)
 
 
 def test_replay_names_the_sample(poisoned):
