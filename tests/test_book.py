@@ -12,7 +12,6 @@ from PIL import Image
 from test_docs import NBS, ROOT, cells, script
 
 ZERO = NBS/'book'/'0_one_page.ipynb'
-WAY = ['picture', 'tiles', 'tower', 'projector', 'slots', 'pack', 'blocks', 'loss', 'update', 'checkpoint']
 
 
 def links(text: str) -> list[str]:
@@ -44,22 +43,13 @@ def test_chapter_zero_is_one_page_of_plain_pytorch():
 
 def test_chapters_say_what_they_replace_of_chapter_zero():
     "Each chapter in the table of chapter zero links back in its introduction."
-    table = next(c['source'] for c in cells(ZERO, 'markdown') if c['source'].startswith('## What each chapter replaces'))
+    table = next(c['source'] for c in cells(ZERO, 'markdown') if c['source'].startswith('## What each notebook replaces'))
     later = [(ZERO.parent/link).resolve() for link in links(table) if link.startswith('../')]
     assert len(later) > 20
     silent = [p.name for p in later if 'book/0_one_page.ipynb' not in cells(p, 'markdown')[1]['source']]
     assert not silent, f'{silent} do not say in their second cell what they replace of chapter zero'
     known = {p.name for p in later}
     assert not [p.name for p in NBS.glob('??_*.ipynb') if 'book/0_one_page.ipynb' in links(text_of(p)) and p.name not in known]
-
-
-def test_the_book_shows_the_same_way_in_every_chapter():
-    "The line below the introduction, with the part of the chapter in bold."
-    lines = {p.name: [line for c in cells(p, 'markdown') for line in c['source'].splitlines() if line.count('→') > 5] for p in NBS.glob('book/[1-9]*_*.ipynb')}
-    for name, found in lines.items():
-        assert len(found) == 1, f'{name} has {len(found)} such lines'
-        steps = [re.match(r'\w+', step.strip())[0] for step in found[0].replace('*', '').split('→')]
-        assert steps == WAY and '**' in found[0], f'{name}: {found[0]}'
 
 
 @pytest.fixture(scope='module')

@@ -6,16 +6,16 @@ import sys
 import pytest
 import torch
 from commands import run
-from nanovlm_nb.answers.answer import Asker, Chat
+from nanovlm_nb.answers.answer import Asker, Chat, left_pad
 from nanovlm_nb.core.config import tiny
-from nanovlm_nb.model.generate import Picker, TextStream, penalise_repeats, sample, top_k_top_p_filtering
+from nanovlm_nb.model.generate import Picker, TextStream, top_k_top_p_filtering
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.data.shapes import shapes_dataset
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 QUESTIONS = ['What colour?', 'Which shape do you see, if I may ask?', 'And what else can be said about it?']
@@ -43,13 +43,6 @@ def test_filters_are_those_of_transformers(vocabulary, top_k, top_p):
     assert got[~other].equal(want[~other])
 
 
-@pytest.mark.parametrize('penalty', [.5, 1., 1.2, 10.])
-def test_repetition_penalty_is_that_of_transformers(penalty):
-    scores, ids = 5*torch.randn(100, 60, generator=gen(1)), torch.randint(60, (100, 25), generator=gen(2))
-    seen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)
-    assert penalise_repeats(scores, seen, penalty).equal(RepetitionPenaltyLogitsProcessor(penalty)(ids, scores))
-
-
 def test_whole_answers_are_those_of_transformers():
     "Our loop and picker around transformers' Llama say what its own generate says, with a penalty that decides."
     torch.manual_seed(0)
@@ -64,13 +57,6 @@ def test_whole_answers_are_those_of_transformers():
         assert mine.equal(want)
         said[penalty] = want
     assert not said[1.].equal(said[1.3])
-
-
-def test_sampled_shares_are_the_probabilities():
-    scores, n = torch.tensor([[2., 1., 0., -1.]]), 20_000
-    drawn = sample(scores.expand(n, -1), temperature=1.5, top_k=3, generator=gen(4)).bincount(minlength=4)/n
-    want = top_k_top_p_filtering(scores/1.5, 3)[0].softmax(-1)
-    assert (drawn-want).abs().max() < .015 and drawn[3] == 0
 
 
 # --- a model: cache, batch, conversation
@@ -106,17 +92,19 @@ def test_batch_equals_alone(asker, mixed, how):
     assert len(set(batch)) > 1
 
 
+@pytest.mark.parametrize('how', HOW)
 @torch.no_grad()
-def test_cache_equals_reading_anew(asker, mixed):
-    "Left-padded, with pictures or without: every token is what the whole row, read at once, says."
+def test_cache_equals_reading_anew(asker, mixed, how):
+    "Left-padded, with pictures or without; greedy, sampled and penalised: every token is what the whole row, read at once, gives."
     prompts, tiles = zip(*(asker.prompt(*q) for q in mixed))
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0]*(longest-len(p)) + p for p in prompts])
-    mask = torch.tensor([[0]*(longest-len(p)) + [1]*len(p) for p in prompts])
-    written = asker.model.generate(ids, [list(t) for t in tiles], mask, 12, greedy=True, eos_token_id=())
-    whole, real = torch.cat([ids, written], 1), torch.cat([mask, torch.ones_like(written)], 1)
-    scores = asker.model(whole, [list(t) for t in tiles], attention_mask=real)[0][:, longest-1:-1]
-    assert written.equal(scores.argmax(-1))
+    ids, mask = left_pad([*prompts], 0, asker.device)
+    def rule(): return HOW[how] | (dict(generator=[gen(i) for i in range(4)]) if 'temperature' in HOW[how] else dict(greedy=True))
+    written = torch.stack([*asker.model.stream(ids, [*tiles], mask, 8, (), **rule())], 1)
+    pick, whole, real = Picker(prompt=ids, mask=mask, **rule()), ids, mask
+    for _ in range(8):
+        whole = torch.cat([whole, pick(asker.model(whole, [*tiles], attention_mask=real)[0][:, -1])[:, None]], 1)
+        real = torch.cat([real, torch.ones_like(real[:, :1])], 1)
+    assert written.equal(whole[:, ids.shape[1]:])
 
 
 def test_conversations_equal_a_fresh_reading(asker):
@@ -150,17 +138,12 @@ def test_stops_are_of_their_row(asker, mixed):
     assert by_text[2] == plain[2][:plain[2].index(text)].strip() and text not in ''.join(by_text)
 
 
-def test_streamed_pieces_are_the_answers(asker, mixed):
-    steps = list(asker.stream(mixed, 10))
-    assert len(steps) == 10+1 and [''.join(p).strip() for p in zip(*steps)] == asker(mixed, 10)
-
-
 # --- text in pieces
 
 ALPHABET = 'abc .,\n' + 'äßé' + '猫犬' + '🙂👩‍🚀' + 'ﷺ' + '\ufffd'
 
 
-@pytest.mark.parametrize('seed', range(30))
+@pytest.mark.parametrize('seed', range(12))
 def test_text_streams_never_break_a_letter(seed):
     "Random texts and random tokens: the pieces are the text, each ends with a whole letter, and a stop string never shows."
     rng = random.Random(seed)
@@ -207,23 +190,6 @@ def test_many_questions_as_json(saved):
     with Image.open(saved/'scene.png') as im: assert [a['answer'] for a in answers] == asker([([im, im], q) for q in QUESTIONS], 6)
 
 
-def broken_files(folder):
-    "Name -> what the line about it has to say."
-    (folder/'words.png').write_text('no picture')
-    (folder/'empty.jpg').write_bytes(b'')
-    (folder/'cut.png').write_bytes((folder/'scene.png').read_bytes()[:60])
-    Image.new('1', (10_000, 10_001)).save(folder/'huge.png')
-    return {'nowhere.png': 'no such file', 'words.png': 'cannot identify', 'empty.jpg': 'cannot identify', 'cut.png': '', 'huge.png': '10000 x 10001', '.': 'no such file'}
-
-
-def test_unusable_pictures_are_named_in_one_line(saved):
-    said = broken_files(saved)
-    done = generate(saved, *(f for name in said for f in ('--image', name)), '--image', 'scene.png', '--prompt', 'x', check=False)
-    line, = done.stderr.splitlines()
-    assert done.returncode == 2 and done.stdout == '' and line.startswith('nanovlm ask: error: ')
-    for name, what in said.items(): assert f'{name}: ' in line and what in line
-
-
 def break_model(folder, how):
     "A copy of the model with one thing wrong."
     new = folder/f'broken_{how}'
@@ -248,6 +214,3 @@ def test_unreadable_checkpoints_get_one_line(saved, how, monkeypatch, capsys):
     assert ended.value.code == 2 and err.count('\n') == 1 and f'broken_{how} cannot be used as a checkpoint' in err
 
 
-def test_a_missing_checkpoint_gets_one_line(saved):
-    done = generate(saved, '--prompt', 'x', check=False, model='nothing/at/all')
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and 'Traceback' not in done.stderr
