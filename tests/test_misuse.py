@@ -76,7 +76,7 @@ MISUSES = [
     ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
     ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
     ('ask', 'RUN', 'give --prompt QUESTION, or --page'),
-    ('ask', 'RUN --prompt x --image words.png', 'words.png: cannot identify'),
+    ('ask', 'RUN --prompt x --image words.png', "cannot identify image file 'words.png'"),
     ('ask', 'RUN --prompt x --image empty --image /dev/null', 'empty: this is a directory; /dev/null: this is no regular file: give picture files'),
     ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),

@@ -50,7 +50,7 @@ def test_updates_are_shown_as_minimind_does(watched):
 def test_a_run_says_where_it_is_what_it_trains_and_what_there_is_at_its_end(watched):
     text = re.sub(r'^\S+ \S+ INFO ', '', (watched[0]/'train.log').read_text(), flags=re.M)
     first, last = text.partition('update 0: ')[0].splitlines(), text.splitlines()[-3:]
-    assert first[:2] == ['drawing 200 scenes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, torch.bfloat16']
+    assert first[:2] == ['reading shapes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, torch.bfloat16']
     assert 'figures: checkpoints/r/log.jsonl, nothing is sent' in first and 'rows: 200 for training and 16 for validation; 8 updates' in first
     assert not any('max_keep_ckpts' in line for line in first), 'no advice about the disk for a model of a megabyte'
     assert last[0].startswith('best checkpoint: checkpoints/r/step_') and last[2].startswith('ask it: nanovlm ask checkpoints/r --image PICTURE --prompt ')
