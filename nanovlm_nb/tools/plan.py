@@ -116,7 +116,9 @@ class Memory(NamedTuple):
     rest:float # loss, backward pass, pixels
 
     @property
-    def total(self)->float: return sum(self)
+    def total(self)->float: # bytes
+        "All of it."
+        return sum(self)
 
 # %% ../../nbs/64_tools.plan.ipynb #1d762166
 def _gathered(cfg, parameters, sharding):
