@@ -36,9 +36,10 @@ def overview(width:int=100)->str: # of the terminal
     return '\n'.join(lines)
 
 # %% ../nbs/90_cli.ipynb #90c00009
-KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', chat='ask --page', serve='ask --page', look='eval',
-    evaluate='eval', checkpoints='runs', plot='runs --curves', finetune='train', convert='export', xray='plan',
-    doctor='check', inspect='check --rows', resume='check') # a name elsewhere -> here
+# a name elsewhere, or of an earlier version -> here
+KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', chat='ask --page', serve='ask --page',
+    look='eval', evaluate='eval', checkpoints='runs', plot='runs --curves', finetune='train',
+    convert='export', xray='plan', doctor='check', inspect='check --rows', resume='check')
 
 def check_command(name:str)->None: # the first word after `nanovlm`
     "Raises a UsageError about a command that does not exist."
