@@ -14,11 +14,9 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image, PngImagePlugin
 
-from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import Unreachable, VQADataset
+from nanovlm_nb.data.dataset import Unreachable
 from nanovlm_nb.data.load import load_configs, local_configs
-from nanovlm_nb.data.images import get_image_processor, image_size, open_image
-from nanovlm_nb.core.tokenizer import train_tokenizer
+from nanovlm_nb.data.images import image_size, open_image
 
 PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')
 
@@ -71,13 +69,6 @@ def root(tmp_path_factory, photos, digits):
     arrow = next((root/'cut').glob('*.arrow'))
     arrow.write_bytes(arrow.read_bytes()[:-400])
     return root
-
-
-@pytest.fixture(scope='module')
-def tokenizer():
-    "A small tokenizer with the default extra tokens and template."
-    cfg = VLMConfig()
-    return train_tokenizer(['What is it? Which digit? 0 1 2'], 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
 
 
 @pytest.fixture
@@ -137,17 +128,6 @@ def test_hub_names(monkeypatch, caplog):
     with pytest.raises(Unreachable, match=r'someone/FineVision \(away\)'): load_data('someone/FineVision', ['a', 'away'])
     load_data('someone/FineVision')
     assert calls[-1] == ('someone/FineVision', 'default', 'train')
-
-
-def test_ratings_of_a_data_set(root, cache, tokenizer):
-    "Minimums reach the samples: one turn less, or none."
-    data = load_data(root, ['photos'], cache_dir=cache)
-    def answers(**minimums):
-        s = VQADataset(data, tokenizer, get_image_processor(64, 64), 4, **minimums)
-        ids = None if s[0] is None else s[0]['labels']
-        return s.drops.counts if ids is None else tokenizer.decode(ids[ids != -100]).count('<|im_end|>')
-    assert [answers(), answers(relevance_min_rating=2), answers(relevance_min_rating=6)] == [2, 1, {'ratings': 1}]
-    assert [answers(image_correspondence_min_rating=6), answers(visual_dependency_min_rating=5), answers(formatting_min_rating=5)] == [1, 2, {'ratings': 1}]
 
 
 def test_text_chunks():

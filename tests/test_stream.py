@@ -224,22 +224,6 @@ def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
         drops = whole[n-1][2]
 
 
-@pytest.mark.parametrize('stream', [True, False])
-def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
-    "Two ranks, three workers for training and for validation: four disjoint parts, and together every row; the validation part has `val_size` rows."
-    cfg, parts = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3, num_workers=3 if stream else 0, val_workers=3 if stream else 0), {}
-    for rank in (0, 1):
-        for part, loader in zip(('train', 'val'), get_dataloaders(cfg, VLM, Dist(rank=rank, world_size=2), tokenizer)):
-            kept = [i for batch in loader for ids in batch['ids'] for i in ids]
-            assert len(kept) == len(set(kept)) and not set(kept) & loader.samples.drops.reasons.keys()
-            parts[part, rank] = {*kept, *loader.samples.drops.reasons}
-    assert sum(map(len, parts.values())) == len(set.union(*parts.values())) == ROWS['few'] + ROWS['many']
-    assert len(parts['val', 0]) + len(parts['val', 1]) == 14 and all(parts.values())
-
-
-def text_rows(name, n): return [dict(images=[], texts=[dict(user=f'{i}?', assistant='yes')], source=name) for i in range(n)]
-
-
 def test_shards_with_a_corrupt_one(root, tokenizer, tmp_path, caplog):
     "Three folders of shards and a broken one, streamed: it is named, the others are read; if all are broken, that is an error."
     ds = datasets.load_from_disk(str(root/'saved'))
