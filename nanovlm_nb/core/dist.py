@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEHIND', 'PER_THREAD', 'pick_device', 'FromGather',
            'Dist', 'collective', 'launch', 'on_master', 'first_reason', 'launch_env', 'rank_device', 'meeting_store',
-           'init_dist', 'launchers', 'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather',
-           'dist_mean_scalar', 'destroy_dist', 'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync',
-           'synchronized_batches', 'set_seed', 'shield_worker', 'seed_worker', 'check_socket_room', 'rng_state',
-           'set_rng_state', 'cores_of_rank', 'set_threads']
+           'init_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar',
+           'destroy_dist', 'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_seed',
+           'shield_worker', 'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank',
+           'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
 import inspect,multiprocessing,os,random,signal,sys,tempfile
@@ -66,7 +66,6 @@ class Dist(FromGather):
     device:torch.device = torch.device('cpu') # where this process computes
     cpu_group:Any = None # gloo group for messages; None when alone
     timeout_s:float = 1800. # seconds to wait for the other ranks
-    attempt:int = 0 # how often torchrun has restarted the ranks of this job
     store:Any = None # where the ranks have met: texts by name; None when alone
 
     @property
@@ -175,7 +174,8 @@ def meeting_store(me:Dist)->c10d.Store: # not yet in a group
     wait = timedelta(seconds=me.timeout_s)
     store = next(c10d.rendezvous('env://', me.rank, me.world_size, timeout=wait))[0]
     shared = os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True' # by all starts
-    return c10d.PrefixStore(f'start {me.attempt}', store) if shared else store
+    start = os.environ.get('TORCHELASTIC_RESTART_COUNT')
+    return c10d.PrefixStore(f'start {start}', store) if shared else store
 
 # %% ../../nbs/03_core.dist.ipynb #7d32db44
 def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: # default: the best device
@@ -183,26 +183,13 @@ def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: #
     env,chosen = launch_env(),torch.device(device) if device else pick_device()
     require(timeout_s>0, f'timeout_s is {timeout_s}: give a number of seconds above 0')
     if env is None: return Dist(device=chosen, timeout_s=timeout_s)
-    me = Dist(**env, device=rank_device(chosen.type, env['local_rank']), timeout_s=timeout_s,
-        attempt=int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)))
+    me = Dist(**env, device=rank_device(chosen.type, env['local_rank']), timeout_s=timeout_s)
     backend,wait = 'cpu:gloo,cuda:nccl' if me.device.type=='cuda' else 'gloo',timedelta(seconds=timeout_s)
     def join():
         store = meeting_store(me)
         c10d.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=wait)
         return replace(me, store=store, cpu_group=c10d.new_group(backend='gloo', timeout=wait))
-    me = collective(me, 'init_dist', join)
-    return replace(me, attempt=max(me.gather(me.attempt))) # only some machines count a restart
-
-# %% ../../nbs/03_core.dist.ipynb #d1570202
-def launchers(dist:Dist=Dist())->dict[str,int]: # job -> starts before this one; empty if unknown
-    "Returns the jobs that this process belongs to, the innermost first."
-    env,starts = os.environ,{}
-    if 'TORCHELASTIC_RUN_ID' in env:
-        unnamed = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} {os.getppid()}"
-        job = env['TORCHELASTIC_RUN_ID']
-        starts[f"torchrun {unnamed if job=='none' else job}"] = dist.attempt
-    if 'SLURM_JOB_ID' in env: starts[f"slurm {env['SLURM_JOB_ID']}"] = int(env.get('SLURM_RESTART_COUNT', 0))
-    return starts
+    return collective(me, 'init_dist', join)
 
 # %% ../../nbs/03_core.dist.ipynb #6cf124a9
 def is_dist()->bool: # False when alone
