@@ -113,6 +113,7 @@ def _task_manager(include_path):
     from lmms_eval.tasks import TaskManager
     return TaskManager('WARNING', include_path=include_path, model_name='nanovlm_nb')
 
+# %% ../../nbs/36_answers.evaluate.ipynb #c133ed4f
 Found = tuple[dict[str,float],dict[str,int]] # figures; samples of each task
 
 def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag

@@ -55,6 +55,7 @@ def _spots(n, cells):
     width = SPREAD/cells
     return torch.exp(-(at[:,None]-mid)**2/(2*width**2))/(width*n*(2*torch.pi)**.5)
 
+# %% ../../nbs/32_answers.heatmap.ipynb #67d724a1
 @dataclass
 class Heat:
     "What a picture's tokens got, by place."
@@ -98,6 +99,7 @@ def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
     "Returns the first two thirds, rounded up."
     return list(range((2*n+2)//3))
 
+# %% ../../nbs/32_answers.heatmap.ipynb #69cd0960
 @torch.no_grad()
 def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or more
     question:str|list[dict], # a question, or turns of which the last has no 'assistant'

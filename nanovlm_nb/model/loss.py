@@ -110,6 +110,7 @@ def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a targ
         loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
     return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()
 
+# %% ../../nbs/24_model.loss.ipynb #6dabb060
 def cross_entropy_at_targets(hidden:Tensor, # (..., D) hidden states, one for each position
     weight:Tensor, targets:Tensor, # (V, D) head; (...) token ids, or `ignore_index` where there is no target
     chunk_size:int=2048, # Most positions whose logits exist at one time

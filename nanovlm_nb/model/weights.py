@@ -169,6 +169,7 @@ def _their_config(folder):
     try: return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as e: raise UsageError(f'{folder} is no model that transformers knows: {e}') from e
 
+# %% ../../nbs/26_model.weights.ipynb #68741116
 def _family(folder, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
     config = _their_config(folder)
@@ -201,6 +202,7 @@ def vision_config(name:str|Path)->dict[str,Any]: # directory or hub name of a vi
     "Returns its numbers as fields of `VLMConfig`."
     return _our_fields(*_family(resolve_checkpoint(name), 'vit_hidden_dim'))
 
+# %% ../../nbs/26_model.weights.ipynb #d834b239
 def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a language backbone
     "Returns its numbers; Qwen's matrix has more rows than its tokenizer has tokens."
     folder = resolve_checkpoint(name)
@@ -319,6 +321,7 @@ def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # t
     save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
     cfg.save(folder/'config.json')
 
+# %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
     "Returns the configuration of a checkpoint, without reading a tensor."
     folder = resolve_checkpoint(name)
@@ -332,6 +335,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
             f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE')
     return kind.load(folder/'config.json')
 
+# %% ../../nbs/26_model.weights.ipynb #c8d84bd9
 def read_checkpoint(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
 )->tuple[VLMConfig,dict[str,Tensor]]: # configuration and weights
     "Reads what `write_weights` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
@@ -376,6 +380,7 @@ def _smolvlm_config(cfg, kind):
         tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3),
         text_config=decoder)
 
+# %% ../../nbs/26_model.weights.ipynb #d3e39434
 def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
 )->tuple[dict,dict]: # their config.json and their tensors
     "Returns a whole model in the format of transformers."
@@ -447,6 +452,7 @@ def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolV
         mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(name), lm_model_type=str(name),
         hf_repo_name=None))
 
+# %% ../../nbs/26_model.weights.ipynb #c0eff287
 def from_smolvlm(name:str|Path)->tuple[VLMConfig,dict[str,Tensor]]: # directory or hub name
     "Returns configuration and weights of a whole model of transformers."
     folder = resolve_checkpoint(name)
@@ -553,6 +559,7 @@ def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names 
 
 def _noted(path): return json.loads(path.read_bytes())
 
+# %% ../../nbs/26_model.weights.ipynb #1378db6d
 def checkpoint_weights(folder:Path, kind:type=VLMConfig, # of a checkpoint; class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
 )->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
@@ -607,6 +614,7 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     path = str(found.resolve()) if found else base['path'] # of the hub
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
+# %% ../../nbs/26_model.weights.ipynb #b7c6e5c3
 def find_base(folder:Path)->Path: # a checkpoint of adapters
     "Returns the checkpoint that they are added to; a UsageError if it has changed."
     base = noted_base(folder)['base']
@@ -625,6 +633,7 @@ def check_adapters(model:nn.Module, weights:dict[str,Tensor], # has adapters; a 
     if wrong: raise UsageError(f"{name} has other adapters: {wrong[0]} is {there.get(wrong[0])} there and "
         f"{wanted.get(wrong[0])} here; give the lora_rank and lora_targets of that run")
 
+# %% ../../nbs/26_model.weights.ipynb #30bcab33
 def write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
     cfg:VLMConfig, note:dict[str,Any], # of the model; `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
     known_as:str|Path, # where the directory will be
@@ -763,6 +772,7 @@ def _projector_kind(state, kind, path):
                   f"the model one of kind {kind}: set mp_kind to {found}")
     return found
 
+# %% ../../nbs/26_model.weights.ipynb #2b3cdba0
 def _from_minimind(state, model, path):
     "The tensors of MiniMind's file under our names."
     require('tok_embeddings.weight' not in state, f"{path} has MiniMind's names of before April 2025")
@@ -776,6 +786,7 @@ def _from_minimind(state, model, path):
                        (*MINIMIND.ignore,'vision_encoder.*'), str(path))
     return ours | {rotation:model.decoder.rotary_embd.inv_freq}
 
+# %% ../../nbs/26_model.weights.ipynb #2cec5650
 def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of MiniMind-V or of ours
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Loads a language model, or a whole model that may lack its vision tower."
@@ -808,6 +819,7 @@ def to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose
         out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in minimind_names(k, kind)}
     return out
 
+# %% ../../nbs/26_model.weights.ipynb #65e137df
 def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if needed; of a whole model
     vision:bool=True, # False: without the vision tower, for which MiniMind's names have no place
     names:str='minimind', # or own
