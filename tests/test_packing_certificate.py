@@ -14,7 +14,7 @@ from nanovlm_nb.data.shapes import shapes_dataset, shapes_tokenizer
 from nanovlm_nb.data.sources import MapSource
 from nanovlm_nb.model.vlm import VLMNet
 
-LENGTH, N_PACKS, MOST_IMAGES = 400, 200, 4
+LENGTH, N_PACKS, MOST_IMAGES = 400, 40, 4
 pytestmark = pytest.mark.usefixtures('one_thread')
 
 
@@ -49,7 +49,7 @@ def draw_group(samples, dice):
 
 @pytest.fixture(scope='module')
 def groups(samples):
-    "200 groups of samples, one a pack."
+    "Groups of samples, one a pack."
     dice = random.Random(0)
     groups = [draw_group(samples, dice) for _ in range(N_PACKS)]
     assert min(map(len, groups)) > 1 and max(map(len, groups)) > 5
@@ -63,23 +63,6 @@ def as_batch(samples, length=None):
     return dict(input_ids=batch['input_ids'], images=batch['images'], doc_lens=batch['doc_lens']), batch['labels']
 
 
-def documents(values, samples):
-    "Cut what a pack gave into its documents."
-    return values[0, :sum(len(s['input_ids']) for s in samples)].split([len(s['input_ids']) for s in samples])
-
-
-@torch.no_grad()
-def test_scores_as_alone(net, groups):
-    "200 packs: every sample's scores within 1e-5 of those it has alone."
-    worst, alone = 0., {}
-    for samples in groups:
-        packed = documents(net(**as_batch(samples, LENGTH)[0])[0], samples)
-        for sample, got in zip(samples, packed):
-            if sample['id'] not in alone: alone[sample['id']] = net(**as_batch([sample])[0])[0][0]
-            worst = max(worst, (got - alone[sample['id']]).abs().max().item())
-    assert worst <= 1e-5 and len(alone) > 200
-
-
 @torch.no_grad()
 def test_pictures_reach_their_own_places(net, groups):
     "A sample of several pictures: in the places of each stand the features of that one, in their order, wherever the sample is in its pack."
@@ -90,31 +73,6 @@ def test_pictures_reach_their_own_places(net, groups):
         got = net.embed(batch['input_ids'], batch['images'])[batch['input_ids'] == net.cfg.image_token_id]
         own = [seen(t) for s in (group[0], album, group[-1]) for t in s['images']]
         assert (got - torch.cat(own)).abs().max() <= 1e-5
-
-
-@torch.no_grad()
-def test_without_boundaries_it_leaks(net, groups):
-    "The same packs read as one document differ by far more than the tolerance, so the certificate can fail."
-    for samples in groups[:20]:
-        args, _ = as_batch(samples, LENGTH)
-        right, leaky = (documents(net(**a)[0], samples) for a in (args, args | dict(doc_lens=None)))
-        assert (right[0] - leaky[0]).abs().max() <= 1e-5
-        assert min((a - b).abs().max() for a, b in zip(right[1:], leaky[1:])) > 1e-2
-
-
-@torch.no_grad()
-def test_neighbours_cannot_touch(net, groups):
-    "New words and new pixels in one document change every other document's scores by exactly nothing."
-    for k, samples in enumerate(groups[:60]):
-        before = documents(net(**as_batch(samples, LENGTH)[0])[0], samples)
-        i = k % len(samples)
-        other = dict(samples[i])
-        is_word = other['input_ids'] != net.cfg.image_token_id
-        other['input_ids'] = torch.where(is_word, 300 - other['input_ids'].clamp(max=300), other['input_ids'])
-        other['images'] = [255 - t for t in other['images']]
-        after = documents(net(**as_batch([*samples[:i], other, *samples[i+1:]], LENGTH)[0])[0], samples)
-        assert not torch.equal(before[i], after[i])
-        assert all(torch.equal(a, b) for j, (a, b) in enumerate(zip(before, after)) if j != i)
 
 
 def gradients(net, batches):
