@@ -162,7 +162,7 @@ class Config:
 
     def to_json(self)->str:
         "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        usual = {k for k,v in type(self)().to_dict().items() if k in OF_RUN or getattr(self, k)==v}
+        usual = {k for k,v in VLMConfig().to_dict().items() if k in OF_RUN or getattr(self, k)==v}
         return json.dumps({k:v for k,v in self.to_dict().items() if k not in usual&OWN_FIELDS}, indent=4)
 
     def save(self, path:str|Path)->None:
