@@ -24,8 +24,7 @@ from .data.load import own_rows
 from .answers.answer import Asker, accuracy, answer_all, load_asker, questions_of
 from .training.lora import PEFT_CONFIG, read_peft
 from .runs.run import run
-from .runs.arguments import export_parser
-from .cli import module_of
+from .cli import export_parser, module_of
 
 # %% ../nbs/91_api.ipynb #91a10006
 FOR_ROWS:dict[str,Any] = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,

@@ -8,21 +8,13 @@ __all__ = ['main']
 # %% ../nbs/58_train.ipynb #2cf8fdd5
 import sys
 
-# by their full names, so that this file also runs by its path
-import nanovlm_nb.core.config as config,nanovlm_nb.core.usage as usage,nanovlm_nb.runs.arguments as arguments
+import nanovlm_nb.cli as cli # by its full name, so that this file also runs by its path
 
 # %% ../nbs/58_train.ipynb #893ff1d1
 def main(argv:list[str]|None=None, # arguments; default: those of the command line
-)->int: # exit code: 0, or `run.INTERRUPTED`
+)->int|None: # exit code: 0, or `endings.INTERRUPTED`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
-    usage.open_closed_streams()
-    words,debug = usage.without_debug(argv)
-    with usage.one_line_errors('nanovlm train', debug, keeps_code=True):
-        with usage.user_path(): values = arguments.train_parser().parse_args(words)
-        config.set_env()
-        usage.begin_training()
-        with usage.ends_at_once(): from nanovlm_nb.runs.run import main as train
-        return train(values)
+    return cli.main(['train', *(sys.argv[1:] if argv is None else argv)])
 
 # %% ../nbs/58_train.ipynb #95e5c272
 #| eval: false

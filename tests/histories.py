@@ -13,7 +13,7 @@ from commands import TINY, environment, start_of
 
 from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
-from nanovlm_nb.runs.start import resume_checklist
+from nanovlm_nb.runs.start import plan_resume
 
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'samples')
 
@@ -71,8 +71,8 @@ def stands(run):
     name = last_checkpoint(run).name
     assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
     vlm_cfg, train_cfg = load_yaml(run/'config.yaml', given=None)
-    said = ' '.join(line for _, line in resume_checklist(run, vlm_cfg, evolve(train_cfg, load_from=None)))
-    assert re.search(r'would go on from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
+    said = ' '.join(line for _, line in plan_resume(run, vlm_cfg, evolve(train_cfg, load_from=None, resume=True))[1])
+    assert re.search(r'Auto resumed from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
     return name
 
 

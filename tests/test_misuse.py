@@ -18,10 +18,9 @@ import pytest
 from commands import TINY, run
 
 from nanovlm_nb.train import main as train_main
-from nanovlm_nb.cli import COMMANDS, EXPORTS, main
+from nanovlm_nb.cli import COMMANDS, EXPORTS, PARSERS, main
 from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, evolve, make_parser, parse_args, preset, rule_of
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.runs.arguments import PARSERS
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent
@@ -233,7 +232,7 @@ def test_two_ranks_say_it_once(tmp_path):
 @pytest.mark.parametrize('command, module', [*COMMANDS.items(), ('ask', 'uses.chat_page'), ('eval', 'answers.look'), *(('export', module) for module in EXPORTS.values())])
 def test_every_command_has_a_module_that_takes_its_values(command, module):
     text = (ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text()
-    assert re.search(r"(?m)^def main\((?:\n    )?values:Namespace,?(?:\)->(?:int|None):)? # from `(?:arguments\.)?%s_parser`" % command, text)
+    assert re.search(r"(?m)^def main\((?:\n    )?values:Namespace,?(?:\)->(?:int|None):)? # from `(?:cli\.)?%s_parser`" % command, text)
 
 
 def test_the_command_runs_as_a_module(tmp_path):

@@ -12,9 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 from nanovlm_nb.tools.check import foreseen, start_findings
 from nanovlm_nb.tools.doctor import FAIL, PASS
 from nanovlm_nb.training.checkpoint import export_pth
-from nanovlm_nb.cli import main as nanovlm
+from nanovlm_nb.cli import check_parser, main as nanovlm
 from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset
-from nanovlm_nb.runs.arguments import check_parser
 from nanovlm_nb.runs.start import resolve_start
 from nanovlm_nb.model.vlm import VisionLanguageModel
 

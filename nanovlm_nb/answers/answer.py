@@ -361,7 +361,7 @@ def _answers(asker, images, questions, a):
         else: yield from (*(p for p, in asker.stream(part, a.max_new_tokens, a.stop, **how)),'\n')
 
 # %% ../../nbs/30_answers.answer.ipynb #761a09fe
-def main(values:Namespace)->None: # from `arguments.ask_parser`
+def main(values:Namespace)->None: # from `cli.ask_parser`
     "Command `nanovlm ask`: answers questions about some pictures."
     a = values
     try:

@@ -232,7 +232,7 @@ def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: th
     return int(number) if kind=='step' and number.isdigit() else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dc0
-def main(values:Namespace)->int: # from `arguments.eval_parser`; 0, or 1 if a task failed
+def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task failed
     "Command `nanovlm eval`: evaluates a checkpoint."
     a = values
     if a.write_tasks:

@@ -133,7 +133,7 @@ def panel_table(panel:dict[str,float])->str: # from `look_panel`; a line for eac
     return '\n'.join([f"{panel['look/answers']:<7}answers  {'right':>9}{'loss':>9}", *lines])
 
 # %% ../../nbs/31_answers.look.ipynb #df01578a
-def main(values:Namespace)->None: # from `arguments.eval_parser`
+def main(values:Namespace)->None: # from `cli.eval_parser`
     "Command `nanovlm eval` without tasks: loss and right answers with right, other, blank and no pictures."
     asker = load_asker(values.checkpoint)
     given = {} if values.config else None # of the run's own file, data is read alone

@@ -6,7 +6,7 @@
 __all__ = ['OWN', 'MINE', 'YOURS', 'UNWRITTEN', 'LIMITS', 'HUB_ERRORS', 'ADVICE_AFTER_S', 'SAME_SCRIPT', 'FULL', 'INTERRUPTED',
            'SIGNALLED', 'changes_since', 'data_lines', 'write_record', 'training_card', 'where_to_publish', 'publish',
            'rows_to_ask', 'best_asker', 'ask_held_out', 'millions', 'time_split', 'report_drops', 'results_of',
-           'advice_lines', 'report', 'what_is_left', 'go_on', 'OpenRun', 'command_of', 'left_line', 'Interrupted',
+           'advice_lines', 'report_run', 'what_is_left', 'go_on', 'OpenRun', 'command_of', 'left_line', 'Interrupted',
            'RunFailed', 'causes', 'out_of_memory', 'lost_place', 'no_memory', 'reason_of', 'first_told', 'one_voice',
            'set_status', 'exit_code', 'end_run']
 
@@ -203,7 +203,7 @@ def advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sho
         unstable=t.skipped>0, cpus=os.cpu_count(), ranks=t.dist.world_size)
 
 # %% ../../nbs/54_runs.endings.ipynb #55000008
-def report(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None, # after `train()`; of all ranks
+def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None, # after `train()`; of all
 )->dict[str,dict]: # from `ask_held_out`; empty when nothing was asked
     "Rank 0 sums up the run."
     t,log,run_dir = trainer,trainer.log,trainer.log.run_dir

@@ -57,11 +57,6 @@ class FeatureCache:
         self.folder,self.see,self.shape,self.dtype = Path(folder),see,shape,dtype
         self.hits = self.misses = 0
 
-    @property
-    def bytes_per_tile(self)->int:
-        "Returns the space on disk that a tile takes."
-        return self.shape[0]*self.shape[1]*self.dtype.itemsize+SUM
-
     def path(self, key:str)->Path: # from `tile_key`; in one of 256 directories
         "Returns where the features of a tile are."
         return self.folder/key[:2]/key

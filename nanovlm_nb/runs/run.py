@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'CTRL_C', 'TOWER', 'SMALL_M', 'make_model', 'get_vision_model', 'run_path', 'hold', 'keep_config',
-           'stop_on_signals', 'on_each_rank', 'own_parts', 'plan_run', 'plan_resume', 'open_log', 'build_trainer',
-           'use_frozen_tower', 'use_evals', 'first_lines', 'begin', 'start', 'sum_up', 'process_group', 'run', 'main']
+           'stop_on_signals', 'on_each_rank', 'own_parts', 'plan_run', 'open_log', 'build_trainer', 'use_frozen_tower',
+           'use_evals', 'first_lines', 'begin', 'start', 'sum_up', 'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import os,signal,threading
@@ -21,7 +21,7 @@ from ..core.files import MANIFEST,write_atomic
 from ..core.usage import ends_at_once,require,user_path
 from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads
-from ..core.run_dir import CONFIG,FEATURE_CACHE,RunLock,checkpoints,read_state,sweep
+from ..core.run_dir import CONFIG,FEATURE_CACHE,RunLock,checkpoints,sweep
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,projector_advice,save_notes
 from ..model.vision import ViT
@@ -38,10 +38,9 @@ from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt
 from .feature_cache import keep_features
-from .start import OWN_PARTS,aside_lines,check_own_parts,check_resume,find_resume,go_back
-from .start import is_pth,rate_lines,resolve_start,weights_of_start
+from .start import OWN_PARTS,go_back,is_pth,plan_resume,resolve_start,weights_of_start
 from .endings import HUB_ERRORS,SAME_SCRIPT,SIGNALLED,Interrupted,OpenRun,end_run,exit_code
-from .endings import go_on,left_line,millions,one_voice,publish,report,set_status
+from .endings import go_on,left_line,millions,one_voice,publish,report_run,set_status
 from .endings import where_to_publish,write_record
 
 # %% ../../nbs/56_runs.run.ipynb #69cf2326
@@ -157,18 +156,6 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     set_threads(dist, loader_workers(c, cores_of_rank()), max(map(prod, widths)))
     with user_path(): return run_path(v, c, dist),v,c,repo,[*lines, *[line]*bool(line)]
 
-# %% ../../nbs/56_runs.run.ipynb #ff92056b
-def plan_resume(run:OpenRun, own:list[str])->tuple[Path|None,list[str]]: # in progress; its own parts
-    "Decide where a run begins, and compare the settings: the checkpoint, or None, and lines for the log."
-    run_dir,c,command = run.run_dir,run.cfg,run.make_command
-    instead = [] if command is go_on else [f'go on with: {command(run_dir, c, run.dist)}']
-    path,line = find_resume(run_dir, c, *instead)
-    if path is None: return None,[line, *aside_lines(run_dir, None)]
-    check_own_parts(path.parent, own)
-    state = read_state(path)
-    changed = check_resume(state, run.vlm_cfg, c, run.dist.world_size)
-    return path,[line, *aside_lines(run_dir, path), *changed, *(l for _,l in rate_lines(run_dir, state, c))]
-
 # %% ../../nbs/56_runs.run.ipynb #56000008
 def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->RunLog:
     "The log of a run as its config says, not yet open."
@@ -212,7 +199,7 @@ def use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # what i
         model.vision_note = tower_note(cfg, tower)
     if not c.cache_features: return
     cache = keep_features(model, log.run_dir/FEATURE_CACHE, trainer.dtype)
-    log.info(f'features: {cache.bytes_per_tile/1e6:.3f} MB on disk for each tile, in {cache.folder}')
+    log.info(f'features of tiles are kept in {cache.folder}')
 
 # %% ../../nbs/56_runs.run.ipynb #6c3402cd
 def use_evals(trainer:Trainer)->None: # every rank must call
@@ -259,10 +246,12 @@ def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=No
 )->Trainer: # ready to train
     "Decide where the run begins, put the parts together, and restore the checkpoint."
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
-    checkpoint,resumed = on_master(dist, lambda: plan_resume(run, own))
+    how = [] if run.make_command is go_on else [f'go on with: {run.make_command(run.run_dir, c, dist)}']
+    look = partial(plan_resume, run.run_dir, v, c, dist.world_size, own, *how)
+    checkpoint,resumed = on_master(dist, look)
     t = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
     t.asked = stop
-    for line in (*first_lines(t, own), *lines, *resumed): log.info(line)
+    for line in (*first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
     use_evals(t)
     then = partial(begin, run, t, checkpoint)
     resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()
@@ -282,7 +271,7 @@ def sum_up(run:OpenRun, repo:str|None, model:Callable|None)->str: # has trained;
         return 'interrupted'
     drops = find(t, LeftOut).gather()
     find(t, Meters).report(t) # reads the clocks of all ranks
-    if dist.is_master: report(t, drops, model)
+    if dist.is_master: report_run(t, drops, model)
     dist.barrier()
     find(t, Evaluate).wait(t)
     if not (repo and dist.is_master): return 'done'
@@ -326,9 +315,9 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
         run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist)
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
-        r = OpenRun(run_dir, v, c, dist, open_log(run_dir, dist, v, c), again)
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
         with hold(run_dir, dist),strict,ExitStack() as stack:
+            r = OpenRun(run_dir, v, c, dist, open_log(run_dir, dist, v, c), again)
             stack.push(partial(end_run, r))
             t = r.trainer = start(r, said+lines, stop, getattr(asked, 'config', None), **parts)
             t.log.info(SIGNALLED) if stopping(t) else train(t)
@@ -337,6 +326,6 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     return run_dir
 
 # %% ../../nbs/56_runs.run.ipynb #7f11f16d
-def main(values:Namespace)->int: # from `arguments.train_parser`; exit code, see `exit_code`
+def main(values:Namespace)->int: # from `cli.train_parser`; exit code, see `exit_code`
     "Command `nanovlm train`: train as a preset, a file and flags say."
     with ends_at_once(): return exit_code(run(values.vlm_cfg, values.train_cfg, asked=values))

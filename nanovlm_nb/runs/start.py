@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['RECORDS', 'OWN_PARTS', 'is_pth', 'weights_of_start', 'with_sizes', 'Start', 'resolve_start', 'foresee_start',
            'given_checkpoint', 'find_resume', 'go_back', 'aside_lines', 'Difference', 'differences', 'splits',
-           'split_difference', 'place_of', 'progress', 'check_resume', 'check_own_parts', 'rate_lines',
-           'resume_checklist']
+           'split_difference', 'place_of', 'progress', 'check_resume', 'check_own_parts', 'rate_lines', 'plan_resume']
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10003
 import math,shutil
@@ -301,20 +300,17 @@ def rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state
     return [(.5<=after/before<=2 if before else not after, line)]
 
 # %% ../../nbs/52_runs.start.ipynb #53000004
-def resume_checklist(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig,
-    world_size:int=1, # to come; ranks
-)->list[tuple[bool,str]]: # (in order?, line)
-    "What resuming will do."
-    checks = [(False, f'{p.name} is not complete, it lacks {", ".join(lacks)}')
-        for p in checkpoints(run_dir) if (lacks := missing_pieces(p))]
-    try:
-        path,line = find_resume(run_dir, evolve(train_cfg, resume=True))
-        if path is None: return [*checks, (False, line)]
-        state = read_state(path)
-        done = max((r['step'] for r in _log_of(run_dir)), default=0)-state['step']
-        again = f': {done} updates after the checkpoint are made again' if done>0 else ''
-        changed = check_resume(state, vlm_cfg, train_cfg, world_size) or ['no setting has changed']
-    except (ValueError, OSError) as e: return [*checks, (False, str(e))]
-    said = [line.replace('Auto resumed from', 'would go on from'), *aside_lines(run_dir, path),
-        f"log.jsonl stands at update {state['step']+max(done, 0)}{again}", *changed]
-    return [*checks, *((True, l) for l in said), *rate_lines(run_dir, state, train_cfg)]
+def plan_resume(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_size:int=1, # to come; ranks
+    own:list[str]=[], how:str='--resume True to go on', # names of its own parts; see `find_resume`
+)->tuple[Path|None,list[tuple[bool,str]]]: # the checkpoint to resume from, or None; (in order?, line)
+    "Decide where a run begins, and compare the settings."
+    path,line = find_resume(run_dir, train_cfg, how)
+    aside = [(True, l) for l in aside_lines(run_dir, path)]
+    if path is None: return None,[(not train_cfg.resume, line), *aside]
+    check_own_parts(path.parent, own)
+    state = read_state(path)
+    changed = check_resume(state, vlm_cfg, train_cfg, world_size)
+    done = max((r['step'] for r in _log_of(run_dir)), default=0)-state['step']
+    again = [f'{done} updates of the log are made again']*(done>0)
+    said = [(True, l) for l in (*again, *changed)]
+    return path,[(True, line), *aside, *said, *rate_lines(run_dir, state, train_cfg)]

@@ -19,9 +19,8 @@ from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist,cores_of_rank
 from ..core.usage import MissingFile,require
 from ..model.flops import BYTES,find_gpu,with_unit
-from ..runs.start import Start,check_own_parts,find_resume,foresee_start,is_pth,resolve_start
+from ..runs.start import Start,foresee_start,is_pth,plan_resume,resolve_start
 from ..runs.run import run_path
-from ..runs.start import resume_checklist
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
 from .doctor import machine_findings,tried
 from .inspect import data_findings
@@ -44,8 +43,7 @@ def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as gi
         place = run_dir or run_path(v, c, Dist(world_size=gpus))
         if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
-        if c.resume: check_own_parts(place, [])
-        else: find_resume(place, c)
+        lines = plan_resume(place, v, c, gpus)[1]
     except WRONG as e: yield failed('start', e)
     else:
         if not c.resume: yield Finding('start', PASS, f'from {start.origin}')
@@ -110,7 +108,7 @@ def check_all(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given; 
     if smoke: yield tried('short run', check_short_run, v, c, smoke)
 
 # %% ../../nbs/68_tools.check.ipynb #bfb5abac
-def main(values:Namespace)->int: # from `arguments.check_parser`; 1 if something fails, else 0
+def main(values:Namespace)->int: # from `cli.check_parser`; 1 if something fails, else 0
     "Command `nanovlm check`: what would happen if this run began."
     gpus,count = values.gpus or max(torch.cuda.device_count(), 1),Counter()
     found = check_all(values.vlm_cfg, values.train_cfg, gpus, values.run_dir, values.rows, values.smoke)

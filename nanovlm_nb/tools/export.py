@@ -118,7 +118,7 @@ def _write(model, out, kind):
     return (' without a processor: transformers cannot write prompts in the nanovlm convention; '
             'see image_convention')*(model.cfg.image_convention!='smolvlm')
 
-def main(values:Namespace)->None: # from `arguments.export_parser`
+def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export`: writes a model for transformers, or as nanoVLM's checkpoint."
     with exporting(values):
         note = _write(open_model(values.checkpoint, values.format=='peft'), values.out, values.format)

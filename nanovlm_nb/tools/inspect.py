@@ -28,7 +28,7 @@ from ..data.lanes import PackLoader,naming
 from ..data.loader import get_dataloaders,size_line
 from ..data.packing import Batch
 from ..data.prompts import answer_frame
-from ..runs.arguments import SAMPLES
+from ..cli import SAMPLES
 from .doctor import PASS,WRONG,Finding,Skip,failed,tried
 
 # %% ../../nbs/62_tools.inspect.ipynb #876c5bec

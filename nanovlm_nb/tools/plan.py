@@ -24,7 +24,7 @@ from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,
 from ..model.flops import useful_flops,with_unit
 from ..training.shard import bytes_per_parameter
 from ..runs.start import foresee_start,splits
-from ..runs.arguments import DEVICES,MFU
+from ..cli import DEVICES,MFU
 from .memory import meta_net,most_tiles,peak_memory
 
 # %% ../../nbs/64_tools.plan.ipynb #a24d4f2d
@@ -366,7 +366,7 @@ def _pack(asked, vlm_cfg, train_cfg):
     return base._replace(**dict(targets=min(base.targets, room))|given)
 
 # %% ../../nbs/64_tools.plan.ipynb #64aa0002
-def main(values:Namespace)->int: # from `arguments.plan_parser`; 0
+def main(values:Namespace)->int: # from `cli.plan_parser`; 0
     "Command `nanovlm plan`: what a run will cost."
     start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
     v,t,pack = start.vlm_cfg,start.train_cfg,_pack(values, start.vlm_cfg, start.train_cfg)

@@ -129,7 +129,7 @@ def replay_lines(update:Update, was:dict|None, # that was made again; its line i
     return [*lines, f'no sample stands out (not finite, or {FAR} times the median pull)']
 
 # %% ../../nbs/67_tools.replay.ipynb #67aa0004
-def main(values:Namespace)->int: # from `arguments.replay_parser`; 1 if a sample is suspect, else 0
+def main(values:Namespace)->int: # from `cli.replay_parser`; 1 if a sample is suspect, else 0
     "Command `nanovlm replay`: make an update of a run again and judge its samples."
     run_dir = Path(values.run_dir)
     skipped = read_bad_updates(run_dir)

@@ -22,7 +22,7 @@ from ..core.run_dir import BEST,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,delete
 from ..core.run_dir import last_checkpoint,missing_pieces,prune_older,read_log,read_pointer,written
 from ..core.logs import describe,finished,log_axis,styled
 from ..core.usage import MissingFile,require
-from ..runs.arguments import AXES
+from ..cli import AXES
 
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where curves are drawn
 
@@ -229,7 +229,7 @@ def _nothing_in(run_dir):
     runs = [str(p) for p in sorted(run_dir.iterdir()) if p.is_dir() and checkpoints(p)]
     return f'no checkpoint in {run_dir}'+(f", a folder of runs: give {' or '.join(runs)}" if runs else '')
 
-def standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `arguments.runs_parser`
+def standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `cli.runs_parser`
     "Yields what was deleted and written, how the run stands, and its checkpoints."
     deleted = [] if values.delete_older_than is None else prune_older(run_dir, values.delete_older_than)
     if values.delete_abandoned: deleted += delete_abandoned(run_dir)
@@ -243,7 +243,7 @@ def standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `arguments.r
     if values.follow: yield from follow(run_dir)
 
 # %% ../../nbs/60_tools.runs.ipynb #60aa0012
-def main(values:Namespace)->int: # from `arguments.runs_parser`; 1 if a run has no complete checkpoint
+def main(values:Namespace)->int: # from `cli.runs_parser`; 1 if a run has no complete checkpoint
     "Command `nanovlm runs`: how runs stand, or their curves."
     if values.curves:
         plot_runs([load_run(r) for r in values.runs], values.x, values.smooth, values.curves)

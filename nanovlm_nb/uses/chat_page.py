@@ -87,7 +87,7 @@ def build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest
     return page
 
 # %% ../../nbs/82_uses.chat_page.ipynb #5edc451e
-def main(values:Namespace)->None: # from `arguments.ask_parser`
+def main(values:Namespace)->None: # from `cli.ask_parser`
     "Command `nanovlm ask --page`: talk with a model about pictures, in the browser."
     name,host,port = values.checkpoint,values.host,values.port
     try: import gradio # noqa: F401

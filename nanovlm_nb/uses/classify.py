@@ -616,7 +616,7 @@ def with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its 
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d
-def asked_settings(values:Namespace)->Settings: # from `arguments.classify_parser`
+def asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
     "Returns the settings of the file, changed by flags."
     v = values
     s = Settings.load(v.config) if v.config else Settings()

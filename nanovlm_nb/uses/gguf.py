@@ -217,7 +217,7 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
             write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
 
 # %% ../../nbs/85_uses.gguf.ipynb #85a00026
-def main(values:Namespace)->None: # from `arguments.export_parser`
+def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format gguf`."
     out,outtype = values.out,values.outtype or 'f16'
     with exporting(values, 'gguf', extra='gguf'): export_gguf(open_model(values.checkpoint), out, outtype)

@@ -214,7 +214,7 @@ def _tell_template(config, template):
     save_json(config, values|dict(chat_template=template.read_text(encoding='utf-8')))
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a00031
-def main(values:Namespace)->None: # from `arguments.export_parser`
+def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format onnx`."
     out = values.out
     with exporting(values, 'onnx', 'onnxruntime', 'onnxscript', extra='onnx'):

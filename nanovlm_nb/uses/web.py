@@ -150,7 +150,7 @@ def export_web(model:VisionLanguageModel, # with its tokenizer
         _write_runtime(runtime, tmp/'runtime')
 
 # %% ../../nbs/84_uses.web.ipynb #74a00027
-def main(values:Namespace)->None: # from `arguments.export_parser`
+def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format web`."
     out = values.out
     with exporting(values, 'onnx', 'onnxruntime', 'onnxscript', extra='onnx'):
