@@ -47,8 +47,8 @@ def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as gi
     except WRONG as e: yield failed('start', e)
     else:
         if not c.resume: yield Finding('start', PASS, f'from {start.origin}')
-        for ok,line in resume_checklist(place, v, c, gpus) if c.resume else ():
-            yield Finding('resume', PASS if ok else FAIL, line)
+        for ok,line in lines if c.resume else ():
+            yield Finding('resume', PASS if ok else FAIL, line.replace('Auto resumed', 'would resume'))
 
 # %% ../../nbs/68_tools.check.ipynb #f8ab3132
 def check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a GPU, None: there is none
