@@ -299,7 +299,7 @@ def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
 
 def test_a_hostile_template_is_refused(stopped):
     (stopped/'step_4'/'chat_template.jinja').write_text("{{ cycler.__init__.__globals__.os.mkdir('touched') }}")
-    with pytest.raises(ValueError, match='the chat template of .* fails: SecurityError'): answer_frame(get_tokenizer(str(stopped/'step_4')))
+    with pytest.raises(ValueError, match='the chat template fails: SecurityError'): answer_frame(get_tokenizer(str(stopped/'step_4')))
 
 
 @pytest.mark.slow
