@@ -79,7 +79,8 @@ def as_type(name:str, value:Any, kind:Any)->Any:
     base,words,ok = rule_of(kind)
     if base is list:
         several = value if isinstance(value, (list,tuple)) else [value]
-        return [as_type(name, v, get_args(kind)[0]) for v in several]
+        whole = get_args(kind)[0] if NoneType in get_args(kind) else kind
+        return [as_type(name, v, get_args(whole)[0]) for v in several]
     if base is dict and isinstance(value, dict): return {k:as_type(name, v, str) for k,v in value.items()}
     try:
         if ok(new := _read(value, base)): return new
