@@ -1,4 +1,5 @@
 "JSON lines with real pictures: rows for the packed trainer, items of fixed length, workers, ranks, and a model that trains on them."
+import functools
 import json
 import logging
 import os
