@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable,Iterator,Sequence
+from collections.abc import Iterable,Sequence
 from itertools import islice
 from pathlib import Path
 
