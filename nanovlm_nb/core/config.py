@@ -81,7 +81,8 @@ def as_type(name:str, value:Any, kind:Any)->Any:
         several = value if isinstance(value, (list,tuple)) else [value]
         whole = get_args(kind)[0] if NoneType in get_args(kind) else kind
         return [as_type(name, v, get_args(whole)[0]) for v in several]
-    if base is dict and isinstance(value, dict): return {k:as_type(name, v, str) for k,v in value.items()}
+    if base is dict and isinstance(value, dict):
+        return {k:as_type(name, v, str) for k,v in value.items()} if get_args(kind) else value
     try:
         if ok(new := _read(value, base)): return new
     except (TypeError, ValueError, OverflowError): pass
