@@ -29,7 +29,7 @@ test: install
 
 notebooks: install
 	.venv/bin/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[notebooks]'
-	jupyter lab --ServerApp.root_dir=. $(ARGS) nbs/book/0_one_page.ipynb
+	jupyter lab --ServerApp.root_dir=. $(ARGS) nbs/00_one_page.ipynb
 
 install: $(STAMP)
 

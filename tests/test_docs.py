@@ -162,12 +162,15 @@ def test_links_between_notebooks_exist(notebook):
             assert (notebook.parent/link).exists(), f'{link} does not exist'
 
 
+COURSE = {item['href']: item['text'].split('. ')[1] for item in yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents'] if isinstance(item, dict) and 'href' in item}
+
+
 def sidebar_pages() -> list[str]:
     "Notebooks that the sidebar lists, patterns resolved."
     def walk(items):
         for item in [items] if isinstance(items, str) else items:
             if isinstance(item, str): yield from ([str(p.relative_to(NBS)) for p in sorted(NBS.glob(item.lstrip('/')))] if '*' in item else [item])
-            else: yield from walk(item['contents'])
+            else: yield from [item['href']] if 'href' in item else walk(item['contents'])
     return [p for p in walk(yaml.safe_load((ROOT/'_quarto.yml').read_text())['website']['sidebar']['contents']) if p.endswith('.ipynb')]
 
 
@@ -175,7 +178,15 @@ def test_sidebar_lists_every_notebook_once():
     pages = sidebar_pages()
     assert sorted(pages) == sorted(str(p.relative_to(NBS)) for p in NOTEBOOKS)
     numbered = [p for p in pages if re.match(r'\d\d_', p)]
-    assert numbered == sorted(numbered), 'numbers are the order of reading'
+    course, workshop = numbered[:len(COURSE)], numbered[len(COURSE):]
+    assert course == list(COURSE) == sorted(course) and workshop == sorted(workshop), 'numbers are the order of reading'
+
+
+def test_each_notebook_of_the_course_leads_to_the_next():
+    line = [next(x for x in cells(NBS/p, 'markdown')[1]['source'].splitlines() if x.startswith('*The course, ')) for p in COURSE]
+    for i, (text, title) in enumerate(zip(line, COURSE.values())):
+        assert text.startswith(f'*The course, {i+1} of {len(COURSE)}:*') and f'**{title}**' in text
+        assert re.findall(r'\]\(([^)]+)\)', text) == [*list(COURSE)[max(i-1, 0):i], *list(COURSE)[i+1:i+2]]
 
 
 def test_the_page_of_reference_lists_every_module():

@@ -23,7 +23,7 @@ def exports(notebook: Path) -> str:
     return next(m[1] for c in cells for m in [re.match(r'#\| ?default_exp ([\w.]+)', ''.join(c['source']))] if m)
 
 
-NOTEBOOKS = {exports(p): p for p in sorted((ROOT/'nbs').glob('??_*.ipynb'))}
+NOTEBOOKS = {exports(p): p for p in sorted((ROOT/'nbs').glob('??_*.ipynb')) if p.name != '00_one_page.ipynb'}  # it exports nothing
 MODULES = sorted(NOTEBOOKS)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from test_docs import COURSE
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
@@ -222,7 +223,7 @@ def test_patterns_of_the_sidebar_mean_one_folder():
 
 # --- one click to run a page
 
-RUNNABLE = [p for p in NOTEBOOKS if p.parent.name in ('book', 'tutorials') and code_cells(p)]
+RUNNABLE = [p for p in NOTEBOOKS if (p.parent.name == 'tutorials' or p.name in COURSE) and code_cells(p)]
 
 
 def published() -> tuple[str, str, str]:
@@ -233,11 +234,11 @@ def published() -> tuple[str, str, str]:
     return f'{own["user"]}/{own["repo"]}', own['branch'], own['git_url']
 
 
-def test_pages_of_book_and_tutorials_open_in_colab_and_kaggle():
+def test_pages_of_course_and_tutorials_open_in_colab_and_kaggle():
     "The links above the introduction name the page itself, as it is committed, on the branch that is published."
     repository, branch, _ = published()
     committed = subprocess.run(['git', 'ls-files', 'nbs'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert len(RUNNABLE) > 20
+    assert len(RUNNABLE) > 30
     for notebook in RUNNABLE:
         page = notebook.relative_to(ROOT).as_posix()
         at = f'{repository}/blob/{branch}/{page}'

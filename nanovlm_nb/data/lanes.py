@@ -6,7 +6,7 @@
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'Lane', 'naming', 'Window', 'filling',
            'open_window', 'LaneState', 'quantile', 'take_order', 'empty_pack', 'plan_packs', 'planned', 'decode',
            'packs_of', 'ship', 'unship', 'LaneDataset', 'lanes_of', 'sizes_of', 'merge_states', 'check_state',
-           'Measured', 'count_packs', 'Loader', 'pack_workers', 'micro_batches', 'count_updates', 'PackLoader']
+           'Measured', 'count_packs', 'Loader', 'PackLoader', 'pack_workers', 'micro_batches', 'count_updates']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
@@ -312,51 +312,6 @@ class Loader:
         "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
         return None,False
 
-# %% ../../nbs/16_data.lanes.ipynb #29c97760
-def _same(x): return x
-
-def pack_workers(l:'PackLoader')->DataLoader: # packs of this rank's lanes in turn
-    "Workers that begin at the present position."
-    l.keep(l.most)
-    n,turns = l.num_workers,-(-len(l.lanes)//max(l.num_workers, 1))
-    # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
-    # at the fork, it would wait for ever
-    if n: torch.set_num_threads(torch.get_num_threads())
-    return DataLoader(LaneDataset(l.lanes, l.states), batch_size=None, collate_fn=_same, num_workers=n,
-        worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
-        generator=torch.Generator().manual_seed(l.rules.seed))
-
-# %% ../../nbs/16_data.lanes.ipynb #29c97761
-def micro_batches(l:'PackLoader')->Iterator[Batch]:
-    "The rest of an epoch; the position moves with the last micro-batch of an update."
-    packs = (unship(p, l.pin_memory) for p in pack_workers(l) if p is not None)
-    while True:
-        with _letting_go(l.num_workers): turn = [next(packs) for _ in l.lanes]
-        for p in turn:
-            for args in p['drops']: l.drops.add(Dropped(*args))
-            l.drops.cut.update(p['cut'])
-        if all(p['done'] for p in turn): return
-        for i in range(0, len(turn), l.batch_size):
-            if i+l.batch_size==len(turn): l.states = [LaneState(*p['state']) for p in turn]
-            yield l.collate(turn[i:i+l.batch_size])
-
-# %% ../../nbs/16_data.lanes.ipynb #29c97763
-def count_updates(l:'PackLoader', epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?
-    "Updates from here to the end of the last of so many epochs; every rank must call."
-    rows,left = l.source.epoch_rows(),range(l.epoch, epochs)
-    if rows is None or not left: return (None, False) if left else (0, True)
-    measured = Measured(l.samples)
-    lanes = [replace(lane, samples=measured) for lane in l.lanes]
-    def longest(e):
-        states = l.states if e==l.epoch else [LaneState(e)]*len(lanes)
-        return max(count_packs(lane, s)[0] for lane,s in zip(lanes, states))
-    if rows<=PLANNED: return sum(max(l.dist.gather(longest(e))) for e in left),True
-    probe = zip(*(count_packs(lane, LaneState(l.epoch), PROBED/l.n) for lane in lanes))
-    made = max(s.before+s.emitted for s in l.states)
-    packs,read,done = zip(*l.dist.gather((*map(sum, probe), made)))
-    if not sum(packs): return None,False
-    return max(ceil(rows*sum(packs)/sum(read)/l.n)*len(left)-max(done), 1),False
-
 # %% ../../nbs/16_data.lanes.ipynb #29c97764
 class PackLoader(Loader):
     "This rank's micro-batches of an epoch; its position is a small dictionary."
@@ -417,3 +372,48 @@ class PackLoader(Loader):
         check_state(state, self.state_dict())
         self.epoch = state['epoch']
         self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
+
+# %% ../../nbs/16_data.lanes.ipynb #29c97760
+def _same(x): return x
+
+def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
+    "Workers that begin at the present position."
+    l.keep(l.most)
+    n,turns = l.num_workers,-(-len(l.lanes)//max(l.num_workers, 1))
+    # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
+    # at the fork, it would wait for ever
+    if n: torch.set_num_threads(torch.get_num_threads())
+    return DataLoader(LaneDataset(l.lanes, l.states), batch_size=None, collate_fn=_same, num_workers=n,
+        worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
+        generator=torch.Generator().manual_seed(l.rules.seed))
+
+# %% ../../nbs/16_data.lanes.ipynb #29c97761
+def micro_batches(l:PackLoader)->Iterator[Batch]:
+    "The rest of an epoch; the position moves with the last micro-batch of an update."
+    packs = (unship(p, l.pin_memory) for p in pack_workers(l) if p is not None)
+    while True:
+        with _letting_go(l.num_workers): turn = [next(packs) for _ in l.lanes]
+        for p in turn:
+            for args in p['drops']: l.drops.add(Dropped(*args))
+            l.drops.cut.update(p['cut'])
+        if all(p['done'] for p in turn): return
+        for i in range(0, len(turn), l.batch_size):
+            if i+l.batch_size==len(turn): l.states = [LaneState(*p['state']) for p in turn]
+            yield l.collate(turn[i:i+l.batch_size])
+
+# %% ../../nbs/16_data.lanes.ipynb #29c97763
+def count_updates(l:PackLoader, epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?
+    "Updates from here to the end of the last of so many epochs; every rank must call."
+    rows,left = l.source.epoch_rows(),range(l.epoch, epochs)
+    if rows is None or not left: return (None, False) if left else (0, True)
+    measured = Measured(l.samples)
+    lanes = [replace(lane, samples=measured) for lane in l.lanes]
+    def longest(e):
+        states = l.states if e==l.epoch else [LaneState(e)]*len(lanes)
+        return max(count_packs(lane, s)[0] for lane,s in zip(lanes, states))
+    if rows<=PLANNED: return sum(max(l.dist.gather(longest(e))) for e in left),True
+    probe = zip(*(count_packs(lane, LaneState(l.epoch), PROBED/l.n) for lane in lanes))
+    made = max(s.before+s.emitted for s in l.states)
+    packs,read,done = zip(*l.dist.gather((*map(sum, probe), made)))
+    if not sum(packs): return None,False
+    return max(ceil(rows*sum(packs)/sum(read)/l.n)*len(left)-max(done), 1),False
