@@ -71,7 +71,7 @@ def stands(run):
     name = last_checkpoint(run).name
     assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
     vlm_cfg, train_cfg = load_yaml(run/'config.yaml', given=None)
-    said = ' '.join(line for _, line in plan_resume(run, vlm_cfg, evolve(train_cfg, load_from=None, resume=True))[1])
+    said = ' '.join(line for _, line in plan_resume(run, vlm_cfg, evolve(train_cfg, load_from=None, resume=True), 2//train_cfg.batch_size)[1])
     assert re.search(r'Auto resumed from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
     return name
 

@@ -102,7 +102,7 @@ def test_a_schedule_in_samples_goes_on_with_another_batch_and_other_ranks(tmp_pa
     begun = max(n for n in steps(run_dir) if sum(first[s]['samples'] for s in range(1, n+1)) <= 70)
     there = ['--load_from', str(run_dir/f'step_{begun}')]
     assert main(['check', str(run_dir), '--gpus', '2', *there]) == 1
-    assert 'The learning rate follows samples, whatever the size of an update' in capsys.readouterr().out
+    assert 'of 120 samples' in (said := capsys.readouterr().out) and 'packs in an update the rest takes about' in said
     train([*flags, '--max_training_samples', 120, '--resume', 'True', *there, '--force_resume', 'True'], tmp_path, ranks=2)
     log = [r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r]
     assert [r['lr_MP'] for r in log[:begun]] == [first[s]['lr_MP'] for s in range(1, begun+1)] and begun < len(log) < len(first)
