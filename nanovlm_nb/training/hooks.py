@@ -182,7 +182,8 @@ class Meters(Hook):
         add(updates=1, samples=u.samples, flops=flops)
         if t.refused is None:
             add(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets, norm=figures['grad_norm'])
-            self.losses += [(x, b) for x,b in zip(u.losses, u.micro_batches) if x is not None]
+            kept = [{k:b[k] for k in ('ids','n_targets')} for b in u.micro_batches] # no pictures
+            self.losses += [pair for pair in zip(u.losses, kept) if pair[0] is not None]
         if t.step%self.every==0: figures |= self.stats.aggregate(t.dist)|self.report(t)
 
     def report(self, trainer:Trainer)->Figures: # every rank must call
