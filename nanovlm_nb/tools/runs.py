@@ -41,7 +41,7 @@ def describe_checkpoint(run_dir:Path, path:Path, mark:str='', now:float|None=Non
     return f'{path.relative_to(run_dir).as_posix():<12} {age:>9} {size:>9.1f} MB  {state}{mark}'
 
 def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; seconds since 1970
-    "Returns a line for each checkpoint of a run: the current one, what led there, and what was set aside."
+    "Returns a line for each checkpoint of a run, the newest first, and for those that were set aside."
     named = dict(last=last_checkpoint(run_dir), best=read_pointer(run_dir, BEST))
     marks = {path:' and '.join(n for n,p in named.items() if p==path) for path in named.values()}
     found = [p for folder in (run_dir, *abandoned(run_dir)[::-1]) for p in checkpoints(folder)[::-1]]
