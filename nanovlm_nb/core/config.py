@@ -132,7 +132,7 @@ def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() els
 @dataclass
 class Config:
     "Checks itself, remembers what it was given, becomes a dictionary or a JSON file, and comes back."
-    given:ClassVar[set[str]] # fields that were named when it was made, or by `evolve`; each has its own
+    given:ClassVar[set[str]] # fields that were named when it was made, by `evolve` or by setting them; each has its own
     resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
     def __new__(cls, *args, **kwargs):
@@ -140,9 +140,13 @@ class Config:
         vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
         return cfg
 
+    def __setattr__(self, name, value):
+        if name in vars(self): self.given.add(name)
+        super().__setattr__(name, value)
+
     def __post_init__(self):
         kinds = get_type_hints(type(self), include_extras=True)
-        for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
+        for f in fields(self): vars(self)[f.name] = as_type(f.name, getattr(self, f.name), kinds[f.name])
         self.check()
 
     def check(self)->None: "Raises a UsageError where fields contradict each other."
@@ -164,7 +168,8 @@ class Config:
 
     def to_json(self)->str:
         "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        usual = {k for k,v in VLMConfig().to_dict().items() if k in OF_RUN or getattr(self, k)==v}
+        usual = {f.name for f in fields(self) if f.name in OF_RUN or getattr(self, f.name)==(
+            f.default if f.default_factory is MISSING else f.default_factory())}
         return json.dumps({k:v for k,v in self.to_dict().items() if k not in usual&OWN_FIELDS}, indent=4)
 
     def save(self, path:str|Path)->None:
@@ -306,11 +311,11 @@ class VLMConfig(Config):
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
         if self.image_convention=='smolvlm' and self.vlm_extra_tokens==image_tokens():
-            self.vlm_extra_tokens = smolvlm_tokens()
+            vars(self)['vlm_extra_tokens'] = smolvlm_tokens()
         for name,value in self.derived().items():
-            if getattr(self, name) is None: setattr(self, name, value)
+            if getattr(self, name) is None: vars(self)[name] = value
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
-            if len({*getattr(self, name)})==1: setattr(self, name, getattr(self, name)[:1])
+            if len({*getattr(self, name)})==1: vars(self)[name] = getattr(self, name)[:1]
         for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
@@ -515,7 +520,7 @@ class TrainConfig(Config):
 
     def check(self)->None:
         "Raises a UsageError where settings contradict each other."
-        self.max_grad_norm = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
+        vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
         check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker')
         for ok,message in (*_sizes_fit(self), *_parts_fit(self)): require(ok, message)
 
@@ -776,7 +781,7 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
 def from_text(text:Any, kind:Any)->Any:
     "Returns what a word of the command line means for an annotation, as `as_type` takes it."
     if NoneType in get_args(kind) and text in ('None','none','null'): return None
-    if rule_of(kind)[0] not in (bool,dict): return text
+    if rule_of(kind)[0] not in (bool,dict) or not text.strip(): return text
     try: return yaml.safe_load(text)
     except yaml.YAMLError: return text
 

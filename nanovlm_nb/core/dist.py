@@ -11,7 +11,7 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEH
            'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
-import inspect,multiprocessing,os,random,signal,sys,tempfile
+import base64,inspect,multiprocessing,os,random,signal,sys,tempfile
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace
@@ -305,19 +305,21 @@ def check_socket_room()->None:
         f'use at most {most}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')
 
 # %% ../../nbs/03_core.dist.ipynb #a448cf92
+def _as_text(t): return base64.b64encode(t.numpy().tobytes()).decode()
+
 def rng_state()->dict: # JSON-able
     "Returns the state of this process's generators."
     numbers:Any = np.random.get_state()
     kind,keys,*rest = numbers
     state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest],
-        torch=torch.get_rng_state().numpy().tobytes().hex())
-    if torch.cuda.is_available(): state['cuda'] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+        torch=_as_text(torch.get_rng_state()))
+    if torch.cuda.is_available(): state['cuda'] = _as_text(torch.cuda.get_rng_state())
     return state
 
 # %% ../../nbs/03_core.dist.ipynb #5e295899
 def set_rng_state(state:dict)->None: # from `rng_state`
     "Puts this process's generators where they were."
-    tensor = lambda text: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version,keys,gauss = state['python']
     random.setstate((version, tuple(keys), gauss))
     kind,keys,*rest = state['numpy']

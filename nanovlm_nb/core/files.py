@@ -20,11 +20,15 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
     "Replaces a file in one step, so that a reader, or a crash, sees the old content or the new one."
     path = Path(path)
     tmp = path.with_name(f'{path.name}{by and "."}{by}{TMP}')
-    with tmp.open('wb') as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
-    return tmp.replace(path)
+    try:
+        with tmp.open('wb') as f:
+            f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        return tmp.replace(path)
+    except OSError:
+        with suppress(OSError): tmp.unlink() # a full disk needs the room
+        raise
 
 # %% ../../nbs/00_core.files.ipynb #f11e0003
 def fsync(path:Path)->None:

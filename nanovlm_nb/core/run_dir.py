@@ -194,6 +194,7 @@ def delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
 
 def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -1: all; what was deleted
     "Deletes old checkpoints."
+    require(keep>0 or keep==-1, f'keep is {keep}: give 1 or more, or -1 for all')
     last = last_checkpoint(run_dir)
     if keep==-1 or last is None: return []
     return delete_old(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])

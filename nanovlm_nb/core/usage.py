@@ -144,7 +144,7 @@ def first_to_tell()->bool: # True without torchrun
     file = os.environ.get('TORCHELASTIC_ERROR_FILE') # in a directory that torchrun makes for each attempt
     try:
         if file: (Path(file).parent.parent/'nanovlm_error').touch(exist_ok=False)
-    except FileExistsError: return False
+    except OSError as e: return not isinstance(e, FileExistsError)
     return True
 
 def refuse(prog:str, message:str)->NoReturn: # name of the command

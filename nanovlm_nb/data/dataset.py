@@ -120,7 +120,8 @@ def read_dropped(
         try:
             record = json.loads(line)
             d,id = dropped[record['split']],record['id']
-        except (ValueError, KeyError, TypeError): continue
+        except (ValueError, KeyError, TypeError, RecursionError): continue
+        if not isinstance(id, str): continue
         if 'reason' in record: d.reasons[id] = record['reason']
         else: d.cut[id] = record.get('cut', 0)
     return dropped
@@ -379,7 +380,7 @@ def _in_place(array):
     if array.null_count == len(array): return [None]*len(array)
     array = array.cast(pa.binary())
     _,ends,data = array.buffers()
-    at = np.frombuffer(ends, np.int32)[array.offset:].tolist()
+    at = np.frombuffer(ends, np.int32)[array.offset:][:len(array)+1].tolist()
     return [PictureFile(data.slice(start, end-start)) if valid else None
             for valid,start,end in zip(array.is_valid().to_pylist(), at, at[1:])]
 

@@ -271,10 +271,13 @@ class Measured:
     def __init__(self, samples:VQADataset): self.samples,self.known = samples,{}
 
     def plan_row(self, row:dict)->Plan: # without tokens
-        "What a sample measures; raises `Dropped` as the samples do."
+        "What a sample measures; raises `Dropped` as the first time."
         if row['id'] not in self.known:
-            self.known[row['id']] = replace(self.samples.plan_row(row), ids=None, labels=None)
-        return self.known[row['id']]
+            try: self.known[row['id']] = replace(self.samples.plan_row(row), ids=None, labels=None)
+            except Dropped as d: self.known[row['id']] = d
+        known = self.known[row['id']]
+        if isinstance(known, Dropped): raise Dropped(*known.args)
+        return known
 
 def count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[int,int]: # packs, their rows
     "How long the rest of an epoch is, or a part of about `most` rows; pictures are not decoded."

@@ -222,6 +222,7 @@ class StreamSource:
 class Mixture:
     "Rows of several sources in fixed proportions."
     def __init__(self, sources:list, weights:list[float], once:bool=False): # of any sum; each row once
+        require(min(weights)>0, f'weights {weights} must be above 0: leave a source out instead')
         self.sources,self.weights,self.once = sources,[w/sum(weights) for w in weights],once
 
     def epoch_rows(self)->float|None: # None: unknown
