@@ -151,7 +151,7 @@ class Asker:
     )->list[float]: # log-probability of each as the whole answer, its end included
         "Returns how likely each choice is; all are read in one batch."
         images = list(images)
-        return [-loss for loss,_ in answer_losses(self, [(images, question, c) for c in choices])]
+        return [-loss for loss,_ in answer_losses(self, [(images, question, c) for c in choices], True)]
 
     def ask(self, pictures, question:str|list[dict], # PIL images, arrays, paths, one or several; see `prompt`
         choices:Sequence[str]|None=None, # possible answers; of equally likely ones the first is taken
@@ -184,13 +184,20 @@ class Asker:
 # %% ../../nbs/30_answers.answer.ipynb #a5e40009
 @torch.no_grad()
 def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns, answer)
+    template:bool=False, # also count what the template writes behind the end token
 )->list[tuple[float,bool]]: # sum of the losses of the answer's tokens; whether it is the greedy answer
     "Rates some answers, all in one batch."
-    (model,tokenizer),rows,seen = (asker.model,asker.tokenizer),[],[]
+    (model,tokenizer),rows,seen,known = (asker.model,asker.tokenizer),[],[],{}
     for images,question,answer in turns:
         *before,last = [dict(user=question)] if isinstance(question, str) else question
-        tiles,image_string = asker.tiles(images)
-        rows.append(encode_chat(tokenizer, [*before, last|dict(assistant=answer)], image_string))
+        images = [images] if isinstance(images, Image.Image) else list(images)
+        key = tuple(map(id, images))
+        if key not in known: known[key] = *asker.tiles(images),images # they live as long as their ids count
+        tiles,image_string,_ = known[key]
+        ids,labels = encode_chat(tokenizer, [*before, last|dict(assistant=answer)], image_string)
+        ends = (labels==tokenizer.eos_token_id).nonzero()
+        if len(ends) and not template: labels[ends[-1]+1:] = IGNORE
+        rows.append((ids, labels))
         seen.append(tiles)
     asker.check_length(max(len(ids) for ids,_ in rows), 0)
     ids,mask = left_pad([ids.tolist() for ids,_ in rows], tokenizer.pad_token_id, asker.device)

@@ -71,11 +71,11 @@ _BEGINS = '--- begins ---\n' # stands in a log before what an evaluator prints
 def start_process(command:list[str], # program and arguments
     log:Path, # gets its output, after what is there
     **env:str, # variables beside those of this process
-)->subprocess.Popen: # does not end with this process
+)->subprocess.Popen|None: # does not end with this process; None: another program writes that log
     "Starts a program that has its log locked as long as it lives."
     inherited = {k:v for k,v in os.environ.items() if not _LAUNCHER.fullmatch(k)}
     with log.open('ab', buffering=0) as f:
-        lock_file(f)
+        if lock_file(f) is False: return None
         f.write(_BEGINS.encode())
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=f,
             env=dict(OMP_NUM_THREADS='1')|inherited|env, start_new_session=True)
@@ -196,7 +196,7 @@ class Evaluations:
     tasks:str # from `possible_tasks`; empty: nothing is started, results of others are logged
     command:Callable[[Path,TrainConfig,str,int],list[str]] = evaluator_command
     logged:set[tuple[int,str]] = field(default_factory=set) # (step, figure) that the log has
-    seen:dict[Path,float] = field(default_factory=dict) # when the result files were last changed
+    seen:dict[Path,tuple] = field(default_factory=dict) # result files as they were looked at last
     children:dict[int,subprocess.Popen] = field(default_factory=dict) # that this process has started
     backend:str = field(init=False)
 
@@ -240,7 +240,8 @@ def _job(evals, step)->str:
 def _in_queue(job)->bool:
     "Returns whether Slurm may still run a job."
     if not shutil.which('squeue'): return True
-    asked = subprocess.run(['squeue','-h','-j',job], capture_output=True, text=True)
+    try: asked = subprocess.run(['squeue','-h','-j',job], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired: return True
     return bool(asked.stdout.strip()) or asked.returncode!=0 and 'Invalid job id' not in asked.stderr
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #0047e784
@@ -259,7 +260,9 @@ def _begin(evals, step)->str:
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
         variables,where = evaluator_cards(evals.cfg.eval_gpus, visible_cards(), ranks)
     command = evals.command(evals.run_dir, evals.cfg, evals.tasks, step)
-    evals.children[step] = start_process(command, evals.file(step, 'log'), **variables)
+    child = start_process(command, evals.file(step, 'log'), **variables)
+    if child is None: return f'evaluation of step {step} is under way already'
+    evals.children[step] = child
     return f'evaluation of step {step} begins{where}: {evals.tasks}'+', again'*(todo.stat().st_size>1)
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #cc3a9fa3
@@ -304,9 +307,11 @@ def new_results(evals:Evaluations, until:float=math.inf, # last step to look at
 )->Iterator[tuple[int,dict[str,float]]]:
     "Yields the step and those figures of each result that the log lacks."
     for step,path in result_files(evals.run_dir/RESULTS).items():
-        if step>until or evals.seen.get(path)==(changed := path.stat().st_mtime_ns): continue
-        evals.seen[path] = changed
-        try: figures = read_result(path)
+        if step>until: return
+        try:
+            if evals.seen.get(path)==(now := ((s := path.stat()).st_mtime_ns, s.st_size)): continue
+            evals.seen[path] = now
+            figures = read_result(path)
         except (ValueError, OSError, RecursionError) as e:
             logger.warning(f'{path} cannot be read ({type(e).__name__}: {e}): left for later')
             continue
@@ -320,16 +325,20 @@ def _stop(evals, step):
     log,job = evals.file(step, 'log'),_job(evals, step)
     for group in writers(log) if is_running(log) else []:
         with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL) # it may have ended just now
-    if job and shutil.which('scancel'): subprocess.run(['scancel',job])
+    if job and evals.file(step, 'todo').exists() and shutil.which('scancel'):
+        with suppress(subprocess.TimeoutExpired): subprocess.run(['scancel',job], timeout=60)
 
 def forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
     "Puts aside the evaluations of later steps, and ends their evaluators."
     folder = evals.run_dir/RESULTS
     later = [(s,p) for kind in ('todo','log','json') for s,p in result_files(folder, kind).items() if s>after]
-    for step in {step for step,_ in later}: _stop(evals, step)
-    for _,path in later: path.replace(path.with_name(f'{path.name}.old'))
-    return [f'evaluations of steps {", ".join(map(str, sorted({s for s,_ in later})))} belong to an earlier '
-            f'start: put aside as .old in {folder}'] if later else []
+    steps = sorted({step for step,_ in later})
+    for step in steps: _stop(evals, step)
+    for _,path in later: # a run may go back more than once
+        names = (path.with_name(f'{path.name}.old{n or ""}') for n in count())
+        path.rename(next(p for p in names if not p.exists()))
+    return [f'evaluations of steps {", ".join(map(str, steps))} belong to an earlier start: '
+            f'put aside as .old in {folder}'] if later else []
 
 # %% ../../nbs/34_answers.eval_jobs.ipynb #b7b917cc
 def take_over_evals(evals:Evaluations, step:int, # updates that the run has done; -1: it begins

@@ -47,7 +47,9 @@ def shape_questions(n:int=200, seed:int=0)->list[dict]: # scenes, one to four qu
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc4
 def digit_questions(n:int|None=None)->list[dict]: # None: all 1,797; rows with one question
     "Returns the questions about handwritten digits of 8 x 8 pixels."
-    from sklearn.datasets import load_digits # only here
+    try: from sklearn.datasets import load_digits # only here
+    except ImportError:
+        raise UsageError('the digits come with scikit-learn: pip install scikit-learn') from None
     data = load_digits()
     def picture(grey): return Image.fromarray((grey*255/16).round().astype(np.uint8)).convert('RGB')
     return [dict(images=[picture(im)], texts=[dict(user='Which digit is this?', assistant=str(d))],
@@ -77,7 +79,7 @@ def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a sha
     "Returns the rows of a question file; a UsageError if it is none."
     try:
         with user_path(): about = read_metadata(path)
-    except ArrowInvalid as e:
+    except (ArrowInvalid, OSError) as e: # the second if it is damaged
         raise UsageError(f'{path} is no parquet file: give one with the columns images and texts') from e
     names,total = about.schema.to_arrow_schema().names,about.num_rows
     lacking = [c for c in ('images','texts') if c not in names]
@@ -91,11 +93,10 @@ def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a sha
 # %% ../../nbs/36_answers.evaluate.ipynb #f04b922d
 def exact_match(asker:Asker, path:str|Path, limit:float|None=None, # question file; see `read_rows`
     batch_size:int=64, dist:Dist=Dist(), # questions answered at a time; every rank must call
-    max_new_tokens:int=32, # longest answer in tokens
 )->tuple[float,int]: # share of right answers, 0..1; questions
     "Asks the questions of a file."
     questions = questions_of(read_rows(path, limit))
-    answers = answer_all(asker, questions[dist.rank::dist.world_size], batch_size, max_new_tokens)
+    answers = answer_all(asker, questions[dist.rank::dist.world_size], batch_size)
     require(questions, f'{path} holds no question')
     return dist.sum(sum(r.right for r in answers))/len(questions),len(questions)
 
@@ -121,6 +122,7 @@ def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
 )->Found|None: # None on other ranks than 0
     "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
     from lmms_eval.evaluator import simple_evaluate
+    from tenacity import RetryError
     manager,chance = _task_manager(args.include_path),rng_state()
     require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
@@ -129,6 +131,9 @@ def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
     try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
         process_docs_parallel=1, distributed_executor_backend=launcher)
+    except RetryError as e:
+        last = e.last_attempt
+        raise RuntimeError(f'lmms-eval has tried {task} {last.attempt_number} times') from last.exception()
     finally: set_rng_state(chance)
     if not output: return None
     return flat_figures(output['results']),{t:n['effective'] for t,n in output['n-samples'].items()}
@@ -159,23 +164,28 @@ logger = logging.getLogger(__name__)
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
              TypeError, ValueError)
 
+def _add(all_of, task, asker, args, dist):
+    "Evaluates a task and notes what came of it."
+    try: new = evaluate_task(asker, task, args, dist)
+    except UsageError as e: all_of['failed'][task] = str(e)
+    except _FAILURES as e:
+        logger.exception('task %s failed', task)
+        all_of['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
+    else:
+        if not new: return
+        all_of['tasks'].append(task)
+        all_of['prompts'][task] = asked_as(task, args.prompts)
+        for name,found in zip(('results','samples'), new): all_of[name] |= found
+
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
     "Returns `result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
     model,was,dist = args.model.to(args.device),args.model.training,args.dist
     all_of:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
-    asker = Asker.from_model(model)
-    for task in task_names(args.tasks):
-        try: new = evaluate_task(asker, task, args, dist)
-        except _FAILURES as e:
-            if not isinstance(e, UsageError): logger.exception('task %s failed', task)
-            all_of['failed'][task] = str(e) if isinstance(e, UsageError) else f'{type(e).__name__}: {e}'
-        else:
-            if not new: continue
-            all_of['tasks'].append(task)
-            all_of['prompts'][task] = asked_as(task, args.prompts)
-            for name,found in zip(('results','samples'), new): all_of[name] |= found
-    model.train(was)
+    try:
+        asker = Asker.from_model(model)
+        for task in task_names(args.tasks): _add(all_of, task, asker, args, dist)
+    finally: model.train(was)
     return all_of if dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
@@ -187,10 +197,12 @@ def result_before(out:Path|None, head:dict)->dict|None: # need not be there; see
     except ValueError: before = None
     require(isinstance(before, dict) and all(isinstance(before.get(k), kind) for k,kind in kinds.items()),
         f'--out {out} is there, and is no result of an evaluation: give another --out')
-    # a run may have been moved
-    def place(k, v): return Path(str(v)).absolute().parts[-2:] if k=='checkpoint' else v
+    def same(k, old, new): # a checkpoint that is gone may have been moved with its run
+        if k!='checkpoint': return old==new
+        old,new = (Path(str(p)).absolute() for p in (old, new))
+        return old==new or not old.exists() and old.parts[-2:]==new.parts[-2:]
     other = ', '.join(f'{k} {before.get(k)} instead of {v}' for k,v in head.items()
-                      if place(k, before.get(k))!=place(k, v))
+                      if not same(k, before.get(k), v))
     require(not other, f'--out {out} holds the result of another evaluation ({other}): give another --out')
     return before|head
 
@@ -199,8 +211,7 @@ def evaluate_into(args:Namespace, head:dict, # see `cli_evaluate`, `result_value
     out:Path|None=None, # result file; None: none is written
 )->tuple[dict,dict[str,str]]: # what the file holds; messages of tasks that failed
     "Evaluates the tasks that a result file lacks, and writes each into it as soon as it is done."
-    before = result_before(out, head)
-    values,failed = result_values(head, dict(tasks=[], results={}, samples={}, prompts={}), before),{}
+    values,failed = result_before(out, head) or head|dict(tasks=[], results={}, samples={}, prompts={}),{}
     for task in task_names(args.tasks):
         if values['prompts'].get(task)==asked_as(task, args.prompts): continue
         results:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))

@@ -27,7 +27,7 @@ from ..core.logs import wandb_mode
 from ..core.advice import capped_workers,loader_workers
 from ..core.usage import UsageError,require
 from ..model.attention import BACKENDS,Layout,attention,problem_of
-from ..answers.eval_jobs import possible_tasks
+from ..answers.eval_jobs import possible_tasks,task_names
 
 # %% ../../nbs/61_tools.doctor.ipynb #463ced20
 PASS,FAIL,SKIP = 'pass','FAIL','skip'
@@ -182,7 +182,8 @@ def check_tasks(train_cfg:TrainConfig)->str:
     "Raises when evaluations were asked for and cannot be made."
     if not train_cfg.use_lmms_eval: raise Skip('use_lmms_eval is False: none is evaluated')
     tasks,missing = possible_tasks(train_cfg)
-    if not missing: return f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})'
+    if task_names(tasks)==task_names(train_cfg.lmms_eval_tasks): # perhaps only a login is missing
+        return '; '.join(filter(None, [f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})', missing]))
     if not train_cfg.given&{'use_lmms_eval','lmms_eval_tasks'}: raise Skip(missing)
     raise UsageError(f'{missing}: do what the message says, or give other tasks')
 
