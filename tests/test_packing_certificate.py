@@ -75,6 +75,22 @@ def test_pictures_reach_their_own_places(net, groups):
         assert (got - torch.cat(own)).abs().max() <= 1e-5
 
 
+def documents(values, samples):
+    "Cut what a pack gave into its documents."
+    lens = [len(s['input_ids']) for s in samples]
+    return values[0, :sum(lens)].split(lens)
+
+
+@torch.no_grad()
+def test_without_boundaries_it_leaks(net, groups):
+    "The same packs read as one document differ by far more than the tolerance, so the certificate can fail."
+    for samples in groups[:20]:
+        args, _ = as_batch(samples, LENGTH)
+        right, leaky = (documents(net(**a)[0], samples) for a in (args, args | dict(doc_lens=None)))
+        assert (right[0] - leaky[0]).abs().max() <= 1e-5
+        assert min((a - b).abs().max() for a, b in zip(right[1:], leaky[1:])) > 1e-2
+
+
 def gradients(net, batches):
     "Gradient of the summed losses, one vector for each part of the network."
     net.zero_grad()

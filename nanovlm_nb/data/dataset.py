@@ -16,7 +16,6 @@ from collections.abc import Collection,Iterable
 from dataclasses import dataclass,field
 from itertools import islice
 from pathlib import Path
-from traceback import format_exception
 
 import datasets,torch
 import numpy as np
@@ -106,8 +105,10 @@ class Drops:
         "The commonest reason and the first case of it, for an error about samples that are not there."
         if not self.reasons: return ''
         reason,n = Counter(self.reasons.values()).most_common(1)[0]
-        return (f"{n} of {len(self.reasons)} rows that were left out are '{reason}', for example "
-                f"{self.first[reason]}; {REMEDIES.get(reason, '')}")
+        case = self.first.get(reason) or self.ids(reason)[0]
+        remedy = f'; {REMEDIES[reason]}' if reason in REMEDIES else ''
+        return (f"{n} of {len(self.reasons)} rows that were left out are '{reason}', "
+                f'for example {case}{remedy}')
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0002
 def read_dropped(
@@ -159,7 +160,8 @@ class DropFile:
 # %% ../../nbs/12_data.dataset.ipynb #c0de2202
 # what the system says of a network that is away
 GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ESTALE}
-CLIENTS = {'aiohttp', 'httpx', 'requests'} # libraries that ask for data over the network
+CLIENTS = {('aiohttp', 'ClientError'), ('httpx', 'HTTPError'), ('httpx2', 'HTTPError'),
+    ('requests', 'RequestException')} # libraries that ask over the network, and what their errors inherit
 
 class Unreachable(UsageError, OSError):
     "Data that could not be had; the run may try again later."
@@ -167,15 +169,18 @@ class Unreachable(UsageError, OSError):
 def may_come_back(e:BaseException|None)->bool: # False: another try would end the same way
     "Whether the network failed, and gave no answer."
     if getattr(e, 'hub_is_away', False): return True # from `asking_hub`
-    offline = e and 'OfflineModeIsEnabled' in ''.join(format_exception(e, limit=0)) # it or what led to it
-    while e and not offline and not isinstance(e, Unreachable):
-        status = getattr(e, 'status', None) or getattr(getattr(e, 'response', None), 'status_code', None)
-        if isinstance(status, int): return status >= 500 or status in (408, 429)
-        client = any(c.__module__.partition('.')[0] in CLIENTS for c in type(e).__mro__)
-        if client or isinstance(e, (ConnectionError, TimeoutError, socket.gaierror)): return True
-        if getattr(e, 'errno', None) in GONE: return True
-        e = e.__cause__ # in other words, such as fsspec's "no such file"
-    return False
+    if not isinstance(e, Exception) or isinstance(e, Unreachable): return False
+    led:BaseException|None = e
+    while led:
+        if 'OfflineModeIsEnabled' in f'{type(led).__name__} {led}': return False
+        led = led.__cause__ or led.__context__
+    status = getattr(e, 'status', None) or getattr(getattr(e, 'response', None), 'status_code', None)
+    if isinstance(status, int): return status >= 500 or status in (408, 429)
+    if isinstance(e, (ConnectionError, TimeoutError, socket.gaierror)): return True
+    if any((c.__module__.partition('.')[0], c.__name__) in CLIENTS for c in type(e).__mro__): return True
+    number = getattr(e, 'errno', None)
+    if number is not None and not isinstance(e, FileNotFoundError): return number in GONE
+    return may_come_back(e.__cause__) # in other words, such as fsspec's "no such file"
 
 # %% ../../nbs/12_data.dataset.ipynb #c0de2207
 class reaching:

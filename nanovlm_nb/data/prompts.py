@@ -88,7 +88,8 @@ def to_messages(
     require(lacks is None, f'turn {lacks} of {len(texts)} has no answer: only the last may lack one')
     special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     messages = [('system', system)]*(system is not None)
-    messages += [(role, turn[role]) for turn in texts for role in ('user', 'assistant') if role != 'assistant' or role in turn]
+    messages += [(role, turn[role]) for turn in texts for role in ('user', 'assistant')
+                 if role == 'user' or role in turn]
     said = [dict(role=role, content=neutralise(text, special)) for role,text in messages]
     first = said[system is not None]
     first['content'] = image_string + first['content']
