@@ -18,7 +18,7 @@ FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch
 
 def write_data(cwd):
     "The embedded scenes as parquet files, to be streamed."
-    from nanovlm_nb.data.shapes import shapes_dataset
+    from nanovlm_nb.data.dataset import shapes_dataset
     rows, folder = shapes_dataset(SCENES, 'train', 0), Path(cwd)/'data'
     if folder.exists(): return
     folder.mkdir()

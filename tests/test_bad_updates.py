@@ -7,7 +7,7 @@ import pytest
 from commands import TINY, run, train
 
 from nanovlm_nb.training.hooks import read_bad_updates
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 
 ROWS, UPDATES = 2000, 300
 RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]

@@ -14,7 +14,7 @@ import torch
 from commands import environment, run
 from nanovlm_nb.core.config import preset
 from nanovlm_nb.data.loader import load_tokenizer
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 ROOT = Path(__file__).resolve().parent.parent

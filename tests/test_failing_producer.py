@@ -42,10 +42,9 @@ def make_rows(n=400):
 def make_loader(rows, transforms=(), workers=2, **more):
     "A loader of four lanes of packs of 64."
     from nanovlm_nb.core.config import VLMConfig
-    from nanovlm_nb.data.dataset import VQADataset
+    from nanovlm_nb.data.dataset import VQADataset, shapes_tokenizer
     from nanovlm_nb.data.images import get_image_processor
     from nanovlm_nb.data.lanes import PackLoader, PackRules
-    from nanovlm_nb.data.shapes import shapes_tokenizer
     from nanovlm_nb.data.sources import MapSource, Mixture
     cfg = VLMConfig()
     make_loader.tokenizer = tokenizer = getattr(make_loader, 'tokenizer', None) or shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)

@@ -10,7 +10,7 @@ from nanovlm_nb.answers.answer import Asker, Chat, left_pad
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.model.generate import Picker, TextStream, top_k_top_p_filtering
 from nanovlm_nb.data.loader import load_tokenizer
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from PIL import Image

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.files import write_manifest
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'

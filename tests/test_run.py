@@ -11,7 +11,7 @@ from wandb_reader import read_wandb
 
 from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import read_log
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 

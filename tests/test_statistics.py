@@ -4,7 +4,7 @@ import json
 import pytest
 from commands import TINY, train
 
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 
 
 @pytest.fixture(scope='module')

@@ -11,7 +11,7 @@ from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.data.images import open_image
 from nanovlm_nb.data.loader import load_tokenizer
-from nanovlm_nb.data.shapes import shapes_dataset
+from nanovlm_nb.data.dataset import shapes_dataset
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 ASKED, LONGEST = 12, 8

@@ -29,7 +29,7 @@ from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.images import ImageProcessor
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.data.prompts import get_image_string, neutralise
-from nanovlm_nb.data.shapes import shapes_dataset, shapes_tokenizer
+from nanovlm_nb.data.dataset import shapes_dataset, shapes_tokenizer
 from nanovlm_nb.model.generate import TextStreams
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.uses.web import PAGE, RUNTIME, tall_first

@@ -28,7 +28,7 @@ from ..core.config import PROMPTS
 from ..core.usage import UsageError,nearest,require,user_path
 from ..core.dist import Dist,pick_device,rng_state,set_rng_state
 from ..core.run_dir import find_checkpoint
-from ..data.shapes import shapes_dataset
+from ..data.dataset import shapes_dataset
 from .answer import Asker,answer_all,load_asker,questions_of
 from .eval_jobs import OWN_TASKS,asked_as,has_lmms_eval,result_values
 from .eval_jobs import task_file,task_names,why_not,write_json

@@ -4,27 +4,33 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'GONE', 'CLIENTS', 'LAYOUTS', 'ROLES', 'MARK', 'DESCRIBE', 'GIVE', 'COLUMNS',
-           'keep_turns', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'Unreachable', 'may_come_back', 'reaching',
-           'named', 'as_list', 'pair_turns', 'settle_marks', 'images_first', 'read_layout', 'place_pictures',
-           'UnusedColumn', 'check_unused', 'PictureFile', 'to_row', 'read_row', 'in_memory', 'check_row', 'Plan',
-           'BaseDataset', 'VQADataset']
+           'COLOURS', 'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'question_kinds',
+           'CLAIMS', 'keep_turns', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'Unreachable', 'may_come_back',
+           'reaching', 'named', 'as_list', 'pair_turns', 'settle_marks', 'images_first', 'read_layout',
+           'place_pictures', 'UnusedColumn', 'check_unused', 'PictureFile', 'to_row', 'read_row', 'in_memory',
+           'check_row', 'Plan', 'BaseDataset', 'VQADataset', 'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene',
+           'Turn', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns', 'shapes_dataset', 'shapes_tokenizer',
+           'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
-import errno,io,json,logging,os,random,re,socket
-from collections import Counter
+import copy,errno,hashlib,io,json,logging,math,os,random,re,socket
+from collections import Counter,defaultdict
 from collections.abc import Collection,Iterable
 from dataclasses import dataclass,field
+from functools import cache,lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import datasets,torch
 import numpy as np
 import pyarrow as pa
-from PIL import Image
+from PIL import Image,ImageDraw
 from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import UsageError,require
 from ..core.run_dir import DROPPED
+from ..core.tokenizer import train_tokenizer
 from .images import ImageProcessor,UnreadableImage,image_size
 from .prompts import answer_frame,encode_chat,expand_images,get_image_string,special_pattern
 
@@ -531,3 +537,200 @@ class VQADataset(BaseDataset):
             return None
         if p.cut: self.drops.cut[p.id] = p.cut
         return p.tokens,p.images,p.tiles
+
+# %% ../../nbs/12_data.dataset.ipynb #e6a05950
+COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255
+    blue=(45,95,220), purple=(135,60,175), pink=(245,150,195), white=(240,240,240))
+SHAPES = ('circle', 'ring', 'square', 'bar', 'triangle', 'cross')
+SIZES = dict(small=(8.5,10.), large=(14.,16.)) # range of the radius, pixels
+PLACES = ('top left', 'top', 'top right', 'left', 'middle', 'right', 'bottom left', 'bottom', 'bottom right')
+NUMBERS = ('none', 'one', 'two', 'three')
+
+class Thing(NamedTuple):
+    "One thing in a picture: keys of COLOURS, SHAPES, SIZES and PLACES."
+    colour:str
+    shape:str
+    size:str
+    place:str
+
+    def __str__(self): return f'{self.size} {self.colour} {self.shape}, {self.place}'
+
+# %% ../../nbs/12_data.dataset.ipynb #4890d163
+SORTS = dict(one=.72, group=.18, pair=.03, text=.07) # share of each sort of scene
+
+class Scene(NamedTuple):
+    "What a picture shows, or a text tells."
+    sort:str # a key of SORTS
+    things:tuple[Thing,...] # one to three
+
+    def __str__(self): return '; '.join(map(str, self.things))
+
+# %% ../../nbs/12_data.dataset.ipynb #b4122a8a
+def make_scene(sort:str, rng:random.Random)->Scene: # a key of SORTS
+    "Think of a scene; all values are equally likely."
+    (c,c2), (s,s2) = rng.sample(list(COLOURS), 2), rng.sample(SHAPES, 2)
+    if sort == 'group':
+        places = sorted(rng.sample(range(9), rng.randint(1, 3)))
+        return Scene(sort, tuple(Thing(c, s, 'small', PLACES[p]) for p in places))
+    if sort == 'pair':
+        left, right = (PLACES[3*rng.randrange(3)+column] for column in (0, 2))
+        return Scene(sort, (Thing(c, s, 'small', left), Thing(c2, s2, 'small', right)))
+    return Scene(sort, (Thing(c, s, rng.choice(list(SIZES)), rng.choice(PLACES)),))
+
+# %% ../../nbs/12_data.dataset.ipynb #0549d776
+def held_out(scene:Scene)->bool: # drawn or described; True: validation
+    "Which side of the split a scene is on."
+    return int(hashlib.sha1(str(scene).encode()).hexdigest(), 16)%8 == 0
+
+# %% ../../nbs/12_data.dataset.ipynb #83d143a0
+def _ring(n, radius=1., down=0.):
+    return [(radius*math.sin(2*math.pi*i/n), down-radius*math.cos(2*math.pi*i/n)) for i in range(n)]
+
+def _box(x, y): return [(-x,-y), (x,-y), (x,y), (-x,y)]
+
+_ARM = .36 # half the width of an arm
+_CROSS = [(-_ARM,-1), (_ARM,-1), (_ARM,-_ARM), (1,-_ARM), (1,_ARM), (_ARM,_ARM), (_ARM,1), (-_ARM,1),
+    (-_ARM,_ARM), (-1,_ARM), (-1,-_ARM), (-_ARM,-_ARM)]
+OUTLINES = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_box(.85, .85)],
+    bar=[_box(1, _ARM)], triangle=[_ring(3, 1.15, .2)], cross=[_CROSS]) # about one unit; the second is a hole
+
+# %% ../../nbs/12_data.dataset.ipynb #f30316eb
+def _tint(rgb, rng, by): return tuple(max(0, min(255, c+rng.randint(-by, by))) for c in rgb)
+
+def draw_scene(scene:Scene, rng:random.Random, side:int=64)->Image.Image: # RGB; pixels
+    "Draw a scene, smoothly, on a dark ground; exact position, size and tint are random."
+    unit, ground = 4*side/64, _tint((16,16,16), rng, 8)
+    first, step, scale = (12,20,.85) if scene.sort == 'group' else (16,16,1.)
+    image = Image.new('RGB', (4*side, 4*side), ground)
+    for thing in scene.things:
+        row, col = divmod(PLACES.index(thing.place), 3)
+        radius = scale*rng.uniform(*SIZES[thing.size])
+        x, y = (first+step*k+rng.uniform(-1.5, 1.5) for k in (col, row))
+        for polygon,paint in zip(OUTLINES[thing.shape], (_tint(COLOURS[thing.colour], rng, 12), ground)):
+            corners = [(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon]
+            ImageDraw.Draw(image).polygon(corners, fill=paint)
+    return image.reduce(4)
+
+# %% ../../nbs/12_data.dataset.ipynb #ec7b48a7
+QUESTIONS = dict(
+    colour=('Which colour do you see?', 'What colour is shown?'),
+    shape=('Which shape do you see?', 'What shape is shown?'),
+    size=('Is it small or large?', 'How large is it?'),
+    place=('Where is it?', 'In which part of the picture is it?'),
+    count=('How many shapes are there?', 'Count the shapes.'),
+    describe=('Describe the picture.', 'What do you see?'))
+question_kinds = (*QUESTIONS, 'yes_no', 'pair', 'text')
+
+class Turn(NamedTuple):
+    "A question, its true answer, and what kind of question it is."
+    kind:str # one of `question_kinds`
+    user:str
+    assistant:str
+
+# %% ../../nbs/12_data.dataset.ipynb #5a3dbfa9
+def plain_turn(kind:str, scene:Scene, rng:random.Random)->Turn: # a key of QUESTIONS
+    "A question about what is there, or what the text says; things differ in nothing but their place."
+    thing, question = scene.things[0], rng.choice(QUESTIONS[kind])
+    answers = thing._asdict() | dict(count=NUMBERS[len(scene.things)], describe=f'a {thing}')
+    if scene.sort == 'text': return Turn('text', f'Imagine a {scene}. {question}', answers[kind])
+    return Turn(kind, question, answers[kind])
+
+# %% ../../nbs/12_data.dataset.ipynb #098cad09
+CLAIMS:dict[str,dict] = dict( # what it is about -> question -> does the scene say yes?
+    size={f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size for size in SIZES},
+    count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
+
+def yes_no_turn(about:str, scene:Scene, rng:random.Random)->Turn: # a key of CLAIMS
+    "A question about whether something is so; the answer is yes about as often as no."
+    true = [q for q,holds in CLAIMS[about].items() if holds(scene)]
+    false = [q for q in CLAIMS[about] if q not in true]
+    yes = bool(true) and (not false or rng.random() < .5)
+    return Turn('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
+
+# %% ../../nbs/12_data.dataset.ipynb #4bbc2162
+def pair_turn(side:str, scene:Scene, rng:random.Random)->Turn: # 'left' or 'right'; the left thing is first
+    "A question about one of two things."
+    kind = rng.choice(('colour', 'shape'))
+    return Turn('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
+
+# %% ../../nbs/12_data.dataset.ipynb #d568f815
+def plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
+    "Decide what a conversation about a scene of this sort will ask, in random order."
+    if sort == 'text': return [(plain_turn, k) for k in rng.sample(Thing._fields, 2)]
+    if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
+    if sort == 'one' and rng.random() < .2: return [(plain_turn, 'describe')]
+    group = sort == 'group'
+    kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(Thing._fields, 4)
+    claim = rng.choice([k for k in kinds if k in CLAIMS]) if rng.random() < (.2 if group else .3) else None
+    return [(yes_no_turn if k == claim else plain_turn, k) for k in kinds]
+
+# %% ../../nbs/12_data.dataset.ipynb #6093798b
+def _conversation(split, given, rng):
+    "Of four scenes of this split, and turns about each, those whose answers were the rarest so far."
+    sort = rng.choices(list(SORTS), SORTS.values())[0]
+    plan, candidates = plan_turns(sort, rng), []
+    while len(candidates) < 4:
+        scene = make_scene(sort, rng)
+        if held_out(scene) == (split == 'validation'):
+            candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
+    best = min(candidates, key=lambda c: sum(given[t.user, t.assistant] for t in c[1]))
+    given.update((t.user, t.assistant) for t in best[1]) # (question, answer) -> times
+    return best
+
+# %% ../../nbs/12_data.dataset.ipynb #6ac0d7ba
+_TEXT, _RATED = datasets.Value('string'), datasets.List(datasets.Value('int64'))
+_FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()),
+    texts=datasets.List(dict(user=_TEXT, assistant=_TEXT)), **{f'{r}_ratings':_RATED for r in RATINGS},
+    source=_TEXT, kinds=datasets.List(_TEXT), scene=_TEXT, row_id=_TEXT))
+
+def _row(row_id, scene, turns, rng):
+    "A row of the data set."
+    drawn, file = scene.sort != 'text', io.BytesIO()
+    if drawn: draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
+    ratings = {f'{r}_ratings': [5]*len(turns) for r in RATINGS}
+    if not drawn: ratings['visual_dependency_ratings'] = [1]*len(turns)
+    return dict(images=[dict(bytes=file.getvalue(), path=None)]*drawn,
+        texts=[dict(user=t.user, assistant=t.assistant) for t in turns], source='shapes',
+        kinds=[t.kind for t in turns], scene=str(scene), row_id=row_id, **ratings)
+
+# %% ../../nbs/12_data.dataset.ipynb #5dbe6626
+@lru_cache(maxsize=4)
+def _drawn(n, split, seed):
+    "The rows, drawn once: a run that is resumed asks for them again."
+    rng, given = random.Random(f'{split} {seed}'), Counter()
+    rows = [_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)]
+    return datasets.Dataset.from_list(rows, features=_FEATURES)
+
+def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # one scene each
+    "Draw a data set for training or 'validation': FineVision's columns, `kinds` (of each turn), `scene` and `row_id`."
+    require(split in ('train', 'validation'), f'split is {split!r}: choose from train, validation')
+    require(n>0, f'{n} rows: ask for one or more')
+    return copy.deepcopy(_drawn(n, split, seed)) # shares the table; its format is the caller's own
+
+# %% ../../nbs/12_data.dataset.ipynb #8c0cc82d
+@cache
+def _conversations()->list[str]: # about a thousand scenes, always the same
+    rng, given = random.Random(0), Counter()
+    return [f'user\n{t.user} assistant\n{t.assistant}\n'
+            for _ in range(1000) for t in _conversation('train', given, rng)[1]]
+
+def shapes_tokenizer(
+    extra_special_tokens:dict[str,str]|None=None, chat_template:str|None=None, # see `get_tokenizer`
+    vocab_size:int=448, # tokens before the extra ones
+)->PreTrainedTokenizerBase: # always the same one
+    "Train the tokenizer of this data set."
+    tokenizer = train_tokenizer(_conversations(), vocab_size, extra_special_tokens, chat_template)
+    got = len(tokenizer)-len(extra_special_tokens or {})
+    require(got == vocab_size, f'vocab_size {vocab_size} is more than the texts give: choose {got} or less')
+    return tokenizer
+
+# %% ../../nbs/12_data.dataset.ipynb #e0341cc6
+def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # kind, or 'all' -> share guessed
+    "Exact match of the commonest answer to the very same question."
+    turns = [(k, t['user'], t['assistant']) for row in rows
+             for k,t in zip(row['kinds'], row['texts'], strict=True)]
+    answers, right = defaultdict(Counter), defaultdict(list)
+    for _,question,answer in turns: answers[question][answer] += 1
+    for kind,question,answer in turns:
+        for k in (kind, 'all'): right[k].append(answer == answers[question].most_common(1)[0][0])
+    return {k:sum(right[k])/len(right[k]) for k in (*sorted(right.keys()-{'all'}), 'all')}

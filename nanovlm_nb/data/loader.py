@@ -22,8 +22,7 @@ from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
 from ..core.usage import UsageError,require
 from .images import UnreadableImage,image_processor_of,open_image
-from .dataset import RATINGS,Dropped,Drops,VQADataset
-from .shapes import shapes_dataset,shapes_tokenizer
+from .dataset import RATINGS,Dropped,Drops,VQADataset,shapes_dataset,shapes_tokenizer
 from .packing import Batch
 from .sources import MapSource,Mixture,StreamSource
 from .lanes import Loader,PackLoader,PackRules

@@ -34,9 +34,8 @@ from ..core.run_dir import last_checkpoint,read_log
 from ..core.usage import UsageError,first_to_tell,require
 from ..model.weights import bullets,checkpoint_weights,load_weights
 from ..model.vlm import VisionLanguageModel
-from ..data.dataset import Drops,Unreachable
+from ..data.dataset import Drops,Unreachable,best_blind_guess
 from ..data.loader import first_rows
-from ..data.shapes import best_blind_guess
 from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all
 from ..answers.answer import plot_answers,questions_of
 from ..training.hooks import Unstable

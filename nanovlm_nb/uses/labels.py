@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 from ..core.usage import MissingFile,UsageError,asking_hub,require
-from ..data.shapes import SHAPES,draw_scene,held_out,make_scene
+from ..data.dataset import SHAPES,draw_scene,held_out,make_scene
 
 # %% ../../nbs/80_uses.labels.ipynb #d13b8154
 IMAGE_COLUMNS = ('image','img','picture','images')

@@ -21,7 +21,7 @@ from PIL import Image
 from ..core.usage import UsageError,require
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
-from ..data.shapes import QUESTIONS,draw_scene,held_out,make_scene
+from ..data.dataset import QUESTIONS,draw_scene,held_out,make_scene
 from ..answers.heatmap import default_blocks
 from ..tools.export import exporting,open_model,save_json
 from .onnx import OWN_NOTE,client_note,write_graphs
