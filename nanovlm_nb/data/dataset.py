@@ -702,7 +702,7 @@ def _drawn(n, split, seed):
     return datasets.Dataset.from_list(rows, features=_FEATURES)
 
 def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # one scene each
-    "Draw a data set for training or 'validation': FineVision's columns, `kinds` (of each turn), `scene` and `row_id`."
+    "FineVision's columns, `kinds` (of each turn), `scene` and `row_id`; 'train' or 'validation'."
     require(split in ('train', 'validation'), f'split is {split!r}: choose from train, validation')
     require(n>0, f'{n} rows: ask for one or more')
     return copy.deepcopy(_drawn(n, split, seed)) # shares the table; its format is the caller's own
