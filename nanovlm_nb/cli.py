@@ -192,6 +192,11 @@ def _check_eval(a):
     require(a.write_tasks or a.checkpoint, 'give a checkpoint, or --write_tasks DIR')
     alone = a.config or a.batches or a.json
     require(not (a.tasks and alone), '--config, --batches and --json are for an evaluation without --tasks')
+    given = dict(out=a.out, step=a.step, limit=a.limit, include_path=a.include_path,
+        batch_size=a.batch_size!=64, prompts=a.prompts!=PROMPTS[0])
+    for flag,value in given.items():
+        require(a.tasks or a.write_tasks or value is None or value is False,
+            f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out')
     files = [t.strip() for t in a.tasks.split(',') if t.strip().endswith('.parquet')]
     missing = [f for f in files if not Path(f).is_file()]
     require(a.limit!=0, '--limit is 0: give at least 1 sample, or a share below 1 of them')
@@ -266,7 +271,9 @@ AXES = 'updates','samples','hours' # what curves are drawn against
 def _check_runs(a):
     for flag,given in (('--without_vision', a.without_vision), ('--pth_names', a.pth_names!='minimind')):
         require(a.pth or not given, f'{flag} is about the file of --pth: give --pth DIR too')
-    require(not a.follow or len(a.runs)==1, '--follow is for a single run')
+    require(len(a.runs)==1 or not (a.follow or a.pth), '--follow and --pth are for a single run')
+    others = a.pth or a.follow or a.delete_older_than is not None or a.delete_abandoned
+    require(not (a.curves and others), '--curves only draws: leave the other flags out')
 
 # %% ../nbs/57_cli.ipynb #01c7d8b9
 @command(check=_check_runs)

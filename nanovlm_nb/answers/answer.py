@@ -345,11 +345,20 @@ def open_pictures(names:Iterable[str|Path])->list[Image.Image]:
     return pictures
 
 # %% ../../nbs/30_answers.answer.ipynb #945b2fae
+def _device(name):
+    "Returns a device that can compute; None if none is named."
+    if not name: return None
+    try: torch.zeros(1, device=name).item()
+    except (AssertionError, RuntimeError) as e:
+        raise UsageError(f'--device is {name!r}, which cannot be used here: give {pick_device()}') from e
+    return torch.device(name)
+
 def load_asker(checkpoint:str|Path, # a checkpoint, a run directory, or a hub id
-    device:torch.device|None=None, # default: the best there is
+    device:torch.device|str|None=None, # default: the best there is
 )->Asker:
-    "Returns the model that a user means; raises a UsageError about what is wrong with it."
-    try: return Asker.from_checkpoint(find_checkpoint(checkpoint), device)
+    "Returns the model that a user means; a UsageError says what is wrong with it."
+    place = _device(device)
+    try: return Asker.from_checkpoint(find_checkpoint(checkpoint), place)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e:
         kind = '' if isinstance(e, UsageError) else f'{type(e).__name__}: '
         raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {kind}{e}') from e

@@ -26,7 +26,7 @@ from PIL import Image
 
 from ..core.config import PROMPTS
 from ..core.usage import UsageError,nearest,require,user_path
-from ..core.dist import Dist,pick_device,rng_state,set_rng_state
+from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.run_dir import find_checkpoint
 from ..data.dataset import shapes_dataset
 from .answer import Asker,answer_all,load_asker,questions_of
@@ -229,14 +229,6 @@ def results_table(values:dict)->str: # what a result file holds; a line for each
     return '\n'.join([*lines, *(f'{key}: {of_tasks(key)}' for key in ('samples','prompts'))])
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dbf
-def _device(name):
-    "Returns a device that can compute; None if none is named."
-    if not name: return None
-    try: torch.zeros(1, device=name).item()
-    except (AssertionError, RuntimeError) as e:
-        raise UsageError(f'--device is {name!r}, which cannot be used here: give {pick_device()}') from e
-    return torch.device(name)
-
 def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: the name says nothing
     "Returns the updates behind a checkpoint, from its name."
     kind,_,number = Path(checkpoint).name.rpartition('_')
@@ -257,7 +249,7 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     wrong = [t not in own and _wrong_with(t, a.include_path) for t in names]
     # one of several fails when its turn comes
     require(not all(wrong), f"--tasks: {'; '.join(map(str, wrong))}")
-    asker = load_asker(checkpoint, _device(a.device))
+    asker = load_asker(checkpoint, a.device)
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
     with tempfile.TemporaryDirectory() as folder:

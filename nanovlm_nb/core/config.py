@@ -132,7 +132,7 @@ def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() els
 @dataclass
 class Config:
     "Checks itself, remembers what it was given, becomes a dictionary or a JSON file, and comes back."
-    given:ClassVar[set[str]] # fields that were named when it was made, by `evolve` or by setting them; each has its own
+    given:ClassVar[set[str]] # fields named when it was made, by `evolve` or by setting them; each has its own
     resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
     def __new__(cls, *args, **kwargs):

@@ -147,7 +147,7 @@ def own_sources(
 )->tuple: # for training, for validation
     "The sources of rows of your own."
     c = train_cfg
-    if isinstance(rows, tuple) and all(hasattr(s, 'rows_of') for s in rows): return rows
+    if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
     if isinstance(rows, Dataset): rows = conform(rows, 'own', columns=c.columns)
     listed = hasattr(rows, '__len__') and hasattr(rows, '__getitem__')
     require(listed and not isinstance(rows, (str,dict,tuple)),

@@ -73,10 +73,12 @@ def read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
     whole = json.loads(index.read_bytes())['weight_map'] if index.exists() else dict(all='model.safetensors')
-    files = [folder/Path(name).name for name in sorted({*whole.values()})] # none from elsewhere
-    if gone := [f.name for f in files if not f.is_file()]:
+    files = sorted({*whole.values()})
+    outside = [f for f in files if Path(f).name!=f]
+    require(not outside, f"{index} names {''.join(outside[:1])}: files of weights lie beside it, correct it")
+    if gone := [f for f in files if not (folder/f).is_file()]:
         raise MissingFile(f"{folder.name} has no {gone[0]}: is it a checkpoint?")
-    return {k:w for f in files for k,w in read_file(f).items()}
+    return {k:w for f in files for k,w in read_file(folder/f).items()}
 
 # %% ../../nbs/26_model.weights.ipynb #723db603
 @dataclass(frozen=True)
@@ -738,7 +740,7 @@ def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of querie
     return w.view(-1, 2, width//2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 # %% ../../nbs/26_model.weights.ipynb #b1f05c2a
-NOT_PLAIN = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError)
+NOT_PLAIN = pickle.UnpicklingError,RuntimeError,ValueError,TypeError,LookupError,AttributeError,EOFError
 
 def load_plain(path:str|Path)->Any: # a file that `torch.save` wrote
     "Reads tensors, numbers and texts without executing anything; a UsageError names the call that is wanted."

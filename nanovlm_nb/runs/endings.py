@@ -288,8 +288,8 @@ def lost_place(run:OpenRun, error:BaseException)->str|None: # in progress; as it
     place = Path(run.run_dir).absolute()
     failed = [e for e in (plain_error(c, place) for c in causes(error)) if isinstance(e, OSError) and e.errno]
     for e in sorted(failed, key=lambda e: e.errno not in FULL):
-        file = Path(e.filename or place).absolute()
-        if e.errno in FULL or run.trainer and file.is_relative_to(place):
+        file = Path(str(e.filename or place)).absolute() # without a name it may be a connection
+        if e.errno in FULL or run.trainer and e.filename and file.is_relative_to(place):
             return f'{os.strerror(e.errno or 0)}: {file}. Once that is mended: {left_line(run)}'
     return None
 
@@ -367,6 +367,6 @@ def _interrupt(run, error):
 def _explain(run, error):
     "The error with which the run ends on all ranks."
     why = reason_of(run, error)
-    last = first_told(RunFailed(why) if why else error, run.dist)
+    last = first_told(error if why is None else RunFailed(why), run.dist)
     if last is error and run.trainer: run.log.info(left_line(run))
     return last

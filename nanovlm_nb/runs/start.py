@@ -154,19 +154,25 @@ def find_resume(run_dir:Path, train_cfg:TrainConfig, # `resume`, `load_from`
 # %% ../../nbs/52_runs.start.ipynb #53000003
 RECORDS = {'.jsonl','.json','.log','.md','.png','.yaml'} # files of a run that tell what was
 
+def _best_before(run_dir, checkpoint):
+    "The best checkpoint that the run has kept up to this; a classifier's is by accuracy."
+    state,now = read_state(checkpoint, ('step',)),read_pointer(run_dir, BEST)
+    classes = state.get('hooks', {}).get('ValidateClasses', {})
+    names = [f"step_{n}" for n in (classes.get('best_model_step'), best_kept(run_dir, state)[1])]
+    kept = {p.name:p for p in checkpoints(run_dir)
+        if 0<step_of(p)<=step_of(checkpoint) and not missing_pieces(p)}
+    return next((kept[n] for n in (*names, now and now.name) if n in kept), None)
+
 def go_back(run_dir:Path, checkpoint:Path|None, # locked; one of its checkpoints, None: at its beginning
 )->Path|None: # where what is newer was set aside; None: nothing is newer
     "Make one of its checkpoints the current one of a run."
     newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
     if newer:
         folder.mkdir(exist_ok=True)
-        for p in (p for p in run_dir.iterdir() if p.suffix in RECORDS and not (folder/p.name).exists()):
-            Path(shutil.copy2(p, folder/'part')).replace(folder/p.name)
+        for p in (p for p in run_dir.iterdir() if p.is_file() and p.suffix in RECORDS):
+            if not (folder/p.name).exists(): Path(shutil.copy2(p, folder/'part')).replace(folder/p.name)
     if (best := read_pointer(run_dir, BEST)) in newer: write_pointer(folder, BEST, best)
-    if checkpoint is None: write_pointer(run_dir, BEST, None)
-    elif best is None or step_of(best)>step_of(checkpoint): # the best of those that stay
-        kept = best_kept(run_dir, read_state(checkpoint, ('step',)))[1]
-        write_pointer(run_dir, BEST, None if kept is None else run_dir/f'step_{kept}')
+    write_pointer(run_dir, BEST, checkpoint and _best_before(run_dir, checkpoint))
     if folder.is_dir() and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(folder/WANDB_ID)
     return set_aside(run_dir, checkpoint)
 
@@ -232,7 +238,8 @@ def place_of(state:dict, train:dict, # `trainer_state.json`; fields of the `Trai
     most,samples,step = train.get('max_training_samples'),state.get('samples', 0),state['step']
     if most is not None: return in_samples(samples, samples/max(step, 1), most)
     length,epochs,known = train['max_training_steps'],train.get('max_epochs'),state.get('planned_for')
-    if epochs and known: length = min(length, round(state['planned']*epochs/known[0]))
+    if epochs and known and state.get('planned') is not None: # of a stream it is not known at first
+        length = min(length, round(state['planned']*epochs/known[0]))
     return step,length
 
 # %% ../../nbs/52_runs.start.ipynb #29f3aff5

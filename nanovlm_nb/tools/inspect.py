@@ -237,15 +237,14 @@ def pack_lines(batch:Batch, width:int=64)->Iterator[str]: # characters
 
 # %% ../../nbs/62_tools.inspect.ipynb #f818a277
 def first_batches(loader:PackLoader, n:int=4)->list[Batch]: # from `open_data`
-    "Returns the first micro-batches of training, of one pack each; raises when there is none."
+    "Returns the first micro-batches of training, of one pack each."
     loader.set_epoch(0)
-    batches = list(islice(loader, n))
-    require(batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}')
-    return batches
+    return list(islice(loader, n))
 
 def check_packs(loader:PackLoader)->str: # from `open_data`
-    "Returns how full the first packs are."
+    "Returns how full the first packs are; raises when there is none."
     batches = first_batches(loader)
+    require(batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}')
     length,samples = batches[0]['labels'].shape[1],[len(b['ids'][0]) for b in batches]
     used = sum(sum(b['doc_lens'][0]) for b in batches)/length/len(batches)
     packs = f'{len(batches)} packs of {length} tokens'

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['H', 'Sums', 'LONG', 'UNWATCHED', 'TRACE', 'KERNELS', 'ROWS', 'find', 'Unstable', 'read_bad_updates',
            'write_bad_updates', 'BadUpdates', 'costs', 'sums_by_source', 'losses_by_source', 'Meters', 'Epochs',
-           'LeftOut', 'Compile', 'Look', 'Evaluate', 'FreezeGarbage', 'Profile', 'hooks_of']
+           'LeftOut', 'Estimate', 'Compile', 'Look', 'Evaluate', 'FreezeGarbage', 'Profile', 'hooks_of']
 
 # %% ../../nbs/49_training.hooks.ipynb #d5ee300b
 import gc,json
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.config import TrainConfig
 from ..core.files import write_atomic
 from ..core.dist import Dist,on_master
-from ..core.run_dir import BAD_UPDATES,json_lines,prune,step_of
+from ..core.run_dir import BAD_UPDATES,DROPPED,json_lines,prune,step_of
 from ..core.logs import Clock,Stats
 from ..core.advice import stability_advice
 from ..model.flops import COMPONENTS,count_flops,mfu,peak_flops,unit_flops
@@ -34,7 +34,7 @@ from ..answers.eval_jobs import Evaluations,ask_for_eval,collect_evals,keep_resu
 from ..answers.eval_jobs import missing_tasks,take_over_evals,wait_for_evals
 from .optim import adapter_sizes,autocast,compile_blocks
 from .trainer import Checkpoint,Figures,Guard,Hook,Log,Trainer,Validate
-from .trainer import inputs_of,length,stopping,tell,validation_batches
+from .trainer import inputs_of,length,say_length,stopping,tell,validation_batches
 from .update import Update
 
 # %% ../../nbs/49_training.hooks.ipynb #53b90abd
@@ -248,7 +248,11 @@ class LeftOut(Hook):
         t,size = self.trainer,self.state['dropped']
         kept = self.file.cut(size if t.owned else 0)
         if t.checkpoint and not t.owned: kept = read_dropped(t.checkpoint.parent, size)
-        for split,told in self.state['drops'].items(): kept[split].first.update(told['first'])
+        for split,told in self.state['drops'].items():
+            kept[split].first.update(told['first'])
+            lost = sum(told['counts'].values())-len(kept[split].reasons)
+            if lost>0: t.log.info(f'{DROPPED} lacks {lost} of the ids of {split} that were left out before: '
+                'they are counted anew')
         return kept
 
     def gather(self)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
@@ -269,6 +273,24 @@ class LeftOut(Hook):
     def load_state_dict(self, state:dict)->None:
         "Keeps it for `begin`."
         self.state = state
+
+# %% ../../nbs/49_training.hooks.ipynb #4900est2
+class Estimate(Hook):
+    "In the first epoch, corrects the estimated length of a run by the rows that have passed."
+    def __init__(self, every:int): # updates
+        self.every = every
+
+    def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call
+        "Lets the length follow a better estimate, once a tenth of the epoch tells it."
+        t = trainer
+        if t.counted or t.epoch or t.began or t.update is None or t.step%self.every: return
+        rows = t.loader.source.epoch_rows()
+        passed = t.samples+len(find(t, LeftOut).gather()['train'].reasons)
+        if not rows or passed<rows/10: return
+        planned = round(t.step*max(rows/passed, 1)*(t.cfg.max_epochs or 0))
+        if t.planned is not None and abs(planned-t.planned)<=.01*t.planned: return
+        t.planned = planned
+        say_length(t)
 
 # %% ../../nbs/49_training.hooks.ipynb #0939a103
 LONG = 1000 # updates of a run that wins back the time of compiling
@@ -421,7 +443,7 @@ def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, #
     judged,every = cfg.eval_interval if cfg.eval_in_epochs else 0,cfg.stats_log_interval
     evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
     own,before = list(own),[Guard(cfg.max_grad_spike), BadUpdates(cfg.max_bad_updates), LeftOut(),
-        Meters(every), Epochs(), Compile()]
+        Meters(every), Epochs(), Estimate(every), Compile()]
     after = [Log(), Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge),
         Look(cfg.look_interval), evaluate, FreezeGarbage(), Profile(cfg.profile)]
     instead = {type(hook):mine for hook in before+after for mine in own if isinstance(mine, type(hook))}

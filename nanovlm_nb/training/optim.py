@@ -9,9 +9,10 @@ __all__ = ['WORKSPACE', 'FIXED_SIZES', 'component_lrs', 'param_groups', 'adapter
            'compile_blocks', 'same_bits']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
-import math,os
+import logging,math,os
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack,contextmanager,nullcontext
+from numbers import Real
 
 import torch
 from torch import Tensor,nn
@@ -84,7 +85,11 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
 
 # %% ../../nbs/41_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
-    "Returns how many millions of parameters train."
+    "Returns how many millions of parameters train, if they are those that the optimizer was given."
+    given = {id(p) for g in optimizer.param_groups for p in g['params']}
+    wrong = [name for name,p in model.named_parameters() if p.requires_grad!=(id(p) in given)]
+    require(not wrong, f'{"".join(wrong[:1])} was frozen or thawed after the optimizer was made: '
+        'freeze and thaw with the learning rates and language_last_blocks, before')
     size = lambda ps: sum(p.numel() for p in ps)/1e6
     groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
@@ -107,7 +112,7 @@ def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable
     for g in optimizer.param_groups:
         rates = schedule[g['name']] if isinstance(schedule, dict) else schedule
         lr = rates(step, g['max_lr'], max_steps)
-        require(isinstance(lr, (int,float,Tensor)) and 0<=lr<math.inf, 'the schedule '
+        require(isinstance(lr, (Real,Tensor)) and 0<=float(lr)<math.inf, 'the schedule '
             f'{getattr(rates, "__name__", rates)} returned {lr!r} for step {step} of {max_steps}: '
             'it must return a learning rate, 0 or more')
         g['lr'] = float(lr)
@@ -198,7 +203,12 @@ def _for_any_number_of_tiles(forward):
 
 def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
     "Compiles the blocks of both towers in place; state-dict keys stay clean."
-    parts = [m for b in blocks_of(model) for m in getattr(b.mlp, 'shared', [b])]
+    blocks = blocks_of(model)
+    for name in ('vision_encoder','decoder'):
+        if not {*blocks} & {*getattr(model, name).modules()}:
+            logging.getLogger(__name__).warning(f'{name} is not compiled: it has no blocks like ours, '
+                'each with an mlp')
+    parts = [m for b in blocks for m in getattr(b.mlp, 'shared', [b])]
     tower = {*model.vision_encoder.modules()}
     for p in parts:
         compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
@@ -215,7 +225,8 @@ WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
 def same_bits(on:bool, kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device
     "While inside, the same run gives the same bits, or an error; if not `on`, everything stays as it is."
     workspace,use = os.environ.get(WORKSPACE),torch.use_deterministic_algorithms
-    require(not on or kind in ('cuda','cpu'), f'deterministic: nobody promises the same bits on {kind}')
+    require(not on or kind in ('cuda','cpu'), f'deterministic: nobody promises the same bits on {kind}, '
+        'leave it out or take another device')
     require(not on or workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Figures', 'SIGNAL', 'WINDOW', 'LEAST', 'Counters', 'Trainer', 'Hook', 'NoLog', 'make_trainer', 'inputs_of',
-           'accumulate', 'trained', 'is_finished', 'length', 'train_step', 'updates', 'train', 'stopping',
+           'accumulate', 'trained', 'is_finished', 'length', 'say_length', 'train_step', 'updates', 'train', 'stopping',
            'validation_batches', 'validation_loss', 'tell', 'Log', 'Validate', 'Guard', 'state_dict', 'save',
            'Checkpoint', 'resume']
 
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..core.usage import require
+from ..core.usage import UsageError,require
 from ..core.config import TrainConfig,ranks_of_copy,updates_of_run
 from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
@@ -152,7 +152,8 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     names,most = {g['name'] for g in made.param_groups},cfg.max_training_samples or cfg.max_training_steps
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
     rates:Any = schedule or get_schedule(cfg.lr_schedule, **cfg.schedule_kwargs())
-    for at in (most-1, most//2, 0): set_lrs(made, rates, at, most) # a mistake in it costs no run
+    for at in (most-1, most//2, 0): # a mistake in it costs no run
+        set_lrs(made, rates, *(in_samples(at, 7, most) if cfg.max_training_samples else (at, most)))
     return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader, hooks=list(hooks),
         held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer, dtype=dtype, optimizer=made,
         schedule=rates, scaler=make_scaler(dist.device, dtype), clock=clock, compiled=bool(cfg.compile),
@@ -250,7 +251,7 @@ def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the s
     return (t.step, length(t)) if most is None else in_samples(t.samples, size, most)
 
 # %% ../../nbs/47_training.trainer.ipynb #97684e45
-def _say_length(trainer:Trainer)->None:
+def say_length(trainer:Trainer)->None:
     "Tells the log how long the run is, as far as it is known."
     t,epochs,about = trainer,trainer.cfg.max_epochs,'' if trainer.counted else 'about '
     if epochs: t.log.info(f'{epochs} epochs: {about}{t.planned or "an unknown number of"} updates')
@@ -263,7 +264,7 @@ def _plan(trainer:Trainer)->None: # every rank must call
     if t.planned_for!=known:
         left,t.counted = t.loader.updates_left(epochs) if epochs and known else (None, True)
         t.planned,t.planned_for = None if left is None else t.step+left,known
-    _say_length(t)
+    say_length(t)
 
 def _end_epoch(trainer:Trainer)->None:
     "Counts an epoch, and corrects an estimated length by its updates."
@@ -272,7 +273,7 @@ def _end_epoch(trainer:Trainer)->None:
     made,t.began = t.step-t.began,t.step
     if t.counted or not made or is_finished(t): return
     t.planned = t.step+made*((t.cfg.max_epochs or 0)-t.epoch)
-    _say_length(t)
+    say_length(t)
 
 # %% ../../nbs/47_training.trainer.ipynb #4dafcaa5
 def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stream(device).query()
@@ -458,9 +459,8 @@ class Guard(Hook):
     def judge(self, norm:float)->str|None: # None: nothing
         "Returns what is wrong with the norm of an update, before clipping."
         if not isfinite(norm): return f'gradient norm {norm}'
-        if not self.factor or len(self.norms)<LEAST: return None
-        usual = median(self.norms)
-        if norm<=self.factor*usual: return None
+        usual = median(self.norms) if len(self.norms)>=LEAST else 0
+        if not self.factor or not usual or norm<=self.factor*usual: return None
         return f'gradient norm {norm:.4g}, {norm/usual:.0f} times the usual {usual:.4g}'
 
     def before_step(self, trainer:Trainer, figures:Figures)->str|None:
@@ -488,11 +488,13 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
         'give one a class of its own, its name keeps their states apart')
     return named
 
-def _saved_state(hook:Stateful)->dict[str,Any]: # a copy, for the run continues
-    "Returns what a hook remembers: tensors by name, and what JSON can hold."
+def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
+    "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
     tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items() if isinstance(w, Tensor)}
-    return json.loads(json.dumps({k:v for k,v in state.items() if k not in tensors}))|tensors
+    try: return json.loads(json.dumps({k:v for k,v in state.items() if k not in tensors}))|tensors
+    except (TypeError, ValueError) as e: raise UsageError(f'the state of hook {name} cannot be saved as JSON '
+        f'({e}): give tensors by name, numbers, strings, lists') from e
 
 # %% ../../nbs/47_training.trainer.ipynb #c4b7158c
 def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of hooks; every rank must call
@@ -504,7 +506,7 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
         configs=dict(vlm=asdict(t.base.cfg), train=asdict(t.cfg)),
         precision=str(t.dtype), scaler=t.scaler.state_dict(), log=t.log.position,
         world_size=t.dist.world_size, called=[type(hook).__name__ for hook in t.called],
-        hooks={name:_saved_state(hook) for name,hook in _stateful_hooks(t).items()})
+        hooks={name:_saved_state(name, hook) for name,hook in _stateful_hooks(t).items()})
 
 # %% ../../nbs/47_training.trainer.ipynb #abb654a7
 def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
