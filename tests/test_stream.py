@@ -22,11 +22,12 @@ from PIL import Image
 
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.data.dataset import Plan, VQADataset
-from nanovlm_nb.core.dist import Dist, seed_worker
+from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.data.lanes import PackLoader, PackRules, merge_states, pack_workers
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.data.sources import MapSource
+from nanovlm_nb.training.update import _report, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH, LONGEST = 128, 112
@@ -118,7 +119,19 @@ def draw_segments(data, case):
 
 
 DATA = [draw_data(seed) for seed in range(20)]
-CASES_EACH = 4
+CASES_EACH = 5
+
+
+@dataclass(frozen=True)
+class Played(FromGather):
+    "One of the ranks that are played in one process; it knows what all of them say."
+    rank: int
+    world_size: int
+    said: list
+
+    def gather(self, obj):
+        assert obj == self.said[self.rank]
+        return self.said
 
 
 def packs_of(batch):
@@ -131,9 +144,14 @@ def packs_of(batch):
 def global_updates(loaders, accumulation):
     "The rest of an epoch as all ranks see it: for each update the packs of all ranks, in the order in which the gradient adds them up."
     batches = [iter(l) for l in loaders]
-    while any(mine := [list(islice(b, accumulation)) for b in batches]):
-        whole = [ms or [l.idle()]*accumulation for ms, l in zip(mine, loaders)]
-        yield [p for m in range(accumulation) for ms in whole for p in packs_of(ms[m])]
+    while True:
+        mine = [list(islice(b, accumulation)) for b in batches]
+        said = [_report(ms, rank) for rank, ms in enumerate(mine)]
+        updates = [gather_update(ms, Played(r, len(loaders), said), l.idle) for r, (ms, l) in enumerate(zip(mine, loaders))]
+        if None in updates: break
+        assert len({(u.digest, u.targets, u.tokens, u.samples, len(u.micro_batches)) for u in updates}) == 1
+        yield [p for m in range(accumulation) for u in updates for p in packs_of(u.micro_batches[m])]
+    assert not any(updates)
 
 
 VLM = evolve(preset('shapes')[0], vit_img_size=16, vit_patch_size=4, max_img_size=32, lm_max_length=LENGTH)
@@ -210,7 +228,7 @@ def test_every_row_once_or_named(runs, whole):
 def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
     "Stopped after any update, resumed once to three times with other ranks and workers: the same packs, positions and drops."
     ends = sum(not e for *_, e in whole)                # updates of the first epoch
-    n = [0, ends-1, ends, random.Random(f'{runs.data} {case}').randrange(len(whole)-3)][case]
+    n = [0, ends-1, ends, *random.Random(f'{runs.data} {case}').sample(range(len(whole)-3), 2)][case]
     state, drops = whole[n-1][1:3] if n else (None, {})
     for split, workers, more in draw_segments(runs.data, case):
         what = f'after {n} updates as (ranks, batch, accumulation) {split} with {workers} workers'
@@ -222,6 +240,30 @@ def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
                 assert drops | found == whole[n][2], what
                 n += 1
         drops = whole[n-1][2]
+
+
+def test_the_cases_are_what_they_should_be():
+    "100 cases, and among them everything that could matter."
+    cases = [(data, draw_segments(data, case)) for data in DATA for case in range(CASES_EACH)]
+    assert len(cases) == 100
+    assert {(d.stream, bool(d.weights), d.lanes) for d in DATA} == {(s, w, l) for s in (True, False) for w in (True, False) for l in (4, 8)}
+    assert {(d.stream, len(d.names)) for d in DATA} == {(s, n) for s in (True, False) for n in (1, 2, 3)} and {d.window for d in DATA} == {1, 2, 3}
+    assert {len(segments) for _, segments in cases} == {1, 2, 3}
+    assert {(d.lanes, split) for d, segments in cases for split, *_ in segments} == {(l, split) for l in (4, 8) for split in splits_of(l)}
+    assert {(d.stream, w, workers) for d, segments in cases for (w, *_), workers, _ in segments} >= {(s, w, n) for s in (True, False) for w in (1, 2) for n in (0, 1, 3)}
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
+    "Two ranks, three workers for training and for validation: four disjoint parts, and together every row; the validation part has `val_size` rows."
+    cfg, parts = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3, num_workers=3 if stream else 0, val_workers=3 if stream else 0), {}
+    for rank in (0, 1):
+        for part, loader in zip(('train', 'val'), get_dataloaders(cfg, VLM, Dist(rank=rank, world_size=2), tokenizer)):
+            kept = [i for batch in loader for ids in batch['ids'] for i in ids]
+            assert len(kept) == len(set(kept)) and not set(kept) & loader.samples.drops.reasons.keys()
+            parts[part, rank] = {*kept, *loader.samples.drops.reasons}
+    assert sum(map(len, parts.values())) == len(set.union(*parts.values())) == ROWS['few'] + ROWS['many']
+    assert len(parts['val', 0]) + len(parts['val', 1]) == 14 and all(parts.values())
 
 
 def test_shards_with_a_corrupt_one(root, tokenizer, tmp_path, caplog):
