@@ -341,7 +341,7 @@ TABLE = {
     'Train': dict(train='runs.run', classify='uses.classify'),
     'Use a model': dict(ask='answers.answer', eval='answers.evaluate', export='tools.export'),
     'Before, beside and after a run': dict(check='tools.check', plan='tools.plan',
-        runs='tools.runs', replay='tools.replay'),
+        runs='tools.runs', replay='tools.inspect'),
 } # purpose -> command -> module with its `main(values)`
 COMMANDS = {name:module for group in TABLE.values() for name,module in group.items()}
 

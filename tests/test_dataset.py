@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from PIL import Image, PngImagePlugin
 
 from nanovlm_nb.data.dataset import Unreachable
-from nanovlm_nb.data.load import load_configs, local_configs
+from nanovlm_nb.data.loader import load_configs, local_configs
 from nanovlm_nb.data.images import image_size, open_image
 
 PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import nanovlm_nb.data.load as load
+import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, images_first, settle_marks
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, default_workers, jsonl_loader
-from nanovlm_nb.data.load import text_rows
+from nanovlm_nb.data.loader import text_rows
 from nanovlm_nb.data.packing import pack
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel

@@ -13,7 +13,7 @@ from huggingface_hub.utils import _http
 
 from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.data.dataset import Unreachable
-from nanovlm_nb.data.load import config_names, load_configs
+from nanovlm_nb.data.loader import config_names, load_configs
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.tools.inspect import stored_columns
 from nanovlm_nb.uses.labels import load_splits

@@ -29,7 +29,7 @@ from ..model.generate import TextStreams
 from ..model.vlm import Reader,VisionLanguageModel
 from ..data.images import ImageProcessor,UnreadableImage,image_processor_of,open_image
 from ..data.prompts import encode_chat,encode_prompt,get_image_string
-from ..data.load import as_pictures
+from ..data.loader import as_pictures
 
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 

@@ -26,7 +26,7 @@ from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage, open_image
 from ..data.prompts import AnswerFrame, answer_frame, answer_spans, neutralise, special_pattern
 from ..data.dataset import MARK, Dropped, Drops, read_row
-from ..data.load import text_rows
+from ..data.loader import text_rows
 
 # %% ../../nbs/70_compat.padded.ipynb #cc195b2a
 def count_runs(ids:Tensor, run:list[int], # (T,); ids to look for
