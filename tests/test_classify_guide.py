@@ -16,7 +16,7 @@ from commands import run
 from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import VLMConfig, evolve
-from nanovlm_nb.uses.labels import load_classes
+from nanovlm_nb.uses.classify import load_classes
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 

@@ -17,7 +17,7 @@ from transformers import (AutoModelForImageTextToText, AutoProcessor, Idefics3Co
 from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.data.prompts import encode_chat, get_image_string
 from nanovlm_nb.cli import main
-from nanovlm_nb.tools.export import export_smolvlm
+from nanovlm_nb.uses.export import export_smolvlm
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.core.tokenizer import train_tokenizer

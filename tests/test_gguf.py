@@ -18,7 +18,7 @@ from small_smolvlm import QUESTIONS, small_model
 from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.cli import main
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.uses.gguf import export_gguf, vocabulary
+from nanovlm_nb.uses.export import export_gguf, vocabulary
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent

@@ -32,7 +32,7 @@ from nanovlm_nb.data.prompts import get_image_string, neutralise
 from nanovlm_nb.data.dataset import shapes_dataset, shapes_tokenizer
 from nanovlm_nb.model.generate import TextStreams
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.uses.web import PAGE, RUNTIME, tall_first
+from nanovlm_nb.uses.pages import PAGE, RUNTIME, tall_first
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
