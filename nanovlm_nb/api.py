@@ -24,7 +24,7 @@ from .data.loader import own_rows
 from .answers.answer import Asker, accuracy, answer_all, load_asker, questions_of
 from .training.lora import PEFT_CONFIG, read_peft
 from .runs.run import run
-from .cli import export_parser, module_of
+from .cli import does_it, export_parser
 
 # %% ../nbs/91_api.ipynb #91a10006
 FOR_ROWS:dict[str,Any] = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
@@ -94,5 +94,6 @@ def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: #
     Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
     checkpoint = model.model.folder if isinstance(model, Asker) else model
     values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
-    import_module(f'nanovlm_nb.{module_of("export", values)}').main(values)
+    module,function = does_it('export', values)
+    getattr(import_module(module), function)(values)
     return Path(folder)

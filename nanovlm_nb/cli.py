@@ -7,7 +7,7 @@ __all__ = ['WHERE', 'HELP', 'PICTURES', 'PARSERS', 'Kind', 'POS', 'COUNT', 'FLOA
            'RUN_DIR', 'CHECKPOINT', 'SAMPLES', 'DEVICES', 'MFU', 'AXES', 'FORMATS', 'OUTTYPES', 'TABLE', 'COMMANDS',
            'KNOWN_AS', 'EXPORTS', 'own_settings', 'SettingsParser', 'command', 'train_parser', 'classify_parser',
            'ask_parser', 'eval_parser', 'check_parser', 'plan_parser', 'runs_parser', 'replay_parser', 'export_parser',
-           'overview', 'check_command', 'module_of', 'main']
+           'overview', 'check_command', 'does_it', 'main']
 
 # %% ../nbs/57_cli.ipynb #19a00003
 import logging,shutil,sys
@@ -339,7 +339,7 @@ def export_parser(add): # of `nanovlm export`
 # %% ../nbs/57_cli.ipynb #90c00006
 TABLE = {
     'Train': dict(train='runs.run', classify='uses.classify'),
-    'Use a model': dict(ask='answers.answer', eval='answers.evaluate', export='tools.export'),
+    'Use a model': dict(ask='answers.answer', eval='answers.evaluate', export='uses.export'),
     'Before, beside and after a run': dict(check='tools.check', plan='tools.plan',
         runs='tools.runs', replay='tools.inspect'),
 } # purpose -> command -> module with its `main(values)`
@@ -368,13 +368,15 @@ def check_command(name:str)->None: # the first word after `nanovlm`
     require(name in COMMANDS, f'there is no command `{name}`: {remedy}')
 
 # %% ../nbs/57_cli.ipynb #90c0000c
-EXPORTS = dict(onnx='uses.onnx', web='uses.web', gguf='uses.gguf') # format -> module, if it is another
+EXPORTS = dict(onnx='uses.onnx', web='uses.pages:main_web', gguf='uses.export:main_gguf') # if not `main`
 
-def module_of(command:str, values:Namespace)->str: # of the table; from its parser
-    "Returns the module whose `main(values)` does it, within the package."
-    if command=='ask' and values.page: return 'uses.chat_page'
-    if command=='eval' and not (values.tasks or values.write_tasks): return 'answers.look'
-    return command=='export' and EXPORTS.get(values.format) or COMMANDS[command]
+def does_it(command:str, values:Namespace)->tuple[str,str]: # of the table; from its parser
+    "Returns the module and the function that do it, which takes the values."
+    name = command=='export' and EXPORTS.get(values.format) or COMMANDS[command]
+    if command=='ask' and values.page: name = 'uses.pages'
+    if command=='eval' and not (values.tasks or values.write_tasks): name = 'answers.look'
+    module,_,function = name.partition(':')
+    return f'nanovlm_nb.{module}',function or 'main'
 
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code
     "Console script `nanovlm`, and `python -m nanovlm_nb.cli`: do what the first word says."
@@ -393,8 +395,9 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
         with user_path(): values = PARSERS[words[0]]().parse_args(words[1:])
         set_env()
         if words[0] in ('train','classify'): begin_training()
-        with ends_at_once(): module = import_module(f'nanovlm_nb.{module_of(words[0], values)}')
-        return module.main(values)
+        module,function = does_it(words[0], values)
+        with ends_at_once(): run = getattr(import_module(module), function)
+        return run(values)
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false

@@ -12,7 +12,7 @@ from commands import TINY, run
 from safetensors.torch import load_file
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.files import write_manifest
+from nanovlm_nb.core.run_dir import write_manifest
 from nanovlm_nb.data.dataset import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')

@@ -23,7 +23,7 @@ from pathlib import Path
 from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from ..core.files import write_atomic
+from ..core.run_dir import write_atomic
 from ..core.config import TrainConfig
 from ..core.dist import Dist
 from ..core.run_dir import LOG,RESULTS,lock_file,read_log

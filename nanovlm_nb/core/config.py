@@ -6,11 +6,11 @@
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1', 'Above1F', 'Fraction', 'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text',
            'OneName', 'Function', 'SCHEDULES', 'Schedule', 'ELSEWHERE', 'IGNORE', 'C', 'FOLLOWS', 'CHAT_TEMPLATE',
            'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS',
-           'CONFIG', 'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Config', 'many', 'image_tokens',
-           'smolvlm_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described', 'rules', 'resume_rule',
-           'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags', 'is_of_run',
-           'check_code', 'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size',
-           'ranks_of_copy', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
+           'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Config', 'many', 'image_tokens', 'smolvlm_tokens',
+           'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described', 'rules', 'resume_rule', 'preset',
+           'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags', 'is_of_run', 'check_code',
+           'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy',
+           'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING,Annotated,Any,ClassVar,Literal,TypeVar,get_args
 
 import yaml
 
-from .files import write_atomic
+from .run_dir import CONFIG,write_atomic
 from .usage import Parser,UsageError,nearest,require
 
 # %% ../../nbs/02_core.config.ipynb #6a107bf6
@@ -738,7 +738,6 @@ def read_yaml(path:str|Path)->tuple[str|None,dict,dict]:
     return sections.get('preset'),found['vlm'],found['train']
 
 # %% ../../nbs/02_core.config.ipynb #4c0de102
-CONFIG = 'config.yaml' # settings of a run, in its directory
 CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fields that name code
 
 def code_flags(values:dict)->list[str]: # settings of a run

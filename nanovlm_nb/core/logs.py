@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING,Any
 
 from tqdm import tqdm
 
-from .files import write_atomic
+from .run_dir import write_atomic
 from .usage import UsageError,require
 from .dist import Dist
 from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID,read_log

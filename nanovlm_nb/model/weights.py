@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
-from ..core.files import file_digest
+from ..core.run_dir import file_digest
 from ..core.run_dir import check_files, find_checkpoint
 from ..core.tokenizer import save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
@@ -220,7 +220,7 @@ def _pixels(p, default=.5):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
     mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
-    # values that small mean 0, see `69_tools.export`
+    # values that small mean 0, see `69_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
 def tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone

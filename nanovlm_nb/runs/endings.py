@@ -27,7 +27,7 @@ from torch import nn
 from ..core.advice import advice,memory_remedies
 from ..core.config import TrainConfig,VLMConfig,change,code_flags,evolve,length_of_run,load_yaml
 from ..core.dist import Dist,first_reason
-from ..core.files import write_atomic
+from ..core.run_dir import write_atomic
 from ..core.logs import RunLog,plot_curves
 from ..core.run_dir import ANSWER_TABLE,CONFIG,DROP_LIST,LOG,RECORD,STATUS,find_checkpoint
 from ..core.run_dir import last_checkpoint,read_log

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.files import TMP
+from ..core.run_dir import TMP
 from ..model.vlm import VLMNet,flatten_tiles,trains
 from ..model.weights import weights_sha
 

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..core.files import MANIFEST,write_atomic
+from ..core.run_dir import MANIFEST,write_atomic
 from ..core.usage import ends_at_once,require,user_path
 from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads

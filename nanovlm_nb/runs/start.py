@@ -16,7 +16,7 @@ from typing import Any,NamedTuple
 
 from ..core.config import BESIDE_WEIGHTS,CAREFUL,FINE,OF_RUN,REFUSED,TrainConfig,VLMConfig
 from ..core.config import check_configs,evolve,ranks_of_copy,resume_rule
-from ..core.files import MANIFEST
+from ..core.run_dir import MANIFEST
 from ..core.run_dir import BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder,best_kept,checkpoints
 from ..core.run_dir import find_checkpoint,is_own,last_checkpoint,left_behind,missing_pieces
 from ..core.run_dir import read_log,read_pointer,read_state,set_aside,step_of,usable_checkpoint
@@ -27,7 +27,7 @@ from ..model.weights import resolve_checkpoint,tower_fields
 from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
 from ..training.checkpoint import check_checkpoint
-from .deepspeed import read_deepspeed
+from ..training.shard import read_deepspeed
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10006
 def is_pth(load_from:str|None)->bool: # it has weights to begin with, and nothing to resume

@@ -17,7 +17,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING,NamedTuple
 
-from ..core.files import file_sizes
+from ..core.run_dir import file_sizes
 from ..core.run_dir import BEST,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,delete_abandoned,holder
 from ..core.run_dir import last_checkpoint,missing_pieces,prune_older,read_log,read_pointer,written
 from ..core.logs import describe,finished,log_axis,styled

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from ..core.dist import Dist,on_master,rng_state
-from ..core.files import TMP,file_digests,file_sizes,fsync,fsync_tree,remove,write_manifest
+from ..core.run_dir import TMP,file_digests,file_sizes,fsync,fsync_tree,remove,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require

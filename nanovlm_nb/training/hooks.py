@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import TrainConfig
-from ..core.files import write_atomic
+from ..core.run_dir import write_atomic
 from ..core.dist import Dist,on_master
 from ..core.run_dir import BAD_UPDATES,DROPPED,json_lines,prune,step_of
 from ..core.logs import Clock,Stats

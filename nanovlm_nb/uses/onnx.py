@@ -22,7 +22,7 @@ from ..core.usage import require
 from ..model.weights import written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..data.prompts import get_image_string,to_messages
-from ..tools.export import exporting,open_model,save_json,write_form
+from .export import exporting,open_model,save_json,write_form
 
 if TYPE_CHECKING: from onnx import ModelProto # loaded where a file is written
 
