@@ -15,7 +15,6 @@ __all__ = ['RATINGS', 'logger', 'REMEDIES', 'GONE', 'CLIENTS', 'LAYOUTS', 'ROLES
 import copy,errno,hashlib,io,json,logging,math,os,random,re,socket
 from collections import Counter,defaultdict
 from collections.abc import Collection,Iterable,Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
 from itertools import count,islice
@@ -189,14 +188,14 @@ def may_come_back(e:BaseException|None)->bool: # False: another try would end th
     return may_come_back(e.__cause__) # in other words, such as fsspec's "no such file"
 
 # %% ../../nbs/12_data.dataset.ipynb #c0de2207
-@contextmanager
-def reaching(name:str)->Iterator[None]: # what is read
+class reaching:
     "A context in which a network that is away is called `Unreachable`."
-    try: yield
-    except Exception as e:
-        if not may_come_back(e): raise
+    def __init__(self, name:str): self.name = name # what is read
+    def __enter__(self): pass
+    def __exit__(self, kind, e:BaseException|None, trace):
+        if not may_come_back(e): return
         cause = f'{type(e).__name__}: {e}'.strip(': ')
-        raise Unreachable(f'{name} cannot be reached: check the network, '
+        raise Unreachable(f'{self.name} cannot be reached: check the network, '
                           f'or name files on this machine ({cause})') from e
 
 # %% ../../nbs/12_data.dataset.ipynb #d1a00002
