@@ -2,7 +2,6 @@
 import ast
 import base64
 import configparser
-import importlib.util
 import io
 import json
 import re
@@ -14,28 +13,10 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from test_docs import COURSE
+from test_docs import COURSE, NBS, NOTEBOOKS, ROOT, by_name, cells, script
 
-ROOT = Path(__file__).resolve().parent.parent
-NBS = ROOT/'nbs'
-NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if not any(part[0] in '_.' for part in p.relative_to(NBS).parts))
 ADDRESS = 'https://nanovlm-nb.github.io/nanovlm_nb'
 NARROWEST = 500  # pixels of the page
-by_name = pytest.mark.parametrize('notebook', NOTEBOOKS, ids=lambda p: p.stem)
-
-
-def script(name: str):
-    "A script of .ci/ as a module."
-    spec = importlib.util.spec_from_file_location(f'ci_{name}', ROOT/'.ci'/f'{name}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def code_cells(notebook: Path) -> list[dict]:
-    "Code cells, sources joined."
-    found = json.loads(notebook.read_text(encoding='utf-8'))['cells']
-    return [{**c, 'source': ''.join(c['source'])} for c in found if c['cell_type'] == 'code']
 
 
 def pictures(cell: dict) -> list[tuple[Image.Image, int]]:
@@ -52,14 +33,14 @@ def pictures(cell: dict) -> list[tuple[Image.Image, int]]:
 
 @by_name
 def test_figures_are_wide_enough_to_be_read(notebook):
-    narrow = {(notebook.stem, c['id']) for c in code_cells(notebook) for _, width in pictures(c) if width < NARROWEST}
+    narrow = {(notebook.stem, c['id']) for c in cells(notebook, 'code') for _, width in pictures(c) if width < NARROWEST}
     assert not narrow, f'narrower than {NARROWEST} pixels: {narrow}; leave out figsize and dpi, see nanovlm_nb/figures.mplstyle'
 
 
 @by_name
 def test_all_figures_have_one_style(notebook):
     "Notebooks that draw choose the style sheet, once; size and text are its, not those of a cell."
-    source = '\n'.join(c['source'] for c in code_cells(notebook) if not re.match(r'#\| ?exports?\b', c['source']))
+    source = '\n'.join(c['source'] for c in cells(notebook, 'code') if not re.match(r'#\| ?exports?\b', c['source']))
     if not re.search(r'plt\.(subplots|figure)\(', source): return
     assert source.count("style.use('nanovlm_nb.figures')") == 1
     own = re.findall(r'dpi=\d+|fontsize=\d|labelsize=\d|set_fontsize|rcParams\[.*\] *=|set_matplotlib_formats', source)
@@ -69,7 +50,7 @@ def test_all_figures_have_one_style(notebook):
 @by_name
 def test_texts_of_figures_can_be_an_address(notebook):
     "Quarto reads the text as an address too, in which a per cent sign begins a code, and warns."
-    assert not [c['id'] for c in code_cells(notebook) if re.search(r'^#\| fig-alt: .*%', c['source'], re.M)]
+    assert not [c['id'] for c in cells(notebook, 'code') if re.search(r'^#\| fig-alt: .*%', c['source'], re.M)]
 
 
 def test_small_figures_look_the_same(tmp_path):
@@ -95,7 +76,7 @@ def test_small_figures_look_the_same(tmp_path):
 @by_name
 def test_cells_import_or_compute(notebook):
     "nbdev runs cells with imports for the site; one that computes as well is run there too, and it warns."
-    for c in code_cells(notebook):
+    for c in cells(notebook, 'code'):
         if re.match(r'#\| ?(exports?|default_exp)\b', c['source']) or 'nbdev_export()' in c['source'] or re.search(r'^#\| ?eval: false', c['source'], re.M): continue
         nodes = list(ast.walk(ast.parse(re.sub(r'^[%!].*$', '', c['source'], flags=re.M))))
         imports = any(isinstance(n, (ast.Import, ast.ImportFrom)) for n in nodes)
@@ -223,7 +204,7 @@ def test_patterns_of_the_sidebar_mean_one_folder():
 
 # --- one click to run a page
 
-RUNNABLE = [p for p in NOTEBOOKS if (p.parent.name == 'tutorials' or p.name in COURSE) and code_cells(p)]
+RUNNABLE = [p for p in NOTEBOOKS if (p.parent.name == 'tutorials' or p.name in COURSE) and cells(p, 'code')]
 
 
 def published() -> tuple[str, str, str]:
@@ -250,7 +231,7 @@ def test_pages_of_course_and_tutorials_open_in_colab_and_kaggle():
 
 def install_commands(notebook: Path) -> list[str]:
     "The shell commands of a page's first code cell."
-    first = code_cells(notebook)[0]['source']
+    first = cells(notebook, 'code')[0]['source']
     assert first.startswith('#| hide\n# on Colab and Kaggle: the package; elsewhere nothing\n'), notebook.name
     return [line.removeprefix('!') for line in first.splitlines()[2:]]
 
@@ -280,7 +261,7 @@ def test_the_first_cell_installs_on_colab_and_kaggle_and_does_nothing_elsewhere(
             folder, file = re.fullmatch(rf'wget -qP (\S+) https://raw.githubusercontent.com/{repository}/{branch}/(\S+)', line).groups()
             assert (notebook.parent/folder/Path(file).name).resolve() == (ROOT/file).resolve() and (ROOT/file).is_file()
     for notebook in RUNNABLE:
-        read = {m for c in code_cells(notebook) for m in re.findall(r"'\.\./\.\./([^']+)'", c['source'])}
+        read = {m for c in cells(notebook, 'code') for m in re.findall(r"'\.\./\.\./([^']+)'", c['source'])}
         assert all(any(file in command for command in install_commands(notebook)) for file in read), notebook.name
 
 

@@ -7,12 +7,14 @@ import sys
 import time
 
 import pytest
+import torch
 from commands import TINY, start_of
 
 from nanovlm_nb.core.run_dir import LOCK
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.training.optim import amp_dtype
 from nanovlm_nb.runs.run import run as train_here
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0', '--max_training_steps', '8', '--console_line', 'minimind']
@@ -50,7 +52,7 @@ def test_updates_are_shown_as_minimind_does(watched):
 def test_a_run_says_where_it_is_what_it_trains_and_what_there_is_at_its_end(watched):
     text = re.sub(r'^\S+ \S+ INFO ', '', (watched[0]/'train.log').read_text(), flags=re.M)
     first, last = text.partition('update 0: ')[0].splitlines(), text.splitlines()[-3:]
-    assert first[:2] == ['reading shapes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, torch.bfloat16']
+    assert first[:2] == ['reading shapes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, {amp_dtype(torch.device("cpu"))}']
     assert 'figures: checkpoints/r/log.jsonl, nothing is sent' in first and 'rows: 200 for training and 16 for validation; 8 updates' in first
     assert not any('max_keep_ckpts' in line for line in first), 'no advice about the disk for a model of a megabyte'
     assert last[0].startswith('best checkpoint: checkpoints/r/step_') and last[2].startswith('ask it: nanovlm ask checkpoints/r --image PICTURE --prompt ')

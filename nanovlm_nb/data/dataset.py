@@ -4,21 +4,20 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'GONE', 'CLIENTS', 'LAYOUTS', 'ROLES', 'MARK', 'DESCRIBE', 'GIVE', 'COLUMNS',
-           'COLOURS', 'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'question_kinds',
-           'CLAIMS', 'keep_turns', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'Unreachable', 'may_come_back',
-           'reaching', 'named', 'as_list', 'pair_turns', 'settle_marks', 'images_first', 'read_layout',
-           'place_pictures', 'UnusedColumn', 'check_unused', 'PictureFile', 'to_row', 'read_row', 'in_memory',
-           'check_row', 'Plan', 'BaseDataset', 'VQADataset', 'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene',
-           'Turn', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns', 'shapes_dataset', 'shapes_tokenizer',
-           'best_blind_guess']
+           'COLOURS', 'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'CLAIMS', 'keep_turns',
+           'Dropped', 'Drops', 'read_dropped', 'DropFile', 'Unreachable', 'may_come_back', 'reaching', 'named',
+           'as_list', 'pair_turns', 'settle_marks', 'images_first', 'read_layout', 'place_pictures', 'UnusedColumn',
+           'check_unused', 'to_row', 'read_row', 'check_row', 'Plan', 'VQADataset', 'Thing', 'Scene', 'make_scene',
+           'held_out', 'draw_scene', 'Turn', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns', 'shapes_dataset',
+           'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,errno,hashlib,io,json,logging,math,os,random,re,socket
 from collections import Counter,defaultdict
-from collections.abc import Collection,Iterable
+from collections.abc import Collection,Iterable,Iterator
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
-from itertools import islice
+from itertools import count,islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -192,12 +191,10 @@ def may_come_back(e:BaseException|None)->bool: # False: another try would end th
 class reaching:
     "A context in which a network that is away is called `Unreachable`."
     def __init__(self, name:str): self.name = name # what is read
-
     def __enter__(self): pass
-
-    def __exit__(self, kind, e, tb):
+    def __exit__(self, kind, e:BaseException|None, trace):
         if not may_come_back(e): return
-        cause = f'{kind.__name__}: {e}'.strip(': ')
+        cause = f'{type(e).__name__}: {e}'.strip(': ')
         raise Unreachable(f'{self.name} cannot be reached: check the network, '
                           f'or name files on this machine ({cause})') from e
 
@@ -277,19 +274,11 @@ def settle_marks(texts:list[dict], n:int)->list[dict]: # turns; pictures
 # %% ../../nbs/12_data.dataset.ipynb #4c15c965
 def images_first(texts:list[dict])->list[dict]: # turns with a mark for every picture
     "Turns without marks, for pictures that come before them all."
-    def name(text, k):
-        "Marks as names, from number `k`."
-        head, *tails = text.split(MARK)
-        return head + ''.join(f'<image: {k+i}>{t}' for i,t in enumerate(tails))
-    parts = texts[0]['user'].split(MARK)
-    with_text = [i for i,p in enumerate(parts) if p.strip()] or [0]
-    a, b = with_text[0], with_text[-1]+1
-    first = name(MARK.join(parts[a:b]), a)
-    users, k = [first.strip() if len(parts) > b-a else first], len(parts)-1
-    for t in texts[1:]:
-        users.append(name(t['user'], k))
-        k += t['user'].count(MARK)
-    return [t | dict(user=u) for t,u in zip(texts, users)]
+    number = count()
+    users = [re.sub(MARK, lambda m: f'{_BETWEEN}{next(number)}>', t['user']) for t in texts]
+    first = re.sub(rf'^(\s*{_BETWEEN}\d+>)+|({_BETWEEN}\d+>\s*)+$', '', users[0])
+    if first != users[0]: users[0] = first.strip()
+    return [t | dict(user=u.replace(_BETWEEN, '<image: ')) for t,u in zip(texts, users)]
 
 # %% ../../nbs/12_data.dataset.ipynb #1c108683
 def _spoken(row, what, role):
@@ -367,47 +356,13 @@ def check_unused(columns:dict|pa.Schema, where:str)->None: # a row, or the types
         if lost: raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
                                     f'name it, as in `--columns {ours}={name}`, or remove it')
 
-# %% ../../nbs/12_data.dataset.ipynb #f0156041
-class PictureFile(io.RawIOBase):
-    "A file over bytes that are not copied before they are read; unlike arrow's, PIL can seek beyond its end."
-    def __init__(self, buffer): self.view,self.at = memoryview(buffer),0
-
-    def __reduce__(self): return PictureFile,(self.view.tobytes(),) # for another process
-
-    def seek(self, offset:int, whence:int=0)->int: # perhaps beyond the end
-        "Go somewhere."
-        self.at = max(0, (0, self.at, len(self.view))[whence]+offset)
-        return self.at
-
-    def read(self, n:int|None=-1)->bytes: # fewer at the end
-        "Copy the next bytes."
-        data = self.view[self.at:None if n is None or n < 0 else self.at+n].tobytes()
-        self.at += len(data)
-        return data
-
 # %% ../../nbs/12_data.dataset.ipynb #f0156042
-def _in_place(array):
-    "The values of a binary array as files where they lie; a scalar of arrow would be a copy."
-    if array.null_count == len(array): return [None]*len(array)
-    array = array.cast(pa.binary())
-    _,ends,data = array.buffers()
-    at = np.frombuffer(ends, np.int32)[array.offset:][:len(array)+1].tolist()
-    return [PictureFile(data.slice(start, end-start)) if valid else None
-            for valid,start,end in zip(array.is_valid().to_pylist(), at, at[1:])]
-
-def _pictures(column):
-    "What `open_header` takes, from a column of one row: files of bytes, else paths."
-    value = column[0]
-    values = value.values if isinstance(value, pa.ListScalar) else column.combine_chunks()
-    if not value.is_valid or not isinstance(values, pa.StructArray): return as_list(value.as_py())
-    fields = dict(zip((f.name for f in values.type), values.flatten()))
-    found = zip(_in_place(fields['bytes']), fields['path'].to_pylist())
-    return [path if file is None else file for file,path in found if (file, path) != (None, None)]
-
 def _from_table(r):
-    "A row of arrow as a dictionary; its pictures stay where they are."
-    if not (name := named(r.column_names, 'images')): return r.to_pylist()[0]
-    return r.drop_columns(name).to_pylist()[0]|{name:_pictures(r.column(name))}
+    "A row of arrow as a dictionary; its pictures stay encoded, and a null is none."
+    row = r.to_pylist()[0]
+    if name := named(row, 'images'):
+        row[name] = [im for im in as_list(row[name]) if im != dict(bytes=None, path=None)]
+    return row
 
 # %% ../../nbs/12_data.dataset.ipynb #f0156043
 def to_row(
@@ -426,11 +381,6 @@ def to_row(
 def read_row(rows, i:int, marks:bool=False)->dict: # in arrow format, or plain rows; see `to_row`
     "Row `i` without decoding its pictures."
     return to_row(rows[i], i, marks=marks)
-
-def in_memory(row:dict)->dict: # from `to_row`
-    "A row with copies of its encoded pictures: what it came from can be freed."
-    kept = [PictureFile(bytes(im.view)) if isinstance(im, PictureFile) else im for im in row['images']]
-    return row|dict(images=kept)
 
 # %% ../../nbs/12_data.dataset.ipynb #c36d38e6
 def check_row(
@@ -474,8 +424,8 @@ class Plan:
         return sum(r*c + (r*c > 1) for r,c in self.grids)
 
 # %% ../../nbs/12_data.dataset.ipynb #bb469c67
-class BaseDataset(torch.utils.data.Dataset):
-    "Rows in FineVision's schema, and what decides about the samples made of them."
+class VQADataset(torch.utils.data.Dataset):
+    "Samples of ids, labels and tiles from rows in FineVision's schema."
     def __init__(self, dataset, # rows: `images`, `texts`, perhaps ratings, `source`, `row_id`
         tokenizer:PreTrainedTokenizerBase, image_processor:ImageProcessor, # how texts and pictures are cut
         mp_image_token_length:int, # placeholders per tile
@@ -493,9 +443,6 @@ class BaseDataset(torch.utils.data.Dataset):
 
     def __len__(self)->int: return len(self.rows) # dropped ones included
 
-# %% ../../nbs/12_data.dataset.ipynb #54a9c742
-class VQADataset(BaseDataset):
-    "Samples of ids, labels and tiles from rows in FineVision's schema."
     def plan_row(self, row:dict)->Plan: # from `to_row`
         "Plan a sample without its pictures; raises `Dropped` if it is left out."
         turns,grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
@@ -523,20 +470,18 @@ class VQADataset(BaseDataset):
         if plan.cut: self.drops.cut[plan.id] = plan.cut
         return self.finish(plan, row['images'], rng)
 
-    def __getitem__(self, i:int)->dict|None: # see `finish`; None: dropped and counted
-        try: return self.load_row(read_row(self.rows, i))
-        except Dropped as d:
-            self.drops.add(d)
-            return None
+    def _counted(self, made, i):
+        "What is made of row `i`, or None if it is left out and counted."
+        try: return made(read_row(self.rows, i))
+        except Dropped as d: self.drops.add(d)
+
+    def __getitem__(self, i:int)->dict|None: return self._counted(self.load_row, i) # None: dropped
 
     def plan(self, i:int)->tuple[int,int,int]|None: # tokens, pictures, tiles; None: dropped and counted
         "Size of sample `i`, without decoding pictures."
-        try: p = self.plan_row(read_row(self.rows, i))
-        except Dropped as d:
-            self.drops.add(d)
-            return None
-        if p.cut: self.drops.cut[p.id] = p.cut
-        return p.tokens,p.images,p.tiles
+        p = self._counted(self.plan_row, i)
+        if p and p.cut: self.drops.cut[p.id] = p.cut
+        return p and (p.tokens, p.images, p.tiles)
 
 # %% ../../nbs/12_data.dataset.ipynb #e6a05950
 COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255
@@ -619,11 +564,10 @@ QUESTIONS = dict(
     place=('Where is it?', 'In which part of the picture is it?'),
     count=('How many shapes are there?', 'Count the shapes.'),
     describe=('Describe the picture.', 'What do you see?'))
-question_kinds = (*QUESTIONS, 'yes_no', 'pair', 'text')
 
 class Turn(NamedTuple):
     "A question, its true answer, and what kind of question it is."
-    kind:str # one of `question_kinds`
+    kind:str # a key of QUESTIONS, yes_no, pair or text
     user:str
     assistant:str
 

@@ -8,13 +8,7 @@ __all__ = ['BROKEN_FILE', 'MAX_PNG_TEXT', 'MAX_PIXELS', 'Picture', 'get_image_pr
            'ImageProcessor', 'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
-import io
-import os
-import random
-import re
-import struct
-import warnings
-import zlib
+import io,os,random,re,struct,warnings,zlib
 from base64 import b64decode
 from collections.abc import Callable,Iterator
 from contextlib import contextmanager
@@ -199,14 +193,6 @@ def _check_processor(p):
         f'custom_transforms is {own!r}: give a tuple of transform(image, rng) -> image')
     object.__setattr__(p, 'custom_transforms', tuple(own))
 
-# %% ../../nbs/10_data.images.ipynb #e10c0023
-def _grid(p, width, height):
-    "Rows and columns of tiles of a picture."
-    side, tile = p.max_img_size, p.splitted_image_size
-    if p.convention == 'smolvlm': w, h = smolvlm_sizes(width, height, side, tile)[1]
-    else: h, w = resize_dims(width, height, side, tile, p.resize_to_max_side_len)
-    return h//tile, w//tile
-
 # %% ../../nbs/10_data.images.ipynb #e10c0022
 def _augment(p, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
@@ -218,19 +204,6 @@ def _augment(p, im, rng):
             'than was planned: return a picture of the size it gets')
         im = _rgb(new)
     return im
-
-# %% ../../nbs/10_data.images.ipynb #e10c0024
-def _tiles_of(p, image, rng):
-    "Tiles and grid: the global view comes first (smolvlm: last)."
-    file, s = open_header(image), p.splitted_image_size
-    rows, cols = p.grid(*image_size(file))
-    im = open_image(file)
-    if p.custom_transforms: # a picture of the caller's stays as it is
-        im = _augment(p, im.copy() if im is image else im, rng)
-    if p.convention == 'smolvlm': return smolvlm_tiles(im, p.max_img_size, s), (rows, cols)
-    x = _planes(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC))
-    tiles = split_tiles(x, s)
-    return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
 
 # %% ../../nbs/10_data.images.ipynb #7745c869
 @dataclass(frozen=True)
@@ -246,7 +219,10 @@ class ImageProcessor:
 
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
-        return _grid(self, width, height)
+        side, tile = self.max_img_size, self.splitted_image_size
+        if self.convention == 'smolvlm': w, h = smolvlm_sizes(width, height, side, tile)[1]
+        else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
+        return h//tile, w//tile
 
     def n_tiles(self, width:int, height:int)->int: # of the picture, pixels
         "Tiles that a picture of this size becomes, with the global view."
@@ -255,7 +231,15 @@ class ImageProcessor:
 
     def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
         "Tiles (n, 3, S, S) in uint8 and grid; without `rng` augmentations are always the same."
-        return _tiles_of(self, image, rng or random.Random(0))
+        file, s = open_header(image), self.splitted_image_size
+        rows, cols = self.grid(*image_size(file))
+        im = open_image(file)
+        if self.custom_transforms: # a picture of the caller's stays as it is
+            im = _augment(self, im.copy(), rng or random.Random(0))
+        if self.convention == 'smolvlm': return smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
+        x = _planes(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC))
+        tiles = split_tiles(x, s)
+        return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
 
 # %% ../../nbs/10_data.images.ipynb #92dfa853
 get_image_processor = ImageProcessor # nanoVLM's name

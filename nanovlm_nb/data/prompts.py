@@ -139,16 +139,6 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
         spans.append((cursor-len(body), cursor))
     return spans
 
-# %% ../../nbs/11_data.prompts.ipynb #8c893ad1
-def _encode(tokenizer, text):
-    "Ids of a text, and the (start, end) characters of each, straight from a fast tokenizer's backend."
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = tokenizer.split_special_tokens
-    enc = backend.encode(text, add_special_tokens=False)
-    return enc.ids, enc.offsets
-
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663
 def encode_chat(
     tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
@@ -158,9 +148,9 @@ def encode_chat(
     "Tokenise a conversation once; only answers have labels."
     messages = to_messages(special or tokenizer, texts, image_string, system)
     text = _render(tokenizer, messages)
-    ids, offsets = _encode(tokenizer, text)
-    chars = np.fromiter(chain.from_iterable(offsets), np.int64, 2*len(ids)).reshape(-1, 2)
-    ids = np.array(ids, dtype=np.int64)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = np.array(encoded['input_ids'], dtype=np.int64)
+    chars = np.array(encoded['offset_mapping'], dtype=np.int64).reshape(-1, 2)
     labels = np.full_like(ids, IGNORE)
     for start,end in answer_spans(text, messages, frame or answer_frame(tokenizer)):
         targets = np.flatnonzero((chars[:,0] >= start) & (chars[:,1] <= end))

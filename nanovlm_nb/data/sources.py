@@ -22,7 +22,7 @@ import pyarrow as pa
 from datasets.table import CastError
 
 from ..core.usage import require
-from .dataset import Dropped,check_unused,in_memory,reaching,to_row
+from .dataset import Dropped,check_unused,reaching,to_row
 
 # %% ../../nbs/15_data.sources.ipynb #a6e02dd1
 def _mix(x, key):
@@ -214,7 +214,7 @@ class StreamSource:
             part = (max(start, share.head), inf) if train else (start, share.head)
             for i,row in read_share(share, *part, *turn):
                 if served==most: return
-                if not isinstance(row, Dropped): served,row = served+1,in_memory(row)
+                if not isinstance(row, Dropped): served += 1
                 yield ([j+1, 0, served] if i is None else [j, i+1, served]),row
             start = 0
 

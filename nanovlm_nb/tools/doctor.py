@@ -116,8 +116,9 @@ def driver_version(command:str='nvidia-smi')->str|None: # None: there is no driv
     "Returns the version of the GPUs' driver."
     if shutil.which(command) is None: return None
     ask = [command, '--query-gpu=driver_version', '--format=csv,noheader']
-    said = subprocess.run(ask, capture_output=True, text=True, timeout=30).stdout
-    return match[0] if (match := re.match(r'\d+\.\d+', said.strip())) else None
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=30)
+    match = re.match(r'\d+\.\d+', done.stdout.strip())
+    return match[0] if match and not done.returncode else None
 
 def check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
     "Raises unless every rank has a GPU; a single rank may train on the CPU."
