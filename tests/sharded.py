@@ -20,7 +20,7 @@ from nanovlm_nb.training.shard import full_weights, load_full_weights
 from nanovlm_nb.training.hooks import Guard
 from nanovlm_nb.training.trainer import NoLog, save, train_step, validation_loss
 from nanovlm_nb.training.trainer import make_trainer as put_together
-from nanovlm_nb.training.update import gather_update
+from nanovlm_nb.training.optim import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 UPDATES, HALF = 4, 2  # of a case, and when it writes its checkpoint

@@ -8,7 +8,7 @@ from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training.trainer import Hook, make_trainer, train_step
-from nanovlm_nb.training.update import gather_update
+from nanovlm_nb.training.optim import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 

@@ -15,7 +15,7 @@ from commands import TINY, environment, ranks_of, start_of, train
 from kills import lines, record, wait_for
 
 from nanovlm_nb.core.config import parse_args
-from nanovlm_nb.runs.endings import INTERRUPTED
+from nanovlm_nb.runs.start import INTERRUPTED
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '8', '--max_training_steps', '16', '--batch_size', '1']
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run']

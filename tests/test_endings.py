@@ -17,7 +17,7 @@ from kills import command, lines, record, wait_for, write_data
 from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.runs.endings import INTERRUPTED, RunFailed
+from nanovlm_nb.runs.start import INTERRUPTED, RunFailed
 from nanovlm_nb.runs.run import run as train_here
 from nanovlm_nb.training.trainer import Hook
 

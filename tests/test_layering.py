@@ -11,10 +11,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
-TORCH_FREE = ('usage', 'files', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'train', 'cli')
+TORCH_FREE = ('usage', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'train', 'cli')
 CONVENTIONAL = ('main', 'logger', 'train')  # in every module that has one; a run is trained, and rows in a line of code
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
-LATER = {('eval_jobs', 'cli')}  # starts it as a process of its own
+LATER = {('evaluate', 'cli')}  # starts it as a process of its own
 
 
 def exports(notebook: Path) -> str:
@@ -75,7 +75,7 @@ def test_no_class_gets_its_methods_from_outside():
 def test_an_editor_completes_the_parts_of_a_run():
     "jedi reads the source, as editors do, and imports nothing."
     import jedi
-    text = 'from nanovlm_nb.training.trainer import Trainer\nfrom nanovlm_nb.answers.eval_jobs import Evaluations\ndef f(t: Trainer, e: Evaluations):\n    t.\n    e.\n'
+    text = 'from nanovlm_nb.training.trainer import Trainer\nfrom nanovlm_nb.answers.evaluate import Evaluations\ndef f(t: Trainer, e: Evaluations):\n    t.\n    e.\n'
     script = jedi.Script(text, project=jedi.Project(ROOT))
     for line, name in ((4, 'Trainer'), (5, 'Evaluations')):
         module = re.search(rf'nanovlm_nb\.([\w.]+) import {name}', text)[1]

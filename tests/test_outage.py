@@ -19,7 +19,7 @@ from nanovlm_nb.tools.inspect import stored_columns
 from nanovlm_nb.uses.classify import load_splits
 from nanovlm_nb.data.loader import load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.core.run_dir import read_log
-from nanovlm_nb.runs.endings import exit_code
+from nanovlm_nb.runs.start import exit_code
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.data.sources import StreamSource
 from nanovlm_nb.core.tokenizer import get_tokenizer

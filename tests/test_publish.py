@@ -9,7 +9,7 @@ from commands import TINY, train
 from nanovlm_nb.core.run_dir import read_pointer
 from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import read_log
-from nanovlm_nb.runs.endings import publish, training_card, where_to_publish
+from nanovlm_nb.runs.start import publish, training_card, where_to_publish
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 

@@ -22,7 +22,7 @@ from ..core.tokenizer import get_tokenizer
 from ..core.layout import Layout, check_bounds, slot_error
 from .vision import ViT
 from .language import KVCache, LanguageModel
-from .projector import ModalityProjector
+from .vision import ModalityProjector
 from .loss import cross_entropy
 from .generate import Picker, stream_ids
 from .weights import (Pretrained, language_config, load_language_backbone, load_pth,

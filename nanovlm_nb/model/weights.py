@@ -44,7 +44,7 @@ from ..core.tokenizer import save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
 from .vision import ViT
 from .language import LanguageModel, RotaryEmbedding
-from .projector import ModalityProjector
+from .vision import ModalityProjector
 
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub

@@ -27,7 +27,7 @@ from ..core.logs import wandb_mode
 from ..core.advice import capped_workers,loader_workers
 from ..core.usage import UsageError,require
 from ..model.attention import BACKENDS,Layout,attention,problem_of
-from ..answers.eval_jobs import possible_tasks,task_names
+from ..answers.evaluate import possible_tasks,task_names
 
 # %% ../../nbs/61_tools.doctor.ipynb #463ced20
 PASS,FAIL,SKIP = 'pass','FAIL','skip'

@@ -30,12 +30,12 @@ from ..data.dataset import DropFile,Drops,read_dropped
 from ..data.lanes import merge_states
 from ..data.packing import Batch
 from ..answers.look import look_panel
-from ..answers.eval_jobs import Evaluations,ask_for_eval,collect_evals,keep_results
-from ..answers.eval_jobs import missing_tasks,take_over_evals,wait_for_evals
+from ..answers.evaluate import Evaluations,ask_for_eval,collect_evals,keep_results
+from ..answers.evaluate import missing_tasks,take_over_evals,wait_for_evals
 from .optim import adapter_sizes,autocast,compile_blocks
 from .trainer import Checkpoint,Figures,Guard,Hook,Log,Trainer,Validate
 from .trainer import inputs_of,length,say_length,stopping,tell,validation_batches
-from .update import Update
+from .optim import Update
 
 # %% ../../nbs/49_training.hooks.ipynb #53b90abd
 H = TypeVar('H', bound=Hook)

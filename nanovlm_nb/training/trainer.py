@@ -40,7 +40,7 @@ from .optim import amp_dtype,autocast,clip_gradients,compile_blocks
 from .optim import make_scaler,set_lrs,training_parts
 from .shard import load_full_weights,run_optimizer,shard_model
 from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
-from .update import Feed,Update,tally
+from .optim import Feed,Update,tally
 
 # %% ../../nbs/47_training.trainer.ipynb #35ba30e4
 Figures = dict[str,float] # by name, as the log has them

@@ -52,7 +52,7 @@ from ..data.loader import load_tokenizer,pack_loader
 from ..answers.answer import left_pad,open_pictures
 from ..training.optim import autocast
 from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping,validation_batches
-from ..runs.endings import exit_code
+from ..runs.start import exit_code
 from ..runs.run import process_group,run
 
 # %% ../../nbs/81_uses.classify.ipynb #d13b8154

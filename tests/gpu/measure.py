@@ -36,9 +36,9 @@ from nanovlm_nb.core.layout import Layout
 from nanovlm_nb.training.optim import compile_blocks
 from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.trainer import Trainer, accumulate, make_trainer, train_step
-from nanovlm_nb.training.update import tally, gather_update
+from nanovlm_nb.training.optim import tally, gather_update
 from nanovlm_nb.model.vlm import VLMNet
-from nanovlm_nb.tools.memory import example_batch
+from nanovlm_nb.tools.plan import example_batch
 from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent

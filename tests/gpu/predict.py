@@ -22,11 +22,11 @@ from nanovlm_nb.core.config import IGNORE, change, evolve, preset
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.attention import choose_backend
 from nanovlm_nb.model.flops import count_flops, known_gpu
-from nanovlm_nb.tools.memory import LikeCuda, example_batch, like_cuda, meta_net, peak_memory
+from nanovlm_nb.tools.plan import LikeCuda, example_batch, like_cuda, meta_net, peak_memory
 from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.optim import blocks_of
 from nanovlm_nb.training.trainer import accumulate, make_trainer
-from nanovlm_nb.training.update import gather_update, tally
+from nanovlm_nb.training.optim import gather_update, tally
 
 HERE = Path(__file__).resolve().parent
 PREDICTED_ON = '2026-11-24'
