@@ -378,6 +378,7 @@ def does_it(command:str, values:Namespace)->tuple[str,str]: # of the table; from
     module,_,function = name.partition(':')
     return f'nanovlm_nb.{module}',function or 'main'
 
+# %% ../nbs/57_cli.ipynb #421acdf0
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code
     "Console script `nanovlm`, and `python -m nanovlm_nb.cli`: do what the first word says."
     open_closed_streams()

@@ -600,6 +600,7 @@ def _task_manager(include_path):
 # %% ../../nbs/36_answers.evaluate.ipynb #c133ed4f
 Found = tuple[dict[str,float],dict[str,int]] # figures; samples of each task
 
+# %% ../../nbs/36_answers.evaluate.ipynb #026f1948
 def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
     args:Namespace, dist:Dist=Dist(), # see `cli_evaluate`; every rank must call
 )->Found|None: # None on other ranks than 0
@@ -659,6 +660,7 @@ def _add(all_of, task, asker, args, dist):
         all_of['prompts'][task] = asked_as(task, args.prompts)
         for name,found in zip(('results','samples'), new): all_of[name] |= found
 
+# %% ../../nbs/36_answers.evaluate.ipynb #cf74fb31
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
     "Returns `result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))

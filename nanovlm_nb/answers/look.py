@@ -95,6 +95,7 @@ def views(batch:Batch, cfg:VLMConfig, last:dict[tuple,Tensor], # of packs; see `
     for name,seen in zip(VIEWS, (batch['images'], images, blank)): yield name,given|dict(images=seen)
     yield VIEWS[-1],text_only(batch, labels, cfg)
 
+# %% ../../nbs/31_answers.look.ipynb #f93865f6
 def look_panel(read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
     batches:Iterable[Batch], cfg:VLMConfig, dist:Dist=Dist(), # validation data, the same number on each rank
 )->dict[str,float]: # `look/val_loss`, `look/accuracy`, also _shuffled, _blank, _text; `look/answers`

@@ -171,6 +171,7 @@ CLIENTS = {('aiohttp', 'ClientError'), ('httpx', 'HTTPError'), ('httpx2', 'HTTPE
 class Unreachable(UsageError, OSError):
     "Data that could not be had; the run may try again later."
 
+# %% ../../nbs/12_data.dataset.ipynb #4feb562c
 def may_come_back(e:BaseException|None)->bool: # False: another try would end the same way
     "Whether the network failed, and gave no answer."
     if getattr(e, 'hub_is_away', False): return True # from `asking_hub`

@@ -113,6 +113,7 @@ def init_vision_weights(module:nn.Module, # a part of the tower; others are left
     if isinstance(module, ViTPatchEmbeddings):
         nn.init.normal_(module.position_embedding, std=module.position_embedding.shape[-1]**-.5)
 
+# %% ../../nbs/21_model.vision.ipynb #77b9cf29
 class ViT(nn.Module):
     "The vision tower."
     def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
@@ -169,6 +170,7 @@ class ModalityProjector(nn.Module):
         "Image tokens of N tiles."
         return self.out(self.proj(self.norm(pixel_shuffle(x, self.factor))))
 
+# %% ../../nbs/21_model.vision.ipynb #b2b11cb4
 def _linear(inside, outside, bias, std):
     layer = nn.Linear(inside, outside, bias=bias)
     nn.init.normal_(layer.weight, std=std)

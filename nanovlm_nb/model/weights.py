@@ -93,6 +93,7 @@ class Family:
     fixed:dict = field(default_factory=dict) # our field -> the value that the family implies
     zeros:tuple = () # our tensors that they lack and that are zero
 
+# %% ../../nbs/26_model.weights.ipynb #a1342c6a
 SIGLIP = Family('vision_config', 'vision_model.', {
         'patch_embedding.conv.*': 'embeddings.patch_embedding.*',
         'patch_embedding.position_embedding': 'embeddings.position_embedding.weight',
@@ -419,6 +420,7 @@ def _picture_fields(folder, tile):
     return dict(max_img_size=side if p.get('do_image_splitting', True) else tile,
                 resize_to_max_side_len=True) | _pixels(p)
 
+# %% ../../nbs/26_model.weights.ipynb #e678d912
 def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
     if not (folder/'tokenizer.json').is_file(): return {}
@@ -435,6 +437,7 @@ AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.al
             "m['role'], 'content': [{'type': 'text', 'text': m['content']}]}] %}"
             "{% endfor %}{% set messages = ns.all %}") # before a chat template that expects contents as lists
 
+# %% ../../nbs/26_model.weights.ipynb #573575ad
 def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
     folder = resolve_checkpoint(name)

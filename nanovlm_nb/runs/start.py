@@ -188,6 +188,7 @@ def _best_before(run_dir, checkpoint):
         if 0<step_of(p)<=step_of(checkpoint) and not missing_pieces(p)}
     return next((kept[n] for n in (*names, now and now.name) if n in kept), None)
 
+# %% ../../nbs/52_runs.start.ipynb #82279779
 def go_back(run_dir:Path, checkpoint:Path|None, # locked; one of its checkpoints, None: at its beginning
 )->Path|None: # where what is newer was set aside; None: nothing is newer
     "Make one of its checkpoints the current one of a run."

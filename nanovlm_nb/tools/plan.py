@@ -160,6 +160,7 @@ def example_batch(vlm_cfg:VLMConfig, rows:int=1, # length of a pack, tokens of a
     packed = pack([dict(sample, id=f'example/{i}') for i in range(documents)], v.lm_max_length, 0)
     return collate_packs([packed]*rows, v.image_token_id)
 
+# %% ../../nbs/64_tools.plan.ipynb #b4ddba73
 def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-batch
     "Returns packs full of tiles in which every position is a target, so that the head works most too."
     v,tiles = vlm_cfg,most_tiles(vlm_cfg, train_cfg)
@@ -500,6 +501,7 @@ def _work_text(plan):
         f"and {p['documents']:.1f} samples: {with_unit(w['all'], OPERATIONS, 0)} on each GPU, "
         f"{w['useful']/w['all']:.0%} of them useful", f'  {length}: {tokens} tokens']
 
+# %% ../../nbs/64_tools.plan.ipynb #077ce6f1
 def _epochs_text(plan):
     e = plan['epochs']
     if not e: return []

@@ -209,6 +209,7 @@ def _for_any_number_of_tiles(forward):
         return forward(x, *args)
     return call
 
+# %% ../../nbs/41_training.optim.ipynb #67a6f80c
 def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
     "Compiles the blocks of both towers in place; state-dict keys stay clean."
     blocks = blocks_of(model)

@@ -50,6 +50,7 @@ def _placement(n):
         return Shard(even[0] if p.shape[0]<n and even else 0)
     return place
 
+# %% ../../nbs/42_training.shard.ipynb #d3432f0a
 def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `decoder.blocks`; this rank
     sharding:str='ddp', dtype:torch.dtype=torch.float32, # one of `SHARDINGS`; of matrix products
     offload_params:bool=False, # keep a rank's pieces in the memory of the CPU

@@ -266,6 +266,7 @@ def _plan(trainer:Trainer)->None: # every rank must call
         t.planned,t.planned_for = None if left is None else t.step+left,known
     say_length(t)
 
+# %% ../../nbs/47_training.trainer.ipynb #37da8bca
 def _end_epoch(trainer:Trainer)->None:
     "Counts an epoch, and corrects an estimated length by its updates."
     t = trainer
@@ -278,6 +279,7 @@ def _end_epoch(trainer:Trainer)->None:
 # %% ../../nbs/47_training.trainer.ipynb #4dafcaa5
 def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stream(device).query()
 
+# %% ../../nbs/47_training.trainer.ipynb #a2ec4ed1
 def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
     t,clock = trainer,trainer.clock
@@ -353,6 +355,7 @@ def train(trainer:Trainer)->Trainer: # where the run ended
     if t.stop: t.log.info(f'stopped by {t.stop} after update {t.step}')
     return t
 
+# %% ../../nbs/47_training.trainer.ipynb #2b0cd218
 def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank must call
     "Returns whether any rank is asked to end the run; a hook that takes long looks now and then."
     if trainer.stop is None and trainer.dist.any(trainer.asked.is_set()): trainer.stop = SIGNAL

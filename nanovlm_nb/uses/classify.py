@@ -90,6 +90,7 @@ def _labelled(rows, names): # rows: (picture, number of its class)
 
 TEST_DIGITS = 500 # the last ones
 
+# %% ../../nbs/81_uses.classify.ipynb #59722c71
 def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."

@@ -112,6 +112,7 @@ def exporting(values:Namespace, *packages:str, extra:str='')->Iterator[None]: # 
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
         raise UsageError(f'{values.checkpoint}: {type(e).__name__}: {e}') from e
 
+# %% ../../nbs/80_uses.export.ipynb #dd461a6b
 def _write(model, out, kind):
     "Write; what the reader of the files must know besides."
     if kind=='nanovlm':

@@ -118,6 +118,7 @@ def _quietly()->Iterator[None]:
     finally:
         for logger,level in zip(loggers, levels): logger.setLevel(level)
 
+# %% ../../nbs/83_uses.onnx.ipynb #93c800a8
 def to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->'ModelProto': # see `axes_of`
     "Returns the graph of a module, with its weights."
     size = sum(p.numel()*4 for p in {*module.parameters()})
