@@ -261,7 +261,7 @@ def test_the_first_cell_installs_on_colab_and_kaggle_and_does_nothing_elsewhere(
             folder, file = re.fullmatch(rf'wget -qP (\S+) https://raw.githubusercontent.com/{repository}/{branch}/(\S+)', line).groups()
             assert (notebook.parent/folder/Path(file).name).resolve() == (ROOT/file).resolve() and (ROOT/file).is_file()
     for notebook in RUNNABLE:
-        read = {m for c in cells(notebook, 'code') for m in re.findall(r"'\.\./\.\./([^']+)'", c['source'])}
+        read = {m for c in cells(notebook, 'code') for m in re.findall(r"'(?:\.\./)+(tests/[^']+)'", c['source'])}
         assert all(any(file in command for command in install_commands(notebook)) for file in read), notebook.name
 
 
