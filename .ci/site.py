@@ -15,6 +15,9 @@ SIGNATURE = re.compile(r'<div class="sourceCode" id="[^"]+"><pre class="sourceCo
 SOURCE = re.compile(r'<summary>Exported source</summary>\s*<div class="sourceCode cell-code".*?</pre></div>', re.S)
 NAME = re.compile(r'<a href="([^"#]*)#([^"]+)"><code>([^<]*)</code></a>')  # a name that nbdev has linked
 AMBIGUOUS = ('main', 'logger')  # every module may have one
+# what Quarto loads from another host for widgets, wherever an output is HTML; no page has one
+WIDGETS = re.compile(r'<script src="https://cdnjs\.cloudflare\.com/ajax/libs/(?:require\.js|jquery)/[^>]*></script>|'
+                     r'<script type="application/javascript">define\(\'jquery\'.*?</script>')
 HEADING = re.compile(r'<h3 class="anchored" data-anchor-id="[^"]+">([^<]+)</h3>\s*\Z')
 
 
@@ -63,7 +66,7 @@ def linked_names(page: str, name: str, known: dict[str, set[str]]) -> str:
 
 def finish(page: str, name: str, address: str) -> str:
     "The text of one page without what stands twice, with links that are relative."
-    page = RAW.sub(r'<a href="\2">\1</a>', OWN.sub('', one_signature(page)))
+    page = RAW.sub(r'<a href="\2">\1</a>', OWN.sub('', one_signature(WIDGETS.sub('', page))))
     return relative(page, name, address)
 
 

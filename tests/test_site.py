@@ -109,10 +109,11 @@ def test_a_signature_stands_once():
     assert all(heading(n) in done for n in ('first', 'Second.third', 'hidden', 'Second')) and shown in done
 
 
-def test_signatures_have_no_raw_links_and_no_main():
+def test_signatures_have_no_raw_links_and_no_main_and_pages_no_scripts_for_widgets():
     site = script('site')
-    done = site.finish(heading('hidden') + signature('hidden') + "<code>assertLogs('__main__')</code>", 'tutorials/a.html', ADDRESS)
-    assert '[`' not in done and 'x:Batch' in site.text_of(done) and "assertLogs('__main__')" in done
+    foreign = '<script src="https://cdnjs.cloudflare.com/ajax/libs/require.js/2/require.min.js"></script><script type="application/javascript">define(\'jquery\', [])</script>'
+    done = site.finish(foreign + heading('hidden') + signature('hidden') + "<code>assertLogs('__main__')</code>", 'tutorials/a.html', ADDRESS)
+    assert '<script' not in done and '[`' not in done and 'x:Batch' in site.text_of(done) and "assertLogs('__main__')" in done
     assert '# As <a href="../data.packing.html#pack">pack</a> makes it' in done
 
 

@@ -56,7 +56,7 @@ class Reply(str):
 
     def _repr_html_(self):
         asked = self.question if isinstance(self.question, str) else self.question[-1]['user']
-        pictures = ''.join(f'<img src="{picture_uri(im, 160)}"> ' for im in self.images)
+        pictures = ''.join(f'<img alt="a picture" src="{picture_uri(im, 160)}"> ' for im in self.images)
         return f'<p>{pictures}</p><p>{escape(asked)}<br><b>{escape(self)}</b></p>'
 
 # %% ../../nbs/30_answers.answer.ipynb #64304044
@@ -179,7 +179,8 @@ class Asker:
     def _repr_html_(self):
         files = [self.run_dir/name for name in ('curves.png','samples.png')] if self.run_dir else []
         pictures = [picture_uri(Image.open(file).convert('RGB'), 900) for file in files if file.is_file()]
-        return f'<p>{escape(repr(self))}</p>'+''.join(f'<p><img src="{uri}"></p>' for uri in pictures)
+        shown = ''.join(f'<p><img alt="curves, or answers" src="{uri}"></p>' for uri in pictures)
+        return f'<p>{escape(repr(self))}</p>{shown}'
 
 # %% ../../nbs/30_answers.answer.ipynb #a5e40009
 @torch.no_grad()
