@@ -358,7 +358,8 @@ def overview(width:int=100)->str: # of the terminal
 # %% ../nbs/57_cli.ipynb #90c00009
 KNOWN_AS = dict(generate='ask', infer='ask', predict='ask', chat='ask --page', serve='ask --page',
     look='eval', evaluate='eval', checkpoints='runs', plot='runs --curves', finetune='train',
-    convert='export', xray='plan', doctor='check', inspect='check --rows', resume='check') # elsewhere -> here
+    convert='export', xray='plan', doctor='check', inspect='check --rows', resume='check',
+    invariance='check') # elsewhere -> here
 
 def check_command(name:str)->None: # the first word after `nanovlm`
     "Raises a UsageError about a command that does not exist."

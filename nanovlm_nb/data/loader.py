@@ -196,17 +196,20 @@ def _found(path, split, cache_dir, streaming, **more):
     return builder.as_streaming_dataset(split=split)
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8b
+def _footer(file): # of parquet; None: it is damaged
+    try: return pq.read_metadata(file)
+    except (OSError, pa.ArrowException): return None
+
 def rows_in(file:str|Path)->int|None: # of parquet; None: it is damaged
     "How many rows a file on this machine has."
-    try: return pq.read_metadata(file).num_rows
-    except (OSError, pa.ArrowException): return None
+    return getattr(_footer(file), 'num_rows', None)
 
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
     found:list[dict] = []
     for file in sorted(files):
-        if rows_in(file) is None: continue # damaged: it will be named when it is read
-        schema = pq.read_schema(file)
+        if (footer := _footer(file)) is None: continue # damaged: it will be named when it is read
+        schema = footer.schema.to_arrow_schema()
         require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
         found.append(datasets.Features.from_arrow_schema(schema))
     every = {name:kind for columns in reversed(found) for name,kind in columns.items()}
@@ -215,14 +218,14 @@ def _features(files:Iterable[Path])->datasets.Features|None:
 # %% ../../nbs/18_data.loader.ipynb #17c00005
 def _files(path, split, cache_dir, streaming):
     "The rows of one file, or of a folder that `datasets` can read; of img2dataset's the tars."
-    more:dict = dict(features=_features(path.rglob('*.parquet')))
-    tars,kind = sorted(map(str, path.glob('*.tar'))),str(path.resolve())
+    tars = sorted(map(str, path.glob('*.tar')))
     if path.is_file():
         require(path.suffix in FILES, f'{path} is no data set: give a file that ends in '
             f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
         if path.suffix == '.parquet': _features([path])
         kind,more = FILES[path.suffix],dict(data_files={split: str(path)})
     elif tars: kind,more = 'webdataset',dict(data_files={split: tars})
+    else: kind,more = str(path.resolve()),dict(features=_features(path.rglob('*.parquet')))
     return _found(kind, split, cache_dir, streaming, **more)
 
 def _saved(folder, split, streaming):
