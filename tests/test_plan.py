@@ -12,7 +12,6 @@ from nanovlm_nb.core.advice import (MOST, advice, grouped, if_it_waits, lint, me
                                save_notes, stability_advice)
 from nanovlm_nb.core.config import effective_batch_size, evolve, load_yaml, preset, tiny
 from nanovlm_nb.model.vlm import VLMNet
-from nanovlm_nb.tools import memory as mem
 from nanovlm_nb.training.optim import component_lrs, param_groups
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -33,16 +32,16 @@ def test_trained_parameters_are_the_optimizers(changes):
 def test_the_tracker_agrees_with_torchs_to_the_byte(changes):
     "Torch's private one, which knows no frozen parameters, watches the same step of the same network."
     vlm, cfg = tiny(vit_n_blocks=2, lm_n_blocks=2, **changes)
-    ours, theirs = mem.peak_memory(vlm, cfg), MemTracker()
-    net = mem.like_cuda(mem.meta_net(vlm, cfg), torch.float32 if cfg.dtype == 'float32' else torch.bfloat16)
+    ours, theirs = pl.peak_memory(vlm, cfg), MemTracker()
+    net = pl.like_cuda(pl.meta_net(vlm, cfg), torch.float32 if cfg.dtype == 'float32' else torch.bfloat16)
     theirs.track_external(net)
-    with theirs: mem.step(net, mem.fullest_batch(vlm, cfg))
-    assert theirs.get_tracker_snapshot('peak')[mem.META]['Total'] == ours.total()-ours['optimizer']
+    with theirs: pl.step(net, pl.fullest_batch(vlm, cfg))
+    assert theirs.get_tracker_snapshot('peak')[pl.META]['Total'] == ours.total()-ours['optimizer']
 
 
 def test_what_is_frozen_keeps_nothing():
     "A frozen tower passes by, one whose features are kept on disk does not run, adapters have few gradients."
-    whole, frozen, cached, adapted = (mem.peak_memory(*tiny(vit_n_blocks=4, dtype='bfloat16', **how)) for how in
+    whole, frozen, cached, adapted = (pl.peak_memory(*tiny(vit_n_blocks=4, dtype='bfloat16', **how)) for how in
                                       ({}, dict(lr_vision_backbone=0), dict(lr_vision_backbone=0, cache_features=True), dict(lora_rank=2, lora_targets=['decoder', 'vision_encoder'])))
     assert cached['vision_encoder'] == 0 and whole['vision_encoder'] > 3*frozen['vision_encoder'] and whole.total() > frozen.total() >= cached.total()
     assert adapted['gradients'] < .2*whole['gradients'] and adapted['vision_encoder'] > frozen['vision_encoder']
@@ -57,8 +56,8 @@ def test_experts_cost_what_a_position_visits():
 def test_blank_tiles_are_charged():
     "On a GPU 17 tiles are 24, and the tower works for all of them."
     vlm, cfg = tiny(vit_n_blocks=2, lm_max_length=512)
-    need = [mem.peak_memory(vlm, cfg, mem.example_batch(vlm, 1, 1, tiles=n, targets=9)) for n in (17, 24)]
-    bare = mem.peak_memory(vlm, evolve(cfg, tile_multiple=1), mem.example_batch(vlm, 1, 1, tiles=17, targets=9))
+    need = [pl.peak_memory(vlm, cfg, pl.example_batch(vlm, 1, 1, tiles=n, targets=9)) for n in (17, 24)]
+    bare = pl.peak_memory(vlm, evolve(cfg, tile_multiple=1), pl.example_batch(vlm, 1, 1, tiles=17, targets=9))
     assert need[1]['vision_encoder'] == need[0]['vision_encoder'] > bare['vision_encoder']
 
 
