@@ -19,8 +19,7 @@ from PIL import Image
 from .core.config import change, check_known, preset as preset_of
 from .core.dist import pick_device
 from .data.images import open_image
-from .data.loader import get_dataloaders
-from .data.loader import own_rows
+from .data.loader import get_dataloaders,own_rows
 from .answers.answer import Asker, accuracy, answer_all, load_asker, questions_of
 from .training.lora import PEFT_CONFIG, read_peft
 from .runs.run import run

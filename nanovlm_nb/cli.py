@@ -19,8 +19,9 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
-from .core.usage import Parser,at_least,begin_training,check_hub_name,checked,ends_at_once,nearest
-from .core.usage import one_line_errors,open_closed_streams,require,user_path,without_debug
+from .core.usage import Parser,at_least,begin_training,check_hub_name,checked,ends_at_once
+from .core.usage import nearest,one_line_errors,open_closed_streams,require,user_path
+from .core.usage import without_debug
 from .core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,load_yaml,parse_args
 from .core.config import set_env
 from .core.run_dir import CONFIG,checkpoints,missing_pieces
@@ -369,7 +370,7 @@ def check_command(name:str)->None: # the first word after `nanovlm`
     require(name in COMMANDS, f'there is no command `{name}`: {remedy}')
 
 # %% ../nbs/57_cli.ipynb #90c0000c
-EXPORTS = dict(onnx='uses.onnx', web='uses.pages:main_web', gguf='uses.export:main_gguf') # if not `main`
+EXPORTS = dict(onnx='uses.onnx', web='uses.pages:main_web', gguf='uses.export:main_gguf') # else TABLE's
 
 def does_it(command:str, values:Namespace)->tuple[str,str]: # of the table; from its parser
     "Returns the module and the function that do it, which takes the values."

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from commands import SIZES, nanovlm, ranks_of, run, start_of
 from kills import wait_for
 from small_smolvlm import small_model
-from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions
+from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions, digits_splits, load_classes, shapes_splits
 from nanovlm_nb.uses.export import export_smolvlm
-from nanovlm_nb.uses.classify import digits_splits, load_classes, shapes_splits
 
 UPDATES, EVERY = 12, 3
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch', 'best_overall_accuracy', 'best_model_step')

@@ -13,10 +13,9 @@ from their_smolvlm import make_smolvlm
 from transformers import Qwen2_5_VLConfig
 
 from commands import run
-from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier
+from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier, load_classes
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import VLMConfig, evolve
-from nanovlm_nb.uses.classify import load_classes
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 

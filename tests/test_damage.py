@@ -14,12 +14,11 @@ from kills import record
 
 from nanovlm_nb.data.prompts import answer_frame
 from nanovlm_nb.training.checkpoint import load_optimizer
-from nanovlm_nb.core.run_dir import RunLock
+from nanovlm_nb.core.run_dir import RunLock, MANIFEST, write_manifest
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import Settings
 from nanovlm_nb.core.config import load_yaml, parse_args
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.core.run_dir import MANIFEST, write_manifest
 from nanovlm_nb.training.optim import make_optimizer
 from nanovlm_nb.runs.start import find_resume, given_checkpoint
 from nanovlm_nb.runs.run import run

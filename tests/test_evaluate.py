@@ -14,9 +14,7 @@ import pytest
 from commands import TINY, environment, run, start_of, train
 from kills import wait_for
 from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
-from nanovlm_nb.answers.evaluate import has_lmms_eval, writers
-from nanovlm_nb.answers.evaluate import read_rows, write_tasks
-from nanovlm_nb.answers.evaluate import as_nanovlm_asks
+from nanovlm_nb.answers.evaluate import has_lmms_eval, writers, read_rows, write_tasks, as_nanovlm_asks
 from nanovlm_nb.core.run_dir import read_log
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')

@@ -13,11 +13,10 @@ from huggingface_hub.utils import _http
 
 from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.data.dataset import Unreachable
-from nanovlm_nb.data.loader import config_names, load_configs
+from nanovlm_nb.data.loader import config_names, load_configs, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.tools.inspect import stored_columns
 from nanovlm_nb.uses.classify import load_splits
-from nanovlm_nb.data.loader import load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.runs.start import exit_code
 from nanovlm_nb.runs.run import run

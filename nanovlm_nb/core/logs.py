@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING,Any
 
 from tqdm import tqdm
 
-from .run_dir import write_atomic
+from .run_dir import write_atomic,LOG,TENSORBOARD,TEXT_LOG,WANDB_ID,read_log
 from .usage import UsageError,require
 from .dist import Dist
-from .run_dir import LOG,TENSORBOARD,TEXT_LOG,WANDB_ID,read_log
 
 if TYPE_CHECKING: # loaded where something is drawn
     from matplotlib.axes import Axes

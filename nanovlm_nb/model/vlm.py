@@ -20,9 +20,8 @@ from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
 from ..core.tokenizer import get_tokenizer
 from ..core.layout import Layout, check_bounds, slot_error
-from .vision import ViT
+from .vision import ViT,ModalityProjector
 from .language import KVCache, LanguageModel
-from .vision import ModalityProjector
 from .loss import cross_entropy
 from .generate import Picker, stream_ids
 from .weights import (Pretrained, language_config, load_language_backbone, load_pth,

@@ -38,13 +38,11 @@ from torch import Tensor, nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
-from ..core.run_dir import file_digest
-from ..core.run_dir import check_files, find_checkpoint
+from ..core.run_dir import file_digest,check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
-from .vision import ViT
+from .vision import ViT,ModalityProjector
 from .language import LanguageModel, RotaryEmbedding
-from .vision import ModalityProjector
 
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub

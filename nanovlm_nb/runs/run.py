@@ -38,8 +38,7 @@ from ..model.vision import ViT
 from ..data.dataset import Unreachable
 from ..data.images import image_processor_of
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
-from ..answers.evaluate import Evaluations,choose_eval_backend,possible_tasks
-from ..answers.evaluate import cli_evaluate
+from ..answers.evaluate import Evaluations,choose_eval_backend,possible_tasks,cli_evaluate
 from ..training.optim import precision_notes,same_bits,trainable_line
 from ..training.shard import engine_lines
 from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train

@@ -26,9 +26,9 @@ from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve,load_yaml,updates_
 from ..core.usage import UsageError,nearest,require,MissingFile
 from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,rows_in,text_files
+from ..data.loader import get_dataloaders,size_line
 from ..data.images import image_size
 from ..data.lanes import PackLoader,naming
-from ..data.loader import get_dataloaders,size_line
 from ..data.packing import Batch,collate_packs,pack,unpack
 from ..data.prompts import answer_frame
 from ..cli import SAMPLES
@@ -37,8 +37,7 @@ from ..core.dist import Dist,pick_device
 from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,checkpoints,missing_pieces
 from ..core.run_dir import read_log,step_of
 from ..core.logs import RunLog
-from ..training.optim import clip_gradients
-from ..training.optim import Update
+from ..training.optim import clip_gradients,Update
 from ..training.trainer import Trainer,accumulate,resume,train_step,trained,updates
 from ..training.hooks import Guard,find,read_bad_updates
 from ..runs.start import check_own_parts

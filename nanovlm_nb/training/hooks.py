@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ..core.config import TrainConfig
-from ..core.run_dir import write_atomic
+from ..core.run_dir import write_atomic,BAD_UPDATES,DROPPED,json_lines,prune,step_of
 from ..core.dist import Dist,on_master
-from ..core.run_dir import BAD_UPDATES,DROPPED,json_lines,prune,step_of
 from ..core.logs import Clock,Stats
 from ..core.advice import stability_advice
 from ..model.flops import COMPONENTS,count_flops,mfu,peak_flops,unit_flops
@@ -32,10 +31,9 @@ from ..data.packing import Batch
 from ..answers.look import look_panel
 from ..answers.evaluate import Evaluations,ask_for_eval,collect_evals,keep_results
 from ..answers.evaluate import missing_tasks,take_over_evals,wait_for_evals
-from .optim import adapter_sizes,autocast,compile_blocks
+from .optim import adapter_sizes,autocast,compile_blocks,Update
 from .trainer import Checkpoint,Figures,Guard,Hook,Log,Trainer,Validate
 from .trainer import inputs_of,length,say_length,stopping,tell,validation_batches
-from .optim import Update
 
 # %% ../../nbs/49_training.hooks.ipynb #53b90abd
 H = TypeVar('H', bound=Hook)
@@ -320,7 +318,7 @@ class Compile(Hook):
 
 # %% ../../nbs/49_training.hooks.ipynb #d7a5ef0a
 class Look(Hook):
-    "Adds the figures of `look_panel`: does the model use the pictures?"
+    "Adds the figures of `look_panel`: how much the model uses the pictures."
     def __init__(self, every:int): # updates; 0: never
         self.every = every
 

@@ -36,11 +36,10 @@ from ..data.packing import Batch
 from ..data.lanes import merge_states
 from ..data.loader import Loader,as_loader
 from .schedule import get_schedule,in_samples
-from .optim import amp_dtype,autocast,clip_gradients,compile_blocks
-from .optim import make_scaler,set_lrs,training_parts
+from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_scaler
+from .optim import set_lrs,training_parts,Feed,Update,tally
 from .shard import load_full_weights,run_optimizer,shard_model
 from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
-from .optim import Feed,Update,tally
 
 # %% ../../nbs/47_training.trainer.ipynb #35ba30e4
 Figures = dict[str,float] # by name, as the log has them

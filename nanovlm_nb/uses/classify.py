@@ -34,12 +34,12 @@ from torch.nn import functional as F
 
 from ..core.usage import MissingFile,UsageError,asking_hub,require,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
-from ..core.run_dir import write_atomic
+from ..core.run_dir import write_atomic,CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkpoints
+from ..core.run_dir import find_checkpoint
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,CountF,Keep,Pos,Text
 from ..core.config import TrainConfig,VLMConfig,check_code,check_known,code_flags,evolve
 from ..core.config import is_of_run,many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
-from ..core.run_dir import CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkpoints,find_checkpoint
 from ..core.logs import finished,styled
 from ..core.layout import Layout
 from ..model.language import init_language_weights
