@@ -44,14 +44,14 @@ def own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields g
     check_code(place/CONFIG, train_cfg.to_dict(), named)
     return place/CONFIG,*change(vlm_cfg, train_cfg, WHERE)
 
-# %% ../nbs/57_cli.ipynb #19a00006
+# %% ../nbs/57_cli.ipynb #19a00005
 HELP = {'-h','--help','--help_all'} # ask for the help of the settings
 
+# %% ../nbs/57_cli.ipynb #19a00006
 class SettingsParser(Parser):
     "The parser of a command that also takes every setting of a training."
     def __init__(self, prog:str, usage:str='[CONFIG.yaml] ', # of the command; its own arguments
-        takes_run:bool=False, add_help:bool=False, **kwargs:Any, # the directory of a run in place of a file
-    ):
+        takes_run:bool=False, add_help:bool=False, **kwargs:Any): # the directory of a run in place of a file
         self.takes_run = takes_run
         super().__init__(prog, f'%(prog)s {usage}[settings of nanovlm train ...]', add_help=add_help,
             allow_abbrev=False, **kwargs)
@@ -62,8 +62,7 @@ class SettingsParser(Parser):
         if self.check: self.check(values)
         if HELP & {*rest} and self._actions: sys.stdout.write(self.format_help()+'\n')
         first = Path(rest[0]) if rest else Path('none')
-        run = first if self.takes_run and first.is_dir() else None
-        if run: _is_run(run)
+        run = _is_run(first) if self.takes_run and first.is_dir() else None
         if run: rest = ['--config', f'{run}/{CONFIG}', '--load_from', 'None', *rest[1:]]
         elif first.suffix in ('.yaml','.yml'): rest = ['--config', *rest]
         else: require(not (first/CONFIG).is_file(),
@@ -85,6 +84,7 @@ def _is_run(name):
     inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
     require((path/CONFIG).is_file(), f'{name} is a checkpoint: give its run, {run}' if inside else
         f'{name} holds no {CONFIG}: give the directory of a run')
+    return path
 
 # %% ../nbs/57_cli.ipynb #4dfe573c
 def _is_file(name): open(name, 'rb').close()
@@ -205,6 +205,13 @@ def _check_eval(a):
         f'--include_path: there is no directory {a.include_path}: correct the path')
     require(not missing, f"--tasks: there is no file {', '.join(missing)}: correct the path")
 
+# %% ../nbs/57_cli.ipynb #25160ab9
+def _add_panel(add):
+    add('--config', type=_file,
+        help='without --tasks: config.yaml that names the validation data; default: the one of the run')
+    add('--batches', **POS, help='likewise: batches to read; default: as the configuration says')
+    add('--json', **ON, help='likewise: a line of JSON instead of a table')
+
 # %% ../nbs/57_cli.ipynb #25160ab8
 @command(check=_check_eval)
 def eval_parser(add): # of `nanovlm eval`
@@ -226,10 +233,7 @@ def eval_parser(add): # of `nanovlm eval`
     add('--device', help='default: the best there is')
     add('--write_tasks', type=Path, metavar='DIR',
         help='write the tasks shapes, digits and digits_choice into a directory, and end')
-    add('--config', type=_file,
-        help='without --tasks: config.yaml that names the validation data; default: the one of the run')
-    add('--batches', **POS, help='likewise: batches to read; default: as the configuration says')
-    add('--json', **ON, help='likewise: a line of JSON instead of a table')
+    _add_panel(add)
 
 # %% ../nbs/57_cli.ipynb #19a00012
 SAMPLES = 200 # rows of training and of validation that a check reads

@@ -49,6 +49,7 @@ def picture_uri(picture:Image.Image, side:int=96)->str: # pixels of the copy's l
     small.save(out, 'JPEG', quality=85)
     return 'data:image/jpeg;base64,'+base64.b64encode(out.getvalue()).decode()
 
+# %% ../../nbs/30_answers.answer.ipynb #2f3c7f8f
 class Reply(str):
     "An answer, which Jupyter shows below its pictures and its question."
     images:Sequence[Image.Image] = () # what it is about
@@ -182,13 +183,10 @@ class Asker:
         shown = ''.join(f'<p><img alt="curves, or answers" src="{uri}"></p>' for uri in pictures)
         return f'<p>{escape(repr(self))}</p>{shown}'
 
-# %% ../../nbs/30_answers.answer.ipynb #a5e40009
-@torch.no_grad()
-def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns, answer)
-    template:bool=False, # also count what the template writes behind the end token
-)->list[tuple[float,bool]]: # sum of the losses of the answer's tokens; whether it is the greedy answer
-    "Rates some answers, all in one batch."
-    (model,tokenizer),rows,seen,known = (asker.model,asker.tokenizer),[],[],{}
+# %% ../../nbs/30_answers.answer.ipynb #a5e40008
+def _with_answers(asker, turns, template):
+    "Ids, labels and tiles of each."
+    tokenizer,known = asker.tokenizer,{}
     for images,question,answer in turns:
         *before,last = [dict(user=question)] if isinstance(question, str) else question
         images = [images] if isinstance(images, Image.Image) else list(images)
@@ -198,13 +196,20 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
         ids,labels = encode_chat(tokenizer, [*before, last|dict(assistant=answer)], image_string)
         ends = (labels==tokenizer.eos_token_id).nonzero()
         if len(ends) and not template: labels[ends[-1]+1:] = IGNORE
-        rows.append((ids, labels))
-        seen.append(tiles)
-    asker.check_length(max(len(ids) for ids,_ in rows), 0)
-    ids,mask = left_pad([ids.tolist() for ids,_ in rows], tokenizer.pad_token_id, asker.device)
-    labels,_ = left_pad([labels.tolist() for _,labels in rows], IGNORE, asker.device)
-    is_target,hidden = labels!=IGNORE,model.hidden(ids, seen, mask)
-    scores,row = model.decoder.head(hidden[is_target]).float(),is_target.nonzero()[:,0]
+        yield ids,labels,tiles
+
+# %% ../../nbs/30_answers.answer.ipynb #a5e40009
+@torch.no_grad()
+def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns, answer)
+    template:bool=False, # also count what the template writes behind the end token
+)->list[tuple[float,bool]]: # sum of the losses of the answer's tokens; whether it is the greedy answer
+    "Rates some answers, all in one batch."
+    rows = list(_with_answers(asker, turns, template))
+    asker.check_length(max(len(ids) for ids,*_ in rows), 0)
+    ids,mask = left_pad([ids.tolist() for ids,*_ in rows], asker.tokenizer.pad_token_id, asker.device)
+    labels,_ = left_pad([labels.tolist() for _,labels,_ in rows], IGNORE, asker.device)
+    is_target,hidden = labels!=IGNORE,asker.model.hidden(ids, [tiles for *_,tiles in rows], mask)
+    scores,row = asker.model.decoder.head(hidden[is_target]).float(),is_target.nonzero()[:,0]
     targets = labels[is_target]
     losses = torch.nn.functional.cross_entropy(scores, targets, reduction='none')
     wrong = (scores.argmax(-1)!=targets).float()
@@ -354,6 +359,7 @@ def _device(name):
         raise UsageError(f'--device is {name!r}, which cannot be used here: give {pick_device()}') from e
     return torch.device(name)
 
+# %% ../../nbs/30_answers.answer.ipynb #6538f7f0
 def load_asker(checkpoint:str|Path, # a checkpoint, a run directory, or a hub id
     device:torch.device|str|None=None, # default: the best there is
 )->Asker:

@@ -137,16 +137,19 @@ def has_lmms_eval()->bool: # without importing it
     "Returns whether lmms-eval is installed."
     return find_spec('lmms_eval') is not None
 
+# %% ../../nbs/36_answers.evaluate.ipynb #060cf4b3
 def task_names(tasks:str)->list[str]: # separated by commas; stripped, no empty ones
     "Returns the tasks of a list."
     return [t.strip() for t in tasks.split(',') if t.strip()]
 
+# %% ../../nbs/36_answers.evaluate.ipynb #710bc425
 def task_file(task:str, include_path:str|None=None)->Path|None: # a path, or a name; folder of our tasks
     "Returns the parquet file with the questions of one of our own tasks; None: lmms-eval has it, or nobody."
     own = task.endswith('.parquet')
     path = Path(task) if own else Path(include_path or '')/f'{task}.parquet'
     return path if (own or include_path) and path.is_file() else None
 
+# %% ../../nbs/36_answers.evaluate.ipynb #e802959f
 def why_not(task:str, include_path:str|None=None)->str: # see `task_file`; with {} in place of the task
     "Returns why a task cannot be evaluated here and how it can be; an empty text if nothing is known."
     if task_file(task, include_path) or has_lmms_eval(): return ''
@@ -162,6 +165,7 @@ def benchmarks()->set[str]: # empty without lmms-eval
     named = re.compile(r'^(?:task|group): *["\']?([\w.-]+)', re.M)
     return {name for p in files for name in named.findall(p.read_text(encoding='utf-8'))}
 
+# %% ../../nbs/36_answers.evaluate.ipynb #79c71fda
 def asked_as(task:str, prompts:str)->str: # any task; how benchmarks are asked, see `PROMPTS`
     "Returns how a task is asked: what is no benchmark, as it is written."
     return prompts if task in benchmarks() else 'plain'
@@ -234,6 +238,7 @@ def missing_tasks(evals:Evaluations, step:int)->list[str]: # empty: all is done
     except (ValueError, KeyError, TypeError, OSError): done = []
     return [t for t in task_names(evals.tasks) if t not in done]
 
+# %% ../../nbs/36_answers.evaluate.ipynb #a3caa53f
 def ask_for_eval(evals:Evaluations, step:int)->None: # of a complete checkpoint; a second call does nothing
     "Has a checkpoint evaluated, and kept until then."
     if evals.backend=='in_process' or not missing_tasks(evals, step): return
@@ -247,11 +252,13 @@ def _said(evals, step)->str:
     log = evals.file(step, 'log')
     return log.read_text(errors='replace').rpartition(_BEGINS)[2].strip() if log.is_file() else ''
 
+# %% ../../nbs/36_answers.evaluate.ipynb #a896e202
 def _job(evals, step)->str:
     "Returns the number of an evaluation's job in Slurm; an empty text if it has none."
     found = evals.backend=='slurm' and re.search(r'^Submitted batch job (\d+)', _said(evals, step), re.M)
     return found[1] if found else ''
 
+# %% ../../nbs/36_answers.evaluate.ipynb #df91d294
 def _in_queue(job)->bool:
     "Returns whether Slurm may still run a job."
     if not shutil.which('squeue'): return True
@@ -343,6 +350,7 @@ def _stop(evals, step):
     if job and evals.file(step, 'todo').exists() and shutil.which('scancel'):
         with suppress(subprocess.TimeoutExpired): subprocess.run(['scancel',job], timeout=60)
 
+# %% ../../nbs/36_answers.evaluate.ipynb #4fd1bbc3
 def forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
     "Puts aside the evaluations of later steps, and ends their evaluators."
     folder = evals.run_dir/RESULTS
@@ -379,6 +387,7 @@ def collect_evals(evals:Evaluations|None, log:RunLog, step:int, # None: not rank
         return True
     return False
 
+# %% ../../nbs/36_answers.evaluate.ipynb #bf658ed7
 def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 0; updates behind the model
     results:dict, # from `cli_evaluate`
 )->None:
@@ -412,6 +421,7 @@ def flat(visuals)->list: # pictures in lists of any depth; None: there are none
     if visuals is None: return []
     return [v for o in visuals for v in flat(o)] if isinstance(visuals, (list,tuple)) else [visuals]
 
+# %% ../../nbs/36_answers.evaluate.ipynb #7e7bf96f
 def sampling_of(options:dict)->dict: # `generation_kwargs` of a task; for `Asker`, empty: greedy
     "Returns how the answers of a task are to be drawn."
     temperature = float(options.get('temperature') or 0)
@@ -426,6 +436,7 @@ def question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), `
     table = files('nanovlm_nb').joinpath('tasks/nanovlm.json').read_text(encoding='utf-8')
     return {task:change for change in json.loads(table) for task in change['tasks']}
 
+# %% ../../nbs/36_answers.evaluate.ipynb #0638e506
 def as_nanovlm_asks(task:str, question:str)->tuple[str,str]: # of lmms-eval; question, how the answer begins
     "Returns a question in the words of nanoVLM's adapter."
     if (change := question_changes().get(task)) is None: return question,''
@@ -544,6 +555,7 @@ def write_rows(path:str|Path, rows:list[dict])->Path: # with `images`, `texts`, 
     datasets.Dataset.from_list(rows, features=_ROW).to_parquet(path)
     return Path(path)
 
+# %% ../../nbs/36_answers.evaluate.ipynb #a6330b3e
 def write_tasks(folder:str|Path, # made if needed
     n_scenes:int=200, n_digits:int|None=None, # of the shapes; None: all
     names:Sequence[str]=OWN_TASKS, # those that are wanted
@@ -632,6 +644,7 @@ def _wrong_with(task, include_path):
     if near: return f'there is no task {task}: did you mean {near}?'
     return why_not(task, include_path).format(task)
 
+# %% ../../nbs/36_answers.evaluate.ipynb #7f5cdd11
 def evaluate_task(asker:Asker, task:str, # name, or path of a question file
     args:Namespace, dist:Dist=Dist(), # see `cli_evaluate`; every rank must call
 )->Found|None: # None on other ranks than 0
@@ -718,6 +731,14 @@ def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: th
     kind,_,number = Path(checkpoint).name.rpartition('_')
     return int(number) if kind=='step' and number.isdigit() else None
 
+# %% ../../nbs/36_answers.evaluate.ipynb #aa431dc1
+def _evaluate(asker, a, own, head, out):
+    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
+        process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        if own: args.include_path = str(write_tasks(folder, names=own))
+        return evaluate_into(args, head, out)
+
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dc0
 def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task failed
     "Command `nanovlm eval`: evaluates a checkpoint."
@@ -733,12 +754,7 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     wrong = [t not in own and _wrong_with(t, a.include_path) for t in names]
     # one of several fails when its turn comes
     require(not all(wrong), f"--tasks: {'; '.join(map(str, wrong))}")
-    asker = load_asker(checkpoint, a.device)
-    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
-        process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
-    with tempfile.TemporaryDirectory() as folder:
-        if own: args.include_path = str(write_tasks(folder, names=own))
-        results,failed = evaluate_into(args, head, out)
+    results,failed = _evaluate(load_asker(checkpoint, a.device), a, own, head, out)
     sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

@@ -99,6 +99,13 @@ def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
     "Returns the first two thirds, rounded up."
     return list(range((2*n+2)//3))
 
+# %% ../../nbs/32_answers.heatmap.ipynb #69cd0961
+def _taken(model, ids, tiles, rows, blocks, heads):
+    "What some rows take from each position, on average over rows, blocks and heads."
+    with record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
+    weights = torch.stack([recorded[b][0] for b in blocks])
+    return (weights if heads is None else weights[:,list(heads)]).mean((0,1,2))
+
 # %% ../../nbs/32_answers.heatmap.ipynb #69cd0960
 @torch.no_grad()
 def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or more
@@ -110,17 +117,15 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     require(images, 'no picture: there is nothing to look at')
     model,c = asker.model,asker.model.cfg
     prompt,tiles = asker.prompt(images, question)
-    ids = torch.tensor([prompt+asker.tokenizer(answer, add_special_tokens=False)['input_ids']],
-                       device=asker.device)
+    answered = asker.tokenizer(answer, add_special_tokens=False)['input_ids']
+    ids = torch.tensor([prompt+answered], device=asker.device)
     slots = (ids[0]==c.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
     # the last token is generated and not read
     rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
-    with record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
-    weights = torch.stack([recorded[b][0] for b in blocks])
-    weights = weights if heads is None else weights[:,list(heads)]
-    per_picture = weights.mean((0,1,2))[slots].cpu().split([len(t)*c.mp_image_token_length for t in tiles])
+    taken = _taken(model, ids, tiles, rows, blocks, heads)[slots].cpu()
+    per_picture = taken.split([len(t)*c.mp_image_token_length for t in tiles])
     grids = [asker.image_processor.grid(*image_size(im)) for im in images]
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
 

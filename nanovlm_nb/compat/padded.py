@@ -43,6 +43,7 @@ def mark_messages(texts:list[dict], placeholders:str, # turns with marks; text o
     pairs = [(placeholders.join(map(say, t['user'].split(MARK))), say(t['assistant'])) for t in texts]
     return [dict(role=r, content=c) for pair in pairs for r,c in zip(('user', 'assistant'), pair)]
 
+# %% ../../nbs/70_compat.padded.ipynb #87893821
 def encode_messages(tokenizer:PreTrainedTokenizerBase, # fast, with a chat template
     messages:list[dict], frame:AnswerFrame, # from `mark_messages`; from `answer_frame`
 )->tuple[Tensor,Tensor]: # ids (T,) and target (T,), int64; 1 where a token belongs to an answer

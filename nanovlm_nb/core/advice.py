@@ -27,6 +27,7 @@ def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the name
     for name,v in shares.items(): parts[SHARE.get(name, name)] = parts.get(SHARE.get(name, name), 0)+v
     return parts
 
+# %% ../../nbs/07_core.advice.ipynb #d45bb6a6
 def over_budget(shares:dict[str,float])->dict[str,float]:
     "Returns the shares of the time that are not as they should be, see `grouped`."
     return {k:v for k,v in grouped(shares).items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
@@ -38,6 +39,7 @@ def capped_workers(number:int, cpus:int|None=None, ranks:int=1)->int: # of the m
     "Returns how many of so many loader processes each of a machine's ranks can bear: at most its processors."
     return number if cpus is None else min(number, max(cpus//ranks, 1))
 
+# %% ../../nbs/07_core.advice.ipynb #017bf0b4
 def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
     "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
     if cfg.num_workers is not None: return cfg.num_workers

@@ -129,6 +129,7 @@ C = TypeVar('C', bound='Config') # one of the two configurations
 
 def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
 
+# %% ../../nbs/02_core.config.ipynb #3fd1b5a7
 @dataclass
 class Config:
     "Checks itself, remembers what it was given, becomes a dictionary or a JSON file, and comes back."
@@ -202,6 +203,7 @@ def image_tokens()->dict[str,str]:
     grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i in range(1,9) for j in range(1,9)}
     return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
 
+# %% ../../nbs/02_core.config.ipynb #90ccb0ed
 def smolvlm_tokens()->dict[str,str]:
     "Returns those of SmolVLM, with which transformers can prepare pictures for an exported model."
     fixed = {'fake_image_token':'<fake_token_around_image>', 'end_of_utterance_token':'<end_of_utterance>'}
@@ -522,7 +524,7 @@ class TrainConfig(Config):
         "Raises a UsageError where settings contradict each other."
         vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
         check_known(self.trackers, ['wandb','trackio','tensorboard','none','auto'], 'tracker')
-        for ok,message in (*_sizes_fit(self), *_parts_fit(self)): require(ok, message)
+        for ok,message in (*_sizes_fit(self), *_adapters_fit(self), *_parts_fit(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #56d5d992
 def _sizes_fit(c):
@@ -543,19 +545,25 @@ def _sizes_fit(c):
             'load_from and resume_from_vlm_checkpoint both name weights: give one')]
 
 # %% ../../nbs/02_core.config.ipynb #56d5d994
-def _parts_fit(c):
-    "The same for adapters, beside which all other weights are frozen, and for what needs a frozen part."
-    rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
-    vision,language = (0.,0.) if rank else c.lr_backbone_pair
-    trains = 'needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'
-    alone = f'and sharding {c.sharding}, whose ranks use the model together:'
+def _adapters_fit(c):
+    "The same for adapters, beside which all other weights are frozen."
+    rank,last = c.lora_rank,c.language_last_blocks
     return [
         (rank or c.lora_alpha is None, f'lora_alpha {c.lora_alpha} without lora_rank: give --lora_rank 16'),
         (not rank or c.lora_targets, 'lora_targets is empty: name a part of the model, such as decoder'),
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
             'name blocks in lora_targets instead, such as decoder.blocks.31'),
         (not rank or c.save_vision,
-            f'save_vision False and lora_rank {rank}: adapters are saved without a tower, leave it out'),
+            f'save_vision False and lora_rank {rank}: adapters are saved without a tower, leave it out')]
+
+# %% ../../nbs/02_core.config.ipynb #56d5d995
+def _parts_fit(c):
+    "The same for what needs a frozen part, or each rank's own model."
+    rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
+    vision,language = (0.,0.) if rank else c.lr_backbone_pair
+    trains = 'needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'
+    alone = f'and sharding {c.sharding}, whose ranks use the model together:'
+    return [
         (not (c.cache_features and c.custom_transforms),
             'cache_features and custom_transforms, which change a picture each time: leave one out'),
         (vision==0 or not c.cache_features, f'cache_features {trains}'),
@@ -697,6 +705,7 @@ def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMCon
     ours = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
     return evolve(vlm_cfg, **ours),evolve(train_cfg, **{n:v for n,v in changes.items() if n not in ours})
 
+# %% ../../nbs/02_core.config.ipynb #8b50727f
 def tiny(**changes)->tuple[VLMConfig,TrainConfig]:
     "Returns a model and a run to try things with."
     return change(*preset('shapes'), _TINY_VLM|_TINY_TRAIN|changes)
@@ -709,6 +718,7 @@ def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
                 for name,cfg in (('vlm',vlm_cfg),('train',train_cfg))}
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
 
+# %% ../../nbs/02_core.config.ipynb #ad8d7c29
 class _EachOnce(yaml.SafeLoader):
     "A loader of YAML that refuses a name that occurs twice."
     def construct_mapping(self, node, deep=False):
@@ -726,6 +736,7 @@ def read_sections(path:str|Path, remedy:str)->dict:
     require(isinstance(sections, dict), f'{path} holds no sections: {remedy}')
     return sections
 
+# %% ../../nbs/02_core.config.ipynb #bce314fe
 def read_yaml(path:str|Path)->tuple[str|None,dict,dict]:
     "Returns preset (or None), fields of the model and of the run as a YAML file names them; all names exist."
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
@@ -751,12 +762,14 @@ def is_of_run(path:str|Path)->bool:
     "Whether a file lies in the directory of a run, or one below, even if it is a user's own."
     return any((p/CONFIG).is_file() for p in Path(path).absolute().parents[:2])
 
+# %% ../../nbs/02_core.config.ipynb #28b26c75
 def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
     "Raises a UsageError where a setting in a file of a run names code and the user has not named it again."
     again = code_flags({n:v for n,v in values.items() if n not in given})
     require(not again, f'{path} names code, and files of a run are read as data alone: '
         f'add {" ".join(again)} if you trust it')
 
+# %% ../../nbs/02_core.config.ipynb #5fb55ce3
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
     `given` is code in place of what the file names; None: only to look at, not to run."""
@@ -823,6 +836,7 @@ def _underscored(word):
     name = word.partition('=')[0]
     return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
 
+# %% ../../nbs/02_core.config.ipynb #362829ec
 def _flags(argv, prog, own):
     "What the parser read, and the fields that were given; the first flag that does not exist is an error."
     parser,kinds = make_parser(prog),{}
@@ -868,6 +882,7 @@ def effective_batch_size(train_cfg:TrainConfig, world_size:int=1)->int:
     require(world_size>0, f'world_size is {world_size}: give the number of ranks')
     return train_cfg.batch_size*train_cfg.gradient_accumulation_steps*world_size
 
+# %% ../../nbs/02_core.config.ipynb #9432d2e0
 def ranks_of_copy(train_cfg:TrainConfig, world_size:int=1)->int:
     "Returns how many ranks share one copy of the model; 1: each has its own."
     n = train_cfg.shard_ranks
@@ -884,6 +899,7 @@ def updates_of_run(train_cfg:TrainConfig, size:float|None=None, step:int=0, samp
     if most is None: return train_cfg.max_training_steps
     return step+max(math.ceil((most-samples)/size), 0) if size else None
 
+# %% ../../nbs/02_core.config.ipynb #5ad8424c
 def length_of_run(train_cfg:TrainConfig)->str:
     "Returns the length of a run in its own unit, e.g. `4000 updates`."
     most = train_cfg.max_training_samples

@@ -307,6 +307,7 @@ def check_socket_room()->None:
 # %% ../../nbs/03_core.dist.ipynb #a448cf92
 def _as_text(t): return base64.b64encode(t.numpy().tobytes()).decode()
 
+# %% ../../nbs/03_core.dist.ipynb #246c4301
 def rng_state()->dict: # JSON-able
     "Returns the state of this process's generators."
     numbers:Any = np.random.get_state()

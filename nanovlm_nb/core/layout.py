@@ -50,6 +50,7 @@ def target_tensors(targets:Tensor, ignore_index:int=IGNORE)->dict[str,Any]: # (B
     bounds = (int(labels.min()),int(labels.max())) if len(labels) else None
     return dict(at=at, targets=labels, bounds=bounds)
 
+# %% ../../nbs/09_core.layout.ipynb #326b7a43
 def check_bounds(bounds:tuple[int,int]|None, vocab_size:int)->None: # from `target_tensors`
     "Raises a ValueError for a target that is no token."
     if bounds and not 0<=bounds[0]<=bounds[1]<vocab_size: raise ValueError(f'targets from {bounds[0]} to '
@@ -70,6 +71,7 @@ TENSORS = ('cu','documents','positions','slots','at','targets') # of a `Layout`
 
 def _aside()->Any: return field(default=None, compare=False, repr=False) # follows from the batch
 
+# %% ../../nbs/09_core.layout.ipynb #460d81f8
 @dataclass(frozen=True)
 class Layout:
     "Which positions of a (B, T) batch belong to which document; of a whole batch also its slots and targets."

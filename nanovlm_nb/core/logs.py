@@ -104,6 +104,7 @@ def progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '
     return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
         *([] if waiting is None else [f'waits {waiting:.0%}']), *([f'{left} left'] if left else [])]
 
+# %% ../../nbs/05_core.logs.ipynb #a18be21c
 def report_line(metrics:dict, step:int, pace:Progress)->str: # at most 100 characters
     "Returns an update in a short line."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
@@ -141,10 +142,12 @@ class _TextFile(logging.FileHandler):
     def close(self):
         with suppress(OSError): super().close()
 
+# %% ../../nbs/05_core.logs.ipynb #8cbf546c
 def _show(text:str)->None:
     "Writes above a bar, also if the terminal was closed; in Jupyter stderr would look like an error."
     with suppress(OSError): tqdm.write(text, file=sys.stdout if 'ipykernel' in sys.modules else sys.stderr)
 
+# %% ../../nbs/05_core.logs.ipynb #fbb864fa
 class _AboveBar(logging.Handler):
     "Shows messages without tearing a bar."
     def emit(self, record): _show(self.format(record))
@@ -433,6 +436,7 @@ def styled()->Iterator[None]: # a `with` block, or a decorator: `@styled()`
     from matplotlib import style
     with style.context('nanovlm_nb.figures'): yield
 
+# %% ../../nbs/05_core.logs.ipynb #15618f29
 def finished(fig:Figure, path:str|Path|None=None)->Figure: # where to save it; None: nowhere
     "Returns a figure, saved, or at least drawn: ticks take their style when they are first drawn."
     if path: fig.savefig(path)

@@ -49,6 +49,7 @@ def fsync(path:Path)->None:
     try: os.fsync(fd)
     finally: os.close(fd)
 
+# %% ../../nbs/01_core.run_dir.ipynb #c746feab
 def fsync_tree(folder:Path)->None:
     "Flushes every file and directory below a directory, and the directory itself."
     for p in (*folder.rglob('*'), folder): fsync(p)
@@ -68,6 +69,7 @@ def file_digest(path:str|Path)->str: # 64 hexadecimal digits
         for block in iter(lambda: f.read(1<<20), b''): sha.update(block)
     return sha.hexdigest()
 
+# %% ../../nbs/01_core.run_dir.ipynb #b9a94c78
 def file_digests(folder:Path, names:Iterable[str])->dict[str,str]: # name relative to `folder` -> digest
     "Returns the digests of several files, which are read at once."
     names = [*names]
@@ -84,6 +86,7 @@ def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> b
         with suppress(FileNotFoundError): sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
     return sizes
 
+# %% ../../nbs/01_core.run_dir.ipynb #b2f50b45
 def write_manifest(folder:str|Path, known:dict[str,str]={})->None: # digests that were computed already
     "Lists the files of a directory."
     folder,sizes = Path(folder),file_sizes(folder)
@@ -109,6 +112,7 @@ def missing_files(folder:Path, needs:Iterable[str]=())->list[str]: # names that 
     return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} of {size} bytes)'
             for n,(size,_) in listed.items() if there.get(n)!=size)]
 
+# %% ../../nbs/01_core.run_dir.ipynb #d51562c8
 def changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = read_manifest(folder)
@@ -148,6 +152,7 @@ def json_lines(path:str|Path, key:str)->tuple[list[dict],list[bytes]]: # an inte
         'the first is %r', path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
     return records,foreign
 
+# %% ../../nbs/01_core.run_dir.ipynb #e7ade4d7
 def read_log(path:str|Path)->list[dict]:
     "Returns the records of a log; lines that are not ours are skipped with a warning."
     return json_lines(path, 'step')[0]
@@ -171,6 +176,7 @@ def missing_pieces(checkpoint:Path)->list[str]: # empty: it is complete
     "Returns what a checkpoint lacks; sizes are compared, no file is read."
     return missing_files(checkpoint, NEEDED)
 
+# %% ../../nbs/01_core.run_dir.ipynb #1b413d31
 def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it was written
     "Returns all that is wrong with a checkpoint; every file is read."
     if (wrong := damage(checkpoint, NEEDED)): return wrong
@@ -212,6 +218,7 @@ def usable_checkpoint(run_dir:Path, thorough:bool=False, # read every file, as b
         logger.warning('%s is %s: passed over', path, why)
     return None,passed
 
+# %% ../../nbs/01_core.run_dir.ipynb #d2678d19
 def last_checkpoint(run_dir:Path, thorough:bool=False)->Path|None: # None: there is no complete one
     "Returns the current checkpoint of a run, see `usable_checkpoint`."
     return usable_checkpoint(run_dir, thorough)[0]
@@ -225,6 +232,7 @@ def write_pointer(run_dir:Path, name:str, # `LAST` or `BEST`
         raise MissingFile(f'{name} cannot name {target}: there is no such directory')
     write_atomic(Path(run_dir)/name, f'{target.name}\n')
 
+# %% ../../nbs/01_core.run_dir.ipynb #42edffd9
 def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no such file, or it names nothing
     "Returns the checkpoint that the file `name` names."
     file = Path(run_dir)/name
@@ -255,15 +263,18 @@ def abandoned(run_dir:Path)->list[Path]: # the oldest first
     found = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdigit() and p.is_dir()]
     return sorted(found, key=lambda p: int(p.name[10:]))
 
+# %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fb
 def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
     "Returns whether a checkpoint lies in a run's directory."
     return checkpoint is not None and Path(checkpoint).resolve().parent==Path(run_dir).resolve()
 
+# %% ../../nbs/01_core.run_dir.ipynb #fc0af26d
 def left_behind(run_dir:Path, checkpoint:Path|None, # one of its checkpoints; None: the run begins at update 0
 )->list[Path]: # the oldest step first
     "Returns the checkpoints that a run leaves behind when it resumes from this one."
     return [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
 
+# %% ../../nbs/01_core.run_dir.ipynb #6503a3d7
 def abandoned_folder(run_dir:Path)->Path: # need not be there
     "Returns where the next checkpoints are set aside: where a killed start has begun to, or a new directory."
     folders = abandoned(run_dir)
@@ -286,6 +297,7 @@ def written(checkpoint:Path)->float: # seconds since 1970
     "Returns when a checkpoint was completed, or last changed if it never was."
     return (checkpoint/MANIFEST if (checkpoint/MANIFEST).is_file() else checkpoint).stat().st_mtime
 
+# %% ../../nbs/01_core.run_dir.ipynb #23213f51
 def delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     "Deletes those of the checkpoints that are not needed."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
@@ -293,6 +305,7 @@ def delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     for p in old: remove(p)
     return old
 
+# %% ../../nbs/01_core.run_dir.ipynb #54260fc7
 def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -1: all; what was deleted
     "Deletes old checkpoints."
     require(keep>0 or keep==-1, f'keep is {keep}: give 1 or more, or -1 for all')
@@ -307,6 +320,7 @@ def prune_older(run_dir:Path, days:float=7., now:float|None=None)->list[Path]: #
     return delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
                                 for p in checkpoints(folder) if written(p)<then])
 
+# %% ../../nbs/01_core.run_dir.ipynb #904efc07
 def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were deleted
     "Deletes what was set aside."
     for p in (old := abandoned(run_dir)): remove(p)
@@ -333,6 +347,7 @@ def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: 
         return None
     return True
 
+# %% ../../nbs/01_core.run_dir.ipynb #0f881537
 def holder(run_dir:Path)->str: # empty: no process holds it
     "Returns which process writes into a directory, in words."
     try:

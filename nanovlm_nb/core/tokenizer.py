@@ -47,6 +47,7 @@ def _extras(tokens, chat_template):
     "Keyword arguments for a tokenizer; what is not given is left to the tokenizer's own files."
     return {k:v for k,v in dict(extra_special_tokens=tokens, chat_template=chat_template).items() if v}
 
+# %% ../../nbs/06_core.tokenizer.ipynb #821c5ccf
 def _check_extras(tokenizer, tokens):
     "The tokenizer itself, after a look at whether each extra token is one id of its own."
     known = [*SPECIAL_TOKENS, *(tokens or {}).values()]

@@ -147,6 +147,7 @@ def first_to_tell()->bool: # True without torchrun
     except OSError as e: return not isinstance(e, FileExistsError)
     return True
 
+# %% ../../nbs/00_core.usage.ipynb #c05d5cc5
 def refuse(prog:str, message:str)->NoReturn: # name of the command
     "Ends a command that cannot do what it is asked: one line, exit code 2."
     if first_to_tell(): sys.stderr.write(f"{prog}: error: {' '.join(message.split())}\n")
@@ -169,6 +170,7 @@ def no_reader()->bool:
     except BrokenPipeError: return True
     return False
 
+# %% ../../nbs/00_core.usage.ipynb #c3d988ab
 def drop_output()->None:
     "Writes what is left; what cannot be written is dropped, for with it Python would end with exit code 120."
     for stream in (sys.stdout,sys.stderr):

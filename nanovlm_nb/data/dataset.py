@@ -220,11 +220,13 @@ def named(row:Collection[str], what:str)->str|None: # names of its columns; a ke
 # %% ../../nbs/12_data.dataset.ipynb #d1a00005
 def _first(x, *keys): return next((x[k] for k in keys if x.get(k) is not None), None)
 
+# %% ../../nbs/12_data.dataset.ipynb #e3f567f2
 def as_list(x)->list: # a value, several, or None
     "A list without nulls."
     several = isinstance(x, (list, tuple)) or getattr(x, 'dtype', None) == object
     return [v for v in (x if several else [x]) if v is not None]
 
+# %% ../../nbs/12_data.dataset.ipynb #94f25764
 def _part(part, pictures):
     "The text of a part of a message, or `MARK` for a picture, which goes to `pictures` if it is there."
     if isinstance(part, str): return part
@@ -313,6 +315,7 @@ def _is_turn(t):
     try: return all(t[k] is None or t[k].encode() is not None for k in ('user', 'assistant'))
     except (TypeError, KeyError, AttributeError, UnicodeEncodeError): return False
 
+# %% ../../nbs/12_data.dataset.ipynb #eaef9e96
 def read_layout(row:dict)->tuple[list,list[dict]]: # what `open_image` takes; {'user', 'assistant'}
     "The pictures and the turns of a row in one of the known layouts; a UsageError says what is wrong."
     pictures,inside = as_list(row.get(named(row, 'images'))),[]
@@ -325,6 +328,7 @@ def read_layout(row:dict)->tuple[list,list[dict]]: # what `open_image` takes; {'
         f'{MARK} in a question, but no picture: name it, or take the mark out')
     return pictures or inside,turns
 
+# %% ../../nbs/12_data.dataset.ipynb #9de8ae00
 def place_pictures(turns:list[dict], n:int)->list[dict]: # from `read_layout`; pictures
     "The turns without marks, for pictures that come first; unchanged where no place is marked."
     marked = any(MARK in (t['user'] or '') for t in turns)
@@ -336,6 +340,7 @@ COLUMNS = ('images', 'texts', *(f'{r}_ratings' for r in RATINGS), 'source', 'row
 class UnusedColumn(UsageError):
     "A column that would be left aside, though it may hold pictures or a conversation."
 
+# %% ../../nbs/12_data.dataset.ipynb #f953f3ed
 def _held(x):
     "What a value of Python or a type of arrow may hold that must not be lost; '' if nothing."
     if isinstance(x, (list, tuple)) and x: return _held(x[0])
@@ -379,6 +384,7 @@ def to_row(
     except ValueError as e: raise Dropped(id, 'bad_row', str(e))
     return r|dict(id=id, images=images, texts=(settle_marks if marks else place_pictures)(texts, len(images)))
 
+# %% ../../nbs/12_data.dataset.ipynb #aad37715
 def read_row(rows, i:int, marks:bool=False)->dict: # in arrow format, or plain rows; see `to_row`
     "Row `i` without decoding its pictures."
     return to_row(rows[i], i, marks=marks)
@@ -543,6 +549,7 @@ OUTLINES = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_b
 # %% ../../nbs/12_data.dataset.ipynb #f30316eb
 def _tint(rgb, rng, by): return tuple(max(0, min(255, c+rng.randint(-by, by))) for c in rgb)
 
+# %% ../../nbs/12_data.dataset.ipynb #b0ae972c
 def draw_scene(scene:Scene, rng:random.Random, side:int=64)->Image.Image: # RGB; pixels
     "Draw a scene, smoothly, on a dark ground; exact position, size and tint are random."
     unit, ground = 4*side/64, _tint((16,16,16), rng, 8)
@@ -646,6 +653,7 @@ def _drawn(n, split, seed):
     rows = [_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)]
     return datasets.Dataset.from_list(rows, features=_FEATURES)
 
+# %% ../../nbs/12_data.dataset.ipynb #83d22f21
 def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # one scene each
     "FineVision's columns, `kinds` (of each turn), `scene` and `row_id`; 'train' or 'validation'."
     require(split in ('train', 'validation'), f'split is {split!r}: choose from train, validation')
@@ -659,6 +667,7 @@ def _conversations()->list[str]: # about a thousand scenes, always the same
     return [f'user\n{t.user} assistant\n{t.assistant}\n'
             for _ in range(1000) for t in _conversation('train', given, rng)[1]]
 
+# %% ../../nbs/12_data.dataset.ipynb #ead5d522
 def shapes_tokenizer(
     extra_special_tokens:dict[str,str]|None=None, chat_template:str|None=None, # see `get_tokenizer`
     vocab_size:int=448, # tokens before the extra ones

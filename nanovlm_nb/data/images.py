@@ -40,6 +40,7 @@ def resize_dims(
 class UnreadableImage(UsageError):
     "A picture that cannot be decoded; the message says why."
 
+# %% ../../nbs/10_data.images.ipynb #d9afd4c9
 BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
     AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError, MemoryError)
 
@@ -99,6 +100,7 @@ def _orientation(im):
     if im.format == 'TIFF' or not _FLAGGED & im.info.keys(): return 1
     with _reading(): return Image.Image.getexif(im).get(ExifTags.Base.Orientation, 1)
 
+# %% ../../nbs/10_data.images.ipynb #5c8bc5e9
 def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after the EXIF rotation
     "Size of a picture from its header."
     im = open_header(src)

@@ -119,6 +119,7 @@ def quantile(seed:int, epoch:int, update:int)->float: # 0 <= q < 1
     "Which share of the remaining packs is lighter than the one to take."
     return random.Random(f'{seed}/{epoch}/{update}').random()
 
+# %% ../../nbs/16_data.lanes.ipynb #b5891692
 def take_order(
     tiles:list[int], first:int, seed:int, epoch:int, # of each pack of a window; update that takes the first
 )->list[int]: # indices of the packs in the order in which they are taken
@@ -200,6 +201,7 @@ def ship(pack:dict)->dict: # with one tensor of tiles, and how many belong to ea
     def small(x): return isinstance(x, Tensor) and x.nbytes<BY_VALUE
     return {k:v.numpy() if small(v) else v for k,v in pack.items()}
 
+# %% ../../nbs/16_data.lanes.ipynb #03145a0a
 def unship(pack:dict, pin:bool=False)->dict: # page-locked, as the loader makes large tensors
     "Undo `ship`; pictures are views of one tensor."
     pack = {k:torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k,v in pack.items()}
@@ -239,6 +241,7 @@ def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every 
     "The position of the data of a whole run."
     return states[0]|dict(states={k:v for s in states for k,v in s['states'].items()})
 
+# %% ../../nbs/16_data.lanes.ipynb #5ac38594
 def check_state(state:dict, now:dict)->None: # a saved one, and that of the loader that is to go on from it
     "Raise a UsageError that names what is not as it was."
     later = f"set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}"
@@ -283,6 +286,7 @@ class Measured:
         if isinstance(known, Dropped): raise Dropped(*known.args)
         return known
 
+# %% ../../nbs/16_data.lanes.ipynb #a62e7b54
 def count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[int,int]: # packs, their rows
     "How long the rest of an epoch is, or a part of about `most` rows; pictures are not decoded."
     packs = rows = 0
@@ -383,6 +387,7 @@ class PackLoader(Loader):
 # %% ../../nbs/16_data.lanes.ipynb #29c97760
 def _same(x): return x
 
+# %% ../../nbs/16_data.lanes.ipynb #b71f00d4
 def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     "Workers that begin at the present position."
     l.keep(l.most)

@@ -68,6 +68,7 @@ def _parse_columns(columns, has):
         found[theirs] = what
     return found
 
+# %% ../../nbs/18_data.loader.ipynb #97573cc0
 def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo`
     "The row with the columns that are named also under our names."
     return row|{ours:row[theirs] for theirs,ours in _parse_columns(columns, row).items()}
@@ -108,6 +109,7 @@ PIECE = 10_000 # lines that are Python objects at the same time
 
 def _is_saved(folder): return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
 
+# %% ../../nbs/18_data.loader.ipynb #75897997
 def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the hub
     "The files in which a data set names its pictures; none if it is of another kind."
     path = Path(path)
@@ -155,11 +157,13 @@ FILES = {'.parquet': 'parquet', '.arrow': 'arrow', '.tar': 'webdataset'} # endin
 def _has_data(folder, where):
     return _is_saved(folder) or any(f.suffix in (*FILES, *LINES) for f in folder.glob(where))
 
+# %% ../../nbs/18_data.loader.ipynb #d1a20164
 def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
     "Configurations of a local data set."
     return sorted((p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')),
                   key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
 
+# %% ../../nbs/18_data.loader.ipynb #a6a531f2
 def _described(folder):
     "Configurations that the README of a data set names."
     if not (folder/'README.md').is_file(): return []
@@ -200,10 +204,12 @@ def _footer(file): # of parquet; None: it is damaged
     try: return pq.read_metadata(file)
     except (OSError, pa.ArrowException): return None
 
+# %% ../../nbs/18_data.loader.ipynb #1e469dcb
 def rows_in(file:str|Path)->int|None: # of parquet; None: it is damaged
     "How many rows a file on this machine has."
     return getattr(_footer(file), 'num_rows', None)
 
+# %% ../../nbs/18_data.loader.ipynb #6941ad5d
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
     found:list[dict] = []
@@ -228,6 +234,7 @@ def _files(path, split, cache_dir, streaming):
     else: kind,more = str(path.resolve()),dict(features=_features(path.rglob('*.parquet')))
     return _found(kind, split, cache_dir, streaming, **more)
 
+# %% ../../nbs/18_data.loader.ipynb #8df75409
 def _saved(folder, split, streaming):
     "The rows of a folder that `save_to_disk` wrote."
     ds = datasets.load_from_disk(str(folder))
@@ -236,6 +243,7 @@ def _saved(folder, split, streaming):
         ds = ds[split]
     return _as_stream(ds) if streaming and len(ds) else ds
 
+# %% ../../nbs/18_data.loader.ipynb #faf0649f
 def _as_stream(ds): return ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8c
@@ -328,6 +336,7 @@ def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dic
         'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
     return Image.fromarray(array)
 
+# %% ../../nbs/18_data.loader.ipynb #6326bd56
 def as_pictures(pictures)->list: # one, a list of them, or None
     "The pictures of a row or of a question."
     return [as_picture(p) for p in as_list(pictures)]
@@ -373,6 +382,7 @@ def no_room(val_size:int, rows:int)->str: # that there are
     works = max(rows//10, min(rows-1, 1))
     return f'val_size {val_size} leaves no training rows of {rows}: set it to {works} or so'
 
+# %% ../../nbs/18_data.loader.ipynb #079df9bd
 def map_pair(rows, seed:int, val_size:int, # see `MapSource`; of the run; for validation
     cutoff:int|None=None, # rows for training at most; None: all
 )->tuple[MapSource,MapSource]: # for training, for validation
@@ -401,6 +411,7 @@ def shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `to
     marks = [round(total*sum(weights[:i])/sum(weights)) for i in range(len(weights)+1)]
     return [b-a for a,b in zip(marks, marks[1:])]
 
+# %% ../../nbs/18_data.loader.ipynb #0ab99cd1
 def quotas(sizes:Sequence[int], val_size:int, weights:Sequence[float])->list[int]: # their sum is `val_size`
     "Divide the validation rows by weight, so that no configuration is emptied."
     require(val_size<sum(sizes), no_room(val_size, sum(sizes)))

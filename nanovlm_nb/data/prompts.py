@@ -40,17 +40,20 @@ def _tile(tokenizer, name, grid, n):
         'lower max_img_size (the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens')
     return token + tokenizer.image_token*n
 
+# %% ../../nbs/11_data.prompts.ipynb #e128bd93
 def _rows(tokenizer, grid, n):
     "The tiles of a picture, a list for each row; none if it is a single tile."
     rows, cols = grid if grid[0]*grid[1] > 1 else (0, 0)
     return [[_tile(tokenizer, f'r{r+1}c{c+1}', grid, n) for c in range(cols)] for r in range(rows)]
 
+# %% ../../nbs/11_data.prompts.ipynb #962f8d05
 def _picture(tokenizer, rows, cols, n):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
     grid, single = (rows, cols), rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None
     if single: return tokenizer.image_token*n
     return _tile(tokenizer, 'global_image_token', grid, n) + ''.join(chain(*_rows(tokenizer, grid, n)))
 
+# %% ../../nbs/11_data.prompts.ipynb #0f26dcbf
 def _smolvlm_picture(tokenizer, rows, cols, n):
     "The same in SmolVLM's convention."
     grid, fake = (rows, cols), _tile(tokenizer, 'fake_image_token', (rows, cols), 0)
@@ -63,6 +66,7 @@ def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any 
     special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
     return re.compile('|'.join(map(re.escape, sorted(special, key=lambda t: (-len(t), t)))) or r'(?!)')
 
+# %% ../../nbs/11_data.prompts.ipynb #2bfc97bf
 def neutralise(
     text:str|None, # what a user, an answer or a system turn says; None is ''
     tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`, when there are many texts

@@ -30,6 +30,7 @@ def _mix(x, key):
     x = ((x^key)*0x9E3779B97F4A7C15)&(2**64-1)
     return (((x^(x>>29))*0xBF58476D1CE4E5B9)&(2**64-1))>>32
 
+# %% ../../nbs/15_data.sources.ipynb #26ca37ac
 class Permutation:
     "The numbers 0 to n-1 in an order that depends on `seed`, computed one by one."
     def __init__(self, n:int, seed:int|str):
@@ -110,10 +111,12 @@ def _files(ds):
     "Streams of one file each."
     return [ds] if ds.num_shards<2 else [f for i in (0, 1) for f in _files(ds.shard(2, i))]
 
+# %% ../../nbs/15_data.sources.ipynb #21d7cba6
 def _is_damage(e):
     "Whether a file, or its columns, cannot be read; other errors are the system's."
     return not isinstance(e, OSError) or (type(e) is OSError and e.errno is None)
 
+# %% ../../nbs/15_data.sources.ipynb #56d0fb30
 def _row_groups(file):
     "The stream of a file, by row groups if it has some; a damaged file is named when its rows are due."
     try: return file.reshard()
@@ -121,6 +124,7 @@ def _row_groups(file):
         if not _is_damage(e): raise
         return file
 
+# %% ../../nbs/15_data.sources.ipynb #cfd9aa8a
 def shares(ds:datasets.IterableDataset)->list[tuple[datasets.IterableDataset,int]]: # stream, number in it
     "The smallest parts of a stream that can be opened on their own."
     streams = [ds]

@@ -45,6 +45,7 @@ def explicit_attention(
         weights = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1), dropout_p)
         return _zero_padding((weights @ v).to(q.dtype), layout)
 
+# %% ../../nbs/20_model.attention.ipynb #37d4bb0e
 def _zero_padding(out, layout):
     if layout is None: return out
     return out.masked_fill((layout.document_ids(out.device)==0)[:,None,:,None], 0)
@@ -58,6 +59,7 @@ def _kernel_dtype(q):
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if autocast else q.dtype
 
+# %% ../../nbs/20_model.attention.ipynb #d1aba971
 def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     layout:Layout|None, causal:bool, dropout_p:float, # likewise
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
@@ -141,6 +143,7 @@ def choose_backend(asked:str, packed:bool, # in `BACKENDS`, `flash` or auto; row
 @torch.compiler.assume_constant_result
 def _in_graph(*asked): return 'sdpa' if (name := choose_backend(*asked))=='docs' else name
 
+# %% ../../nbs/20_model.attention.ipynb #818ceda8
 def attention(
     q:Tensor, k:Tensor, v:Tensor, # (B, H, T, D) queries; (B, Hkv, T, D) keys and values, Hkv divides H
     layout:Layout|None=None, causal:bool=True, # documents, None: one a row; no keys after the query

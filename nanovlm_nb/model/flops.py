@@ -32,6 +32,7 @@ class Flops(NamedTuple):
         "Returns the sum of both."
         return Flops(*(a+b for a,b in zip(self, other)))
 
+# %% ../../nbs/29_model.flops.ipynb #4cd6de13
 def matrix_flops(weights:int, trained:bool, passed:bool)->Flops: # its gradient is wanted, and its input's
     "Returns the cost of a matrix times one vector, and of its backward pass."
     return Flops(2*weights, 2*weights*(trained+passed))
@@ -154,6 +155,7 @@ class Gpu(NamedTuple):
     tflops:float # dense bfloat16 (V100, T4: float16) TFLOP/s
     memory:float # GiB
 
+# %% ../../nbs/29_model.flops.ipynb #e055a471
 # name -> device; of two that fit a name the first counts
 GPUS = {'B200':Gpu(2250, 180), 'H200 NVL':Gpu(835, 141), 'H200':Gpu(989, 141), 'GH200':Gpu(989, 96),
     'H100 PCIe':Gpu(756, 80), 'H100 NVL':Gpu(835, 94), 'H100':Gpu(989, 80), 'A100 40GB':Gpu(312, 40),
@@ -173,12 +175,14 @@ def find_gpu(name:str)->Gpu|None: # as `torch.cuda.get_device_name()` gives it, 
     words = _words(name)
     return None if words & LESSER else next((gpu for key,gpu in GPUS.items() if _words(key)<=words), None)
 
+# %% ../../nbs/29_model.flops.ipynb #f2e00b9f
 def known_gpu(name:str)->Gpu: # likewise
     "Returns a device that must be in the table."
     gpu = find_gpu(name)
     if gpu is None: raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
     return gpu
 
+# %% ../../nbs/29_model.flops.ipynb #85e73b09
 def peak_flops(device_name:str)->float|None: # likewise
     "Returns the FLOP/s that a device can do at most; None if it is not in the table."
     gpu = find_gpu(device_name)
@@ -210,6 +214,7 @@ def fitting_unit(number:float, units:dict[str,float])->tuple[str,float]: # name 
     "Returns name and size of the largest unit of which a number has at least one, else of the smallest."
     return next(((name, size) for name,size in units.items() if number>=size), [*units.items()][-1])
 
+# %% ../../nbs/29_model.flops.ipynb #01e4321b
 def with_unit(number:float, units:dict[str,float], digits:int=1)->str: # digits after the point
     "Returns a number in the unit that fits it, e.g. '12.5 MiB'."
     name,size = fitting_unit(number, units)

@@ -66,10 +66,7 @@ class Picker:
     def __init__(self, repetition_penalty:float=1., # see `penalise_repeats`
         prompt:Tensor|None=None, # (B, T) ids of the prompts, which count as seen
         mask:Tensor|None=None, **sampling): # (B, T) 0 at their padding; see `sample`
-        self.penalty = repetition_penalty
-        self.prompt = prompt
-        self.mask = mask
-        self.sampling = sampling
+        self.penalty,self.prompt,self.mask,self.sampling = repetition_penalty,prompt,mask,sampling
         self.seen:Tensor|None = None
 
     def _start(self, logits):
@@ -144,8 +141,7 @@ class TextStreams:
     def __init__(self, tokenizer, n:int, stop:Sequence[str]=(), # decodes; rows; texts that end an answer
         eos_token_id:int|Sequence[int]=()): # tokens that end an answer; what follows them is filler
         self.rows, self.pieces = [TextStream(tokenizer, stop) for _ in range(n)], ['']*n
-        self.ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
-        self.done = [False]*n
+        self.ends,self.done = {eos_token_id} if isinstance(eos_token_id, int) else {*eos_token_id},[False]*n
 
     def __call__(self, ids:Tensor)->Tensor: # (B,) the next token of each row; bool, rows that are complete
         "Takes a token a row; `pieces` then holds what each row adds to its text."

@@ -243,11 +243,13 @@ def init_language_weights(module:nn.Module, # a part of the model; others are le
     if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
     if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
 
+# %% ../../nbs/22_model.language.ipynb #6995fc13
 def _stance(blocks, cache):
     "Compiled blocks are for training: what is written token by token is another shape each time."
     compiled = any('forward' in vars(b) for b in blocks)
     return torch.compiler.set_stance('force_eager') if compiled and cache is not None else nullcontext()
 
+# %% ../../nbs/22_model.language.ipynb #1e92cc85
 @torch.compiler.disable
 def _positions(x, layout, position_ids, cache):
     if cache is not None:

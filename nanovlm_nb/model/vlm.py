@@ -92,12 +92,14 @@ def rows_with_target(hidden:Tensor, layout:Layout, vocab_size:int, # (B, T, D); 
     check_bounds(layout.bounds, vocab_size)
     return hidden.flatten(0, 1).index_select(0, layout.at)
 
+# %% ../../nbs/28_model.vlm.ipynb #d0585310
 def targets_by_row(layout:Layout)->Tensor: # with targets; (B,) on its device
     "Returns how many targets each row has."
     at:Any = layout.at
     counts = at.new_zeros(len(layout.doc_lens))
     return counts.index_add_(0, at//max(layout.T, 1), torch.ones_like(at))
 
+# %% ../../nbs/28_model.vlm.ipynb #a75f6386
 def trains(module:nn.Module)->bool: # any part of a model
     "Returns whether any parameter asks for a gradient; False without parameters too."
     return any(p.requires_grad for p in module.parameters())

@@ -56,6 +56,7 @@ def resolve_checkpoint(name:str|Path)->Path: # directory of a checkpoint or of a
         raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
                           "check the name and the connection") from e
 
+# %% ../../nbs/26_model.weights.ipynb #6df93827
 def _json(folder, *names):
     "The first of some JSON files that is there, else nothing."
     file = next((folder/n for n in names if (folder/n).is_file()), None)
@@ -67,6 +68,7 @@ def read_file(path:Path)->dict[str,Tensor]: # a safetensors file
     try: return load_file(path)
     except SafetensorError as e: raise UsageError(f"{path} is damaged ({e}): fetch or copy it again") from e
 
+# %% ../../nbs/26_model.weights.ipynb #fee647c6
 def read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
@@ -162,6 +164,7 @@ def check_fields(ours:Any, wanted:dict[str,Any], theirs:str, advice:str)->None: 
         have = getattr(ours, k, v)
         require(have==v, f"{k} is {have}, but {theirs} {v}: {advice}")
 
+# %% ../../nbs/26_model.weights.ipynb #d6cf37a0
 def _their_config(folder):
     "What transformers makes of a `config.json`."
     # knows every model there is: a second to import, and most runs have no such checkpoint
@@ -186,6 +189,7 @@ def _family(folder, wanted):
 def _our_fields(family, part):
     return {ours:getattr(part, theirs) for ours,theirs in family.fields.items()} | family.fixed
 
+# %% ../../nbs/26_model.weights.ipynb #5e0ba2f4
 def _decoder_fields(family, part, name):
     "All our numbers of a decoder, from its configuration."
     ours = _our_fields(family, part)
@@ -199,6 +203,7 @@ def _decoder_fields(family, part, name):
     return ours | head_dim | dict(lm_re_base=int(base) if int(base)==base else base,
         lm_max_position_embeddings=part.max_position_embeddings, lm_tie_weights=part.tie_word_embeddings)
 
+# %% ../../nbs/26_model.weights.ipynb #290c9262
 def vision_config(name:str|Path)->dict[str,Any]: # directory or hub name of a vision backbone
     "Returns its numbers as fields of `VLMConfig`."
     return _our_fields(*_family(resolve_checkpoint(name), 'vit_hidden_dim'))
@@ -222,6 +227,7 @@ def _pixels(p, default=.5):
     # values that small mean 0, see `69_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
+# %% ../../nbs/26_model.weights.ipynb #90f96cd4
 def tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     "Returns its numbers, and a CLIP's pixel normalization if pixels were left from 0 to 1."
     numbers = vision_config(cfg.vit_model_type)
@@ -229,6 +235,7 @@ def tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     p = _json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json') if left else None
     return numbers | (_pixels(p) if p else {})
 
+# %% ../../nbs/26_model.weights.ipynb #e7fe5c42
 def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
     "Returns a configuration that fits it."
     return evolve(cfg, **tower_fields(cfg))
@@ -242,6 +249,7 @@ def check_tensors(have:Collection[str], wanted:Collection[str], source:str)->Non
     require(not missing, f"{source} lacks {some(missing)}: {advice}")
     require(not extra, f"{source} has tensors without a place: {some(extra)}; {advice}")
 
+# %% ../../nbs/26_model.weights.ipynb #1b196a89
 def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # where the tensors come from
     "Copies every tensor to its place, or none."
     tensors = module.state_dict()
@@ -264,10 +272,12 @@ def our_tensors(
     check_tensors({k for k in theirs if k in used or not any(fnmatch(k, p) for p in ignore)}, used, source)
     return {k:_shaped(k, torch.cat([theirs[n] for n in names])) for k,names in sources.items() if names}
 
+# %% ../../nbs/26_model.weights.ipynb #7bcd47ef
 def _shaped(name, w):
     "Positions and the class token have two axes more here than theirs."
     return w.view(1, -1, w.shape[-1]) if name.endswith(('position_embedding','cls_token')) else w
 
+# %% ../../nbs/26_model.weights.ipynb #0cca7779
 def _prefixed(state, prefix):
     "A checkpoint of the part alone has no prefix: give it one."
     if any(k.startswith(prefix) for k in state): return state
@@ -290,6 +300,7 @@ def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; 
 def _extended(w, rows):
     return torch.cat([w, nn.init.normal_(w.new_empty(rows-len(w), w.shape[1]), std=.02)])
 
+# %% ../../nbs/26_model.weights.ipynb #1432f4a0
 def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives weights; directory or hub name
     "Loads the weights of a language backbone; rows of tokens that it does not know are initialised."
     require(not lm.cfg.use_moe, f"{name} has one MLP a block and no experts, but use_moe is True: "
@@ -357,6 +368,7 @@ def smolvlm_names(name:str, text:Family=LLAMA)->list[str]: # ours, of a whole mo
               if part=='vision_encoder' else replace(text, prefix='model.text_model.'))
     return their_names(rest, family)
 
+# %% ../../nbs/26_model.weights.ipynb #e7bc53cd
 def text_type(cfg:VLMConfig)->str: # llama, qwen2 or qwen3
     "Returns what transformers calls such a decoder."
     require(not (cfg.lm_qkv_bias and cfg.lm_qk_norm), "lm_qkv_bias and lm_qk_norm together are no decoder "
@@ -407,6 +419,7 @@ def _extra_tokens(folder, image_id):
              for n,t in VLMConfig(image_convention=c).vlm_extra_tokens.items()}
     return first,{names.get(added[i], f'token_{i}'):added[i] for i in range(first, end)}
 
+# %% ../../nbs/26_model.weights.ipynb #dcd0ca76
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
     p = (_json(folder, 'preprocessor_config.json')
@@ -538,6 +551,7 @@ def describe_model(cfg:VLMConfig, parameters:int)->list[str]: # sizes; numbers t
         f'pictures: up to {side} x {side} tiles, {cfg.mp_image_token_length} tokens a tile, '
         f'{cfg.image_convention} convention, pixels (x - {mean})/{std}']
 
+# %% ../../nbs/26_model.weights.ipynb #5588263a
 def bullets(lines:list[str])->str: # one point each
     "Returns a list in Markdown."
     return '\n'.join(f'- {l}' for l in lines)
@@ -554,12 +568,14 @@ def noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_mod
         "or keep it in checkpoints (save_vision True)")
     return {f'vision_encoder.{k}':w for k,w in tower.state_dict().items()}
 
+# %% ../../nbs/26_model.weights.ipynb #da7daaa1
 def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names a backbone; of the tower
     "Returns what `VISION_NOTE` will say; a UsageError if the tower is not its backbone's."
     note = dict(vit_model_type=cfg.vit_model_type, sha256=weights_sha(weights))
     noted_tower(cfg, note)
     return note
 
+# %% ../../nbs/26_model.weights.ipynb #ad7a9a37
 def _noted(path): return json.loads(path.read_bytes())
 
 # %% ../../nbs/26_model.weights.ipynb #1378db6d
@@ -582,6 +598,7 @@ def is_adapter(name:str)->bool: # of a tensor
     "Returns whether a tensor belongs to an adapter, and not to the base."
     return name.endswith((LORA_A, LORA_B))
 
+# %% ../../nbs/26_model.weights.ipynb #4406cc2c
 def merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
 )->dict[str,Tensor]: # of a plain model; adapted matrices are float32
     "Returns weights to whose matrices the adapters are added."
@@ -591,6 +608,7 @@ def merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, w
         plain[name+'.weight'] = plain[name+'.weight'].float()+(b@a)*(alpha/len(a))
     return plain
 
+# %% ../../nbs/26_model.weights.ipynb #3301fcba
 def wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its adapters
     "Returns the same weights; those of adapted layers have the names of `base_layer`."
     split = {k: k.rpartition('.') for k in state}
@@ -606,6 +624,7 @@ def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors' or p.name == LORA_NOTE]
     return hashlib.sha256(''.join(f'{p.name} {file_digest(p)}\n' for p in files).encode()).hexdigest()
 
+# %% ../../nbs/26_model.weights.ipynb #430f64f0
 def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     "Returns its note, with the base's path as it is now; a MissingFile if the base is gone."
     note = _noted(folder/LORA_NOTE)
@@ -626,6 +645,7 @@ def find_base(folder:Path)->Path: # a checkpoint of adapters
             "weights than their base had: put that back, or begin a new run with --load_from")
     return resolved
 
+# %% ../../nbs/26_model.weights.ipynb #f59296b2
 def check_adapters(model:nn.Module, weights:dict[str,Tensor], # has adapters; a checkpoint's, not merged
     name:str|Path, # the checkpoint, for the message
 )->None:
@@ -758,6 +778,7 @@ def minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projec
     if name.startswith('decoder.'): return their_names(name.removeprefix('decoder.'), MINIMIND)
     return [VISION_PROJ[kind][name]] if kind and name in VISION_PROJ[kind] else []
 
+# %% ../../nbs/26_model.weights.ipynb #a5cc0794
 def _unwrapped(path):
     "Tensors by name; of what MiniMind keeps to resume, the model."
     state = load_plain(path)
@@ -766,6 +787,7 @@ def _unwrapped(path):
         raise UsageError(f"{path} holds no tensors by name: give a file of weights")
     return {k.removeprefix('module.'):w.float() if w.is_floating_point() else w for k,w in state.items()}
 
+# %% ../../nbs/26_model.weights.ipynb #d2cb3702
 def _projector_kind(state, kind, path):
     "Of the projector in a file, None without one; it must be the model's, or a matrix whose bias is 0."
     found = next((k for k,names in VISION_PROJ.items() if {*names.values()}<=state.keys()), None)

@@ -69,6 +69,7 @@ def _read_features(path:Path, shape:tuple[int,int], dtype:torch.dtype, # (P, D) 
     logger.warning('%s is damaged: its features are made again', path)
     return None
 
+# %% ../../nbs/56_runs.run.ipynb #9efb085b
 def _write_features(path:Path, features:Tensor)->None: # on the CPU
     "Puts features on disk; who reads meanwhile finds all of them or none."
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +81,9 @@ def _write_features(path:Path, features:Tensor)->None: # on the CPU
 # %% ../../nbs/56_runs.run.ipynb #467b3d30
 class FeatureCache:
     "Features of tiles by the content of a tile; replaces `VLMNet.see`."
-    def __init__(self,
-        folder:str|Path, # where the files are; of this tower alone, since their names say nothing about it
+    def __init__(self, folder:str|Path, # of this tower alone: the names of its files say nothing about it
         see:Callable, shape:tuple[int,int], # stacks of tiles -> (N, P, D) features; P and D
-        dtype:torch.dtype=torch.float32, # in which features are kept
-    ):
+        dtype:torch.dtype=torch.float32): # in which features are kept
         self.folder,self.see,self.shape,self.dtype = Path(folder),see,shape,dtype
         self.hits = self.misses = 0
 
@@ -92,8 +91,7 @@ class FeatureCache:
         "Returns where the features of a tile are."
         return self.folder/key[:2]/key
 
-    def __call__(self, images, # see `flatten_tiles`; at least one tile
-    )->Tensor: # (N, P, D) of `dtype`, on the CPU
+    def __call__(self, images)->Tensor: # see `flatten_tiles`, at least one tile; (N, P, D), on the CPU
         "Returns features of tiles, computed where they are not known."
         tiles = [t for stack in flatten_tiles(images) for t in stack]
         keys = [tile_key(t) for t in tiles]
@@ -132,6 +130,7 @@ def make_model(vlm_cfg:VLMConfig, train_cfg:TrainConfig, resuming:bool=False, # 
     if not (c.save_vision or resuming): model.leave_vision_out()
     return model.train()
 
+# %% ../../nbs/56_runs.run.ipynb #45cbe566
 def get_vision_model(vlm_cfg:VLMConfig, # `vit_model_type` names the backbone
 )->tuple[ViT,Callable]: # the tower, frozen and in eval mode; picture -> (uint8 tiles (n, 3, S, S), grid)
     "A vision backbone and its preprocessing, as MiniMind-V has them."
@@ -170,6 +169,7 @@ def hold(run_dir:Path, dist:Dist)->Iterator[None]: # all ranks must call
     finally:
         if dist.is_master: lock.let_go()
 
+# %% ../../nbs/56_runs.run.ipynb #4fc7bcc9
 def keep_config(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of the run, as they are used
     own:list[str], config:str|None=None, # names of its own parts; the user's own YAML file
 )->None:
@@ -240,6 +240,13 @@ def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)-
         opened=False, total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
         quiet=c.console_line=='none', epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
 
+# %% ../../nbs/56_runs.run.ipynb #5ca66d1c
+def _build_model(v, c, resuming, make, loss):
+    built = make(v, c, resuming)
+    if c.lora_rank: adapt(built, c, weights_of_start(v, c))
+    if loss: built.cross_entropy = loss
+    return built
+
 # %% ../../nbs/56_runs.run.ipynb #5ca66d1b
 def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dist, # of the run; all call
     resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
@@ -254,11 +261,7 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
     def read():
         tokenizer = load_tokenizer(v)
         return tokenizer,(loaders or get_dataloaders)(c, v, dist, tokenizer)
-    def build():
-        built = (model or make_model)(v, c, resuming)
-        if c.lora_rank: adapt(built, c, weights_of_start(v, c))
-        if loss: built.cross_entropy = loss
-        return built
+    build = partial(_build_model, v, c, resuming, model or make_model, loss)
     tokenizer,(rows,val) = on_each_rank(dist, stop, read)
     made,mine = on_each_rank(dist, stop, build),hooks_of(c, hooks, judge)
     return make_trainer(made, c, rows, val, mine, dist, log, tokenizer, schedule, optimizer)

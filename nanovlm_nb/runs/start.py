@@ -59,6 +59,7 @@ def is_pth(load_from:str|None)->bool: # it has weights to begin with, and nothin
     "Whether this names a file of MiniMind's kind."
     return str(load_from or '').endswith('.pth')
 
+# %% ../../nbs/52_runs.start.ipynb #f5eae82d
 def weights_of_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # as the user gave them
 )->str|None: # None: the run begins with backbones, a `.pth` file or random numbers, or it resumes
     "The checkpoint whose weights a new run takes; of a run, its best."
@@ -93,6 +94,7 @@ class Start(NamedTuple):
     origin:str # where weights come from, in words
     lines:list[str] # for the log: what is not as it was given
 
+# %% ../../nbs/52_runs.start.ipynb #db67de37
 def _name_weights(v, c, say):
     "Both configurations with the checkpoint or the file that is meant, and where weights come from."
     if c.resume_from_vlm_checkpoint:
@@ -146,6 +148,7 @@ def given_checkpoint(load_from:str|Path, # what the user gave; of a run, its cur
     check_checkpoint(path, f'load_from {path}')
     return path
 
+# %% ../../nbs/52_runs.start.ipynb #717228e8
 def _resume_given(run_dir, load_from, own):
     "The checkpoint that was named, which must not be mixed up with what the run has."
     path = given_checkpoint(load_from)
@@ -246,6 +249,7 @@ def splits(packs:int, ranks:int|None=None, # of an update; None: any number
     return [(b, packs//w//b, w) for w in ([ranks] if ranks else range(1, packs+1)) if packs%w==0
         for b in range(1, packs//w+1) if packs//w%b==0]
 
+# %% ../../nbs/52_runs.start.ipynb #92221808
 def split_difference(was:int, now:tuple[int,int,int], # packs of an update; batch size, accumulation, ranks
 )->Difference|None: # None: the product is the same
     "What follows from another number of packs in an update."
@@ -316,6 +320,7 @@ def check_own_parts(place:Path, own:list[str], # a run; names of the parts that 
 # %% ../../nbs/52_runs.start.ipynb #f72b3cc5
 def _log_of(run_dir): return read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
 
+# %% ../../nbs/52_runs.start.ipynb #db66a507
 def rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state.json`; the run to come
 )->list[tuple[bool,str]]: # (within a factor of two of the rate that the earlier settings give?, line)
     "Whether the learning rate continues where it was; empty if the log does not say."
@@ -396,6 +401,7 @@ def write_record(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # `note
         text[text.index(YOURS):] if YOURS in text else UNWRITTEN]
     return write_atomic(path, '\n\n'.join(page))
 
+# %% ../../nbs/52_runs.start.ipynb #0154a710
 def training_card(run_dir:str|Path)->str: # Markdown: training, results, limits, observations
     "What the page of a run says about its model, for a model card."
     text = (Path(run_dir)/RECORD).read_text(encoding='utf-8', errors='backslashreplace')
@@ -417,6 +423,7 @@ def where_to_publish(name:str|None)->tuple[str|None,str]: # owner/name, None: no
         raise UsageError(f'hf_repo_name {name!r} is not a name on the hub: give owner/name. {e}') from e
     return name,f'the best model will be published as {name}'
 
+# %% ../../nbs/52_runs.start.ipynb #43c40d6f
 def publish(run_dir:str|Path, repo_id:str, api:Any=None)->None: # of a run; owner/name; an `HfApi`
     "Upload the best checkpoint of a run with its card, privately if it is new."
     model = VisionLanguageModel.from_pretrained(find_checkpoint(run_dir))
@@ -432,6 +439,7 @@ def rows_to_ask(trainer:Trainer)->list[dict]: # after `train()`; as many as `ask
     except Unreachable as e: trainer.log.info(f'no held-out question is asked: {e}')
     return []
 
+# %% ../../nbs/52_runs.start.ipynb #740c3e55
 def best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
     "The best model of a run, ready to be asked."
     best,t = find_checkpoint(trainer.log.run_dir),trainer
@@ -466,12 +474,14 @@ def millions(model:nn.Module)->float: # millions of parameters, shared ones coun
     "Size of a model."
     return sum(p.numel() for p in model.parameters())/1e6
 
+# %% ../../nbs/52_runs.start.ipynb #75ce5462
 def time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
     total,parts = sum(seconds.values()),sorted(seconds.items(), key=lambda o: -o[1])
     if not total: return 'no time has passed'
     return ', '.join(f'{k} {100*v/total:.0f} %' for k,v in parts if v/total>=.005)+f', {total:.0f} s in all'
 
+# %% ../../nbs/52_runs.start.ipynb #02c964f4
 def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
     "Counts of what was left out by reason into the log, ids into `drops.json`."
     counts = {f'drops/{split}_{reason}':n for split,d in drops.items()
@@ -496,6 +506,7 @@ def results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `trai
         *(line for hook in t.hooks for line in getattr(hook, 'findings', ())), *asked,
         *([f'by kind of question\n\n```\n{accuracy_table(scores)}\n```'] if scores else [])]
 
+# %% ../../nbs/52_runs.start.ipynb #714328d0
 ADVICE_AFTER_S = 600. # who tries something needs no advice
 
 def advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a short run, or when all is well
@@ -532,6 +543,7 @@ def what_is_left(run_dir:Path)->str: # of a run; part of a sentence
     last = last_checkpoint(run_dir)
     return f'the last complete checkpoint is {last.name}' if last else 'there is no checkpoint yet'
 
+# %% ../../nbs/52_runs.start.ipynb #9e6e9b33
 def go_on(run_dir:Path, train_cfg:TrainConfig, dist:Dist=Dist(), changes:dict={}, # ranks; fields to change
 )->str: # a line for the shell
     "The command that resumes a run."
@@ -556,11 +568,13 @@ class OpenRun:
     trainer:Any=None # about to make its first update, or later
     status:str='failed' # unless somebody says otherwise
 
+# %% ../../nbs/52_runs.start.ipynb #6ee0afc0
 def command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
     "The command that resumes a run, or begins it again."
     if run.trainer is None: return ' '.join(['the same command', *(f'--{k} {v}' for k,v in changes.items())])
     return run.make_command(run.run_dir, run.cfg, run.dist, changes)
 
+# %% ../../nbs/52_runs.start.ipynb #19e79f56
 def left_line(run:OpenRun)->str: # in progress
     "What is left, and what to type."
     return f'{what_is_left(run.run_dir)}, to go on: {command_of(run)}'
@@ -569,9 +583,11 @@ def left_line(run:OpenRun)->str: # in progress
 class Interrupted(RuntimeError):
     "A signal came before the first update."
 
+# %% ../../nbs/52_runs.start.ipynb #f65fc931
 class RunFailed(UsageError, OSError):
     "A run that was broken off by its machine; the message says what happened, what is left and what to do."
 
+# %% ../../nbs/52_runs.start.ipynb #8158f9a7
 def causes(error:BaseException)->list[BaseException]: # as it arrived; the error first
     "An error and those that it came from."
     chain = [error]
@@ -579,6 +595,7 @@ def causes(error:BaseException)->list[BaseException]: # as it arrived; the error
         chain += [f for f in (e.__cause__, e.__context__) if f is not None and not any(f is c for c in chain)]
     return chain
 
+# %% ../../nbs/52_runs.start.ipynb #1851a81d
 def out_of_memory(error:BaseException)->bool: # one of `causes`
     "Whether memory ran out, that of the device or of the machine."
     of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -610,6 +627,7 @@ def no_memory(run:OpenRun, error:BaseException)->str: # in progress; as it arriv
     return (f'memory ran out ({what}); {what_is_left(run.run_dir)}. What helps when you are '
         f'{". ".join(lines)}. For example: {command_of(run, **first)}')
 
+# %% ../../nbs/52_runs.start.ipynb #62b54021
 def reason_of(run:OpenRun, error:BaseException)->str|None: # in progress; None: a fault, or one of use
     "What broke a run, if that is known, and the command that resumes it."
     if (lost := lost_place(run, error)): return lost
@@ -624,6 +642,7 @@ def first_told(error:Exception, dist:Dist)->Exception: # what ends this rank; th
     first = first_reason(dist, mine)
     return error if first==mine else RunFailed(first)
 
+# %% ../../nbs/52_runs.start.ipynb #66383c93
 def one_voice(dist:Dist, kind:Any, error:BaseException|None, traceback:Any)->None: # for `ExitStack`
     "Lets the error of one rank be the only one that is shown."
     if not isinstance(error, Exception): return
@@ -640,6 +659,7 @@ def set_status(run_dir:Path, status:str, dist:Dist)->None: # of the run; 'runnin
     try: write_atomic(run_dir/STATUS, status+'\n')
     except OSError: (run_dir/STATUS).write_text(status+'\n', encoding='utf-8')
 
+# %% ../../nbs/52_runs.start.ipynb #65bce8fd
 def exit_code(run_dir:Path)->int: # of a run that has ended; 0, or `INTERRUPTED`
     "What a process should end with."
     return INTERRUPTED if (run_dir/STATUS).read_text(encoding='utf-8').strip()=='interrupted' else 0

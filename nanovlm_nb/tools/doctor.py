@@ -40,6 +40,7 @@ class Finding(NamedTuple):
 
     def __str__(self): return f'{self.state}  {self.name:<17} {self.text}'
 
+# %% ../../nbs/61_tools.doctor.ipynb #06ac71cd
 class Skip(Exception):
     "There is nothing to check; the message says why."
 
@@ -51,6 +52,7 @@ def failed(name:str, error:Exception)->Finding: # of the check; one of `WRONG`
     kind = '' if isinstance(error, UsageError) else f'{type(error).__name__}: '
     return Finding(name, FAIL, kind+' '.join(str(error).split()))
 
+# %% ../../nbs/61_tools.doctor.ipynb #ef4b4ef7
 def tried(name:str, check:Callable[...,str], *args)->Finding: # on the screen; the check, its arguments
     "Returns what a check found."
     try: return Finding(name, PASS, check(*args))
@@ -63,6 +65,7 @@ def installed(name:str)->str|None: # None: it is not there
     try: return metadata.version(name)
     except metadata.PackageNotFoundError: return None
 
+# %% ../../nbs/61_tools.doctor.ipynb #c4d225b7
 def unmet(requires:list[str])->dict[str,str]: # e.g. ['torch>=2.9']
     "Returns the requirements that are not met here, by the name of the package; extras are left out."
     needs = [r for r in map(Requirement, requires) if r.marker is None or r.marker.evaluate(dict(extra=''))]
@@ -120,6 +123,7 @@ def driver_version(command:str='nvidia-smi')->str|None: # None: there is no driv
     match = re.match(r'\d+\.\d+', done.stdout.strip())
     return match[0] if match and not done.returncode else None
 
+# %% ../../nbs/61_tools.doctor.ipynb #7cfb0dde
 def check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
     "Raises unless every rank has a GPU; a single rank may train on the CPU."
     many = f'{seen} GPU{"s"*(seen!=1)}'
@@ -244,6 +248,7 @@ def smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resol
                   save_interval=0, ask_samples=0, tracker='none', progress_bar=False, resume=False,
                   deepspeed_config=None, run_name='smoke')
 
+# %% ../../nbs/61_tools.doctor.ipynb #5900a8cf
 def short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float)->tuple[list,str]:
     "Returns the losses of a run in a process of its own, and the last line of what it says if it fails."
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)

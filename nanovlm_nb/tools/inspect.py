@@ -253,6 +253,7 @@ def first_batches(loader:PackLoader, n:int=4)->list[Batch]: # from `open_data`
     loader.set_epoch(0)
     return list(islice(loader, n))
 
+# %% ../../nbs/62_tools.inspect.ipynb #0e2bd8d0
 def check_packs(loader:PackLoader)->str: # from `open_data`
     "Returns how full the first packs are; raises when there is none."
     batches = first_batches(loader)
@@ -271,6 +272,14 @@ def shown_samples(seen:Seen)->Iterator[str]: # from `look`
         yield sample_text(sample, seen.loader.samples.tokenizer)
     yield from ('', *(line for b in first_batches(seen.loader) for line in pack_lines(b)))
 
+# %% ../../nbs/62_tools.inspect.ipynb #417d968a
+def _sample_findings(train, val, seen, held, need, workers):
+    yield tried('left out', check_left_out, seen, held)
+    yield tried('both parts', check_split, train, val)
+    yield tried('template', check_template, train.samples.tokenizer)
+    yield tried('pictures', check_pictures, seen, need, workers)
+    yield tried('packs', check_packs, train)
+
 # %% ../../nbs/62_tools.inspect.ipynb #417d9689
 def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     n:int=SAMPLES, show:int=0, # rows of training and of validation to read; to show
@@ -286,13 +295,8 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
         yield failed('data', e)
         return
     yield tried('samples', check_rows, seen, held)
-    if not seen.plans: return
-    yield tried('left out', check_left_out, seen, held)
-    yield tried('both parts', check_split, train, val)
-    yield tried('template', check_template, train.samples.tokenizer)
-    yield tried('pictures', check_pictures, seen, need, workers)
-    yield tried('packs', check_packs, train)
-    yield from shown_samples(seen) if show else ()
+    if seen.plans: yield from _sample_findings(train, val, seen, held, need, workers)
+    if seen.plans and show: yield from shown_samples(seen)
 
 # %% ../../nbs/62_tools.inspect.ipynb #bf2db93f
 def checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
@@ -302,6 +306,7 @@ def checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
     raise MissingFile(f'{run_dir} has no complete checkpoint before update {update}: '
                       'it keeps max_keep_ckpts of them, choose a later update')
 
+# %% ../../nbs/62_tools.inspect.ipynb #c4f2f601
 def alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of its updates
     "Returns settings for the same updates in one process that reports nowhere."
     return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0,
@@ -366,6 +371,7 @@ def loss_and_norm(trainer:Trainer, update:Update)->tuple[float,float]: # from `t
     trainer.optimizer.zero_grad(set_to_none=True)
     return loss,norm
 
+# %% ../../nbs/62_tools.inspect.ipynb #df5db088
 def judge_samples(trainer:Trainer, update:Update)->list[Verdict]: # from `trainer_before`
     "Returns each sample of an update alone; those that are not finite first, then the strongest pull."
     verdicts = []

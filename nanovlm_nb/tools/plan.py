@@ -192,6 +192,7 @@ def mark_parts(net:nn.Module, tracker:Allocations)->None:
         part.register_forward_pre_hook(lambda *_, name=name: setattr(tracker, 'part', name))
         part.register_forward_hook(lambda *_: setattr(tracker, 'part', 'rest'))
 
+# %% ../../nbs/64_tools.plan.ipynb #7be00662
 def step(net:nn.Module, batch:Batch)->None: # on the meta device; from the loader
     "Makes the forward and the backward pass of a micro-batch."
     images = [[tiles.to(META) for tiles in row] for row in batch['images']]
@@ -228,6 +229,7 @@ class Bookkeeping(NamedTuple):
     total_iterations:int # of all epochs
     updates:int # of all epochs
 
+# %% ../../nbs/64_tools.plan.ipynb #1db85404
 def bookkeeping(samples:int, batch_size:int, gpus:int=1, # of the data set, of one device; devices
     accumulation:int=1, epochs:int=1)->Bookkeeping: # iterations of an update; passes over the data
     "Returns the numbers of iterations and updates that follow from a data set and a batch."
@@ -245,6 +247,7 @@ class Size(NamedTuple):
     largest_block:int # the largest of its repeated blocks; 0 without
     blocks:int # in repeated blocks
 
+# %% ../../nbs/64_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
 ALONE:dict = dict(sharding='ddp', shard_ranks=None, offload_optimizer=False, offload_params=False,
     gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
@@ -259,6 +262,7 @@ def _alone(measure, vlm_cfg, train_cfg):
 # %% ../../nbs/64_tools.plan.ipynb #64aa0001
 def _count(params): return sum(p.numel() for p in params)
 
+# %% ../../nbs/64_tools.plan.ipynb #96283e17
 def _measure_sizes(vlm_cfg, train_cfg):
     parts = {}
     for name,part in meta_net(vlm_cfg, train_cfg).named_children():
@@ -267,6 +271,7 @@ def _measure_sizes(vlm_cfg, train_cfg):
         parts[name] = Size(_count(part.parameters()), learning, max(blocks, default=0), sum(blocks))
     return parts
 
+# %% ../../nbs/64_tools.plan.ipynb #e12f0e81
 def sizes(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model; which parts learn
 )->dict[str,Size]: # `vision_encoder`, `MP`, `decoder`
     "Returns parameters by component, counted on the meta device."
@@ -298,6 +303,7 @@ def _gathered(cfg, parameters, sharding):
     kept = blocks if sharding=='zero2' else 2*max(s.largest_block for s in parameters.values())
     return a*kept+4*(sum(s.total for s in parameters.values())-blocks) # embedding and norms
 
+# %% ../../nbs/64_tools.plan.ipynb #23118882
 def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model; batch, sharding, what is recomputed
     gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
@@ -336,10 +342,12 @@ class PackEstimate(NamedTuple):
     documents:float # samples
     tokens:float # positions that hold a token
 
+# %% ../../nbs/64_tools.plan.ipynb #19f32551
 def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate: # length and limits of a pack
     "Returns an assumption, where nothing was measured."
     return PackEstimate(most_tiles(vlm_cfg, train_cfg)/2, vlm_cfg.lm_max_length/4, 8, vlm_cfg.lm_max_length)
 
+# %% ../../nbs/64_tools.plan.ipynb #6ef415c7
 def pack_of_run(
     run:str|Path, vlm_cfg:VLMConfig, # directory of a run; length of a pack of the run that is planned
 )->PackEstimate: # for packs of the new length
@@ -374,6 +382,7 @@ def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model
     kept = lambda name,size: size.total*(train_cfg.save_vision or size.trained>0 or name!='vision_encoder')
     return sum(4*kept(name, s)+8*s.trained for name,s in parts.items())
 
+# %% ../../nbs/64_tools.plan.ipynb #2a10b639
 def checkpoints_kept(train_cfg:TrainConfig)->int: # at the same time, with the best and the one being written
     "Returns how many checkpoints lie on the disk."
     c,total = train_cfg,checkpoints_written(train_cfg, train_cfg.max_training_steps)
@@ -419,6 +428,7 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
     return books._asdict()|dict(samples=samples, at_most=at_most, epochs=passes,
         passes=packs*pack.documents*cfg.max_training_steps/samples)
 
+# %% ../../nbs/64_tools.plan.ipynb #9a651531
 def _setting(cfg, gpus):
     fields = 'offload_optimizer','offload_params','vision_checkpointing','language_checkpointing'
     return ', '.join([cfg.sharding if gpus>1 else 'one GPU', *(n for n in fields if getattr(cfg, n))])
@@ -455,12 +465,14 @@ def _rows(rows, first=28):
     "Lines of a table: a name and numbers that are aligned to the right."
     return [f'  {name:<{first}}'+''.join(f'{x:>12}' for x in cells) for name,*cells in rows]
 
+# %% ../../nbs/64_tools.plan.ipynb #e6b6a9e5
 def _parameters_text(plan):
     parts,short = plan['parameters'],{'M':1e6, 'k':1e3}
     all_,trained = (with_unit(sum(p[k] for p in parts.values()), short) for k in ('total','trained'))
     each = ', '.join(f"{NAMES[n]} {with_unit(p['total'], short)}" for n,p in parts.items())
     return [f'Parameters: {each}; {all_} together, {trained} train']
 
+# %% ../../nbs/64_tools.plan.ipynb #91b19973
 def _memory_text(plan):
     table = plan['memory']
     unit,size = fitting_unit(GB*max(row['together'] for row in table.values()), BYTES)
@@ -484,6 +496,7 @@ def _device_text(name, d):
     return lines if d['fits'] or enough else [*lines,
         '      and still too small: take a larger GPU or a smaller model']
 
+# %% ../../nbs/64_tools.plan.ipynb #e4f017bc
 def _devices_text(plan):
     return [*_rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]),
             *(line for name,d in plan['devices'].items() for line in _device_text(name, d))]

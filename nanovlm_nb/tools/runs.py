@@ -33,6 +33,7 @@ def since(seconds:float)->str: # e.g. '2.0 h'
         if seconds>=2*size: return f'{seconds/size:.1f} {unit}'
     return f'{seconds:.0f} s'
 
+# %% ../../nbs/60_tools.runs.ipynb #08672cf4
 def describe_checkpoint(run_dir:Path, path:Path, mark:str='', now:float|None=None)->str: # None: the clock
     "Returns a line about a checkpoint."
     missing,size = missing_pieces(path),sum(file_sizes(path).values())/1e6
@@ -40,6 +41,7 @@ def describe_checkpoint(run_dir:Path, path:Path, mark:str='', now:float|None=Non
     age = since((now or time.time())-written(path))
     return f'{path.relative_to(run_dir).as_posix():<12} {age:>9} {size:>9.1f} MB  {state}{mark}'
 
+# %% ../../nbs/60_tools.runs.ipynb #7f601c62
 def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; seconds since 1970
     "Returns a line for each checkpoint of a run, the newest first, and for those that were set aside."
     named = dict(last=last_checkpoint(run_dir), best=read_pointer(run_dir, BEST))
@@ -55,6 +57,7 @@ class Run(NamedTuple):
     restarts:list # updates from which it resumed
     log:Path # where they were read
 
+# %% ../../nbs/60_tools.runs.ipynb #11202699
 def load_run(path:str|Path)->Run: # directory of a run, or its log.jsonl
     "Reads a run."
     log = Path(path)/LOG if Path(path).is_dir() else Path(path)
@@ -75,6 +78,7 @@ def state_of(run_dir:Path)->str:
     if said!='running': return said
     return f'running, {who}' if (who := holder(run_dir)) else 'killed (nobody holds its directory)'
 
+# %% ../../nbs/60_tools.runs.ipynb #566da16d
 def status_lines(path:str|Path, now:float|None=None)->list[str]: # of a run; seconds since 1970, None: now
     "Returns the state of a run, and its last figures."
     run,now = load_run(path),now or time.time()
@@ -117,6 +121,7 @@ def series(run:Run, name:str, x:str='updates')->tuple[list,list]: # of a figure;
               for p,r in zip(positions(run.records, x), run.records) if name in r]
     return [p for p,_ in points],[y for _,y in points]
 
+# %% ../../nbs/60_tools.runs.ipynb #60d755af
 def figures(runs:list[Run], label:str)->list[str]: # of a panel; sorted
     "Returns the names of what there is to draw in a panel."
     return sorted({k for run in runs for r in run.records for k in r if re.fullmatch(PANELS[label], k)})
@@ -131,6 +136,7 @@ def _curve(ax, run, name, x, smooth, **look):
     line, = ax.plot(xs, smoothed(ys, smooth) if rough else ys, **look)
     if rough: ax.plot(xs, ys, lw=.8, alpha=.4, color=line.get_color(), ls=line.get_linestyle())
 
+# %% ../../nbs/60_tools.runs.ipynb #bc0e6372
 def _lines(ax, label, runs, x, smooth):
     "A colour for each curve, or for each run if there are several."
     names,alone = figures(runs, label),len(runs)==1
@@ -153,12 +159,21 @@ def _shares(ax, run, x):
     ax.set_ylim(0, 1)
     ax.legend(reverse=True, loc='center left', bbox_to_anchor=(1, .5)).set_in_layout(False)
 
+# %% ../../nbs/60_tools.runs.ipynb #bdcc0945
 def _marks(ax, run, x, colour):
     "A dotted line where a run was resumed."
     at = list(zip(positions(run.records, x), (r['step'] for r in run.records)))
     for s in run.restarts:
         before = [p for p,step in at if step<=s]
         if before: ax.axvline(before[-1], color=colour, lw=1.2, ls=':')
+
+# %% ../../nbs/60_tools.runs.ipynb #0d076b6c
+def _panel(ax, label, runs, x, smooth):
+    if label=='share of time': _shares(ax, runs[0], x)
+    else: _lines(ax, label, runs, x, smooth)
+    ax.locator_params(axis='x', nbins=4)
+    for i,run in enumerate(runs): _marks(ax, run, x, 'black' if len(runs)==1 else f'C{i}')
+    ax.set(xlabel=x, ylabel=label)
 
 # %% ../../nbs/60_tools.runs.ipynb #0d076b6b
 @styled()
@@ -175,12 +190,7 @@ def plot_runs(
     fig = Figure(figsize=(2.95*columns, 2.9*rows))
     axes = list(fig.subplots(rows, columns, squeeze=False).flat)
     for ax in axes[len(labels):]: ax.set_visible(False)
-    for ax,label in zip(axes, labels):
-        if label=='share of time': _shares(ax, runs[0], x)
-        else: _lines(ax, label, runs, x, smooth)
-        ax.locator_params(axis='x', nbins=4)
-        for i,run in enumerate(runs): _marks(ax, run, x, 'black' if len(runs)==1 else f'C{i}')
-        ax.set(xlabel=x, ylabel=label)
+    for ax,label in zip(axes, labels): _panel(ax, label, runs, x, smooth)
     return finished(fig, path)
 
 # %% ../../nbs/60_tools.runs.ipynb #f0110002
@@ -204,6 +214,7 @@ def news(run_dir:Path, at:int=0, known:frozenset=frozenset(), # bytes of the log
     new = [describe_checkpoint(run_dir, p) for p in complete if p not in known]
     return figures+new,end,frozenset(complete)
 
+# %% ../../nbs/60_tools.runs.ipynb #a071e977
 def follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # of a run; seconds between two looks
     "Yields a line for each thing that happens in a run from now on, until it ends."
     (_,at,known),lives = news(run_dir),'begins'
@@ -229,6 +240,7 @@ def _nothing_in(run_dir):
     runs = [str(p) for p in sorted(run_dir.iterdir()) if p.is_dir() and checkpoints(p)]
     return f'no checkpoint in {run_dir}'+(f", a folder of runs: give {' or '.join(runs)}" if runs else '')
 
+# %% ../../nbs/60_tools.runs.ipynb #e5590701
 def standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `cli.runs_parser`
     "Yields what was deleted and written, how the run stands, and its checkpoints."
     deleted = [] if values.delete_older_than is None else prune_older(run_dir, values.delete_older_than)

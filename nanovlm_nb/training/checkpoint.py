@@ -57,6 +57,7 @@ class PieceWriter(HuggingFaceStorageWriter):
 # %% ../../nbs/43_training.checkpoint.ipynb #0f7be492
 def _first(e): return min(e.failures.items())[1][0] # what went wrong on the first rank that could not
 
+# %% ../../nbs/43_training.checkpoint.ipynb #b3be092b
 def _dcp(action, tensors, dist, **how):
     "Saves or loads with the ranks there are."
     alone = not torch.distributed.is_initialized()
@@ -64,6 +65,7 @@ def _dcp(action, tensors, dist, **how):
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
         action(tensors, no_dist=alone, process_group=None if alone else dist.cpu_group, **how)
 
+# %% ../../nbs/43_training.checkpoint.ipynb #c4b939bd
 def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # from `flat_state`; all ranks call
     "Writes an optimizer's state, every rank its part; raises what went wrong."
     try: _dcp(dcp.save, state, dist, storage_writer=PieceWriter(folder, dist.rank))
@@ -150,6 +152,7 @@ def plain_error(e:BaseException, place:Path)->BaseException: # as it arrived; wh
     number = re.search(r'os error (\d+)', str(e))
     return OSError(int(number[1]), os.strerror(int(number[1])), str(place)) if number else e
 
+# %% ../../nbs/43_training.checkpoint.ipynb #c45e8f62
 def on_all(dist:Dist, place:Path, action:Callable, # what is written, for the message; without arguments
 )->list: # what it returned, by rank
     "Does something on every rank; if it fails on one, it fails on all."

@@ -46,11 +46,13 @@ def find(trainer:Trainer, kind:type[H])->H:
 class Unstable(FloatingPointError):
     "Too many updates in a row were skipped; the message says which, and what helps."
 
+# %% ../../nbs/49_training.hooks.ipynb #f6e7a76b
 def read_bad_updates(run_dir:Path)->list[dict]: # `update`, `reason`, `ids` and `data` of each, in order
     "Returns the updates that a run has skipped; lines that are not ours are passed over with a warning."
     path = Path(run_dir)/BAD_UPDATES
     return json_lines(path, 'update')[0] if path.is_file() else []
 
+# %% ../../nbs/49_training.hooks.ipynb #81e097fd
 def write_bad_updates(run_dir:Path, records:list[dict])->None: # JSON-able, each with `update`
     "Writes the list anew, all at once."
     write_atomic(Path(run_dir)/BAD_UPDATES, ''.join(json.dumps(r)+'\n' for r in records))
@@ -103,6 +105,7 @@ def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     recomputes = c.vision_checkpointing,c.language_checkpointing
     return unit_flops(t.base.cfg, parts, last, *recomputes, c.cache_features, adapter_sizes(t.base))
 
+# %% ../../nbs/49_training.hooks.ipynb #9293de43
 def _peak_of_all(dist:Dist, tflops:float|None=None)->float|None: # of one rank; FLOP/s, None: unknown
     "Returns what all ranks could compute in a second."
     if tflops: return tflops*1e12*dist.world_size
@@ -130,6 +133,7 @@ def sums_by_source(losses:Iterable[tuple[Tensor,Batch]])->Sums: # losses of targ
             found[name] = loss+part.sum().item(),targets+n
     return found
 
+# %% ../../nbs/49_training.hooks.ipynb #7dfaa67f
 def losses_by_source(ranks:Sequence[Sums])->Figures: # `loss/{source}`
     "Returns the loss per target by source over all ranks; nothing if there is only one source."
     totals = {name:[sum(x) for x in zip(*(s[name] for s in ranks if name in s))]

@@ -29,6 +29,7 @@ from ..model.flops import COMPONENTS
 # %% ../../nbs/48_training.lora.ipynb #10ad480c
 def _named(layer, target): return fnmatchcase(f'.{layer}.', f'*.{target}.*')
 
+# %% ../../nbs/48_training.lora.ipynb #bff9a8cc
 def lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of names; `*` matches anything
     "Returns the linear layers that targets name, in the model's order; a UsageError for one that names none."
     linear = [name for name,m in model.named_modules() if isinstance(m, nn.Linear)
@@ -66,6 +67,7 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None)->None: # Non
     require(not c.cache_features or not seen, f'cache_features and an adapter on {seen}: its features change '
         'with every update, leave cache_features out or the tower out of lora_targets')
 
+# %% ../../nbs/48_training.lora.ipynb #7b0af0ae
 def merge_adapters(model:Any)->Any: # with adapters, or without; changed in place
     "Returns the model, its adapters added to their matrices and taken off."
     for name,layer in [(n, m) for n,m in model.named_modules() if hasattr(m, 'lora_A')]:
@@ -82,6 +84,7 @@ def _pairs(name, cfg):
     theirs = [n.removesuffix('.weight') for n in smolvlm_names(name, FAMILIES[text_type(cfg)])]
     return [[f'base_model.model.{layer}.lora_{x}.weight' for x in 'AB'] for layer in theirs]
 
+# %% ../../nbs/48_training.lora.ipynb #6cf049c5
 def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters, see `read_adapted`
     "Writes adapters for peft."
     from peft import LoraConfig
@@ -105,6 +108,7 @@ def _filled(model, state, folder, base):
     model.tokenizer_source = find_tokenizer(base, model.cfg.lm_tokenizer)
     return model.eval()
 
+# %% ../../nbs/48_training.lora.ipynb #788e24c0
 def read_adapted(folder:Path)->VisionLanguageModel: # a checkpoint of adapters; unmerged, in eval mode
     "Returns a model with its adapters on, as it was trained."
     note = noted_base(folder)
@@ -143,6 +147,7 @@ def _merge_peft(state, theirs, scale, cfg):
         rows = state[name].float().chunk(len(pairs))
         state[name] = torch.cat([w if b is None else w+(b@a)*scale for w,(a,b) in zip(rows, pairs)])
 
+# %% ../../nbs/48_training.lora.ipynb #794c4ef7
 def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval mode
     "Returns a model with peft's adapters added to it; the base is a SmolVLM or Idefics3, or one of ours."
     config = _plain_lora(folder)

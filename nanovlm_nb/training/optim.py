@@ -69,6 +69,7 @@ def adapter_groups(model:nn.Module, lr:float)->list[dict]: # with adapters; thei
     model.train()
     return [dict(name='lora', params=adapters, lr=lr, max_lr=lr)]
 
+# %% ../../nbs/41_training.optim.ipynb #c45e012d
 def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters are left out
     "Returns how many numbers the adapters of each component have."
     found = {name:[p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n)]
@@ -83,6 +84,7 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
     lrs = component_lrs(train_cfg)|{name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     return param_groups(model, lrs, train_cfg.language_last_blocks)
 
+# %% ../../nbs/41_training.optim.ipynb #c59c6b1a
 def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_groups`
     kind:type=torch.optim.AdamW, # its class
 )->torch.optim.Optimizer:
@@ -135,8 +137,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for part in parts: self.state.update(part.state)
         self._share()
 
-    def _share(self):
-        "Lets the parts have the groups and the state that are here."
+    def _share(self): # the parts have the groups and the state that are here
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups,part.state = [next(groups) for _ in part.param_groups],self.state
@@ -186,6 +187,7 @@ def precision_notes(device:torch.device, dtype:torch.dtype)->list[str]: # lines 
     return [f'PyTorch has no fast kernels for {dtype} on this processor: '
         'give --dtype float32, it is several times as fast']*slow
 
+# %% ../../nbs/41_training.optim.ipynb #b3ed54a7
 def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
     "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
     known = torch.amp.is_autocast_available(device.type)
@@ -202,6 +204,7 @@ def blocks_of(model:nn.Module)->list[nn.Module]:
     towers = [[*getattr(tower, 'blocks', ())] for tower in (model.vision_encoder, model.decoder)]
     return [b for blocks in towers if all(hasattr(b, 'mlp') for b in blocks) for b in blocks]
 
+# %% ../../nbs/41_training.optim.ipynb #265e2934
 def _for_any_number_of_tiles(forward):
     "Says before each call that the number of tiles varies: the first graph then serves all."
     def call(x, *args):
@@ -234,8 +237,7 @@ WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
 def same_bits(on:bool, kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device
     "While inside, the same run gives the same bits, or an error; if not `on`, everything stays as it is."
     workspace,use = os.environ.get(WORKSPACE),torch.use_deterministic_algorithms
-    require(not on or kind in ('cuda','cpu'), f'deterministic: nobody promises the same bits on {kind}, '
-        'leave it out or take another device')
+    require(not on or kind in ('cuda','cpu'), f'nobody promises the same bits on {kind}: take another device')
     require(not on or workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -89,12 +89,14 @@ def reshard(model:nn.Module)->nn.Module: # any
         if isinstance(m, FSDPModule): m.reshard()
     return model
 
+# %% ../../nbs/42_training.shard.ipynb #9dbfd557
 def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only what trains; all call
     "Returns a plain model's state dict; of a sharded model on rank 0's CPU, and an empty one elsewhere."
     if not is_sharded(model): return model.state_dict()
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained)
     return get_model_state_dict(reshard(model), options=options)
 
+# %% ../../nbs/42_training.shard.ipynb #eab8e5c1
 def load_full_weights(model:nn.Module, weights:dict[str,Tensor])->None: # whole tensors, on every rank
     "Loads a plain model's state dict, in pieces if need be."
     # FSDP would leave these as they are and say nothing
@@ -106,8 +108,11 @@ def load_full_weights(model:nn.Module, weights:dict[str,Tensor])->None: # whole 
 
 # %% ../../nbs/42_training.shard.ipynb #589efaae
 def _on_cpu(t): return t.detach().to('cpu', copy=True)
+
+# %% ../../nbs/42_training.shard.ipynb #2e07595a
 def _options(group): return {k:v for k,v in group.items() if k not in ('params','fused','foreach')}
 
+# %% ../../nbs/42_training.shard.ipynb #590069cc
 class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
     def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
@@ -154,6 +159,7 @@ def begin_state(optimizer:torch.optim.Optimizer)->None: # any
     "Makes the state that a first gradient would bring, so that all of it can be saved and loaded."
     for part in getattr(optimizer, 'parts', [optimizer]): _step_of_zeros(part)
 
+# %% ../../nbs/42_training.shard.ipynb #3125baef
 def _step_of_zeros(optimizer):
     "Takes a step of zeros, with rate 0, for parameters that have made none; it does not count."
     groups = optimizer.param_groups
@@ -206,6 +212,7 @@ def _take(flat:dict, key:str, values:dict|None=None)->Any: # what its values mea
     require(value in [*values], f'{key} is {value!r}: give one of {", ".join(map(str, values))}')
     return values[value]
 
+# %% ../../nbs/42_training.shard.ipynb #8ea24822
 def _equal(flat:dict)->dict: # from `flatten`; field -> value and entry
     "Returns the settings that need no arithmetic."
     found = [(field, _take(flat, key, values), key) for key,(field,values) in EQUAL.items()]

@@ -165,6 +165,7 @@ def _to_device(x:Any, device:torch.device)->Any: # the same nesting
     if isinstance(x, Tensor): return x.to(device, non_blocking=True)
     return [_to_device(o, device) for o in x]
 
+# %% ../../nbs/47_training.trainer.ipynb #60b68bdd
 def inputs_of(trainer:Trainer, batch:Batch, targets:bool=True)->dict[str,Any]: # for the model
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
     base,device = trainer.base,trainer.dist.device
@@ -215,6 +216,7 @@ def trained(trainer:Trainer)->list[Tensor]:
     "Returns the parameters that the optimizer has."
     return [p for g in trainer.optimizer.param_groups for p in g['params']]
 
+# %% ../../nbs/47_training.trainer.ipynb #85928d01
 def _make_step(trainer:Trainer)->None:
     "Lets the optimizer make its step unless it is refused, and clears the gradients."
     t,scaler = trainer,trainer.scaler
@@ -244,6 +246,7 @@ def length(trainer:Trainer)->int|None: # None: a run that counts samples has mad
     known = [n for n in (t.planned, most) if n is not None]
     return max(min(known), 1) if known else None
 
+# %% ../../nbs/47_training.trainer.ipynb #76297369
 def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the schedule
     "Returns where the schedule stands before an update of `size` samples."
     t,most = trainer,trainer.cfg.max_training_samples
@@ -256,6 +259,7 @@ def say_length(trainer:Trainer)->None:
     if epochs: t.log.info(f'{epochs} epochs: {about}{t.planned or "an unknown number of"} updates')
     t.log.length(length(t))
 
+# %% ../../nbs/47_training.trainer.ipynb #540932c2
 def _plan(trainer:Trainer)->None: # every rank must call
     "Counts the updates of `max_epochs`, unless an earlier start has; those of much data are estimated."
     t,epochs = trainer,trainer.cfg.max_epochs
@@ -395,6 +399,7 @@ def tell(trainer:Trainer, figures:Figures, found:Figures)->None:
     figures.update(found)
     trainer.log.log(found, trainer.step)
 
+# %% ../../nbs/47_training.trainer.ipynb #3702b16b
 class Log(Hook):
     "Writes the figures of the hooks before it; later ones `tell` theirs."
     def after_update(self, trainer:Trainer, figures:Figures)->None: # written as they are
@@ -490,6 +495,7 @@ def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their clas
         'give one a class of its own, its name keeps their states apart')
     return named
 
+# %% ../../nbs/47_training.trainer.ipynb #80cce0b9
 def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run continues
     "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
@@ -580,6 +586,15 @@ def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trai
         t.log.info(f'hook {name} begins anew: the checkpoint has no state of it' if name in named else
             f'the checkpoint has a state of hook {name}, which this run does not have: it is left out')
 
+# %% ../../nbs/47_training.trainer.ipynb #ffb5759e
+def _take_directory(t, state):
+    "Makes log and best checkpoint those of the state, if the run's directory is the checkpoint's own."
+    if t.owned: t.saved = t.step
+    else: t.called = [hook for hook in t.called if not isinstance(hook, Checkpoint)]
+    t.log.cut(state['log'] if t.owned else 0) # what a killed run did later is done again
+    best = on_master(t.dist, lambda: best_kept(t.log.run_dir, state)) if t.owned else (inf,None)
+    t.best_val_loss,t.best_step = best
+
 # %% ../../nbs/47_training.trainer.ipynb #ffb5759f
 def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     force:bool=False, checked:bool=False, # go on with other data or parts; its files are known to be whole
@@ -597,10 +612,6 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     _load_hooks(t, checkpoint, state)
     rng = read(f'rng_{t.dist.rank}.json') if state['world_size']==t.dist.world_size else None
     then()
-    if t.owned: t.saved = t.step
-    else: t.called = [hook for hook in t.called if not isinstance(hook, Checkpoint)]
-    t.log.cut(state['log'] if t.owned else 0) # what a killed run did later is done again
-    best = on_master(t.dist, lambda: best_kept(t.log.run_dir, state)) if t.owned else (inf,None)
-    t.best_val_loss,t.best_step = best
+    _take_directory(t, state)
     if rng: set_rng_state(rng)
     return t

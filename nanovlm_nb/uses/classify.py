@@ -83,6 +83,7 @@ def _png(image):
     image.save(buffer, 'PNG')
     return dict(bytes=buffer.getvalue(), path=None)
 
+# %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: (picture, number of its class)
     features = datasets.Features(dict(image=datasets.Image(), label=datasets.ClassLabel(names=names)))
     return datasets.Dataset.from_list([dict(image=_png(im), label=label) for im,label in rows],
@@ -191,6 +192,7 @@ class ClassRows:
 # %% ../../nbs/81_uses.classify.ipynb #78d94f9d
 def _ordered(values): return [str(v) for v in sorted(values, key=lambda v: (isinstance(v, str), v))]
 
+# %% ../../nbs/81_uses.classify.ipynb #fcb9d425
 def names_of(splits:Iterable[datasets.Dataset], # of one data set
 )->list[str]: # in the order of their numbers; of the numbers or the alphabet, where there are none
     "Returns the classes of a data set."
@@ -198,6 +200,7 @@ def names_of(splits:Iterable[datasets.Dataset], # of one data set
     given = next((names for _,names in by_split if names), None)
     return given or _ordered({v for values,_ in by_split for v in values})
 
+# %% ../../nbs/81_uses.classify.ipynb #8bbee4b3
 def _undecoded(ds):
     "Returns the pictures of a data set as they are kept."
     key = find_column(ds.column_names, IMAGE_COLUMNS, 'pictures')
@@ -205,6 +208,7 @@ def _undecoded(ds):
     several = isinstance(ds.features[key], datasets.List)
     return ds.select_columns([key]).cast_column(key, datasets.List(kind) if several else kind)
 
+# %% ../../nbs/81_uses.classify.ipynb #12b7b509
 def _numbered(ds, names):
     "Returns the labels of a data set as numbers in a list of names."
     values,kept = find_label(ds)
@@ -274,6 +278,7 @@ def answer_position(labels)->int: # of a sample
     "Returns where its first target is."
     return int((np.asarray(labels)!=IGNORE).argmax())
 
+# %% ../../nbs/81_uses.classify.ipynb #ff1375a9
 def at_answer(plan:Plan, target:int)->Plan: # of a sample with an answer; what is to be learnt
     "Returns the sample cut after the token that follows its answer position, which has the one target."
     ids,at = np.asarray(plan.ids),answer_position(plan.labels)
@@ -372,6 +377,7 @@ class VLMClassifier(VisionLanguageModel):
 # %% ../../nbs/81_uses.classify.ipynb #6b1ad47e
 def _read_config(folder): return json.loads((Path(folder)/'config.json').read_text(encoding='utf-8'))
 
+# %% ../../nbs/81_uses.classify.ipynb #56bba7d9
 def make_classifier(cfg:ClassConfig,
     train_cfg:TrainConfig, # `load_from`: a model or a classifier to begin with; None: backbones, or chance
     resuming:bool=False, # a checkpoint's weights will follow
@@ -400,12 +406,14 @@ class Judged(NamedTuple):
     predicted:int # the likeliest class
     loss:float # minus the logarithm of the probability of its class
 
+# %% ../../nbs/81_uses.classify.ipynb #89336fc7
 def confusion(judged:Iterable[Judged], n:int)->np.ndarray: # (n, n)
     "Returns how many pictures of each class (row) were taken for each class (column)."
     matrix = np.zeros((n,n), dtype=int)
     for j in judged: matrix[j.label,j.predicted] += 1
     return matrix
 
+# %% ../../nbs/81_uses.classify.ipynb #fe345f51
 def macro_f1(matrix:np.ndarray)->float: # from `confusion`; 0 to 1
     "Returns the mean F1 of the classes, without those that neither were there nor were predicted."
     total = matrix.sum(0)+matrix.sum(1)
@@ -518,6 +526,7 @@ def write_predictions(run_dir:Path, judged:list[Judged], names:list[str], step:i
     lines = ',\n'.join(json.dumps(r, ensure_ascii=False) for r in rows)
     return write_atomic(run_dir/PREDICTIONS, f'{head}, "rows": [\n{lines}\n]}}\n')
 
+# %% ../../nbs/81_uses.classify.ipynb #7a7d08db
 def read_predictions(run_dir:str|Path)->tuple[list[Judged],list[str],int]: # pictures, names, update
     "Returns what `write_predictions` wrote."
     d = json.loads((Path(run_dir)/PREDICTIONS).read_text(encoding='utf-8'))
@@ -537,6 +546,7 @@ def _links(folder, wanted):
     for name,target in wanted.items():
         if not (folder/name).is_symlink(): (folder/name).symlink_to(target)
 
+# %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def lay_out(run_dir:Path)->None:
     "Brings `logs/` and `checkpoints/` of a run up to date."
     _links(run_dir/'logs', {name:f'../{name}' for name in LOGS if (run_dir/name).exists()})
@@ -656,6 +666,7 @@ def check_buildable(name:str)->None: # directory or hub id
         'any size and its positions have three axes, which is not built here; '
         'give a SmolVLM (HuggingFaceTB/SmolVLM-256M-Instruct), an Idefics3 or a checkpoint of this library')
 
+# %% ../../nbs/81_uses.classify.ipynb #54ac7ec5
 def _start(name, changes):
     "Returns the configuration to begin with, and the checkpoint that its weights come from."
     if name in PRESETS: return evolve(preset(name)[0], **changes),None
@@ -723,6 +734,7 @@ def without_resume(s:Settings)->Settings:
     if not s.train.get('resume'): return s
     return replace(s, train={k:v for k,v in s.train.items() if k not in ('resume','load_from')})
 
+# %% ../../nbs/81_uses.classify.ipynb #c7395d6e
 class ClassHook(Hook):
     "Keeps the settings beside the checkpoints, and says what is trained on."
     def __init__(self, settings:Settings, data:ClassData): self.settings,self.data = settings,data
@@ -759,6 +771,7 @@ def check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed 
         f'section training, but {now[0]} x {now[1]} in the DeepSpeed file, and updates were counted '
         'with the former: write the same numbers')
 
+# %% ../../nbs/81_uses.classify.ipynb #6057bcb5
 def class_parts(settings:Settings, data:ClassData, train_cfg:TrainConfig)->dict[str,Any]: # for `run`
     "Returns model, data and hooks of a run that classifies."
     def loaders(c, cfg, dist, tokenizer):
@@ -815,6 +828,7 @@ def asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
     s = replace(s, train=s.train|again, **{k:value for k,value in own.items() if value})
     return with_resume(s, v.resume_from) if v.resume_from else s
 
+# %% ../../nbs/81_uses.classify.ipynb #3c7d145b
 def main(values:Namespace)->int: # from `classify_parser`; 0, or 85 after a signal
     "Command `nanovlm classify`: trains a classifier, or sorts pictures with one."
     if values.predict or values.pictures:

@@ -82,6 +82,7 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # smolvl
     save_json(folder/'processor_config.json',
               dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
 
+# %% ../../nbs/80_uses.export.ipynb #67e67e56
 def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm')->None: # or idefics3
     "Writes a model for transformers."
     _,tensors = to_smolvlm(model.state_dict(), model.cfg, kind)
@@ -100,6 +101,7 @@ def open_model(name:str, unmerged:bool=False)->VisionLanguageModel: # only adapt
         return read_adapted(Path(checkpoint))
     raise UsageError('it holds no adapters: format peft is for a run with lora_rank')
 
+# %% ../../nbs/80_uses.export.ipynb #f5323d2d
 @contextmanager
 def exporting(values:Namespace, *packages:str, extra:str='')->Iterator[None]: # of this package
     "Inside, whatever is wrong with a checkpoint, or with the files to be written, is a user error."
@@ -127,6 +129,7 @@ def _write(model, out, kind):
     return (' without a processor: transformers cannot write prompts in the nanovlm convention; '
             'see image_convention')*(model.cfg.image_convention!='smolvlm')
 
+# %% ../../nbs/80_uses.export.ipynb #2791f964
 def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export`: writes a model for transformers, or as nanoVLM's checkpoint."
     with exporting(values):
@@ -215,6 +218,7 @@ def language_tensors(model:VisionLanguageModel, # whose decoder it is
             out[name] = neighbours(w, cfg.head_width) if name.endswith(turned) else w
     return out
 
+# %% ../../nbs/80_uses.export.ipynb #a0c221d8
 def vision_tensors(model:VisionLanguageModel, # whose tower and projector they are
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
     "Returns the tensors of the second file."

@@ -159,6 +159,7 @@ def _halves(tokenizer, pictures):
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text.rstrip(' ').split(pictures+question)
 
+# %% ../../nbs/83_uses.onnx.ipynb #36ad6eda
 def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer; for `OWN_NOTE`
     "Returns what a client has to know."
     cfg,tok = model.cfg,model.tokenizer
@@ -208,6 +209,7 @@ def export_onnx(model:VisionLanguageModel, # with its tokenizer
         for path in write_graphs(model, tmp/'onnx'):
             if int8: to_int8(path)
 
+# %% ../../nbs/83_uses.onnx.ipynb #5bd32a5d
 def _tell_template(config, template):
     "Writes the chat template among the settings of the tokenizer, where transformers.js looks for it."
     values = json.loads(config.read_text(encoding='utf-8'))

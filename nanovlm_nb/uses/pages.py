@@ -70,6 +70,22 @@ def respond(asker:Asker, talk:Talk, file, # of this visitor; it is changed; the 
     heat = answer_heat(asker, [talk.image], turns, chat.turns[-1]['assistant'])[0]
     yield talk.messages,overlay(talk.image, heat)
 
+# %% ../../nbs/84_uses.pages.ipynb #cfc432ec
+def _widgets(gr):
+    "Left the picture and where it was looked at, right the conversation."
+    with gr.Row():
+        with gr.Column():
+            picture = gr.Image(type='filepath', label='Picture', sources=['upload','clipboard'],
+                               elem_id='picture')
+            heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat')
+        with gr.Column():
+            messages = gr.Chatbot(label='Conversation', elem_id='conversation', render_markdown=False)
+            question = gr.Textbox(
+                label='Question', placeholder='Ask something about the picture', elem_id='question')
+            temperature = gr.Slider(0, 2, 0, label='Temperature; 0 takes the most likely word')
+            clear = gr.Button('New conversation')
+    return picture,heat,messages,question,temperature,clear
+
 # %% ../../nbs/84_uses.pages.ipynb #cfc432ed
 def build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
 ): # a `gradio.Blocks`, to be launched
@@ -82,17 +98,7 @@ def build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         talk = gr.State(Talk)
         gr.Markdown(f'# {title}')
-        with gr.Row():
-            with gr.Column():
-                picture = gr.Image(type='filepath', label='Picture', sources=['upload','clipboard'],
-                                   elem_id='picture')
-                heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat')
-            with gr.Column():
-                messages = gr.Chatbot(label='Conversation', elem_id='conversation', render_markdown=False)
-                question = gr.Textbox(
-                    label='Question', placeholder='Ask something about the picture', elem_id='question')
-                temperature = gr.Slider(0, 2, 0, label='Temperature; 0 takes the most likely word')
-                clear = gr.Button('New conversation')
+        picture,heat,messages,question,temperature,clear = _widgets(gr)
         question.submit(ask, [talk, picture, question, temperature], [talk, messages, heat, question])
         clear.click(anew, None, [talk, messages, heat])
         picture.change(anew, None, [talk, messages, heat])
@@ -116,8 +122,10 @@ def _steps(spec):
     "Returns what a tokenizer does to a text before BPE."
     return spec.get('pretokenizers', [spec]) if spec else []
 
+# %% ../../nbs/84_uses.pages.ipynb #97fd3146
 def _plain(token): return not (token['lstrip'] or token['rstrip'] or token['single_word'])
 
+# %% ../../nbs/84_uses.pages.ipynb #e0fa01d0
 def check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
 )->None: # raises unless the page can read it
     "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
@@ -168,6 +176,7 @@ def _unpacked(package):
     except (tarfile.TarError, KeyError) as e:
         raise UsageError(f'{package} is no {RUNTIME} ({e}): {REMEDY}') from e
 
+# %% ../../nbs/84_uses.pages.ipynb #b9091439
 def read_runtime(where:str|Path|None=None, # the package or a directory that has it; None: npm fetches it
 )->dict[str,bytes]: # name -> contents
     "Returns the files of ONNX Runtime that a page needs."
@@ -190,6 +199,7 @@ def offered_scenes(side:int=64)->list[tuple[str,Image.Image]]: # what it shows, 
     scenes = (next(s for s in iter(lambda: make_scene(sort, rng), None) if held_out(s)) for sort in OFFERED)
     return [(str(scene),draw_scene(scene, rng, side)) for scene in scenes]
 
+# %% ../../nbs/84_uses.pages.ipynb #2e833c14
 def page_note(scenes:list[tuple[str,Image.Image]], side:int, # from `offered_scenes`; of a tile, pixels
 )->dict[str,Any]: # for page.json
     "Returns what the page offers."
@@ -209,6 +219,7 @@ def _write_model(model, folder):
     (folder/'tokenizer.json').write_text(model.tokenizer.backend_tokenizer.to_str(), encoding='utf-8')
     write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
 
+# %% ../../nbs/84_uses.pages.ipynb #57831596
 def _write_runtime(runtime, folder):
     "Writes what runs the graphs, with its licences."
     import onnxruntime
