@@ -7,11 +7,10 @@ __all__ = ['VISIBLE', 'OWN_TASKS', 'WRITE_THEM', 'MISSING', 'NO_SLURM', 'LOGIN',
            'ASK_SLURM_EVERY', 'Found', 'result_files', 'write_json', 'read_result', 'result_values', 'start_process',
            'is_running', 'writers', 'visible_cards', 'evaluator_cards', 'has_lmms_eval', 'task_names', 'task_file',
            'why_not', 'benchmarks', 'asked_as', 'choose_eval_backend', 'possible_tasks', 'evaluator_command',
-           'Evaluations', 'missing_tasks', 'ask_for_eval', 'poll_evals', 'new_results', 'forget_evals',
-           'take_over_evals', 'collect_evals', 'keep_results', 'wait_for_evals', 'flat', 'sampling_of',
-           'question_changes', 'as_nanovlm_asks', 'batches', 'NanoVLM', 'manifest', 'shape_questions',
-           'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match', 'flat_figures',
-           'through_lmms_eval', 'evaluate_task', 'cli_evaluate', 'result_before', 'evaluate_into', 'results_table',
+           'Evaluations', 'missing_tasks', 'ask_for_eval', 'poll_evals', 'new_results', 'take_over_evals',
+           'collect_evals', 'keep_results', 'wait_for_evals', 'flat', 'sampling_of', 'as_nanovlm_asks', 'batches',
+           'NanoVLM', 'manifest', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows',
+           'exact_match', 'flat_figures', 'cli_evaluate', 'result_before', 'evaluate_into', 'results_table',
            'step_in_name', 'main']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aca7a662
@@ -351,7 +350,7 @@ def _stop(evals, step):
         with suppress(subprocess.TimeoutExpired): subprocess.run(['scancel',job], timeout=60)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #4fd1bbc3
-def forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
+def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
     "Puts aside the evaluations of later steps, and ends their evaluators."
     folder = evals.run_dir/RESULTS
     later = [(s,p) for kind in ('todo','log','json') for s,p in result_files(folder, kind).items() if s>after]
@@ -371,7 +370,7 @@ def take_over_evals(evals:Evaluations, step:int, # updates that the run has done
     log = evals.run_dir/LOG # as the run has cut it
     rows = [r for r in read_log(log) if EVAL_AXIS in r] if log.is_file() else []
     evals.logged = {(r[EVAL_AXIS],name) for r in rows for name in r}
-    lines = forget_evals(evals, step)
+    lines = _forget_evals(evals, step)
     if due: ask_for_eval(evals, step)
     return lines+poll_evals(evals, thorough=True)
 
@@ -431,7 +430,7 @@ def sampling_of(options:dict)->dict: # `generation_kwargs` of a task; for `Asker
 
 # %% ../../nbs/36_answers.evaluate.ipynb #a97ec1f7
 @cache
-def question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), `after`, `answer`
+def _question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), `after`, `answer`
     "Returns what nanoVLM's adapter adds to the questions of each benchmark, and changes in them."
     table = files('nanovlm_nb').joinpath('tasks/nanovlm.json').read_text(encoding='utf-8')
     return {task:change for change in json.loads(table) for task in change['tasks']}
@@ -439,7 +438,7 @@ def question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), `
 # %% ../../nbs/36_answers.evaluate.ipynb #0638e506
 def as_nanovlm_asks(task:str, question:str)->tuple[str,str]: # of lmms-eval; question, how the answer begins
     "Returns a question in the words of nanoVLM's adapter."
-    if (change := question_changes().get(task)) is None: return question,''
+    if (change := _question_changes().get(task)) is None: return question,''
     question = change['before']+question
     for old,new in change['replace']: question = question.replace(old, new)
     return question+change['after'],change['answer']
@@ -613,7 +612,7 @@ def _task_manager(include_path):
 Found = tuple[dict[str,float],dict[str,int]] # figures; samples of each task
 
 # %% ../../nbs/36_answers.evaluate.ipynb #026f1948
-def through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
+def _through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
     args:Namespace, dist:Dist=Dist(), # see `cli_evaluate`; every rank must call
 )->Found|None: # None on other ranks than 0
     "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
@@ -645,14 +644,14 @@ def _wrong_with(task, include_path):
     return why_not(task, include_path).format(task)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #7f5cdd11
-def evaluate_task(asker:Asker, task:str, # name, or path of a question file
+def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
     args:Namespace, dist:Dist=Dist(), # see `cli_evaluate`; every rank must call
 )->Found|None: # None on other ranks than 0
     "Evaluates one task: a question file by ourselves, all others with lmms-eval."
     require(not (wrong := _wrong_with(task, args.include_path)), wrong)
     path = task_file(task, args.include_path)
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
-        return through_lmms_eval(asker, task, args, dist)
+        return _through_lmms_eval(asker, task, args, dist)
     share,n = exact_match(asker, path, args.limit, args.batch_size, dist)
     return ({f'{path.stem}_exact_match':share},{path.stem:n}) if dist.is_master else None
 
@@ -662,7 +661,7 @@ _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, Looku
 
 def _add(all_of, task, asker, args, dist):
     "Evaluates a task and notes what came of it."
-    try: new = evaluate_task(asker, task, args, dist)
+    try: new = _evaluate_task(asker, task, args, dist)
     except UsageError as e: all_of['failed'][task] = str(e)
     except _FAILURES as e:
         logger.exception('task %s failed', task)

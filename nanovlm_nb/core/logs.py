@@ -27,8 +27,7 @@ if TYPE_CHECKING: # loaded where something is drawn
 # %% auto #0
 __all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'Service', 'TRACKERS', 'CURVES', 'JsonLines', 'describe', 'Progress', 'progress_of',
            'report_line', 'event_line', 'minimind_line', 'live_bar', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id',
-           'open_wandb', 'open_trackio', 'open_tensorboard', 'RunLog', 'Stats', 'Clock', 'styled', 'finished',
-           'log_axis', 'plot_curves']
+           'open_wandb', 'open_trackio', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
@@ -290,7 +289,7 @@ def open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None, entity:st
         f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}")
 
 # %% ../../nbs/05_core.logs.ipynb #7e50b002
-def open_tensorboard(run_dir:Path, *about:Any)->Service: # see `open_wandb`
+def _open_tensorboard(run_dir:Path, *about:Any)->Service: # see `open_wandb`
     "Opens an event file with the first figures; what earlier starts wrote at later steps is left out."
     files:list[Any] = []
     def send(figures, step):
@@ -303,7 +302,7 @@ def open_tensorboard(run_dir:Path, *about:Any)->Service: # see `open_wandb`
     return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
 TRACKERS:dict[str,Callable[...,Service]] = dict(wandb=open_wandb, trackio=open_trackio,
-    tensorboard=open_tensorboard)
+    tensorboard=_open_tensorboard)
 
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
 class RunLog:

@@ -7,11 +7,11 @@ __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'CONFIG', 'STATUS', 'LOCK', 'LA
            'TENSORBOARD', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY',
            'FEATURE_CACHE', 'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'NEAR_S', 'FAR_S', 'write_atomic',
            'fsync', 'fsync_tree', 'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest',
-           'read_manifest', 'missing_files', 'changed_files', 'damage', 'json_lines', 'read_log', 'read_state',
-           'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
-           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
-           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'delete_old', 'prune', 'prune_older',
-           'delete_abandoned', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'read_manifest', 'damage', 'json_lines', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces',
+           'check_files', 'step_of', 'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer',
+           'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder',
+           'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned', 'sweep', 'lock_file', 'holder',
+           'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -105,7 +105,7 @@ def read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, diges
 # %% ../../nbs/01_core.run_dir.ipynb #a10600df
 READ_BY_LOADERS = ('.json','.safetensors','.jinja') # endings of files that change what is loaded
 
-def missing_files(folder:Path, needs:Iterable[str]=())->list[str]: # names that must be listed
+def _missing_files(folder:Path, needs:Iterable[str]=())->list[str]: # names that must be listed
     "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
     if not (listed := read_manifest(folder)): return [MANIFEST]
     there = file_sizes(folder)
@@ -113,7 +113,7 @@ def missing_files(folder:Path, needs:Iterable[str]=())->list[str]: # names that 
             for n,(size,_) in listed.items() if there.get(n)!=size)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
-def changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
+def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
     "Returns which of the files that are there were changed, or added, since they were listed."
     listed = read_manifest(folder)
     there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
@@ -122,9 +122,9 @@ def changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: lea
         f'{n} is not in its manifest' for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #2af50e93
-def damage(folder:Path, needs:Iterable[str]=())->list[str]: # phrases; see `missing_files`
+def damage(folder:Path, needs:Iterable[str]=())->list[str]: # phrases; see `_missing_files`
     "Returns all that is wrong with a directory; every byte is read if nothing is missing."
-    return [f'{m} is missing or incomplete' for m in missing_files(folder, needs)] or changed_files(folder)
+    return [f'{m} is missing or incomplete' for m in _missing_files(folder, needs)] or _changed_files(folder)
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200003
 CONFIG = 'config.yaml' # settings of a run, in its directory
@@ -174,7 +174,7 @@ def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))-
 # %% ../../nbs/01_core.run_dir.ipynb #c48eb966
 def missing_pieces(checkpoint:Path)->list[str]: # empty: it is complete
     "Returns what a checkpoint lacks; sizes are compared, no file is read."
-    return missing_files(checkpoint, NEEDED)
+    return _missing_files(checkpoint, NEEDED)
 
 # %% ../../nbs/01_core.run_dir.ipynb #1b413d31
 def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it was written
@@ -190,7 +190,7 @@ MEANT = "if the change was meant: from nanovlm_nb.core.run_dir import write_mani
 
 def check_files(folder:Path)->None: # with a manifest or without; folders in it are not read
     "Raises a UsageError that names the files which were changed or added."
-    wrong = ', '.join(changed_files(folder, deep=False))
+    wrong = ', '.join(_changed_files(folder, deep=False))
     require(not wrong, f'{folder} is damaged: {wrong}. Take another checkpoint, or copy it again; '
         f'{MEANT.format(folder)}')
 
@@ -298,7 +298,7 @@ def written(checkpoint:Path)->float: # seconds since 1970
     return (checkpoint/MANIFEST if (checkpoint/MANIFEST).is_file() else checkpoint).stat().st_mtime
 
 # %% ../../nbs/01_core.run_dir.ipynb #23213f51
-def delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
+def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     "Deletes those of the checkpoints that are not needed."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
     old = [p for p in old if p not in needed and not todo_of(p).exists() and not any(p.glob(f'*/{LOG}'))]
@@ -311,13 +311,13 @@ def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -
     require(keep>0 or keep==-1, f'keep is {keep}: give 1 or more, or -1 for all')
     last = last_checkpoint(run_dir)
     if keep==-1 or last is None: return []
-    return delete_old(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
+    return _delete_old(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
 
 # %% ../../nbs/01_core.run_dir.ipynb #6c0e7d25
 def prune_older(run_dir:Path, days:float=7., now:float|None=None)->list[Path]: # age; seconds since 1970
     "Deletes checkpoints that were written long ago; returns them."
     then = (now or time.time())-86400*days
-    return delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
+    return _delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
                                 for p in checkpoints(folder) if written(p)<then])
 
 # %% ../../nbs/01_core.run_dir.ipynb #904efc07

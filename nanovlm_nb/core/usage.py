@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MENDED', 'DEBUG', 'KEYBOARD', 'NO_READER', 'UsageError', 'require', 'MissingFile', 'user_path', 'nearest',
            'unknown_flag', 'Parser', 'at_least', 'checked', 'check_hub_name', 'hub_answers', 'asking_hub',
-           'first_to_tell', 'refuse', 'without_debug', 'no_reader', 'drop_output', 'one_line_errors', 'begin_training',
-           'ends_at_once', 'open_closed_streams']
+           'first_to_tell', 'refuse', 'without_debug', 'one_line_errors', 'begin_training', 'ends_at_once',
+           'open_closed_streams']
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10003
 import difflib,errno,logging,os,signal,socket,sys,time
@@ -162,7 +162,7 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: o
     return [a for a in argv if a!=DEBUG],debug
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10016
-def no_reader()->bool:
+def _no_reader()->bool:
     "Returns whether the reader of the standard output has gone: then the next write fails as well."
     try:
         sys.stdout.flush()
@@ -171,7 +171,7 @@ def no_reader()->bool:
     return False
 
 # %% ../../nbs/00_core.usage.ipynb #c3d988ab
-def drop_output()->None:
+def _drop_output()->None:
     "Writes what is left; what cannot be written is dropped, for with it Python would end with exit code 120."
     for stream in (sys.stdout,sys.stderr):
         try: stream.flush()
@@ -193,9 +193,9 @@ def one_line_errors(prog:str, debug:bool=False, keeps_code:bool=False)->Iterator
         if isinstance(e, UsageError): refuse(prog, str(e))
         if isinstance(e, KeyboardInterrupt): raise SystemExit(KEYBOARD) from None
         if e.errno==errno.ENOSPC and not keeps_code: refuse(prog, 'no space is left on the disk: free some')
-        if e.errno!=errno.EPIPE or not no_reader(): raise
+        if e.errno!=errno.EPIPE or not _no_reader(): raise
         raise SystemExit(NO_READER) from None
-    finally: drop_output()
+    finally: _drop_output()
 
 # %% ../../nbs/00_core.usage.ipynb #05a10041
 def begin_training()->None:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BROKEN_FILE', 'MAX_PNG_TEXT', 'MAX_PIXELS', 'Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage',
-           'open_header', 'image_size', 'open_image', 'split_tiles', 'global_view', 'smolvlm_sizes', 'smolvlm_tiles',
-           'ImageProcessor', 'image_processor_of']
+           'open_header', 'image_size', 'open_image', 'split_tiles', 'global_view', 'smolvlm_sizes', 'ImageProcessor',
+           'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
 import io,os,random,re,struct,warnings,zlib
@@ -175,7 +175,7 @@ def smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tu
 # %% ../../nbs/10_data.images.ipynb #e10c0008
 def _planes(im): return torch.from_numpy(np.stack(im.split())) # RGB -> (3, H, W) uint8
 
-def smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint8 (n, 3, tile, tile)
+def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint8 (n, 3, tile, tile)
     "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
     (w, h), lanczos = im.size, Image.Resampling.LANCZOS
     for size in smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
@@ -215,7 +215,7 @@ class ImageProcessor:
     splitted_image_size:int # side of a tile, pixels: the vision tower's `vit_img_size`
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
-    convention:str='nanovlm' # or smolvlm, see `smolvlm_tiles`
+    convention:str='nanovlm' # or smolvlm, see `_smolvlm_tiles`
 
     def __post_init__(self): _check_processor(self)
 
@@ -238,7 +238,7 @@ class ImageProcessor:
         im = open_image(file)
         if self.custom_transforms: # a picture of the caller's stays as it is
             im = _augment(self, im.copy(), rng or random.Random(0))
-        if self.convention == 'smolvlm': return smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
+        if self.convention == 'smolvlm': return _smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
         x = _planes(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC))
         tiles = split_tiles(x, s)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)

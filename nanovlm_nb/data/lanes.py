@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'Lane', 'naming', 'Window', 'filling',
            'open_window', 'LaneState', 'quantile', 'take_order', 'empty_pack', 'plan_packs', 'planned', 'decode',
-           'packs_of', 'ship', 'unship', 'LaneDataset', 'lanes_of', 'sizes_of', 'merge_states', 'check_state',
-           'Measured', 'count_packs', 'Loader', 'PackLoader', 'pack_workers', 'micro_batches', 'count_updates']
+           'packs_of', 'ship', 'unship', 'LaneDataset', 'lanes_of', 'sizes_of', 'merge_states', 'Measured',
+           'count_packs', 'Loader', 'PackLoader', 'pack_workers', 'micro_batches']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
@@ -242,7 +242,7 @@ def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every 
     return states[0]|dict(states={k:v for s in states for k,v in s['states'].items()})
 
 # %% ../../nbs/16_data.lanes.ipynb #5ac38594
-def check_state(state:dict, now:dict)->None: # a saved one, and that of the loader that is to go on from it
+def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loader that is to go on from it
     "Raise a UsageError that names what is not as it was."
     later = f"set_epoch({state['epoch']+1}) to leave out the rest of epoch {state['epoch']}"
     require(state['lanes']==now['lanes'],
@@ -370,7 +370,7 @@ class PackLoader(Loader):
 
     def updates_left(self, epochs:int)->tuple[int|None,bool]:
         "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
-        return count_updates(self, epochs)
+        return _count_updates(self, epochs)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "The positions of the lanes, and what they depend on."
@@ -380,7 +380,7 @@ class PackLoader(Loader):
 
     def load_state_dict(self, state:dict)->None: # of this rank, or of all ranks (`merge_states`)
         "Go on from saved positions; an error if the order of the packs would not be the same."
-        check_state(state, self.state_dict())
+        _check_state(state, self.state_dict())
         self.epoch = state['epoch']
         self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
 
@@ -414,7 +414,7 @@ def micro_batches(l:PackLoader)->Iterator[Batch]:
             yield l.collate(turn[i:i+l.batch_size])
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97763
-def count_updates(l:PackLoader, epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?
+def _count_updates(l:PackLoader, epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?
     "Updates from here to the end of the last of so many epochs; every rank must call."
     rows,left = l.source.epoch_rows(),range(l.epoch, epochs)
     if rows is None or not left: return (None, False) if left else (0, True)

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['LINES', 'logger', 'FEATURES', 'PIECE', 'SPLIT_FOLDERS', 'FILES', 'SAVED_SHARDS', 'READ_BYTES', 'LOAD_ERRORS',
            'ALL_NAMES', 'SHAPES_SCENES', 'rename', 'read_object', 'text_files', 'text_rows', 'local_configs',
-           'config_names', 'rows_in', 'conform', 'load_config', 'load_configs', 'as_picture', 'as_pictures', 'own_rows',
-           'load_tokenizer', 'no_room', 'map_pair', 'stream_pair', 'shares_of', 'quotas', 'mixed_pair', 'check_parts',
-           'scenes_pair', 'load_sources', 'size_line', 'own_sources', 'make_samples', 'pack_loader', 'transforms_of',
-           'get_dataloaders', 'first_rows', 'as_loader']
+           'config_names', 'rows_in', 'load_config', 'load_configs', 'as_picture', 'as_pictures', 'own_rows',
+           'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'quotas', 'load_sources', 'size_line',
+           'own_sources', 'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,json,logging,os,re
@@ -258,7 +257,7 @@ def _decodable(ds, name):
     return ds if kind == wanted or one == datasets.Value('null') else ds.cast_column(name, wanted)
 
 # %% ../../nbs/18_data.loader.ipynb #17c00006
-def conform(
+def _conform(
     ds:datasets.Dataset|datasets.IterableDataset, # rows
     name:str, where:str='the rows', # their `source`, if they have none; their data set, for messages
     columns:Sequence[str]=(), # see `rename`
@@ -299,7 +298,7 @@ def load_config(
     else:
         with asking_hub(path): ds = _found(str(path), split, cache_dir, streaming, name=name)
     source = folder.stem if folder.is_file() else name
-    return ds if as_stored else conform(ds, source, f'{path} ({name})', columns)
+    return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns)
 
 # %% ../../nbs/18_data.loader.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
@@ -377,7 +376,7 @@ def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree 
     return made
 
 # %% ../../nbs/18_data.loader.ipynb #ee37aba5
-def no_room(val_size:int, rows:int)->str: # that there are
+def _no_room(val_size:int, rows:int)->str: # that there are
     "What to say when no training rows are left, with a value that works."
     works = max(rows//10, min(rows-1, 1))
     return f'val_size {val_size} leaves no training rows of {rows}: set it to {works} or so'
@@ -389,7 +388,7 @@ def map_pair(rows, seed:int, val_size:int, # see `MapSource`; of the run; for va
     "Split rows with random access."
     val = MapSource(rows, seed, 0, val_size, shuffle=False)
     n = val.ends[-1]
-    require(0<=val_size<n, no_room(val_size, n))
+    require(0<=val_size<n, _no_room(val_size, n))
     return MapSource(rows, seed, val_size, n if cutoff is None else min(n, val_size+cutoff)),val
 
 # %% ../../nbs/18_data.loader.ipynb #ee37ab01
@@ -401,7 +400,7 @@ def stream_pair(streams:dict[str,IterableDataset], seed:int, val_size:int, # con
     val = train.held_out()
     def rows(source): return (row for _,row in source.rows_of(0, 1, 0) if isinstance(row, dict))
     if len(val.shares)==len(train.shares) and not any(rows(train)) and (n := len([*rows(val)])):
-        raise UsageError(no_room(val_size, n))
+        raise UsageError(_no_room(val_size, n))
     return train,val
 
 # %% ../../nbs/18_data.loader.ipynb #ef470d02
@@ -414,14 +413,14 @@ def shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `to
 # %% ../../nbs/18_data.loader.ipynb #0ab99cd1
 def quotas(sizes:Sequence[int], val_size:int, weights:Sequence[float])->list[int]: # their sum is `val_size`
     "Divide the validation rows by weight, so that no configuration is emptied."
-    require(val_size<sum(sizes), no_room(val_size, sum(sizes)))
+    require(val_size<sum(sizes), _no_room(val_size, sum(sizes)))
     most = [max(ceil(val_size*n/sum(sizes)), int(n/10)) for n in sizes]
     given = [min(v, m) for v,m in zip(shares_of(val_size, weights), most)]
     room = [m-v for v,m in zip(given, most)]
     return [v+more for v,more in zip(given, shares_of(val_size-sum(given), room))] if any(room) else given
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
-def mixed_pair(train_cfg:TrainConfig, data:dict)->tuple[Mixture,Mixture]: # configuration -> rows
+def _mixed_pair(train_cfg:TrainConfig, data:dict)->tuple[Mixture,Mixture]: # configuration -> rows
     "Mix the configurations that could be loaded by weight; each is split by itself."
     c,names = train_cfg,config_names(train_cfg.train_dataset_path, train_cfg.train_dataset_name)
     given = c.train_dataset_weights
@@ -438,7 +437,7 @@ def mixed_pair(train_cfg:TrainConfig, data:dict)->tuple[Mixture,Mixture]: # conf
 # %% ../../nbs/18_data.loader.ipynb #fa109581
 ALL_NAMES = {'default','all','shards'} # of `train_dataset_name`: no configuration is meant
 
-def check_parts(train_cfg:TrainConfig, lines:bool)->None: # whether the data set is of JSON lines
+def _check_parts(train_cfg:TrainConfig, lines:bool)->None: # whether the data set is of JSON lines
     "Raise a UsageError for a part, or a folder of pictures, that what is read does not have."
     c,what,folder = train_cfg,train_cfg.train_dataset_path,train_cfg.images_path
     if lines or what=='shapes':
@@ -453,7 +452,7 @@ def check_parts(train_cfg:TrainConfig, lines:bool)->None: # whether the data set
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5
 SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
 
-def scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for training, for validation
+def _scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
     c = train_cfg
     require(c.val_size<=SHAPES_SCENES, f'val_size is {c.val_size}: there are {SHAPES_SCENES} drawn scenes '
@@ -466,12 +465,12 @@ def scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for traini
 def load_sources(train_cfg:TrainConfig, drops:Drops|None=None)->tuple: # counts lines that cannot be rows
     "The sources of the data set that a config names, for training and for validation; they share no row."
     c,lines = train_cfg,bool(text_files(train_cfg.train_dataset_path))
-    check_parts(c, lines)
-    if c.train_dataset_path=='shapes': return scenes_pair(c)
+    _check_parts(c, lines)
+    if c.train_dataset_path=='shapes': return _scenes_pair(c)
     if lines: c = replace(c, stream_dataset=False)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,
         columns=c.columns, images_path=c.images_path, drops=drops)
-    if c.train_dataset_weights: return mixed_pair(c, data)
+    if c.train_dataset_weights: return _mixed_pair(c, data)
     if c.stream_dataset: return stream_pair(data, c.seed, c.val_size, c.data_cutoff_idx)
     return map_pair(data if len(data)>1 else [*data.values()][0], c.seed, c.val_size, c.data_cutoff_idx)
 
@@ -489,7 +488,7 @@ def own_sources(
     "The sources of rows of your own."
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
-    if isinstance(rows, Dataset): rows = conform(rows, 'own', columns=c.columns)
+    if isinstance(rows, Dataset): rows = _conform(rows, 'own', columns=c.columns)
     listed = hasattr(rows, '__len__') and hasattr(rows, '__getitem__')
     require(listed and not isinstance(rows, (str,dict,tuple)),
         f'rows are a {type(rows).__name__}, {rows!r:.60}: '

@@ -13,9 +13,9 @@ from ..core.usage import UsageError,require
 
 # %% auto #0
 __all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops', 'matrix_flops', 'pairs',
-           'vision_flops', 'projector_flops', 'mlp_weights', 'block_weights', 'language_flops', 'unit_flops',
-           'step_flops', 'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu',
-           'count_flops', 'fitting_unit', 'with_unit']
+           'vision_flops', 'projector_flops', 'mlp_weights', 'block_weights', 'unit_flops', 'step_flops',
+           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu', 'count_flops',
+           'fitting_unit', 'with_unit']
 
 # %% ../../nbs/29_model.flops.ipynb #96f6c58b
 class Flops(NamedTuple):
@@ -87,7 +87,7 @@ def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied
     return 2*cfg.lm_hidden_dim*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + mlp_weights(cfg)
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c2
-def language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
+def _language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
     last_blocks:int|None=None, # only so many blocks learn; None: all of the language model
     checkpointing:bool=False, adapters:dict[str,int]|None=None, # recomputed; numbers in each one's adapters
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
@@ -105,7 +105,7 @@ def language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; comp
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c3
 def unit_flops(
-    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, last_blocks:int|None=None, # see `language_flops`
+    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, last_blocks:int|None=None, # see `_language_flops`
     vision_checkpointing:bool=False, language_checkpointing:bool=False, # recompute tower, language model
     cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
@@ -121,7 +121,7 @@ def unit_flops(
     seen = Flops() if cached else vision_flops(cfg, vision, vision_checkpointing, n)
     projector = projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))
     return dict(vision=seen, projector=projector,
-        **language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
+        **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
 
 # %% ../../nbs/29_model.flops.ipynb #2d969064
 def step_flops(

@@ -6,13 +6,12 @@
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
            'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'LORA_A', 'LORA_B',
            'LORA_NOTE', 'LORA_WEIGHTS', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
-           'read_tensors', 'Family', 'their_names', 'check_fields', 'vision_config', 'language_config', 'tower_fields',
-           'with_tower', 'check_tensors', 'load_weights', 'our_tensors', 'load_vision_backbone',
-           'load_language_backbone', 'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names',
-           'text_type', 'to_smolvlm', 'smolvlm_config', 'from_smolvlm', 'weights_sha', 'written_at_once',
-           'find_tokenizer', 'describe_model', 'bullets', 'noted_tower', 'tower_note', 'checkpoint_weights',
-           'is_adapter', 'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'find_base', 'check_adapters',
-           'write_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'minimind_names', 'load_pth',
+           'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
+           'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights',
+           'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
+           'from_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets',
+           'tower_note', 'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
+           'noted_base', 'check_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'load_pth',
            'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
@@ -158,7 +157,7 @@ def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the tab
     return []
 
 # %% ../../nbs/26_model.weights.ipynb #44355539
-def check_fields(ours:Any, wanted:dict[str,Any], theirs:str, advice:str)->None: # values; whose they are
+def _check_fields(ours:Any, wanted:dict[str,Any], theirs:str, advice:str)->None: # values; whose they are
     "Raises a UsageError for a field that differs from what is wanted."
     for k,v in wanted.items():
         have = getattr(ours, k, v)
@@ -182,7 +181,7 @@ def _family(folder, wanted):
         raise UsageError(f"{folder} is a checkpoint of type {config.model_type!r}: types that can be read "
                          f"here are {', '.join(k for k,f in FAMILIES.items() if wanted in f.fields)}")
     part = getattr(config, family.part, config) if family.part else config
-    check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another backbone')
+    _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another backbone')
     return family,part
 
 # %% ../../nbs/26_model.weights.ipynb #09df03e2
@@ -241,7 +240,7 @@ def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
     return evolve(cfg, **tower_fields(cfg))
 
 # %% ../../nbs/26_model.weights.ipynb #7686b6dd
-def check_tensors(have:Collection[str], wanted:Collection[str], source:str)->None: # of tensors; where from
+def _check_tensors(have:Collection[str], wanted:Collection[str], source:str)->None: # of tensors; where from
     "Raises a UsageError that names tensors that are missing or left over."
     some = lambda names: ', '.join(sorted(names)[:5])+f' and {len(names)-5} more'*(len(names)>5)
     missing,extra = {*wanted}-{*have},{*have}-{*wanted}
@@ -253,7 +252,7 @@ def check_tensors(have:Collection[str], wanted:Collection[str], source:str)->Non
 def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # where the tensors come from
     "Copies every tensor to its place, or none."
     tensors = module.state_dict()
-    check_tensors(state, tensors, source)
+    _check_tensors(state, tensors, source)
     for k,w in tensors.items():
         require(w.shape==state[k].shape, f"{source}: {k} has shape {tuple(state[k].shape)}, "
             f"the model wants {tuple(w.shape)}; compare the configurations")
@@ -269,7 +268,7 @@ def our_tensors(
     "Returns our tensors, made from theirs."
     sources = {k:names_of(k) for k in wanted}
     used = {n for names in sources.values() for n in names}
-    check_tensors({k for k in theirs if k in used or not any(fnmatch(k, p) for p in ignore)}, used, source)
+    _check_tensors({k for k in theirs if k in used or not any(fnmatch(k, p) for p in ignore)}, used, source)
     return {k:_shaped(k, torch.cat([theirs[n] for n in names])) for k,names in sources.items() if names}
 
 # %% ../../nbs/26_model.weights.ipynb #7bcd47ef
@@ -290,7 +289,7 @@ def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; 
     "Loads the weights of a vision backbone."
     folder,wanted = resolve_checkpoint(name),vit.state_dict()
     family,_ = _family(folder, 'vit_hidden_dim')
-    check_fields(vit.cfg, vision_config(folder), f'{name} has', TAKE_OVER)
+    _check_fields(vit.cfg, vision_config(folder), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
     state = our_tensors(wanted.keys()-zeros, _prefixed(read_tensors(folder), family.prefix),
                        partial(their_names, family=family), family.ignore, str(name))
@@ -309,7 +308,7 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
     family,_ = _family(folder, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
-    check_fields(cfg, wanted, f'{name} has', TAKE_OVER)
+    _check_fields(cfg, wanted, f'{name} has', TAKE_OVER)
     theirs = _prefixed(read_tensors(folder), family.prefix)
     theirs.setdefault('lm_head.weight', theirs['model.embed_tokens.weight'])
     names_of = partial(their_names, family=family)
@@ -397,7 +396,7 @@ def _smolvlm_config(cfg, kind):
 def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
 )->tuple[dict,dict]: # their config.json and their tensors
     "Returns a whole model in the format of transformers."
-    check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
+    _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
                  'this model cannot be written as one, but with --format nanovlm')
     text,tensors = FAMILIES[text_type(cfg)],{}
     for k,w in state.items():
@@ -559,7 +558,7 @@ def bullets(lines:list[str])->str: # one point each
 # %% ../../nbs/26_model.weights.ipynb #f53ba909
 VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: where the tower is
 
-def noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_model_type` and `sha256`
+def _noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_model_type` and `sha256`
     "Returns the weights of the vision tower that a note means; a UsageError if its backbone has others."
     tower = ViT(cfg)
     load_vision_backbone(tower, note['vit_model_type'])
@@ -572,7 +571,7 @@ def noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_mod
 def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names a backbone; of the tower
     "Returns what `VISION_NOTE` will say; a UsageError if the tower is not its backbone's."
     note = dict(vit_model_type=cfg.vit_model_type, sha256=weights_sha(weights))
-    noted_tower(cfg, note)
+    _noted_tower(cfg, note)
     return note
 
 # %% ../../nbs/26_model.weights.ipynb #ad7a9a37
@@ -584,12 +583,12 @@ def checkpoint_weights(folder:Path, kind:type=VLMConfig, # of a checkpoint; clas
 )->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
     "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
     if (folder/LORA_NOTE).is_file():
-        state = checkpoint_weights(find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
+        state = checkpoint_weights(_find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
         alpha = _noted(folder/LORA_NOTE)['alpha']
         return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
     cfg, state = read_checkpoint(folder, kind)
     note = folder/VISION_NOTE
-    return cfg, state | (noted_tower(cfg, _noted(note)) if note.is_file() else {})
+    return cfg, state | (_noted_tower(cfg, _noted(note)) if note.is_file() else {})
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
 LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
@@ -637,7 +636,7 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
 # %% ../../nbs/26_model.weights.ipynb #b7c6e5c3
-def find_base(folder:Path)->Path: # a checkpoint of adapters
+def _find_base(folder:Path)->Path: # a checkpoint of adapters
     "Returns the checkpoint that they are added to; a UsageError if it has changed."
     base = noted_base(folder)['base']
     resolved = resolve_checkpoint(base['path'])
@@ -657,7 +656,7 @@ def check_adapters(model:nn.Module, weights:dict[str,Tensor], # has adapters; a 
         f"{wanted.get(wrong[0])} here; give the lora_rank and lora_targets of that run")
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
-def write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
+def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
     cfg:VLMConfig, note:dict[str,Any], # of the model; `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
     known_as:str|Path, # where the directory will be
 )->None:
@@ -717,7 +716,7 @@ class Pretrained(nn.Module):
                 "keep it in checkpoints (save_vision True)")
         with written_at_once(save_directory) as tmp:
             left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so
-            if self.lora_note: write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
+            if self.lora_note: _write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
             else: write_weights(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
             if self.vision_note:
                 (tmp/VISION_NOTE).write_text(json.dumps(self.vision_note, indent=1)+'\n', encoding='utf-8')
@@ -773,7 +772,7 @@ def load_plain(path:str|Path)->Any: # a file that `torch.save` wrote
         raise UsageError(f'{path} is refused: {why}') from e
 
 # %% ../../nbs/26_model.weights.ipynb #58c2e7fb
-def minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projector
+def _minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projector
     "Returns where a tensor of a whole model is in MiniMind-V's file; nowhere if it has no place for it."
     if name.startswith('decoder.'): return their_names(name.removeprefix('decoder.'), MINIMIND)
     return [VISION_PROJ[kind][name]] if kind and name in VISION_PROJ[kind] else []
@@ -807,7 +806,7 @@ def _from_minimind(state, model, path):
     kind = _projector_kind(state, model.decoder.cfg.mp_kind, path)
     parts,rotation = ('decoder.','MP.') if kind else ('decoder.',),'decoder.rotary_embd.inv_freq'
     wanted = [k for k in model.state_dict() if k.startswith(parts) and k!=rotation]
-    ours = our_tensors(wanted, state, partial(minimind_names, kind=kind),
+    ours = our_tensors(wanted, state, partial(_minimind_names, kind=kind),
                        (*MINIMIND.ignore,'vision_encoder.*'), str(path))
     return ours | {rotation:model.decoder.rotary_embd.inv_freq}
 
@@ -835,13 +834,13 @@ def to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose
     "Returns the tensors of a whole model in MiniMind-V's format."
     can:dict[str,Any] = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True,
                              mp_pixel_shuffle_factor=1)
-    check_fields(cfg, can, 'minimind has', 'this model cannot be written as one, give the names own')
+    _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one, give the names own')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
     kind,out = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias',{}
     for k,w in state.items():
         w = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
-        out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in minimind_names(k, kind)}
+        out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in _minimind_names(k, kind)}
     return out
 
 # %% ../../nbs/26_model.weights.ipynb #65e137df

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUM', 'logger', 'SIGNALS', 'CTRL_C', 'TOWER', 'SMALL_M', 'tile_key', 'FeatureCache', 'keep_features', 'make_model',
-           'get_vision_model', 'run_path', 'hold', 'keep_config', 'stop_on_signals', 'on_each_rank', 'own_parts',
-           'plan_run', 'open_log', 'build_trainer', 'use_frozen_tower', 'use_evals', 'first_lines', 'begin', 'start',
-           'sum_up', 'process_group', 'run', 'main']
+           'get_vision_model', 'run_path', 'hold', 'stop_on_signals', 'on_each_rank', 'own_parts', 'plan_run',
+           'build_trainer', 'begin', 'start', 'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import hashlib,logging,os,zlib,signal,threading
@@ -170,7 +169,7 @@ def hold(run_dir:Path, dist:Dist)->Iterator[None]: # all ranks must call
         if dist.is_master: lock.let_go()
 
 # %% ../../nbs/56_runs.run.ipynb #4fc7bcc9
-def keep_config(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of the run, as they are used
+def _keep_config(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of the run, as they are used
     own:list[str], config:str|None=None, # names of its own parts; the user's own YAML file
 )->None:
     "Write the settings of this start, and the user's file as it is."
@@ -233,7 +232,7 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     with user_path(): return run_path(v, c, dist),v,c,repo,[*lines, *[line]*bool(line)]
 
 # %% ../../nbs/56_runs.run.ipynb #56000008
-def open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->RunLog:
+def _open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->RunLog:
     "The log of a run as its config says, not yet open."
     c,configs = train_cfg,dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=train_cfg.to_dict())
     return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity, c.wandb_project,
@@ -269,7 +268,7 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights
 
-def use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # what it was loaded from
+def _use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # what it was loaded from
     "Switch on what `cache_features` and `save_vision` ask for."
     model,c,log = trainer.base,trainer.cfg,trainer.log
     if checkpoint is not None and not c.save_vision: # `make_model` has done it for a new run
@@ -281,7 +280,7 @@ def use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # what i
     log.info(f'features of tiles are kept in {cache.folder}')
 
 # %% ../../nbs/56_runs.run.ipynb #6c3402cd
-def use_evals(trainer:Trainer)->None: # every rank must call
+def _use_evals(trainer:Trainer)->None: # every rank must call
     "Let checkpoints be evaluated, if the run asks for it."
     c,dist,hook = trainer.cfg,trainer.dist,find(trainer, Evaluate)
     if not c.use_lmms_eval: return
@@ -295,7 +294,7 @@ def use_evals(trainer:Trainer)->None: # every rank must call
 # %% ../../nbs/56_runs.run.ipynb #56000009
 SMALL_M = 10. # millions of parameters; checkpoints of smaller models need no advice
 
-def first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own parts
+def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own parts
     "What the log begins with."
     c,dist,size = trainer.cfg,trainer.dist,millions(trainer.base)
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
@@ -309,7 +308,7 @@ def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was 
     "Change the directory of a run and open its log: nothing refuses it any more."
     run_dir,dist,log = run.run_dir,run.dist,run.log
     if checkpoint and (note := trainer.base.lora_note): note['base'] = noted_base(checkpoint)['base']
-    use_frozen_tower(trainer, checkpoint)
+    _use_frozen_tower(trainer, checkpoint)
     dist.barrier() # every rank has read
     on_master(dist, lambda: go_back(run_dir, checkpoint if trainer.owned else None))
     left = on_master(dist, lambda: sweep(run_dir))
@@ -330,18 +329,18 @@ def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=No
     checkpoint,resumed = on_master(dist, look)
     t = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
     t.asked = stop
-    for line in (*first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
-    use_evals(t)
+    for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
+    _use_evals(t)
     then = partial(begin, run, t, checkpoint)
     resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()
     updates = f'; {total:,} updates' if (total := length(t)) else ''
     log.info(size_line(t.loader.source, t.held_out.source)+updates)
-    on_master(dist, lambda: keep_config(run.run_dir, v, c, own, config))
+    on_master(dist, lambda: _keep_config(run.run_dir, v, c, own, config))
     if dist.is_master: write_record(run.run_dir, v, c)
     return t
 
 # %% ../../nbs/56_runs.run.ipynb #56000020
-def sum_up(run:OpenRun, repo:str|None, model:Callable|None)->str: # has trained; a status
+def _sum_up(run:OpenRun, repo:str|None, model:Callable|None)->str: # has trained; a status
     "Tell what came of a run, and publish its best checkpoint; 'interrupted' if a signal has ended it."
     t,dist,log,f = run.trainer,run.dist,run.log,run.trainer.base.features
     if f: log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
@@ -396,11 +395,11 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
         strict = same_bits(c.deterministic, dist.device.type, c.compile is not False)
         with hold(run_dir, dist),strict,ExitStack() as stack:
-            r = OpenRun(run_dir, v, c, dist, open_log(run_dir, dist, v, c), again)
+            r = OpenRun(run_dir, v, c, dist, _open_log(run_dir, dist, v, c), again)
             stack.push(partial(end_run, r))
             t = r.trainer = start(r, said+lines, stop, getattr(asked, 'config', None), **parts)
             t.log.info(SIGNALLED) if stopping(t) else train(t)
-            r.status = sum_up(r, repo, model)
+            r.status = _sum_up(r, repo, model)
         dist.barrier() # the status is written
     return run_dir
 

@@ -5,13 +5,11 @@
 # %% auto #0
 __all__ = ['RECORDS', 'OWN_PARTS', 'OWN', 'MINE', 'YOURS', 'UNWRITTEN', 'LIMITS', 'HUB_ERRORS', 'ADVICE_AFTER_S', 'SAME_SCRIPT',
            'FULL', 'INTERRUPTED', 'SIGNALLED', 'is_pth', 'weights_of_start', 'with_sizes', 'Start', 'resolve_start',
-           'foresee_start', 'given_checkpoint', 'find_resume', 'go_back', 'aside_lines', 'Difference', 'differences',
-           'splits', 'split_difference', 'place_of', 'progress', 'check_resume', 'check_own_parts', 'rate_lines',
-           'plan_resume', 'changes_since', 'data_lines', 'write_record', 'training_card', 'where_to_publish', 'publish',
-           'rows_to_ask', 'best_asker', 'ask_held_out', 'millions', 'time_split', 'report_drops', 'results_of',
-           'advice_lines', 'report_run', 'what_is_left', 'go_on', 'OpenRun', 'command_of', 'left_line', 'Interrupted',
-           'RunFailed', 'causes', 'out_of_memory', 'lost_place', 'no_memory', 'reason_of', 'first_told', 'one_voice',
-           'set_status', 'exit_code', 'end_run']
+           'foresee_start', 'given_checkpoint', 'find_resume', 'go_back', 'Difference', 'differences', 'splits',
+           'split_difference', 'place_of', 'progress', 'check_resume', 'check_own_parts', 'plan_resume',
+           'changes_since', 'write_record', 'training_card', 'where_to_publish', 'publish', 'millions', 'time_split',
+           'advice_lines', 'report_run', 'what_is_left', 'go_on', 'OpenRun', 'left_line', 'Interrupted', 'RunFailed',
+           'lost_place', 'reason_of', 'one_voice', 'set_status', 'exit_code', 'end_run']
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10003
 import math,shutil,errno,json,os,shlex
@@ -206,7 +204,7 @@ def go_back(run_dir:Path, checkpoint:Path|None, # locked; one of its checkpoints
     return set_aside(run_dir, checkpoint)
 
 # %% ../../nbs/52_runs.start.ipynb #8126d4d6
-def aside_lines(run_dir:Path, checkpoint:Path|None, # of a run; from which it will resume, None: it begins
+def _aside_lines(run_dir:Path, checkpoint:Path|None, # of a run; from which it will resume, None: it begins
 )->list[str]: # a line, or none
     "What going on from there leaves behind."
     own = checkpoint if is_own(run_dir, checkpoint) else None
@@ -321,7 +319,7 @@ def check_own_parts(place:Path, own:list[str], # a run; names of the parts that 
 def _log_of(run_dir): return read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
 
 # %% ../../nbs/52_runs.start.ipynb #db66a507
-def rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state.json`; the run to come
+def _rate_lines(run_dir:Path, state:dict, train_cfg:TrainConfig, # `trainer_state.json`; the run to come
 )->list[tuple[bool,str]]: # (within a factor of two of the rate that the earlier settings give?, line)
     "Whether the learning rate continues where it was; empty if the log does not say."
     c,was,(step,most) = train_cfg,state['configs']['train'],place_of(state, asdict(train_cfg))
@@ -343,7 +341,7 @@ def plan_resume(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_si
 )->tuple[Path|None,list[tuple[bool,str]]]: # the checkpoint to resume from, or None; (in order?, line)
     "Decide where a run begins, and compare the settings."
     path,line = find_resume(run_dir, train_cfg, how)
-    aside = [(True, l) for l in aside_lines(run_dir, path)]
+    aside = [(True, l) for l in _aside_lines(run_dir, path)]
     if path is None: return None,[(not train_cfg.resume, line), *aside]
     check_own_parts(path.parent, own)
     state = read_state(path)
@@ -351,7 +349,7 @@ def plan_resume(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_si
     done = max((r['step'] for r in _log_of(run_dir)), default=0)-state['step']
     again = [f'{done} updates of the log are made again']*(done>0)
     said = [(True, l) for l in (*again, *changed)]
-    return path,[(True, line), *aside, *said, *rate_lines(run_dir, state, train_cfg)]
+    return path,[(True, line), *aside, *said, *_rate_lines(run_dir, state, train_cfg)]
 
 # %% ../../nbs/52_runs.start.ipynb #c916672a
 OWN = {'run_name','notes','resume','load_from'} # different in every run
@@ -374,7 +372,7 @@ UNWRITTEN = f'{YOURS}\n\n\n## Next\n\n' # what a new page leaves to you
 LIMITS = ('## Limits\n\nAnswers may be wrong or invented, and carry what the data and the backbones carry. '
     'All of this was measured on held-out samples of the training data; nothing was done about safety.')
 
-def data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
+def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
     "What a run trains on, and how fast."
     names = '' if c.train_dataset_name==['default'] else f" ({', '.join(c.train_dataset_name)})"
     first = '' if c.data_cutoff_idx is None else f', its first {c.data_cutoff_idx} samples'
@@ -397,7 +395,7 @@ def write_record(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # `note
     since = f' since {before}' if before else ''
     page = [f'# {Path(run_dir).name}', f'## Changed{since}', bullets(changed), MINE,
         train_cfg.notes or '(no notes: give --notes "what this run tries")',
-        bullets(data_lines(vlm_cfg, train_cfg)), '## Results', bullets(results), LIMITS,
+        bullets(_data_lines(vlm_cfg, train_cfg)), '## Results', bullets(results), LIMITS,
         text[text.index(YOURS):] if YOURS in text else UNWRITTEN]
     return write_atomic(path, '\n\n'.join(page))
 
@@ -430,7 +428,7 @@ def publish(run_dir:str|Path, repo_id:str, api:Any=None)->None: # of a run; owne
     model.push_to_hub(repo_id, private=True, api=api, training=training_card(run_dir))
 
 # %% ../../nbs/52_runs.start.ipynb #55000002
-def rows_to_ask(trainer:Trainer)->list[dict]: # after `train()`; as many as `ask_samples` says
+def _rows_to_ask(trainer:Trainer)->list[dict]: # after `train()`; as many as `ask_samples` says
     "Held-out rows that the model can be asked about."
     val,most = trainer.held_out,trainer.base.cfg.lm_max_position_embeddings-LONGEST
     samples = copy(getattr(val, 'samples', None)) # with the same `drops`
@@ -440,7 +438,7 @@ def rows_to_ask(trainer:Trainer)->list[dict]: # after `train()`; as many as `ask
     return []
 
 # %% ../../nbs/52_runs.start.ipynb #740c3e55
-def best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
+def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
     "The best model of a run, ready to be asked."
     best,t = find_checkpoint(trainer.log.run_dir),trainer
     if make is None: asker = Asker.from_checkpoint(best)
@@ -453,7 +451,7 @@ def best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train(
     return asker
 
 # %% ../../nbs/52_runs.start.ipynb #55000004
-def ask_held_out(asker:Asker, rows:list[dict], # the best model; from `rows_to_ask`
+def _ask_held_out(asker:Asker, rows:list[dict], # the best model; from `_rows_to_ask`
     log:RunLog, step:int, # where table and figures go; update at which these are logged
 )->dict[str,dict]: # heading of the table -> kind -> (right, asked)
     "Ask held-out questions, with and without looking."
@@ -482,7 +480,7 @@ def time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 
     return ', '.join(f'{k} {100*v/total:.0f} %' for k,v in parts if v/total>=.005)+f', {total:.0f} s in all'
 
 # %% ../../nbs/52_runs.start.ipynb #02c964f4
-def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
+def _report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
     "Counts of what was left out by reason into the log, ids into `drops.json`."
     counts = {f'drops/{split}_{reason}':n for split,d in drops.items()
         for reason,n in (d.counts|dict(cut_turns=sum(d.cut.values()))).items() if n}
@@ -493,7 +491,7 @@ def report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `Lef
     write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
 
 # %% ../../nbs/52_runs.start.ipynb #55000005
-def results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `train()`; from `ask_held_out`
+def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `train()`; from `_ask_held_out`
     "What came of a run."
     t,name = trainer,'val_loss' if find(trainer, Validate).by is None else 'judged'
     best = 'no validation'
@@ -518,15 +516,15 @@ def advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sho
 
 # %% ../../nbs/52_runs.start.ipynb #55000008
 def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None, # after `train()`; of all
-)->dict[str,dict]: # from `ask_held_out`; empty when nothing was asked
+)->dict[str,dict]: # from `_ask_held_out`; empty when nothing was asked
     "Rank 0 sums up the run."
     t,log,run_dir = trainer,trainer.log,trainer.log.run_dir
-    rows = rows_to_ask(t)
+    rows = _rows_to_ask(t)
     drops['val'].merge(t.held_out.drops)
-    scores = ask_held_out(best_asker(t, make), rows, log, t.step) if rows else {}
-    report_drops(drops, log, t.step)
+    scores = _ask_held_out(_best_asker(t, make), rows, log, t.step) if rows else {}
+    _report_drops(drops, log, t.step)
     plot_curves(read_log(run_dir/LOG), run_dir/'curves.png')
-    write_record(run_dir, t.base.cfg, t.cfg, results_of(t, scores))
+    write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores))
     pictures = [str(p) for p in (run_dir/'samples.png', run_dir/'curves.png') if p.is_file()]
     question = next((r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?')
     ask = f'ask it: nanovlm ask {shlex.quote(str(run_dir))} --image PICTURE --prompt {shlex.quote(question)}'
@@ -569,7 +567,7 @@ class OpenRun:
     status:str='failed' # unless somebody says otherwise
 
 # %% ../../nbs/52_runs.start.ipynb #6ee0afc0
-def command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
+def _command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
     "The command that resumes a run, or begins it again."
     if run.trainer is None: return ' '.join(['the same command', *(f'--{k} {v}' for k,v in changes.items())])
     return run.make_command(run.run_dir, run.cfg, run.dist, changes)
@@ -577,7 +575,7 @@ def command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a 
 # %% ../../nbs/52_runs.start.ipynb #19e79f56
 def left_line(run:OpenRun)->str: # in progress
     "What is left, and what to type."
-    return f'{what_is_left(run.run_dir)}, to go on: {command_of(run)}'
+    return f'{what_is_left(run.run_dir)}, to go on: {_command_of(run)}'
 
 # %% ../../nbs/52_runs.start.ipynb #e0d10007
 class Interrupted(RuntimeError):
@@ -588,7 +586,7 @@ class RunFailed(UsageError, OSError):
     "A run that was broken off by its machine; the message says what happened, what is left and what to do."
 
 # %% ../../nbs/52_runs.start.ipynb #8158f9a7
-def causes(error:BaseException)->list[BaseException]: # as it arrived; the error first
+def _causes(error:BaseException)->list[BaseException]: # as it arrived; the error first
     "An error and those that it came from."
     chain = [error]
     for e in chain: # torch's writer hides a full disk in the context
@@ -596,7 +594,7 @@ def causes(error:BaseException)->list[BaseException]: # as it arrived; the error
     return chain
 
 # %% ../../nbs/52_runs.start.ipynb #1851a81d
-def out_of_memory(error:BaseException)->bool: # one of `causes`
+def _out_of_memory(error:BaseException)->bool: # one of `_causes`
     "Whether memory ran out, that of the device or of the machine."
     of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -607,7 +605,8 @@ FULL = errno.ENOSPC,errno.EDQUOT # no space, no quota
 def lost_place(run:OpenRun, error:BaseException)->str|None: # in progress; as it arrived; None: no such thing
     "What to say about a full disk, and about a directory that can no longer be written."
     place = Path(run.run_dir).absolute()
-    failed = [e for e in (plain_error(c, place) for c in causes(error)) if isinstance(e, OSError) and e.errno]
+    plain = (plain_error(c, place) for c in _causes(error))
+    failed = [e for e in plain if isinstance(e, OSError) and e.errno]
     for e in sorted(failed, key=lambda e: e.errno not in FULL):
         file = Path(str(e.filename or place)).absolute() # without a name it may be a connection
         if e.errno in FULL or run.trainer and e.filename and file.is_relative_to(place):
@@ -615,7 +614,7 @@ def lost_place(run:OpenRun, error:BaseException)->str|None: # in progress; as it
     return None
 
 # %% ../../nbs/52_runs.start.ipynb #54000003
-def no_memory(run:OpenRun, error:BaseException)->str: # in progress; as it arrived
+def _no_memory(run:OpenRun, error:BaseException)->str: # in progress; as it arrived
     "What happened, what is left, what helps."
     v,c,ranks,kind = run.vlm_cfg,run.cfg,run.dist.world_size,run.dist.device.type
     saved = dict(vlm=v.to_dict(), train=c.to_dict())
@@ -625,17 +624,17 @@ def no_memory(run:OpenRun, error:BaseException)->str: # in progress; as it arriv
     first = next((r.changes for r in memory_remedies(v, c, ranks, kind) if keeps(r.changes)), {})
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (f'memory ran out ({what}); {what_is_left(run.run_dir)}. What helps when you are '
-        f'{". ".join(lines)}. For example: {command_of(run, **first)}')
+        f'{". ".join(lines)}. For example: {_command_of(run, **first)}')
 
 # %% ../../nbs/52_runs.start.ipynb #62b54021
 def reason_of(run:OpenRun, error:BaseException)->str|None: # in progress; None: a fault, or one of use
     "What broke a run, if that is known, and the command that resumes it."
     if (lost := lost_place(run, error)): return lost
-    if any(map(out_of_memory, causes(error))): return no_memory(run, error)
+    if any(map(_out_of_memory, _causes(error))): return _no_memory(run, error)
     return f'{error}: {left_line(run)}' if isinstance(error, Unstable) else None
 
 # %% ../../nbs/52_runs.start.ipynb #54000005
-def first_told(error:Exception, dist:Dist)->Exception: # what ends this rank; the same, if it was the first
+def _first_told(error:Exception, dist:Dist)->Exception: # what ends this rank; the same, if it was the first
     "Stores why this rank ends; returns the error with which all ranks end."
     known = isinstance(error, UsageError)
     mine = str(error) if known else f'rank {dist.rank} ended with {type(error).__name__}: {error}'
@@ -646,7 +645,7 @@ def first_told(error:Exception, dist:Dist)->Exception: # what ends this rank; th
 def one_voice(dist:Dist, kind:Any, error:BaseException|None, traceback:Any)->None: # for `ExitStack`
     "Lets the error of one rank be the only one that is shown."
     if not isinstance(error, Exception): return
-    if (last := first_told(error, dist)) is not error: raise last from error
+    if (last := _first_told(error, dist)) is not error: raise last from error
     if not isinstance(error, UsageError): first_to_tell() # the others wait, so that its traceback is seen
 
 # %% ../../nbs/52_runs.start.ipynb #54000007
@@ -691,6 +690,6 @@ def _interrupt(run, error):
 def _explain(run, error):
     "The error with which the run ends on all ranks."
     why = reason_of(run, error)
-    last = first_told(error if why is None else RunFailed(why), run.dist)
+    last = _first_told(error if why is None else RunFailed(why), run.dist)
     if last is error and run.trainer: run.log.info(left_line(run))
     return last

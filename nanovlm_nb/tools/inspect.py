@@ -6,8 +6,8 @@
 __all__ = ['MARKS', 'FAULTY', 'COMPARED', 'FAR', 'open_data', 'why_unreadable', 'sample_text', 'Seen', 'look', 'value_range',
            'check_rows', 'left_out', 'check_left_out', 'enlarging', 'check_pictures', 'picture_bytes', 'fingerprint',
            'fingerprints', 'check_split', 'stored_columns', 'check_columns', 'check_template', 'pack_lines',
-           'first_batches', 'check_packs', 'shown_samples', 'data_findings', 'checkpoint_before', 'alone',
-           'settings_of', 'trainer_before', 'Verdict', 'loss_and_norm', 'judge_samples', 'replay_lines', 'main']
+           'first_batches', 'check_packs', 'data_findings', 'checkpoint_before', 'alone', 'settings_of',
+           'trainer_before', 'Verdict', 'loss_and_norm', 'judge_samples', 'replay_lines', 'main']
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
 import hashlib,json,math,re,sys,tempfile
@@ -264,7 +264,7 @@ def check_packs(loader:PackLoader)->str: # from `open_data`
     return f'{used:.1%} of {packs} are used, with {value_range(samples)} samples'
 
 # %% ../../nbs/62_tools.inspect.ipynb #85188924
-def shown_samples(seen:Seen)->Iterator[str]: # from `look`
+def _shown_samples(seen:Seen)->Iterator[str]: # from `look`
     "Yields samples and packs as text."
     for sample in seen.shown:
         tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
@@ -296,7 +296,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
         return
     yield tried('samples', check_rows, seen, held)
     if seen.plans: yield from _sample_findings(train, val, seen, held, need, workers)
-    if seen.plans and show: yield from shown_samples(seen)
+    if seen.plans and show: yield from _shown_samples(seen)
 
 # %% ../../nbs/62_tools.inspect.ipynb #bf2db93f
 def checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1

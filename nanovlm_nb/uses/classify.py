@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 'SECTIONS', 'OTHERS', 'GUIDE',
            'AT_ONCE', 'find_column', 'find_label', 'digits_splits', 'shapes_splits', 'load_splits', 'split_pair',
-           'Part', 'ClassRows', 'names_of', 'ClassData', 'load_classes', 'ClassConfig', 'as_classifier',
-           'answer_position', 'at_answer', 'ClassSamples', 'wiggle', 'VLMClassifier', 'make_classifier', 'Judged',
-           'confusion', 'macro_f1', 'metrics_of', 'plot_confusion', 'ValidateClasses', 'write_predictions',
-           'read_predictions', 'lay_out', 'Keys', 'own_place', 'sorted_in', 'Settings', 'check_buildable', 'workers_of',
-           'train_config', 'configs_of', 'without_resume', 'ClassHook', 'classify_again', 'check_run', 'class_parts',
-           'classify_on', 'with_resume', 'asked_settings', 'main', 'sort_files']
+           'Part', 'ClassRows', 'names_of', 'ClassData', 'load_classes', 'ClassConfig', 'as_classifier', 'ClassSamples',
+           'wiggle', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
+           'plot_confusion', 'ValidateClasses', 'write_predictions', 'read_predictions', 'lay_out', 'Keys', 'own_place',
+           'sorted_in', 'Settings', 'check_buildable', 'workers_of', 'train_config', 'configs_of', 'without_resume',
+           'ClassHook', 'classify_again', 'class_parts', 'classify_on', 'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import io,random,json,math,os,re,shlex,sys,threading
@@ -274,14 +273,14 @@ def as_classifier(cfg:VLMConfig, names:list[str], **changes)->ClassConfig: # of 
     return new
 
 # %% ../../nbs/81_uses.classify.ipynb #b4aac334
-def answer_position(labels)->int: # of a sample
+def _answer_position(labels)->int: # of a sample
     "Returns where its first target is."
     return int((np.asarray(labels)!=IGNORE).argmax())
 
 # %% ../../nbs/81_uses.classify.ipynb #ff1375a9
-def at_answer(plan:Plan, target:int)->Plan: # of a sample with an answer; what is to be learnt
+def _at_answer(plan:Plan, target:int)->Plan: # of a sample with an answer; what is to be learnt
     "Returns the sample cut after the token that follows its answer position, which has the one target."
-    ids,at = np.asarray(plan.ids),answer_position(plan.labels)
+    ids,at = np.asarray(plan.ids),_answer_position(plan.labels)
     labels = np.full(at+2, IGNORE, np.int32)
     labels[at] = target
     return replace(plan, ids=ids[:at+2], labels=labels, tokens=plan.tokens-(len(ids)-at-2))
@@ -298,12 +297,12 @@ class ClassSamples(VQADataset):
     def plan_row(self, row:dict)->Plan: # with 'id', 'images' (one) and 'label'; without its picture
         "Returns the plan of a sample; the head answers before the question mark."
         turns = [dict(user=self.cfg.class_prompt, assistant='?')]
-        return at_answer(super().plan_row(row|dict(texts=turns)), row['label'])
+        return _at_answer(super().plan_row(row|dict(texts=turns)), row['label'])
 
     def prompt(self, picture)->tuple[list[int],list[Tensor]]: # what `open_header` takes
         "Returns what the model reads before it decides: token ids up to the answer position, tiles."
         sample = self.load_row(dict(id='picture', images=[picture], label=0))
-        return sample['input_ids'][:answer_position(sample['labels'])+1].tolist(),sample['images']
+        return sample['input_ids'][:_answer_position(sample['labels'])+1].tolist(),sample['images']
 
     def longest(self)->int: # tokens
         "Returns the length of a sample with the most tiles."
@@ -764,7 +763,7 @@ def classify_again(run_dir:Path, train_cfg:TrainConfig, # of the run; the file h
     return f'{launch} --config {config} --run_name {name} --resume_from latest{code}{first}'
 
 # %% ../../nbs/81_uses.classify.ipynb #a832774b
-def check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed file says
+def _check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed file says
     "Raises a UsageError where the pieces do not go together."
     wanted,now = [(c.batch_size, c.gradient_accumulation_steps) for c in (s,train_cfg)]
     require(wanted==now, f'batch_size x gradient_accumulation_steps is {wanted[0]} x {wanted[1]} in the '
@@ -775,7 +774,7 @@ def check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed 
 def class_parts(settings:Settings, data:ClassData, train_cfg:TrainConfig)->dict[str,Any]: # for `run`
     "Returns model, data and hooks of a run that classifies."
     def loaders(c, cfg, dist, tokenizer):
-        check_run(settings, c)
+        _check_run(settings, c)
         def loader(rows, changes, shuffle, workers):
             source,samples = MapSource(rows, c.seed, shuffle=shuffle),ClassSamples(cfg, tokenizer, changes)
             return pack_loader(source, samples, cfg, c, dist, shuffle, workers)
@@ -804,7 +803,7 @@ def classify_on(settings:Settings, dist:Dist,
     return run_dir
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
-def with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its run, a path, 'latest'
+def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its run, a path, 'latest'
     "Returns the settings of a run that resumes."
     run_dir,checkpoint,latest = Path(s.output_dir)/(s.run_name or ''),Path(resume_from),resume_from=='latest'
     require(s.run_name or checkpoint.exists() and not latest,
@@ -817,7 +816,7 @@ def with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its 
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d
-def asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
+def _asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
     "Returns the settings of the file, changed by flags."
     v = values
     s = Settings.load(v.config) if v.config else Settings()
@@ -826,15 +825,15 @@ def asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
     if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
     own = dict(name=v.model, datasets=v.datasets, run_name=v.run_name)
     s = replace(s, train=s.train|again, **{k:value for k,value in own.items() if value})
-    return with_resume(s, v.resume_from) if v.resume_from else s
+    return _with_resume(s, v.resume_from) if v.resume_from else s
 
 # %% ../../nbs/81_uses.classify.ipynb #3c7d145b
 def main(values:Namespace)->int: # from `classify_parser`; 0, or 85 after a signal
     "Command `nanovlm classify`: trains a classifier, or sorts pictures with one."
     if values.predict or values.pictures:
-        sort_files(values.predict, values.pictures)
+        _sort_files(values.predict, values.pictures)
         return 0
-    settings = asked_settings(values)
+    settings = _asked_settings(values)
     with process_group(settings.train.get('timeout_s', TrainConfig.timeout_s)) as (dist,stop):
         run_dir = classify_on(settings, dist, stop, values.config)
     return exit_code(run_dir)
@@ -842,7 +841,7 @@ def main(values:Namespace)->int: # from `classify_parser`; 0, or 85 after a sign
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0e
 AT_ONCE = 32 # pictures that are opened together
 
-def sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory; files
+def _sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory; files
     "Writes a line for each picture: file, class, probability."
     require(checkpoint and pictures, 'to sort pictures, give --predict CHECKPOINT and one or more files')
     path = find_checkpoint(checkpoint)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOW', 'Axes', 'OPSET', 'LARGEST_FILE', 'OWN_NOTE', 'See', 'attend', 'Read', 'axes_of', 'to_onnx', 'client_note',
-           'to_int8', 'write_graphs', 'export_onnx', 'main']
+           'write_graphs', 'export_onnx', 'main']
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a00004
 import json,logging,sys,warnings
@@ -175,7 +175,7 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
             tokens_per_tile=cfg.mp_image_token_length, one_tile=one, tokens=cfg.vlm_extra_tokens))
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0002a
-def to_int8(path:Path)->Path: # an ONNX file; another one beside it, `_quantized`
+def _to_int8(path:Path)->Path: # an ONNX file; another one beside it, `_quantized`
     "Writes the same graph with matrices of one byte a weight."
     from onnxruntime.quantization import QuantType,quantize_dynamic
     out = path.with_name(f'{path.stem}_quantized.onnx')
@@ -207,7 +207,7 @@ def export_onnx(model:VisionLanguageModel, # with its tokenizer
         save_json(tmp/OWN_NOTE, client_note(model))
         (tmp/'onnx').mkdir()
         for path in write_graphs(model, tmp/'onnx'):
-            if int8: to_int8(path)
+            if int8: _to_int8(path)
 
 # %% ../../nbs/83_uses.onnx.ipynb #5bd32a5d
 def _tell_template(config, template):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'RUNTIME', 'RUNTIME_FILES', 'REMEDY', 'OFFERED', 'MOST_TOKENS', 'LICENCES',
-           'Talk', 'respond', 'build_page', 'main', 'check_page_tokenizer', 'tall_first', 'ask_npm', 'read_runtime',
-           'offered_scenes', 'page_note', 'export_web', 'main_web']
+           'Talk', 'respond', 'main', 'check_page_tokenizer', 'tall_first', 'read_runtime', 'offered_scenes',
+           'main_web']
 
 # %% ../../nbs/84_uses.pages.ipynb #1e5356b8
 import json,random,shlex,shutil,subprocess,sys,tarfile
@@ -87,7 +87,7 @@ def _widgets(gr):
     return picture,heat,messages,question,temperature,clear
 
 # %% ../../nbs/84_uses.pages.ipynb #cfc432ed
-def build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
+def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
 ): # a `gradio.Blocks`, to be launched
     "Returns the page."
     import gradio as gr
@@ -110,7 +110,7 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
     name,host,port = values.checkpoint,values.host,values.port
     try: import gradio # noqa: F401
     except ImportError as e: raise UsageError('the page needs gradio: pip install nanovlm_nb[demo]') from e
-    page = build_page(load_asker(name), f'nanovlm_nb: {name}', values.max_new_tokens)
+    page = _build_page(load_asker(name), f'nanovlm_nb: {name}', values.max_new_tokens)
     try: page.queue().launch(server_name=host, server_port=port, share=False)
     except (OSError, OverflowError) as e:
         raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e
@@ -157,7 +157,7 @@ RUNTIME_FILES = 'ort.wasm.bundle.min.mjs','ort-wasm-simd-threaded.wasm' # what t
 REMEDY = f'name its package or directory with --web_runtime (npm pack {RUNTIME} fetches it anywhere)'
 _WITHIN = '.','dist','package/dist','onnxruntime-web/dist','node_modules/onnxruntime-web/dist'
 
-def ask_npm(folder:Path)->Path: # gets the package; the package, a .tgz
+def _ask_npm(folder:Path)->Path: # gets the package; the package, a .tgz
     "Fetches the runtime."
     if not (npm := shutil.which('npm')): raise UsageError(f'npm is not here to fetch {RUNTIME}: {REMEDY}')
     words = [npm, 'pack', RUNTIME, '-s', '--fetch-retries=1', f'--pack-destination={folder}']
@@ -181,7 +181,7 @@ def read_runtime(where:str|Path|None=None, # the package or a directory that has
 )->dict[str,bytes]: # name -> contents
     "Returns the files of ONNX Runtime that a page needs."
     if where is None:
-        with TemporaryDirectory() as tmp: return _unpacked(ask_npm(Path(tmp)))
+        with TemporaryDirectory() as tmp: return _unpacked(_ask_npm(Path(tmp)))
     where = Path(where)
     if where.is_file(): return _unpacked(where)
     for folder in (where/w for w in _WITHIN):
@@ -200,7 +200,7 @@ def offered_scenes(side:int=64)->list[tuple[str,Image.Image]]: # what it shows, 
     return [(str(scene),draw_scene(scene, rng, side)) for scene in scenes]
 
 # %% ../../nbs/84_uses.pages.ipynb #2e833c14
-def page_note(scenes:list[tuple[str,Image.Image]], side:int, # from `offered_scenes`; of a tile, pixels
+def _page_note(scenes:list[tuple[str,Image.Image]], side:int, # from `offered_scenes`; of a tile, pixels
 )->dict[str,Any]: # for page.json
     "Returns what the page offers."
     from matplotlib import colormaps
@@ -227,7 +227,7 @@ def _write_runtime(runtime, folder):
     for name in LICENCES: shutil.copyfile(Path(onnxruntime.__file__).parent/name, folder/name)
 
 # %% ../../nbs/84_uses.pages.ipynb #84ab0003
-def export_web(model:VisionLanguageModel, # with its tokenizer
+def _export_web(model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, web_runtime:str|Path|None=None, # directory to write, made if missing; see `read_runtime`
 )->None:
     "Writes a page that answers questions about pictures."
@@ -239,7 +239,7 @@ def export_web(model:VisionLanguageModel, # with its tokenizer
         for part in ('model','runtime','scenes'): (tmp/part).mkdir()
         for name in PAGE_FILES: (tmp/name).write_bytes((PAGE/name).read_bytes())
         for i,(_,picture) in enumerate(scenes): picture.save(tmp/'scenes'/f'{i+1}.png')
-        save_json(tmp/'page.json', page_note(scenes, side))
+        save_json(tmp/'page.json', _page_note(scenes, side))
         _write_model(model, tmp/'model')
         _write_runtime(runtime, tmp/'runtime')
 
@@ -248,6 +248,6 @@ def main_web(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format web`."
     out = values.out
     with exporting(values, 'onnx', 'onnxruntime', 'onnxscript', extra='onnx'):
-        export_web(open_model(values.checkpoint), out, values.web_runtime)
+        _export_web(open_model(values.checkpoint), out, values.web_runtime)
     size = sum(p.stat().st_size for p in Path(out).rglob('*') if p.is_file())
     sys.stdout.write(f'{out}: web, {size/1e6:.1f} MB; python -m http.server -d {shlex.quote(out)} shows it\n')
