@@ -186,10 +186,10 @@ def config_names(
 
 # %% ../../nbs/18_data.loader.ipynb #fc93185d
 SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for streaming
-READ_BYTES = 2**20 # of a column, that are read at a time
+READ_BYTES = 2**20 # of a column, that are taken from a file at a time
 
 def _found(path, split, cache_dir, streaming, **more):
-    "What `datasets` finds. Of parquet it would read whole row groups, a hundred pictures for each lane."
+    "What `datasets` finds. Of parquet a lane holds a row group, and so without the bytes of the file beside."
     if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
     builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):
@@ -211,12 +211,13 @@ def rows_in(file:str|Path)->int|None: # of parquet; None: it is damaged
 # %% ../../nbs/18_data.loader.ipynb #6941ad5d
 def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
-    found:list[dict] = []
+    schemas = {} # each that occurs, once
     for file in sorted(files):
         if (footer := _footer(file)) is None: continue # damaged: it will be named when it is read
         schema = footer.schema.to_arrow_schema()
         require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
-        found.append(datasets.Features.from_arrow_schema(schema))
+        schemas[schema.serialize().to_pybytes()] = schema
+    found = [datasets.Features.from_arrow_schema(s) for s in schemas.values()]
     every = {name:kind for columns in reversed(found) for name,kind in columns.items()}
     return datasets.Features(every) if found and len(every) > len(found[0]) else None
 
