@@ -122,7 +122,7 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
         f'{n} is not in its manifest' for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #2af50e93
-def damage(folder:Path, needs:Iterable[str]=())->list[str]: # phrases; see `_missing_files`
+def damage(folder:Path, needs:Iterable[str]=())->list[str]: # phrases; names that must be listed
     "Returns all that is wrong with a directory; every byte is read if nothing is missing."
     return [f'{m} is missing or incomplete' for m in _missing_files(folder, needs)] or _changed_files(folder)
 

@@ -215,7 +215,7 @@ class ImageProcessor:
     splitted_image_size:int # side of a tile, pixels: the vision tower's `vit_img_size`
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
-    convention:str='nanovlm' # or smolvlm, see `_smolvlm_tiles`
+    convention:str='nanovlm' # or smolvlm: as transformers cuts pictures for SmolVLM
 
     def __post_init__(self): _check_processor(self)
 

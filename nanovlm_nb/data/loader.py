@@ -189,7 +189,7 @@ SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for stream
 READ_BYTES = 2**20 # of a column, that are taken from a file at a time
 
 def _found(path, split, cache_dir, streaming, **more):
-    "What `datasets` finds. Of parquet a lane holds a row group, and so without the bytes of the file beside."
+    "What `datasets` finds. A lane holds one decoded row group of parquet; buffering spares the file's bytes."
     if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
     builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):

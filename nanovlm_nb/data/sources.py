@@ -171,8 +171,8 @@ def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1
     "The rows from `start` to `stop` whose number has the remainder `first` by `step`."
     name,stream = f'{share.config}/{share.number}',share.stream
     # plain iteration would deal shards to a loader's workers
-    one = stream.shard(stream.num_shards, share.index)
-    tables = (one.skip(start) if start else one).iter(READ_ROWS)
+    part = stream.shard(stream.num_shards, share.index)
+    tables = (part.skip(start) if start else part).iter(READ_ROWS)
     while start<stop:
         try:
             with reaching(name): table = next(tables, None)

@@ -105,7 +105,7 @@ def _language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; com
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c3
 def unit_flops(
-    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, last_blocks:int|None=None, # see `_language_flops`
+    cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, last_blocks:int|None=None, # what learns; its last blocks
     vision_checkpointing:bool=False, language_checkpointing:bool=False, # recompute tower, language model
     cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
