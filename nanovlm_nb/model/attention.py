@@ -56,7 +56,7 @@ SHORT_ROW = 256 # positions up to which float32 is the faster kernel on a CPU
 def _kernel_dtype(q):
     "What a kernel computes in: autocast's choice, or that of the queries."
     kind = q.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = kind != 'meta' and torch.is_autocast_enabled(kind) # the meta device knows none
     return torch.get_autocast_dtype(kind) if autocast else q.dtype
 
 # %% ../../nbs/20_model.attention.ipynb #d1aba971

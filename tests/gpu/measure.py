@@ -1,4 +1,4 @@
-"""Ten minutes on one card: everything that is claimed for a GPU, measured in eight phases.
+"""Ten minutes on one card: everything that is claimed for a GPU, measured in nine phases.
 
     python tests/gpu/measure.py                        # measure; figures go to measured.json after every phase
     python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction of `predict.py`
@@ -33,16 +33,20 @@ from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.flops import count_flops, peak_flops
 from nanovlm_nb.core.layout import Layout
+from nanovlm_nb.training.checkpoint import Saver
 from nanovlm_nb.training.optim import compile_blocks
 from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.trainer import Trainer, accumulate, make_trainer, train_step
 from nanovlm_nb.training.optim import tally, gather_update
-from nanovlm_nb.model.vlm import VLMNet
+from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.tools.plan import example_batch
 from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent
 WARM, ROUNDS = 3, 10
+CHOICES = {'as it is': {}, 'tower recomputed': dict(vision_checkpointing=True), 'both recomputed': dict(vision_checkpointing=True, language_checkpointing=True), 'float32': dict(dtype='float32'),
+           'float16': dict(dtype='float16'), 'only the projector learns': dict(lr_vision_backbone=0., lr_language_backbone=0.), 'four experts': dict(use_moe=True), 'optimizer on the CPU': dict(offload_optimizer=True),
+           'attention by definition': dict(attn_backend='explicit')}
 
 
 # --- what is measured with
@@ -84,7 +88,7 @@ class Bench:
     def trainer(self, how: dict, compiled=False, weights=None) -> Trainer:
         model, run = self.configs(how)
         torch.manual_seed(0)
-        with self.device: net = VLMNet(model).train()
+        with self.device: net = VisionLanguageModel(model, load_backbone=False).train()
         if weights is not None: net.load_state_dict(weights, assign=True)
         trainer = make_trainer(net, run, [], [], dist=Dist(device=self.device))
         if compiled: compile_blocks(trainer.base, **({} if self.cuda else dict(backend='eager')))
@@ -362,8 +366,30 @@ def phase_8_determinism(b) -> dict:
         torch.use_deterministic_algorithms(False)
         if b.cuda: torch.backends.cuda.enable_cudnn_sdp(True)
     _, quick, t = five(False)
-    copy = b.seconds(lambda: {k: v.detach().to('cpu') for k, v in t.base.state_dict().items()})
-    return dict(equal=one == two, strict=slow, usual=quick, weights_to_host_ms=round(1e3*copy, 1))
+    pauses = {}
+    for background in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            saver = Saver(t.dist, background)
+            pauses['background' if background else 'waiting'] = [round(1e3*b.seconds(lambda step=step: saver.save(t.base, Path(folder), step, None, {}, t.optimizer)), 1) for step in (1, 2)]
+            saver.wait()
+    return dict(equal=one == two, strict=slow, usual=quick, checkpoint_pause_ms=pauses)
+
+
+def phase_9_choices(b) -> dict:
+    "A micro-batch's time and an update's highest point, one choice after the other."
+    found = {}
+    for name, how in CHOICES.items():
+        release(b)
+        try:
+            t = b.trainer(how)
+            update = gather_update([b.batch(t)], t.dist)
+            train_step(t, update)
+            if b.cuda: torch.cuda.reset_peak_memory_stats()
+            train_step(t, update)
+            peak = round(torch.cuda.max_memory_allocated()/2**30, 2) if b.cuda else None
+            found[name] = dict(b.timed(lambda t=t, update=update: accumulate(t, update), 5), gib=peak)
+        except RuntimeError as e: found[name] = dict(error=' '.join(str(e).split())[:300])
+    return found
 
 
 PHASES = {int(name.split('_')[1]): f for name, f in list(globals().items()) if name.startswith('phase_')}
