@@ -1,4 +1,4 @@
-"Kill a run again and again, at random moments and inside saves, and let it go on; run by test_kills.py, or by hand: kills.py KILLS RANKS WORKERS UPDATES."
+"Kill a run again and again, at random moments and inside saves, and let it go on; run by test_kills.py, or by hand: kills.py KILLS RANKS WORKERS UPDATES [--flag value ...]."
 import hashlib
 import json
 import os
@@ -104,10 +104,10 @@ def disturbed(cwd, kills, ranks, workers, updates, *more, seed=0, how=signal.SIG
 
 
 if __name__ == '__main__':
-    kills, ranks, workers, updates = map(int, sys.argv[1:5])
+    (kills, ranks, workers, updates), more = map(int, sys.argv[1:5]), sys.argv[5:]
     with tempfile.TemporaryDirectory() as cwd:
-        whole = undisturbed(cwd, ranks, workers, updates)
+        whole = undisturbed(cwd, ranks, workers, updates, *more)
         for how in (signal.SIGKILL, signal.SIGTERM):
-            killed, when = disturbed(cwd, kills, ranks, workers, updates, seed=how, how=how)
+            killed, when = disturbed(cwd, kills, ranks, workers, updates, *more, seed=how, how=how)
             print(how.name, when, 'identical' if killed == whole else 'DIFFERENT')
             import shutil; shutil.rmtree(Path(cwd)/'checkpoints'/'killed')
