@@ -8,7 +8,9 @@ __all__ = ['SHORT_ROW', 'log', 'BACKENDS', 'document_mask', 'explicit_attention'
 
 # %% ../../nbs/20_model.attention.ipynb #f582bed2
 import logging
+from contextlib import suppress
 from functools import lru_cache
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -93,6 +95,16 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     out = torch.cat([mixed(n, real, *part) for (n,real,_),*part in zip(equal, *parts)])
     return out.unflatten(0, (-1,layout.T)).transpose(1,2)
 
+# %% ../../nbs/20_model.attention.ipynb #a7c0d106
+def _sharing()->dict:
+    "Returns what tells `varlen_attn` that heads share keys: an argument from torch 2.13 on, before it their number."
+    with suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+        if 'enable_gqa' in signature(varlen_attn).parameters: return dict(enable_gqa=True)
+    return {}
+
+SHARING = _sharing()
+
 # %% ../../nbs/20_model.attention.ipynb #a7c0d107
 def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     layout:Layout|None, causal:bool, dropout_p:float, # likewise; with dropout `sdpa_attention` takes over
@@ -103,7 +115,8 @@ def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     (B,H,T,D),dtype = q.shape,_kernel_dtype(q)
     cu = (layout or Layout.from_doc_lens([[T]]*B, T)).cu_seqlens(q.device)
     q,k,v = (x.transpose(1,2).flatten(0,1).to(dtype) for x in (q,k,v))
-    out = varlen_attn(q, k, v, cu, cu, T, T, window_size=(-1, 0 if causal else -1), enable_gqa=H!=k.shape[1])
+    out = varlen_attn(q, k, v, cu, cu, T, T, window_size=(-1, 0 if causal else -1),
+                      **(SHARING if H!=k.shape[1] else {}))
     return _zero_padding(out.view(B, T, H, D).transpose(1,2), layout)
 
 # %% ../../nbs/20_model.attention.ipynb #40a263cf
