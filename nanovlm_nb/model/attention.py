@@ -97,7 +97,7 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
 
 # %% ../../nbs/20_model.attention.ipynb #a7c0d106
 def _sharing()->dict:
-    "Returns what tells `varlen_attn` that heads share keys: an argument from torch 2.13 on, before it their number."
+    "Returns what tells `varlen_attn` that heads share keys; before torch 2.13 their number does."
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn
         if 'enable_gqa' in signature(varlen_attn).parameters: return dict(enable_gqa=True)
