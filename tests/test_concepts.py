@@ -43,6 +43,12 @@ def test_one_model_file_and_a_shard_of_the_optimizer_per_rank(run_dir):
     assert {'rng_0.json', 'rng_1.json', 'trainer_state.json', 'manifest.json'} <= set(files)
 
 
+def test_each_rank_draws_numbers_of_its_own(run_dir):
+    "With one seed every rank would drop the same units."
+    one, two = (json.loads((run_dir/'step_8'/f'rng_{rank}.json').read_text())['torch'] for rank in (0, 1))
+    assert one != two
+
+
 def test_the_configuration_is_kept_byte_by_byte(run_dir, tmp_path):
     save_yaml(tmp_path/'again.yaml', *load_yaml(run_dir/'config.yaml'))
     assert (tmp_path/'again.yaml').read_bytes() == (run_dir/'config.yaml').read_bytes()

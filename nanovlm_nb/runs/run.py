@@ -263,7 +263,9 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
     build = partial(_build_model, v, c, resuming, model or make_model, loss)
     tokenizer,(rows,val) = on_each_rank(dist, stop, read)
     made,mine = on_each_rank(dist, stop, build),hooks_of(c, hooks, judge)
-    return make_trainer(made, c, rows, val, mine, dist, log, tokenizer, schedule, optimizer)
+    trainer = make_trainer(made, c, rows, val, mine, dist, log, tokenizer, schedule, optimizer)
+    if dist.rank: set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
+    return trainer
 
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
 TOWER = 'vision_encoder.' # begins the names of its weights

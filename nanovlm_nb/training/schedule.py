@@ -66,7 +66,7 @@ def wsd(
 
 # %% ../../nbs/40_training.schedule.ipynb #5e584644
 def _schedules(**knobs:Any)->dict[str,Callable]: # name -> (step, max_lr, max_steps) -> lr
-    "The schedules that have a name; `knobs` are the ratios of 'cosine' and 'wsd'."
+    "The schedules that have a name; `knobs` are the ratios of `cosine` and `wsd`, but for `decay_ratio`."
     return dict(cosine=partial(warmup_cosine, **knobs), wsd=partial(wsd, **knobs),
                 minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
 
