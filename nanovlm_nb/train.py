@@ -12,7 +12,7 @@ import nanovlm_nb.cli as cli # by its full name, so that this file also runs by 
 
 # %% ../nbs/58_train.ipynb #893ff1d1
 def main(argv:list[str]|None=None, # arguments; default: those of the command line
-)->int|None: # exit code: 0, or `endings.INTERRUPTED`
+)->int|None: # exit code: 0, or `INTERRUPTED` of `runs.start`
     "Console script `nanovlm_train`: train as presets, YAML and flags say."
     return cli.main(['train', *(sys.argv[1:] if argv is None else argv)])
 

@@ -13,8 +13,8 @@ from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-LINES = {'.': 398, 'answers': 1048, 'compat': 133, 'core': 1924, 'data': 1836, 'model': 1689, 'runs': 819, 'tools': 1187, 'training': 1599, 'uses': 1226}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 153_505, 858, 9_337, 50
+LINES = {'.': 398, 'answers': 1048, 'compat': 133, 'core': 1928, 'data': 1848, 'model': 1689, 'runs': 819, 'tools': 1187, 'training': 1599, 'uses': 1226}
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 153_766, 858, 9_370, 50
 OVER_20, SHOWING = .11, .90  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from huggingface_hub import constants
 from PIL import Image, PngImagePlugin
 
-from nanovlm_nb.data.dataset import Unreachable
-from nanovlm_nb.data.loader import load_configs, local_configs
+from nanovlm_nb.core.config import tiny
+from nanovlm_nb.data.dataset import Unreachable, UnusedColumn, to_row
 from nanovlm_nb.data.images import image_size, open_image
+from nanovlm_nb.data.loader import load_configs, load_tokenizer, local_configs, make_samples, read_object
+from nanovlm_nb.data.sources import MapSource, _is_damage
 
 PHOTOS = ('astronaut.png', 'coffee.png', 'chelsea.png', 'camera.png', 'rocket.jpg', 'logo.png', 'horse.png')
 
@@ -172,3 +175,44 @@ def test_transforms_and_pictures_are_named_by_settings(tmp_path, monkeypatch):
                  val_size=4, num_of_sequences=2, num_workers=0, val_workers=0, data_cutoff_idx=None)
     brightest = [max(int(t.max()) for row in next(iter(loader))['images'] for t in row) for loader in get_dataloaders(cfg, vlm)]
     assert brightest == [0, 255]
+
+
+def png(side=8):
+    "A picture, encoded."
+    Image.new('RGB', (side, side)).save(file := io.BytesIO(), 'PNG')
+    return file.getvalue()
+
+
+@pytest.mark.parametrize('stream', (False, True))
+def test_a_column_that_is_named_hides_no_other(tmp_path, cache, stream):
+    rows = dict(photo=[dict(bytes=png(), path=None)]*3, small=[png(4)]*3, q=['What?']*3, a=['This.']*3, json=['{}']*3)
+    (tmp_path/'d').mkdir()
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path/'d'/'x.parquet')
+    with pytest.raises(UnusedColumn, match='may hold pictures'): load_configs(tmp_path/'d', cache_dir=cache, streaming=stream, columns=['question=q', 'answer=a'])
+    found = load_configs(tmp_path/'d', cache_dir=cache, streaming=stream, columns=['image=photo', 'question=q', 'answer=a'])['default']
+    row = to_row(next(iter(found)), 0)  # the thumbnail was not chosen, and `json` is a text
+    assert len(row['images']) == 1 and row['texts'] == [dict(user='What?', assistant='This.')]
+    with pytest.raises(UnusedColumn): read_object(dict(photo=png(), q='What?', a='This.'), ['question=q', 'answer=a'])
+    assert read_object(dict(photo=png(), small=png(4), q='What?', a='This.'), ['image=photo', 'question=q', 'answer=a'])['images'] == [png()]
+
+
+def test_only_what_ratings_take_is_cut():
+    turns = [dict(user='q', assistant=a) for a in ('yes', '', 'no')]
+    row = dict(images=[dict(bytes=png(), path=None)], texts=turns, relevance_ratings=[5, 5, 1])
+    broken = row | dict(images=[dict(bytes=png(64)[:50], path=None)])  # its header can be read
+    cfg = tiny(relevance_min_rating=2)
+    samples = make_samples(cfg[1], cfg[0], load_tokenizer(cfg[0]), [row, broken])
+    assert samples[0] and samples[1] is None
+    assert samples.drops.cut == {'sample/0': 1} and samples.drops.reasons == {'sample/1': 'unreadable_image'}
+
+
+def test_rows_of_two_files_of_a_configuration_have_two_ids(tmp_path):
+    for name, files in dict(one='ab', two='a').items():
+        (tmp_path/name).mkdir()
+        for file in files: (tmp_path/name/f'{file}.jsonl').write_text('{"question": "What?", "answer": "This."}\n'*2)
+    source = MapSource(load_configs(tmp_path, ('all',)))
+    assert [source.row(i)['id'] for i in range(6)] == ['one/a/1', 'one/a/2', 'one/b/1', 'one/b/2', 'two/a/1', 'two/a/2']
+
+
+def test_no_room_in_memory_is_no_damaged_file():
+    assert not _is_damage(pa.ArrowMemoryError('no room')) and _is_damage(pa.ArrowInvalid('cut off'))

@@ -312,12 +312,12 @@ class VLMConfig(Config):
 
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
-        if self.image_convention=='smolvlm' and self.vlm_extra_tokens==image_tokens():
-            vars(self)['vlm_extra_tokens'] = smolvlm_tokens()
+        ours,theirs = (image_tokens(), smolvlm_tokens())[::-1 if self.image_convention=='smolvlm' else 1]
+        if self.vlm_extra_tokens==theirs: vars(self)['vlm_extra_tokens'] = ours
         for name,value in self.derived().items():
             if getattr(self, name) is None: vars(self)[name] = value
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
-            if len({*getattr(self, name)})==1: vars(self)[name] = getattr(self, name)[:1]
+            if (v := getattr(self, name))==3*v[:1]: vars(self)[name] = v[:1]
         for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
@@ -339,12 +339,13 @@ def _sizes_divide(c):
 def _tokens_suffice(c):
     "The same for tokens, and for values that follow from others."
     n,smol = c.max_img_size//c.vit_img_size,c.image_convention=='smolvlm'
-    needed = ['image_token']+['fake_image_token','global_image_token']*smol+[f'r{n}c{n}']*(n>1)
+    needed = ['image_token']+['fake_image_token','global_image_token']*smol+[
+        f'r{i+1}c{j+1}' for i in range(n) for j in range(n) if n>1]
     missing = [t for t in needed if t not in c.vlm_extra_tokens]
     follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
     return [(c.vlm_checkpoint_path[0]!='~',
             f'vlm_checkpoint_path is {c.vlm_checkpoint_path!r}: only a shell replaces ~, write it out'),
-        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
+        (not missing, f"vlm_extra_tokens has no {', '.join(missing[:3])}, needed for {n} x {n} tiles with "
             f'image_convention {c.image_convention}: add it, or leave vlm_extra_tokens out'),
         *((now==v or n=='lm_vocab_size' and now>v, f'{n} is {now}, but the other fields make {v}: '
             'leave it out or change them') for n,now,v in follow),
@@ -416,7 +417,7 @@ class TrainConfig(Config):
     max_images_per_example:Pos = 4 # samples with more images are dropped
     max_images_per_knapsack:Pos = 18 # images of a pack at most
     max_tiles_per_knapsack:Pos|None = None # tiles of a pack at most, what the tower sees; None: no limit
-    max_sample_length:Pos = 4096 # longer samples are dropped, in tokens
+    max_sample_length:Pos = 4096 # samples of so many tokens, or more, are dropped
     # directory of the pictures that JSON lines name; None: `images` beside the file
     images_path:Text|None = None
     # columns of other names, ours first: `image=photo question=q answer=a`
@@ -612,7 +613,7 @@ _REFUSED = rules(REFUSED, {
     'max_images_per_example max_images_per_knapsack max_tiles_per_knapsack max_sample_length '
     'num_of_sequences relevance_min_rating image_correspondence_min_rating visual_dependency_min_rating '
     'formatting_min_rating':'packs would differ',
-    'train_dataset_path train_dataset_name train_dataset_weights stream_dataset':
+    'train_dataset_path train_dataset_name train_dataset_weights stream_dataset columns':
         'the position belongs to the old data',
     'seed data_cutoff_idx':'the order of the data depends on it',
     'val_size':'training rows would become validation rows, or the reverse',

@@ -104,7 +104,7 @@ def progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '
         *([] if waiting is None else [f'waits {waiting:.0%}']), *([f'{left} left'] if left else [])]
 
 # %% ../../nbs/05_core.logs.ipynb #a18be21c
-def report_line(metrics:dict, step:int, pace:Progress)->str: # at most 100 characters
+def report_line(metrics:dict, step:int, pace:Progress)->str: # about 100 characters
     "Returns an update in a short line."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
     both = 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (*rates[:1], *rates[-1:])))
@@ -313,8 +313,8 @@ class RunLog:
         opened:bool=True, # False: lines are shown, and nothing is written before `open`
         **shown:Any, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
     ):
-        self.run_dir,self.trackers,self.about = Path(run_dir),trackers,about
-        for name in trackers: # refused on every rank; wandb comes with the library
+        self.run_dir,self.trackers,self.about = Path(run_dir),[*trackers],about
+        for name in self.trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
                 f'pip install {name}, or leave it out of --tracker')
         self.sinks:list[Any] = []
@@ -366,9 +366,10 @@ class RunLog:
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
         refused = isinstance(error, UsageError) and not self.position # the command says it
-        if self.screen and not refused: self.screen.open()
-        if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
-        self.close(failed=kind is not None)
+        try:
+            if self.screen and not refused and self.run_dir.is_dir(): self.screen.open()
+            if kind is not None and not refused: self.info(f'the run ended with {kind.__name__}: {error}')
+        finally: self.close(failed=kind is not None)
 
 # %% ../../nbs/05_core.logs.ipynb #13bcbeec
 class Stats:

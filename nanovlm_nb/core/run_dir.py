@@ -92,7 +92,7 @@ def write_manifest(folder:str|Path, known:dict[str,str]={})->None: # digests tha
     folder,sizes = Path(folder),file_sizes(folder)
     digests = file_digests(folder, sizes.keys()-known.keys())|known
     listed = {n:dict(bytes=size, sha256=digests[n]) for n,size in sizes.items()}
-    (folder/MANIFEST).write_text(json.dumps(listed, indent=1)+'\n', encoding='utf-8')
+    write_atomic(folder/MANIFEST, json.dumps(listed, indent=1)+'\n')
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600dc
 def read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, digest
@@ -330,7 +330,8 @@ def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were dele
 def sweep(run_dir:Path)->list[str]: # names of what was removed
     "Removes what killed processes have left half done in a directory that no process is writing."
     inside = Path(run_dir).resolve()
-    found = {p for pattern in (f'*{TMP}*', f'{FEATURE_CACHE}/*/*{TMP}') for p in Path(run_dir).glob(pattern)}
+    places = f'*{TMP}*',f'abandoned_*/*{TMP}*',f'{FEATURE_CACHE}/*/*{TMP}'
+    found = {p for pattern in places for p in Path(run_dir).glob(pattern)}
     left = sorted(p for p in found if p.parent.resolve().is_relative_to(inside))
     for p in left: remove(p)
     return [p.relative_to(run_dir).as_posix() for p in left]
@@ -365,7 +366,9 @@ class RunLock:
         self.file:FileIO|None = None
 
     def take(self)->None:
-        "Locks the directory, which is made if need be; a UsageError names the process that holds it."
+        """Locks the directory, which is made if need be; a UsageError names the process that holds it.
+        Without effect if this object holds it."""
+        if self.file: return
         begun,host = time.monotonic(),socket.gethostname()
         while self.file is None:
             with user_path():

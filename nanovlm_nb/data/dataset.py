@@ -133,16 +133,18 @@ def read_dropped(
     return dropped
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0005
+def _parts(drops):
+    return {(split,kind):ids for split,d in drops.items()
+            for kind,ids in (('reason', d.reasons), ('cut', d.cut))}
+
 class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
     def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,Counter()
 
     def _news(self, drops):
-        for split,d in drops.items():
-            for kind,values in (('reason', d.reasons), ('cut', d.cut)):
-                for id,value in islice(values.items(), self.written[split,kind], None):
-                    yield dict(split=split, id=id)|{kind:value}
-                self.written[split,kind] = len(values)
+        for (split,kind),values in _parts(drops).items():
+            for id,value in islice(values.items(), self.written[split,kind], None):
+                yield dict(split=split, id=id)|{kind:value}
 
     def add(self, drops:dict[str,Drops])->int: # all so far, by split; bytes of the file
         "Append what is new; it is on the disk then."
@@ -152,13 +154,13 @@ class DropFile:
             f.write(b''.join(lines))
             f.flush()
             os.fsync(f.fileno())
+            self.written.update({part:len(ids)-self.written[part] for part,ids in _parts(drops).items()})
             return f.tell()
 
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Forget what was written later."
         kept = read_dropped(self.path.parent, size)
-        self.written.clear()
-        for _ in self._news(kept): pass
+        self.written = Counter({part:len(ids) for part,ids in _parts(kept).items()})
         if self.path.is_file(): os.truncate(self.path, self.path.read_bytes()[:size].rfind(b'\n')+1)
         return kept
 
@@ -352,15 +354,19 @@ def _held(x):
     return 'pictures' if 'bytes' in names or binary or pixels else ''
 
 # %% ../../nbs/12_data.dataset.ipynb #0f3a51d9
-def check_unused(columns:dict|pa.Schema, where:str)->None: # a row, or the types of a table; whose they are
+def check_unused(
+    columns:dict|pa.Schema, where:str, # a row, or the types of a table; whose they are
+    chosen:bool=False, # by `--columns`: others of a kind that is read may be left aside
+)->None:
     "Raise `UnusedColumn` if pictures or a conversation would not be read."
     if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))
     used = {what:named(columns, what) for what in LAYOUTS}
     for name in columns.keys()-{*used.values(), *COLUMNS}:
         lost = _held(columns[name]) or ('pictures' if 'image' in name.lower() and not used['images'] else '')
-        ours = 'image' if lost == 'pictures' else 'messages'
-        if lost: raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
-                                    f'name it, as in `--columns {ours}={name}`, or remove it')
+        ours,kinds = ('image', ('images',)) if lost == 'pictures' else ('messages', ('texts', 'answer'))
+        if lost and not (chosen and any(used[k] for k in kinds)):
+            raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
+                               f'name it, as in `--columns {ours}={name}`, or remove it')
 
 # %% ../../nbs/12_data.dataset.ipynb #f0156042
 def _from_table(r):
@@ -374,12 +380,13 @@ def _from_table(r):
 def to_row(
     r:pa.Table|dict, place:int|str, name:str|None=None, # its number; its configuration, None: its `source`
     marks:bool=False, # keep `<image>` in the texts, one for each picture
-)->dict: # with 'id', which ends in its `row_id` if it has one, 'images' for `open_header`, and 'texts'
+)->dict: # with 'id' (of its source and `row_id`, if it has one), 'images' for `open_header`, and 'texts'
     "A row of any layout without decoding its pictures; raises `Dropped` if it cannot be read."
     if isinstance(r, pa.Table): r = _from_table(r)
     if isinstance(r.get('json'), dict): r = r['json']|r # of a tar
-    number = place if r.get('row_id') is None else r['row_id']
-    id = f"{name or r.get('source') or 'sample'}/{number}"
+    own,source = r.get('row_id'),r.get('source')
+    names = dict.fromkeys(filter(None, (name or source or 'sample', own is not None and source)))
+    id = '/'.join(map(str, (*names, place if own is None else own)))
     try: images,texts = read_layout(r)
     except ValueError as e: raise Dropped(id, 'bad_row', str(e))
     return r|dict(id=id, images=images, texts=(settle_marks if marks else place_pictures)(texts, len(images)))
@@ -456,7 +463,7 @@ class VQADataset(torch.utils.data.Dataset):
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
         plan = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32),
-                    labels.numpy().astype(np.int32), grids, len(ids), len(row['texts'])-len(turns))
+                    labels.numpy().astype(np.int32), grids, len(ids), len(keep_turns(row, {}))-len(turns))
         plan.tokens += plan.tiles*(self.mp_image_token_length-1)
         if self.max_sample_length is None or plan.tokens < self.max_sample_length: return plan
         raise Dropped(plan.id, 'too_long', f'{plan.tokens} tokens')
@@ -474,8 +481,9 @@ class VQADataset(torch.utils.data.Dataset):
     def load_row(self, row:dict, rng:random.Random|None=None)->dict: # from `to_row`; see `finish`
         "A sample; raises `Dropped` if it is left out."
         plan = self.plan_row(row)
+        sample = self.finish(plan, row['images'], rng)
         if plan.cut: self.drops.cut[plan.id] = plan.cut
-        return self.finish(plan, row['images'], rng)
+        return sample
 
     def _counted(self, made, i):
         "What is made of row `i`, or None if it is left out and counted."

@@ -90,8 +90,8 @@ def read_object(
 )->dict: # `images`, `texts`, and what else of `COLUMNS` it has
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
-    if not columns: check_unused(row, 'the row')
     row = rename(row, columns)
+    check_unused(row, 'the row', bool(columns))
     names = row.get(column := named(row, 'images'))
     if folders and isinstance(names, str) and not names.startswith('data:'):
         row[column] = [name for name in names.split(',') if name.strip()]
@@ -269,11 +269,11 @@ def _conform(
     if ds.features is None: ds = ds.cast(_first_features(ds))
     if columns: ds = ds.rename_columns(_parse_columns(columns, ds.column_names))
     types = dict(zip(ds.column_names, ds.features.arrow_schema.types))
-    inside = types.get('json', pa.struct([])) # of a tar
-    has = {*types, *(f.name for f in inside if pa.types.is_struct(inside))}
+    inside = types.get('json') # of a tar
+    has = {*types, *(f.name for f in (inside if isinstance(inside, pa.StructType) else ()))}
     require(named(has, 'texts') or named(has, 'answer'), f'{where} has no conversation and no answer: '
         f'the columns are {", ".join(types)}; {GIVE}. Pictures with a class are for `nanovlm classify`')
-    if not columns: check_unused(types, where)
+    check_unused(types, where, bool(columns))
     read = [named(types, what) for what in LAYOUTS]
     ds = ds.select_columns([c for c in types if c in (*read, *COLUMNS, 'json')])
     if pictures := named(types, 'images'): ds = _decodable(ds, pictures)
@@ -414,8 +414,10 @@ def shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `to
 # %% ../../nbs/18_data.loader.ipynb #0ab99cd1
 def quotas(sizes:Sequence[int], val_size:int, weights:Sequence[float])->list[int]: # their sum is `val_size`
     "Divide the validation rows by weight, so that no configuration is emptied."
-    require(val_size<sum(sizes), _no_room(val_size, sum(sizes)))
-    most = [max(ceil(val_size*n/sum(sizes)), int(n/10)) for n in sizes]
+    spare = sum(sizes)-len(sizes) # each keeps a row for training
+    require(val_size<=spare, f'val_size {val_size} leaves no training rows in a configuration of '
+        f'{sizes} rows: set it to {spare//10 or min(spare, 1)} or so')
+    most = [max(ceil(val_size*(n-1)/max(spare, 1)), int(n/10)) for n in sizes]
     given = [min(v, m) for v,m in zip(shares_of(val_size, weights), most)]
     room = [m-v for v,m in zip(given, most)]
     return [v+more for v,more in zip(given, shares_of(val_size-sum(given), room))] if any(room) else given

@@ -115,7 +115,7 @@ def _pieces(ds, most):
 # %% ../../nbs/15_data.sources.ipynb #21d7cba6
 def _is_damage(e):
     "Whether a file, or its columns, cannot be read; other errors are the system's."
-    return not isinstance(e, OSError) or (type(e) is OSError and e.errno is None)
+    return type(e) is OSError and e.errno is None or not isinstance(e, (OSError, MemoryError))
 
 # %% ../../nbs/15_data.sources.ipynb #56d0fb30
 def _row_groups(file):
@@ -242,6 +242,10 @@ class Mixture:
         "What a saved position depends on."
         return dict(weights=self.weights, once=self.once, sources=[s.describe() for s in self.sources])
 
+    def _rank(self, k, drawn, n):
+        "Sorts sources for row `n`: those that are due before the others, then by rows for their weight."
+        return drawn>=n*self.weights[k],(drawn+1)/self.weights[k],k
+
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         state:list[Any] = [list(s) for s in at or [(0, 0, None)]*len(self.sources)] # drawn, passes, position
@@ -250,7 +254,8 @@ class Mixture:
             return self.sources[k].rows_of(lane, lanes, f'{epoch}.{again}' if again else epoch, pos)
         readers = {k:opened(k) for k in range(len(state))}
         while readers:
-            k = min(readers, key=lambda k: ((state[k][0]+1)/self.weights[k], k))
+            n = sum(s[0] for s in state)+1
+            k = min(readers, key=lambda k: self._rank(k, state[k][0], n))
             drawn,again,last = state[k]
             pos,row = next(readers[k], (None, None))
             if row is not None:
