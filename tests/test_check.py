@@ -10,7 +10,7 @@ from commands import TINY, nanovlm, run
 from test_docs import NBS, cells
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import evolve, load_yaml, preset, save_yaml
+from nanovlm_nb.core.config import evolve, load_yaml, preset, save_yaml, tiny
 from nanovlm_nb.tools import doctor as dr
 from nanovlm_nb.tools.doctor import FAIL, PASS, SKIP, tried
 from nanovlm_nb.tools.plan import make_plan
@@ -101,3 +101,39 @@ def test_the_exit_code_tells_a_fault_from_a_wrong_use(capsys):
     for args, code, said in ((['--help'], 0, 'The exit code is 0 if all is well, 1 if something would fail, 2 if'), (['--smok'], 2, 'did you mean `--smoke`?')):
         with pytest.raises(SystemExit) as e: main(['check', *args])
         assert e.value.code == code and said in ' '.join(' '.join(capsys.readouterr()).split())
+
+
+def test_a_short_run_publishes_nothing_and_begins_with_the_same_weights(tmp_path, monkeypatch):
+    "Of three updates however short the run would be, in a folder of its own, with weights named from where the user stands."
+    asked = []
+    def short_run(vlm_cfg, small, folder, timeout_s): return asked.append((vlm_cfg, small, folder)) or [1., 1., 1.], ''
+    monkeypatch.setattr(dr, 'short_run', short_run)
+    vlm_cfg, cfg = tiny(hf_repo_name='me/model', vlm_checkpoint_path='out/a', resume_from_vlm_checkpoint=True, max_epochs=1)
+    dr.check_short_run(vlm_cfg, cfg)
+    (v, c, folder), = asked
+    assert (v.hf_repo_name, v.vlm_checkpoint_path, c.load_from, c.resume_from_vlm_checkpoint, c.max_epochs) == (None, folder, 'out/a', False, None)
+
+
+def test_a_short_run_from_a_relative_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nanovlm(['train', *SMALL, '--run_name', 'a', '--ask_samples', '0'], tmp_path)
+    vlm_cfg, cfg = load_yaml('checkpoints/a/config.yaml')
+    assert '3 updates' in dr.check_short_run(vlm_cfg, evolve(cfg, load_from='checkpoints/a', resume=False))
+    assert [p.name for p in (tmp_path/'checkpoints').iterdir()] == ['a']
+
+
+def test_a_plan_of_few_rows_is_no_refusal():
+    plan = make_plan(*tiny(data_cutoff_idx=10, val_size=2))
+    assert plan['epochs']['iterations_per_epoch'] == 1
+    with pytest.raises(ValueError, match='mfu is 0'): make_plan(*tiny(), mfu=0.)
+
+
+def test_an_update_is_made_again_with_the_settings_of_its_start(tmp_path):
+    "A run goes on with other rates: an update before that is repeated as it was."
+    one = ['--run_name', 'r', '--ask_samples', '0', '--save_interval', '2', '--eval_interval', '6', '--max_keep_ckpts', '-1', '--dtype', 'float32']
+    nanovlm(['train', *SMALL, *one], tmp_path)
+    nanovlm(['train', '--run_name', 'r', '--resume', 'True', '--max_training_steps', '10', '--lr_mp', '.02', '--lr_vision_backbone', '.02', '--lr_language_backbone', '.02'], tmp_path)
+    for update in (4, 9):
+        said = nanovlm(['replay', tmp_path/'checkpoints'/'r', update], tmp_path, check=False).stdout
+        loss, norm, *logged = re.search(r'loss ([\d.]+), gradient norm ([\d.]+) \(in the log ([\d.]+) and ([\d.]+)\)', said).groups()
+        assert [loss, norm] == logged

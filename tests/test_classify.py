@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from commands import SIZES, nanovlm, ranks_of, run, start_of
 from kills import wait_for
 from small_smolvlm import small_model
+from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions, digits_splits, load_classes, shapes_splits
 from nanovlm_nb.uses.export import export_smolvlm
 
@@ -180,3 +181,34 @@ def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole)
     assert 'Resumed from the checkpoint' in (whole/'train.log').read_text() and figures(whole) == before
     done = run(command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6'), place, check=False)
     assert done.returncode == 2 and 'cannot resume' in done.stderr and 'class_names' in done.stderr
+
+
+def test_labels_that_are_none_and_shares_that_leave_nothing(tmp_path):
+    picture = digits_splits()['train'][0]['image']
+    def saved(name, labels):
+        datasets.DatasetDict(train=datasets.Dataset.from_dict(dict(image=[picture]*len(labels), label=labels))).save_to_disk(tmp_path/name)
+        return [str(tmp_path/name)]
+    with pytest.raises(UsageError, match='has the label None'): load_classes(saved('gap', [0, 1, None, 1]))
+    with pytest.raises(UsageError, match=r'row 0 has the label \[0\]'): load_classes(saved('lists', [[0], [1]]))
+    for share, labels in ((.1, [0]), (0., [0, 1]), (1., [0, 1])):
+        with pytest.raises(UsageError, match=f'val_share {share} of {len(labels)} pictures'): load_classes(saved(f'few{share}', labels), share)
+
+
+def test_what_is_best_after_going_back(place):
+    "A resume from before the best: the page names the best that is left, and predictions of the best that is not are gone."
+    file, folder = settings(place, 'back'), place/'runs'/'back'
+    run(command(file), place)
+    folder = next(p.parent for p in place.rglob('predictions.json') if p.parent.name == 'back')
+    file = settings(place, 'back', learning_rate=1e-12)
+    run(command(file, '--resume_from', 'checkpoint-3'), place)
+    best = json.loads((folder/'step_12'/'trainer_state.json').read_text())['hooks']['ValidateClasses']
+    page = (folder/'record.md').read_text()
+    assert f"best accuracy {best['best_overall_accuracy']:.1%} at update {best['best_model_step']}" in page
+    assert not (folder/'predictions.json').exists() or read_predictions(folder)[2] == best['best_model_step']
+
+
+def test_check_leaves_a_classifier_to_its_own_command(place):
+    run(command(settings(place, 'left'), '--run_name', 'left'), place)
+    folder = next(p.parent for p in place.rglob('predictions.json') if p.parent.name == 'left')
+    done = nanovlm(['check', folder], place, check=False)
+    assert done.returncode == 2 and 'nanovlm classify --config' in done.stderr and 'network' not in done.stdout+done.stderr

@@ -18,8 +18,9 @@ from nanovlm_nb.core.logs import RunLog
 from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training import trainer as module
-from nanovlm_nb.training.hooks import hooks_of
-from nanovlm_nb.training.trainer import Hook, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
+from nanovlm_nb.training.hooks import costs, hooks_of
+from nanovlm_nb.training.optim import _update_of, tally
+from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 HERE = Path(__file__).parent
@@ -132,3 +133,24 @@ def test_validation_scores_the_same_packs_after_a_new_split(tmp_path):
         n, again = score(resume(small(tmp_path, batch_size, max_val_batches=1), tmp_path/'step_0'))
         assert n == packs and abs(again-loss) < 1e-6*loss
     assert score(small(tmp_path/'other', 1, max_val_batches=1))[0] != packs
+
+
+def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
+    vlm_cfg, cfg = tiny(loss_average='micro_batches', batch_size=1, gradient_accumulation_steps=1, dtype='float32', data_cutoff_idx=40)
+    loader, _ = get_dataloaders(cfg, vlm_cfg)
+    first, second = islice(loader, 2)
+    t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [])
+    def loss(*ranks):
+        "The mean over ranks of what each adds up; each rank is played in turn."
+        reports, most = [[tally(b) for b in rank] for rank in ranks], max(map(len, ranks))
+        t.dist = replace(Dist(), world_size=len(ranks))
+        return sum(accumulate(t, _update_of([*rank, *[loader.idle()]*(most-len(rank))], reports)).item() for rank in ranks)/len(ranks)
+    assert loss([first], []) == pytest.approx(loss([first]), rel=1e-6) == pytest.approx(loss([first, loader.idle()]), rel=1e-6)
+    assert loss([first, second], []) == pytest.approx((loss([first])+loss([second]))/2, rel=1e-6) == pytest.approx(loss([first], [second]), rel=1e-6)
+
+
+def test_the_arithmetic_counts_what_trains_whatever_groups_are_called():
+    vlm_cfg, cfg = tiny()
+    def mine(model, c): return torch.optim.SGD([dict(params=[*model.parameters()], lr=.1, max_lr=.1, name='all of it')])
+    usual, own = (costs(make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [], **more)) for more in ({}, dict(optimizer=mine)))
+    assert usual == own

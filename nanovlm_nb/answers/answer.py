@@ -124,12 +124,15 @@ class Asker:
 
     def stream(self, questions:list[tuple], # (pictures, question or turns[, how the answer begins])
         max_new_tokens:int=32, stop:Sequence[str|int]=(), # longest answer in tokens; see `ends`
+        shorten:bool=False, # make fewer where the model has no positions left, in place of an error
         **sampling, # `temperature`, `top_k` and others of `Picker`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answers several questions in one batch, piece by piece."
         require(questions, 'no question: give a list of (pictures, question) pairs')
         prompts,tiles = zip(*(self.prompt(*q) for q in questions))
-        self.check_length(max(map(len, prompts)), max_new_tokens)
+        longest = max(map(len, prompts))
+        if shorten: max_new_tokens = min(max_new_tokens, self.model.cfg.lm_max_position_embeddings-longest)
+        self.check_length(longest, max(max_new_tokens, 1))
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         texts,tokens = self.ends(stop)
         streams = TextStreams(self.tokenizer, len(questions), texts, tokens)
@@ -194,6 +197,7 @@ def _with_answers(asker, turns, template):
         if key not in known: known[key] = *asker.tiles(images),images # they live as long as their ids count
         tiles,image_string,_ = known[key]
         ids,labels = encode_chat(tokenizer, [*before, last|dict(assistant=answer)], image_string)
+        if before: labels[:len(encode_prompt(tokenizer, [*before, last], image_string))-1] = IGNORE
         ends = (labels==tokenizer.eos_token_id).nonzero()
         if len(ends) and not template: labels[ends[-1]+1:] = IGNORE
         yield ids,labels,tiles
@@ -204,6 +208,7 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
     template:bool=False, # also count what the template writes behind the end token
 )->list[tuple[float,bool]]: # sum of the losses of the answer's tokens; whether it is the greedy answer
     "Rates some answers, all in one batch."
+    require(turns, 'there is no answer to rate: give one or more')
     rows = list(_with_answers(asker, turns, template))
     asker.check_length(max(len(ids) for ids,*_ in rows), 0)
     ids,mask = left_pad([ids.tolist() for ids,*_ in rows], asker.tokenizer.pad_token_id, asker.device)

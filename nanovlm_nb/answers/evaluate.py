@@ -138,8 +138,12 @@ def has_lmms_eval()->bool: # without importing it
 
 # %% ../../nbs/36_answers.evaluate.ipynb #060cf4b3
 def task_names(tasks:str)->list[str]: # separated by commas; stripped, no empty ones
-    "Returns the tasks of a list."
-    return [t.strip() for t in tasks.split(',') if t.strip()]
+    "Returns the tasks of a list; a UsageError for two whose figures would have one name."
+    found = [t.strip() for t in tasks.split(',') if t.strip()]
+    names = [Path(t).stem if t.endswith('.parquet') else t for t in found]
+    twice = next((n for n in names if names.count(n)>1), None)
+    require(twice is None, f'two tasks are called {twice}: leave one out, or rename its file')
+    return found
 
 # %% ../../nbs/36_answers.evaluate.ipynb #710bc425
 def task_file(task:str, include_path:str|None=None)->Path|None: # a path, or a name; folder of our tasks
@@ -501,7 +505,7 @@ class NanoVLM(lmms):
             asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
             stop = [s for s in flat(options.get('until')) if s and plain]
             most = int(options.get('max_new_tokens') or self.max_new_tokens)
-            pieces = replace(self.asker, numbered=plain).stream(asked, most, stop, **sampling_of(options))
+            pieces = replace(self.asker, numbered=plain).stream(asked, most, stop, True, **sampling_of(options))
             for i,text in zip(part, map(''.join, zip(*pieces))): answers[i] = text.strip() if plain else text
         return answers
 

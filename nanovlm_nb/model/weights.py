@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
            'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'LORA_A', 'LORA_B',
-           'LORA_NOTE', 'LORA_WEIGHTS', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
-           'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
-           'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights',
-           'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
-           'from_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets',
-           'tower_note', 'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
+           'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint',
+           'read_file', 'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields',
+           'with_tower', 'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone',
+           'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
+           'smolvlm_config', 'from_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model',
+           'bullets', 'tower_note', 'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
            'noted_base', 'check_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'load_pth',
            'to_minimind', 'save_pth']
 
@@ -41,7 +41,7 @@ from ..core.run_dir import file_digest,check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
 from .vision import ViT,ModalityProjector
-from .language import LanguageModel, RotaryEmbedding
+from .language import LanguageModel
 
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
@@ -223,7 +223,7 @@ def _pixels(p, default=.5):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
     mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
-    # values that small mean 0, see `69_uses.export`
+    # values that small mean 0, see `80_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
 # %% ../../nbs/26_model.weights.ipynb #90f96cd4
@@ -252,6 +252,8 @@ def _check_tensors(have:Collection[str], wanted:Collection[str], source:str)->No
 def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # where the tensors come from
     "Copies every tensor to its place, or none."
     tensors = module.state_dict()
+    # rotation angles follow from the configuration, whatever a file has
+    state = state|{k:w for k,w in tensors.items() if k.endswith('inv_freq')}
     _check_tensors(state, tensors, source)
     for k,w in tensors.items():
         require(w.shape==state[k].shape, f"{source}: {k} has shape {tuple(state[k].shape)}, "
@@ -317,7 +319,7 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
             f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
     state |= {k:_extended(state[k][:cfg.lm_base_vocab_size], cfg.lm_vocab_size) for k in (embed,head)}
     if cfg.lm_tie_weights: state[head] = state[embed]
-    load_weights(lm, state | {'rotary_embd.inv_freq': lm.rotary_embd.inv_freq}, str(name))
+    load_weights(lm, state, str(name))
 
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
@@ -477,7 +479,7 @@ def from_smolvlm(name:str|Path)->tuple[VLMConfig,dict[str,Tensor]]: # directory 
                                             decoder=LanguageModel(cfg))
     state = our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
         partial(smolvlm_names, text=FAMILIES[text_type(cfg)]), ('*.inv_freq','*.position_ids'), str(name))
-    return cfg, state | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
+    return cfg, state
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
@@ -491,7 +493,8 @@ def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
 
 # %% ../../nbs/26_model.weights.ipynb #8e810794
 @contextmanager
-def written_at_once(path:str|Path)->Iterator[Path]: # directory to fill; other files in it stay
+def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill; patterns of files that go
+)->Iterator[Path]: # other files in it stay
     "Yields a directory beside it, whose files move there when all are written; on an error none does."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -501,9 +504,10 @@ def written_at_once(path:str|Path)->Iterator[Path]: # directory to fill; other f
         inside = Path(tmp)/'new'
         inside.mkdir()
         yield inside
-        if path.exists():
-            for file in inside.iterdir(): file.replace(path/file.name)
-        else: inside.rename(path)
+        if not path.exists(): return inside.rename(path)
+        new = {file.name:file for file in inside.iterdir()}
+        for name,file in new.items(): file.replace(path/name)
+        for old in (p for pattern in owned for p in path.glob(pattern) if p.name not in new): old.unlink()
 
 # %% ../../nbs/26_model.weights.ipynb #df372578
 def find_tokenizer(path:Path, name:str)->str: # of a checkpoint; its `lm_tokenizer`, a hub id or a directory
@@ -617,6 +621,8 @@ def wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0106
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
+# what else would be loaded with a model; a save replaces all of it
+OWNED = 'model*.safetensors','model.safetensors.index.json','tokenizer*.json',VISION_NOTE,LORA_NOTE,LORA_WEIGHTS
 
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
@@ -714,7 +720,7 @@ class Pretrained(nn.Module):
         lost = self.vision_note and any(p.requires_grad for p in self.vision_encoder.parameters())
         require(not lost, "the vision tower trains and would be lost: "
                 "keep it in checkpoints (save_vision True)")
-        with written_at_once(save_directory) as tmp:
+        with written_at_once(save_directory, OWNED) as tmp:
             left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so
             if self.lora_note: _write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
             else: write_weights(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
@@ -724,9 +730,11 @@ class Pretrained(nn.Module):
 
     def push_to_hub(self, repo_id:str, private:bool=False, # e.g. 'name/my-vlm', made if missing; if new
         tokenizer=None, api:HfApi|None=None, # see `save_pretrained`; client, default: one with your login
-        training:str=UNTOLD, # Markdown about data, results and limits; of a run: `record.training_card`
+        training:str=UNTOLD, # Markdown about data, results and limits; of a run: `runs.start.training_card`
     )->None:
         "Uploads the checkpoint and a model card to the Hugging Face hub."
+        require(not self.lora_note, 'adapters are saved beside the path of their base, which nobody else has: '
+            'upload merge_adapters(model) of training.lora')
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:
             self.save_pretrained(tmp, tokenizer, known_as=repo_id)
@@ -804,11 +812,10 @@ def _from_minimind(state, model, path):
         state.setdefault('lm_head.weight', state['model.embed_tokens.weight'])
     state = {re.sub(r'^vision_proj\.0\.', 'vision_proj.vision_proj.0.', k):w for k,w in state.items()}
     kind = _projector_kind(state, model.decoder.cfg.mp_kind, path)
-    parts,rotation = ('decoder.','MP.') if kind else ('decoder.',),'decoder.rotary_embd.inv_freq'
-    wanted = [k for k in model.state_dict() if k.startswith(parts) and k!=rotation]
-    ours = our_tensors(wanted, state, partial(_minimind_names, kind=kind),
+    parts = ('decoder.','MP.') if kind else ('decoder.',)
+    wanted = [k for k in model.state_dict() if k.startswith(parts) and not k.endswith('inv_freq')]
+    return our_tensors(wanted, state, partial(_minimind_names, kind=kind),
                        (*MINIMIND.ignore,'vision_encoder.*'), str(path))
-    return ours | {rotation:model.decoder.rotary_embd.inv_freq}
 
 # %% ../../nbs/26_model.weights.ipynb #2cec5650
 def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of MiniMind-V or of ours

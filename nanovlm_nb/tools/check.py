@@ -19,7 +19,7 @@ from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist,cores_of_rank
 from ..core.usage import MissingFile,require
 from ..model.flops import BYTES,find_gpu,with_unit
-from ..runs.start import Start,foresee_start,is_pth,plan_resume,resolve_start
+from ..runs.start import Start,check_own_parts,foresee_start,is_pth,plan_resume,resolve_start
 from ..runs.run import run_path
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
 from .doctor import machine_findings,tried
@@ -111,6 +111,7 @@ def _check_all(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given;
 def main(values:Namespace)->int: # from `cli.check_parser`; 1 if something fails, else 0
     "Command `nanovlm check`: what would happen if this run began."
     gpus,count = values.gpus or max(torch.cuda.device_count(), 1),Counter()
+    if values.run_dir: check_own_parts(values.run_dir, [])
     found = _check_all(values.vlm_cfg, values.train_cfg, gpus, values.run_dir, values.rows, values.smoke)
     for line in found:
         sys.stdout.write(f'{line}\n')

@@ -244,7 +244,8 @@ def check_two_processes(timeout_s:float=120.)->str: # until they must have met
 # %% ../../nbs/61_tools.doctor.ipynb #19573343
 def smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
     "Returns a run of some updates that reports nowhere."
-    return evolve(train_cfg, max_training_steps=updates, max_training_samples=None, eval_in_epochs=False,
+    return evolve(train_cfg, max_training_steps=updates, max_training_samples=None, max_epochs=None,
+                  eval_in_epochs=False,
                   save_interval=0, ask_samples=0, tracker='none', progress_bar=False, resume=False,
                   deepspeed_config=None, run_name='smoke')
 
@@ -254,8 +255,7 @@ def short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float)
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
     command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml',
                *code_flags(small.to_dict())]
-    path = os.pathsep.join([*filter(None, [os.environ.get('PYTHONPATH')]), os.getcwd()]) # the user's code
-    done = run_to_end(command, timeout_s, cwd=folder, env={**os.environ, 'PYTHONPATH':path})
+    done = run_to_end(command, timeout_s)
     log = next(Path(folder).rglob('smoke/log.jsonl'), None)
     losses = [r['batch_loss'] for r in read_log(log) if 'batch_loss' in r] if log else []
     said = [f'ended with {done.returncode}', *done.stderr.strip().splitlines()]
@@ -268,7 +268,9 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # from `resolve_st
     "Raises unless a process of its own can train for some updates."
     small = smoke_config(train_cfg, updates)
     with tempfile.TemporaryDirectory() as folder:
-        if not train_cfg.resume_from_vlm_checkpoint: vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder)
+        if small.resume_from_vlm_checkpoint:
+            small = evolve(small, resume_from_vlm_checkpoint=False, load_from=vlm_cfg.vlm_checkpoint_path)
+        vlm_cfg = evolve(vlm_cfg, vlm_checkpoint_path=folder, hf_repo_name=None)
         try: losses,last = short_run(vlm_cfg, small, folder, timeout_s)
         except subprocess.TimeoutExpired:
             raise UsageError(f'not over after {timeout_s:g} s: this machine may be too slow') from None

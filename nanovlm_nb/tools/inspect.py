@@ -22,7 +22,7 @@ from typing import Any
 from argparse import Namespace
 from contextlib import contextmanager
 
-from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve,load_yaml,updates_of_run
+from ..core.config import CODE,IGNORE,TrainConfig,VLMConfig,evolve,load_yaml,updates_of_run
 from ..core.usage import UsageError,nearest,require,MissingFile
 from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,rows_in,text_files
@@ -34,7 +34,7 @@ from ..data.prompts import answer_frame
 from ..cli import SAMPLES
 from .doctor import PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
-from ..core.run_dir import CLASSIFY,CONFIG,LOG,TRAINER_STATE,checkpoints,missing_pieces
+from ..core.run_dir import CONFIG,LOG,TRAINER_STATE,checkpoints,missing_pieces,read_state
 from ..core.run_dir import read_log,step_of
 from ..core.logs import RunLog
 from ..training.optim import clip_gradients,Update
@@ -315,15 +315,20 @@ def alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of
         ask_samples=0)
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6a
+def _settings_then(run_dir, update):
+    "Settings of the model and of the start that made an update: the next checkpoint has them."
+    later = next((p for p in checkpoints(run_dir) if step_of(p)>=update and not missing_pieces(p)), None)
+    return [read_state(later)['configs'][part] if later else {} for part in ('vlm','train')]
+
 def settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfig]: # as for `trainer_before`
     "Returns the settings of a run; a UsageError if it has not made the update, or cannot be repeated."
-    require(not (run_dir/CLASSIFY).is_file(), f'{run_dir} is a run of nanovlm classify: replay makes others')
     check_own_parts(run_dir, [])
     unused = dict(eval_script=TrainConfig.eval_script, eval_include_path=None)
     vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG, given=unused|code)
     most = updates_of_run(train_cfg)
     require(most is None or update<=most, f'update {update} was never made: the run has {most}')
-    return vlm_cfg,train_cfg
+    return [evolve(cfg, **{n:v for n,v in then.items() if n not in CODE and v!=getattr(cfg, n, v)})
+            for cfg,then in zip((vlm_cfg,train_cfg), _settings_then(run_dir, update))]
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6b
 @contextmanager
@@ -391,8 +396,9 @@ def replay_lines(update:Update, was:dict|None, # that was made again; its line i
     same = ('not in the log' if was is None
             else 'the same samples as in the log' if was['batch_digest']==update.digest
             else 'NOT the samples of the log: were the data changed?')
+    then = '' if was is None else f' (in the log {was["batch_loss"]:.4f} and {was["grad_norm"]:.4f})'
     lines = [f'{update.samples} samples, {update.targets} target tokens, {same}',
-             f'loss {loss:.4f}, gradient norm {norm:.4f}',
+             f'loss {loss:.4f}, gradient norm {norm:.4f}{then}',
              f'{"":2}{"sample":<32}{"targets":>8}{"loss":>10}{"gradient":>12}{"pull":>10}',
              *(str(v) for i,v in enumerate(verdicts) if v.suspect or i<worst)]
     bad = [v.id for v in verdicts if v.suspect]

@@ -423,7 +423,8 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
     at_most = samples is None and cfg.train_dataset_path!='shapes'
     samples = samples or cfg.data_cutoff_idx
     if not samples: return None
-    passes,rows = epochs or cfg.max_epochs or 1,max(round(samples/pack.documents), 1)
+    passes,least = epochs or cfg.max_epochs or 1,cfg.batch_size*gpus # an estimate refuses nothing
+    rows = max(round(samples/pack.documents), least)
     books = bookkeeping(rows, cfg.batch_size, gpus, cfg.gradient_accumulation_steps, passes)
     return books._asdict()|dict(samples=samples, at_most=at_most, epochs=passes,
         passes=packs*pack.documents*cfg.max_training_steps/samples)
@@ -440,6 +441,7 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     samples:int|None=None, epochs:int|None=None, # of the data set, passes over it; None: as configured
 )->dict: # sections of plain numbers and texts
     "Returns what a run costs."
+    require(mfu>0, f'mfu is {mfu}: give a share above 0')
     v,c,pack = vlm_cfg,train_cfg,pack or typical_pack(vlm_cfg, train_cfg)
     packs,parts = effective_batch_size(c, gpus),sizes(v, c)
     c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)

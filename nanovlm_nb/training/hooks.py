@@ -100,7 +100,7 @@ class BadUpdates(Hook):
 def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     "Returns the arithmetic per tile, position, pair and target of a run."
     t,c = trainer,trainer.cfg
-    parts = {g['name'].split('.')[0] for g in t.optimizer.param_groups} & set(COMPONENTS)
+    parts = {n for n in COMPONENTS if any(p.requires_grad for p in getattr(t.base, n).parameters())}
     last = c.language_last_blocks if 'decoder' in parts else None
     recomputes = c.vision_checkpointing,c.language_checkpointing
     return unit_flops(t.base.cfg, parts, last, *recomputes, c.cache_features, adapter_sizes(t.base))
@@ -328,7 +328,7 @@ class Look(Hook):
 
     @torch.no_grad()
     def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call
-        "Looks if it is time; what a stop cuts off is left to the next start."
+        "Looks if it is time and the run is not being stopped."
         t = trainer
         if not self.every or t.step%self.every or stopping(t): return
         def read(batch):

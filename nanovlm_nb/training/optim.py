@@ -178,7 +178,7 @@ def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfl
     "Returns a precision; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
     if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported(False) else torch.float16
 
 # %% ../../nbs/41_training.optim.ipynb #333b15fa
 def precision_notes(device:torch.device, dtype:torch.dtype)->list[str]: # lines for the log
@@ -267,6 +267,7 @@ class Update:
     ids:list[str] = field(default_factory=list) # the sample ids
     tiles:int = 0 # picture tiles, over micro-batches and ranks
     pairs:int = 0 # pairs of positions that attention looks at, likewise
+    filled:int = 0 # micro-batches with a target, likewise
     data_time:float = 0. # seconds this rank waited for its data
     times:tuple[float,float,float] = 0.,0.,0. # seconds: waiting for data, forward and backward, the rest
     before:dict|None = None # position of this rank's data before it
@@ -306,6 +307,7 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     packing |= {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
     ids = [i for o in told for i in o['ids']]
     counts = {k:total[k] for k in ('targets','tokens','tiles','pairs')}
+    counts['filled'] = sum(o['targets']>0 for o in told)
     return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc

@@ -132,11 +132,13 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None): # computes the gradients again, as in every optimizer; what it returned
-        "Takes gradients down, updates, takes weights up."
+        "Takes weights and gradients down, updates, takes weights up."
         loss = None if closure is None else torch.enable_grad()(closure)()
         if self.worker is None: self._begin()
         for ours,its in self._groups(): its.update(_options(ours))
-        for p,c in self._pairs(): c.grad = None if p.grad is None else _on_cpu(p.grad)
+        for p,c in self._pairs():
+            c.copy_(p) # which a hook may have changed
+            c.grad = None if p.grad is None else _on_cpu(p.grad)
         self.worker.step()
         for p,c in self._pairs():
             if c.grad is None: continue
@@ -270,8 +272,12 @@ def scheduler(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
         'or leave out the section and set lr_schedule to a module:function of yours')
     names = [CLIMB+n for n in ('total_num_steps','warmup_num_steps')]
     total,climb = counts = [_take(flat, n) for n in names]
-    for n,v in zip(names, counts): require(None in (v, samples), f'{n} {v} counts updates, and '
-        f'max_training_samples {samples} counts samples: leave one out; a climb is a share in warmup_ratio')
+    for n,v in zip(names, counts):
+        require(v is None or type(v) is int and v>=0, f'{n} is {v!r}: give a whole number, or auto')
+        require(None in (v, samples), f'{n} {v} counts updates, and max_training_samples {samples} counts '
+            'samples: leave one out; a climb is a share in warmup_ratio')
+    require(None in (climb, train_cfg.max_epochs), f'{names[1]} {climb} counts updates, and the length of the '
+        f'run is {train_cfg.max_epochs} epochs: give warmup_ratio, a share of the run, in its place')
     updates = total or train_cfg.max_training_steps
     require((climb or 0)<=updates, f"{names[1]} {climb} is more than the run's {updates} updates: "
         'lower it, or raise max_training_steps')

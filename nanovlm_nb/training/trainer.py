@@ -182,7 +182,8 @@ def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over rank
     t,parts,n = trainer,[],len(update.micro_batches)
     weight = t.dist.world_size/max(update.targets, 1) # of a token
     for i,batch in enumerate(update.micro_batches):
-        if t.cfg.loss_average!='tokens': weight = 1/(max(tally(batch)['targets'], 1)*n) # a mean of means
+        if t.cfg.loss_average!='tokens': # a mean of means
+            weight = t.dist.world_size/max(tally(batch)['targets']*update.filled, 1)
         with no_sync(t.model, i<n-1): # gradients travel once
             inputs = inputs_of(t, batch)
             with autocast(t.dist.device, t.dtype): loss = t.model(**inputs, reduction='sum')[1]

@@ -18,6 +18,7 @@ from collections.abc import Callable,Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass,field,fields,replace
 from itertools import accumulate
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple,Any
 from argparse import Namespace
@@ -47,7 +48,7 @@ from ..model.vlm import VisionLanguageModel,rows_with_target,targets_by_row
 from ..data.images import image_processor_of
 from ..data.packing import Batch
 from ..data.sources import MapSource
-from ..data.loader import load_tokenizer,pack_loader
+from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad,open_pictures
 from ..training.optim import autocast
 from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping,validation_batches
@@ -71,7 +72,11 @@ def find_label(ds:datasets.Dataset, # with a column of labels
     "Returns the labels of a data set as they are written."
     key = find_column(ds.column_names, LABEL_COLUMNS, 'labels')
     values = ds.select_columns([key])[key][:]
-    if key!='texts': return values,getattr(ds.features[key], 'names', None)
+    if key!='texts':
+        for i,v in enumerate(values):
+            require(isinstance(v, (str, int)), f'row {i} has the label {v!r}: a label is a text or a whole '
+                'number, remove what has no label')
+        return values,getattr(ds.features[key], 'names', None)
     bad = next((f'row {i} has {len(turns)} turns' for i,turns in enumerate(values) if len(turns)!=1), '')
     require(not bad, f'{bad}: a labelled picture has one, whose answer is the name of its class')
     return [turns[0]['assistant'] for turns in values],None
@@ -147,6 +152,9 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     require('train' in splits, f'no split `train`: there are {", ".join(splits)}')
     test = next((s for s in TEST_SPLITS if s in splits), None)
     if test: return dict(train=splits['train'], **{test:splits[test]})
+    n = len(splits['train'])
+    require(0<ceil(val_share*n)<n, f'val_share {val_share} of {n} pictures leaves none for training or for '
+        'evaluation: give another share, or more pictures')
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
     return dict(train=parts['train'], held=parts['test'])
 
@@ -460,6 +468,9 @@ class ValidateClasses(Validate):
         self.labels = trainer.held_out.source.rows.answers()
         found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
         if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
+        of = self.best['best_model_step']
+        if trainer.dist.is_master and (trainer.log.run_dir/PREDICTIONS).is_file() and (
+                read_predictions(trainer.log.run_dir)[2]!=of): (trainer.log.run_dir/PREDICTIONS).unlink()
         super().begin(trainer)
 
     def judge(self, trainer:Trainer, batch:Batch)->list[Judged]:
@@ -505,7 +516,7 @@ class ValidateClasses(Validate):
     @property
     def findings(self)->list[str]: # for the page of the run
         "Returns the best accuracy so far."
-        share,step = self.best.values()
+        share,step = self.best['best_overall_accuracy'],self.best['best_model_step']
         return [] if step is None else [f'best accuracy {share:.1%} at update {step}']
 
     def state_dict(self)->dict: # JSON-able
@@ -753,7 +764,7 @@ class ClassHook(Hook):
 def classify_again(run_dir:Path, train_cfg:TrainConfig, # of the run; the file has all but names of code
     dist:Dist=Dist(), changes:dict={}, # its ranks; fields that are to have another value
 )->str: # a line for the shell
-    "Returns the command that resumes a run, as `endings.go_on` does of others."
+    "Returns the command that resumes a run, as `runs.start.go_on` does of others."
     launch,n,run_dir = 'nanovlm classify',dist.world_size,Path(run_dir)
     if n>1: launch = f'torchrun --nproc_per_node {n} -m nanovlm_nb.cli classify'
     lines = ', '.join(f'{k}: {v}' for k,v in changes.items())
@@ -778,7 +789,8 @@ def class_parts(settings:Settings, data:ClassData, train_cfg:TrainConfig)->dict[
         def loader(rows, changes, shuffle, workers):
             source,samples = MapSource(rows, c.seed, shuffle=shuffle),ClassSamples(cfg, tokenizer, changes)
             return pack_loader(source, samples, cfg, c, dist, shuffle, workers)
-        return [loader(data.train, (wiggle,)*settings.augment, True, c.num_workers),
+        changes = *transforms_of(c),*(wiggle,)*settings.augment
+        return [loader(data.train, changes, True, c.num_workers),
                 loader(data.val, (), False, c.val_workers)]
     hooks = [ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
     return dict(model=make_classifier, loaders=loaders, hooks=hooks)
@@ -843,7 +855,8 @@ AT_ONCE = 32 # pictures that are opened together
 
 def _sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory; files
     "Writes a line for each picture: file, class, probability."
-    require(checkpoint and pictures, 'to sort pictures, give --predict CHECKPOINT and one or more files')
+    require(checkpoint and pictures, 'to sort pictures, give --predict CHECKPOINT and '
+        'one or more files; to train, give --config FILE.yaml')
     path = find_checkpoint(checkpoint)
     try: model = VLMClassifier.from_pretrained(path)
     except ValueError as e:
