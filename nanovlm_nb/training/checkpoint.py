@@ -60,10 +60,9 @@ def _first(e): return min(e.failures.items())[1][0] # what went wrong on the fir
 # %% ../../nbs/43_training.checkpoint.ipynb #b3be092b
 def _dcp(action, tensors, dist, **how):
     "Saves or loads with the ranks there are."
-    alone = not torch.distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
-        action(tensors, no_dist=alone, process_group=None if alone else dist.cpu_group, **how)
+        action(tensors, process_group=dist.cpu_group, **how)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #c4b939bd
 def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # from `flat_state`; all ranks call
