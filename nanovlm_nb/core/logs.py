@@ -242,8 +242,7 @@ class Tracker:
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Finishes, also after a failure."
-        finish,self.finish = self.finish,None
-        with self: finish is None or finish(failed)
+        with self: self.finish is None or self.finish(failed)
 
 # %% ../../nbs/05_core.logs.ipynb #04190b5d
 def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
