@@ -27,7 +27,7 @@ def test_autocast():
     with torch.autocast('cpu', torch.bfloat16): out = lm(ids, layout)
     out.float().square().mean().backward()
     want = lm(ids, layout)
-    assert (out-want).abs().amax(-1)[layout.document_ids() > 0].max() <= .1
+    assert (out-want).abs().amax(-1)[layout.documents > 0].max() <= .1
     assert all(p.grad.isfinite().all() for p in lm.parameters() if p.grad is not None)
 
 
@@ -84,7 +84,7 @@ def test_packed_documents_as_defined(name, counts):
     "In double precision, values and gradients; 0 at padding."
     torch.manual_seed(0)
     for layout, causal in sweep(counts):
-        tensors, at_padding = leaves(layout), layout.document_ids() == 0
+        tensors, at_padding = leaves(layout), layout.documents == 0
         got, want = (passes(way, tensors, layout, causal) for way in (name, 'explicit'))
         assert max((g-w).abs().max() for g, w in zip(got, want, strict=True)) <= 1e-12
         assert (got[0].transpose(1, 2)[at_padding] == 0).all()
@@ -98,7 +98,7 @@ def test_packed_documents_are_isolated(name, counts):
     rng = random.Random(1)
     for layout, causal in sweep(counts):
         tensors, places = leaves(layout), [(b, s, e) for b, row in enumerate(layout.spans) for s, e in row]
-        other = layout.document_ids() == 0
+        other = layout.documents == 0
         if places and rng.random() < .8:
             b, s, e = rng.choice(places)
             other = torch.zeros_like(other)
@@ -106,7 +106,7 @@ def test_packed_documents_are_isolated(name, counts):
         changed = [torch.where(other[:, None, :, None], 100*torch.randn_like(x), x) for x in tensors]
         before, after = (passes(name, x, layout, causal) for x in (tensors, changed))
         for a, z in zip(before, after): assert torch.equal(a.transpose(1, 2)[~other], z.transpose(1, 2)[~other])
-        assert (layout.document_ids()[other] == 0).all() or not torch.equal(before[0], after[0])
+        assert (layout.documents[other] == 0).all() or not torch.equal(before[0], after[0])
 
 
 @pytest.mark.slow

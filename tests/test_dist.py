@@ -23,7 +23,7 @@ def spy(result, obj, group=None):
     used.append(group is dist.cpu_group)
     return gather(result, obj, group=group)
 c10d.all_gather_object = spy
-said = dict(gathered=dist.gather({'rank':dist.rank}), mean=dist.mean(2*dist.rank), told=dist.broadcast(f'from {dist.rank}'), any=[dist.any(dist.rank==1), dist.any(False)])
+said = dict(gathered=dist.gather({'rank':dist.rank}), total=dist.sum(2*dist.rank), told=dist.broadcast(f'from {dist.rank}'), any=[dist.any(dist.rank==1), dist.any(False)])
 c10d.all_gather_object = gather
 assert used == [True]*5 and dist.cpu_group is not c10d.group.WORLD and c10d.get_backend(dist.cpu_group) == 'gloo'
 report(rank=dist.rank, local=dist.local_rank, master=[dist.is_master, is_master()], named=[dist_gather(get_rank()), dist_mean_scalar(2*get_rank())], **said)
@@ -49,7 +49,7 @@ def started(tmp_path: Path, root: Path, *launches: list) -> list[dict]:
 def as_ranks(local: list[int]) -> list[dict]:
     "What they should report."
     n = len(local)
-    return [dict(rank=r, local=l, master=[r == 0]*2, gathered=[dict(rank=i) for i in range(n)], mean=n-1., told='from 0', any=[True, False], named=[[*range(n)], n-1.])
+    return [dict(rank=r, local=l, master=[r == 0]*2, gathered=[dict(rank=i) for i in range(n)], total=n*(n-1), told='from 0', any=[True, False], named=[[*range(n)], n-1.])
             for r, l in enumerate(local)]
 
 

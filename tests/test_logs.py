@@ -7,7 +7,7 @@ from commands import TINY, run, train
 from wandb_reader import read_wandb
 
 from nanovlm_nb.core.dist import Dist, destroy_dist, init_dist
-from nanovlm_nb.core.logs import RunLog, Stats
+from nanovlm_nb.core.logs import RunLog, over_ranks
 from nanovlm_nb.core.run_dir import read_log
 
 
@@ -58,10 +58,10 @@ def test_wandb_is_not_imported_when_off(tmp_path, root):
 
 def one_rank(run_dir):
     "Every rank collects, all exchange, one writes."
-    dist, stats = init_dist('cpu', timeout_s=60), Stats()
-    stats.add('data_load_time', *range(dist.rank+1))
-    with RunLog(run_dir, dist) as log: log.log((report := stats.aggregate(dist)) | dict(rank=dist.rank), 100)
-    assert dist.gather(report) == [report]*4 and stats.aggregate(dist) == {}
+    dist = init_dist('cpu', timeout_s=60)
+    values = dict(data_load_time=[float(x) for x in range(dist.rank+1)])
+    with RunLog(run_dir, dist) as log: log.log((report := over_ranks(values, dist)) | dict(rank=dist.rank), 100)
+    assert dist.gather(report) == [report]*4 and over_ranks(values, dist) == {}
     destroy_dist()
 
 

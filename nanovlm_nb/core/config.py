@@ -8,8 +8,8 @@ __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1', 'Above1F', 'Fraction', 'B
            'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS',
            'CODE', 'COMMON', 'rule_of', 'as_type', 'check_known', 'Config', 'many', 'image_tokens', 'smolvlm_tokens',
            'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described', 'rules', 'resume_rule', 'preset',
-           'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags', 'is_of_run', 'check_code',
-           'load_yaml', 'from_text', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy',
+           'change', 'tiny', 'save_yaml', 'read_sections', 'read_yaml', 'code_flags', 'check_code', 'load_yaml',
+           'from_text', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'ranks_of_copy',
            'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
@@ -758,14 +758,11 @@ def code_flags(values:dict)->list[str]: # settings of a run
     code = {n:v for n,v in values.items() if n in CODE and v and v not in usual}
     return [word for n,v in code.items() for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
 
-# %% ../../nbs/02_core.config.ipynb #4c0de104
-def is_of_run(path:str|Path)->bool:
-    "Whether a file lies in the directory of a run, or one below, even if it is a user's own."
-    return any((p/CONFIG).is_file() for p in Path(path).absolute().parents[:2])
-
 # %% ../../nbs/02_core.config.ipynb #28b26c75
 def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
-    "Raises a UsageError where a setting in a file of a run names code and the user has not named it again."
+    """Raises a UsageError where a setting in a file of a run names code and the user has not named it again.
+    A file is one of a run if it lies in its directory, or one below, even if it is a user's own."""
+    if not any((p/CONFIG).is_file() for p in Path(path).absolute().parents[:2]): return
     again = code_flags({n:v for n,v in values.items() if n not in given})
     require(not again, f'{path} names code, and files of a run are read as data alone: '
         f'add {" ".join(again)} if you trust it')
@@ -775,7 +772,7 @@ def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMC
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
     `given` is code in place of what the file names; None: only to look at, not to run."""
     inside,vlm,train = read_yaml(path)
-    if given is not None and is_of_run(path): check_code(path, train, given)
+    if given is not None: check_code(path, train, given)
     base_vlm,base_train = preset(name or inside or 'shapes')
     return evolve(base_vlm, **vlm),evolve(base_train, **(train|(given or {})))
 
@@ -811,18 +808,18 @@ def _add_field(group, f, kind, default, help):
             default=default, help=help if help is SUPPRESS else f'the same as --{f.name} False')
 
 # %% ../../nbs/02_core.config.ipynb #fb59a079
-def make_parser(prog:str='nanovlm train', name:str='shapes', everything:bool=False)->ArgumentParser:
+def make_parser(prog:str='nanovlm train', everything:bool=False)->ArgumentParser:
     """Returns the parser that follows from the dataclasses: a flag for each field, `--preset`, `--config`.
-    The help shows the values of the preset `name`, and only the common fields, or `everything`."""
+    The help shows the values of the preset shapes, and only the common fields, or `everything`."""
     parser = Parser(prog=prog, allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter,
         usage='%(prog)s [--preset NAME] [--config FILE.yaml] [--FIELD VALUE ...]',
-        description=f'Later wins: preset, then file, then flags. The defaults shown are those of {name}.',
+        description='Later wins: preset, then file, then flags. The defaults shown are those of shapes.',
         epilog=None if everything else f'{len(FIELDS)-len(COMMON)} more settings: --help_all')
     parser.add_argument('--help_all', action='store_true', help='show every setting')
     parser.add_argument('--preset', choices=list(PRESETS),
                         help='configuration to start from; None: the one that the file names, else shapes')
     parser.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
-    for cls,cfg in zip((VLMConfig,TrainConfig), preset(name)):
+    for cls,cfg in zip((VLMConfig,TrainConfig), preset('shapes')):
         kinds,about,groups = get_type_hints(cls, include_extras=True),described(cls),{}
         for f in fields(cls):
             section,help = about.get(f.name, ('settings',f.name))
@@ -859,7 +856,7 @@ def parse_args(argv:list[str]|None=None, prog:str='nanovlm train', own:Iterable[
     configurations in place of a preset's, or None."""
     args,given = _flags(argv, prog, own)
     inside,*sections = read_yaml(args.config) if args.config else (None,{},{})
-    if args.config and is_of_run(args.config): check_code(args.config, sections[1], given)
+    if args.config: check_code(args.config, sections[1], given)
     named = sections[0]|sections[1]|given
     source,vlm,train = (saved(named) if saved else None) or (None,*preset(args.preset or inside or 'shapes'))
     vlm,train = change(vlm, train, named)

@@ -38,15 +38,10 @@ def pick_device()->torch.device: # `cuda`, `mps` or `cpu`
 class FromGather:
     "What follows from `gather`, for a class that has it."
     gather:Callable[...,list]
-    world_size:int
 
     def sum(self, x:float)->float:
         "Returns the sum of what the ranks say, in their order."
         return sum(self.gather(x))
-
-    def mean(self, x:float)->float:
-        "Returns the mean of what the ranks say."
-        return float(self.sum(x))/self.world_size
 
     def any(self, flag:bool)->bool:
         "Returns whether at least one rank says yes."
@@ -323,8 +318,7 @@ def set_rng_state(state:dict)->None: # from `rng_state`
     tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version,keys,gauss = state['python']
     random.setstate((version, tuple(keys), gauss))
-    kind,keys,*rest = state['numpy']
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state(state['numpy'])
     torch.set_rng_state(tensor(state['torch']))
     if 'cuda' in state and torch.cuda.is_available(): torch.cuda.set_rng_state(tensor(state['cuda']))
 

@@ -82,9 +82,9 @@ class Layout:
     at:Tensor|None = _aside() # (m,) places with a target
     targets:Tensor|None = _aside() # (m,) their targets
     bounds:tuple|None = _aside() # the lowest and the highest of these
-    cu:Tensor|None = _aside() # (n,) int32, see `document_tensors`
-    documents:Tensor|None = _aside() # (B, T) which one, 0 at padding
-    positions:Tensor|None = _aside() # (B, T) inside the document
+    cu:Tensor = _aside() # (n,) int32, see `document_tensors`
+    documents:Tensor = _aside() # (B, T) which one, 0 at padding
+    positions:Tensor = _aside() # (B, T) inside the document
 
     def __post_init__(self):
         if self.cu is not None: return
@@ -154,15 +154,3 @@ class Layout:
     def bare(self)->'Layout': # without slots and targets
         "What attention reads, and no more: a compiled block is bound to the shapes of all that it is given."
         return self.once('bare', lambda: replace(self, slots=None, at=None, targets=None, bounds=None))
-
-    def document_ids(self, device:str|torch.device='cpu')->Tensor: # (B, T), from 1; 0 is padding
-        "To which document each position belongs."
-        return self.to(device).documents
-
-    def position_ids(self, device:str|torch.device='cpu')->Tensor: # (B, T), from 0; 0 at padding
-        "Positions that begin again in each document."
-        return self.to(device).positions
-
-    def cu_seqlens(self, device:str|torch.device='cpu')->Tensor: # (n,) int32, see `document_tensors`
-        "Where documents and gaps end, rows laid end to end; the total again up to a multiple of `CU_STEP`."
-        return self.to(device).cu

@@ -25,9 +25,10 @@ if TYPE_CHECKING: # loaded where something is drawn
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'Service', 'TRACKERS', 'CURVES', 'JsonLines', 'describe', 'Progress', 'progress_of',
-           'report_line', 'event_line', 'minimind_line', 'live_bar', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id',
-           'open_wandb', 'open_trackio', 'RunLog', 'Stats', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
+__all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'Service', 'TRACKERS', 'STATS', 'CURVES', 'JsonLines', 'describe', 'Progress',
+           'progress_of', 'report_line', 'event_line', 'minimind_line', 'live_bar', 'Screen', 'Tracker', 'wandb_mode',
+           'wandb_id', 'open_wandb', 'open_trackio', 'RunLog', 'over_ranks', 'Clock', 'styled', 'finished', 'log_axis',
+           'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
@@ -241,8 +242,7 @@ class Tracker:
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
         "Finishes, also after a failure."
-        finish,self.finish = self.finish,None
-        with self: finish is None or finish(failed)
+        with self: self.finish is None or self.finish(failed)
 
 # %% ../../nbs/05_core.logs.ipynb #04190b5d
 def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
@@ -372,29 +372,21 @@ class RunLog:
         finally: self.close(failed=kind is not None)
 
 # %% ../../nbs/05_core.logs.ipynb #13bcbeec
-class Stats:
-    "Figures collected between two reports."
-    names = 'tokens_per_second','data_load_time','fw_bw_time','post_process_time','images_per_sample'
+STATS = 'tokens_per_second','data_load_time','fw_bw_time','post_process_time','images_per_sample'
 
-    def __init__(self): self.values:dict[str,list[float]] = {name:[] for name in self.names}
-
-    def add(self, name:str, *values:float)->None: # one of `Stats.names`, and any number of figures
-        "Remembers figures of this rank."
-        self.values[name] += map(float, values)
-
-    def aggregate(self, dist:Dist)->dict[str,float]: # every rank must call
-        "Returns average, maximum and minimum over all ranks, `training_stats/avg_...`; then starts again."
-        gathered,found = dist.gather(self.values),{}
-        self.values = {name:[] for name in self.names}
-        for name in self.names:
-            every = [x for values in gathered for x in values[name]]
-            kinds = dict(avg=sum(every)/len(every), max=max(every), min=min(every)) if every else {}
-            found |= {f'training_stats/{kind}_{name}':x for kind,x in kinds.items()}
-        return found
+def over_ranks(values:dict[str,list[float]], dist:Dist)->dict[str,float]: # by name; every rank must call
+    "Returns average, maximum and minimum over all ranks, `training_stats/avg_...`, and empties the lists."
+    gathered,found = dist.gather(values),{}
+    for name,own in values.items():
+        every = [x for of_rank in gathered for x in of_rank[name]]
+        kinds = dict(avg=sum(every)/len(every), max=max(every), min=min(every)) if every else {}
+        found |= {f'training_stats/{kind}_{name}':x for kind,x in kinds.items()}
+        own.clear()
+    return found
 
 # %% ../../nbs/05_core.logs.ipynb #a2ebe5e1
 class Clock:
-    "Seconds by kind of work, since the clock was made or last read."
+    "Seconds by kind of work, since the clock was made."
     names = 'data','forward_backward','communication','optimizer','validation','checkpoint','other'
 
     def __init__(self, now:Callable=time.perf_counter): # tells the time in seconds
@@ -422,12 +414,6 @@ class Clock:
         part = min(max(seconds, 0.), self.seconds[source])
         self.seconds[source] -= part
         self.seconds[target] += part
-
-    def read(self)->dict[str,float]: # seconds by name
-        "Returns what was booked since the last reading."
-        self.charge()
-        out,self.seconds = self.seconds,dict.fromkeys(self.names, 0.)
-        return out
 
 # %% ../../nbs/05_core.logs.ipynb #f19e0002
 @contextmanager

@@ -6,12 +6,11 @@
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'CONFIG', 'STATUS', 'LOCK', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID',
            'TENSORBOARD', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY',
            'FEATURE_CACHE', 'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'NEAR_S', 'FAR_S', 'write_atomic',
-           'fsync', 'fsync_tree', 'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest',
-           'read_manifest', 'damage', 'json_lines', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces',
-           'check_files', 'step_of', 'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer',
-           'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder',
-           'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned', 'sweep', 'lock_file', 'holder',
-           'RunLock', 'find_checkpoint']
+           'fsync', 'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage',
+           'json_lines', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of',
+           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
+           'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
+           'prune_older', 'delete_abandoned', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -48,11 +47,6 @@ def fsync(path:Path)->None:
     fd = os.open(path, os.O_RDONLY if directories else os.O_RDWR)
     try: os.fsync(fd)
     finally: os.close(fd)
-
-# %% ../../nbs/01_core.run_dir.ipynb #c746feab
-def fsync_tree(folder:Path)->None:
-    "Flushes every file and directory below a directory, and the directory itself."
-    for p in (*folder.rglob('*'), folder): fsync(p)
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2d95e7c
 def remove(path:Path)->None:
@@ -219,9 +213,9 @@ def usable_checkpoint(run_dir:Path, thorough:bool=False, # read every file, as b
     return None,passed
 
 # %% ../../nbs/01_core.run_dir.ipynb #d2678d19
-def last_checkpoint(run_dir:Path, thorough:bool=False)->Path|None: # None: there is no complete one
+def last_checkpoint(run_dir:Path)->Path|None: # None: there is no complete one
     "Returns the current checkpoint of a run, see `usable_checkpoint`."
-    return usable_checkpoint(run_dir, thorough)[0]
+    return usable_checkpoint(run_dir)[0]
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2459248
 def write_pointer(run_dir:Path, name:str, # `LAST` or `BEST`

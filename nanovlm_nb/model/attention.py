@@ -27,7 +27,7 @@ def document_mask(layout:Layout, causal:bool=True, # where the documents are; no
 )->Tensor: # (B, 1, T, T) True where query (row) may use key (column)
     "Returns which positions attend to which; made once for a layout."
     def make():
-        ids = layout.document_ids(device)
+        ids = layout.to(device).documents
         same = ids[:,None,:,None]==ids[:,None,None,:]
         return same.tril() if causal else same
     return make() if torch.compiler.is_compiling() else layout.once(('mask', causal, str(device)), make)
@@ -50,7 +50,7 @@ def explicit_attention(
 # %% ../../nbs/20_model.attention.ipynb #37d4bb0e
 def _zero_padding(out, layout):
     if layout is None: return out
-    return out.masked_fill((layout.document_ids(out.device)==0)[:,None,:,None], 0)
+    return out.masked_fill((layout.to(out.device).documents==0)[:,None,:,None], 0)
 
 # %% ../../nbs/20_model.attention.ipynb #dc7a5131
 SHORT_ROW = 256 # positions up to which float32 is the faster kernel on a CPU
@@ -114,7 +114,7 @@ def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     from torch.nn.attention.varlen import varlen_attn # not in every release
     if dropout_p: return sdpa_attention(q, k, v, layout, causal, dropout_p)
     (B,H,T,D),dtype = q.shape,_kernel_dtype(q)
-    cu = (layout or Layout.from_doc_lens([[T]]*B, T)).cu_seqlens(q.device)
+    cu = (layout or Layout.from_doc_lens([[T]]*B, T)).to(q.device).cu
     q,k,v = (x.transpose(1,2).flatten(0,1).to(dtype) for x in (q,k,v))
     out = varlen_attn(q, k, v, cu, cu, T, T, window_size=(-1, 0 if causal else -1),
                       **(SHARING if H!=k.shape[1] else {}))

@@ -96,9 +96,9 @@ class KVCache:
             raise ValueError(f"row {bad[0]} has {len(layout.doc_lens[bad[0]])} documents: "
                              "a cache holds one a row")
         self.key_mask = torch.zeros(B, self.max_length, dtype=torch.bool, device=device)
-        self.key_mask[:,:T] = layout.document_ids(device)>0
+        self.key_mask[:,:T] = layout.to(device).documents>0
         self.positions,self.length = self.key_mask.sum(1), T
-        return layout.position_ids(device)
+        return layout.to(device).positions
 
     def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
         v:Tensor, # (B, Hkv, T, D) its new values
@@ -215,7 +215,7 @@ class LanguageModelMoE(nn.Module):
         out = (answers*weights[...,None].to(answers.dtype)).sum(2)
         for e in self.shared: out = out+e(x)
         if not self.training: return out,None
-        return out, balance_loss(probs, chosen, None if layout is None else layout.document_ids(x.device)>0)
+        return out, balance_loss(probs, chosen, None if layout is None else layout.to(x.device).documents>0)
 
 # %% ../../nbs/22_model.language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
@@ -257,7 +257,7 @@ def _positions(x, layout, position_ids, cache):
         return positions if position_ids is None else position_ids
     if position_ids is not None: return position_ids
     return (torch.arange(x.shape[1], device=x.device)[None]
-            if layout is None else layout.position_ids(x.device))
+            if layout is None else layout.to(x.device).positions)
 
 # %% ../../nbs/22_model.language.ipynb #5f2eb3ae
 class LanguageModel(nn.Module):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from ..core.dist import Dist,on_master,rng_state
-from ..core.run_dir import TMP,file_digests,file_sizes,fsync,fsync_tree,remove,write_manifest
+from ..core.run_dir import TMP,file_digests,file_sizes,fsync,remove,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
@@ -60,10 +60,9 @@ def _first(e): return min(e.failures.items())[1][0] # what went wrong on the fir
 # %% ../../nbs/43_training.checkpoint.ipynb #b3be092b
 def _dcp(action, tensors, dist, **how):
     "Saves or loads with the ranks there are."
-    alone = not torch.distributed.is_initialized()
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
-        action(tensors, no_dist=alone, process_group=None if alone else dist.cpu_group, **how)
+        action(tensors, process_group=dist.cpu_group, **how)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #c4b939bd
 def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # from `flat_state`; all ranks call
@@ -90,11 +89,11 @@ def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrap
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b25752c0
 def _put_in_place(tmp:Path, final:Path, # directory with all files of a checkpoint; its name from now on
-    digests:dict[str,str]={}, # of files that were read back already
+    digests:dict[str,str], # of files that were read back already
 )->None:
     "Turns a written directory into a checkpoint."
     write_manifest(tmp, digests)
-    fsync_tree(tmp)
+    for p in (*tmp.rglob('*'), tmp): fsync(p)
     remove(final) # none is there, unless somebody saves the same update twice
     tmp.rename(final)
     fsync(final.parent)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.config import TrainConfig
 from ..core.run_dir import write_atomic,BAD_UPDATES,DROPPED,json_lines,prune,step_of
 from ..core.dist import Dist,on_master
-from ..core.logs import Clock,Stats
+from ..core.logs import STATS,Clock,over_ranks
 from ..core.advice import stability_advice
 from ..model.flops import COMPONENTS,count_flops,mfu,peak_flops,unit_flops
 from ..data.dataset import DropFile,Drops,read_dropped
@@ -156,7 +156,8 @@ def _report(trainer:Trainer, sums:Any, seconds:dict[str,float], peak:float|None)
 class Meters(Hook):
     "Adds `tokens_per_second`, and every `every` updates where the time went and what came of it."
     def __init__(self, every:int): # updates
-        self.every,self.stats,self.losses = every,Stats(),[]
+        self.every,self.losses = every,[]
+        self.stats:dict[str,list[float]] = {name:[] for name in STATS}
         self.last,self.since = {},{} # readings of the clock: after the last update, at the last report
         self.sums:Any = Counter() # since the last report
         self.seconds:Any = Counter() # of this start by kind of work, up to the last report
@@ -172,8 +173,8 @@ class Meters(Hook):
         u.times = u.data_time,spent['forward_backward'],spent['optimizer']+spent['communication']
         figures['tokens_per_second'] = u.tokens/sum(u.times)
         for b in u.micro_batches:
-            self.stats.add('images_per_sample', sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
-        for name,x in zip(Stats.names, (figures['tokens_per_second'], *u.times)): self.stats.add(name, x)
+            self.stats['images_per_sample'].append(sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
+        for name,x in zip(STATS, (figures['tokens_per_second'], *u.times)): self.stats[name].append(x)
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds up what was learnt and computed, and from time to time reports."
@@ -186,7 +187,7 @@ class Meters(Hook):
             add(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets, norm=figures['grad_norm'])
             kept = [{k:b[k] for k in ('ids','n_targets')} for b in u.micro_batches] # no pictures
             self.losses += [pair for pair in zip(u.losses, kept) if pair[0] is not None]
-        if t.step%self.every==0: figures |= self.stats.aggregate(t.dist)|self.report(t)
+        if t.step%self.every==0: figures |= over_ranks(self.stats, t.dist)|self.report(t)
 
     def report(self, trainer:Trainer)->Figures: # every rank must call
         "Returns the figures since the last report, of all ranks."

@@ -38,7 +38,7 @@ from ..core.run_dir import write_atomic,CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkp
 from ..core.run_dir import find_checkpoint
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,CountF,Keep,Pos,Text
 from ..core.config import TrainConfig,VLMConfig,check_code,check_known,code_flags,evolve
-from ..core.config import is_of_run,many,preset,read_sections,rules
+from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
 from ..core.logs import finished,styled
 from ..core.layout import Layout
@@ -833,7 +833,7 @@ def _asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
     v = values
     s = Settings.load(v.config) if v.config else Settings()
     again = dict(lr_schedule=v.lr_schedule) if v.lr_schedule else {}
-    if v.config and is_of_run(v.config): check_code(v.config, s.train, again)
+    if v.config: check_code(v.config, s.train, again)
     if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
     own = dict(name=v.model, datasets=v.datasets, run_name=v.run_name)
     s = replace(s, train=s.train|again, **{k:value for k,value in own.items() if value})

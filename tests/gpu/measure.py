@@ -179,7 +179,7 @@ def phase_2_attention(b) -> dict:
 def flex(layout: Layout, device):
     "FlexAttention with a mask by documents, compiled; a function like those in `BACKENDS`."
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    ids = layout.document_ids(device)
+    ids = layout.to(device).documents
     def allowed(row, head, query, key): return (ids[row, query] == ids[row, key]) & (query >= key)
     mask, attend = create_block_mask(allowed, len(ids), None, layout.T, layout.T, device=device), torch.compile(flex_attention)
     return lambda q, k, v, *_: attend(q, k, v, block_mask=mask, enable_gqa=True)
