@@ -17,7 +17,7 @@ import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, images_first, settle_marks
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, default_workers, jsonl_loader
+from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, jsonl_loader
 from nanovlm_nb.data.loader import text_rows
 from nanovlm_nb.data.packing import pack
 from nanovlm_nb.core.tokenizer import train_tokenizer
@@ -239,13 +239,13 @@ def noisy(picture):
     return torch.full((3, SIDE, SIDE), np.random.rand())
 
 
-def test_workers_share_the_cores(monkeypatch):
+def test_workers_share_the_cores(monkeypatch, damaged):
     "One worker a core of this machine, divided by the ranks that torchrun started here."
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv('LOCAL_WORLD_SIZE', raising=False)
-    assert (default_workers(), default_workers(2)) == (8, 16)
+    assert jsonl_loader(damaged, 1).num_workers == 8
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '3')
-    assert (default_workers(), default_workers(2)) == (2, 5)
+    assert jsonl_loader(damaged, 1).num_workers == 2
 
 
 # --- a model

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['logger', 'REASONS', 'count_runs', 'mark_messages', 'encode_messages', 'pixel_tensor', 'VLMDataset', 'get_sampler',
-           'collate_items', 'default_workers', 'jsonl_loader']
+           'collate_items', 'jsonl_loader']
 
 # %% ../../nbs/70_compat.padded.ipynb #80c0a004
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from ..core.dist import Dist, seed_worker
+from ..core.dist import Dist, cores_of_rank, seed_worker
 from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage, open_image
 from ..data.prompts import AnswerFrame, answer_frame, answer_spans, neutralise, special_pattern
@@ -161,24 +160,15 @@ def collate_items(items:list[tuple[Tensor,Tensor,Tensor,Tensor]], # from `VLMDat
     X, Y, loss_mask, pixels = zip(*items)
     return torch.stack(X), torch.stack(Y), torch.stack(loss_mask), list(pixels)
 
-# %% ../../nbs/70_compat.padded.ipynb #60ee028d
-def default_workers(
-    per_core:int=1, # 1 or 2: with 2, a core has work while the other worker waits for the disk
-    ranks:int|None=None, # processes that train on this machine; None: as torchrun says
-)->int: # loader workers for each rank, at least one
-    "Number of workers that keep this machine's cores busy."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return max(1, per_core*cores//(ranks or int(os.environ.get('LOCAL_WORLD_SIZE', 1))))
-
 # %% ../../nbs/70_compat.padded.ipynb #37e64011
 def jsonl_loader(dataset:VLMDataset, # or any data set of such items
     batch_size:int, dist:Dist=Dist(), # items of a batch on this rank; this process
     shuffle:bool=True, seed:int=0, # another order in each epoch; of the order and of the workers
-    num_workers:int|None=None, # processes that make items; 0: this one; None: `default_workers()`
+    num_workers:int|None=None, # processes that make items; 0: this one; None: `cores_of_rank()`
 )->DataLoader: # batches as from `collate_items`; with ranks, call `.sampler.set_epoch` before each epoch
     "A plain loader of padded items."
     sampler = get_sampler(dataset, dist, shuffle, seed)
     return DataLoader(dataset, batch_size, sampler=sampler, shuffle=shuffle and sampler is None,
         drop_last=False, collate_fn=collate_items,
-        num_workers=default_workers() if num_workers is None else num_workers, worker_init_fn=seed_worker,
+        num_workers=cores_of_rank() if num_workers is None else num_workers, worker_init_fn=seed_worker,
         pin_memory=dist.device.type == 'cuda', generator=torch.Generator().manual_seed(seed))
