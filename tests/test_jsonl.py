@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import nanovlm_nb.data.loader as load
-from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.core.config import IGNORE, VLMConfig
 from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, images_first, settle_marks
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, jsonl_loader
@@ -180,10 +180,10 @@ def test_too_long(make):
         short = make(max_length=L)
         for a, b in zip(short[3][:3], ds[3][:3]): assert torch.equal(a, b[:L-1])
         assert short.drops.cut == ({'train/4': cut} if cut else {}) and not short.drops.reasons
-    target = ds.encode(read_row(ds.rows, 3, marks=True))[1]
-    none = make(max_length=int(target.nonzero().min()))
+    first = int((ds.encode(read_row(ds.rows, 3, marks=True))[1] != IGNORE).nonzero().min()) + 1
+    none = make(max_length=first)
     assert not none[3][2].any() and len(none[3][3]) == 0 and none.drops.ids('too_long') == ['train/4']
-    some = make(max_length=int(target.nonzero().min())+1)
+    some = make(max_length=first+1)
     assert some[3][2].sum() == 1
 
 
