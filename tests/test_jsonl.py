@@ -89,8 +89,8 @@ def test_rows_train_as_others_do(folder, tokenizer):
     rows = text_rows(folder)
     v = VQADataset(rows, tokenizer, get_image_processor(2*SIDE, SIDE), FEATURES)
     for i in (0, 1, 2, 3, 4, 5, 7, 8):
-        s = v[i]
-        assert v.plan(i) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
+        s, p = v[i], v.plan_row(read_row(v.rows, i))
+        assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
     assert (v[6], v.drops.reasons, v[8]['id']) == (None, {'train/7': 'no_turns'}, 'train/9')
     other = datasets.Dataset.from_list([dict.fromkeys(rows.features) | dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')], features=rows.features)
     both = datasets.concatenate_datasets([rows, other])

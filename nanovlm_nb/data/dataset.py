@@ -420,7 +420,6 @@ def check_row(
 class Plan:
     "A sample before its pictures are decoded."
     id:str # of the sample
-    source:str # the configuration it comes from
     ids:np.ndarray|None # (t,) int32, one placeholder per tile; None: it is only measured
     labels:np.ndarray|None # (t,) int32
     grids:list[tuple[int,int]] # (rows, columns) of each picture
@@ -462,41 +461,32 @@ class VQADataset(torch.utils.data.Dataset):
         turns,grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        plan = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32),
-                    labels.numpy().astype(np.int32), grids, len(ids), len(keep_turns(row, {}))-len(turns))
+        plan = Plan(row['id'], ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), grids,
+                    len(ids), len(keep_turns(row, {}))-len(turns))
         plan.tokens += plan.tiles*(self.mp_image_token_length-1)
         if self.max_sample_length is None or plan.tokens < self.max_sample_length: return plan
         raise Dropped(plan.id, 'too_long', f'{plan.tokens} tokens')
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None, # chance for augmentations; None: always the same
-    )->dict: # 'id', 'source', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S)
+    )->dict: # 'id', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S)
         "Decode the pictures of a planned sample; raises `Dropped` if one cannot be read."
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         ids,labels = expand_images(torch.from_numpy(plan.ids), torch.from_numpy(plan.labels),
                                    self.tokenizer.image_token_id, self.mp_image_token_length)
-        return dict(id=plan.id, source=plan.source, input_ids=ids, labels=labels, images=tiles)
+        return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles)
 
-    def load_row(self, row:dict, rng:random.Random|None=None)->dict: # from `to_row`; see `finish`
+    def load_row(self, row:dict)->dict: # from `to_row`; see `finish`
         "A sample; raises `Dropped` if it is left out."
         plan = self.plan_row(row)
-        sample = self.finish(plan, row['images'], rng)
+        sample = self.finish(plan, row['images'])
         if plan.cut: self.drops.cut[plan.id] = plan.cut
         return sample
 
-    def _counted(self, made, i):
-        "What is made of row `i`, or None if it is left out and counted."
-        try: return made(read_row(self.rows, i))
+    def __getitem__(self, i:int)->dict|None: # None: it is left out, and counted
+        try: return self.load_row(read_row(self.rows, i))
         except Dropped as d: self.drops.add(d)
-
-    def __getitem__(self, i:int)->dict|None: return self._counted(self.load_row, i) # None: dropped
-
-    def plan(self, i:int)->tuple[int,int,int]|None: # tokens, pictures, tiles; None: dropped and counted
-        "Size of sample `i`, without decoding pictures."
-        p = self._counted(self.plan_row, i)
-        if p and p.cut: self.drops.cut[p.id] = p.cut
-        return p and (p.tokens, p.images, p.tiles)
 
 # %% ../../nbs/12_data.dataset.ipynb #e6a05950
 COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255
