@@ -133,34 +133,31 @@ def read_dropped(
     return dropped
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0005
-def _parts(drops):
-    return {(split,kind):ids for split,d in drops.items()
-            for kind,ids in (('reason', d.reasons), ('cut', d.cut))}
+def _sizes(drops): return {split:(len(d.reasons), len(d.cut)) for split,d in drops.items()}
 
 class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
-    def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,Counter()
-
-    def _news(self, drops):
-        for (split,kind),values in _parts(drops).items():
-            for id,value in islice(values.items(), self.written[split,kind], None):
-                yield dict(split=split, id=id)|{kind:value}
+    def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,_sizes({})
 
     def add(self, drops:dict[str,Drops])->int: # all so far, by split; bytes of the file
         "Append what is new; it is on the disk then."
-        lines = [json.dumps(new).encode()+b'\n' for new in self._news(drops)]
+        lines = []
+        for split,d in drops.items():
+            new = d.after(*self.written.get(split, (0, 0)))
+            for kind,ids in (('reason', new.reasons), ('cut', new.cut)):
+                lines += [dict(split=split, id=id)|{kind:value} for id,value in ids.items()]
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
         with self.path.open('ab') as f:
-            f.write(b''.join(lines))
+            f.write(b''.join(json.dumps(line).encode()+b'\n' for line in lines))
             f.flush()
             os.fsync(f.fileno())
-            self.written.update({part:len(ids)-self.written[part] for part,ids in _parts(drops).items()})
+            self.written |= _sizes(drops)
             return f.tell()
 
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Forget what was written later."
         kept = read_dropped(self.path.parent, size)
-        self.written = Counter({part:len(ids) for part,ids in _parts(kept).items()})
+        self.written = _sizes(kept)
         if self.path.is_file(): os.truncate(self.path, self.path.read_bytes()[:size].rfind(b'\n')+1)
         return kept
 
@@ -385,8 +382,8 @@ def to_row(
     if isinstance(r, pa.Table): r = _from_table(r)
     if isinstance(r.get('json'), dict): r = r['json']|r # of a tar
     own,source = r.get('row_id'),r.get('source')
-    names = dict.fromkeys(filter(None, (name or source or 'sample', own is not None and source)))
-    id = '/'.join(map(str, (*names, place if own is None else own)))
+    names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
+    id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
     try: images,texts = read_layout(r)
     except ValueError as e: raise Dropped(id, 'bad_row', str(e))
     return r|dict(id=id, images=images, texts=(settle_marks if marks else place_pictures)(texts, len(images)))
