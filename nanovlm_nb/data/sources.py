@@ -38,8 +38,6 @@ class Permutation:
         self.n,self.keys = n,[int.from_bytes(digest[i:i+8], 'big') for i in range(0, 48, 8)]
         self.base = next(a for a in count(int(n**.5)) if a*a>=n)
 
-    def __len__(self)->int: return self.n
-
     def __getitem__(self, i:int)->int: # place -> number
         if not 0<=i<self.n: raise IndexError(f'place {i} of a permutation of {self.n}')
         while True:
@@ -214,7 +212,7 @@ class StreamSource:
         "The rows of a lane, from a position on."
         (done,start,served),train = at or (0, 0, 0),self.part=='train'
         n,kind = len(self.shares),epoch if train else self.part
-        order = [*map(Permutation(n, f'{self.seed}/{kind}').__getitem__, range(n))]
+        order = list(Permutation(n, f'{self.seed}/{kind}'))
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
         for j,(s,*turn) in enumerate(lane_shares(order, lane, lanes)[done:], start=done):
             share = self.shares[s]
