@@ -145,7 +145,7 @@ class DropFile:
         for split,d in drops.items():
             new = d.after(*self.written.get(split, (0, 0)))
             for kind,ids in (('reason', new.reasons), ('cut', new.cut)):
-                lines += [dict(split=split, id=id)|{kind:value} for id,value in ids.items()]
+                lines += [{'split':split, 'id':id, kind:value} for id,value in ids.items()]
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
         with self.path.open('ab') as f:
             f.write(b''.join(json.dumps(line).encode()+b'\n' for line in lines))
@@ -484,6 +484,7 @@ class VQADataset(torch.utils.data.Dataset):
     def __getitem__(self, i:int)->dict|None: # None: it is left out, and counted
         try: return self.load_row(read_row(self.rows, i))
         except Dropped as d: self.drops.add(d)
+        return None
 
 # %% ../../nbs/12_data.dataset.ipynb #e6a05950
 COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255

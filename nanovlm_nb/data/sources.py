@@ -212,7 +212,7 @@ class StreamSource:
         "The rows of a lane, from a position on."
         (done,start,served),train = at or (0, 0, 0),self.part=='train'
         n,kind = len(self.shares),epoch if train else self.part
-        order = list(Permutation(n, f'{self.seed}/{kind}'))
+        order = [*map(Permutation(n, f'{self.seed}/{kind}').__getitem__, range(n))]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
         for j,(s,*turn) in enumerate(lane_shares(order, lane, lanes)[done:], start=done):
             share = self.shares[s]
