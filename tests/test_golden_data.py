@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nanovlm_nb.data.prompts import encode_chat, expand_images, encode_prompt, get_image_string
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import VQADataset
+from nanovlm_nb.data.dataset import VQADataset, read_row
 from nanovlm_nb.data.images import image_processor_of, image_size, open_image, resize_dims
 from nanovlm_nb.core.tokenizer import check_tokenizer, get_tokenizer
 
@@ -66,14 +66,14 @@ def test_special_ids(reference, tokenizer, cfg):
 @pytest.mark.parametrize('i', range(4))
 def test_sample(reference, samples, i):
     "Ids, labels, image string and grids of a sample."
-    want, got = reference['samples'][i], samples[i]
+    want, got, plan = reference['samples'][i], samples[i], samples.plan_row(read_row(samples.rows, i))
     grids = [tuple(g) for g in want['grids']]
     assert got['input_ids'].tolist() == want['input_ids']
     assert got['labels'].tolist() == want['labels']
     assert get_image_string(samples.tokenizer, grids, 4) == want['image_string']
     assert [samples.image_processor.grid(*im['size']) for im in want['images']] == grids
     assert [len(t) for t in got['images']] == want['n_sub_images']
-    assert samples.plan(i) == (len(want['input_ids']), len(grids), sum(want['n_sub_images']))
+    assert (plan.tokens, plan.images, plan.tiles) == (len(want['input_ids']), len(grids), sum(want['n_sub_images']))
 
 
 @pytest.mark.parametrize('i', range(4))

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 import nanovlm_nb.data.loader as load
-from nanovlm_nb.core.config import VLMConfig
+from nanovlm_nb.core.config import IGNORE, VLMConfig
 from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, images_first, settle_marks
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, default_workers, jsonl_loader
+from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, jsonl_loader
 from nanovlm_nb.data.loader import text_rows
 from nanovlm_nb.data.packing import pack
 from nanovlm_nb.core.tokenizer import train_tokenizer
@@ -89,8 +89,8 @@ def test_rows_train_as_others_do(folder, tokenizer):
     rows = text_rows(folder)
     v = VQADataset(rows, tokenizer, get_image_processor(2*SIDE, SIDE), FEATURES)
     for i in (0, 1, 2, 3, 4, 5, 7, 8):
-        s = v[i]
-        assert v.plan(i) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
+        s, p = v[i], v.plan_row(read_row(v.rows, i))
+        assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
     assert (v[6], v.drops.reasons, v[8]['id']) == (None, {'train/7': 'no_turns'}, 'train/9')
     other = datasets.Dataset.from_list([dict.fromkeys(rows.features) | dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')], features=rows.features)
     both = datasets.concatenate_datasets([rows, other])
@@ -180,10 +180,10 @@ def test_too_long(make):
         short = make(max_length=L)
         for a, b in zip(short[3][:3], ds[3][:3]): assert torch.equal(a, b[:L-1])
         assert short.drops.cut == ({'train/4': cut} if cut else {}) and not short.drops.reasons
-    target = ds.encode(read_row(ds.rows, 3, marks=True))[1]
-    none = make(max_length=int(target.nonzero().min()))
+    first = int((ds.encode(read_row(ds.rows, 3, marks=True))[1] != IGNORE).nonzero().min()) + 1
+    none = make(max_length=first)
     assert not none[3][2].any() and len(none[3][3]) == 0 and none.drops.ids('too_long') == ['train/4']
-    some = make(max_length=int(target.nonzero().min())+1)
+    some = make(max_length=first+1)
     assert some[3][2].sum() == 1
 
 
@@ -239,13 +239,13 @@ def noisy(picture):
     return torch.full((3, SIDE, SIDE), np.random.rand())
 
 
-def test_workers_share_the_cores(monkeypatch):
+def test_workers_share_the_cores(monkeypatch, damaged):
     "One worker a core of this machine, divided by the ranks that torchrun started here."
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv('LOCAL_WORLD_SIZE', raising=False)
-    assert (default_workers(), default_workers(2)) == (8, 16)
+    assert jsonl_loader(damaged, 1).num_workers == 8
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '3')
-    assert (default_workers(), default_workers(2)) == (2, 5)
+    assert jsonl_loader(damaged, 1).num_workers == 2
 
 
 # --- a model

@@ -373,7 +373,7 @@ def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
 
 class Recorded(VQADataset):
     "Samples of recorded sizes, without text."
-    def plan_row(self, row): return Plan(row['id'], '', None, None, [(1, 1)]*row['size'][1], row['size'][0])
+    def plan_row(self, row): return Plan(row['id'], None, None, [(1, 1)]*row['size'][1], row['size'][0])
 
     def finish(self, plan, pictures, rng=None):
         return dict(id=plan.id, input_ids=torch.ones(plan.tokens, dtype=torch.long), labels=torch.full((plan.tokens,), -100), images=[])

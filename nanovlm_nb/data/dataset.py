@@ -133,34 +133,31 @@ def read_dropped(
     return dropped
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0005
-def _parts(drops):
-    return {(split,kind):ids for split,d in drops.items()
-            for kind,ids in (('reason', d.reasons), ('cut', d.cut))}
+def _sizes(drops): return {split:(len(d.reasons), len(d.cut)) for split,d in drops.items()}
 
 class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
-    def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,Counter()
-
-    def _news(self, drops):
-        for (split,kind),values in _parts(drops).items():
-            for id,value in islice(values.items(), self.written[split,kind], None):
-                yield dict(split=split, id=id)|{kind:value}
+    def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,_sizes({})
 
     def add(self, drops:dict[str,Drops])->int: # all so far, by split; bytes of the file
         "Append what is new; it is on the disk then."
-        lines = [json.dumps(new).encode()+b'\n' for new in self._news(drops)]
+        lines = []
+        for split,d in drops.items():
+            new = d.after(*self.written.get(split, (0, 0)))
+            for kind,ids in (('reason', new.reasons), ('cut', new.cut)):
+                lines += [{'split':split, 'id':id, kind:value} for id,value in ids.items()]
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
         with self.path.open('ab') as f:
-            f.write(b''.join(lines))
+            f.write(b''.join(json.dumps(line).encode()+b'\n' for line in lines))
             f.flush()
             os.fsync(f.fileno())
-            self.written.update({part:len(ids)-self.written[part] for part,ids in _parts(drops).items()})
+            self.written |= _sizes(drops)
             return f.tell()
 
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Forget what was written later."
         kept = read_dropped(self.path.parent, size)
-        self.written = Counter({part:len(ids) for part,ids in _parts(kept).items()})
+        self.written = _sizes(kept)
         if self.path.is_file(): os.truncate(self.path, self.path.read_bytes()[:size].rfind(b'\n')+1)
         return kept
 
@@ -385,8 +382,8 @@ def to_row(
     if isinstance(r, pa.Table): r = _from_table(r)
     if isinstance(r.get('json'), dict): r = r['json']|r # of a tar
     own,source = r.get('row_id'),r.get('source')
-    names = dict.fromkeys(filter(None, (name or source or 'sample', own is not None and source)))
-    id = '/'.join(map(str, (*names, place if own is None else own)))
+    names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
+    id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
     try: images,texts = read_layout(r)
     except ValueError as e: raise Dropped(id, 'bad_row', str(e))
     return r|dict(id=id, images=images, texts=(settle_marks if marks else place_pictures)(texts, len(images)))
@@ -420,7 +417,6 @@ def check_row(
 class Plan:
     "A sample before its pictures are decoded."
     id:str # of the sample
-    source:str # the configuration it comes from
     ids:np.ndarray|None # (t,) int32, one placeholder per tile; None: it is only measured
     labels:np.ndarray|None # (t,) int32
     grids:list[tuple[int,int]] # (rows, columns) of each picture
@@ -462,41 +458,33 @@ class VQADataset(torch.utils.data.Dataset):
         turns,grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        plan = Plan(row['id'], row.get('source') or '', ids.numpy().astype(np.int32),
-                    labels.numpy().astype(np.int32), grids, len(ids), len(keep_turns(row, {}))-len(turns))
+        plan = Plan(row['id'], ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), grids,
+                    len(ids), len(keep_turns(row, {}))-len(turns))
         plan.tokens += plan.tiles*(self.mp_image_token_length-1)
         if self.max_sample_length is None or plan.tokens < self.max_sample_length: return plan
         raise Dropped(plan.id, 'too_long', f'{plan.tokens} tokens')
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None, # chance for augmentations; None: always the same
-    )->dict: # 'id', 'source', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S)
+    )->dict: # 'id', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S)
         "Decode the pictures of a planned sample; raises `Dropped` if one cannot be read."
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         ids,labels = expand_images(torch.from_numpy(plan.ids), torch.from_numpy(plan.labels),
                                    self.tokenizer.image_token_id, self.mp_image_token_length)
-        return dict(id=plan.id, source=plan.source, input_ids=ids, labels=labels, images=tiles)
+        return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles)
 
-    def load_row(self, row:dict, rng:random.Random|None=None)->dict: # from `to_row`; see `finish`
+    def load_row(self, row:dict)->dict: # from `to_row`; see `finish`
         "A sample; raises `Dropped` if it is left out."
         plan = self.plan_row(row)
-        sample = self.finish(plan, row['images'], rng)
+        sample = self.finish(plan, row['images'])
         if plan.cut: self.drops.cut[plan.id] = plan.cut
         return sample
 
-    def _counted(self, made, i):
-        "What is made of row `i`, or None if it is left out and counted."
-        try: return made(read_row(self.rows, i))
+    def __getitem__(self, i:int)->dict|None: # None: it is left out, and counted
+        try: return self.load_row(read_row(self.rows, i))
         except Dropped as d: self.drops.add(d)
-
-    def __getitem__(self, i:int)->dict|None: return self._counted(self.load_row, i) # None: dropped
-
-    def plan(self, i:int)->tuple[int,int,int]|None: # tokens, pictures, tiles; None: dropped and counted
-        "Size of sample `i`, without decoding pictures."
-        p = self._counted(self.plan_row, i)
-        if p and p.cut: self.drops.cut[p.id] = p.cut
-        return p and (p.tokens, p.images, p.tiles)
+        return None
 
 # %% ../../nbs/12_data.dataset.ipynb #e6a05950
 COLOURS = dict(red=(215,40,40), orange=(245,140,30), yellow=(238,214,40), green=(45,155,70), # RGB, 0-255

@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 def _find(name, folders):
     "Where a picture is: its path, or the picture itself."
-    if not isinstance(name, str) or name.startswith('data:'): return name
+    if isinstance(name, dict) or name.startswith('data:'): return name
     found = next((str(p) for f in folders if (p := f/name.strip()).is_file()), None)
     if found: return found
     raise MissingFile(f'{name:.90} is an address: download the pictures first, with img2dataset for example'
@@ -123,14 +123,13 @@ def _read_file(file, drops, images_path, columns):
     folders = [file.parent/'images', file.parent] if images_path is None else [Path(images_path)]
     for number,data in _objects(file):
         try: row = read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders)
-        except (ValueError, TypeError, RecursionError) as e:
+        except (ValueError, TypeError, AttributeError, RecursionError) as e:
             reason = 'missing_image' if isinstance(e, MissingFile) else 'bad_line'
             left_out = Dropped(f'{file.stem}/{number}', reason, str(e))
             if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
             drops.add(left_out)
         else:
-            images = [p if isinstance(p, dict) else dict(path=p, bytes=None) for p in row['images']]
-            row |= dict(images=images, source=file.stem, row_id=str(number))
+            row |= dict(source=file.stem, row_id=str(number))
             yield {name:row.get(name) for name in FEATURES}
 
 # %% ../../nbs/18_data.loader.ipynb #7c264398
@@ -306,15 +305,13 @@ LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 
 def load_configs(
     path:str|Path, names:Sequence[str]=('default',), # `all` (or `shards`) means every configuration
-    split:str='train', cache_dir:str|None=None, streaming:bool=False, # see `load_config`
-    **more)->dict: # name -> rows, in order
+    **how)->dict: # see `load_config`; name -> rows, in order
     "Load configurations; a failed one is a warning that names it."
     data,why = {},[]
     with reaching(str(path)): chosen = config_names(path, names)
     for name in chosen:
         try:
-            with reaching(f'{path} ({name})'):
-                data[name] = load_config(path, name, split, cache_dir, streaming, **more)
+            with reaching(f'{path} ({name})'): data[name] = load_config(path, name, **how)
         except (Unreachable, UnusedColumn): raise # it was not looked at, or not to the end
         except LOAD_ERRORS as e:
             cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where

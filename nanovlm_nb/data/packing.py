@@ -132,10 +132,10 @@ def balanced_greedy_knapsack(
     return sorted(groups)
 
 # %% ../../nbs/14_data.packing.ipynb #ec9f89ee
-def _check(samples, labels, doc_lens, image_token_id, per_tile):
+def _check(samples, image_token_id, per_tile):
     "Raise `ValueError` for a label that crosses a border, or for text and pictures that disagree."
-    for sample, label in zip(samples, labels[torch.tensor([*accumulate(doc_lens)])-1].tolist()):
-        require(label == IGNORE, f"sample {sample['id']!r}: last label is {label}, not {IGNORE}: shift "
+    for id, label in [(s['id'], int(s['labels'][-1])) for s in samples]:
+        require(label == IGNORE, f"sample {id!r}: last label is {label}, not {IGNORE}: shift "
             'labels within the sample, or its last position would be trained on the document packed after it')
     if image_token_id is None: return
     slots = [int((s['input_ids'] == image_token_id).sum()) for s in samples]
@@ -154,7 +154,7 @@ def pack(
     require(n <= length, f'{len(samples)} samples have {n} tokens > length {length}: plan them first')
     joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
               for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
-    _check(samples, joined['labels'], doc_lens, image_token_id, per_tile)
+    _check(samples, image_token_id, per_tile)
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
     return dict(joined, attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
         n_targets=n_targets, n_images=[len(s['images']) for s in samples], ids=[s['id'] for s in samples],

@@ -68,7 +68,7 @@ def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any 
 
 # %% ../../nbs/11_data.prompts.ipynb #2bfc97bf
 def neutralise(
-    text:str|None, # what a user, an answer or a system turn says; None is ''
+    text:str|None, # what a user or an answer says; None is ''
     tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`, when there are many texts
 )->str: # looks the same, holds no special token
     "Break every special token that a text spells out."
@@ -84,20 +84,21 @@ def neutralise(
 def to_messages(
     tokenizer:PreTrainedTokenizerBase|re.Pattern, # whose special tokens go; or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
-    image_string:str='', system:str|None=None, # placeholders from `get_image_string`; text of a system turn
+    image_string:str='', mark:str='', # placeholders; what they replace in questions, '': they come first
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages for a chat template."
     require(texts, 'a conversation needs at least one turn')
     lacks = next((i for i,turn in enumerate(texts[:-1]) if 'assistant' not in turn), None)
     require(lacks is None, f'turn {lacks} of {len(texts)} has no answer: only the last may lack one')
     special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
-    messages = [('system', system)]*(system is not None)
-    messages += [(role, turn[role]) for turn in texts for role in ('user', 'assistant')
-                 if role == 'user' or role in turn]
-    said = [dict(role=role, content=neutralise(text, special)) for role,text in messages]
-    first = said[system is not None]
-    first['content'] = image_string + first['content']
-    return said
+    messages = []
+    for k,turn in enumerate(texts):
+        parts = turn['user'].split(mark) if mark else ['']*(not k) + [turn['user']]
+        asked = image_string.join(neutralise(part, special) for part in parts)
+        messages.append(dict(role='user', content=asked))
+        if 'assistant' in turn:
+            messages.append(dict(role='assistant', content=neutralise(turn['assistant'], special)))
+    return messages
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
 _FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
@@ -146,11 +147,11 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663
 def encode_chat(
     tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
-    image_string:str='', system:str|None=None, # placeholders; text of a system turn
+    image_string:str='', mark:str='', # see `to_messages`
     frame:AnswerFrame|None=None, special:re.Pattern|None=None, # of the tokenizer, when there are many samples
 )->tuple[Tensor,Tensor]: # ids and labels, (T,) int64; labels shifted by one, -100 where nothing is learned
     "Tokenise a conversation once; only answers have labels."
-    messages = to_messages(special or tokenizer, texts, image_string, system)
+    messages = to_messages(special or tokenizer, texts, image_string, mark)
     text = _render(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.array(encoded['input_ids'], dtype=np.int64)
@@ -166,14 +167,13 @@ def encode_chat(
 def encode_prompt(
     tokenizer:PreTrainedTokenizerBase, # with a chat template
     texts:list[dict]|str, # a question, or turns of which the last has no 'assistant'
-    image_string:str='', system:str|None=None, # placeholders; text of a system turn
-    start:str='', # how the answer begins
+    image_string:str='', start:str='', # placeholders; how the answer begins
 )->Tensor: # ids (T,), int64
     "Ids of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
     require(not texts or 'assistant' not in texts[-1],
         'the last turn has an answer already: leave its `assistant` out')
-    messages = to_messages(tokenizer, texts, image_string, system)
+    messages = to_messages(tokenizer, texts, image_string)
     text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start # spaces are the answer's
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
 

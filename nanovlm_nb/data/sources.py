@@ -38,8 +38,6 @@ class Permutation:
         self.n,self.keys = n,[int.from_bytes(digest[i:i+8], 'big') for i in range(0, 48, 8)]
         self.base = next(a for a in count(int(n**.5)) if a*a>=n)
 
-    def __len__(self)->int: return self.n
-
     def __getitem__(self, i:int)->int: # place -> number
         if not 0<=i<self.n: raise IndexError(f'place {i} of a permutation of {self.n}')
         while True:
