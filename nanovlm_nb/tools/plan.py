@@ -73,17 +73,16 @@ class Allocations(TorchDispatchMode):
 # %% ../../nbs/64_tools.plan.ipynb #63aa0021
 def fused_attention(
     q:Tensor, k:Tensor, v:Tensor, attn_mask:Tensor|None=None, # (B, H, T, D); True or 0 where a query may look
-    dropout_p:float=0., is_causal:bool=False, scale:float|None=None, enable_gqa:bool=False, # as torch's
+    dropout_p:float=0., is_causal:bool=False, enable_gqa:bool=False, # as torch's
 )->Tensor: # (B, H, T, D)
     "Attention by the kernel that `scaled_dot_product_attention` takes on CUDA."
     if enable_gqa: k,v = (x.repeat_interleave(q.shape[1]//k.shape[1], 1) for x in (k,v))
-    aten,how = torch.ops.aten,dict(scale=scale)
-    if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, **how)[0]
+    aten = torch.ops.aten
+    if attn_mask is None: return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if attn_mask.is_floating_point(): bias = attn_mask.to(q.dtype)
     else: bias = q.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*q.shape[:3], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, **how)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0025
 LOWER = {F.linear, F.conv2d, torch.conv2d, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm,
