@@ -107,7 +107,7 @@ def test_a_short_run_publishes_nothing_and_begins_with_the_same_weights(tmp_path
     "Of three updates however short the run would be, in a folder of its own, with weights named from where the user stands."
     asked = []
     def short_run(vlm_cfg, small, folder, timeout_s): return asked.append((vlm_cfg, small, folder)) or [1., 1., 1.], ''
-    monkeypatch.setattr(dr, 'short_run', short_run)
+    monkeypatch.setattr(dr, '_short_run', short_run)
     vlm_cfg, cfg = tiny(hf_repo_name='me/model', vlm_checkpoint_path='out/a', resume_from_vlm_checkpoint=True, max_epochs=1)
     dr.check_short_run(vlm_cfg, cfg)
     (v, c, folder), = asked
