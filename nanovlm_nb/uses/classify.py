@@ -12,7 +12,7 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SP
            'ClassHook', 'classify_again', 'class_parts', 'classify_on', 'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
-import io,random,json,math,os,re,shlex,sys,threading
+import random,json,math,os,re,shlex,sys,threading
 from bisect import bisect_right
 from collections.abc import Callable,Iterable
 from contextlib import nullcontext
@@ -76,16 +76,10 @@ def find_label(ds:datasets.Dataset, # with a column of labels
     require(not bad, f'{bad}: a labelled picture has one, whose answer is the name of its class')
     return [turns[0]['assistant'] for turns in values],None
 
-# %% ../../nbs/81_uses.classify.ipynb #f0946ff2
-def _png(image):
-    buffer = io.BytesIO()
-    image.save(buffer, 'PNG')
-    return dict(bytes=buffer.getvalue(), path=None)
-
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: (picture, number of its class)
     features = datasets.Features(dict(image=datasets.Image(), label=datasets.ClassLabel(names=names)))
-    return datasets.Dataset.from_list([dict(image=_png(im), label=label) for im,label in rows],
+    return datasets.Dataset.from_list([dict(image=im, label=label) for im,label in rows],
                                       features=features)
 
 TEST_DIGITS = 500 # the last ones
