@@ -9,10 +9,10 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
            'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights',
            'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
-           'from_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets',
-           'tower_note', 'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
-           'noted_base', 'check_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'load_pth',
-           'to_minimind', 'save_pth']
+           'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'tower_note',
+           'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest', 'noted_base',
+           'check_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'load_pth', 'to_minimind',
+           'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -23,7 +23,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial,reduce
 from pathlib import Path
@@ -336,13 +336,13 @@ def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # t
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
     "Returns the configuration of a checkpoint, without reading a tensor."
     folder = resolve_checkpoint(name)
-    theirs = _json(folder, 'config.json').get('model_type')
+    config = _json(folder, 'config.json')
+    theirs = config.get('model_type')
     if theirs in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
     require(not theirs, f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
-    known = 'class_names' in {f.name for f in fields(kind)}
-    require(known or 'class_names' not in _json(folder, 'config.json'),
+    require('class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
             f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE')
     return kind.load(folder/'config.json')
 
@@ -352,7 +352,7 @@ def read_checkpoint(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of th
     "Reads what `write_weights` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
     folder = resolve_checkpoint(name)
     cfg = checkpoint_config(folder, kind)
-    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,from_smolvlm(folder)[1]
+    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
     state = read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
@@ -468,16 +468,15 @@ def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolV
         hf_repo_name=None))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff287
-def from_smolvlm(name:str|Path)->tuple[VLMConfig,dict[str,Tensor]]: # directory or hub name
-    "Returns configuration and weights of a whole model of transformers."
-    folder = resolve_checkpoint(name)
-    cfg,theirs = smolvlm_config(folder),read_tensors(folder)
+def _from_smolvlm(folder, cfg):
+    "The weights of a whole model of transformers."
+    theirs = read_tensors(folder)
     if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs['model.text_model.embed_tokens.weight'])
     with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                             decoder=LanguageModel(cfg))
     state = our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
-        partial(smolvlm_names, text=FAMILIES[text_type(cfg)]), ('*.inv_freq','*.position_ids'), str(name))
-    return cfg, state | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
+        partial(smolvlm_names, text=FAMILIES[text_type(cfg)]), ('*.inv_freq','*.position_ids'), str(folder))
+    return state | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
@@ -574,9 +573,6 @@ def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names 
     _noted_tower(cfg, note)
     return note
 
-# %% ../../nbs/26_model.weights.ipynb #ad7a9a37
-def _noted(path): return json.loads(path.read_bytes())
-
 # %% ../../nbs/26_model.weights.ipynb #1378db6d
 def checkpoint_weights(folder:Path, kind:type=VLMConfig, # of a checkpoint; class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
@@ -584,11 +580,11 @@ def checkpoint_weights(folder:Path, kind:type=VLMConfig, # of a checkpoint; clas
     "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
     if (folder/LORA_NOTE).is_file():
         state = checkpoint_weights(_find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
-        alpha = _noted(folder/LORA_NOTE)['alpha']
+        alpha = _json(folder, LORA_NOTE)['alpha']
         return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
     cfg, state = read_checkpoint(folder, kind)
-    note = folder/VISION_NOTE
-    return cfg, state | (_noted_tower(cfg, _noted(note)) if note.is_file() else {})
+    note = _json(folder, VISION_NOTE)
+    return cfg, state | (_noted_tower(cfg, note) if note else {})
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
 LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
@@ -626,7 +622,7 @@ def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
 # %% ../../nbs/26_model.weights.ipynb #430f64f0
 def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     "Returns its note, with the base's path as it is now; a MissingFile if the base is gone."
-    note = _noted(folder/LORA_NOTE)
+    note = json.loads((folder/LORA_NOTE).read_bytes())
     base = note['base']
     found = next((p for p in (Path(base['path']), folder/base['beside']) if p.is_dir()), None)
     if found is None and Path(base['path']).is_absolute():
