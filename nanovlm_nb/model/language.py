@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageModelGroupedQueryAttention', 'LanguageModelMLP',
-           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'init_language_weights', 'LanguageModel']
+           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel']
 
 # %% ../../nbs/22_model.language.ipynb #f1a84b8f
 from contextlib import nullcontext
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.config import VLMConfig
 from .attention import Layout, attention, cached_attention
+from .vision import init_weights
 
 # %% ../../nbs/22_model.language.ipynb #cc6d24fa
 class RMSNorm(nn.Module):
@@ -236,13 +237,6 @@ class LanguageModelBlock(nn.Module):
         out,balance = self.mlp(self.norm2(x), layout)
         return x+out, balance
 
-# %% ../../nbs/22_model.language.ipynb #6fa64377
-def init_language_weights(module:nn.Module, # a part of the model; others are left alone
-    std:float=.02)->None: # standard deviation of matrices
-    "Fresh weights for one module; `LanguageModel` applies it to all of its own."
-    if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
-    if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
-
 # %% ../../nbs/22_model.language.ipynb #6995fc13
 def _stance(blocks, cache):
     "Compiled blocks are for training: what is written token by token is another shape each time."
@@ -270,7 +264,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))
         self.norm = RMSNorm(cfg)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
-        self.apply(partial(init_language_weights, std=cfg.init_std))
+        self.apply(partial(init_weights, std=cfg.init_std))
         if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
 
     # it is written in Python what differs from batch to batch; blocks are what is compiled

@@ -40,7 +40,7 @@ from ..core.config import is_of_run,many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
 from ..core.logs import finished,styled
 from ..core.layout import Layout
-from ..model.language import init_language_weights
+from ..model.vision import init_weights
 from ..model.weights import checkpoint_config,find_tokenizer,resolve_checkpoint
 from ..model.vlm import VisionLanguageModel,rows_with_target,targets_by_row
 from ..data.images import image_processor_of
@@ -314,7 +314,7 @@ class VLMClassifier(VisionLanguageModel):
         self.new_parts = ('score',)
         self.decoder.head = nn.Identity() # no vocabulary
         self.score = nn.Linear(cfg.lm_hidden_dim, len(cfg.class_names), bias=False)
-        init_language_weights(self.score, cfg.init_std)
+        init_weights(self.score, cfg.init_std)
 
     def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
