@@ -73,7 +73,6 @@ class KVCache:
         self.max_length,self.length = max_length, 0
         self.k,self.v = {}, {}
         self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
-        self.positions:Any = None # (B,) of the next token
 
     def advance(self,
         x:Tensor, # (B, T, D) what is read now: the prompt at first, then as many tokens for each row
@@ -87,8 +86,7 @@ class KVCache:
         if self.length==0: return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
-        self.positions += T
-        return self.positions[:,None] + torch.arange(-T, 0, device=x.device)
+        return self.key_mask.sum(1, keepdim=True) + torch.arange(-T, 0, device=x.device)
 
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
@@ -98,7 +96,7 @@ class KVCache:
                              "a cache holds one a row")
         self.key_mask = torch.zeros(B, self.max_length, dtype=torch.bool, device=device)
         self.key_mask[:,:T] = layout.document_ids(device)>0
-        self.positions,self.length = self.key_mask.sum(1), T
+        self.length = T
         return layout.position_ids(device)
 
     def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
@@ -119,7 +117,7 @@ class KVCache:
         self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
         self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()}
                          for kept in (self.k,self.v))
-        self.positions,self.length,self.max_length = self.key_mask.sum(1), length, max_length
+        self.length,self.max_length = length, max_length
 
 # %% ../../nbs/22_model.language.ipynb #de1e0472
 class LanguageModelGroupedQueryAttention(nn.Module):
