@@ -219,10 +219,10 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
     return ours
 
 # %% ../../nbs/26_model.weights.ipynb #81be4f07
-def _pixels(p, default=.5):
+def _pixels(p):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
-    mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
+    mean,std = (list(p.get(k) or [.5]) for k in ('image_mean','image_std'))
     # values that small mean 0, see `69_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
@@ -683,11 +683,10 @@ class Pretrained(nn.Module):
     @classmethod
     def from_pretrained(cls, path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
         cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
-        checked:bool=False, # its files were compared with its manifest already
     )->Any: # a model of this class, on the CPU, in eval mode
         "Loads what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
         folder = resolve_checkpoint(path)
-        if not checked: check_files(folder)
+        check_files(folder)
         saved, state = checkpoint_weights(folder, cls.config_class)
         model = cls(cfg or saved, load_backbone=False)
         load_weights(model, state, str(path))

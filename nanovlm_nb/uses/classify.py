@@ -319,7 +319,7 @@ class VLMClassifier(VisionLanguageModel):
     def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         targets:Tensor|None=None, # (B, T) class at answer positions, else -100
-        doc_lens=None, reduction:str='mean', # see `VLMNet.hidden`; over the samples, or 'sum'
+        doc_lens=None, reduction:str='mean', # see `VLMNet.forward`; over the samples, or 'sum'
         return_logits:bool=False, # with targets: the scores of the samples too
         layout:Layout|None=None, # see `VLMNet.forward`
     )->tuple[Tensor|None,Tensor|None]: # scores, (B, T, C) without targets and (samples, C) with them; loss
