@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
-           'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'LORA_A', 'LORA_B',
-           'LORA_NOTE', 'LORA_WEIGHTS', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
+           'VISION_NOTE', 'LORA_NOTE', 'LORA_WEIGHTS', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD',
+           'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
            'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
            'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights',
-           'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
-           'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'tower_note',
-           'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest', 'noted_base',
-           'check_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'load_pth', 'to_minimind',
-           'save_pth']
+           'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
+           'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'tower_note', 'is_adapter',
+           'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'check_adapters', 'Pretrained', 'pth_path',
+           'neighbours', 'load_plain', 'load_pth', 'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -322,6 +321,8 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
 WHOLE = ('smolvlm','idefics3') # types of whole models in transformers that can be read and written
+VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: where the tower is
+LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 
 def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
     "Writes `config.json` and `model.safetensors`."
@@ -347,16 +348,21 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     return kind.load(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #c8d84bd9
-def read_checkpoint(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
-)->tuple[VLMConfig,dict[str,Tensor]]: # configuration and weights
-    "Reads what `write_weights` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
+def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the configuration
+    merge:bool=True, # add adapters to their base; False: as tensors of their own
+)->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
+    "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
     folder = resolve_checkpoint(name)
-    cfg = checkpoint_config(folder, kind)
+    if (folder/LORA_NOTE).is_file():
+        state = checkpoint_weights(_find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
+        alpha = _json(folder, LORA_NOTE)['alpha']
+        return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
+    cfg,note = checkpoint_config(folder, kind),_json(folder, VISION_NOTE)
     if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
     state = read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
-    return cfg,state
+    return cfg, state | (_noted_tower(cfg, note) if note else {})
 
 # %% ../../nbs/26_model.weights.ipynb #c1d6e31f
 def smolvlm_names(name:str, text:Family=LLAMA)->list[str]: # ours, of a whole model; family of its decoder
@@ -555,8 +561,6 @@ def bullets(lines:list[str])->str: # one point each
     return '\n'.join(f'- {l}' for l in lines)
 
 # %% ../../nbs/26_model.weights.ipynb #f53ba909
-VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: where the tower is
-
 def _noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_model_type` and `sha256`
     "Returns the weights of the vision tower that a note means; a UsageError if its backbone has others."
     tower = ViT(cfg)
@@ -572,19 +576,6 @@ def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names 
     note = dict(vit_model_type=cfg.vit_model_type, sha256=weights_sha(weights))
     _noted_tower(cfg, note)
     return note
-
-# %% ../../nbs/26_model.weights.ipynb #1378db6d
-def checkpoint_weights(folder:Path, kind:type=VLMConfig, # of a checkpoint; class of the configuration
-    merge:bool=True, # add adapters to their base; False: as tensors of their own
-)->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
-    "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
-    if (folder/LORA_NOTE).is_file():
-        state = checkpoint_weights(_find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
-        alpha = _json(folder, LORA_NOTE)['alpha']
-        return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
-    cfg, state = read_checkpoint(folder, kind)
-    note = _json(folder, VISION_NOTE)
-    return cfg, state | (_noted_tower(cfg, note) if note else {})
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
 LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
@@ -612,8 +603,6 @@ def wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its
             for k,(layer,_,last) in split.items()}
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0106
-LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
-
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
     files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors' or p.name == LORA_NOTE]
