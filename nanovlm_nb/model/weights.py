@@ -365,12 +365,12 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
     return cfg, state | (_noted_tower(cfg, note) if note else {})
 
 # %% ../../nbs/26_model.weights.ipynb #c1d6e31f
-def smolvlm_names(name:str, text:Family=LLAMA)->list[str]: # ours, of a whole model; family of its decoder
+def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in SmolVLM; several are stacked, none is nowhere."
     part,rest = name.split('.', 1)
     if part=='MP': return ['model.connector.modality_projection.'+rest]
     family = (replace(SIGLIP, prefix='model.vision_model.')
-              if part=='vision_encoder' else replace(text, prefix='model.text_model.'))
+              if part=='vision_encoder' else replace(FAMILIES[text_type(cfg)], prefix='model.text_model.'))
     return their_names(rest, family)
 
 # %% ../../nbs/26_model.weights.ipynb #e7bc53cd
@@ -404,9 +404,9 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
     "Returns a whole model in the format of transformers."
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
                  'this model cannot be written as one, but with --format nanovlm')
-    text,tensors = FAMILIES[text_type(cfg)],{}
+    tensors:dict = {}
     for k,w in state.items():
-        names = smolvlm_names(k, text)
+        names = smolvlm_names(k, cfg)
         if not names: continue # a tied head is written too: MLX looks for it
         w = w[0] if k.endswith('position_embedding') else w
         tensors |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names)))}
@@ -481,7 +481,7 @@ def _from_smolvlm(folder, cfg):
     with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                             decoder=LanguageModel(cfg))
     state = our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
-        partial(smolvlm_names, text=FAMILIES[text_type(cfg)]), ('*.inv_freq','*.position_ids'), str(folder))
+        partial(smolvlm_names, cfg=cfg), ('*.inv_freq','*.position_ids'), str(folder))
     return state | {'decoder.rotary_embd.inv_freq': RotaryEmbedding(cfg).inv_freq}
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
