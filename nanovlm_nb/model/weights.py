@@ -354,9 +354,13 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
     "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
     folder = resolve_checkpoint(name)
     if (folder/LORA_NOTE).is_file():
-        state = checkpoint_weights(_find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
-        alpha = _json(folder, LORA_NOTE)['alpha']
-        return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
+        note = noted_base(folder)
+        base = resolve_checkpoint(note['base']['path'])
+        require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
+            "weights than their base had: put that back, or begin a new run with --load_from")
+        state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
+        plain = merge_state(state, note['alpha']) if merge else wrapped_state(state)
+        return checkpoint_config(folder, kind),plain
     cfg,note = checkpoint_config(folder, kind),_json(folder, VISION_NOTE)
     if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
     state = read_tensors(folder)
@@ -619,15 +623,6 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
                           "put it back, or beside them as it was")
     path = str(found.resolve()) if found else base['path'] # of the hub
     return note | dict(base=dict(path=path, sha256=base['sha256']))
-
-# %% ../../nbs/26_model.weights.ipynb #b7c6e5c3
-def _find_base(folder:Path)->Path: # a checkpoint of adapters
-    "Returns the checkpoint that they are added to; a UsageError if it has changed."
-    base = noted_base(folder)['base']
-    resolved = resolve_checkpoint(base['path'])
-    require(base_digest(resolved) == base['sha256'], f"{folder} holds adapters, and {resolved} has other "
-            "weights than their base had: put that back, or begin a new run with --load_from")
-    return resolved
 
 # %% ../../nbs/26_model.weights.ipynb #f59296b2
 def check_adapters(model:nn.Module, weights:dict[str,Tensor], # has adapters; a checkpoint's, not merged
