@@ -13,9 +13,8 @@ from ..core.usage import UsageError,require
 
 # %% auto #0
 __all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops', 'matrix_flops', 'pairs',
-           'vision_flops', 'projector_flops', 'mlp_weights', 'block_weights', 'unit_flops', 'step_flops',
-           'useful_flops', 'all_flops', 'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu', 'count_flops',
-           'fitting_unit', 'with_unit']
+           'vision_flops', 'projector_flops', 'block_weights', 'unit_flops', 'step_flops', 'useful_flops', 'all_flops',
+           'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu', 'count_flops', 'fitting_unit', 'with_unit']
 
 # %% ../../nbs/29_model.flops.ipynb #96f6c58b
 class Flops(NamedTuple):
@@ -76,15 +75,11 @@ def projector_flops(
     return matrix_flops(weights, trained, through).plus(second).plus(beside).times(cfg.mp_image_token_length)
 
 # %% ../../nbs/29_model.flops.ipynb #1c200bb6
-def mlp_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
-    "Returns the size of the gated layer of a block, or of the experts that a position visits."
-    one = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
-    if not cfg.use_moe: return one
-    return (cfg.moe_top_k+cfg.moe_shared_experts)*one + cfg.lm_hidden_dim*cfg.moe_experts
-
 def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
-    "Returns the size of the matrices of one block of the language model."
-    return 2*cfg.lm_hidden_dim*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + mlp_weights(cfg)
+    "Returns the size of the matrices of a block of the language model, of experts those that are visited."
+    D,one = cfg.lm_hidden_dim,3*cfg.lm_hidden_dim*cfg.lm_inter_dim
+    gated = (cfg.moe_top_k+cfg.moe_shared_experts)*one + D*cfg.moe_experts if cfg.use_moe else one
+    return 2*D*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + gated
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c2
 def _language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn

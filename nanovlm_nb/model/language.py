@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageModelGroupedQueryAttention', 'LanguageModelMLP',
-           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'init_language_weights', 'LanguageModel']
+           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel']
 
 # %% ../../nbs/22_model.language.ipynb #f1a84b8f
 from contextlib import nullcontext
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.config import VLMConfig
 from .attention import Layout, attention, cached_attention
+from .vision import init_weights
 
 # %% ../../nbs/22_model.language.ipynb #cc6d24fa
 class RMSNorm(nn.Module):
@@ -72,7 +73,6 @@ class KVCache:
         self.max_length,self.length = max_length, 0
         self.k,self.v = {}, {}
         self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
-        self.positions:Any = None # (B,) of the next token
 
     def advance(self,
         x:Tensor, # (B, T, D) what is read now: the prompt at first, then as many tokens for each row
@@ -86,8 +86,7 @@ class KVCache:
         if self.length==0: return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
-        self.positions += T
-        return self.positions[:,None] + torch.arange(-T, 0, device=x.device)
+        return self.key_mask.sum(1, keepdim=True) + torch.arange(-T, 0, device=x.device)
 
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
@@ -97,7 +96,7 @@ class KVCache:
                              "a cache holds one a row")
         self.key_mask = torch.zeros(B, self.max_length, dtype=torch.bool, device=device)
         self.key_mask[:,:T] = layout.to(device).documents>0
-        self.positions,self.length = self.key_mask.sum(1), T
+        self.length = T
         return layout.to(device).positions
 
     def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
@@ -118,7 +117,7 @@ class KVCache:
         self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
         self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()}
                          for kept in (self.k,self.v))
-        self.positions,self.length,self.max_length = self.key_mask.sum(1), length, max_length
+        self.length,self.max_length = length, max_length
 
 # %% ../../nbs/22_model.language.ipynb #de1e0472
 class LanguageModelGroupedQueryAttention(nn.Module):
@@ -236,13 +235,6 @@ class LanguageModelBlock(nn.Module):
         out,balance = self.mlp(self.norm2(x), layout)
         return x+out, balance
 
-# %% ../../nbs/22_model.language.ipynb #6fa64377
-def init_language_weights(module:nn.Module, # a part of the model; others are left alone
-    std:float=.02)->None: # standard deviation of matrices
-    "Fresh weights for one module; `LanguageModel` applies it to all of its own."
-    if isinstance(module, (nn.Linear, nn.Embedding)): nn.init.normal_(module.weight, std=std)
-    if isinstance(module, nn.Linear) and module.bias is not None: nn.init.zeros_(module.bias)
-
 # %% ../../nbs/22_model.language.ipynb #6995fc13
 def _stance(blocks, cache):
     "Compiled blocks are for training: what is written token by token is another shape each time."
@@ -270,7 +262,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))
         self.norm = RMSNorm(cfg)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
-        self.apply(partial(init_language_weights, std=cfg.init_std))
+        self.apply(partial(init_weights, std=cfg.init_std))
         if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
 
     # it is written in Python what differs from batch to batch; blocks are what is compiled

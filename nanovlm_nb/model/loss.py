@@ -11,25 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.config import IGNORE
-from ..core.layout import check_bounds,target_tensors
-
 # %% auto #0
-__all__ = ['labelled_positions', 'ChunkedCrossEntropy', 'cross_entropy', 'cross_entropy_at_targets']
-
-# %% ../../nbs/24_model.loss.ipynb #20800b80
-def labelled_positions(hidden:Tensor, # (..., D) hidden states
-    targets:Tensor, # (...) token ids, or `ignore_index`; on the device of `hidden` or on the CPU
-    vocab_size:int, ignore_index:int=IGNORE, # V, every target is below it; Marks a position without a target
-)->tuple[Tensor,Tensor]: # (n, D) hidden states with a target, (n,) their targets
-    "Keep the positions that have a target."
-    if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"targets {tuple(targets.shape)} do not match hidden {tuple(hidden.shape)}: "
-                         "one target per position")
-    at_targets = target_tensors(targets, ignore_index)
-    check_bounds(at_targets['bounds'], vocab_size)
-    at, labels = (at_targets[name].to(hidden.device, non_blocking=True) for name in ('at', 'targets'))
-    return hidden.flatten(0, -2).index_select(0, at), labels
+__all__ = ['ChunkedCrossEntropy', 'cross_entropy']
 
 # %% ../../nbs/24_model.loss.ipynb #be52ee06
 def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V, D) head; (n,) targets
@@ -109,14 +92,3 @@ def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a targ
         wants = grads and rows.requires_grad, grads and weight.requires_grad
         loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
     return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()
-
-# %% ../../nbs/24_model.loss.ipynb #6dabb060
-def cross_entropy_at_targets(hidden:Tensor, # (..., D) hidden states, one for each position
-    weight:Tensor, targets:Tensor, # (V, D) head; (...) token ids, or `ignore_index` where there is no target
-    chunk_size:int=2048, # Most positions whose logits exist at one time
-    reduction:str='sum', # 'sum' or 'mean' over the targets
-    ignore_index:int=IGNORE, # Marks a position without a target
-)->tuple[Tensor,Tensor]: # Loss (scalar, float32), losses of the n targets (n,) without graph
-    "Cross-entropy of a language-model head, computed only at positions that have a target."
-    rows, labels = labelled_positions(hidden, targets, len(weight), ignore_index)
-    return cross_entropy(rows, weight, labels, chunk_size, reduction)

@@ -145,7 +145,7 @@ class VLMNet(nn.Module):
 
     def layout_of(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
         attention_mask:Tensor|None=None, targets:Tensor|None=None, # see `forward`
-        doc_lens:Sequence[Sequence[int]]|None=None, # see `hidden`
+        doc_lens:Sequence[Sequence[int]]|None=None, # see `forward`
     )->Layout: # on the device of the ids
         "Returns what a loader would have said of a batch, checked row by row; a GPU is waited for."
         layout = Layout.of(input_ids, self.cfg.image_token_id, targets, attention_mask, doc_lens)
@@ -174,18 +174,17 @@ class VLMNet(nn.Module):
 
     def hidden(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one sample a row
-        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its samples; instead of a mask
         with_balance:bool=False, # see `LanguageModel.forward`
-        layout:Layout|None=None, # of this batch; instead of mask and lengths
+        layout:Layout|None=None, # of this batch; instead of a mask
     )->Tensor|tuple[Tensor, Tensor|None]: # (B, T, lm_hidden_dim) after the last norm; (B,) balance losses
         "Returns hidden states; those at padding mean nothing."
-        if layout is None: layout = self.layout_of(input_ids, images, attention_mask, doc_lens=doc_lens)
+        if layout is None: layout = self.layout_of(input_ids, images, attention_mask)
         return self.decoder(self.embed(input_ids, images, layout), layout=layout, with_balance=with_balance)
 
     def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
-        doc_lens:Sequence[Sequence[int]]|None=None, # see `hidden`
+        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its samples; instead of a mask
         reduction:str='mean', return_logits:bool=False, # over the targets, or 'sum'; with targets: scores too
         layout:Layout|None=None, # of this batch, on the model's device; instead of mask, targets and lengths
     )->tuple[Tensor|None, Tensor|None]: # scores (B, T, vocabulary) or None, loss () or None

@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
-           'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD', 'VISION_NOTE', 'LORA_A', 'LORA_B',
-           'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint',
-           'read_file', 'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields',
-           'with_tower', 'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone',
-           'write_weights', 'checkpoint_config', 'read_checkpoint', 'smolvlm_names', 'text_type', 'to_smolvlm',
-           'smolvlm_config', 'from_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model',
-           'bullets', 'tower_note', 'checkpoint_weights', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
-           'noted_base', 'check_adapters', 'Pretrained', 'pth_path', 'neighbours', 'load_plain', 'load_pth',
-           'to_minimind', 'save_pth']
+           'VISION_NOTE', 'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD',
+           'UNTOLD', 'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
+           'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
+           'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights',
+           'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
+           'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'tower_note', 'is_adapter',
+           'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'check_adapters', 'Pretrained', 'pth_path',
+           'neighbours', 'load_plain', 'load_pth', 'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -23,7 +22,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial,reduce
 from pathlib import Path
@@ -219,10 +218,10 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
     return ours
 
 # %% ../../nbs/26_model.weights.ipynb #81be4f07
-def _pixels(p, default=.5):
+def _pixels(p):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
-    mean,std = (list(p.get(k) or [default]) for k in ('image_mean','image_std'))
+    mean,std = (list(p.get(k) or [.5]) for k in ('image_mean','image_std'))
     # values that small mean 0, see `80_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
@@ -324,6 +323,11 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
 WHOLE = ('smolvlm','idefics3') # types of whole models in transformers that can be read and written
+VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: where the tower is
+LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
+# what else would be loaded with a model: a save replaces all of it
+OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',
+         VISION_NOTE,LORA_NOTE,LORA_WEIGHTS)
 
 def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
     "Writes `config.json` and `model.safetensors`."
@@ -338,35 +342,44 @@ def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # t
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
     "Returns the configuration of a checkpoint, without reading a tensor."
     folder = resolve_checkpoint(name)
-    theirs = _json(folder, 'config.json').get('model_type')
+    config = _json(folder, 'config.json')
+    theirs = config.get('model_type')
     if theirs in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
     require(not theirs, f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
-    known = 'class_names' in {f.name for f in fields(kind)}
-    require(known or 'class_names' not in _json(folder, 'config.json'),
+    require('class_names' in kind.__dataclass_fields__ or 'class_names' not in config,
             f'{name} is a classifier: use it with nanovlm classify --predict {name} PICTURE')
     return kind.load(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #c8d84bd9
-def read_checkpoint(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
-)->tuple[VLMConfig,dict[str,Tensor]]: # configuration and weights
-    "Reads what `write_weights` or nanoVLM wrote, or a SmolVLM or Idefics3 of transformers."
+def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the configuration
+    merge:bool=True, # add adapters to their base; False: as tensors of their own
+)->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
+    "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
     folder = resolve_checkpoint(name)
-    cfg = checkpoint_config(folder, kind)
-    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,from_smolvlm(folder)[1]
+    if (folder/LORA_NOTE).is_file():
+        note = noted_base(folder)
+        base = resolve_checkpoint(note['base']['path'])
+        require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
+            "weights than their base had: put that back, or begin a new run with --load_from")
+        state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
+        plain = merge_state(state, note['alpha']) if merge else wrapped_state(state)
+        return checkpoint_config(folder, kind),plain
+    cfg,note = checkpoint_config(folder, kind),_json(folder, VISION_NOTE)
+    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
     state = read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
-    return cfg,state
+    return cfg, state | (_noted_tower(cfg, note) if note else {})
 
 # %% ../../nbs/26_model.weights.ipynb #c1d6e31f
-def smolvlm_names(name:str, text:Family=LLAMA)->list[str]: # ours, of a whole model; family of its decoder
+def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in SmolVLM; several are stacked, none is nowhere."
     part,rest = name.split('.', 1)
     if part=='MP': return ['model.connector.modality_projection.'+rest]
     family = (replace(SIGLIP, prefix='model.vision_model.')
-              if part=='vision_encoder' else replace(text, prefix='model.text_model.'))
+              if part=='vision_encoder' else replace(FAMILIES[text_type(cfg)], prefix='model.text_model.'))
     return their_names(rest, family)
 
 # %% ../../nbs/26_model.weights.ipynb #e7bc53cd
@@ -400,9 +413,9 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
     "Returns a whole model in the format of transformers."
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
                  'this model cannot be written as one, but with --format nanovlm')
-    text,tensors = FAMILIES[text_type(cfg)],{}
+    tensors:dict = {}
     for k,w in state.items():
-        names = smolvlm_names(k, text)
+        names = smolvlm_names(k, cfg)
         if not names: continue # a tied head is written too: MLX looks for it
         w = w[0] if k.endswith('position_embedding') else w
         tensors |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names)))}
@@ -470,16 +483,15 @@ def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolV
         hf_repo_name=None))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff287
-def from_smolvlm(name:str|Path)->tuple[VLMConfig,dict[str,Tensor]]: # directory or hub name
-    "Returns configuration and weights of a whole model of transformers."
-    folder = resolve_checkpoint(name)
-    cfg,theirs = smolvlm_config(folder),read_tensors(folder)
+def _from_smolvlm(folder, cfg):
+    "The weights of a whole model of transformers."
+    theirs = read_tensors(folder)
     if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs['model.text_model.embed_tokens.weight'])
     with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                             decoder=LanguageModel(cfg))
     state = our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
-        partial(smolvlm_names, text=FAMILIES[text_type(cfg)]), ('*.inv_freq','*.position_ids'), str(name))
-    return cfg, state
+        partial(smolvlm_names, cfg=cfg), ('*.inv_freq','*.position_ids'), str(folder))
+    return state
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
@@ -560,8 +572,6 @@ def bullets(lines:list[str])->str: # one point each
     return '\n'.join(f'- {l}' for l in lines)
 
 # %% ../../nbs/26_model.weights.ipynb #f53ba909
-VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: where the tower is
-
 def _noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_model_type` and `sha256`
     "Returns the weights of the vision tower that a note means; a UsageError if its backbone has others."
     tower = ViT(cfg)
@@ -577,22 +587,6 @@ def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names 
     note = dict(vit_model_type=cfg.vit_model_type, sha256=weights_sha(weights))
     _noted_tower(cfg, note)
     return note
-
-# %% ../../nbs/26_model.weights.ipynb #ad7a9a37
-def _noted(path): return json.loads(path.read_bytes())
-
-# %% ../../nbs/26_model.weights.ipynb #1378db6d
-def checkpoint_weights(folder:Path, kind:type=VLMConfig, # of a checkpoint; class of the configuration
-    merge:bool=True, # add adapters to their base; False: as tensors of their own
-)->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
-    "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
-    if (folder/LORA_NOTE).is_file():
-        state = checkpoint_weights(_find_base(folder), kind)[1] | read_file(folder/LORA_WEIGHTS)
-        alpha = _noted(folder/LORA_NOTE)['alpha']
-        return checkpoint_config(folder, kind), merge_state(state, alpha) if merge else wrapped_state(state)
-    cfg, state = read_checkpoint(folder, kind)
-    note = folder/VISION_NOTE
-    return cfg, state | (_noted_tower(cfg, _noted(note)) if note.is_file() else {})
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
 LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
@@ -620,10 +614,6 @@ def wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its
             for k,(layer,_,last) in split.items()}
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0106
-LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
-# what else would be loaded with a model; a save replaces all of it
-OWNED = 'model*.safetensors','model.safetensors.index.json','tokenizer*.json',VISION_NOTE,LORA_NOTE,LORA_WEIGHTS
-
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
     files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors' or p.name == LORA_NOTE]
@@ -632,7 +622,7 @@ def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
 # %% ../../nbs/26_model.weights.ipynb #430f64f0
 def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     "Returns its note, with the base's path as it is now; a MissingFile if the base is gone."
-    note = _noted(folder/LORA_NOTE)
+    note = json.loads((folder/LORA_NOTE).read_bytes())
     base = note['base']
     found = next((p for p in (Path(base['path']), folder/base['beside']) if p.is_dir()), None)
     if found is None and Path(base['path']).is_absolute():
@@ -640,15 +630,6 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
                           "put it back, or beside them as it was")
     path = str(found.resolve()) if found else base['path'] # of the hub
     return note | dict(base=dict(path=path, sha256=base['sha256']))
-
-# %% ../../nbs/26_model.weights.ipynb #b7c6e5c3
-def _find_base(folder:Path)->Path: # a checkpoint of adapters
-    "Returns the checkpoint that they are added to; a UsageError if it has changed."
-    base = noted_base(folder)['base']
-    resolved = resolve_checkpoint(base['path'])
-    require(base_digest(resolved) == base['sha256'], f"{folder} holds adapters, and {resolved} has other "
-            "weights than their base had: put that back, or begin a new run with --load_from")
-    return resolved
 
 # %% ../../nbs/26_model.weights.ipynb #f59296b2
 def check_adapters(model:nn.Module, weights:dict[str,Tensor], # has adapters; a checkpoint's, not merged
@@ -693,11 +674,10 @@ class Pretrained(nn.Module):
     @classmethod
     def from_pretrained(cls, path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
         cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
-        checked:bool=False, # its files were compared with its manifest already
     )->Any: # a model of this class, on the CPU, in eval mode
         "Loads what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
         folder = resolve_checkpoint(path)
-        if not checked: check_files(folder)
+        check_files(folder)
         saved, state = checkpoint_weights(folder, cls.config_class)
         model = cls(cfg or saved, load_backbone=False)
         load_weights(model, state, str(path))

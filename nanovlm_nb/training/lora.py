@@ -20,9 +20,8 @@ from torch import nn
 
 from ..core.config import TrainConfig
 from ..core.usage import UsageError,require
-from ..model.weights import base_digest,checkpoint_weights,FAMILIES,find_tokenizer,load_weights
-from ..model.weights import LORA_A,LORA_B,noted_base,read_file,resolve_checkpoint,smolvlm_names
-from ..model.weights import text_type,written_at_once
+from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,LORA_A,LORA_B
+from ..model.weights import noted_base,read_file,resolve_checkpoint,smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
 
@@ -81,7 +80,7 @@ PEFT_CONFIG,PEFT_WEIGHTS = 'adapter_config.json','adapter_model.safetensors'
 
 def _pairs(name, cfg):
     "The names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
-    theirs = [n.removesuffix('.weight') for n in smolvlm_names(name, FAMILIES[text_type(cfg)])]
+    theirs = [n.removesuffix('.weight') for n in smolvlm_names(name, cfg)]
     return [[f'base_model.model.{layer}.lora_{x}.weight' for x in 'AB'] for layer in theirs]
 
 # %% ../../nbs/48_training.lora.ipynb #6cf049c5

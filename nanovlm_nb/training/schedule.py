@@ -64,12 +64,6 @@ def wsd(
     return max_lr*min(warmup(step, max_steps, warmup_ratio),
                       min_lr_ratio + (1-min_lr_ratio)*min(1., max(0., left)))
 
-# %% ../../nbs/40_training.schedule.ipynb #5e584644
-def _schedules(**knobs:Any)->dict[str,Callable]: # name -> (step, max_lr, max_steps) -> lr
-    "The schedules that have a name; `knobs` are the ratios of `cosine` and `wsd`, but for `decay_ratio`."
-    return dict(cosine=partial(warmup_cosine, **knobs), wsd=partial(wsd, **knobs),
-                minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
-
 # %% ../../nbs/40_training.schedule.ipynb #3466fc79
 def get_schedule(
     schedule:str|Callable, # 'cosine', 'wsd', 'minimind', 'minimind_seed', 'module:function', or a function
@@ -78,7 +72,9 @@ def get_schedule(
     "The schedule of that name, or the user's own."
     if callable(schedule): return schedule
     if ':' in schedule: return load_function(schedule, 'lr_schedule')
-    named = _schedules(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
+    ratios:Any = dict(warmup_ratio=warmup_ratio, min_lr_ratio=min_lr_ratio)
+    named:dict[str,Callable] = dict(cosine=partial(warmup_cosine, **ratios), wsd=partial(wsd, **ratios),
+        minimind=minimind_lr, minimind_seed=partial(minimind_lr, corrected=False))
     require(schedule in named, f"lr_schedule {schedule!r} is unknown: "
         f"use one of {', '.join(named)}, or 'module:function' for your own")
     return named[schedule]

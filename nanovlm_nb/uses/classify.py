@@ -8,16 +8,14 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SP
            'Part', 'ClassRows', 'names_of', 'ClassData', 'load_classes', 'ClassConfig', 'as_classifier', 'ClassSamples',
            'wiggle', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ValidateClasses', 'write_predictions', 'read_predictions', 'lay_out', 'Keys', 'own_place',
-           'sorted_in', 'Settings', 'check_buildable', 'workers_of', 'train_config', 'configs_of', 'without_resume',
-           'ClassHook', 'classify_again', 'class_parts', 'classify_on', 'main']
+           'sorted_in', 'Settings', 'check_buildable', 'train_config', 'configs_of', 'without_resume', 'ClassHook',
+           'classify_again', 'class_parts', 'classify_on', 'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
-import io,random,json,math,os,re,shlex,sys,threading
-from bisect import bisect_right
+import random,json,math,os,re,shlex,sys,threading
 from collections.abc import Callable,Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass,field,fields,replace
-from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple,Any
@@ -31,6 +29,7 @@ from PIL import Image
 from matplotlib.figure import Figure
 from torch import Tensor,nn
 from torch.nn import functional as F
+from torch.utils.data import ConcatDataset,Dataset
 
 from ..core.usage import MissingFile,UsageError,asking_hub,require,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
@@ -42,7 +41,7 @@ from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
 from ..core.logs import finished,styled
 from ..core.layout import Layout
-from ..model.language import init_language_weights
+from ..model.vision import init_weights
 from ..model.weights import checkpoint_config,find_tokenizer,resolve_checkpoint
 from ..model.vlm import VisionLanguageModel,rows_with_target,targets_by_row
 from ..data.images import image_processor_of
@@ -81,16 +80,10 @@ def find_label(ds:datasets.Dataset, # with a column of labels
     require(not bad, f'{bad}: a labelled picture has one, whose answer is the name of its class')
     return [turns[0]['assistant'] for turns in values],None
 
-# %% ../../nbs/81_uses.classify.ipynb #f0946ff2
-def _png(image):
-    buffer = io.BytesIO()
-    image.save(buffer, 'PNG')
-    return dict(bytes=buffer.getvalue(), path=None)
-
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: (picture, number of its class)
     features = datasets.Features(dict(image=datasets.Image(), label=datasets.ClassLabel(names=names)))
-    return datasets.Dataset.from_list([dict(image=_png(im), label=label) for im,label in rows],
+    return datasets.Dataset.from_list([dict(image=im, label=label) for im,label in rows],
                                       features=features)
 
 TEST_DIGITS = 500 # the last ones
@@ -159,45 +152,33 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     return dict(train=parts['train'], held=parts['test'])
 
 # %% ../../nbs/81_uses.classify.ipynb #d1aaa915
-class Part(NamedTuple):
+@dataclass
+class Part(Dataset):
     "Rows of one split of one data set."
     name:str # of the data set
     split:str # e.g. 'train'
     rows:datasets.Dataset # one column, the pictures, which are not decoded
     labels:list[int] # number of each row's class
 
+    def __len__(self)->int: return len(self.labels)
+
+    def __getitem__(self, j:int)->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
+        [pictures] = self.rows[j].values()
+        return dict(images=pictures if isinstance(pictures, list) else [pictures], label=self.labels[j],
+                    source=self.name, row_id=f'{self.split}{j}', texts=[])
+
 # %% ../../nbs/81_uses.classify.ipynb #80ab0005
-class ClassRows:
+class ClassRows(ConcatDataset):
     "Rows of several data sets, one data set after the other."
     def __init__(self, parts:list[Part]): # at least one row in all
-        self.parts,self.ends = parts,list(accumulate(len(p.labels) for p in parts))
-        require(any(self.ends), f'no rows in {[p.name for p in parts]}')
-
-    def __len__(self)->int: # rows
-        "Returns the number of rows of all parts."
-        return self.ends[-1]
-
-    def where(self, i:int)->tuple[Part,int]: # number of a row; its part, and its number there
-        "Returns where a row is."
-        if not 0<=i<len(self): raise IndexError(f'row {i} of {len(self)}')
-        k = bisect_right(self.ends, i)
-        return self.parts[k],i-[0,*self.ends][k]
-
-    def __getitem__(self, i:int, # number of a row
-    )->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
-        "Returns a row."
-        part,j = self.where(i)
-        [pictures] = part.rows[j].values()
-        return dict(images=pictures if isinstance(pictures, list) else [pictures], label=part.labels[j],
-                    source=part.name, row_id=f'{part.split}{j}', texts=[])
+        super().__init__(parts)
+        self.parts = parts
+        require(len(self), f'no rows in {[p.name for p in parts]}')
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
-        rows = [(p,j) for p in self.parts for j in range(len(p.labels))]
+        rows = [(p,j) for p in self.parts for j in range(len(p))]
         return {f'{p.name}/{p.split}{j}':(i, p.name, p.labels[j]) for i,(p,j) in enumerate(rows)}
-
-# %% ../../nbs/81_uses.classify.ipynb #78d94f9d
-def _ordered(values): return [str(v) for v in sorted(values, key=lambda v: (isinstance(v, str), v))]
 
 # %% ../../nbs/81_uses.classify.ipynb #fcb9d425
 def names_of(splits:Iterable[datasets.Dataset], # of one data set
@@ -205,7 +186,8 @@ def names_of(splits:Iterable[datasets.Dataset], # of one data set
     "Returns the classes of a data set."
     by_split = [find_label(ds) for ds in splits]
     given = next((names for _,names in by_split if names), None)
-    return given or _ordered({v for values,_ in by_split for v in values})
+    every = {v for values,_ in by_split for v in values}
+    return given or [str(v) for v in sorted(every, key=lambda v: (isinstance(v, str), v))]
 
 # %% ../../nbs/81_uses.classify.ipynb #8bbee4b3
 def _undecoded(ds):
@@ -340,12 +322,12 @@ class VLMClassifier(VisionLanguageModel):
         self.new_parts = ('score',)
         self.decoder.head = nn.Identity() # no vocabulary
         self.score = nn.Linear(cfg.lm_hidden_dim, len(cfg.class_names), bias=False)
-        init_language_weights(self.score, cfg.init_std)
+        init_weights(self.score, cfg.init_std)
 
     def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         targets:Tensor|None=None, # (B, T) class at answer positions, else -100
-        doc_lens=None, reduction:str='mean', # see `VLMNet.hidden`; over the samples, or 'sum'
+        doc_lens=None, reduction:str='mean', # see `VLMNet.forward`; over the samples, or 'sum'
         return_logits:bool=False, # with targets: the scores of the samples too
         layout:Layout|None=None, # see `VLMNet.forward`
     )->tuple[Tensor|None,Tensor|None]: # scores, (B, T, C) without targets and (samples, C) with them; loss
@@ -583,7 +565,7 @@ class Keys(Config):
     warmup_steps:Count = 100 # updates in which the learning rate rises
     augment:bool = False # turn, shift and scale training pictures a little, see `wiggle`
     gradient_checkpointing:bool = False # recompute activations to save memory
-    dataloader_num_workers:Count = 16 # processes that decode pictures, see `workers_of`
+    dataloader_num_workers:Count = 16 # processes that decode pictures, at most
     save_total_limit:Keep = 3 # newest checkpoints that are kept, beside the best; -1: all
     log_freq:Pos = 10 # monitor, in updates: `training/*`
     perf_log_freq:Pos = 10 # `perf/*`; the smallest of these three counts for all
@@ -700,10 +682,6 @@ _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False, 
     max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0, use_lmms_eval=False,
     wandb_entity=None)
 
-def workers_of(asked:int, lanes:int, cores:int|None=None)->int: # packs of a rank in an update; None: all
-    "Returns how many processes that decode make sense: at most one a core, and one a lane."
-    return min(asked, lanes, cores or os.cpu_count() or 1)
-
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
 def train_config(s:Settings, data:ClassData, world_size:int, # ranks
     longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
@@ -712,7 +690,7 @@ def train_config(s:Settings, data:ClassData, world_size:int, # ranks
     updates = s.epochs*-(-len(data.train)//(lanes*world_size))
     require(s.warmup_steps<updates, f'warmup_steps {s.warmup_steps}, but {s.epochs} epochs '
         f'are {updates} updates: lower it, or train longer')
-    workers = workers_of(s.dataloader_num_workers, lanes)
+    workers = min(s.dataloader_num_workers, lanes, os.cpu_count() or 1) # at most one a core, and one a lane
     head_rate = s.learning_rate if s.head_learning_rate is None else s.head_learning_rate
     computed:dict[str,Any] = dict(lr_mp=head_rate, max_training_steps=updates,
         warmup_ratio=s.warmup_steps/updates, max_sample_length=longest, max_val_batches=len(data.val),

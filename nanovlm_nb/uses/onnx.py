@@ -175,25 +175,22 @@ def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer;
             tokens_per_tile=cfg.mp_image_token_length, one_tile=one, tokens=cfg.vlm_extra_tokens))
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0002a
-def _to_int8(path:Path)->Path: # an ONNX file; another one beside it, `_quantized`
-    "Writes the same graph with matrices of one byte a weight."
+def _to_int8(path:Path)->None: # an ONNX file
+    "Writes the same graph with matrices of one byte a weight beside it, `_quantized`."
     from onnxruntime.quantization import QuantType,quantize_dynamic
     out = path.with_name(f'{path.stem}_quantized.onnx')
     with _quietly(): # it asks for a step that is of no use to such graphs
         quantize_dynamic(path, out, op_types_to_quantize=['MatMul','Gather'], weight_type=QuantType.QInt8)
-    return out
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0002c
 def write_graphs(model:VisionLanguageModel, folder:Path, # which is there
-    watched:tuple[int,...]=())->list[Path]: # see `Read`
+    watched:tuple[int,...]=())->None: # see `Read`
     "Writes the three files of a model."
     parts = dict(vision_encoder=See(model), embed_tokens=model.decoder.token_embedding,
         decoder_model_merged=Read(model, watched))
-    paths = []
     for name,axes in axes_of(model.cfg, bool(watched)).items():
-        paths.append(folder/f'{name}.onnx')
-        paths[-1].write_bytes(to_onnx(parts[name], *axes).SerializeToString(deterministic=True))
-    return paths
+        graph = to_onnx(parts[name], *axes).SerializeToString(deterministic=True)
+        (folder/f'{name}.onnx').write_bytes(graph)
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0002f
 def export_onnx(model:VisionLanguageModel, # with its tokenizer
@@ -206,8 +203,8 @@ def export_onnx(model:VisionLanguageModel, # with its tokenizer
         _tell_template(tmp/'tokenizer_config.json', tmp/'chat_template.jinja')
         save_json(tmp/OWN_NOTE, client_note(model))
         (tmp/'onnx').mkdir()
-        for path in write_graphs(model, tmp/'onnx'):
-            if int8: _to_int8(path)
+        write_graphs(model, tmp/'onnx')
+        for path in [*(tmp/'onnx').iterdir()]*int8: _to_int8(path)
 
 # %% ../../nbs/83_uses.onnx.ipynb #5bd32a5d
 def _tell_template(config, template):

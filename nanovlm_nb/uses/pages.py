@@ -118,18 +118,12 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
 # %% ../../nbs/84_uses.pages.ipynb #74a0000e
 OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transformers.js'
 
-def _steps(spec):
-    "Returns what a tokenizer does to a text before BPE."
-    return spec.get('pretokenizers', [spec]) if spec else []
-
-# %% ../../nbs/84_uses.pages.ipynb #97fd3146
-def _plain(token): return not (token['lstrip'] or token['rstrip'] or token['single_word'])
-
 # %% ../../nbs/84_uses.pages.ipynb #e0fa01d0
 def check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
 )->None: # raises unless the page can read it
     "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
-    bpe,steps = spec['model'],_steps(spec['pre_tokenizer'])
+    bpe,before = spec['model'],spec['pre_tokenizer'] or dict(pretokenizers=[])
+    steps = before.get('pretokenizers', [before])
     odd = any(map(bpe.get, ('dropout','byte_fallback','continuing_subword_prefix','end_of_word_suffix')))
     kinds = [s['type'] for s in steps]
     whole = bpe['type']=='BPE' and not odd and spec['normalizer'] is None
@@ -137,7 +131,8 @@ def check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
     require(whole and cut and steps[-1]['use_regex'] and not steps[-1]['add_prefix_space'], f'a tokenizer of '
         f"the kind {bpe['type']} with the steps {kinds} is no byte-level BPE after GPT-2; {OTHER_TOKENIZERS}")
     letters = sum(len(token)==1 for token in bpe['vocab'])
-    require(letters>=256 and all(map(_plain, spec['added_tokens'])),
+    spaced = any(t[k] for t in spec['added_tokens'] for k in ('lstrip','rstrip','single_word'))
+    require(letters>=256 and not spaced,
         f'a tokenizer without all bytes, or with tokens that take spaces; {OTHER_TOKENIZERS}')
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00011
