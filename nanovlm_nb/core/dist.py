@@ -331,11 +331,10 @@ def cores_of_rank()->int: # at least 1
 # %% ../../nbs/03_core.dist.ipynb #da8cd72f
 PER_THREAD = 65_536 # numbers of a weight matrix that are worth a thread
 
-def set_threads(dist:Dist, num_workers:int, largest:int|None=None)->int: # on a GPU nothing is changed
+def set_threads(dist:Dist, num_workers:int, largest:int)->None: # on a GPU nothing is changed
     """Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader
-    worker. Returns the number of threads. `largest`: numbers of the largest matrix of a block; None: many."""
+    worker. `largest`: numbers of the largest matrix of a block."""
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
     threads = cores_of_rank()-(0 if sleeping else num_workers)
-    if largest is not None: threads = min(threads, largest//PER_THREAD)
+    threads = min(threads, largest//PER_THREAD)
     if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, threads))
-    return torch.get_num_threads()

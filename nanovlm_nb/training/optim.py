@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WORKSPACE', 'FIXED_SIZES', 'component_lrs', 'param_groups', 'adapter_sizes', 'training_groups', 'make_optimizer',
-           'trainable_line', 'training_parts', 'set_lrs', 'ChainedOptimizer', 'own_optimizer', 'clip_gradients',
-           'cpu_has_bfloat16', 'amp_dtype', 'precision_notes', 'autocast', 'make_scaler', 'blocks_of', 'compile_blocks',
-           'same_bits', 'Update', 'tally', 'digest', 'gather_update', 'Feed']
+           'trainable_line', 'training_parts', 'set_lrs', 'ChainedOptimizer', 'clip_gradients', 'cpu_has_bfloat16',
+           'amp_dtype', 'precision_notes', 'autocast', 'blocks_of', 'compile_blocks', 'same_bits', 'Update', 'tally',
+           'digest', 'gather_update', 'Feed']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
 import logging,math,os,hashlib
@@ -153,16 +153,6 @@ class ChainedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._share()
 
-# %% ../../nbs/41_training.optim.ipynb #6c7d0006
-def own_optimizer(make:Callable, model:nn.Module, train_cfg:TrainConfig)->torch.optim.Optimizer:
-    "Returns the optimizer that a user's function makes; a UsageError if it cannot be had or does not fit."
-    require(not (train_cfg.offload_optimizer or train_cfg.offload_params), 'an optimizer of your own with '
-        'offload_optimizer or offload_params: only the update of AdamW is made in the memory of the CPU')
-    optimizer = make(model, train_cfg)
-    for g in optimizer.param_groups: require({'name','max_lr'}<={*g}, 'each group of an optimizer needs '
-        f'name and max_lr, its peak learning rate, as from `training_groups`; one has {(*g,)}')
-    return optimizer
-
 # %% ../../nbs/41_training.optim.ipynb #f346c9f3
 def clip_gradients(params:Iterable[Tensor], max_norm:float|None)->Tensor: # None measures only; a scalar
     "Scales gradients down to `max_norm` if their common norm is larger, and returns the norm before."
@@ -192,11 +182,6 @@ def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
     "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
     known = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, dtype=dtype) if known and dtype!=torch.float32 else nullcontext()
-
-# %% ../../nbs/41_training.optim.ipynb #39945d71
-def make_scaler(device:torch.device, dtype:torch.dtype)->torch.amp.GradScaler:
-    "Returns a gradient scaler, which does nothing unless the precision is float16."
-    return torch.amp.GradScaler(device.type, enabled=dtype==torch.float16)
 
 # %% ../../nbs/41_training.optim.ipynb #392c011b
 def blocks_of(model:nn.Module)->list[nn.Module]:

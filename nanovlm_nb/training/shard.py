@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 from ..core.config import TrainConfig,ranks_of_copy,evolve
 from ..core.dist import Dist,is_sharded
 from ..core.usage import require,UsageError,user_path
-from .optim import make_optimizer,own_optimizer
+from .optim import make_optimizer
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
 SHARDINGS = 'ddp','zero2','zero3'
@@ -183,11 +183,16 @@ def _step_of_zeros(optimizer):
 def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is sharded; of the run
     make:Callable|None=None, # `optimizer(model, train_cfg)` of the user's; None: AdamW
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
-    "Returns the optimizer of a run; what does not train is frozen."
+    """Returns the optimizer of a run; what does not train is frozen.
+    A UsageError if the user's cannot be had or does not fit."""
     c = train_cfg
     offloads = c.offload_optimizer and not (c.offload_params and dist.world_size>1)
     if make is None: return make_optimizer(model, c, OffloadedAdamW if offloads else torch.optim.AdamW)
-    optimizer = own_optimizer(make, model, c)
+    require(not (c.offload_optimizer or c.offload_params), 'an optimizer of your own with '
+        'offload_optimizer or offload_params: only the update of AdamW is made in the memory of the CPU')
+    optimizer = make(model, c)
+    for g in optimizer.param_groups: require({'name','max_lr'}<={*g}, 'each group of an optimizer needs '
+        f'name and max_lr, its peak learning rate, as from `training_groups`; one has {(*g,)}')
     if is_sharded(model): begin_state(optimizer) # one that cannot work on pieces fails here
     return optimizer
 

@@ -36,7 +36,7 @@ from ..data.packing import Batch
 from ..data.lanes import merge_states
 from ..data.loader import Loader,as_loader
 from .schedule import get_schedule,in_samples
-from .optim import amp_dtype,autocast,clip_gradients,compile_blocks,make_scaler
+from .optim import amp_dtype,autocast,clip_gradients,compile_blocks
 from .optim import set_lrs,training_parts,Feed,Update,tally
 from .shard import load_full_weights,run_optimizer,shard_model
 from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
@@ -155,9 +155,9 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
         set_lrs(made, rates, *(in_samples(at, 7, most) if cfg.max_training_samples else (at, most)))
     return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader, hooks=list(hooks),
         held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer, dtype=dtype, optimizer=made,
-        schedule=rates, scaler=make_scaler(dist.device, dtype), clock=clock, compiled=bool(cfg.compile),
-        feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock),
-        saver=Saver(dist, cfg.async_save), val_batch=cfg.batch_size*dist.world_size)
+        schedule=rates, scaler=torch.amp.GradScaler(dist.device.type, enabled=dtype==torch.float16),
+        clock=clock, compiled=bool(cfg.compile), val_batch=cfg.batch_size*dist.world_size,
+        feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock), saver=Saver(dist, cfg.async_save))
 
 # %% ../../nbs/47_training.trainer.ipynb #ff0c6503
 def _to_device(x:Any, device:torch.device)->Any: # the same nesting
