@@ -15,6 +15,7 @@ __all__ = ['RATINGS', 'logger', 'REMEDIES', 'GONE', 'CLIENTS', 'LAYOUTS', 'ROLES
 import copy,errno,hashlib,io,json,logging,math,os,random,re,socket
 from collections import Counter,defaultdict
 from collections.abc import Collection,Iterable,Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
 from itertools import count,islice
@@ -188,10 +189,10 @@ def may_come_back(e:BaseException|None)->bool: # False: another try would end th
     return may_come_back(e.__cause__) # in other words, such as fsspec's "no such file"
 
 # %% ../../nbs/12_data.dataset.ipynb #c0de2207
-class reaching:
+class reaching(AbstractContextManager):
     "A context in which a network that is away is called `Unreachable`."
     def __init__(self, name:str): self.name = name # what is read
-    def __enter__(self): pass
+
     def __exit__(self, kind, e:BaseException|None, trace):
         if not may_come_back(e): return
         cause = f'{type(e).__name__}: {e}'.strip(': ')

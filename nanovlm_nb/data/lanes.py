@@ -11,6 +11,7 @@ __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules'
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
 from collections.abc import Callable,Iterable,Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict,dataclass,field,replace
 from itertools import islice
 from math import ceil,inf
@@ -60,11 +61,9 @@ class Lane:
     kept:list|None = None # packs of the first epoch, planned; None: plan them when they are due
 
 # %% ../../nbs/16_data.lanes.ipynb #199207ab
-class naming:
+class naming(AbstractContextManager):
     "A context in which an error gets the id of the sample."
     def __init__(self, id:str): self.id = id
-
-    def __enter__(self): pass
 
     def __exit__(self, kind, e, tb):
         if isinstance(e, Exception) and not isinstance(e, Dropped):
@@ -247,11 +246,9 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
     require(not missing, f'the state lacks lanes {sorted(map(int, missing))}: merge the states of all ranks')
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97750
-class _letting_go:
+class _letting_go(AbstractContextManager):
     "A context in which an error does not keep the workers, and a worker's death is called that."
     def __init__(self, num_workers): self.num_workers = num_workers
-
-    def __enter__(self): pass
 
     def __exit__(self, kind, e, tb):
         clear_frames(tb)
