@@ -8,13 +8,14 @@ __all__ = ['RATINGS', 'logger', 'REMEDIES', 'GONE', 'CLIENTS', 'LAYOUTS', 'ROLES
            'Dropped', 'Drops', 'read_dropped', 'DropFile', 'Unreachable', 'may_come_back', 'reaching', 'named',
            'as_list', 'pair_turns', 'settle_marks', 'images_first', 'read_layout', 'place_pictures', 'UnusedColumn',
            'check_unused', 'to_row', 'read_row', 'check_row', 'Plan', 'VQADataset', 'Thing', 'Scene', 'make_scene',
-           'held_out', 'draw_scene', 'Turn', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns', 'shapes_dataset',
+           'held_out', 'draw_scene', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns', 'shapes_dataset',
            'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,errno,hashlib,io,json,logging,math,os,random,re,socket
 from collections import Counter,defaultdict
 from collections.abc import Collection,Iterable,Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
 from itertools import count,islice
@@ -188,10 +189,10 @@ def may_come_back(e:BaseException|None)->bool: # False: another try would end th
     return may_come_back(e.__cause__) # in other words, such as fsspec's "no such file"
 
 # %% ../../nbs/12_data.dataset.ipynb #c0de2207
-class reaching:
+class reaching(AbstractContextManager):
     "A context in which a network that is away is called `Unreachable`."
     def __init__(self, name:str): self.name = name # what is read
-    def __enter__(self): pass
+
     def __exit__(self, kind, e:BaseException|None, trace):
         if not may_come_back(e): return
         cause = f'{type(e).__name__}: {e}'.strip(': ')
@@ -569,37 +570,37 @@ QUESTIONS = dict(
     count=('How many shapes are there?', 'Count the shapes.'),
     describe=('Describe the picture.', 'What do you see?'))
 
-class Turn(NamedTuple):
+class _Turn(NamedTuple):
     "A question, its true answer, and what kind of question it is."
     kind:str # a key of QUESTIONS, yes_no, pair or text
     user:str
     assistant:str
 
 # %% ../../nbs/12_data.dataset.ipynb #5a3dbfa9
-def plain_turn(kind:str, scene:Scene, rng:random.Random)->Turn: # a key of QUESTIONS
+def plain_turn(kind:str, scene:Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
     "A question about what is there, or what the text says; things differ in nothing but their place."
     thing, question = scene.things[0], rng.choice(QUESTIONS[kind])
     answers = thing._asdict() | dict(count=NUMBERS[len(scene.things)], describe=f'a {thing}')
-    if scene.sort == 'text': return Turn('text', f'Imagine a {scene}. {question}', answers[kind])
-    return Turn(kind, question, answers[kind])
+    if scene.sort == 'text': return _Turn('text', f'Imagine a {scene}. {question}', answers[kind])
+    return _Turn(kind, question, answers[kind])
 
 # %% ../../nbs/12_data.dataset.ipynb #098cad09
 CLAIMS:dict[str,dict] = dict( # what it is about -> question -> does the scene say yes?
     size={f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size for size in SIZES},
     count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
 
-def yes_no_turn(about:str, scene:Scene, rng:random.Random)->Turn: # a key of CLAIMS
+def yes_no_turn(about:str, scene:Scene, rng:random.Random)->_Turn: # a key of CLAIMS
     "A question about whether something is so; the answer is yes about as often as no."
     true = [q for q,holds in CLAIMS[about].items() if holds(scene)]
     false = [q for q in CLAIMS[about] if q not in true]
     yes = bool(true) and (not false or rng.random() < .5)
-    return Turn('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
+    return _Turn('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
 
 # %% ../../nbs/12_data.dataset.ipynb #4bbc2162
-def pair_turn(side:str, scene:Scene, rng:random.Random)->Turn: # 'left' or 'right'; the left thing is first
+def pair_turn(side:str, scene:Scene, rng:random.Random)->_Turn: # 'left' or 'right'; the left thing is first
     "A question about one of two things."
     kind = rng.choice(('colour', 'shape'))
-    return Turn('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
+    return _Turn('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
 
 # %% ../../nbs/12_data.dataset.ipynb #d568f815
 def plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each

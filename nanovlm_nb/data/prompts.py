@@ -90,14 +90,13 @@ def to_messages(
     require(texts, 'a conversation needs at least one turn')
     lacks = next((i for i,turn in enumerate(texts[:-1]) if 'assistant' not in turn), None)
     require(lacks is None, f'turn {lacks} of {len(texts)} has no answer: only the last may lack one')
-    special = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     messages = []
     for k,turn in enumerate(texts):
         parts = turn['user'].split(mark) if mark else ['']*(not k) + [turn['user']]
-        asked = image_string.join(neutralise(part, special) for part in parts)
+        asked = image_string.join(neutralise(part, tokenizer) for part in parts)
         messages.append(dict(role='user', content=asked))
         if 'assistant' in turn:
-            messages.append(dict(role='assistant', content=neutralise(turn['assistant'], special)))
+            messages.append(dict(role='assistant', content=neutralise(turn['assistant'], tokenizer)))
     return messages
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
