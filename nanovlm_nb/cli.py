@@ -18,9 +18,8 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
-from .core.usage import Parser,at_least,begin_training,check_hub_name,checked,ends_at_once
-from .core.usage import nearest,one_line_errors,open_closed_streams,require,user_path
-from .core.usage import without_debug
+from .core.usage import Parser,at_least,begin_training,check_hub_name,checked,ends_at_once,nearest
+from .core.usage import one_line_errors,open_closed_streams,require,user_path,without_debug
 from .core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,load_yaml,parse_args
 from .core.config import set_env
 from .core.run_dir import CONFIG,checkpoints,missing_pieces

@@ -21,16 +21,13 @@ import torch
 import numpy as np
 from torch import Tensor
 
-from ..core.run_dir import TMP,MANIFEST,write_atomic,CONFIG,FEATURE_CACHE,RunLock
-from ..core.run_dir import checkpoints,sweep
+from ..core.run_dir import TMP,MANIFEST,write_atomic,CONFIG,FEATURE_CACHE,RunLock,checkpoints,sweep
 from ..model.vlm import VLMNet,flatten_tiles,trains,VisionLanguageModel
 from ..model.weights import weights_sha,checkpoint_weights,load_vision_backbone,noted_base
 from ..model.weights import tower_note,with_tower
 from ..core.usage import ends_at_once,require,user_path
-from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env
-from ..core.config import updates_of_run
-from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed
-from ..core.dist import set_threads
+from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env,updates_of_run
+from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,projector_advice,save_notes
 from ..model.vision import ViT
