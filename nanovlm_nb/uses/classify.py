@@ -162,9 +162,9 @@ class Part(Dataset):
 class ClassRows(ConcatDataset):
     "Rows of several data sets, one data set after the other."
     def __init__(self, parts:list[Part]): # at least one row in all
+        require(any(map(len, parts)), f'no rows in {[p.name for p in parts]}')
         super().__init__(parts)
         self.parts = parts
-        require(len(self), f'no rows in {[p.name for p in parts]}')
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
@@ -221,9 +221,9 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
         f'data sets {short} have equal names: rename a folder, metrics go by these names')
     pairs = {name:split_pair(load_splits(p), val_share, seed) for name,p in zip(short, paths)}
     names = list(dict.fromkeys(n for pair in pairs.values() for n in names_of(pair.values())))
-    parts = {name:[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]
-             for name,pair in pairs.items()}
-    return ClassData(names, *(ClassRows([two[k] for two in parts.values()]) for k in (0,1)))
+    parts = [[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]
+             for name,pair in pairs.items()]
+    return ClassData(names, *(ClassRows([two[k] for two in parts]) for k in (0,1)))
 
 # %% ../../nbs/81_uses.classify.ipynb #d2f78192
 @dataclass
@@ -767,9 +767,8 @@ def classify_on(settings:Settings, dist:Dist,
     "Trains a classifier on ranks that are already initialised."
     data = load_classes(settings.datasets, settings.val_share, settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
-    asked = Namespace(config=config)
-    parts = class_parts(settings, data, configs[1])
-    run_dir = run(*configs, **parts, dist=dist, stop=stop, asked=asked, command=classify_again)
+    run_dir = run(*configs, **class_parts(settings, data, configs[1]), dist=dist, stop=stop,
+                  asked=Namespace(config=config), command=classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']
