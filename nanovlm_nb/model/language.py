@@ -244,12 +244,10 @@ def _stance(blocks, cache):
 # %% ../../nbs/22_model.language.ipynb #1e92cc85
 @torch.compiler.disable
 def _positions(x, layout, position_ids, cache):
-    if cache is not None:
-        positions = cache.advance(x, layout)
-        return positions if position_ids is None else position_ids
-    if position_ids is not None: return position_ids
-    return (torch.arange(x.shape[1], device=x.device)[None]
-            if layout is None else layout.to(x.device).positions)
+    if cache is not None: places = cache.advance(x, layout)
+    elif layout is not None: places = layout.to(x.device).positions
+    else: places = torch.arange(x.shape[1], device=x.device)[None]
+    return places if position_ids is None else position_ids
 
 # %% ../../nbs/22_model.language.ipynb #5f2eb3ae
 class LanguageModel(nn.Module):

@@ -8,8 +8,8 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SP
            'Part', 'ClassRows', 'names_of', 'ClassData', 'load_classes', 'ClassConfig', 'as_classifier', 'ClassSamples',
            'wiggle', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
            'plot_confusion', 'ValidateClasses', 'write_predictions', 'read_predictions', 'lay_out', 'Keys', 'own_place',
-           'sorted_in', 'Settings', 'check_buildable', 'train_config', 'configs_of', 'without_resume', 'ClassHook',
-           'classify_again', 'class_parts', 'classify_on', 'main']
+           'sorted_in', 'Settings', 'check_buildable', 'configs_of', 'without_resume', 'classify_again', 'class_parts',
+           'classify_on', 'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import random,json,math,os,re,shlex,sys,threading
@@ -81,10 +81,9 @@ def find_label(ds:datasets.Dataset, # with a column of labels
     return [turns[0]['assistant'] for turns in values],None
 
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
-def _labelled(rows, names): # rows: (picture, number of its class)
+def _labelled(rows, names): # rows: picture and number of its class
     features = datasets.Features(dict(image=datasets.Image(), label=datasets.ClassLabel(names=names)))
-    return datasets.Dataset.from_list([dict(image=im, label=label) for im,label in rows],
-                                      features=features)
+    return datasets.Dataset.from_list(rows, features=features)
 
 TEST_DIGITS = 500 # the last ones
 
@@ -99,7 +98,7 @@ def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
     def enlarged(x):
         grey = Image.fromarray((x*(255/16)).round().astype(np.uint8))
         return grey.resize((side,side), Image.Resampling.BICUBIC)
-    rows = [(enlarged(x), y) for x,y in zip(bunch.images, bunch.target.tolist())]
+    rows = [dict(image=enlarged(x), label=y) for x,y in zip(bunch.images, bunch.target.tolist())]
     return {split:_labelled(part, [str(i) for i in range(10)])
             for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
 
@@ -113,7 +112,7 @@ def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for 
         while len(rows)<n:
             scene = make_scene('one', rng)
             if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]:
-                rows.append((draw_scene(scene, rng), len(rows)%len(SHAPES)))
+                rows.append(dict(image=draw_scene(scene, rng), label=len(rows)%len(SHAPES)))
         splits[split] = _labelled(rows, list(SHAPES))
     return splits
 
@@ -171,9 +170,9 @@ class Part(Dataset):
 class ClassRows(ConcatDataset):
     "Rows of several data sets, one data set after the other."
     def __init__(self, parts:list[Part]): # at least one row in all
+        require(any(map(len, parts)), f'no rows in {[p.name for p in parts]}')
         super().__init__(parts)
         self.parts = parts
-        require(len(self), f'no rows in {[p.name for p in parts]}')
 
     def answers(self)->dict[str,tuple[int,str,int]]: # id of a row -> its number, its data set, its class
         "Returns what is right, without a look at the pictures."
@@ -230,9 +229,9 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
         f'data sets {short} have equal names: rename a folder, metrics go by these names')
     pairs = {name:split_pair(load_splits(p), val_share, seed) for name,p in zip(short, paths)}
     names = list(dict.fromkeys(n for pair in pairs.values() for n in names_of(pair.values())))
-    parts = {name:[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]
-             for name,pair in pairs.items()}
-    return ClassData(names, *(ClassRows([two[k] for two in parts.values()]) for k in (0,1)))
+    parts = [[Part(name, split, _undecoded(ds), _numbered(ds, names)) for split,ds in pair.items()]
+             for name,pair in pairs.items()]
+    return ClassData(names, *(ClassRows([two[k] for two in parts]) for k in (0,1)))
 
 # %% ../../nbs/81_uses.classify.ipynb #d2f78192
 @dataclass
@@ -414,10 +413,9 @@ def metrics_of(judged:list[Judged], n:int)->dict[str,float]: # at least one; cla
     require(judged, 'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
     def right(js): return sum(j.label==j.predicted for j in js)/len(js)
     names = dict.fromkeys(j.dataset for j in judged)
-    by_set = {name:right([j for j in judged if j.dataset==name]) for name in names}
     overall = dict(accuracy=right(judged), loss=sum(j.loss for j in judged)/len(judged),
         macro_f1=macro_f1(confusion(judged, n)))
-    figures = {f'eval/{name}_accuracy':share for name,share in by_set.items()}
+    figures = {f'eval/{name}_accuracy':right([j for j in judged if j.dataset==name]) for name in names}
     return figures|{f'eval/overall_{k}':v for k,v in overall.items()}
 
 # %% ../../nbs/81_uses.classify.ipynb #5da4084d
@@ -683,7 +681,7 @@ _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False, 
     wandb_entity=None)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
-def train_config(s:Settings, data:ClassData, world_size:int, # ranks
+def _train_config(s:Settings, data:ClassData, world_size:int, # ranks
     longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
     "Returns the run that the file asks for."
     lanes = s.batch_size*s.gradient_accumulation_steps
@@ -709,7 +707,7 @@ def configs_of(s:Settings, data:ClassData, world_size:int=1)->tuple[ClassConfig,
         vlm_checkpoint_path=s.output_dir, hf_repo_name=None,
         attn_backend=base.attn_backend if s.memory_efficient_attention else 'explicit')
     cfg = evolve(cfg, lm_max_length=ClassSamples(cfg, load_tokenizer(cfg)).longest())
-    train_cfg = train_config(s, data, world_size, cfg.lm_max_length, weights)
+    train_cfg = _train_config(s, data, world_size, cfg.lm_max_length, weights)
     require(not train_cfg.stream_dataset,
         'stream_dataset is True, but a classifier reads its pictures in any order: leave it out')
     require(train_cfg.lr_mp>0, f'lr_mp is {train_cfg.lr_mp}: '
@@ -723,7 +721,7 @@ def without_resume(s:Settings)->Settings:
     return replace(s, train={k:v for k,v in s.train.items() if k not in ('resume','load_from')})
 
 # %% ../../nbs/81_uses.classify.ipynb #c7395d6e
-class ClassHook(Hook):
+class _ClassHook(Hook):
     "Keeps the settings beside the checkpoints, and says what is trained on."
     def __init__(self, settings:Settings, data:ClassData): self.settings,self.data = settings,data
 
@@ -770,7 +768,7 @@ def class_parts(settings:Settings, data:ClassData, train_cfg:TrainConfig)->dict[
         changes = *transforms_of(c),*(wiggle,)*settings.augment
         return [loader(data.train, changes, True, c.num_workers),
                 loader(data.val, (), False, c.val_workers)]
-    hooks = [ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
+    hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
     return dict(model=make_classifier, loaders=loaders, hooks=hooks)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0008
@@ -781,9 +779,8 @@ def classify_on(settings:Settings, dist:Dist,
     "Trains a classifier on ranks that are already initialised."
     data = load_classes(settings.datasets, settings.val_share, settings.train.get('seed', TrainConfig.seed))
     configs = configs_of(settings, data, dist.world_size)
-    asked = Namespace(config=config)
-    parts = class_parts(settings, data, configs[1])
-    run_dir = run(*configs, **parts, dist=dist, stop=stop, asked=asked, command=classify_again)
+    run_dir = run(*configs, **class_parts(settings, data, configs[1]), dist=dist, stop=stop,
+                  asked=Namespace(config=config), command=classify_again)
     if dist.is_master and (run_dir/PREDICTIONS).exists():
         judged,names,step = read_predictions(run_dir)
         accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']
