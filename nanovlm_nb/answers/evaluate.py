@@ -503,7 +503,8 @@ class NanoVLM(lmms):
             asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
             stop = [s for s in flat(options.get('until')) if s and plain]
             most = int(options.get('max_new_tokens') or self.max_new_tokens)
-            pieces = replace(self.asker, numbered=plain).stream(asked, most, stop, True, **sampling_of(options))
+            asker,how = replace(self.asker, numbered=plain),sampling_of(options)
+            pieces = asker.stream(asked, most, stop, shorten=True, **how)
             for i,text in zip(part, map(''.join, zip(*pieces))): answers[i] = text.strip() if plain else text
         return answers
 

@@ -516,10 +516,10 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
         inside = Path(tmp)/'new'
         inside.mkdir()
         yield inside
-        if not path.exists(): return inside.rename(path)
-        new = {file.name:file for file in inside.iterdir()}
-        for name,file in new.items(): file.replace(path/name)
-        for old in (p for pattern in owned for p in path.glob(pattern) if p.name not in new): old.unlink()
+        if path.exists():
+            new = {file.name:file.replace(path/file.name) for file in inside.iterdir()}
+            for old in (p for pattern in owned for p in path.glob(pattern) if p.name not in new): old.unlink()
+        else: inside.rename(path)
 
 # %% ../../nbs/26_model.weights.ipynb #df372578
 def find_tokenizer(path:Path, name:str)->str: # of a checkpoint; its `lm_tokenizer`, a hub id or a directory
@@ -713,7 +713,7 @@ class Pretrained(nn.Module):
         training:str=UNTOLD, # Markdown about data, results and limits; of a run: `runs.start.training_card`
     )->None:
         "Uploads the checkpoint and a model card to the Hugging Face hub."
-        require(not self.lora_note, 'adapters are saved beside the path of their base, which nobody else has: '
+        require(not self.lora_note, 'adapters are saved with the path of their base, which nobody else has: '
             'upload merge_adapters(model) of training.lora')
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:

@@ -22,7 +22,7 @@ from typing import Any
 from argparse import Namespace
 from contextlib import contextmanager
 
-from ..core.config import CODE,IGNORE,TrainConfig,VLMConfig,evolve,load_yaml,updates_of_run
+from ..core.config import CODE,IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml,updates_of_run
 from ..core.usage import UsageError,nearest,require,MissingFile
 from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,rows_in,text_files
@@ -316,9 +316,10 @@ def alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs of
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6a
 def _settings_then(run_dir, update):
-    "Settings of the model and of the start that made an update: the next checkpoint has them."
+    "Settings, by name, of the start that made an update: the next checkpoint has them."
     later = next((p for p in checkpoints(run_dir) if step_of(p)>=update and not missing_pieces(p)), None)
-    return [read_state(later)['configs'][part] if later else {} for part in ('vlm','train')]
+    configs = read_state(later)['configs'] if later else dict(vlm={}, train={})
+    return configs['vlm']|configs['train']
 
 def settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfig]: # as for `trainer_before`
     "Returns the settings of a run; a UsageError if it has not made the update, or cannot be repeated."
@@ -327,8 +328,9 @@ def settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfi
     vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG, given=unused|code)
     most = updates_of_run(train_cfg)
     require(most is None or update<=most, f'update {update} was never made: the run has {most}')
-    return [evolve(cfg, **{n:v for n,v in then.items() if n not in CODE and v!=getattr(cfg, n, v)})
-            for cfg,then in zip((vlm_cfg,train_cfg), _settings_then(run_dir, update))]
+    then = {n:v for n,v in _settings_then(run_dir, update).items() if n not in CODE}
+    now = vlm_cfg.to_dict()|train_cfg.to_dict()
+    return change(vlm_cfg, train_cfg, {n:v for n,v in then.items() if v!=now.get(n, v)})
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6b
 @contextmanager

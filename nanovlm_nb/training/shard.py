@@ -281,8 +281,8 @@ def scheduler(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
         require(v is None or type(v) is int and v>=0, f'{n} is {v!r}: give a whole number, or auto')
         require(None in (v, samples), f'{n} {v} counts updates, and max_training_samples {samples} counts '
             'samples: leave one out; a climb is a share in warmup_ratio')
-    require(None in (climb, train_cfg.max_epochs), f'{names[1]} {climb} counts updates, and the length of the '
-        f'run is {train_cfg.max_epochs} epochs: give warmup_ratio, a share of the run, in its place')
+    require(None in (climb, train_cfg.max_epochs), f'{names[1]} {climb} counts updates, and the run has '
+        f'{train_cfg.max_epochs} epochs: give warmup_ratio, a share of the run, in its place')
     updates = total or train_cfg.max_training_steps
     require((climb or 0)<=updates, f"{names[1]} {climb} is more than the run's {updates} updates: "
         'lower it, or raise max_training_steps')
