@@ -189,7 +189,7 @@ def test_labels_that_are_none_and_shares_that_leave_nothing(tmp_path):
         datasets.DatasetDict(train=datasets.Dataset.from_dict(dict(image=[picture]*len(labels), label=labels))).save_to_disk(tmp_path/name)
         return [str(tmp_path/name)]
     with pytest.raises(UsageError, match='has the label None'): load_classes(saved('gap', [0, 1, None, 1]))
-    with pytest.raises(UsageError, match=r'row 0 has the label \[0\]'): load_classes(saved('lists', [[0], [1]]))
+    with pytest.raises(UsageError, match=r'has the label \[[01]\]'): load_classes(saved('lists', [[0], [1]]))
     for share, labels in ((.1, [0]), (0., [0, 1]), (1., [0, 1])):
         with pytest.raises(UsageError, match=f'val_share {share} of {len(labels)} pictures'): load_classes(saved(f'few{share}', labels), share)
 

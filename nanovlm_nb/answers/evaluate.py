@@ -289,7 +289,7 @@ def _begin(evals, step)->str:
     return f'evaluation of step {step} begins{where}: {evals.tasks}'+', again'*(todo.stat().st_size>1)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #cc3a9fa3
-_MOST_STARTS,_FAILURE = 10,5 # an evaluation with this count is given up; what a failure adds to it
+_MOST_STARTS,_MOST_FAILURES = 10,2 # after so many an evaluation is given up
 
 def _settle(evals, step)->list[str]:
     "Notes how an evaluation has ended that nobody is at work on; returns lines for the log."
@@ -302,9 +302,10 @@ def _settle(evals, step)->list[str]:
     if evals.backend=='in_process' or not todo.stat().st_size: return [] # it waits
     words = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
     why = f'job {job} has left the queue' if job else f'exit code {code}, {words}' if code>=0 else 'killed'
-    with todo.open('a') as f: f.write('.'*(_FAILURE*(why!='killed')))
+    with todo.open('a') as f: f.write('x'*(why!='killed')) # a start is a dot
+    told = todo.read_text()
     line = f'evaluation of step {step} ended without {left}: {why} (see {evals.file(step, "log")})'
-    if todo.stat().st_size<_MOST_STARTS: return [line]
+    if told.count('.')<_MOST_STARTS and told.count('x')<_MOST_FAILURES: return [line]
     todo.unlink()
     return [f'{line}; it is given up']
 
