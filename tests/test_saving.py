@@ -30,6 +30,7 @@ def same(a, b): return all(torch.equal(w, b.state_dict()[k]) for k, w in a.state
 
 
 def test_a_save_replaces_adapters(model, tmp_path):
+    pytest.importorskip('peft')
     model.save_pretrained(tmp_path/'base')
     adapted = VisionLanguageModel.from_pretrained(tmp_path/'base')
     add_adapters(adapted, 2, base=dict(path=str(tmp_path/'base'), sha256=base_digest(tmp_path/'base')))
