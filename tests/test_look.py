@@ -46,3 +46,31 @@ def test_two_ranks(alone, tmp_path, sharding):
     mine, theirs = panels(tmp_path, 'r'), panels(alone, 'r')
     assert [p['step'] for p in mine] == [0, 6]
     assert mine[0]['look/val_loss'] == pytest.approx(theirs[0]['look/val_loss'], abs=.05)
+
+
+STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.runs.run import run
+from nanovlm_nb.training.trainer import Hook
+
+class Stopped(Hook):
+    "A signal arrives after update 3, which is no checkpoint, before the panel."
+    def after_update(self, trainer, *_):
+        if trainer.step == 3 and not Path('sent').exists():
+            Path('sent').touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+vlm_cfg, train_cfg, asked = parse_args(sys.argv[1:])
+run(vlm_cfg, train_cfg, hooks=[Stopped()], asked=asked)
+"""
+
+
+def test_a_stop_loses_no_panel(tmp_path):
+    (tmp_path/'mine.py').write_text(STOPPED)
+    start = [sys.executable, 'mine.py', *TINY, '--run_name', 'r', '--look_interval', 1, '--eval_interval', 6, '--dtype', 'float32', '--ask_samples', 0]
+    run(start, tmp_path, check=False)
+    assert panels(tmp_path, 'r')[-1]['step'] < 6
+    run([*start, '--resume', True], tmp_path)
+    assert [p['step'] for p in panels(tmp_path, 'r')] == [*range(7)]

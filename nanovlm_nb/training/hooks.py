@@ -33,7 +33,7 @@ from ..answers.evaluate import Evaluations,ask_for_eval,collect_evals,keep_resul
 from ..answers.evaluate import missing_tasks,take_over_evals,wait_for_evals
 from .optim import adapter_sizes,autocast,compile_blocks,Update
 from .trainer import Checkpoint,Figures,Guard,Hook,Log,Trainer,Validate
-from .trainer import inputs_of,length,say_length,stopping,tell,validation_batches
+from .trainer import inputs_of,length,say_length,tell,validation_batches
 
 # %% ../../nbs/49_training.hooks.ipynb #53b90abd
 H = TypeVar('H', bound=Hook)
@@ -331,7 +331,7 @@ class Look(Hook):
     def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call
         "Looks if it is time and the run is not being stopped."
         t = trainer
-        if not self.every or t.step%self.every or stopping(t): return
+        if not self.every or t.step%self.every or t.stop: return
         def read(batch):
             inputs = inputs_of(t, batch, targets=False)
             with autocast(t.dist.device, t.dtype): return t.base(**inputs)[0].cpu()
