@@ -20,7 +20,7 @@ from dataclasses import dataclass,field
 from functools import cache,lru_cache
 from itertools import count,islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any,NamedTuple
 
 import datasets,torch
 import numpy as np
@@ -215,7 +215,9 @@ GIVE = ('give image, question and answer, or images and texts, or images and mes
 
 def named(row:Collection[str], what:str)->str|None: # names of its columns; a key of `LAYOUTS`
     "The column of a row that holds its pictures, conversation, question or answer; None if it has none."
-    return next((name for name in LAYOUTS[what] if name in row), None)
+    found = [name for name in LAYOUTS[what] if name in row]
+    filled = [name for name in found if not isinstance(row, dict) or as_list(row[name])]
+    return next(iter(filled+found), None)
 
 # %% ../../nbs/12_data.dataset.ipynb #d1a00005
 def _first(x, *keys): return next((x[k] for k in keys if x.get(k) is not None), None)
@@ -275,12 +277,17 @@ def settle_marks(texts:list[dict], n:int)->list[dict]: # turns; pictures
     return [t | dict(user=u) for t,u in zip(texts, asked.split(_BETWEEN))]
 
 # %% ../../nbs/12_data.dataset.ipynb #4c15c965
+_ENDS = r'((?:\s*M\d+>)*)(\s*)(.*?)(\s*)((?:M\d+>\s*)*)'.replace('M', _BETWEEN)
+
 def images_first(texts:list[dict])->list[dict]: # turns with a mark for every picture
     "Turns without marks, for pictures that come before them all."
     number = count()
     users = [re.sub(MARK, lambda m: f'{_BETWEEN}{next(number)}>', t['user']) for t in texts]
-    first = re.sub(rf'^(\s*{_BETWEEN}\d+>)+|({_BETWEEN}\d+>\s*)+$', '', users[0])
-    if first != users[0]: users[0] = first.strip()
+    ends:Any = re.fullmatch(_ENDS, users[0], re.DOTALL)
+    lead,above,said,below,trail = ends.groups() # marks that are no part of a sentence go
+    front = lead and (_BETWEEN not in said+trail or '\n' in above)
+    back = trail and (_BETWEEN not in lead+said or '\n' in below)
+    if front or back: users[0] = f"{'' if front else lead+above}{said}{'' if back else below+trail}"
     return [t | dict(user=u.replace(_BETWEEN, '<image: ')) for t,u in zip(texts, users)]
 
 # %% ../../nbs/12_data.dataset.ipynb #1c108683
@@ -299,7 +306,8 @@ def _spoken(row, what, role):
 # %% ../../nbs/12_data.dataset.ipynb #1c108684
 def _said(row, pictures):
     "Messages or turns of a row."
-    if not (name := named(row, 'texts')):
+    name = named(row, 'texts')
+    if name is None or row[name] is None and _first(row, *LAYOUTS['answer']) is not None:
         only = pictures and not named(row, 'question')
         asked = [dict(role='user', content=DESCRIBE)] if only else _spoken(row, 'question', 'user')
         return asked+_spoken(row, 'answer', 'assistant')
@@ -381,7 +389,6 @@ def to_row(
 )->dict: # with 'id' (of its source and `row_id`, if it has one), 'images' for `open_header`, and 'texts'
     "A row of any layout without decoding its pictures; raises `Dropped` if it cannot be read."
     if isinstance(r, pa.Table): r = _from_table(r)
-    if isinstance(r.get('json'), dict): r = r['json']|r # of a tar
     own,source = r.get('row_id'),r.get('source')
     names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
     id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))

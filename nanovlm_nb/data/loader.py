@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['LINES', 'logger', 'FEATURES', 'PIECE', 'SPLIT_FOLDERS', 'FILES', 'SAVED_SHARDS', 'READ_BYTES', 'LOAD_ERRORS',
-           'ALL_NAMES', 'SHAPES_SCENES', 'rename', 'read_object', 'text_files', 'text_rows', 'local_configs',
-           'config_names', 'rows_in', 'load_config', 'load_configs', 'as_picture', 'as_pictures', 'own_rows',
-           'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'quotas', 'load_sources', 'size_line',
-           'own_sources', 'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
+           'ALL_NAMES', 'SHAPES_SCENES', 'rename', 'as_picture', 'as_pictures', 'read_object', 'text_files',
+           'text_rows', 'local_configs', 'config_names', 'rows_in', 'tar_rows', 'tar_files', 'load_config',
+           'load_configs', 'own_rows', 'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'quotas',
+           'load_sources', 'size_line', 'own_sources', 'make_samples', 'pack_loader', 'transforms_of',
+           'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
-import csv,json,logging,os,re
-from collections.abc import Iterable,Sequence,Callable
-from itertools import islice
+import csv,json,logging,os,re,sys,tarfile
+from collections.abc import Iterable,Iterator,Sequence,Callable
+from contextlib import suppress
+from itertools import groupby,islice
 from pathlib import Path
 from dataclasses import replace
 from math import ceil
@@ -48,6 +50,7 @@ def _objects(file):
     "The numbers, from 1, and the rows of a file of JSON lines, of one JSON array, or of a table."
     with open(file, 'rb') as f: array = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()[:1] == b'['
     if file.suffix in ('.csv', '.tsv'):
+        csv.field_size_limit(sys.maxsize) # a picture may be written into a field
         with open(file, newline='', encoding='utf-8-sig') as f:
             yield from enumerate(csv.DictReader(f, delimiter=',\t'[file.suffix == '.tsv']), 1)
     elif array: yield from enumerate(json.loads(file.read_bytes()), 1)
@@ -72,16 +75,37 @@ def rename(row:dict, columns:Sequence[str])->dict: # a row; such as `image=photo
     "The row with the columns that are named also under our names."
     return row|{ours:row[theirs] for theirs,ours in _parse_columns(columns, row).items()}
 
+# %% ../../nbs/18_data.loader.ipynb #29d70006
+def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dictionary
+    "A picture as `open_image` takes it."
+    if isinstance(picture, Image.Image):
+        with suppress(OSError): picture.load() # workers would share the place in its file
+    if isinstance(picture, (Image.Image, str, os.PathLike, bytes, dict)): return picture
+    array = np.asarray(picture)
+    if array.dtype.kind == 'f' and array.size and 0 <= array.min() and array.max() <= 1:
+        array = (255*array).round().astype(np.uint8)
+    require(array.dtype == np.uint8 and array.ndim > 1 and array.shape[2:] in ((), (3,), (4,)),
+        f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
+        'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
+    return Image.fromarray(array)
+
+# %% ../../nbs/18_data.loader.ipynb #6326bd56
+def as_pictures(pictures)->list: # one, a list of them, or None
+    "The pictures of a row or of a question."
+    return [as_picture(p) for p in as_list(pictures)]
+
 # %% ../../nbs/18_data.loader.ipynb #b4da958d
 logger = logging.getLogger(__name__)
 
 def _find(name, folders):
     "Where a picture is: its path, or the picture itself."
+    if isinstance(name, dict) and name.get('path') and not name.get('bytes'): name = name['path']
     if isinstance(name, dict) or name.startswith('data:'): return name
-    found = next((str(p) for f in folders if (p := f/name.strip()).is_file()), None)
+    name = name.strip().removeprefix('file://')
+    found = next((str(p) for f in folders if (p := f/name).is_file()), None)
     if found: return found
     raise MissingFile(f'{name:.90} is an address: download the pictures first, with img2dataset for example'
-        if '://' in name else f'no file {folders[0]/name.strip()}: put it there, or correct the name')
+        if '://' in name else f'no file {folders[0]/name}: put it there, or correct the name')
 
 # %% ../../nbs/18_data.loader.ipynb #17c00001
 def read_object(
@@ -90,13 +114,17 @@ def read_object(
 )->dict: # `images`, `texts`, and what else of `COLUMNS` it has
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
+    require(None not in row, 'it has more fields than the header: put quotes around a text with commas')
     row = rename(row, columns)
     check_unused(row, 'the row', bool(columns))
     names = row.get(column := named(row, 'images'))
     if folders and isinstance(names, str) and not names.startswith('data:'):
-        row[column] = [name for name in names.split(',') if name.strip()]
+        whole = any((f/names.strip()).is_file() for f in folders) # a name may have a comma
+        row[column] = [names] if whole else [name for name in names.split(',') if name.strip()]
     pictures,texts = read_layout(row)
     images = [_find(p, folders) if folders else as_picture(p) for p in pictures]
+    for c in (f'{r}_ratings' for r in RATINGS if row.get(f'{r}_ratings') is not None):
+        row[c] = [x if x is None else float(x) for x in row[c]]
     return {c:row[c] for c in (*COLUMNS, 'kinds') if c in row}|dict(images=images, texts=texts)
 
 # %% ../../nbs/18_data.loader.ipynb #a8807ea8
@@ -122,15 +150,15 @@ def _read_file(file, drops, images_path, columns):
     "Rows of the usable lines of a file; the first that is left out for a reason is a warning."
     folders = [file.parent/'images', file.parent] if images_path is None else [Path(images_path)]
     for number,data in _objects(file):
-        try: row = read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders)
+        try:
+            row = read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders)
+            row |= dict(source=file.stem, row_id=str(number))
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
             reason = 'missing_image' if isinstance(e, MissingFile) else 'bad_line'
             left_out = Dropped(f'{file.stem}/{number}', reason, str(e))
             if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
             drops.add(left_out)
-        else:
-            row |= dict(source=file.stem, row_id=str(number))
-            yield {name:row.get(name) for name in FEATURES}
+        else: yield {name:row.get(name) for name in FEATURES}
 
 # %% ../../nbs/18_data.loader.ipynb #7c264398
 def text_rows(
@@ -209,7 +237,7 @@ def rows_in(file:str|Path)->int|None: # of parquet; None: it is damaged
 
 # %% ../../nbs/18_data.loader.ipynb #6941ad5d
 def _features(files:Iterable[Path])->datasets.Features|None:
-    "The columns of parquet files, each as in the first that has it; None: `datasets` finds them all."
+    "The columns of parquet files, each as in the first that fills it; None: `datasets` finds them all."
     schemas = {} # each that occurs, once
     for file in sorted(files):
         if (footer := _footer(file)) is None: continue # damaged: it will be named when it is read
@@ -217,21 +245,70 @@ def _features(files:Iterable[Path])->datasets.Features|None:
         require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
         schemas[schema.serialize().to_pybytes()] = schema
     found = [datasets.Features.from_arrow_schema(s) for s in schemas.values()]
-    every = {name:kind for columns in reversed(found) for name,kind in columns.items()}
-    return datasets.Features(every) if found and len(every) > len(found[0]) else None
+    every:dict = {}
+    for name,kind in (item for columns in found for item in columns.items()):
+        if every.get(name) in (None, datasets.Value('null')): every[name] = kind # in some files all are null
+    return datasets.Features(every) if found and every != found[0] else None
 
 # %% ../../nbs/18_data.loader.ipynb #17c00005
 def _files(path, split, cache_dir, streaming):
-    "The rows of one file, or of a folder that `datasets` can read; of img2dataset's the tars."
-    tars = sorted(map(str, path.glob('*.tar')))
+    "The rows of one file, or of a folder that `datasets` can read."
     if path.is_file():
         require(path.suffix in FILES, f'{path} is no data set: give a file that ends in '
             f'{", ".join((*FILES, *LINES))}, a folder of such files or a hub name')
         if path.suffix == '.parquet': _features([path])
         kind,more = FILES[path.suffix],dict(data_files={split: str(path)})
-    elif tars: kind,more = 'webdataset',dict(data_files={split: tars})
     else: kind,more = str(path.resolve()),dict(features=_features(path.rglob('*.parquet')))
     return _found(kind, split, cache_dir, streaming, **more)
+
+# %% ../../nbs/18_data.loader.ipynb #17c0a007
+def _sample(parts)->dict: # kind and bytes of its files
+    "The row of a sample: what its JSON says, its pictures, and its other files as text where they are."
+    own,said = {},{}
+    for kind,data in parts:
+        if f'.{kind}' in Image.registered_extensions(): own.setdefault('images', []).append(data)
+        elif kind != 'json': own[kind] = _text(data)
+        else:
+            with suppress(ValueError, TypeError, RecursionError): said = {}|json.loads(data)
+    return said|own
+
+def _text(data):
+    try: return data.decode()
+    except UnicodeDecodeError: return data
+
+# %% ../../nbs/18_data.loader.ipynb #17c0a006
+_MEMBER = re.compile(r'((?:.*/)?[^./]+)\.(?:[^/]*\.)?([^./]+)') # name of a sample, kind of file
+
+def tar_rows(files:Sequence[str])->Iterator[dict]: # in their order
+    "Rows of tars as WebDataset and img2dataset write them."
+    for file in files:
+        with tarfile.open(file) as tar:
+            content:Any = tar.extractfile
+            inside = ((m[1], m[2].lower(), f) for f in tar if f.isfile() and (m := _MEMBER.fullmatch(f.name)))
+            for _,parts in groupby(inside, lambda part: part[0]):
+                yield _sample((kind, content(f).read()) for _,kind,f in parts)
+
+# %% ../../nbs/18_data.loader.ipynb #17c0a008
+def tar_files(path:Path)->list[str]: # a file, a folder, or a name on the hub
+    "The tars of a data set."
+    return [str(p) for p in ([path] if path.suffix == '.tar' else sorted(path.glob('*.tar')))]
+
+def _usable(files, written, columns):
+    "Rows of tars in one schema; what cannot be used has no turns."
+    for row in tar_rows(files):
+        try: row = read_object(row, columns)
+        except UnusedColumn: raise
+        except (ValueError, TypeError, AttributeError): row = {}
+        yield {name:row.get(name) for name in FEATURES}
+
+def _of_tars(files, cache_dir, streaming, columns):
+    "The rows of tars, as a stream in which each is what the tar says."
+    check_unused(first := rename(next(tar_rows(files), {}), columns), files[0], bool(columns))
+    if streaming:
+        ds = datasets.IterableDataset.from_generator(tar_rows, gen_kwargs=dict(files=files))
+        return ds.map(rename, fn_kwargs=dict(columns=columns)) if columns else ds
+    what = dict(files=tuple(files), written=tuple(os.stat(f).st_mtime_ns for f in files), columns=tuple(columns))
+    return datasets.Dataset.from_generator(_usable, features=FEATURES, cache_dir=cache_dir, gen_kwargs=what)
 
 # %% ../../nbs/18_data.loader.ipynb #8df75409
 def _saved(folder, split, streaming):
@@ -268,13 +345,11 @@ def _conform(
     if ds.features is None: ds = ds.cast(_first_features(ds))
     if columns: ds = ds.rename_columns(_parse_columns(columns, ds.column_names))
     types = dict(zip(ds.column_names, ds.features.arrow_schema.types))
-    inside = types.get('json') # of a tar
-    has = {*types, *(f.name for f in (inside if isinstance(inside, pa.StructType) else ()))}
-    require(named(has, 'texts') or named(has, 'answer'), f'{where} has no conversation and no answer: '
+    require(named(types, 'texts') or named(types, 'answer'), f'{where} has no conversation and no answer: '
         f'the columns are {", ".join(types)}; {GIVE}. Pictures with a class are for `nanovlm classify`')
     check_unused(types, where, bool(columns))
     read = [named(types, what) for what in LAYOUTS]
-    ds = ds.select_columns([c for c in types if c in (*read, *COLUMNS, 'json')])
+    ds = ds.select_columns([c for c in types if c in (*read, *COLUMNS)])
     if pictures := named(types, 'images'): ds = _decodable(ds, pictures)
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
 
@@ -293,6 +368,7 @@ def load_config(
     elif text_files(folder):
         ds = text_rows(folder, images_path, drops, columns=columns)
         return _as_stream(ds) if streaming else ds
+    elif files := tar_files(folder): return _of_tars(files, cache_dir, streaming, columns)
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
@@ -321,23 +397,6 @@ def load_configs(
         f'and train_dataset_name={list(names)}: '+'; '.join(why))
     return data
 
-# %% ../../nbs/18_data.loader.ipynb #29d70006
-def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dictionary
-    "A picture as `open_image` takes it."
-    if isinstance(picture, (Image.Image, str, os.PathLike, bytes, dict)): return picture
-    array = np.asarray(picture)
-    if array.dtype.kind == 'f' and array.size and 0 <= array.min() and array.max() <= 1:
-        array = (255*array).round().astype(np.uint8)
-    require(array.dtype == np.uint8 and array.ndim > 1 and array.shape[2:] in ((), (3,), (4,)),
-        f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
-        'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
-    return Image.fromarray(array)
-
-# %% ../../nbs/18_data.loader.ipynb #6326bd56
-def as_pictures(pictures)->list: # one, a list of them, or None
-    "The pictures of a row or of a question."
-    return [as_picture(p) for p in as_list(pictures)]
-
 # %% ../../nbs/18_data.loader.ipynb #29d70011
 def _own_row(row, i, columns):
     "One row in FineVision's schema; a ValueError names it and says what is wrong with it."
@@ -349,6 +408,11 @@ def _own_row(row, i, columns):
     return dict(row_id=i)|own|dict(texts=place_pictures(own['texts'], len(own['images'])))
 
 # %% ../../nbs/18_data.loader.ipynb #29d70013
+def _plain(x):
+    "A value of a DataFrame: its NaN is none, its lists of numbers are lists."
+    if isinstance(x, float) and x != x: return None
+    return x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 else x
+
 def own_rows(
     rows, # list, generator, DataFrame or data set of dictionaries, or of (picture, question, answer)
     columns:Sequence[str]=(), # such as `image=photo`, see `rename`
@@ -357,7 +421,7 @@ def own_rows(
     if isinstance(rows, datasets.Dataset):
         if {'images', 'texts'} <= {*rows.column_names}: return rows
         rows = rows.to_list() # pictures as bytes
-    elif hasattr(rows, 'to_dict'): rows = rows.to_dict('records')
+    elif hasattr(rows, 'iterrows'): rows = [{k:_plain(v) for k,v in r.items()} for r in rows.to_dict('records')]
     require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table')
     own = [_own_row(row, i, columns) for i,row in enumerate(rows)]

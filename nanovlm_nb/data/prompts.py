@@ -135,12 +135,13 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
     spans, cursor = [], 0
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
-        head, body = question['content'] + between, lead + answer['content'] + end
-        start = text.find(head + body, cursor)
-        require(start >= 0, f'the chat template changed the turn {answer["content"][:40]!r}: '
+        asked, said = ((m['content'], m['content'].strip()) for m in (question, answer)) # some templates trim
+        tries = [(q + between, lead + a + end) for q in asked for a in said]
+        found = next((t for t in tries if ''.join(t) in text[cursor:]), None)
+        require(found, f'the chat template changed the turn {answer["content"][:40]!r}: '
             'its answer cannot be found')
-        cursor = start + len(head) + len(body)
-        spans.append((cursor-len(body), cursor))
+        cursor = text.index(''.join(found), cursor) + len(''.join(found))
+        spans.append((cursor-len(found[1]), cursor))
     return spans
 
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663

@@ -7,7 +7,7 @@ __all__ = ['Rows', 'RESHARD_BELOW', 'TOGETHER', 'BROKEN', 'VAL_SHARES', 'READ_RO
            'shares', 'lane_shares', 'heads', 'Share', 'read_share', 'StreamSource', 'Mixture']
 
 # %% ../../nbs/15_data.sources.ipynb #4d95c168
-import hashlib
+import hashlib,tarfile,zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +104,8 @@ class MapSource:
 # %% ../../nbs/15_data.sources.ipynb #a1c0de04
 RESHARD_BELOW = 512 # data sets of fewer files are cut into row groups
 TOGETHER = 32 # shares of a stream at most: to open one, `datasets` goes through the list of all
-BROKEN = (pa.ArrowException, CastError, TypeError, OSError) # what reading a file may raise
+# what reading a file may raise
+BROKEN = (pa.ArrowException, CastError, TypeError, OSError, EOFError, tarfile.TarError, zlib.error)
 
 def _pieces(ds, most):
     "Streams of at most `most` files each."
@@ -159,28 +160,34 @@ class Share:
     "A part of a stream that is read from its beginning to its end."
     config:str # configuration
     number:int # among the shares of the configuration
-    stream:datasets.IterableDataset # in arrow format
+    stream:datasets.IterableDataset # in arrow format, or rows of tars
     index:int # among the shares of the stream
     head:int = 0 # rows at its beginning that are for validation
 
 # %% ../../nbs/15_data.sources.ipynb #da3e1c10
+def _rows(table):
+    "The rows of a table of arrow, or the one of a tar."
+    if isinstance(table, dict): return [{name:value for name,(value,) in table.items()}]
+    return [table.slice(i, 1) for i in range(len(table))]
+
 def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1,
 )->Iterator[tuple[int|None,dict|Dropped]]: # (number, row); None: it is damaged
     "The rows from `start` to `stop` whose number has the remainder `first` by `step`."
     name,stream = f'{share.config}/{share.number}',share.stream
     # plain iteration would deal shards to a loader's workers
-    part = stream.shard(stream.num_shards, share.index)
-    tables = (part.skip(start) if start else part).iter(READ_ROWS)
-    while start<stop:
+    part,at = stream.shard(stream.num_shards, share.index),start//READ_ROWS*READ_ROWS
+    tables = (part.skip(at) if at else part).iter(READ_ROWS if stream.features else 1)
+    while at<stop: # in the tables of every reader, so that damage costs each the same rows
         try:
             with reaching(name): table = next(tables, None)
         except BROKEN as e:
             if not _is_damage(e): raise
             return (yield None,Dropped(name, 'unreadable_shard', f'{type(e).__name__}: {e}'))
         if table is None: return
-        for i in range(start, int(min(start+len(table), stop))):
-            if i%step==first: yield i,as_row(table.slice(i-start, 1), f'{share.number}:{i}', share.config)
-        start += len(table)
+        rows = _rows(table)
+        for i,row in enumerate(rows, start=at):
+            if start<=i<stop and i%step==first: yield i,as_row(row, f'{share.number}:{i}', share.config)
+        at += len(rows)
 
 # %% ../../nbs/15_data.sources.ipynb #c2c33c9f
 class StreamSource:
@@ -192,7 +199,7 @@ class StreamSource:
         self.seed,self.val_size,self.limit = seed,val_size,limit
         with reaching(', '.join(streams)):
             self.shares = [Share(name, i, *found) for name,ds in streams.items()
-                           for i,found in enumerate(shares(ds.with_format('arrow')))]
+                           for i,found in enumerate(shares(ds.with_format('arrow') if ds.features else ds))]
         for s,head in zip(self.shares, heads(len(self.shares), val_size)): s.head = head
 
     def held_out(self)->'StreamSource': # always in the same order

@@ -1,0 +1,137 @@
+"Rows of a kind that people have, each of which was once trained otherwise than it was given."
+import csv
+import io
+import json
+import tarfile
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+from PIL import Image
+
+from nanovlm_nb.core.config import IGNORE, evolve, tiny
+from nanovlm_nb.data.dataset import Dropped, Drops
+from nanovlm_nb.data.loader import get_dataloaders, load_configs, load_tokenizer, own_rows, text_rows
+from nanovlm_nb.data.prompts import encode_chat
+from nanovlm_nb.data.sources import MapSource, StreamSource
+
+
+def jpg(shade: int, kind: str = 'JPEG') -> bytes:
+    Image.new('RGB', (40, 30), (shade, 0, 0)).save(file := io.BytesIO(), kind)
+    return file.getvalue()
+
+
+def write_tar(folder, samples: list[dict]):
+    "A tar of samples: kind of file -> bytes."
+    folder.mkdir()
+    with tarfile.open(folder/'a.tar', 'w') as tar:
+        for i, sample in enumerate(samples):
+            for kind, data in sample.items():
+                info = tarfile.TarInfo(f'{i:04}.{kind}')
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return folder
+
+
+def read(folder, tmp_path, streaming: bool, at=None) -> list:
+    "What a source gives from a position on: (position, row)."
+    found = load_configs(folder, cache_dir=str(tmp_path/'cache'), streaming=streaming)
+    source = StreamSource(found) if streaming else MapSource(found['default'], shuffle=False)
+    return list(source.rows_of(0, 1, 0, at))
+
+
+SAID = json.dumps(dict(question='q', answer='a')).encode()
+ODD = dict(no_text=dict(jpg=jpg(0)), another_key=dict(jpg=jpg(0), json=SAID[:-1] + b', "more": 1}'), number=dict(jpg=jpg(0), json=b'{"question": "q", "answer": 3}'),
+           no_picture=dict(json=SAID), other_ending=dict(png=jpg(0, 'PNG'), json=SAID), latin=dict(jpg=jpg(0), txt='é'.encode('latin-1')), broken=dict(jpg=jpg(0), json=b'{'))
+
+
+@pytest.mark.parametrize('streaming', [True, False])
+@pytest.mark.parametrize('odd', ODD)
+def test_a_sample_unlike_its_neighbours_costs_itself_at_most(tmp_path, odd, streaming):
+    "40 of 100 lies in the second table of 32 rows; `datasets` looks at the first five."
+    rows = [r for _, r in read(write_tar(tmp_path/'t', [dict(jpg=jpg(i), json=SAID) if i != 40 else ODD[odd] for i in range(100)]), tmp_path, streaming)]
+    assert len(rows) == 100 and all(len(r['images']) == 1 and r['texts'][0]['assistant'] == 'a' for i, r in enumerate(rows) if i != 40)
+    used = dict(rows[40]) if isinstance(rows[40], dict) and rows[40]['texts'] else None
+    assert bool(used) == (odd in ('another_key', 'number', 'no_picture', 'other_ending')) and (not used or len(used['images']) == (odd != 'no_picture'))
+
+
+@pytest.mark.parametrize('kind', ['tar', 'parquet'])
+def test_damage_costs_a_resumed_run_the_same_rows(tmp_path, kind):
+    if kind == 'tar': file = write_tar(folder := tmp_path/'t', [dict(jpg=jpg(i), json=SAID) for i in range(100)])/'a.tar'
+    else:
+        noise = np.random.default_rng(0)
+        rows = [dict(image=dict(bytes=noise.bytes(900), path=None), question='q', answer='a') for _ in range(200)]
+        (folder := tmp_path/'t').mkdir()
+        datasets.Dataset.from_list(rows).to_parquet(file := folder/'a.parquet', batch_size=96)
+    whole = file.read_bytes()
+    if kind == 'tar': file.write_bytes(whole[:whole.find(b'0070.jpg') + 600])
+    else:
+        at = whole.find(rows[120]['image']['bytes'])
+        file.write_bytes(whole[:at - 400] + b'\xff'*400 + whole[at:])
+    places = [(p, r.args[:2] if isinstance(r, Dropped) else r['id']) for p, r in read(folder, tmp_path, True)]
+    assert [p[1][1] for p in places if isinstance(p[1], tuple)].count('unreadable_shard') == 1 and len(places) > 50
+    for k in (10, 40, len(places) - 2):
+        assert [(p, r.args[:2] if isinstance(r, Dropped) else r['id']) for p, r in read(folder, tmp_path, True, places[k - 1][0])] == places[k:]
+
+
+def test_opened_pictures_are_the_same_for_any_number_of_workers(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (90, 120, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path/'a.png')
+    opened = Image.open(tmp_path/'a.png')
+    vlm, cfg = tiny()
+    rows = own_rows([dict(image=opened, question=f'Number {i}?', answer='a') for i in range(40)])
+    seen = {}
+    for workers in (0, 2):
+        train, _ = get_dataloaders(evolve(cfg, num_workers=workers, val_workers=0, val_size=2, max_epochs=1), vlm, tokenizer=load_tokenizer(vlm), rows=rows)
+        seen[workers] = {t.numpy().tobytes() for b in train for row in b['images'] for t in row}
+        assert not train.drops.reasons
+    assert len(seen[0]) == 1 and seen[0] == seen[2]
+
+
+def test_the_column_that_a_row_fills_counts(tmp_path):
+    "As pandas writes rows of one and of several pictures."
+    (tmp_path/'a.jpg').write_bytes(jpg(1))
+    lines = [dict(image='a.jpg', images=None), dict(image=None, images=['a.jpg']), dict(image='a.jpg', images=[]), dict(image='a.jpg')]
+    (tmp_path/'t.jsonl').write_text('\n'.join(json.dumps(line | dict(question='q', answer='a', texts=None)) for line in lines) + '\n')
+    rows = text_rows(tmp_path).with_format('arrow')
+    assert [len(r) for r in rows['images'].to_pylist()] == [1]*4 and rows['texts'].to_pylist() == [[dict(user='q', assistant='a')]]*4
+
+
+def test_a_line_with_odd_ratings_costs_itself(tmp_path):
+    lines = [dict(question='q', answer='a', relevance_ratings=r) for r in ([5], 5, ['high'], None, [3.5, None])]
+    (tmp_path/'t.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
+    assert text_rows(tmp_path, drops=(drops := Drops()))['row_id'][:] == ['1', '4', '5'] and drops.reasons == {'t/2': 'bad_line', 't/3': 'bad_line'}
+
+
+def test_names_with_a_comma_and_pictures_in_fields(tmp_path):
+    (tmp_path/'Paris, France.jpg').write_bytes(jpg(1))
+    inside = 'data:image/jpeg;base64,' + 'A'*200_000
+    with open(tmp_path/'t.csv', 'w', newline='') as f: csv.writer(f).writerows([['image', 'question', 'answer'], ['Paris, France.jpg', 'q', 'a'], [inside, 'q', 'a'], ['x.jpg', 'q', 'a', 'b']])
+    found = text_rows(tmp_path, drops=(drops := Drops())).with_format('arrow')['images'].to_pylist()
+    assert [p['path'].endswith('/Paris, France.jpg') or p['path'] == inside for p, in found] == [True]*2
+    assert 'more fields than the header' in drops.first['bad_line']
+
+
+def test_a_column_that_only_later_files_fill(tmp_path):
+    rows = dict(question='q', answer='a', relevance_ratings=None), dict(question='q', answer='a', relevance_ratings=[5])
+    for name, row in zip('ab', rows): datasets.Dataset.from_list([row]).to_parquet(tmp_path/'d'/f'{name}.parquet')
+    for streaming in (True, False): assert len([r for _, r in read(tmp_path/'d', tmp_path, streaming) if isinstance(r, dict)]) == 2
+
+
+def test_a_table_of_pandas_is_what_its_rows_are():
+    rated = pandas.DataFrame([dict(images=[jpg(1)], texts=[dict(user='q', assistant='a')], relevance_ratings=np.array([5]))])
+    both = pandas.concat([rated, pandas.DataFrame([dict(image=jpg(2), question='q', answer='a'), dict(image=None, question='q', answer='b')])])
+    rows = own_rows(both)
+    assert [(len(r['images']), r.get('relevance_ratings'), r['texts'][0]['assistant']) for r in rows] == [(1, [5.], 'a'), (1, None, 'a'), (0, None, 'b')]
+
+
+TRIMS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_templates_that_trim():
+    "Llama 3 and Gemma do."
+    vlm, _ = tiny()
+    tok = load_tokenizer(evolve(vlm, lm_chat_template=TRIMS))
+    ids, labels = encode_chat(tok, [dict(user='What is it?\n', assistant=' a cat'), dict(user=' Sure?', assistant='Yes.\n')])
+    assert tok.decode(labels[labels != IGNORE]) == 'a cat<|im_end|>\nYes.<|im_end|>\n' or tok.decode(labels[labels != IGNORE]) == 'a cat<|im_end|>\nYes.<|im_end|>'
