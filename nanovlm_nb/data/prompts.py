@@ -9,7 +9,7 @@ __all__ = ['get_image_string', 'special_pattern', 'neutralise', 'to_messages', '
 # %% ../../nbs/11_data.prompts.ipynb #40166cd8
 import re
 from itertools import chain
-from typing import NamedTuple
+from typing import Any,NamedTuple
 
 import numpy as np
 import torch
@@ -137,7 +137,7 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
         if answer['role'] != 'assistant': continue
         asked, said = ((m['content'], m['content'].strip()) for m in (question, answer)) # some templates trim
         tries = [(q + between, lead + a + end) for q in asked for a in said]
-        found = next((t for t in tries if ''.join(t) in text[cursor:]), None)
+        found:Any = next((t for t in tries if ''.join(t) in text[cursor:]), None)
         require(found, f'the chat template changed the turn {answer["content"][:40]!r}: '
             'its answer cannot be found')
         cursor = text.index(''.join(found), cursor) + len(''.join(found))
