@@ -39,7 +39,7 @@ CASES = {
             zero3_offload=({}, dict(sharding='zero3', offload_params=True, offload_optimizer=True)), zero3_recompute=({}, dict(sharding='zero3', **RECOMPUTE)),
             zero2_frozen=({}, dict(sharding='zero2', **FROZEN)), zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
             ddp_bf16=({}, dict(dtype='bfloat16')), zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')), zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
-    4: dict(zero2_of_4=({}, dict(sharding='zero2')), zero3_pairs=({}, dict(sharding='zero3', shard_ranks=2))),
+    4: dict(zero2_of_4=({}, dict(sharding='zero2'))),
 }
 
 
@@ -147,8 +147,7 @@ def main(out):
     for name, (model, run) in CASES[n].items(): facts[name] = case(dist, out, name, model, run)
     if n == 2: facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp', dict(sharding='zero2')), zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2', {}),
                              offload_to_zero2=continued(dist, out, 'offload_to_zero2', 'offload', dict(sharding='zero2')))
-    if n == 4: facts |= dict(zero2_to_4=continued(dist, out, 'zero2_to_4', 'zero2', dict(sharding='zero3')), zero2_to_pairs=continued(dist, out, 'zero2_to_pairs', 'zero2', dict(sharding='zero2', shard_ranks=2)),
-                             pairs_to_zero2=continued(dist, out, 'pairs_to_zero2', 'zero3_pairs', dict(sharding='zero2')))
+    if n == 4: facts['zero2_to_4'] = continued(dist, out, 'zero2_to_4', 'zero2', dict(sharding='zero3'))
     for how in {1: ['ddp'], 2: ['ddp', 'zero2', 'zero3'], 4: []}[n]: facts[f'text_{n}_{how}'] = text_only(dist, out, how)
     if n == 1: stage(dist, out, 'undisturbed', 12, 0)
     file = out/'deepspeed.json'

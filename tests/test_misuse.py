@@ -40,7 +40,6 @@ MISUSES = [
     # files of settings
     ('train', '--config none.yaml', 'none.yaml: No such file or directory, give another path'),
     ('train', '--config typo.yaml', 'unknown key in typo.yaml `train.batchsize`: did you mean `train.batch_size`?'),
-    ('train', '--deepspeed_config typo.json', 'zero_optimisation is unknown: did you mean zero_optimization?'),
     # what a run starts from
     ('train', '--resume True', 'resume needs to know which run: give run_name'),
     ('train', '--load_from out/none.pth', 'out/none.pth'),
@@ -135,7 +134,6 @@ def place(tmp_path_factory):
     try: assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
     finally: os.chdir(before)
     (home/'typo.yaml').write_text('train: {batchsize: 4}')
-    (home/'typo.json').write_text('{"zero_optimisation": {"stage": 2}}')
     (home/'class.yaml').write_text('model: {nmae: x}\n')
     (home/'bad.jsonl').write_text('{"a": 1}\n')
     (home/'torn.jsonl').write_text('{"conversations": [\n')

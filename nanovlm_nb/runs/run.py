@@ -36,7 +36,6 @@ from ..data.images import image_processor_of
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..answers.evaluate import Evaluations,choose_eval_backend,possible_tasks,cli_evaluate
 from ..training.optim import precision_notes,same_bits,trainable_line
-from ..training.shard import engine_lines
 from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt
@@ -289,8 +288,7 @@ def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own 
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
         *[f"the script's own: {', '.join(own)}"]*bool(own), *projector_advice(c, dist.world_size),
-        *precision_notes(dist.device, trainer.dtype), *(save_notes(c) if size>_SMALL_M else []),
-        *engine_lines(c, dist)]
+        *precision_notes(dist.device, trainer.dtype), *(save_notes(c) if size>_SMALL_M else [])]
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls

@@ -26,7 +26,7 @@ from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
 from ..core.config import BESIDE_WEIGHTS,CAREFUL,FINE,OF_RUN,REFUSED,TrainConfig,VLMConfig
-from ..core.config import check_configs,evolve,ranks_of_copy,resume_rule,change,code_flags
+from ..core.config import check_configs,evolve,resume_rule,change,code_flags
 from ..core.config import length_of_run,load_yaml
 from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder,best_kept,checkpoints
 from ..core.run_dir import find_checkpoint,is_own,last_checkpoint,left_behind,missing_pieces,read_log
@@ -115,7 +115,6 @@ def resolve_start(vlm_cfg:VLMConfig, train_cfg:TrainConfig, world_size:int=1, # 
         c,translated = read_deepspeed(c.deepspeed_config, c, world_size)
         lines += translated
     check_configs(v, c)
-    ranks_of_copy(c, world_size)
     v,c,origin = _name_weights(v, c, lines.append)
     return Start(v, c, origin, lines)
 

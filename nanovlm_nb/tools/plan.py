@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve,change,effective_batch_size
-from ..core.config import ranks_of_copy,updates_of_run
+from ..core.config import updates_of_run
 from ..model.attention import choose_backend
 from ..model.vlm import VLMNet
 from ..data.packing import Batch,collate_packs,pack
@@ -248,8 +248,8 @@ class Size(NamedTuple):
 
 # %% ../../nbs/64_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(sharding='ddp', shard_ranks=None, offload_optimizer=False, offload_params=False,
-    gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
+_ALONE:dict = dict(sharding='ddp', offload_optimizer=False, offload_params=False, gradient_accumulation_steps=1,
+    max_training_steps=1, max_training_samples=None, num_workers=1)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):
@@ -308,7 +308,7 @@ def memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model; batch, shardin
     "Returns what a run needs at its highest point."
     c,f,parameters = train_cfg,_alone(peak_memory, vlm_cfg, train_cfg),sizes(vlm_cfg, train_cfg)
     total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
-    sharding,share = c.sharding if gpus>1 else 'ddp',ranks_of_copy(c, gpus)
+    sharding,share = ('ddp',1) if c.sharding=='ddp' or gpus==1 else (c.sharding,gpus)
     per = bytes_per_parameter(sharding, share, accumulating=c.gradient_accumulation_steps>1)
     away = c.offload_params and sharding=='zero3'
     copies = f['copies']*4*total/f['weights'] # of all experts, where `peak_memory` has one layer for them

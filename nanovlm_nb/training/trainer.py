@@ -26,7 +26,7 @@ from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..core.usage import UsageError,require
-from ..core.config import TrainConfig,ranks_of_copy,updates_of_run
+from ..core.config import TrainConfig,updates_of_run
 from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
 from ..core.logs import Clock
@@ -131,8 +131,7 @@ def _assemble(model:nn.Module, cfg:TrainConfig, dist:Dist, dtype:torch.dtype)->n
     "Compiles a `VisionLanguageModel` and cuts it into pieces, as the config says; returns it."
     model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
     if cfg.compile: compile_blocks(model) # None is decided when the length of the run is known
-    share = ranks_of_copy(cfg, dist.world_size)
-    base = shard_model(model, dist, cfg.sharding, dtype, cfg.offload_params, share)
+    base = shard_model(model, dist, cfg.sharding, dtype, cfg.offload_params)
     base.vision_encoder.recompute = cfg.vision_checkpointing
     base.decoder.recompute = cfg.language_checkpointing
     return base
