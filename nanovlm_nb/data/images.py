@@ -182,19 +182,6 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     tiles = split_tiles(_planes(im), tile)
     return torch.cat([tiles, _planes(im.resize((tile, tile), lanczos))[None]]) if len(tiles) > 1 else tiles
 
-# %% ../../nbs/10_data.images.ipynb #e10c0021
-def _check_processor(p):
-    "Raise a UsageError for settings that do not fit."
-    side, tile, own = p.max_img_size, p.splitted_image_size, p.custom_transforms
-    require(side >= tile > 0 == side % tile, f'max_img_size {side} must be a multiple of the tile size '
-        f'{tile}: try {max(1, round(side/max(tile, 1)))*tile}')
-    require(p.convention in ('nanovlm', 'smolvlm'), f'convention {p.convention!r}: give nanovlm or smolvlm')
-    require(p.convention == 'nanovlm' or p.resize_to_max_side_len,
-        'SmolVLM always enlarges pictures: set resize_to_max_side_len to True')
-    require(not callable(own) and all(map(callable, own)),
-        f'custom_transforms is {own!r}: give a tuple of transform(image, rng) -> image')
-    object.__setattr__(p, 'custom_transforms', tuple(own))
-
 # %% ../../nbs/10_data.images.ipynb #e10c0022
 def _augment(p, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
@@ -217,7 +204,7 @@ class ImageProcessor:
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
     convention:str='nanovlm' # or smolvlm: as transformers cuts pictures for SmolVLM
 
-    def __post_init__(self): _check_processor(self)
+    def __post_init__(self): object.__setattr__(self, 'custom_transforms', tuple(self.custom_transforms))
 
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."

@@ -24,29 +24,14 @@ def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->fl
     "Tokens packed divided by positions paid for."
     return sum(lengths[i] for g in groups for i in g)/(len(groups)*capacity)
 
-# %% ../../nbs/14_data.packing.ipynb #43ae4ae0
-_MENDS = dict(tokens='raise lm_max_length or lower max_sample_length',
-    images='raise max_images_per_knapsack or lower max_images_per_example',
-    tiles='raise max_tiles_per_knapsack or lower max_img_size')
-
-def _checked(what, counts, most, n_items):
-    "One cost of all items and its limit, as integers; an item of no tokens, or of too many, is an error."
-    least = int(what == 'tokens')
-    require(len(counts) == n_items, f'{n_items} lengths but {len(counts)} counts of {what}: give one of each')
-    require(most is None or most >= least, f'a pack of {most} {what} holds nothing: give {least} or more')
-    for i, n in enumerate(counts):
-        if n < least or most is not None and n > most:
-            raise UsageError(f'item {i} has {n} {what}, a pack holds {least} to {most}: {_MENDS[what]}')
-    return most is not None and ([int(n) for n in counts], max(int(most), 1))
-
 # %% ../../nbs/14_data.packing.ipynb #e14b0002
 def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None, max_tiles=None):
     "Each item as its three costs and its index, and the three limits; the scarcest cost is in front."
-    require(max_tiles is None or tile_counts is not None, f'max_tiles {max_tiles} but no tile_counts')
-    given = dict(tokens=(lengths, capacity), images=(image_counts, max_images),
-                 tiles=(tile_counts, max_tiles))
-    costs = [_checked(what, *cost, len(lengths)) for what, cost in given.items() if cost[0] is not None]
-    costs = sorted(filter(None, costs), key=lambda cost: -sum(cost[0])/cost[1])
+    given = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
+    costs = [([int(n) for n in counts], int(most)) for counts, most in given if most is not None]
+    for counts, most in costs:
+        require(max(counts, default=0) <= most, f'an item is larger than a pack of {most}: leave it out')
+    costs = sorted(((counts, max(most, 1)) for counts, most in costs), key=lambda cost: -sum(cost[0])/cost[1])
     costs += [([0]*len(lengths), 1)]*(3-len(costs))
     columns, limits = zip(*costs)
     return list(zip(*columns, range(len(lengths)))), limits
