@@ -243,7 +243,7 @@ def check_parser(add): # of `nanovlm check`
     with the settings of its config.yaml, changed by flags. The exit code is 0 if all
     is well, 1 if something would fail, 2 if the command was used wrongly."""
     add('--rows', **COUNT, default=0,
-        help='samples of training to show, with what is learned, and the first packs')
+        help='samples of training to show, with what is learned')
     add('--gpus', **_POS, help='ranks on this machine (default: its GPUs, else 1)')
     add('--smoke', **COUNT, nargs='?', const=3, default=0,
         help='also train so many updates (without a number 3)')
