@@ -9,7 +9,7 @@ from commands import nanovlm
 from PIL import Image, ImageDraw
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import VQADataset, read_row
+from nanovlm_nb.data.dataset import VQADataset
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.tools import inspect as ins
 from nanovlm_nb.tools.doctor import FAIL
@@ -94,7 +94,7 @@ def test_streams_and_several_configurations_with_weights(tmp_path, few, stream):
 
 def test_texts_alone(tmp_path):
     findings = found(save(tmp_path/'d', [{k: v for k, v in r.items() if k != 'images'} for r in FEW]))
-    assert not failures(findings) and ' 0 tiles' in findings['samples'].text and findings['pictures'].text == 'none in the first rows'
+    assert not failures(findings) and ' 0 tiles' in findings['samples'].text
 
 
 # --- planted
@@ -104,12 +104,6 @@ def cut_picture(rows):
     k = next(i for i in range(30, 60) if rows[i]['images'])
     rows[k] = rows[k] | dict(images=[dict(bytes=rows[k]['images'][0]['bytes'][:len(rows[k]['images'][0]['bytes'])//2], path=None)])
     return [k]
-
-
-def duplicate(rows):
-    "Every sample twice, so that chance puts some on both sides."
-    rows[:] = [r for r in rows[:30] for _ in range(2)]
-    return range(60)
 
 
 def overlong(rows):
@@ -142,7 +136,7 @@ def rated_low(rows):
     return range(60)
 
 
-FAULTS = [(cut_picture, 'left out', 'unreadable_image: ', {}), (overlong, 'left out', 'too_long: ', {}), (duplicate, 'both parts', ' is ', {}),
+FAULTS = [(cut_picture, 'left out', 'unreadable_image: ', {}), (overlong, 'left out', 'too_long: ', {}),
           (rated_low, 'samples', "are 'ratings', for example", dict(relevance_min_rating=3)), (misspelt, 'columns', 'did you mean `relevance_ratings`', {})]
 
 
@@ -152,7 +146,7 @@ def test_faults_in_the_data(plant, name, part, changes, stream, tmp_path):
     ids = [f'default/{w}' if stream or isinstance(w, str) else f'made/{w}' for w in plant(rows)]
     said = failures(found(save(tmp_path/'d', rows, files=1), stream_dataset=stream, val_size=9, **changes))
     assert list(said) == [name] and part in said[name], said
-    if plant in (cut_picture, overlong, duplicate): assert any(i in said[name] for i in ids) or stream, said
+    if plant in (cut_picture, overlong): assert any(i in said[name] for i in ids) or stream, said
 
 
 @pytest.mark.parametrize('plant', [renamed, other_form])
@@ -196,13 +190,6 @@ def test_what_would_stop_a_run_is_named(few, monkeypatch):
     assert list(said) == ['data'] and 'sample made/' in said['data'] and 'no token r9c9' in said['data']
 
 
-def test_a_fingerprint_sees_contents_only(tmp_path):
-    (tmp_path/'x.png').write_bytes(ROWS[0]['images'][0]['bytes'])
-    a = read_row(ROWS, 0)
-    assert ins.fingerprint(a) == ins.fingerprint(a | dict(id='other', images=[tmp_path/'x.png'])) == ins.fingerprint(a | dict(images=[dict(path=str(tmp_path/'x.png'))]))
-    assert len({ins.fingerprint(read_row(ROWS, i)) for i in range(220)}) == 220
-
-
 def test_control_characters_do_not_reach_the_terminal():
     tokenizer = load_tokenizer(preset('shapes')[0])
     ids = tokenizer('\x1b[2J\x07bad', return_tensors='pt').input_ids[0]
@@ -220,5 +207,5 @@ def test_the_command_shows_samples_and_ends_with_1_at_a_fault(tmp_path):
     done = nanovlm(['check', *flags, '--train_dataset_path', save(tmp_path/'d', rows, files=1), '--rows', '2'], tmp_path, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 1 and f'unreadable_image: made/{k}: ' in done.stdout and 'Traceback' not in done.stderr, done.stdout+done.stderr
-    assert done.stdout.count('<|im_start|>assistant\n[[') >= 2 and 'AAAA' in done.stdout
+    assert done.stdout.count('<|im_start|>assistant\n[[') >= 2
     assert after.ru_utime-before.ru_utime+after.ru_stime-before.ru_stime < 60

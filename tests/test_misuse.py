@@ -63,7 +63,6 @@ MISUSES = [
     ('train', '--load_from lost/step_2', 'step_2 has no model.safetensors'),
     ('train', '--lr_mp 0 --lr_vision_backbone 0 --lr_language_backbone 0', 'nothing would train'),
     # commands that foretell a run
-    ('plan', '--like empty', 'empty/log.jsonl: No such file'),
     ('plan', 'RUN', '`checkpoints/r` belongs to no flag: give --config checkpoints/r/config.yaml'),
     ('check', 'nowhere', '`nowhere` belongs to no flag'),
     ('check', 'empty', 'empty holds no config.yaml: give the directory of a run'),
@@ -109,7 +108,6 @@ MISUSES = [
     ('runs', 'empty --pth out --pth_names own', 'empty holds no checkpoint'),
     ('runs', 'picture.png', 'picture.png is no run: give its directory, or log.jsonl in it'),
     ('runs', 'RUN --curves x.docx', 'x.docx is no name of a picture: let it end in one of png'),
-    ('runs', 'RUN --curves x.png --smooth 2', 'smooth is 2'),
 ]
 #: flags of torchrun, srun, deepspeed, lmms-eval and exec_nb, and two that are named as what does not exist
 OF_OTHERS = set('--logdir --mmproj --nproc_per_node --project --standalone --nnodes --nodes --num_gpus --model_args --dest --exc_stop --num_epochs --learning_rate --timeout --no_'.split())

@@ -1,6 +1,5 @@
 "What foretells a run starts from what the run starts from: the same sizes, tokenizer and DeepSpeed file, for each kind of start."
 import itertools
-import json
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 
 from nanovlm_nb.tools.check import foreseen, start_findings
 from nanovlm_nb.tools.doctor import FAIL, PASS
+from nanovlm_nb.tools.plan import make_plan
 from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import check_parser, main as nanovlm
 from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset
@@ -50,12 +50,10 @@ def trained(kind: str) -> tuple[VisionLanguageModel, tuple]:
 
 
 @pytest.mark.parametrize('kind', STARTS)
-def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch, capsys):
+def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch):
     monkeypatch.chdir(place)
     model, (vlm, cfg) = trained(kind)
-    capsys.readouterr()
-    assert nanovlm(['plan', *RUN, *STARTS[kind], '--json']) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = make_plan(*foreseen(*parse_args([*RUN, *STARTS[kind]])[:2])[:2])
     assert {n: p['total'] for n, p in said['parameters'].items()} == {n: sum(p.numel() for p in part.parameters()) for n, part in model.named_children()}
     assert said['batch']['batch_size'] == cfg.batch_size and said['batch']['accumulation'] == cfg.gradient_accumulation_steps
     start = resolve_start(*parse_args([*RUN, *STARTS[kind]])[:2])

@@ -9,14 +9,13 @@ __all__ = ['foreseen', 'start_findings', 'check_memory', 'time_line', 'cost_find
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Generator,Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from ..core.advice import loader_workers
 from ..core.config import TrainConfig,VLMConfig,evolve
-from ..core.dist import Dist,cores_of_rank
+from ..core.dist import Dist
 from ..core.usage import MissingFile,require
 from ..model.flops import BYTES,find_gpu,with_unit
 from ..runs.start import Start,check_own_parts,foresee_start,is_pth,plan_resume,resolve_start
@@ -40,7 +39,7 @@ def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as gi
     try:
         start = resolve_start(vlm_cfg, evolve(train_cfg, resume=True) if run_dir else train_cfg, gpus)
         v,c = start.vlm_cfg,start.train_cfg
-        place = run_dir or run_path(v, c, Dist(world_size=gpus))
+        place = run_dir or run_path(v, c, Dist())
         if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
         lines = plan_resume(place, v, c, gpus)[1]
@@ -72,8 +71,8 @@ def time_line(plan:dict)->str: # from `make_plan`
 
 # %% ../../nbs/68_tools.check.ipynb #68aa0003
 def cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, # ranks
-)->Generator[Finding,None,float|None]:
-    "Yields what the checks of the cost find; returns the tiles that a rank's GPU takes in a second."
+)->Iterator[Finding]:
+    "Yields what the checks of the cost find."
     cuda = torch.cuda.is_available()
     gpu = find_gpu(torch.cuda.get_device_name()) if cuda else None
     gib = torch.cuda.get_device_properties(0).total_memory/GB if cuda else None
@@ -81,13 +80,11 @@ def cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, # ranks
     try: plan = make_plan(vlm_cfg, train_cfg, gpus, (name,))
     except WRONG as e:
         yield failed('plan', e)
-        return None
+        return
     yield tried('memory', check_memory, plan, gib)
     yield tried('time', time_line, plan)
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path, plan['disk']['checkpoint'],
                 plan['disk']['kept'])
-    packs = plan['work']['packs']/gpus
-    return packs*plan['pack']['tiles']/plan['devices'][name]['seconds'] if gpu else None
 
 # %% ../../nbs/68_tools.check.ipynb #623dd8df
 def _check_all(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given; ranks on this machine
@@ -99,12 +96,11 @@ def _check_all(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given;
     yield from start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     v,c,*_ = foreseen(vlm_cfg, train_cfg, gpus)
     yield from ('', 'machine')
-    yield from machine_findings(v, c, gpus)
+    yield from machine_findings(c, gpus)
     yield from ('', 'cost')
-    need = yield from cost_findings(v, c, gpus)
+    yield from cost_findings(v, c, gpus)
     yield from ('', 'data')
-    workers = loader_workers(c, max(cores_of_rank()//gpus, 1))
-    yield from data_findings(v, c, show=rows, need=need, workers=workers)
+    yield from data_findings(v, c, show=rows)
     if smoke: yield tried('short run', check_short_run, v, c, smoke)
 
 # %% ../../nbs/68_tools.check.ipynb #bfb5abac

@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['open_data', 'why_unreadable', 'sample_text', 'Seen', 'look', 'value_range', 'check_rows', 'left_out',
-           'check_left_out', 'enlarging', 'check_pictures', 'picture_bytes', 'fingerprint', 'fingerprints',
-           'check_split', 'stored_columns', 'check_columns', 'check_template', 'pack_lines', 'first_batches',
-           'check_packs', 'data_findings', 'checkpoint_before', 'alone', 'settings_of', 'trainer_before', 'Verdict',
-           'loss_and_norm', 'judge_samples', 'replay_lines', 'main']
+           'check_left_out', 'stored_columns', 'check_columns', 'check_template', 'first_batches', 'check_packs',
+           'data_findings', 'checkpoint_before', 'alone', 'settings_of', 'trainer_before', 'Verdict', 'loss_and_norm',
+           'judge_samples', 'replay_lines', 'main']
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
-import hashlib,json,math,re,sys,tempfile
-from bisect import bisect_left
+import json,math,re,sys,tempfile
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass,field,replace
 from itertools import groupby,islice
 from pathlib import Path
 from statistics import median
-from time import thread_time
 from typing import Any
 from argparse import Namespace
 from contextlib import contextmanager
@@ -27,7 +24,6 @@ from ..core.usage import UsageError,nearest,require,MissingFile
 from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,rows_in,text_files
 from ..data.loader import get_dataloaders,size_line
-from ..data.images import image_size
 from ..data.lanes import PackLoader,naming
 from ..data.packing import Batch,collate_packs,pack,unpack
 from ..data.prompts import answer_frame
@@ -86,26 +82,22 @@ class Seen:
     rows:int=0 # that were read
     plans:list[Plan] = field(default_factory=list) # of those that are used
     targets:list[int] = field(default_factory=list) # of each sample
-    sizes:list[tuple[int,int]] = field(default_factory=list) # of the pictures
     shown:list[dict] = field(default_factory=list) # samples
-    seconds:float=0. # of one core, to plan and to decode them
 
 # %% ../../nbs/62_tools.inspect.ipynb #d803c975
 def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->Seen: # rows to read; samples to keep
     "Returns the first rows of a loader, planned and decoded as a lane does it."
     seen,samples = Seen(loader),loader.samples
     for _,row in islice(loader.source.rows_of(0, 1, 0), n):
-        seen.rows,began = seen.rows+1,thread_time()
+        seen.rows += 1
         try:
             if isinstance(row, Dropped): raise row
             with naming(row['id']): sample = samples.finish(plan := samples.plan_row(row), row['images'])
         except Dropped as d:
             samples.drops.add(d)
             continue
-        seen.seconds += thread_time()-began
         seen.plans.append(plan)
         seen.targets.append(int((sample['labels']!=IGNORE).sum()))
-        seen.sizes += map(image_size, row['images'])
         if len(seen.shown)<show: seen.shown.append(sample)
     return seen
 
@@ -145,64 +137,6 @@ def check_left_out(*seen:Seen)->str: # of training, of validation
     require(not wrong, '; '.join(wrong))
     return ', '.join(f'{n} {reason}' for reason,n in drops.counts.items()) or 'nothing'
 
-# %% ../../nbs/62_tools.inspect.ipynb #16563ffa
-def enlarging(seen:Seen)->str: # a remedy; empty: hardly any tile is added
-    "Returns how many tiles the pictures have, if that is twice what they have at their own size."
-    processor = seen.loader.samples.image_processor
-    if processor.convention!='nanovlm': return ''
-    native = replace(processor, resize_to_max_side_len=False)
-    now,own = (sum(p.n_tiles(*size) for size in seen.sizes) for p in (processor, native))
-    return (f'; small pictures are enlarged, {now} tiles instead of {own}: --preset nanovlm_native, '
-            'or --resize_to_max_side_len False, leaves them as they are')*(now>=2*own>0)
-
-# %% ../../nbs/62_tools.inspect.ipynb #62aa0002
-def check_pictures(seen:Seen, need:float|None=None, workers:int=1)->str: # tiles a second; loader processes
-    "Returns the speed of one core and what enlarging adds; raises when a GPU would wait."
-    speed = sum(p.tiles for p in seen.plans)/max(seen.seconds, 1e-9)
-    if not speed: raise Skip('none in the first rows')
-    text = f'one core prepares {speed:.0f} tiles a second'
-    if need: text += f', {workers} loader process{"es"*(workers!=1)}; the GPU asks for {need:.0f}'
-    text += enlarging(seen)
-    require(not need or speed*max(workers, 1)>=need, f'{text}; num_workers {math.ceil((need or 0)/speed)}, '
-            'if there are as many cores; smaller pictures or cache_features ask for less')
-    return text
-
-# %% ../../nbs/62_tools.inspect.ipynb #a2842a60
-def picture_bytes(picture:Any)->bytes: # what a row may hold
-    "Returns the bytes of a picture, without its file's name."
-    if isinstance(picture, dict): picture = picture.get('bytes') or picture.get('path') or b''
-    if isinstance(picture, (str, Path)):
-        return Path(picture).read_bytes() if Path(picture).is_file() else str(picture).encode()
-    if hasattr(picture, 'seek') and hasattr(picture, 'read'):
-        picture.seek(0)
-        return picture.read()
-    return picture.tobytes() if hasattr(picture, 'tobytes') else picture
-
-# %% ../../nbs/62_tools.inspect.ipynb #db86fef5
-def fingerprint(row:dict)->str: # from a source
-    "Returns a digest that is the same for rows with the same turns and pictures."
-    turns = [(t['user'], t['assistant']) for t in row.get('texts') or []]
-    digest = hashlib.sha1(json.dumps(turns).encode())
-    for picture in row['images']: digest.update(hashlib.sha1(picture_bytes(picture)).digest())
-    return digest.hexdigest()
-
-# %% ../../nbs/62_tools.inspect.ipynb #db86fef6
-def fingerprints(loader:PackLoader, n:int)->dict[str,str]: # rows to compare
-    "Returns the digests of the first rows, each with the id of one that has it."
-    rows = (r for _,r in islice(loader.source.rows_of(0, 1, 0), n) if not isinstance(r, Dropped))
-    return {fingerprint(r):r['id'] for r in rows if isinstance(r.get('texts'), list)}
-
-# %% ../../nbs/62_tools.inspect.ipynb #f429d07c
-_COMPARED = 2000 # rows of both parts
-
-def check_split(train:PackLoader, val:PackLoader, n:int=_COMPARED)->str: # from `open_data`; rows to compare
-    "Raises when a row is in both parts."
-    one,other = fingerprints(train, n),fingerprints(val, n)
-    twice = [f'{one[k]} is {other[k]}' for k in one if k in other]
-    more = f' and {len(twice)-5} more' if len(twice)>5 else ''
-    require(not twice, f"in both parts: {', '.join(twice[:5])}{more}; remove what is there twice")
-    return f'no row of {len(one)} is also among {len(other)} of validation'
-
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
 def stored_columns(path:str, name:str)->list[str]: # of a configuration
     "Returns the columns as they are stored."
@@ -239,14 +173,6 @@ def check_template(tokenizer:Any)->str: # from `load_tokenizer`
                              'let it write message.role in front of each message')
     return f'an answer ends with {end!r}'
 
-# %% ../../nbs/62_tools.inspect.ipynb #9defdc4a
-def pack_lines(batch:Batch, width:int=64)->Iterator[str]: # characters
-    "Yields each pack as a line of text."
-    for lengths,labels in zip(batch['doc_lens'], batch['labels']):
-        edges = [sum(lengths[:i]) for i in range(len(lengths)+1)]
-        at = [bisect_left(edges, (x+.5)*len(labels)/width)-1 for x in range(width)]
-        yield ''.join('ABCDEFGHIJKLMNOPQRSTUVWXYZ'[k%26] if k<len(lengths) else '.' for k in at)
-
 # %% ../../nbs/62_tools.inspect.ipynb #f818a277
 def first_batches(loader:PackLoader, n:int=4)->list[Batch]: # from `open_data`
     "Returns the first micro-batches of training, of one pack each."
@@ -265,25 +191,21 @@ def check_packs(loader:PackLoader)->str: # from `open_data`
 
 # %% ../../nbs/62_tools.inspect.ipynb #85188924
 def _shown_samples(seen:Seen)->Iterator[str]: # from `look`
-    "Yields samples and packs as text."
+    "Yields samples as text."
     for sample in seen.shown:
         tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
         yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
         yield sample_text(sample, seen.loader.samples.tokenizer)
-    yield from ('', *(line for b in first_batches(seen.loader) for line in pack_lines(b)))
 
 # %% ../../nbs/62_tools.inspect.ipynb #417d968a
-def _sample_findings(train, val, seen, held, need, workers):
+def _sample_findings(train, seen, held):
     yield tried('left out', check_left_out, seen, held)
-    yield tried('both parts', check_split, train, val)
     yield tried('template', check_template, train.samples.tokenizer)
-    yield tried('pictures', check_pictures, seen, need, workers)
     yield tried('packs', check_packs, train)
 
 # %% ../../nbs/62_tools.inspect.ipynb #417d9689
 def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
     n:int=SAMPLES, show:int=0, # rows of training and of validation to read; to show
-    need:float|None=None, workers:int=1, # as for `check_pictures`
 )->Iterator[Finding|str]: # a str is to be shown
     "Yields what the checks of the data find, one after the other."
     yield tried('columns', check_columns, train_cfg)
@@ -295,7 +217,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig,
         yield failed('data', e)
         return
     yield tried('samples', check_rows, seen, held)
-    if seen.plans: yield from _sample_findings(train, val, seen, held, need, workers)
+    if seen.plans: yield from _sample_findings(train, seen, held)
     if seen.plans and show: yield from _shown_samples(seen)
 
 # %% ../../nbs/62_tools.inspect.ipynb #bf2db93f

@@ -6,16 +6,14 @@
 __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'Allocations', 'fused_attention', 'LikeCuda', 'like_cuda', 'most_tiles',
            'example_batch', 'fullest_batch', 'meta_net', 'mark_parts', 'step', 'peak_memory', 'Bookkeeping',
            'bookkeeping', 'Size', 'sizes', 'Memory', 'memory', 'until_it_fits', 'PackEstimate', 'typical_pack',
-           'pack_of_run', 'update_flops', 'checkpoint_bytes', 'checkpoints_kept', 'memory_table', 'on_device',
-           'make_plan', 'plan_text', 'main']
+           'update_flops', 'checkpoint_bytes', 'checkpoints_kept', 'memory_table', 'on_device', 'make_plan',
+           'plan_text', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
-import weakref,json,sys
+import weakref,sys
 from collections import Counter
 from collections.abc import Callable
 from argparse import Namespace
-from pathlib import Path
-from statistics import mean
 from typing import Any,NamedTuple
 
 import torch
@@ -32,8 +30,7 @@ from ..model.vlm import VLMNet
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of,training_groups
 from ..training.lora import add_adapters
-from ..core.usage import require,user_path
-from ..core.run_dir import LOG,read_log
+from ..core.usage import UsageError,require
 from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
@@ -198,14 +195,17 @@ def step(net:nn.Module, batch:Batch)->None: # on the meta device; from the loade
     net(batch['input_ids'].to(META), images, layout=batch['layout'].to(META), reduction='sum')[1].backward()
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0045
+_OF_MOE = {'experts','shared','router'} # parts of a mixture of experts
+
 def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
     batch:Batch|None=None, # a micro-batch; None: the fullest
 )->Counter[str]: # bytes: `weights`, `gradients`, `optimizer`, 16-bit `copies`, each component, `rest`
     "Returns what one GPU holds at the highest point of an update."
     cfg,dtype = vlm_cfg,torch.float32 if train_cfg.dtype=='float32' else torch.bfloat16
     if cfg.use_moe:
-        visited = cfg.moe_top_k+cfg.moe_shared_experts
-        cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*visited)
+        cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*(cfg.moe_top_k+cfg.moe_shared_experts))
+        whole = ['decoder.*.mlp' if _OF_MOE&{*t.split('.')} else t for t in train_cfg.lora_targets]
+        train_cfg = evolve(train_cfg, lora_targets=whole)
     batch = fullest_batch(cfg, train_cfg) if batch is None else batch
     choose_backend(cfg.attn_backend, True, 'meta', dtype) # tries it, once
     net,t = like_cuda(meta_net(cfg, train_cfg), dtype),Allocations()
@@ -326,7 +326,8 @@ def until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, gib:float,
     needed,steps = memory(vlm_cfg, train_cfg, gpus).total,[]
     for remedy in memory_remedies(vlm_cfg, train_cfg, gpus):
         if needed<=USABLE*gib*GB: break
-        changed = change(vlm_cfg, train_cfg, remedy.changes)
+        try: changed = change(vlm_cfg, train_cfg, remedy.changes)
+        except UsageError: continue # these settings do not go together
         less = memory(*changed, gpus).total
         if less>.99*needed: continue
         (vlm_cfg,train_cfg),needed = changed,less
@@ -346,18 +347,6 @@ def typical_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->PackEstimate: # leng
     "Returns an assumption, where nothing was measured."
     return PackEstimate(most_tiles(vlm_cfg, train_cfg)/2, vlm_cfg.lm_max_length/4, 8, vlm_cfg.lm_max_length)
 
-# %% ../../nbs/64_tools.plan.ipynb #6ef415c7
-def pack_of_run(
-    run:str|Path, vlm_cfg:VLMConfig, # directory of a run; length of a pack of the run that is planned
-)->PackEstimate: # for packs of the new length
-    "Returns averages over the updates of a run."
-    with user_path(): records = [r for r in read_log(Path(run)/LOG) if 'tiles_per_pack' in r]
-    require(records, f"{run} has no update in its log.jsonl: give the directory of a run that has trained")
-    tokens = mean(r['utilisation'] for r in records)*vlm_cfg.lm_max_length
-    per_token = lambda name: sum(r[name] for r in records)/sum(r['tokens'] for r in records)
-    return PackEstimate(mean(r['tiles_per_pack'] for r in records), per_token('target_tokens')*tokens,
-                per_token('samples')*tokens, tokens)
-
 # %% ../../nbs/64_tools.plan.ipynb #aa1c9d2d
 def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # model; packs of an update, what is recomputed
     pack:PackEstimate, # an average one
@@ -368,8 +357,9 @@ def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # model; packs of an 
     how:dict[str,Any] = dict(adapters=learning if c.lora_rank else None, cache_features=c.cache_features,
         last_blocks=c.language_last_blocks if 'decoder' in learning else None,
         vision_checkpointing=c.vision_checkpointing, language_checkpointing=c.language_checkpointing)
-    lens = [pack.tokens/pack.documents]*max(round(pack.documents), 1)
-    parts = step_flops(vlm_cfg, pack.tiles*n, lens*n, pack.targets*n, n*max(vlm_cfg.lm_max_length, sum(lens)),
+    documents = max(round(pack.documents), 1)*n
+    lens = [pack.tokens*n/documents]*documents
+    parts = step_flops(vlm_cfg, pack.tiles*n, lens, pack.targets*n, max(n*vlm_cfg.lm_max_length, sum(lens)),
                        set(learning), **how)
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
@@ -394,10 +384,11 @@ _WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(s
 def memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, # the model, the run, ranks
 )->dict[str,dict[str,float]]: # column -> part -> GiB, with `together` and `recomputed`
     "Returns memory for each way to share it."
-    base = evolve(train_cfg, sharding='ddp', offload_optimizer=False, offload_params=False)
+    base = evolve(train_cfg, sharding='ddp', offload_optimizer=False, offload_params=False, eval_backend='auto')
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
+    alone = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     table = {}
-    for name,how in (_WAYS if gpus>1 else {'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}).items():
+    for name,how in (_WAYS if gpus>1 and not train_cfg.cache_features else alone).items():
         m,less = (memory(vlm_cfg, evolve(c, **how), gpus) for c in (base, recompute))
         parts = m._asdict()|dict(together=m.total, recomputed=less.total)
         table[name] = {part:n/GB for part,n in parts.items()}
@@ -538,26 +529,12 @@ def plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     sections = start+_parameters_text(plan),_memory_text(plan),_devices_text(plan),end
     return '\n\n'.join('\n'.join(s) for s in sections)
 
-# %% ../../nbs/64_tools.plan.ipynb #e82ef76e
-def _pack(asked, vlm_cfg, train_cfg):
-    "The average pack of a run, with what flags change; more than a pack holds is refused."
-    base = pack_of_run(asked.like, vlm_cfg) if asked.like else typical_pack(vlm_cfg, train_cfg)
-    given = {n:v for n in ('tiles','targets','documents') if (v := getattr(asked, n)) is not None}
-    room = base.tokens-given.get('tiles', 0)*vlm_cfg.mp_image_token_length
-    # a sample has a target and a position before it
-    most = dict(tiles=most_tiles(vlm_cfg, train_cfg), documents=base.tokens/2, targets=room)
-    for name,n in given.items():
-        beside = f' beside {given["tiles"]:g} tiles' if name=='targets' and room<base.tokens else ''
-        require(n<=most[name], f'--{name} {n:g}: an average pack of {base.tokens:.0f} tokens '
-                f'holds {int(most[name])} at most{beside}, give fewer')
-    return base._replace(**dict(targets=min(base.targets, room))|given)
-
 # %% ../../nbs/64_tools.plan.ipynb #64aa0002
 def main(values:Namespace)->int: # from `cli.plan_parser`; 0
     "Command `nanovlm plan`: what a run will cost."
     start = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
-    v,t,pack = start.vlm_cfg,start.train_cfg,_pack(values, start.vlm_cfg, start.train_cfg)
-    plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, pack, values.samples, values.epochs)
+    v,t = start.vlm_cfg,start.train_cfg
+    plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, None, values.samples, values.epochs)
     plan = dict(start=start.origin)|plan|dict(notes=[*start.lines, *plan['notes']])
-    sys.stdout.write((json.dumps(plan, indent=1) if values.json else plan_text(plan))+'\n')
+    sys.stdout.write(plan_text(plan)+'\n')
     return 0
