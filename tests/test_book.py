@@ -41,17 +41,6 @@ def test_chapter_zero_is_one_page_of_plain_pytorch():
     assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn', 'nanovlm_nb.data.dataset'}
 
 
-def test_chapters_say_what_they_replace_of_chapter_zero():
-    "Each chapter in the table of chapter zero links back in its introduction."
-    table = next(c['source'] for c in cells(ZERO, 'markdown') if c['source'].startswith('## What each notebook replaces'))
-    later = [(ZERO.parent/link).resolve() for link in links(table)]
-    assert len(later) > 20
-    silent = [p.name for p in later if '00_one_page.ipynb' not in cells(p, 'markdown')[1]['source']]
-    assert not silent, f'{silent} do not say in their second cell what they replace of chapter zero'
-    known = {p.name for p in later}
-    assert not [p.name for p in NBS.glob('??_*.ipynb') if '00_one_page.ipynb' in links(text_of(p)) and p.name not in known]
-
-
 @pytest.fixture(scope='module')
 def made() -> dict[str, bytes]:
     "The pictures of the home page, made anew."
@@ -68,31 +57,6 @@ def test_pictures_of_the_home_page_are_what_notebooks_show(made):
     for name in made:
         if not name.endswith('_dark.png'): assert f']({name})' in home
         else: assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
-
-
-def test_pictures_of_the_home_page_have_the_ground_of_a_dark_page(made):
-    "White paper becomes the ground, black letters white; a filled field keeps its colour, a thin line its hue."
-    pictures = script('pictures')
-    paper = Image.new('RGB', (200, 100), 'white')
-    paper.paste((180, 30, 30), (20, 20, 80, 80))  # a field
-    paper.paste((0, 0, 0), (120, 50, 190, 53))  # a line
-    paper.paste((0, 100, 0), (120, 20, 190, 24))  # a green one
-    paper.save(before := io.BytesIO(), 'PNG')
-    after = Image.open(io.BytesIO(pictures.dark(before.getvalue())))
-    ground = (pictures.GROUND,)*3
-    assert (after.getpixel((2, 2)), after.getpixel((50, 50)), after.getpixel((150, 51))) == (ground, (180, 30, 30), (255, 255, 255))
-    red, green, blue = after.getpixel((150, 22))
-    assert green > 150 and green > red+60 and red == blue
-    for name, content in made.items():
-        if name.endswith('_dark.png'): assert np.asarray(Image.open(io.BytesIO(content)).convert('RGB'))[[0, 0, -1, -1], [0, -1, 0, -1]].max() <= pictures.GROUND+2, name
-
-
-def test_shapes_on_the_map_are_those_of_the_photograph():
-    page = text_of(NBS/'tutorials'/'one_photograph.ipynb')
-    pictures = script('pictures')
-    shapes = [shape for *_, shape in pictures.PICTURE[1:]]
-    assert len(shapes) == 4 and not [s for s in shapes if s not in page]
-    assert '1138 tokens in all' in page and '1138 ids' in {shape for *_, shape in pictures.TEXT}
 
 
 def test_figures_of_the_home_page_are_those_of_the_first_run():
@@ -118,13 +82,6 @@ def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
     assert len(pages) >= 5 and {p.name for p in pages} == set(links(saved))
     for p in pages: assert cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true', p.name
     assert len(re.findall(r'\*\*.*\d.*\*\*', saved)) == len(saved.splitlines())-2  # a figure in each row
-
-
-def test_words_of_the_glossary_are_used_where_it_points():
-    page = NBS/'tutorials'/'glossary.ipynb'
-    rows = re.findall(r'^\| \*\*(.+?)\*\* \|.*\]\(([^)]+)\) \|$', text_of(page), re.MULTILINE)
-    assert len(rows) > 15 and len({name for name, _ in rows}) == len(rows)
-    assert not [name for name, link in rows if name not in text_of(page.parent/link).lower()]
 
 
 @pytest.mark.slow

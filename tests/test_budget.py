@@ -40,11 +40,6 @@ def masses(folder: Path) -> dict[Path, tuple[int, int, int]]:
     return {p.relative_to(folder): mass(p.read_text(encoding='utf-8')) for p in folder.rglob('*.py') if p.name != '_modidx.py'}
 
 
-def test_mass_counts_code_alone():
-    text = '"What it is"\nimport os # why\n\n# a comment\nclass A:\n    """Two\n    lines."""\n    x = """a\n    b"""\ndef _f(): return f"a{A.x!r:>{8}}b"\n'
-    assert mass(text) == (5, len('import os class A : x = s def _f ( ) : return f'.split()), 1)
-
-
 def test_no_package_grows():
     lines: collections.Counter = collections.Counter()
     found = masses(ROOT/'nanovlm_nb')

@@ -5,7 +5,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -16,7 +15,7 @@ from commands import SIZES, nanovlm, ranks_of, run, start_of
 from kills import wait_for
 from small_smolvlm import small_model
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.uses.classify import ClassConfig, Settings, VLMClassifier, confusion, metrics_of, read_predictions, digits_splits, load_classes, shapes_splits
+from nanovlm_nb.uses.classify import ClassConfig, Settings, confusion, metrics_of, read_predictions, digits_splits, load_classes, shapes_splits
 from nanovlm_nb.uses.export import export_smolvlm
 
 UPDATES, EVERY = 12, 3

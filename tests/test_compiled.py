@@ -10,7 +10,6 @@ from kills import disturbed, undisturbed
 from nanovlm_nb.model.attention import problem_of
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.model.language import KVCache
-from nanovlm_nb.core.layout import Layout
 from nanovlm_nb.training.optim import compile_blocks
 from nanovlm_nb.data.packing import balanced_greedy_knapsack, collate_packs, pack
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet

@@ -1,7 +1,5 @@
 "What a guide to checkpoints and resuming promises: names, numbers and messages of a run on two ranks."
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from commands import TINY, nanovlm, train

@@ -1,12 +1,10 @@
 "Runs that are killed, signalled and started again by torchrun; what the job files start."
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
 TORCH_FREE = ('usage', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'train', 'cli')
-CONVENTIONAL = ('main', 'logger', 'train')  # in every module that has one; a run is trained, and rows in a line of code
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
 LATER = {('evaluate', 'cli')}  # starts it as a process of its own
 
@@ -66,35 +65,6 @@ def test_imports_go_to_lower_numbers(module):
         assert {number(other)//10, number(module)//10} != {1, 2}, f'model and data import each other: {module}, {other}'
 
 
-def test_no_class_gets_its_methods_from_outside():
-    "What `@patch` adds, no editor and no type checker sees."
-    found = [f'{m}.py' for m in MODULES if re.search(r'^@patch', source(m).read_text(encoding='utf-8'), re.MULTILINE)]
-    assert not found
-
-
-def test_an_editor_completes_the_parts_of_a_run():
-    "jedi reads the source, as editors do, and imports nothing."
-    import jedi
-    text = 'from nanovlm_nb.training.trainer import Trainer\nfrom nanovlm_nb.answers.evaluate import Evaluations\ndef f(t: Trainer, e: Evaluations):\n    t.\n    e.\n'
-    script = jedi.Script(text, project=jedi.Project(ROOT))
-    for line, name in ((4, 'Trainer'), (5, 'Evaluations')):
-        module = re.search(rf'nanovlm_nb\.([\w.]+) import {name}', text)[1]
-        tree = ast.parse(source(module).read_text(encoding='utf-8'))
-        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-        wanted, at = set(), classes[name]
-        while at is not None:  # the chapters, from the last to the first
-            wanted |= {f.name for f in at.body if isinstance(f, ast.FunctionDef)} | {f.target.id for f in at.body if isinstance(f, ast.AnnAssign)}
-            at = next((classes[b.id] for b in at.bases if isinstance(b, ast.Name) and b.id in classes), None)
-        assert len(wanted) > 10 and wanted <= {c.name for c in script.complete(line, 6)}
-
-
-def test_the_modules_of_the_table_exist():
-    "They are imported by name; nothing else is, but what a user names."
-    from nanovlm_nb.cli import COMMANDS, EXPORTS
-    assert {name.partition(':')[0] for name in (*COMMANDS.values(), *EXPORTS.values())} <= {*NOTEBOOKS}
-    assert {m.split('.')[-1] for m in MODULES if 'import_module(' in source(m).read_text(encoding='utf-8')} == {'config', 'cli', 'api'}
-
-
 def loaded_by(code: str) -> set[str]:
     "Which of the heavy packages a new Python has loaded after `code`."
     code += f'\nimport sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))'
@@ -125,43 +95,6 @@ def test_light_modules_import_nothing_heavy(module):
     assert not loaded_by(f'import nanovlm_nb.{named(module)}')
 
 
-@pytest.mark.parametrize('module', ['schedule', 'packing'])
-def test_pure_modules_do_no_io(module):
-    tree = ast.parse(source(named(module)).read_text(encoding='utf-8'))
-    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    names |= {n.module or '' for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert not [n for n in names if n.startswith(('torch.distributed', 'datasets', 'PIL', 'pathlib', 'os'))]
-    assert not [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, 'id', '') == 'open']
-
-
-def constants(path: Path) -> set[str]:
-    "String constants of a module, without its docstrings."
-    tree = ast.parse(path.read_text(encoding='utf-8'))
-    said = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in said}
-
-
-def test_file_names_of_a_run_are_spelled_in_one_module():
-    names = {n for n in constants(source(named('run_dir'))) if re.fullmatch(r'\w+(\.(jsonl?|yaml|log|md)|_checkpoint)', n)}
-    assert {'log.jsonl', 'last_checkpoint'} <= names
-    names -= {'config.json'}  # of a model, as transformers calls it
-    for module in sorted(set(MODULES) - {named('run_dir')}):
-        assert not (names if module == named('config') else names | {'config.yaml'}) & constants(source(module)), f'{module} spells a file name that run_dir or config has'
-
-
 def test_a_run_loads_neither_plots_nor_wandb():
     "Most runs draw nothing and report nowhere: both are loaded where they are used."
     assert not loaded_by(f"import nanovlm_nb.train, nanovlm_nb.{named('run')}") & {'matplotlib', 'wandb'}
-
-
-def test_every_number_and_every_public_name_is_used_once():
-    "Both folders show the architecture, and a name that is read anywhere has one meaning."
-    numbers = [number(m) for m in MODULES]
-    assert len(numbers) == len(set(numbers))
-    owners = {}
-    for module in MODULES:
-        for node in ast.parse(source(module).read_text(encoding='utf-8')).body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', '') == '__all__':
-                for name in ast.literal_eval(node.value): owners.setdefault(name, []).append(module)
-    assert len(owners) > 500
-    assert not {name: where for name, where in owners.items() if len(where) > 1 and name not in CONVENTIONAL}

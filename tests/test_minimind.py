@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from minimind_golden import CASES, MARK, PICTURE, batch, load_into
+from minimind_golden import CASES, MARK, batch, load_into
 
 from nanovlm_nb.core.config import VLMConfig, evolve
 from nanovlm_nb.model.vlm import VisionLanguageModel, fill_slots

@@ -19,7 +19,6 @@ from commands import run
 from small_smolvlm import QUESTIONS, pictures, small_model
 from nanovlm_nb.answers.answer import Asker, left_pad
 from nanovlm_nb.cli import main
-from nanovlm_nb.data.dataset import shapes_dataset
 from nanovlm_nb.uses.onnx import LARGEST_FILE, OWN_NOTE, See, axes_of, export_onnx, to_onnx
 
 pytestmark = pytest.mark.usefixtures('one_thread')

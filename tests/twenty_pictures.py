@@ -7,7 +7,7 @@ import torch
 from PIL import ExifTags, Image
 
 from nanovlm_nb.data.images import open_image
-from nanovlm_nb.data.dataset import SORTS, draw_scene, make_scene, plan_turns
+from nanovlm_nb.data.dataset import SORTS, draw_scene, make_scene
 
 KINDS = 'rgb', 'grey', 'palette', 'palette with transparency', 'transparent', 'turned', '16 bits'
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from nanovlm_nb.model.attention import BACKENDS, docs_attention, explicit_attention, problem_of
+from nanovlm_nb.model.attention import BACKENDS, explicit_attention, problem_of
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.flops import count_flops, peak_flops
