@@ -86,6 +86,8 @@ def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrap
         numbers = [k for k,v in values.items() if isinstance(v, (int,float))]
         values.update({k:type(values[k])(flat[f'{name}.{k}'].item()) for k in numbers})
     set_optimizer_state_dict(model, optimizer, state)
+    for part in getattr(optimizer, 'parts', [optimizer]): # what was never updated begins when it is
+        for p in [p for p,s in part.state.items() if 'step' in s and not s['step']]: part.state.pop(p)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b25752c0
 def _put_in_place(tmp:Path, final:Path, # directory with all files of a checkpoint; its name from now on
@@ -124,9 +126,10 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None, rng=None)
     if optimizer is None: return parts
-    begin_state(optimizer)
-    state = get_optimizer_state_dict(reshard(model), optimizer)
-    return parts|dict(optimizer=host(flat_state(state)), rng=rng_state())
+    undo = begin_state(optimizer)
+    state = flat_state(get_optimizer_state_dict(reshard(model), optimizer))
+    undo()
+    return parts|dict(optimizer=host(state), rng=rng_state())
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b442f527
 HOOKS = 'hooks.safetensors' # tensors that hooks remember

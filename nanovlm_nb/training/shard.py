@@ -142,9 +142,12 @@ class OffloadedAdamW(torch.optim.AdamW):
         self.state.update({p:self.worker.state[c] for p,c in self._pairs() if c in self.worker.state})
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
-def begin_state(optimizer:torch.optim.Optimizer)->None: # any
+def begin_state(optimizer:torch.optim.Optimizer)->Callable[[],None]: # any; what takes it away again
     "Makes the state that a first gradient would bring, so that all of it can be saved and loaded."
-    for part in getattr(optimizer, 'parts', [optimizer]): _step_of_zeros(part)
+    new = [(part.state, p) for part in getattr(optimizer, 'parts', [optimizer]) for p in _step_of_zeros(part)]
+    def undo():
+        for state,p in new: state.pop(p)
+    return undo
 
 # %% ../../nbs/42_training.shard.ipynb #3125baef
 def _step_of_zeros(optimizer):
@@ -152,7 +155,7 @@ def _step_of_zeros(optimizer):
     groups = optimizer.param_groups
     params = [p for g in groups for p in g['params']]
     new = [p for p in params if p not in optimizer.state]
-    if not new: return
+    if not new: return []
     grads = [p.grad for p in params]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
     for p in params: p.grad = None
@@ -163,6 +166,7 @@ def _step_of_zeros(optimizer):
     for p,grad in zip(params, grads): p.grad = grad
     for state in (optimizer.state.get(p, {}) for p in new):
         if 'step' in state: state['step'] = state['step']*0
+    return new
 
 # %% ../../nbs/42_training.shard.ipynb #ae855e9c
 def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is sharded; of the run
