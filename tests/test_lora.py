@@ -105,23 +105,24 @@ def with_other_base(base):
 
 
 def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
-    "It may have moved with what stands beside it. Nothing is asked of another one, and a run does not go on."
+    "A run keeps its base and may move with it. Nothing is asked of another one, and a run does not go on."
     shutil.copytree('checkpoints', 'moved/checkpoints')
-    base, step = (Path('moved/checkpoints')/name/'step_4' for name in ('base', 'adapters'))
-    asked, kept, other = ['ask', step, '--prompt', 'what?'], Path('checkpoints/base').rename('kept'), 'has other weights than their base had: put that back'
+    moved, kept, other = Path('moved/checkpoints/adapters'), Path('checkpoints').rename('kept'), 'has other weights than their base had: put that back'
+    asked = ['ask', moved/'step_4', '--prompt', 'what?']
     try:
-        assert main([*map(str, asked)]) in (0, None), 'both have moved together'
-        with_other_base(base)
+        shutil.rmtree('moved/checkpoints/base')
+        assert main([*map(str, asked)]) in (0, None), 'the run that made the base is not needed'
+        with_other_base(moved/'base')
         assert other in refused(asked, capsys)
-        shutil.rmtree(base.parent)
+        shutil.rmtree(moved/'base')
         assert 'is not there: put it back, or beside them as it was' in refused(asked, capsys)
-        shutil.copytree(kept, 'checkpoints/base')
-        with_other_base(Path('checkpoints/base/step_4'))
+        shutil.copytree(kept, 'checkpoints')
+        with_other_base(Path('checkpoints/adapters/base'))
         for flags in ([*GO_ON, '--load_from', 'None'], [*SHORT, *ADAPTED[2:], '--load_from', 'checkpoints/adapters', '--run_name', 'x']):
             assert other in refused(['train', *flags], capsys)
     finally:
-        shutil.rmtree('checkpoints/base', ignore_errors=True)
-        kept.rename('checkpoints/base')
+        shutil.rmtree('checkpoints', ignore_errors=True)
+        kept.rename('checkpoints')
 
 
 @pytest.mark.parametrize('flags, said', [
@@ -139,7 +140,7 @@ def test_a_run_begins_with_the_sum_of_base_and_adapters():
     kept, total = read_adapted(second/'step_0').state_dict(), VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
     assert all(w.equal(total[k.replace('base_layer.', '')]) for k, w in kept.items() if not is_adapter(k))
     assert {k for k in kept if is_adapter(k)} == {f'decoder.blocks.0.attn.q_proj.lora_{x}.default.weight' for x in 'AB'}
-    assert json.loads((second/'step_2'/'lora.json').read_text())['base']['beside'] == '../../adapters/step_4'
+    assert json.loads((second/'step_2'/'lora.json').read_text())['base']['beside'] == '../base'
 
 
 # --- whoever opens one

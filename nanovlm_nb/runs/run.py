@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..core.run_dir import TMP,MANIFEST,write_atomic,CONFIG,FEATURE_CACHE,RunLock,checkpoints,sweep
 from ..model.vlm import VLMNet,flatten_tiles,trains,VisionLanguageModel
-from ..model.weights import weights_sha,checkpoint_weights,load_vision_backbone,noted_base
+from ..model.weights import weights_sha,checkpoint_weights,find_tokenizer,load_vision_backbone,noted_base
 from ..model.weights import tower_note,with_tower
 from ..core.usage import ends_at_once,require,user_path
-from ..core.config import TrainConfig,VLMConfig,get_run_name,save_yaml,set_env,updates_of_run
+from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,save_yaml,set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads
 from ..core.logs import RunLog
 from ..core.advice import loader_workers,projector_advice,save_notes
@@ -38,7 +38,7 @@ from ..answers.evaluate import Evaluations,choose_eval_backend,possible_tasks,cl
 from ..training.optim import precision_notes,same_bits,trainable_line
 from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
-from ..training.lora import adapt
+from ..training.lora import adapt,keep_base
 from .start import OWN_PARTS,go_back,is_pth,plan_resume,resolve_start
 from .start import weights_of_start,HUB_ERRORS,SAME_SCRIPT,SIGNALLED,Interrupted
 from .start import OpenRun,end_run,exit_code,go_on,left_line,millions,one_voice
@@ -294,10 +294,11 @@ def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own 
 def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
     "Change the directory of a run and open its log: nothing refuses it any more."
     run_dir,dist,log = run.run_dir,run.dist,run.log
-    if checkpoint and (note := trainer.base.lora_note): note['base'] = noted_base(checkpoint)['base']
+    if (note := trainer.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
     _use_frozen_tower(trainer, checkpoint)
     dist.barrier() # every rank has read
     on_master(dist, lambda: go_back(run_dir, checkpoint if trainer.owned else None))
+    if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base']))
     left = on_master(dist, lambda: sweep(run_dir))
     log.open()
     set_status(run_dir, 'running', dist)
@@ -314,6 +315,7 @@ def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=No
     how = [] if run.make_command is go_on else [f'go on with: {run.make_command(run.run_dir, c, dist)}']
     look = partial(plan_resume, run.run_dir, v, c, dist.world_size, own, *how)
     checkpoint,resumed = on_master(dist, look)
+    if checkpoint: v = evolve(v, lm_tokenizer=find_tokenizer(checkpoint, v.lm_tokenizer))
     t = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
     t.asked = stop
     for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
