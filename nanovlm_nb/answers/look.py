@@ -24,7 +24,7 @@ from ..core.usage import require
 from ..data.loader import get_dataloaders
 from ..data.packing import Batch,Document,unpack
 from ..model.vlm import VisionLanguageModel
-from .answer import load_asker
+from .answer import Asker
 
 # %% ../../nbs/31_answers.look.ipynb #e0f74990
 def grids_of(doc:Document, cfg:VLMConfig, # from `unpack`
@@ -136,7 +136,7 @@ def panel_table(panel:dict[str,float])->str: # from `look_panel`; a line for eac
 # %% ../../nbs/31_answers.look.ipynb #df01578a
 def main(values:Namespace)->None: # from `cli.eval_parser`
     "Command `nanovlm eval` without tasks: loss and right answers with right, other, blank and no pictures."
-    asker = load_asker(values.checkpoint, values.device)
+    asker = Asker.from_checkpoint(values.checkpoint, values.device)
     given = {} if values.config else None # of the run's own file, data is read alone
     config:Any = values.config or asker.run_dir and asker.run_dir/CONFIG
     require(config, f'{values.checkpoint} is of no run: give a file with --config')
