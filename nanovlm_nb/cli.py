@@ -212,7 +212,7 @@ def eval_parser(add): # of `nanovlm eval`
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
     Without --tasks: loss and right answers on the validation data of its run,
-    with the right picture, another one, a blank one, and none."""
+    with the right picture, another one, and a blank one."""
     add('checkpoint', nargs='?', **_CHECKPOINT)
     add('--tasks', default='', type=lambda tasks: tasks.strip(' ,'),
         help='names and parquet files, separated by commas')
