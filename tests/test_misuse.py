@@ -58,8 +58,6 @@ MISUSES = [
     ('train', '--resume True --load_from RUN/step_2 --run_name r --batch_size 3', 'cannot resume: packs per update: 4 -> '),
     ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
     ('train', '--train_dataset_path picture.png', "Check train_dataset_path=picture.png and train_dataset_name=['default']: default: picture.png is no data set: give a file that ends in .parquet"),
-    ('train', '--train_dataset_path shapes --train_dataset_name cocoqa', "train_dataset_name ['cocoqa']: shapes has no configurations, leave it out"),
-    ('train', '--train_dataset_path shapes --images_path pictures', 'images_path pictures is for JSON lines'),
     ('train', '--hf_repo_name a/b/c/d', "hf_repo_name 'a/b/c/d' is not a name on the hub: give owner/name"),
     ('train', '--load_from lost/step_2', 'step_2 has no model.safetensors'),
     ('train', '--lr_mp 0 --lr_vision_backbone 0 --lr_language_backbone 0', 'nothing would train'),
