@@ -20,7 +20,7 @@ from .core.config import change, check_known, preset as preset_of
 from .core.dist import pick_device
 from .data.images import open_image
 from .data.loader import get_dataloaders,own_rows
-from .answers.answer import Asker, accuracy, answer_all, load_asker, questions_of
+from .answers.answer import Asker, accuracy, answer_all, questions_of
 from .training.lora import PEFT_CONFIG, read_peft
 from .runs.run import run
 from .cli import does_it, export_parser
@@ -76,7 +76,7 @@ def train(
 def load(checkpoint:str|Path, device:torch.device|None=None)->Asker: # default: the best there is
     """Returns a trained model, ready to be asked; of a run its best checkpoint.
     `checkpoint` is a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id."""
-    if not (Path(checkpoint)/PEFT_CONFIG).is_file(): return load_asker(checkpoint, device)
+    if not (Path(checkpoint)/PEFT_CONFIG).is_file(): return Asker.from_checkpoint(checkpoint, device)
     return Asker.from_model(read_peft(checkpoint).to(device or pick_device()))
 
 # %% ../nbs/91_api.ipynb #91a1001a

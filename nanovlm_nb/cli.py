@@ -161,7 +161,6 @@ def classify_parser(add): # of `nanovlm classify`
 # %% ../nbs/57_cli.ipynb #19a0000d
 def _check_ask(a):
     require(a.page or a.prompt is not None, 'give --prompt QUESTION, or --page to ask in the browser')
-    require(not (a.json and a.stream), 'argument --stream: not allowed with argument --json')
 
 # %% ../nbs/57_cli.ipynb #a044a99b
 @command(check=_check_ask)
@@ -178,9 +177,7 @@ def ask_parser(add): # of `nanovlm ask`
     add('--repetition_penalty', **_FLOAT, default=1., help='above 1 makes tokens less likely that were there')
     add('--stop', **_SEVERAL, help='text that ends an answer; may be given several times')
     add('--seed', **COUNT, default=0, help='seed of the sampling')
-    add('--batch_size', **_POS, default=16, help='questions answered together')
     add('--json', **_ON, help='a line of JSON for each question')
-    add('--stream', **_ON, help='show each answer while it is made')
     add('--page', **_ON, help='a page in the browser: pictures, conversations, heat maps')
     add('--host', default='127.0.0.1', help='address of the page; 0.0.0.0 lets everybody in')
     add('--port', **COUNT, default=7860, help='port of the page')
@@ -215,7 +212,7 @@ def eval_parser(add): # of `nanovlm eval`
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
     Without --tasks: loss and right answers on the validation data of its run,
-    with the right picture, another one, a blank one, and none."""
+    with the right picture, another one, and a blank one."""
     add('checkpoint', nargs='?', **_CHECKPOINT)
     add('--tasks', default='', type=lambda tasks: tasks.strip(' ,'),
         help='names and parquet files, separated by commas')

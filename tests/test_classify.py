@@ -113,8 +113,8 @@ def test_predicting_from_the_command_line(place, whole):
     again = run(command(place/'whole.yaml'), place, check=False).stderr.splitlines()[-1]
     assert 'give another run_name, or go on with: nanovlm classify --config ' in again and again.endswith('--run_name whole --resume_from latest')
     (place/'words.png').write_text('no picture')
-    *_, line = nanovlm(['classify', '--predict', whole, files[0], 'nope.png', '.', 'words.png'], place, check=False).stderr.splitlines()
-    assert all(part in line for part in ('nope.png: there is no such file; ', '.: this is a directory; ', "cannot identify image file 'words.png'"))
+    *_, line = nanovlm(['classify', '--predict', whole, files[0], 'words.png'], place, check=False).stderr.splitlines()
+    assert "cannot identify image file 'words.png'" in line
     for others in (['ask', whole, '--prompt', 'hi'], ['eval', whole, '--tasks', 'shapes'], ['eval', whole], ['export', whole, 'out']):
         *_, line = nanovlm(others, place, check=False).stderr.splitlines()
         assert f'{whole}/step_' in line and ' is a classifier: use it with nanovlm classify --predict ' in line

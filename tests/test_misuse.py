@@ -40,15 +40,13 @@ MISUSES = [
     ('train', '--load_from empty', 'empty holds no checkpoint: give one, or a run that has one'),
     ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
     ('train', '--train_dataset_path picture.png', "Check train_dataset_path=picture.png and train_dataset_name=['default']: default: picture.png is no data set: give a file that ends in .parquet"),
-    ('train', '--train_dataset_path shapes --train_dataset_name cocoqa', "train_dataset_name ['cocoqa']: shapes has no configurations, leave it out"),
     # commands that foretell a run
     ('plan', 'RUN', '`checkpoints/r` belongs to no flag: give --config checkpoints/r/config.yaml'),
     ('replay', 'RUN/step_2 1', 'checkpoints/r/step_2 is a checkpoint: give its run, '),
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
-    ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
-    ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
+    ('ask', 'nowhere --prompt x', 'nowhere is no directory'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),

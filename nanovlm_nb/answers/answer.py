@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FEW', 'LONGEST', 'left_pad', 'Reply', 'Asker', 'answer_losses', 'Chat', 'Result', 'questions_of', 'answer_all',
-           'accuracy', 'accuracy_table', 'plot_answers', 'open_pictures', 'load_asker', 'main']
+           'accuracy', 'accuracy_table', 'plot_answers', 'main']
 
 # %% ../../nbs/30_answers.answer.ipynb #b908693b
 import base64,io,json,sys
@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING,Any
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 
-from ..core.usage import UsageError,require
+from ..core.usage import require
 from ..core.config import IGNORE
 from ..core.dist import pick_device
-from ..core.run_dir import CONFIG,find_checkpoint
+from ..core.run_dir import CONFIG
 from ..core.logs import finished,styled
 from ..model.generate import TextStreams
 from ..model.vlm import Reader,VisionLanguageModel
-from ..data.images import ImageProcessor,UnreadableImage,image_processor_of,open_image
+from ..data.images import ImageProcessor,image_processor_of,open_image
 from ..data.prompts import encode_chat,encode_prompt,get_image_string
 from ..data.loader import as_pictures
 
@@ -76,7 +75,7 @@ class Asker:
 
     @classmethod
     def from_checkpoint(cls, checkpoint:str|Path, # a checkpoint, a run (its best is taken), or a hub id
-        device:torch.device|None=None, # default: the best there is
+        device:torch.device|str|None=None, # default: the best there is
     )->'Asker':
         "Returns an `Asker` around a saved model."
         return cls.from_model(VisionLanguageModel.from_pretrained(checkpoint).to(device or pick_device()))
@@ -341,67 +340,21 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
         ax.set_title(title, color='darkgreen' if r.right else 'firebrick', parse_math=False)
     return finished(fig, path)
 
-# %% ../../nbs/30_answers.answer.ipynb #945b2fad
-def open_pictures(names:Iterable[str|Path])->list[Image.Image]:
-    "Opens all pictures; those that cannot be used are named together."
-    pictures,problems = [],[]
-    for name in names:
-        path = Path(name)
-        what = '' if path.is_file() else 'this is a directory' if path.is_dir() else \
-            'this is no regular file' if path.exists() else 'there is no such file'
-        try: pictures += [] if what else [open_image(name)]
-        except UnreadableImage as e: what = str(e)
-        if what: problems.append(f'{name}: {what}')
-    require(not problems, '; '.join(problems)+': give picture files that can be read')
-    return pictures
-
-# %% ../../nbs/30_answers.answer.ipynb #945b2fae
-def _device(name):
-    "Returns a device that can compute; None if none is named."
-    if not name: return None
-    try: torch.zeros(1, device=name).item()
-    except (AssertionError, RuntimeError) as e:
-        raise UsageError(f'--device is {name!r}, which cannot be used here: give {pick_device()}') from e
-    return torch.device(name)
-
-# %% ../../nbs/30_answers.answer.ipynb #6538f7f0
-def load_asker(checkpoint:str|Path, # a checkpoint, a run directory, or a hub id
-    device:torch.device|str|None=None, # default: the best there is
-)->Asker:
-    "Returns the model that a user means; a UsageError says what is wrong with it."
-    place = _device(device)
-    try: return Asker.from_checkpoint(find_checkpoint(checkpoint), place)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as e:
-        kind = '' if isinstance(e, UsageError) else f'{type(e).__name__}: '
-        raise UsageError(f'{checkpoint} cannot be used as a checkpoint: {kind}{e}') from e
-
-# %% ../../nbs/30_answers.answer.ipynb #761a09fd
-def _answers(asker, images, questions, a):
-    "Yields the answers, or with `--stream` their pieces; each question is drawn with a generator of its own."
-    size = 1 if a.stream else a.batch_size
-    for i in range(0, len(questions), size):
-        part = [(images, q) for q in questions[i:i+size]]
-        how = dict(repetition_penalty=a.repetition_penalty)
-        if a.temperature:
-            chance = [torch.Generator(asker.device).manual_seed(a.seed+i+j) for j in range(len(part))]
-            how |= dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
-        if not a.stream: yield from asker(part, a.max_new_tokens, a.stop, **how)
-        else: yield from (*(p for p, in asker.stream(part, a.max_new_tokens, a.stop, **how)),'\n')
-
 # %% ../../nbs/30_answers.answer.ipynb #761a09fe
+_TOGETHER = 16 # questions that are read in one batch
+
 def main(values:Namespace)->None: # from `cli.ask_parser`
     "Command `nanovlm ask`: answers questions about some pictures."
     a = values
-    try:
-        questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
-        '\n'.join([*questions, *a.stop]).encode() # Python keeps other bytes as surrogates
-    except UnicodeError as e:
-        raise UsageError(f'{a.prompt!r} is no UTF-8 ({e}): write the question in UTF-8') from e
-    require(questions, 'no question on the standard input: write one a line')
-    images,asker = open_pictures(a.image),load_asker(a.checkpoint)
-    asked = iter(questions)
-    for text in _answers(asker, images, questions, a):
-        if a.json:
-            text = json.dumps(dict(images=a.image, prompt=next(asked), answer=text), ensure_ascii=False)
-        sys.stdout.write(text if a.stream else text+'\n')
+    questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
+    images,asker = [open_image(p) for p in a.image],Asker.from_checkpoint(a.checkpoint)
+    how = dict(repetition_penalty=a.repetition_penalty)
+    if a.temperature:
+        chance = torch.Generator(asker.device).manual_seed(a.seed)
+        how |= dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
+    for i in range(0, len(questions), _TOGETHER):
+        part = questions[i:i+_TOGETHER]
+        for q,text in zip(part, asker([(images,q) for q in part], a.max_new_tokens, a.stop, **how)):
+            if a.json: text = json.dumps(dict(images=a.image, prompt=q, answer=text), ensure_ascii=False)
+            sys.stdout.write(text+'\n')
         sys.stdout.flush()

@@ -39,7 +39,7 @@ from ..core.config import TrainConfig,PROMPTS
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.logs import EVAL_AXIS,RunLog
 from ..core.usage import require,UsageError,nearest,user_path
-from .answer import Asker,answer_losses,answer_all,load_asker,questions_of
+from .answer import Asker,answer_losses,answer_all,questions_of
 from ..data.dataset import shapes_dataset
 
 # %% ../../nbs/36_answers.evaluate.ipynb #78d882dc
@@ -756,7 +756,7 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     wrong = [t not in own and _wrong_with(t, a.include_path) for t in names]
     # one of several fails when its turn comes
     require(not all(wrong), f"--tasks: {'; '.join(map(str, wrong))}")
-    results,failed = _evaluate(load_asker(checkpoint, a.device), a, own, head, out)
+    results,failed = _evaluate(Asker.from_checkpoint(checkpoint, a.device), a, own, head, out)
     sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

@@ -246,15 +246,8 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97750
 class _letting_go(AbstractContextManager):
-    "A context in which an error does not keep the workers, and a worker's death is called that."
-    def __init__(self, num_workers): self.num_workers = num_workers
-
-    def __exit__(self, kind, e, tb):
-        clear_frames(tb)
-        cut_off = isinstance(e, (EOFError, ConnectionError, FileNotFoundError))
-        if self.num_workers and cut_off and not str(e).startswith('Caught'):
-            raise RuntimeError(f'a DataLoader worker died while it sent a pack ({kind.__name__}). '
-                               'Was it killed for its memory? Lower num_workers or num_of_sequences') from e
+    "A context in which an error does not keep the workers."
+    def __exit__(self, kind, e, tb): clear_frames(tb)
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97752
 PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count its updates
@@ -390,7 +383,7 @@ def _micro_batches(l:PackLoader)->Iterator[Batch]:
     "The rest of an epoch; the position moves with the last micro-batch of an update."
     packs = (unship(p, l.pin_memory) for p in pack_workers(l) if p is not None)
     while True:
-        with _letting_go(l.num_workers): turn = [next(packs) for _ in l.lanes]
+        with _letting_go(): turn = [next(packs) for _ in l.lanes]
         for p in turn:
             for args in p['drops']: l.drops.add(Dropped(*args))
             l.drops.cut.update(p['cut'])

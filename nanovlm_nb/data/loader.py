@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['LINES', 'logger', 'FEATURES', 'PIECE', 'SPLIT_FOLDERS', 'FILES', 'SAVED_SHARDS', 'READ_BYTES', 'LOAD_ERRORS',
-           'ALL_NAMES', 'SHAPES_SCENES', 'rename', 'as_picture', 'as_pictures', 'read_object', 'text_files',
-           'text_rows', 'local_configs', 'config_names', 'rows_in', 'tar_rows', 'tar_files', 'load_config',
-           'load_configs', 'own_rows', 'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'quotas',
-           'load_sources', 'size_line', 'own_sources', 'make_samples', 'pack_loader', 'transforms_of',
-           'get_dataloaders', 'first_rows', 'as_loader']
+           'SHAPES_SCENES', 'rename', 'as_picture', 'as_pictures', 'read_object', 'text_files', 'text_rows',
+           'local_configs', 'config_names', 'rows_in', 'tar_rows', 'tar_files', 'load_config', 'load_configs',
+           'own_rows', 'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'load_sources', 'size_line',
+           'own_sources', 'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,json,logging,os,re,sys,tarfile
@@ -17,7 +16,6 @@ from contextlib import suppress
 from itertools import groupby,islice
 from pathlib import Path
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import datasets
@@ -472,17 +470,6 @@ def shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `to
     marks = [round(total*sum(weights[:i])/sum(weights)) for i in range(len(weights)+1)]
     return [b-a for a,b in zip(marks, marks[1:])]
 
-# %% ../../nbs/18_data.loader.ipynb #0ab99cd1
-def quotas(sizes:Sequence[int], val_size:int, weights:Sequence[float])->list[int]: # their sum is `val_size`
-    "Divide the validation rows by weight, so that no configuration is emptied."
-    spare = sum(sizes)-len(sizes) # each keeps a row for training
-    require(val_size<=spare, f'val_size {val_size} leaves no training rows in a configuration of '
-        f'{sizes} rows: set it to {spare//10 or min(spare, 1)} or so')
-    most = [max(ceil(val_size*(n-1)/max(spare, 1)), int(n/10)) for n in sizes]
-    given = [min(v, m) for v,m in zip(shares_of(val_size, weights), most)]
-    room = [m-v for v,m in zip(given, most)]
-    return [v+more for v,more in zip(given, shares_of(val_size-sum(given), room))] if any(room) else given
-
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
 def _mixed_pair(train_cfg:TrainConfig, data:dict)->tuple[Mixture,Mixture]: # configuration -> rows
     "Mix the configurations that could be loaded by weight; each is split by itself."
@@ -491,27 +478,11 @@ def _mixed_pair(train_cfg:TrainConfig, data:dict)->tuple[Mixture,Mixture]: # con
     require(len(names)==len(given),
         f'{len(given)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
     weights = [w for name,w in zip(names, given) if name in data]
-    pair,sizes = (stream_pair, shares_of(c.val_size, weights)) if c.stream_dataset else (
-        map_pair, quotas([*map(len, data.values())], c.val_size, weights))
-    limits = shares_of(c.data_cutoff_idx, weights)
+    pair = stream_pair if c.stream_dataset else map_pair
+    sizes,limits = (shares_of(n, weights) for n in (c.val_size, c.data_cutoff_idx))
     pairs:list = [pair({name:ds}, c.seed, v, n) for (name,ds),v,n in zip(data.items(), sizes, limits)]
     train,val = zip(*pairs)
     return Mixture([*train], weights),Mixture([*val], [max(v, 1) for v in sizes], once=True)
-
-# %% ../../nbs/18_data.loader.ipynb #fa109581
-ALL_NAMES = {'default','all','shards'} # of `train_dataset_name`: no configuration is meant
-
-def _check_parts(train_cfg:TrainConfig, lines:bool)->None: # whether the data set is of JSON lines
-    "Raise a UsageError for a part, or a folder of pictures, that what is read does not have."
-    c,what,folder = train_cfg,train_cfg.train_dataset_path,train_cfg.images_path
-    if lines or what=='shapes':
-        names,n = [x for x in c.train_dataset_name if x not in ALL_NAMES],len(c.train_dataset_weights)
-        require(not names, f'train_dataset_name {names}: {what} has no configurations, leave it out')
-        require(n<2, f'{n} train_dataset_weights: {what} has no configurations, leave them out')
-    require(folder is None or lines, f'images_path {folder} is for JSON lines, which {what} is not: '
-        'its rows bring their pictures, leave it out')
-    require(folder is None or Path(folder).is_dir(),
-        f'images_path {folder}: there is no such directory, correct it')
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5
 SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
@@ -529,7 +500,6 @@ def _scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for train
 def load_sources(train_cfg:TrainConfig, drops:Drops|None=None)->tuple: # counts lines that cannot be rows
     "The sources of the data set that a config names, for training and for validation; they share no row."
     c,lines = train_cfg,bool(text_files(train_cfg.train_dataset_path))
-    _check_parts(c, lines)
     if c.train_dataset_path=='shapes': return _scenes_pair(c)
     if lines: c = replace(c, stream_dataset=False)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,

@@ -80,10 +80,11 @@ def _beside(first, pool, limits):
     for _ in range(TRIES):
         loads &= (1<<load)-1 # below the one before
         load = loads.bit_length()-1
-        taken = _choose(pool, sums, load, limits)
-        if all(sum(item[k] for item in taken) <= room[k] for k in (1, 2)): return taken
-    taken = []
-    for item in pool:
+        taken = _choose(pool, sums, load, limits) if load else [] # what costs nothing of the first follows
+        if all(sum(item[k] for item in taken) <= room[k] for k in (1, 2)): break
+        taken = []
+    room = [left-sum(item[k] for item in taken) for k, left in enumerate(room)]
+    for item in (item for item in pool if item not in taken):
         if all(cost <= left for cost, left in zip(item, room)):
             taken, room = [*taken, item], [left-cost for left, cost in zip(room, item)]
     return taken

@@ -42,7 +42,7 @@ def explicit_attention(
     dtype,group = torch.promote_types(q.dtype, torch.float32), q.shape[1]//k.shape[1]
     k,v = (x.to(dtype).repeat_interleave(group, 1) for x in (k,v))
     mask = document_mask(layout or Layout.from_doc_lens([q.shape[2:3]], q.shape[2]), causal, q.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast('cpu' if q.is_meta else q.device.type, enabled=False):
         scores = q.to(dtype) @ k.transpose(-1,-2) / q.shape[-1]**.5
         weights = F.dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1), dropout_p)
         return _zero_padding((weights @ v).to(q.dtype), layout)

@@ -38,18 +38,14 @@ def top_k_top_p_filtering(logits:Tensor, # (..., V) scores
 def sample(logits:Tensor, # (B, V) scores of the next token
     temperature:float=1.0, top_k:int=0, # divides the scores before the filters; see `top_k_top_p_filtering`
     top_p:float=1.0, greedy:bool=False, # see `top_k_top_p_filtering`; take the best token and draw nothing
-    generator:torch.Generator|Sequence[torch.Generator]|None=None, # on the device of `logits`, or one a row
+    generator:torch.Generator|None=None, # on the device of `logits`
 )->Tensor: # (B,) long, one token id a row
     "Choose the next token of each row."
     if greedy: return logits.argmax(-1)
     if temperature <= 0:
         raise UsageError(f"temperature is {temperature}: give one above 0, or greedy=True for the best token")
     probs = top_k_top_p_filtering(logits.float()/temperature, top_k, top_p).softmax(-1)
-    if not isinstance(generator, Sequence):
-        return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
-    if len(generator) != len(probs):
-        raise UsageError(f"{len(generator)} generators for {len(probs)} rows: give one, or one a row")
-    return torch.cat([torch.multinomial(p, 1, generator=g) for p,g in zip(probs, generator)])
+    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
 
 # %% ../../nbs/27_model.generate.ipynb #e8ff58ab
 def penalise_repeats(logits:Tensor, # (B, V) scores of the next token

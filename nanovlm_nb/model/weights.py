@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
 from ..core.run_dir import file_digest,check_files,find_checkpoint
-from ..core.tokenizer import save_tokenizer
+from ..core.tokenizer import SPECIAL_TOKENS,save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
 from .vision import ViT,ModalityProjector
 from .language import LanguageModel
@@ -427,7 +427,7 @@ def _extra_tokens(folder, image_id):
     added = ({t['id']:t['content'] for t in _json(folder, 'tokenizer.json').get('added_tokens', [])}
              or {image_id:'<image>'})
     first,end = image_id, image_id
-    while first-1 in added and first>1: first -= 1
+    while added.get(first-1, SPECIAL_TOKENS[0]) not in SPECIAL_TOKENS: first -= 1
     while end in added: end += 1
     names = {t:n for c in ('nanovlm','smolvlm')
              for n,t in VLMConfig(image_convention=c).vlm_extra_tokens.items()}

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ..core.config import TrainConfig
+from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,remove
 from ..core.usage import UsageError,require
 from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,LORA_A,LORA_B
@@ -117,7 +117,7 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
 def _filled(model, state, folder, base):
     "The model with these weights, in eval mode, and the tokenizer of its base."
     load_weights(model, state, str(folder))
-    model.tokenizer_source = find_tokenizer(base, model.cfg.lm_tokenizer)
+    model.folder,model.tokenizer_source = Path(folder),find_tokenizer(base, model.cfg.lm_tokenizer)
     return model.eval()
 
 # %% ../../nbs/48_training.lora.ipynb #788e24c0
@@ -142,8 +142,9 @@ def _plain_lora(folder):
     config,usual = PeftConfig.from_pretrained(str(folder)),LoraConfig().to_dict()
     require(isinstance(config, LoraConfig),
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
-    odd = [f'{k} {v!r}' for k,v in config.to_dict().items()
-        if k not in READ and (v or usual.get(k))!=usual.get(k)]
+    begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
+    odd = [f'{k} {v!r}' for k,v in config.to_dict().items() if k not in READ and (v or usual.get(k))!=usual.get(k)
+        and not (k=='init_lora_weights' and v in begun)]
     require(not odd, f'{folder} has {"".join(odd[:1])}, which is not read here: '
         'merge it with peft (merge_and_unload), and take that model')
     require(config.base_model_name_or_path, f'{folder} does not say what its base is: '
@@ -165,7 +166,9 @@ def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval 
     config = _plain_lora(folder)
     base = resolve_checkpoint(config.base_model_name_or_path)
     cfg,state = checkpoint_weights(base)
-    theirs = {k:w.float() for k,w in read_file(Path(folder)/PEFT_WEIGHTS).items()}
+    read = read_file(Path(folder)/PEFT_WEIGHTS).items()
+    theirs = {k:w.float() for k,w in read if '.base_layer.' not in k} # which peft may save beside
+    if any('lm_head' in k for k in theirs): cfg = evolve(cfg, lm_tie_weights=False)
     rank = math.sqrt(config.r) if config.use_rslora else config.r
     _merge_peft(state, theirs, config.lora_alpha/rank, cfg)
     require(not theirs, f'{folder} has {next(iter(theirs), "")}, for which this model has no place: '

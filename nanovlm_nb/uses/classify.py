@@ -48,7 +48,7 @@ from ..data.images import image_processor_of
 from ..data.packing import Batch
 from ..data.sources import MapSource
 from ..data.loader import load_tokenizer,pack_loader,transforms_of
-from ..answers.answer import left_pad,open_pictures
+from ..answers.answer import left_pad
 from ..training.optim import autocast
 from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping,validation_batches
 from ..runs.start import exit_code
@@ -839,6 +839,6 @@ def _sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory;
             'give a checkpoint of nanovlm classify') from e
     for i in range(0, len(pictures), AT_ONCE):
         files = pictures[i:i+AT_ONCE]
-        labels,probs = model.predict(open_pictures(files))
+        labels,probs = model.predict(files)
         for file,label,p in zip(files, labels, probs.amax(1).tolist()):
             sys.stdout.write(f'{file}\t{label}\t{p:.3f}\n')

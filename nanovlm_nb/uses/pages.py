@@ -21,7 +21,7 @@ from PIL import Image
 
 from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage,open_image
-from ..answers.answer import Asker,Chat,load_asker
+from ..answers.answer import Asker,Chat
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
@@ -110,7 +110,7 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
     name,host,port = values.checkpoint,values.host,values.port
     try: import gradio # noqa: F401
     except ImportError as e: raise UsageError('the page needs gradio: pip install nanovlm_nb[demo]') from e
-    page = _build_page(load_asker(name), f'nanovlm_nb: {name}', values.max_new_tokens)
+    page = _build_page(Asker.from_checkpoint(name), f'nanovlm_nb: {name}', values.max_new_tokens)
     try: page.queue().launch(server_name=host, server_port=port, share=False)
     except (OSError, OverflowError) as e:
         raise UsageError(f'port {port} of {host}: {e}; give another --port or --host') from e
