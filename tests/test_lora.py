@@ -172,12 +172,13 @@ def test_peft_says_the_same_of_what_is_written(capsys):
     torch.testing.assert_close(whole, found, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize('how', [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True)], ids=['layers', 'rank-stabilised'])
+@pytest.mark.parametrize('how', [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True),
+                                 dict(r=4, target_modules=['q_proj', 'lm_head'], init_lora_weights='gaussian')], ids=['layers', 'rank-stabilised', 'head of a tied model'])
 def test_what_peft_has_trained_is_read(how, capsys):
     if not Path('theirs').is_dir(): main(['export', 'checkpoints/base', 'theirs'])
     torch.manual_seed(0)
     model, folder = peft.get_peft_model(transformers.AutoModelForImageTextToText.from_pretrained('theirs', dtype=torch.float32), peft.LoraConfig(**how)), f'trained_{how["r"]}'
-    step = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.)
+    step = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], .1 if 'lm_head' in how['target_modules'] else 1.)
     ids, pictures = batch_of(VisionLanguageModel.from_pretrained('theirs').cfg)
     for _ in range(3):
         step.zero_grad()
