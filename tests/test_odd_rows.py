@@ -135,3 +135,8 @@ def test_templates_that_trim():
     tok = load_tokenizer(evolve(vlm, lm_chat_template=TRIMS))
     ids, labels = encode_chat(tok, [dict(user='What is it?\n', assistant=' a cat'), dict(user=' Sure?', assistant='Yes.\n')])
     assert tok.decode(labels[labels != IGNORE]) == 'a cat<|im_end|>\nYes.<|im_end|>\n' or tok.decode(labels[labels != IGNORE]) == 'a cat<|im_end|>\nYes.<|im_end|>'
+
+
+def test_files_beside_those_that_are_read_are_named(tmp_path, caplog):
+    for name in ('a.jsonl', 'b.jsonl', 'c.csv', 'd.parquet'): (tmp_path/name).write_text('{"question": "q", "answer": "a"}\n')
+    assert len(text_rows(tmp_path)) == 2 and "left aside, beside a.jsonl: ['c.csv', 'd.parquet']" in caplog.text

@@ -166,6 +166,9 @@ def text_rows(
     "Rows of files that name their pictures, for the packed trainer."
     drops,files = Drops() if drops is None else drops,text_files(path)
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
+    aside = {f.name for f in files[0].parent.iterdir() if f.suffix in (*LINES, *FILES)}-{f.name for f in files}
+    if aside and Path(path).is_dir():
+        logger.warning('%s: left aside, beside %s: %s', path, files[0].name, sorted(aside))
     rows = (row for file in files for row in _read_file(file, drops, images_path, columns))
     pieces = iter(lambda: [*islice(rows, PIECE)], [])
     tables = [datasets.Dataset.from_list(piece, features=FEATURES) for piece in pieces]
