@@ -457,8 +457,6 @@ class TrainConfig(Config):
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # updates between validations
     max_val_batches:Pos = 64 # batches of a validation on each rank
-    # updates between panels that compare right, shuffled and blank pictures; 0: never
-    look_interval:Count = 0
     ask_samples:Count = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:Count = 0 # updates between checkpoints; 0: with each validation
     max_keep_ckpts:Keep = 3 # newest checkpoints that are kept, beside the best; -1: all
@@ -471,9 +469,6 @@ class TrainConfig(Config):
     load_from:Text|None = None
     force_resume:bool = False # resume although the settings differ in what must not change
     stats_log_interval:Pos = 100 # updates between statistics
-    # updates near the start of which rank 0 writes a Chrome trace and a table of kernels, trace.json.gz and
-    # kernels.txt; 0: none
-    profile:Count = 0
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # show a progress bar
     # what is shown: figures, minimind (its line, with the minutes left of the epoch), or none
@@ -780,8 +775,8 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
     train_dataset_path train_dataset_name train_dataset_weights stream_dataset data_cutoff_idx val_size
     max_images_per_example max_sample_length images_path columns num_workers sharding offload_optimizer
     deepspeed_config vision_checkpointing language_checkpointing run_name eval_interval max_val_batches
-    look_interval ask_samples save_interval max_keep_ckpts notes resume load_from force_resume
-    stats_log_interval progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
+    ask_samples save_interval max_keep_ckpts notes resume load_from force_resume stats_log_interval
+    progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
 def from_text(text:Any, kind:Any)->Any:

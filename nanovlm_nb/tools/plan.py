@@ -248,8 +248,8 @@ class Size(NamedTuple):
 
 # %% ../../nbs/64_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(sharding='ddp', offload_optimizer=False, offload_params=False, gradient_accumulation_steps=1,
-    max_training_steps=1, max_training_samples=None, num_workers=1)
+_ALONE:dict = dict(sharding='ddp', offload_optimizer=False, offload_params=False,
+    gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):

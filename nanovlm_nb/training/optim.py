@@ -256,7 +256,6 @@ class Update:
     data_time:float = 0. # seconds this rank waited for its data
     times:tuple[float,float,float] = 0.,0.,0. # seconds: waiting for data, forward and backward, the rest
     before:dict|None = None # position of this rank's data before it
-    losses:list[Tensor|None] = field(default_factory=list) # of single targets, by micro-batch, once computed
 
 # %% ../../nbs/41_training.optim.ipynb #906eff2f
 def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
