@@ -76,7 +76,6 @@ MISUSES = [
     ('ask', 'RUN', 'give --prompt QUESTION, or --page'),
     ('ask', 'RUN --prompt x --image words.png', "cannot identify image file 'words.png'"),
     ('ask', 'RUN --prompt x --image empty --image /dev/null', 'empty: this is a directory; /dev/null: this is no regular file: give picture files'),
-    ('ask', 'RUN --prompt x --repetition_penalty 0', 'repetition_penalty is 0.0'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', '--write_tasks picture.png', 'picture.png: File exists'),
@@ -106,7 +105,7 @@ MISUSES = [
     ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),
     # commands that look at runs
     ('runs', 'nowhere', 'nowhere is no run: give its directory, or log.jsonl in it'),
-    ('runs', 'empty --pth out --pth_names own', 'empty holds no checkpoint'),
+    ('runs', 'empty --pth out', 'empty holds no checkpoint'),
     ('runs', 'picture.png', 'picture.png is no run: give its directory, or log.jsonl in it'),
     ('runs', 'RUN --curves x.docx', 'x.docx is no name of a picture: let it end in one of png'),
     ('runs', 'RUN --curves x.png --smooth 2', 'smooth is 2'),

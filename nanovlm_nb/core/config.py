@@ -461,8 +461,6 @@ class TrainConfig(Config):
     save_interval:Count = 0 # updates between checkpoints; 0: with each validation
     max_keep_ckpts:Keep = 3 # newest checkpoints that are kept, beside the best; -1: all
     async_save:bool = True # write checkpoints while training goes on
-    # keep the vision tower in checkpoints; False: a frozen one is left out and comes from its backbone
-    save_vision:bool = True
     notes:str = '' # what this run tries; goes into its record
     resume:bool = False # go on from the newest complete checkpoint of run_name, or from load_from
     # checkpoint directory: with resume, to continue from; without, to take the weights of
@@ -544,22 +542,19 @@ def _adapters_fit(c):
         (rank or c.lora_alpha is None, f'lora_alpha {c.lora_alpha} without lora_rank: give --lora_rank 16'),
         (not rank or c.lora_targets, 'lora_targets is empty: name a part of the model, such as decoder'),
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
-            'name blocks in lora_targets instead, such as decoder.blocks.31'),
-        (not rank or c.save_vision,
-            f'save_vision False and lora_rank {rank}: adapters are saved without a tower, leave it out')]
+            'name blocks in lora_targets instead, such as decoder.blocks.31')]
 
 # %% ../../nbs/02_core.config.ipynb #56d5d995
 def _parts_fit(c):
     "The same for what needs a frozen part, or each rank's own model."
     rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
     vision,language = (0.,0.) if rank else c.lr_backbone_pair
-    trains = 'needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'
     alone = f'and sharding {c.sharding}, whose ranks use the model together:'
     return [
         (not (c.cache_features and c.custom_transforms),
             'cache_features and custom_transforms, which change a picture each time: leave one out'),
-        (vision==0 or not c.cache_features, f'cache_features {trains}'),
-        (vision==0 or c.save_vision, f'save_vision False {trains}, or it would be lost'),
+        (vision==0 or not c.cache_features,
+            'cache_features needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'),
         (ddp or not c.cache_features, f'cache_features {alone} set sharding to ddp'),
         (ddp or c.eval_backend!='in_process', f'eval_backend in_process {alone} give subprocess'),
         (language>0 or rank or last is None,
@@ -660,7 +655,7 @@ _MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch1
 _MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16,
     gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
     train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False, val_size=1000,
-    max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth', save_vision=False,
+    max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth',
     wandb_entity=None, use_lmms_eval=False)
 # no tokens announce a picture in the text
 _BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
