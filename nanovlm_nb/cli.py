@@ -174,7 +174,6 @@ def ask_parser(add): # of `nanovlm ask`
     add('--top_k', **COUNT, default=50, help='with a temperature: draw from so many best tokens; 0: from all')
     add('--top_p', **PART, default=.9,
         help='with a temperature: draw from the best tokens that reach this probability together')
-    add('--repetition_penalty', **_FLOAT, default=1., help='above 1 makes tokens less likely that were there')
     add('--stop', **_SEVERAL, help='text that ends an answer; may be given several times')
     add('--seed', **COUNT, default=0, help='seed of the sampling')
     add('--json', **_ON, help='a line of JSON for each question')
@@ -261,8 +260,6 @@ def plan_parser(add): # of `nanovlm plan`
 
 # %% ../nbs/57_cli.ipynb #19a000dd
 def _check_runs(a):
-    for flag,given in (('--without_vision', a.without_vision), ('--pth_names', a.pth_names!='minimind')):
-        require(a.pth or not given, f'{flag} is about the file of --pth: give --pth DIR too')
     require(len(a.runs)==1 or not (a.follow or a.pth), '--follow and --pth are for a single run')
     others = a.pth or a.follow or a.delete_older_than is not None or a.delete_abandoned
     require(not (a.curves and others), '--curves only draws: leave the other flags out')
@@ -275,9 +272,6 @@ def runs_parser(add): # of `nanovlm runs`
     add('--curves', metavar='FILE', type=_picture, help='only draw the curves of the runs into this picture')
     add('--pth', type=Path, metavar='DIR',
         help="also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth")
-    add('--pth_names', default='minimind', choices=('minimind','own'),
-        help='whose names that file has: minimind or own')
-    add('--without_vision', **_ON, help='leave the vision tower out of that file, if its names are our own')
     add('--delete_older_than', type=at_least(0, float), metavar='DAYS',
         help='first delete older checkpoints, except the best, where the run stands, and those in evaluation')
     add('--delete_abandoned', **_ON, help='first delete what was set aside when the run went back')

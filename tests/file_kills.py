@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commands import TINY
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--look_interval', '2', '--max_keep_ckpts', '2', '--ask_samples', '0', '--dtype', 'float32',
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '2', '--ask_samples', '0', '--dtype', 'float32',
          '--max_training_steps', '4', '--num_of_sequences', '2', '--batch_size', '1', '--data_cutoff_idx', '40', '--val_size', '12', '--async_save', 'False', '--resume', 'True']
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}
 TIMES = ('time/', 'perf/', 'training_stats/')

@@ -127,7 +127,7 @@ def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
 
 @pytest.mark.parametrize('flags, said', [
     (['--lora_rank', '2'], 'lora_rank: 4 -> 2 (refused: the adapters would have other shapes)'),
-    (['--lora_rank', '2', '--force_resume', 'True'], 'has other adapters: '),
+    (['--lora_rank', '2', '--force_resume', 'True'], 'the weights are of another model: '),
     (['--lora_rank', '0'], 'lora_rank: 4 -> 0 (refused'),
     (['--lora_targets', 'decoder'], "lora_targets: ['decoder', 'vision_encoder', 'MP'] -> ['decoder'] (refused")])
 def test_other_adapters_are_refused_on_resume(flags, said, capsys):

@@ -68,6 +68,20 @@ def test_what_goes_out_is_what_came_in(case, tmp_path):
     assert all(torch.equal(made[k], file[k].float()) for k in file)
 
 
+@pytest.mark.parametrize('case', CASES)
+def test_a_file_of_the_stage_has_no_tower(case, tmp_path):
+    "As large as its tensors; with the frozen tower it is the model that was written."
+    model, again = (VisionLanguageModel(config(case), load_backbone=False).eval() for _ in range(2))
+    load_pth(model, HERE/case/'weights.pth')
+    file = save_pth(tmp_path, model.state_dict(), model.cfg)
+    held, tower = torch.load(file), model.vision_encoder.state_dict()
+    assert file.name.startswith('pretrain_vlm_') and not any(k.startswith(('module.', 'vision_encoder.')) for k in held)
+    assert file.stat().st_size < sum(w.nbytes for w in held.values())+1000*len(held)
+    assert load_pth(again, file) == ['vision_encoder']
+    again.vision_encoder.load_state_dict(tower)
+    assert far(scores(again), scores(model)) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CLONE, reason='MINIMIND_V names no clone of MiniMind-V')
 @pytest.mark.parametrize('case', CASES)

@@ -1,4 +1,4 @@
-"What a run says about itself adds up: shares of the time, losses by data set, arithmetic."
+"What a run says about itself adds up: shares of the time, losses, arithmetic."
 import json
 
 import pytest
@@ -27,14 +27,13 @@ def test_shares_of_the_time_add_up(records):
         assert r['time/forward_backward'] > 0 and r['time/communication'] > 0 and r['time/validation'] >= 0
 
 
-def test_losses_by_data_set_make_the_loss(records):
+def test_losses_of_updates_make_the_loss(records):
     targets = {r['step']: r['target_tokens'] for r in records if 'batch_loss' in r}
     losses = {r['step']: r['batch_loss'] for r in records if 'batch_loss' in r}
     for r in (r for r in records if 'time/data' in r):
         steps = range(r['step']-2, r['step']+1)
         mean = sum(losses[s]*targets[s] for s in steps)/sum(targets[s] for s in steps)
         assert r['training/loss'] == pytest.approx(mean, rel=1e-6)
-        assert min(r['loss/first'], r['loss/second']) <= mean <= max(r['loss/first'], r['loss/second'])
 
 
 def test_utilisation_and_speed(records):

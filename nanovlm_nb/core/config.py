@@ -457,23 +457,16 @@ class TrainConfig(Config):
     eval_in_epochs:bool = True # validate during training
     eval_interval:Pos = 500 # updates between validations
     max_val_batches:Pos = 64 # batches of a validation on each rank
-    # updates between panels that compare right, shuffled and blank pictures; 0: never
-    look_interval:Count = 0
     ask_samples:Count = 32 # held-out samples whose questions the best model answers at the end; 0: none
     save_interval:Count = 0 # updates between checkpoints; 0: with each validation
     max_keep_ckpts:Keep = 3 # newest checkpoints that are kept, beside the best; -1: all
     async_save:bool = True # write checkpoints while training goes on
-    # keep the vision tower in checkpoints; False: a frozen one is left out and comes from its backbone
-    save_vision:bool = True
     notes:str = '' # what this run tries; goes into its record
     resume:bool = False # go on from the newest complete checkpoint of run_name, or from load_from
     # checkpoint directory: with resume, to continue from; without, to take the weights of
     load_from:Text|None = None
     force_resume:bool = False # resume although the settings differ in what must not change
     stats_log_interval:Pos = 100 # updates between statistics
-    # updates near the start of which rank 0 writes a Chrome trace and a table of kernels, trace.json.gz and
-    # kernels.txt; 0: none
-    profile:Count = 0
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # show a progress bar
     # what is shown: figures, minimind (its line, with the minutes left of the epoch), or none
@@ -549,22 +542,19 @@ def _adapters_fit(c):
         (rank or c.lora_alpha is None, f'lora_alpha {c.lora_alpha} without lora_rank: give --lora_rank 16'),
         (not rank or c.lora_targets, 'lora_targets is empty: name a part of the model, such as decoder'),
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
-            'name blocks in lora_targets instead, such as decoder.blocks.31'),
-        (not rank or c.save_vision,
-            f'save_vision False and lora_rank {rank}: adapters are saved without a tower, leave it out')]
+            'name blocks in lora_targets instead, such as decoder.blocks.31')]
 
 # %% ../../nbs/02_core.config.ipynb #56d5d995
 def _parts_fit(c):
     "The same for what needs a frozen part, or each rank's own model."
     rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
     vision,language = (0.,0.) if rank else c.lr_backbone_pair
-    trains = 'needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'
     alone = f'and sharding {c.sharding}, whose ranks use the model together:'
     return [
         (not (c.cache_features and c.custom_transforms),
             'cache_features and custom_transforms, which change a picture each time: leave one out'),
-        (vision==0 or not c.cache_features, f'cache_features {trains}'),
-        (vision==0 or c.save_vision, f'save_vision False {trains}, or it would be lost'),
+        (vision==0 or not c.cache_features,
+            'cache_features needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'),
         (ddp or not c.cache_features, f'cache_features {alone} set sharding to ddp'),
         (ddp or c.eval_backend!='in_process', f'eval_backend in_process {alone} give subprocess'),
         (language>0 or rank or last is None,
@@ -665,7 +655,7 @@ _MINIMIND_VLM = dict(vit_img_size=224, vit_model_type='google/siglip-base-patch1
 _MINIMIND_TRAIN = dict(lr_mp=4e-4, lr_backbones=0., lr_schedule='minimind', batch_size=16,
     gradient_accumulation_steps=1, max_training_steps=60000, max_epochs=4,
     train_dataset_path='dataset/pretrain_data.jsonl', stream_dataset=False, val_size=1000,
-    max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth', save_vision=False,
+    max_sample_length=640, num_workers=1, load_from='out/lm_{dim}{_moe}.pth',
     wandb_entity=None, use_lmms_eval=False)
 # no tokens announce a picture in the text
 _BARE = dict(vlm_extra_tokens={'image_token':'<|image|>'})
@@ -780,8 +770,8 @@ COMMON = {*'''vit_model_type lm_max_length lm_model_type lm_tokenizer max_img_si
     train_dataset_path train_dataset_name train_dataset_weights stream_dataset data_cutoff_idx val_size
     max_images_per_example max_sample_length images_path columns num_workers sharding offload_optimizer
     deepspeed_config vision_checkpointing language_checkpointing run_name eval_interval max_val_batches
-    look_interval ask_samples save_interval max_keep_ckpts notes resume load_from force_resume
-    stats_log_interval progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
+    ask_samples save_interval max_keep_ckpts notes resume load_from force_resume stats_log_interval
+    progress_bar log_wandb tracker use_lmms_eval lmms_eval_tasks'''.split()}
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
 def from_text(text:Any, kind:Any)->Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..core.config import VLMConfig
-from ..core.usage import UsageError,require
+from ..core.usage import UsageError
 
 # %% auto #0
 __all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops', 'matrix_flops', 'pairs',
@@ -107,10 +107,6 @@ def unit_flops(
 )->dict[str,Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
     "Returns what one unit of each count costs; computed once for a run."
     beside,trains = adapters or {},set() if adapters else set(trains)
-    for name in sorted(trains-set(COMPONENTS)):
-        raise UsageError(f"trains names {name!r}: the components are {', '.join(COMPONENTS)}")
-    require(last_blocks is None or 0<last_blocks<=cfg.lm_n_blocks, f"last_blocks is {last_blocks}, but the "
-        f"language model has {cfg.lm_n_blocks} blocks: give 1 to {cfg.lm_n_blocks}, or None for all of it")
     vision,n = 'vision_encoder' in trains,beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
     seen = Flops() if cached else vision_flops(cfg, vision, vision_checkpointing, n)
@@ -129,8 +125,6 @@ def step_flops(
     lens = [n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
     tokens = sum(lens)
     positions = tokens if positions is None else positions
-    require(positions>=tokens, f"{positions} positions for documents of {tokens} tokens: "
-        "positions counts padding too")
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
     parts = {part:units[part].times(counts[c]) for part,c in DRIVERS.items()}
     return parts | dict(padding=units['blocks'].times(positions-tokens))
@@ -188,7 +182,6 @@ def mfu(
     flops:float, seconds:float, peak:float|None, # of all ranks; FLOP/s of all ranks together, None: unknown
 )->float|None: # a share
     "Returns the model FLOPs utilisation."
-    require(seconds>0, f"seconds is {seconds}: give the time that the step took")
     return None if peak is None else flops/(seconds*peak)
 
 # %% ../../nbs/29_model.flops.ipynb #f249ee46

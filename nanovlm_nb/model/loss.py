@@ -78,11 +78,6 @@ def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a targ
     reduction:str='sum', # 'sum' or 'mean' over the targets
 )->tuple[Tensor,Tensor]: # Loss (scalar, float32), losses of the n targets (n,) without graph
     "Cross-entropy of a language-model head; no value is asked for."
-    if reduction not in ('sum', 'mean'):
-        raise ValueError(f"reduction {reduction!r} is unknown: use 'sum' or 'mean'")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size {chunk_size} < 1: "
-                         "use the number of positions whose logits fit in memory")
     n = len(rows)
     if n <= chunk_size:
         each = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='none')

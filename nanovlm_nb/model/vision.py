@@ -25,7 +25,7 @@ class ViTPatchEmbeddings(nn.Module):
     "Patch vectors with their places."
     def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
-        self.side,width = cfg.vit_img_size, cfg.vit_hidden_dim
+        width = cfg.vit_hidden_dim
         self.conv = nn.Conv2d(3, width, kernel_size=cfg.vit_patch_size, stride=cfg.vit_patch_size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if cfg.vit_cls_flag else None
         self.position_embedding = nn.Parameter(torch.zeros(1, cfg.n_patches+cfg.vit_cls_flag, width))
@@ -33,9 +33,6 @@ class ViTPatchEmbeddings(nn.Module):
     def forward(self, images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
     )->Tensor: # (N, P, D) patch vectors; P+1 with a class token, which comes first
         "Cut, embed, add positions."
-        if images.shape[1:]!=(3,self.side,self.side):
-            raise ValueError(f"tiles have shape {tuple(images.shape)}: "
-                             f"this tower takes (N, 3, {self.side}, {self.side}), see vit_img_size")
         x = self.conv(images).flatten(2).transpose(1,2)
         if self.cls_token is not None: x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
         return x+self.position_embedding
@@ -143,7 +140,6 @@ def pixel_shuffle(x:Tensor, # (N, P, D) patch features of N tiles, row by row; P
     "Fold each `factor` x `factor` square of patches into one token, losing nothing."
     n, p, d = x.shape
     side = math.isqrt(p)
-    if side*side != p: raise ValueError(f"{p} patches do not form a square: pixel_shuffle needs P = side**2")
     if factor < 1 or side % factor:
         raise ValueError(f"a grid of {side} x {side} patches cannot be cut into squares of {factor}: "
                          f"choose an mp_pixel_shuffle_factor that divides {side}")

@@ -4,20 +4,19 @@
 
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
-           'VISION_NOTE', 'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD',
-           'UNTOLD', 'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'NOT_PLAIN', 'resolve_checkpoint', 'read_file',
-           'read_tensors', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
-           'load_weights', 'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights',
-           'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config',
-           'weights_sha', 'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'tower_note', 'is_adapter',
-           'merge_state', 'wrapped_state', 'base_digest', 'noted_base', 'check_adapters', 'Pretrained', 'pth_path',
-           'neighbours', 'load_plain', 'load_pth', 'to_minimind', 'save_pth']
+           'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD',
+           'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'read_tensors', 'Family',
+           'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights',
+           'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights', 'checkpoint_config',
+           'checkpoint_weights', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config', 'weights_sha',
+           'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'is_adapter', 'merge_state',
+           'wrapped_state', 'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth',
+           'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
 import json
 import os
-import pickle
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -323,11 +322,9 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
 WHOLE = ('smolvlm','idefics3') # types of whole models in transformers that can be read and written
-VISION_NOTE = 'vision_encoder.json' # in a checkpoint without vision tower: where the tower is
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
-OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',
-         VISION_NOTE,LORA_NOTE,LORA_WEIGHTS)
+OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
 
 def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
     "Writes `config.json` and `model.safetensors`."
@@ -356,7 +353,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
 def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
 )->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
-    "Reads a checkpoint, its vision tower from where it was left, and what adapters are for from their base."
+    "Reads a checkpoint, and what adapters are for from their base."
     folder = resolve_checkpoint(name)
     if (folder/LORA_NOTE).is_file():
         note = noted_base(folder)
@@ -366,12 +363,12 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
         plain = merge_state(state, note['alpha']) if merge else wrapped_state(state)
         return checkpoint_config(folder, kind),plain
-    cfg,note = checkpoint_config(folder, kind),_json(folder, VISION_NOTE)
+    cfg = checkpoint_config(folder, kind)
     if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
     state = read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
-    return cfg, state | (_noted_tower(cfg, note) if note else {})
+    return cfg,state
 
 # %% ../../nbs/26_model.weights.ipynb #c1d6e31f
 def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
@@ -571,23 +568,6 @@ def bullets(lines:list[str])->str: # one point each
     "Returns a list in Markdown."
     return '\n'.join(f'- {l}' for l in lines)
 
-# %% ../../nbs/26_model.weights.ipynb #f53ba909
-def _noted_tower(cfg:VLMConfig, note:dict[str,str])->dict[str,Tensor]: # `vit_model_type` and `sha256`
-    "Returns the weights of the vision tower that a note means; a UsageError if its backbone has others."
-    tower = ViT(cfg)
-    load_vision_backbone(tower, note['vit_model_type'])
-    require(weights_sha(tower.state_dict())==note['sha256'], f"the vision tower is not that of "
-        f"{note['vit_model_type']}, it has other weights, and would be lost: find the version of that time, "
-        "or keep it in checkpoints (save_vision True)")
-    return {f'vision_encoder.{k}':w for k,w in tower.state_dict().items()}
-
-# %% ../../nbs/26_model.weights.ipynb #da7daaa1
-def tower_note(cfg:VLMConfig, weights:dict[str,Tensor])->dict[str,str]: # names a backbone; of the tower
-    "Returns what `VISION_NOTE` will say; a UsageError if the tower is not its backbone's."
-    note = dict(vit_model_type=cfg.vit_model_type, sha256=weights_sha(weights))
-    _noted_tower(cfg, note)
-    return note
-
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
 LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
 
@@ -631,17 +611,6 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     path = str(found.resolve()) if found else base['path'] # of the hub
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
-# %% ../../nbs/26_model.weights.ipynb #f59296b2
-def check_adapters(model:nn.Module, weights:dict[str,Tensor], # has adapters; a checkpoint's, not merged
-    name:str|Path, # the checkpoint, for the message
-)->None:
-    "Raises a UsageError if a checkpoint's adapters are not the model's."
-    of = lambda state: {k: tuple(w.shape) for k,w in state.items() if is_adapter(k)}
-    wanted, there = of(model.state_dict()), of(weights)
-    wrong = sorted(k for k in wanted.keys() | there.keys() if wanted.get(k) != there.get(k))
-    if wrong: raise UsageError(f"{name} has other adapters: {wrong[0]} is {there.get(wrong[0])} there and "
-        f"{wanted.get(wrong[0])} here; give the lora_rank and lora_targets of that run")
-
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
 def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
     cfg:VLMConfig, note:dict[str,Any], # of the model; `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
@@ -663,13 +632,7 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
 class Pretrained(nn.Module):
     "Loading, saving and publishing, for a model with `cfg`, `tokenizer_source` and `tokenizer`."
     config_class = VLMConfig # what config.json holds
-    vision_note:dict[str,str]|None = None # what `VISION_NOTE` will say, if the vision tower is left out
     lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
-
-    def leave_vision_out(self)->None:
-        "From now on save without the vision tower, which must be its backbone's and frozen."
-        self.vision_note = None # of another tower nothing must stay
-        self.vision_note = tower_note(self.cfg, self.vision_encoder.state_dict())
 
     @classmethod
     def from_pretrained(cls, path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
@@ -697,15 +660,9 @@ class Pretrained(nn.Module):
         place = str(known_as or Path(save_directory).absolute())
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
         state = self.state_dict() if state is None else state
-        lost = self.vision_note and any(p.requires_grad for p in self.vision_encoder.parameters())
-        require(not lost, "the vision tower trains and would be lost: "
-                "keep it in checkpoints (save_vision True)")
         with written_at_once(save_directory, OWNED) as tmp:
-            left = 'vision_encoder.' if self.vision_note else ' ' # no name begins so
             if self.lora_note: _write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
-            else: write_weights(tmp, {k: w for k,w in state.items() if not k.startswith(left)}, cfg)
-            if self.vision_note:
-                (tmp/VISION_NOTE).write_text(json.dumps(self.vision_note, indent=1)+'\n', encoding='utf-8')
+            else: write_weights(tmp, state, cfg)
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
     def push_to_hub(self, repo_id:str, private:bool=False, # e.g. 'name/my-vlm', made if missing; if new
@@ -747,18 +704,6 @@ def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of querie
     "Returns rows whose pairs, apart by half a head before, are neighbours."
     return w.view(-1, 2, width//2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
-# %% ../../nbs/26_model.weights.ipynb #b1f05c2a
-NOT_PLAIN = pickle.UnpicklingError,RuntimeError,ValueError,TypeError,LookupError,AttributeError,EOFError
-
-def load_plain(path:str|Path)->Any: # a file that `torch.save` wrote
-    "Reads tensors, numbers and texts without executing anything; a UsageError names the call that is wanted."
-    try: return torch.load(path, map_location='cpu', weights_only=True)
-    except NOT_PLAIN as e:
-        wish = re.search(r'(?:GLOBAL:?|[Cc]lass|[Ff]unction) ([\w.]+)', str(e))
-        why = (f'it wants to call {wish[1]}, which weights do not need' if wish
-               else 'it is damaged, or something else')
-        raise UsageError(f'{path} is refused: {why}') from e
-
 # %% ../../nbs/26_model.weights.ipynb #58c2e7fb
 def _minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the projector
     "Returns where a tensor of a whole model is in MiniMind-V's file; nowhere if it has no place for it."
@@ -768,7 +713,7 @@ def _minimind_names(name:str, kind:str|None)->list[str]: # of ours; of the proje
 # %% ../../nbs/26_model.weights.ipynb #a5cc0794
 def _unwrapped(path):
     "Tensors by name; of what MiniMind keeps to resume, the model."
-    state = load_plain(path)
+    state = torch.load(path, map_location='cpu', weights_only=True)
     state = state.get('model', state) if isinstance(state, dict) else None
     if not state or not all(isinstance(w, Tensor) for w in state.values()):
         raise UsageError(f"{path} holds no tensors by name: give a file of weights")
@@ -821,7 +766,7 @@ def to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose
     "Returns the tensors of a whole model in MiniMind-V's format."
     can:dict[str,Any] = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True,
                              mp_pixel_shuffle_factor=1)
-    _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one, give the names own')
+    _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
     kind,out = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias',{}
@@ -832,14 +777,9 @@ def to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose
 
 # %% ../../nbs/26_model.weights.ipynb #65e137df
 def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if needed; of a whole model
-    vision:bool=True, # False: without the vision tower, for which MiniMind's names have no place
-    names:str='minimind', # or own
 )->Path: # e.g. `pretrain_vlm_512.pth`
-    "Writes MiniMind's file of its pretraining stage."
-    require(names in ('minimind','own'), f'names is {names!r}: give minimind or own')
-    tensors = to_minimind(state, cfg) if names=='minimind' else {
-        k:w.detach().cpu() for k,w in state.items() if vision or not k.startswith('vision_encoder.')}
+    "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tensors, path)
+    torch.save(to_minimind(state, cfg), path)
     return path

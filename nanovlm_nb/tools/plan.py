@@ -248,8 +248,8 @@ class Size(NamedTuple):
 
 # %% ../../nbs/64_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(sharding='ddp', offload_optimizer=False, offload_params=False, gradient_accumulation_steps=1,
-    max_training_steps=1, max_training_samples=None, num_workers=1)
+_ALONE:dict = dict(sharding='ddp', offload_optimizer=False, offload_params=False,
+    gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):
@@ -364,12 +364,11 @@ def update_flops(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # model; packs of an 
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
 # %% ../../nbs/64_tools.plan.ipynb #c0de0002
-def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model; what learns, `save_vision`
-    "Returns the size of a checkpoint: weights and moments; a frozen tower if it is kept; adapters alone."
+def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model; what learns
+    "Returns the size of a checkpoint: weights and moments; adapters alone."
     parts = sizes(vlm_cfg, train_cfg)
     if train_cfg.lora_rank: return 12*sum(s.trained for s in parts.values())
-    kept = lambda name,size: size.total*(train_cfg.save_vision or size.trained>0 or name!='vision_encoder')
-    return sum(4*kept(name, s)+8*s.trained for name,s in parts.items())
+    return sum(4*s.total+8*s.trained for s in parts.values())
 
 # %% ../../nbs/64_tools.plan.ipynb #2a10b639
 def checkpoints_kept(train_cfg:TrainConfig)->int: # at the same time, with the best and the one being written

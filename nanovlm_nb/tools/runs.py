@@ -194,7 +194,7 @@ def _standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `cli.runs_p
     yield from (f'deleted {p.name}' for p in deleted)
     if values.pth:
         from nanovlm_nb.training.checkpoint import export_pth # to list checkpoints takes no model
-        yield str(export_pth(run_dir, values.pth, not values.without_vision, values.pth_names))
+        yield str(export_pth(run_dir, values.pth))
     if (run_dir/LOG).is_file(): yield from status_lines(run_dir)
     yield from list_checkpoints(run_dir) or [f'no checkpoint in {run_dir}']
     if holder(run_dir): yield from gpu_lines()

@@ -227,10 +227,9 @@ class Saver:
 
 # %% ../../nbs/43_training.checkpoint.ipynb #d66dd1ed
 def export_pth(name:str|Path, folder:str|Path, # what `find_checkpoint` understands; made if needed
-    vision:bool=True, names:str='minimind', # False: without the vision tower; see `save_pth`
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "Writes a checkpoint in MiniMind's format."
     from nanovlm_nb.model.vlm import VisionLanguageModel # to list checkpoints takes no model
     from nanovlm_nb.model.weights import save_pth
     model = VisionLanguageModel.from_pretrained(find_checkpoint(name))
-    return save_pth(folder, model.state_dict(), model.cfg, vision, names)
+    return save_pth(folder, model.state_dict(), model.cfg)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WORKSPACE', 'FIXED_SIZES', 'component_lrs', 'param_groups', 'adapter_sizes', 'training_groups', 'make_optimizer',
            'trainable_line', 'training_parts', 'set_lrs', 'ChainedOptimizer', 'clip_gradients', 'cpu_has_bfloat16',
-           'amp_dtype', 'precision_notes', 'autocast', 'blocks_of', 'compile_blocks', 'same_bits', 'Update', 'tally',
-           'digest', 'gather_update', 'Feed']
+           'amp_dtype', 'autocast', 'blocks_of', 'compile_blocks', 'same_bits', 'Update', 'tally', 'digest',
+           'gather_update', 'Feed']
 
 # %% ../../nbs/41_training.optim.ipynb #48063852
 import logging,math,os,hashlib
@@ -95,11 +95,7 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
 
 # %% ../../nbs/41_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
-    "Returns how many millions of parameters train, if they are those that the optimizer was given."
-    given = {id(p) for g in optimizer.param_groups for p in g['params']}
-    wrong = [name for name,p in model.named_parameters() if p.requires_grad!=(id(p) in given)]
-    require(not wrong, f'{"".join(wrong[:1])} was frozen or thawed after the optimizer was made: '
-        'freeze and thaw with the learning rates and language_last_blocks, before')
+    "Returns how many millions of parameters train."
     size = lambda ps: sum(p.numel() for p in ps)/1e6
     groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
@@ -170,13 +166,6 @@ def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfl
     if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported(False) else torch.float16
 
-# %% ../../nbs/41_training.optim.ipynb #333b15fa
-def precision_notes(device:torch.device, dtype:torch.dtype)->list[str]: # lines for the log
-    "Returns what is slow about a precision that was asked for."
-    slow = device.type=='cpu' and dtype!=torch.float32 and not cpu_has_bfloat16()
-    return [f'PyTorch has no fast kernels for {dtype} on this processor: '
-        'give --dtype float32, it is several times as fast']*slow
-
 # %% ../../nbs/41_training.optim.ipynb #b3ed54a7
 def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
     "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
@@ -200,12 +189,7 @@ def _for_any_number_of_tiles(forward):
 # %% ../../nbs/41_training.optim.ipynb #67a6f80c
 def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
     "Compiles the blocks of both towers in place; state-dict keys stay clean."
-    blocks = blocks_of(model)
-    for name in ('vision_encoder','decoder'):
-        if not {*blocks} & {*getattr(model, name).modules()}:
-            logging.getLogger(__name__).warning(f'{name} is not compiled: it has no blocks like ours, '
-                'each with an mlp')
-    parts = [m for b in blocks for m in getattr(b.mlp, 'shared', [b])]
+    parts = [m for b in blocks_of(model) for m in getattr(b.mlp, 'shared', [b])]
     tower = {*model.vision_encoder.modules()}
     for p in parts:
         compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
@@ -256,7 +240,6 @@ class Update:
     data_time:float = 0. # seconds this rank waited for its data
     times:tuple[float,float,float] = 0.,0.,0. # seconds: waiting for data, forward and backward, the rest
     before:dict|None = None # position of this rank's data before it
-    losses:list[Tensor|None] = field(default_factory=list) # of single targets, by micro-batch, once computed
 
 # %% ../../nbs/41_training.optim.ipynb #906eff2f
 def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order

@@ -30,7 +30,7 @@ from ..core.config import TrainConfig,updates_of_run
 from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
 from ..core.logs import Clock
-from ..model.weights import check_adapters, checkpoint_weights
+from ..model.weights import checkpoint_weights
 from ..data.dataset import Unreachable
 from ..data.packing import Batch
 from ..data.lanes import merge_states
@@ -165,13 +165,12 @@ def _to_device(x:Any, device:torch.device)->Any: # the same nesting
     return [_to_device(o, device) for o in x]
 
 # %% ../../nbs/47_training.trainer.ipynb #60b68bdd
-def inputs_of(trainer:Trainer, batch:Batch, targets:bool=True)->dict[str,Any]: # for the model
+def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
     base,device = trainer.base,trainer.dist.device
     ids,images,layout = batch['input_ids'],batch['images'],batch.get('layout')
     if layout is None or layout.slots is None:
-        labels = batch['labels'] if targets else None
-        layout = base.layout_of(ids, images, targets=labels, doc_lens=batch['doc_lens'])
+        layout = base.layout_of(ids, targets=batch['labels'], doc_lens=batch['doc_lens'])
     if not base.features: images = _to_device(images, device) # a cache of features reads pixels on the CPU
     return dict(input_ids=_to_device(ids, device), images=images, layout=layout.to(device))
 
@@ -188,7 +187,6 @@ def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over rank
             with autocast(t.dist.device, t.dtype): loss = t.model(**inputs, reduction='sum')[1]
             t.scaler.scale(loss := loss*weight).backward()
         parts.append(loss.detach())
-        update.losses.append(getattr(t.base, 'target_losses', None))
     if not update.tiles: # zeros would let AdamW decay what no picture has touched
         for p in (*t.base.vision_encoder.parameters(), *t.base.MP.parameters()): p.grad = None
     return torch.stack(parts).sum()
@@ -564,7 +562,6 @@ def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->Non
     "Reads model, optimizer and scaler."
     t,merge = trainer,trainer.base.lora_note is None # else the adapters continue
     weights = checkpoint_weights(checkpoint, t.base.config_class, merge)[1]
-    if not merge: check_adapters(t.base, weights, checkpoint)
     load_full_weights(t.base, weights)
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(t.cfg)):
         t.log.info('other parts train than before: the optimizer begins anew')

@@ -331,7 +331,7 @@ class VLMClassifier(VisionLanguageModel):
         layout:Layout|None=None, # see `VLMNet.forward`
     )->tuple[Tensor|None,Tensor|None]: # scores, (B, T, C) without targets and (samples, C) with them; loss
         "Returns scores of classes, and the loss of the samples in a batch of packs."
-        if layout is None: layout = self.layout_of(input_ids, images, attention_mask, targets, doc_lens)
+        if layout is None: layout = self.layout_of(input_ids, attention_mask, targets, doc_lens)
         h,balance = self.hidden(input_ids, images, with_balance=True, layout=layout)
         if layout.at is None: return self.score(h),None
         rows = rows_with_target(h, layout, len(self.cfg.class_names))
@@ -381,7 +381,6 @@ def make_classifier(cfg:ClassConfig,
         taken = {k:w for k,w in weights.state_dict().items() if k in begun}
         if others!=cfg.class_names: taken.pop('score.weight', None)
         model.load_state_dict(begun|taken)
-    if not (train_cfg.save_vision or resuming): model.leave_vision_out()
     return model.train()
 
 # %% ../../nbs/81_uses.classify.ipynb #b3cb2401
