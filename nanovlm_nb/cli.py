@@ -45,6 +45,9 @@ def own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields g
 # %% ../nbs/57_cli.ipynb #19a00005
 _HELP = {'-h','--help','--help_all'} # ask for the help of the settings
 
+# %% ../nbs/57_cli.ipynb #19a00005
+_HELP = {'-h','--help','--help_all'} # ask for the help of the settings
+
 # %% ../nbs/57_cli.ipynb #19a00006
 class SettingsParser(Parser):
     "The parser of a command that also takes every setting of a training."

@@ -117,14 +117,14 @@ class Asker:
         stop = [self.tokenizer.eos_token_id, *(special.get(s, s) for s in stop)]
         return [s for s in stop if isinstance(s, str)],[s for s in stop if isinstance(s, int)]
 
-    def sampling(self, how:dict)->dict: # what the caller gave; for `Picker`
+    def sampling(self, how:dict)->dict: # what the caller gave; for `sample`
         "Returns how tokens are picked: greedily, unless a rule for drawing is given."
         return how if how.keys()&{'temperature','top_k','top_p'} else dict(greedy=True)|how
 
     def stream(self, questions:list[tuple], # (pictures, question or turns[, how the answer begins])
         max_new_tokens:int=32, stop:Sequence[str|int]=(), # longest answer in tokens; see `ends`
         shorten:bool=False, # make fewer where the model has no positions left, in place of an error
-        **sampling, # `temperature`, `top_k` and others of `Picker`; greedy when nothing is given
+        **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answers several questions in one batch, piece by piece."
         require(questions, 'no question: give a list of (pictures, question) pairs')
@@ -247,9 +247,8 @@ class Chat:
         else: self.reader = Reader(a.model.decoder, torch.ones(1, len(ids), dtype=torch.long), max_new_tokens)
         self.known,(texts,tokens) = [],a.ends(stop)
         row,streams = torch.tensor([ids], device=a.device),TextStreams(a.tokenizer, 1, texts, tokens)
-        how = dict(prompt=row, mask=None)|a.sampling(sampling)
-        for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens,
-                                  eos_token_id=tokens, ended=streams, reader=self.reader, **how):
+        for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens, tokens,
+                                  ended=streams, reader=self.reader, **a.sampling(sampling)):
             # the model reads a token when the next one is asked for
             self.known,unread = self.known+unread,new.tolist()
             yield streams.pieces[0]

@@ -81,7 +81,7 @@ def look_panel(read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
         for name,view in views(batch, cfg, last): mine[name] += score(read(view), view['labels'])
     total = {name:[sum(x) for x in zip(*dist.gather(s.tolist()))] for name,s in mine.items()}
     require(total[''][1], 'no sample has a picture that can be exchanged for one with the same grid: '
-        'raise val_size or max_val_batches, or leave the panel out (look_interval 0)')
+        'raise val_size or max_val_batches')
     panel = {f'look/val_loss{n}':t[0]/t[1] for n,t in total.items()}
     return panel|{f'look/accuracy{n}':t[2]/t[3] for n,t in total.items()}|{'look/answers':int(total[''][3])}
 

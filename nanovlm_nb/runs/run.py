@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ..core.run_dir import TMP,MANIFEST,write_atomic,CONFIG,FEATURE_CACHE,RunLock,checkpoints,sweep
 from ..model.vlm import VLMNet,flatten_tiles,trains,VisionLanguageModel
-from ..model.weights import weights_sha,checkpoint_weights,find_tokenizer,load_vision_backbone,noted_base
-from ..model.weights import tower_note,with_tower
+from ..model.weights import weights_sha,find_tokenizer,load_vision_backbone,noted_base,with_tower
 from ..core.usage import ends_at_once,require,user_path
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,save_yaml,set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads
@@ -35,7 +34,7 @@ from ..data.dataset import Unreachable
 from ..data.images import image_processor_of
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..answers.evaluate import Evaluations,choose_eval_backend,possible_tasks,cli_evaluate
-from ..training.optim import precision_notes,same_bits,trainable_line
+from ..training.optim import same_bits,trainable_line
 from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt,keep_base
@@ -122,7 +121,6 @@ def make_model(vlm_cfg:VLMConfig, train_cfg:TrainConfig, resuming:bool=False, # 
         model = VisionLanguageModel.from_pth(str(c.load_from), vlm_cfg, backbones)
     elif weights: model = VisionLanguageModel.from_pretrained(weights, vlm_cfg)
     else: model = VisionLanguageModel(vlm_cfg, load_backbone=backbones)
-    if not (c.save_vision or resuming): model.leave_vision_out()
     return model.train()
 
 # %% ../../nbs/56_runs.run.ipynb #45cbe566
@@ -254,18 +252,11 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
     return trainer
 
 # %% ../../nbs/56_runs.run.ipynb #2c339ad8
-_TOWER = 'vision_encoder.' # begins the names of its weights
-
-def _use_frozen_tower(trainer:Trainer, checkpoint:Path|None=None)->None: # what it was loaded from
-    "Switch on what `cache_features` and `save_vision` ask for."
-    model,c,log = trainer.base,trainer.cfg,trainer.log
-    if checkpoint is not None and not c.save_vision: # `make_model` has done it for a new run
-        cfg,state = checkpoint_weights(checkpoint, model.config_class)
-        tower = {k.removeprefix(_TOWER):w for k,w in state.items() if k.startswith(_TOWER)}
-        model.vision_note = tower_note(cfg, tower)
-    if not c.cache_features: return
-    cache = keep_features(model, log.run_dir/FEATURE_CACHE, trainer.dtype)
-    log.info(f'features of tiles are kept in {cache.folder}')
+def _use_frozen_tower(trainer:Trainer)->None:
+    "Switch on what `cache_features` asks for."
+    if not trainer.cfg.cache_features: return
+    cache = keep_features(trainer.base, trainer.log.run_dir/FEATURE_CACHE, trainer.dtype)
+    trainer.log.info(f'features of tiles are kept in {cache.folder}')
 
 # %% ../../nbs/56_runs.run.ipynb #6c3402cd
 def _use_evals(trainer:Trainer)->None: # every rank must call
@@ -288,14 +279,14 @@ def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own 
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
         *[f"the script's own: {', '.join(own)}"]*bool(own), *projector_advice(c, dist.world_size),
-        *precision_notes(dist.device, trainer.dtype), *(save_notes(c) if size>_SMALL_M else [])]
+        *(save_notes(c) if size>_SMALL_M else [])]
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
     "Change the directory of a run and open its log: nothing refuses it any more."
     run_dir,dist,log = run.run_dir,run.dist,run.log
     if (note := trainer.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
-    _use_frozen_tower(trainer, checkpoint)
+    _use_frozen_tower(trainer)
     dist.barrier() # every rank has read
     on_master(dist, lambda: go_back(run_dir, checkpoint if trainer.owned else None))
     if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base']))
