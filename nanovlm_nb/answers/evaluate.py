@@ -466,8 +466,6 @@ class NanoVLM(lmms):
     ):
         super().__init__()
         require((pretrained is None)!=(asker is None), 'give a checkpoint: --model_args pretrained=DIR')
-        require(str(batch_size).isdigit() and int(batch_size)>0,
-            f'batch_size is {batch_size!r}: give the number of questions answered at a time')
         require(prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         device = device and torch.device(device)
