@@ -7,10 +7,9 @@ __all__ = ['VISIBLE', 'MISSING', 'LOGIN', 'logger', 'result_files', 'write_json'
            'is_running', 'writers', 'visible_cards', 'evaluator_cards', 'has_lmms_eval', 'task_names', 'task_file',
            'why_not', 'benchmarks', 'asked_as', 'choose_eval_backend', 'possible_tasks', 'evaluator_command',
            'Evaluations', 'missing_tasks', 'ask_for_eval', 'poll_evals', 'new_results', 'take_over_evals',
-           'collect_evals', 'keep_results', 'wait_for_evals', 'flat', 'sampling_of', 'as_nanovlm_asks', 'batches',
-           'NanoVLM', 'manifest', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows',
-           'exact_match', 'flat_figures', 'cli_evaluate', 'result_before', 'evaluate_into', 'results_table',
-           'step_in_name', 'main']
+           'collect_evals', 'keep_results', 'wait_for_evals', 'flat', 'as_nanovlm_asks', 'batches', 'NanoVLM',
+           'manifest', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match',
+           'flat_figures', 'cli_evaluate', 'result_before', 'evaluate_into', 'results_table', 'step_in_name', 'main']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aca7a662
 import json,logging,math,os,re,shutil,signal,subprocess,sys,time,tempfile
@@ -30,7 +29,6 @@ import datasets
 import numpy as np
 from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from pyarrow import ArrowInvalid
 from pyarrow.parquet import read_metadata
 from PIL import Image
 
@@ -38,7 +36,7 @@ from ..core.run_dir import write_atomic,LOG,RESULTS,lock_file,read_log,find_chec
 from ..core.config import TrainConfig,PROMPTS
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.logs import EVAL_AXIS,RunLog
-from ..core.usage import require,UsageError,nearest,user_path
+from ..core.usage import require,UsageError,user_path
 from .answer import Asker,answer_losses,answer_all,questions_of
 from ..data.dataset import shapes_dataset
 
@@ -423,14 +421,6 @@ def flat(visuals)->list: # pictures in lists of any depth; None: there are none
     if visuals is None: return []
     return [v for o in visuals for v in flat(o)] if isinstance(visuals, (list,tuple)) else [visuals]
 
-# %% ../../nbs/36_answers.evaluate.ipynb #7e7bf96f
-def sampling_of(options:dict)->dict: # `generation_kwargs` of a task; for `Asker`, empty: greedy
-    "Returns how the answers of a task are to be drawn."
-    temperature = float(options.get('temperature') or 0)
-    if temperature<=0 or not options.get('do_sample'): return {}
-    top_k,top_p = int(options.get('top_k', 50) or 0),float(options.get('top_p') or 1)
-    return dict(temperature=temperature, top_k=top_k, top_p=top_p)
-
 # %% ../../nbs/36_answers.evaluate.ipynb #a97ec1f7
 @cache
 def _question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), `after`, `answer`
@@ -476,8 +466,6 @@ class NanoVLM(lmms):
     ):
         super().__init__()
         require((pretrained is None)!=(asker is None), 'give a checkpoint: --model_args pretrained=DIR')
-        require(str(batch_size).isdigit() and int(batch_size)>0,
-            f'batch_size is {batch_size!r}: give the number of questions answered at a time')
         require(prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         device = device and torch.device(device)
@@ -504,8 +492,7 @@ class NanoVLM(lmms):
             asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
             stop = [s for s in flat(options.get('until')) if s and plain]
             most = int(options.get('max_new_tokens') or self.max_new_tokens)
-            asker,how = replace(self.asker, numbered=plain),sampling_of(options)
-            pieces = asker.stream(asked, most, stop, shorten=True, **how)
+            pieces = replace(self.asker, numbered=plain).stream(asked, most, stop, shorten=True)
             for i,text in zip(part, map(''.join, zip(*pieces))): answers[i] = text.strip() if plain else text
         return answers
 
@@ -522,8 +509,7 @@ class NanoVLM(lmms):
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
         "Raises an error: this is not possible."
-        raise NotImplementedError('nanovlm_nb answers each question by itself: '
-                                  'leave tasks of several rounds (generate_until_multi_round) out')
+        raise NotImplementedError('tasks of several rounds are not answered: leave them out')
 
 # %% ../../nbs/36_answers.evaluate.ipynb #30388770
 def manifest(): # a `ModelManifest` of lmms-eval
@@ -574,15 +560,8 @@ def write_tasks(folder:str|Path, # made if needed
 
 # %% ../../nbs/36_answers.evaluate.ipynb #1d27216c
 def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a share, None: all; decoded
-    "Returns the rows of a question file; a UsageError if it is none."
-    try:
-        with user_path(): about = read_metadata(path)
-    except (ArrowInvalid, OSError) as e: # the second if it is damaged
-        raise UsageError(f'{path} is no parquet file: give one with the columns images and texts') from e
-    names,total = about.schema.to_arrow_schema().names,about.num_rows
-    lacking = [c for c in ('images','texts') if c not in names]
-    require(not lacking, f"{path} has no column {' and no '.join(lacking)}, it has {', '.join(names)}: "
-        'give a question file')
+    "Returns the rows of a question file."
+    total = read_metadata(path).num_rows
     n = total if limit is None else math.ceil(total*limit) if limit<1 else int(limit)
     if not n: return []
     rows = datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True)
@@ -637,23 +616,13 @@ def _through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
     if not output: return None
     return flat_figures(output['results']),{t:n['effective'] for t,n in output['n-samples'].items()}
 
-# %% ../../nbs/36_answers.evaluate.ipynb #f411817d
-def _wrong_with(task, include_path):
-    "Returns why a task cannot be evaluated; an empty text if nothing is known."
-    if path := task_file(task, include_path):
-        try: read_rows(path, 0)
-        except UsageError as e: return str(e)
-    near = None if path or has_lmms_eval() or task in _OWN_TASKS else nearest(task, _OWN_TASKS)
-    if near: return f'there is no task {task}: did you mean {near}?'
-    return why_not(task, include_path).format(task)
-
 # %% ../../nbs/36_answers.evaluate.ipynb #7f5cdd11
 def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
     args:Namespace, dist:Dist, # see `cli_evaluate`; every rank must call
 )->_Found|None: # None on other ranks than 0
     "Evaluates one task: a question file by ourselves, all others with lmms-eval."
-    require(not (wrong := _wrong_with(task, args.include_path)), wrong)
-    path = task_file(task, args.include_path)
+    path,why = task_file(task, args.include_path),why_not(task, args.include_path)
+    require(not why, why.format(task))
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
         return _through_lmms_eval(asker, task, args, dist)
     share,n = exact_match(asker, path, args.limit, args.batch_size, dist)
@@ -689,20 +658,13 @@ def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch
     return all_of if dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
-def result_before(out:Path|None, head:dict)->dict|None: # need not be there; see `result_values`
-    "Returns the results to go on with; a UsageError for a file with anything else."
-    if out is None or not out.exists() or not out.stat().st_size: return None
-    try: before = json.loads(out.read_text(encoding='utf-8'))
-    except ValueError: before = None
-    require(isinstance(before, dict) and all(isinstance(before.get(k), type(v)) for k,v in _NOTHING.items()),
-        f'--out {out} is there, and is no result of an evaluation: give another --out')
-    def same(k, old, new): # a checkpoint that is gone may have been moved with its run
-        if k!='checkpoint': return old==new
-        old,new = (Path(str(p)).absolute() for p in (old, new))
-        return old==new or not old.exists() and old.parts[-2:]==new.parts[-2:]
-    other = ', '.join(f'{k} {before.get(k)} instead of {v}' for k,v in head.items()
-                      if not same(k, before.get(k), v))
-    require(not other, f'--out {out} holds the result of another evaluation ({other}): give another --out')
+def result_before(out:Path|None, head:dict)->dict: # need not be there; see `result_values`
+    "Returns the results to go on with; a UsageError if the file has those of another evaluation."
+    if out is None or not out.exists(): return head|_NOTHING
+    before = json.loads(out.read_text(encoding='utf-8'))
+    def end(path): return Path(str(path)).parts[-2:] # a checkpoint may have been moved with its run
+    require(all(before.get(k)==v or end(before.get(k))==end(v) for k,v in head.items()),
+        f'--out {out} holds the result of another evaluation: give another --out')
     return before|head
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e1
@@ -710,7 +672,7 @@ def evaluate_into(args:Namespace, head:dict, # see `cli_evaluate`, `result_value
     out:Path|None=None, # result file; None: none is written
 )->tuple[dict,dict[str,str]]: # what the file holds; messages of tasks that failed
     "Evaluates the tasks that a result file lacks, and writes each into it as soon as it is done."
-    values,failed = result_before(out, head) or head|_NOTHING,{}
+    values,failed = result_before(out, head),{}
     for task in task_names(args.tasks):
         if values['prompts'].get(task)==asked_as(task, args.prompts): continue
         results:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
@@ -753,9 +715,6 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
     result_before(out, head) # before a model is read
     own = [] if a.include_path else [t for t in names if t in _OWN_TASKS] # their questions are made here
-    wrong = [t not in own and _wrong_with(t, a.include_path) for t in names]
-    # one of several fails when its turn comes
-    require(not all(wrong), f"--tasks: {'; '.join(map(str, wrong))}")
     results,failed = _evaluate(Asker.from_checkpoint(checkpoint, a.device), a, own, head, out)
     sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')

@@ -100,18 +100,16 @@ def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
     return list(range((2*n+2)//3))
 
 # %% ../../nbs/32_answers.heatmap.ipynb #69cd0961
-def _taken(model, ids, tiles, rows, blocks, heads):
+def _taken(model, ids, tiles, rows, blocks):
     "What some rows take from each position, on average over rows, blocks and heads."
     with record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
-    weights = torch.stack([recorded[b][0] for b in blocks])
-    return (weights if heads is None else weights[:,list(heads)]).mean((0,1,2))
+    return torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))
 
 # %% ../../nbs/32_answers.heatmap.ipynb #69cd0960
 @torch.no_grad()
 def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or more
     question:str|list[dict], # a question, or turns of which the last has no 'assistant'
     answer:str, blocks:Sequence[int]|None=None, # the model's; numbers of blocks; None: `default_blocks`
-    heads:Sequence[int]|None=None, # numbers of heads; None: all
     answer_only:bool=False)->list[Heat]: # leave out the words of the question; of each picture
     "Returns how much the text took from each place, on average over rows, blocks and heads."
     require(images, 'no picture: there is nothing to look at')
@@ -124,23 +122,22 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     # the last token is generated and not read
     rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
-    taken = _taken(model, ids, tiles, rows, blocks, heads)[slots].cpu()
+    taken = _taken(model, ids, tiles, rows, blocks)[slots].cpu()
     per_picture = taken.split([len(t)*c.mp_image_token_length for t in tiles])
     grids = [asker.image_processor.grid(*image_size(im)) for im in images]
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
 
 # %% ../../nbs/32_answers.heatmap.ipynb #ce3371a3
-def overlay(image:Image.Image, heat:Heat, strength:float=.6, # from `answer_heat`; of the heat, 0 to 1
+def overlay(image:Image.Image, heat:Heat, # from `answer_heat`
     longest:int=512)->Image.Image: # longest side of the result, pixels; RGB, in the picture's proportions
     "Returns a picture under its heat map."
     from matplotlib import colormaps
-    require(0<=strength<=1, f'strength is {strength}: give 0 (the picture) to 1 (the heat)')
     image = open_image(image)
     scale = longest/max(image.size)
     w,h = (max(1, round(n*scale)) for n in image.size)
     hot = heat.draw(w, h).numpy()
     colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[...,:3]
-    mixed = (1-strength)*np.asarray(image.resize((w,h)), dtype=float)+strength*255*colour
+    mixed = .4*np.asarray(image.resize((w,h)), dtype=float)+.6*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
     pen,(rows,cols) = ImageDraw.Draw(out),heat.grid
     for c in range(1, cols): pen.line([(c*w/cols,0), (c*w/cols,h)], fill=(255,255,255))

@@ -43,10 +43,6 @@ class PackRules:
     shuffle:bool = True # False keeps the order of the rows, as for validation
     first:int = FIRST_WINDOW # packs of an epoch's first window; `window`: all are of one size
 
-    def __post_init__(self):
-        for name in ('length','window','first'):
-            require(getattr(self, name)>=1, f'{name} is {getattr(self, name)}: it must be at least 1')
-
 # %% ../../nbs/16_data.lanes.ipynb #1a4e0001
 @dataclass
 class Lane:

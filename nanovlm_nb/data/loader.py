@@ -438,12 +438,6 @@ def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree 
     check_tokenizer(made, c)
     return made
 
-# %% ../../nbs/18_data.loader.ipynb #ee37aba5
-def _no_room(val_size:int, rows:int)->str: # that there are
-    "What to say when no training rows are left, with a value that works."
-    works = max(rows//10, min(rows-1, 1))
-    return f'val_size {val_size} leaves no training rows of {rows}: set it to {works} or so'
-
 # %% ../../nbs/18_data.loader.ipynb #079df9bd
 def map_pair(rows, seed:int, val_size:int, # see `MapSource`; of the run; for validation
     cutoff:int|None=None, # rows for training at most; None: all
@@ -451,20 +445,16 @@ def map_pair(rows, seed:int, val_size:int, # see `MapSource`; of the run; for va
     "Split rows with random access."
     val = MapSource(rows, seed, 0, val_size, shuffle=False)
     n = val.ends[-1]
-    require(0<=val_size<n, _no_room(val_size, n))
+    require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it')
     return MapSource(rows, seed, val_size, n if cutoff is None else min(n, val_size+cutoff)),val
 
 # %% ../../nbs/18_data.loader.ipynb #ee37ab01
 def stream_pair(streams:dict[str,IterableDataset], seed:int, val_size:int, # configuration -> rows
     cutoff:int|None=None, # rows for training at most; None: all
 )->tuple[StreamSource,StreamSource]: # for training, for validation
-    "Split streams; where every share has a head, looks whether anything is left."
+    "Split streams."
     train = StreamSource(streams, seed, val_size, cutoff)
-    val = train.held_out()
-    def rows(source): return (row for _,row in source.rows_of(0, 1, 0) if isinstance(row, dict))
-    if len(val.shares)==len(train.shares) and not any(rows(train)) and (n := len([*rows(val)])):
-        raise UsageError(_no_room(val_size, n))
-    return train,val
+    return train,train.held_out()
 
 # %% ../../nbs/18_data.loader.ipynb #ef470d02
 def shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `total`; or None for each
@@ -526,10 +516,6 @@ def own_sources(
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
     if isinstance(rows, Dataset): rows = _conform(rows, 'own', columns=c.columns)
-    listed = hasattr(rows, '__len__') and hasattr(rows, '__getitem__')
-    require(listed and not isinstance(rows, (str,dict,tuple)),
-        f'rows are a {type(rows).__name__}, {rows!r:.60}: '
-        'give what has a length and an index, or two sources, for training and for validation')
     return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96
