@@ -12,7 +12,7 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.model.weights import base_digest
 from nanovlm_nb.training.lora import add_adapters, merge_adapters
 from nanovlm_nb.training.optim import amp_dtype
-from nanovlm_nb.training.shard import OffloadedAdamW, translate
+from nanovlm_nb.training.shard import OffloadedAdamW
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 
@@ -102,10 +102,3 @@ def test_offloaded_weights_are_those_of_the_model():
             o.step()
             w.data.clamp_(max=.8)
     assert torch.equal(*weights)
-
-
-def test_a_climb_in_updates_needs_a_length_in_updates():
-    climb = dict(scheduler=dict(type='WarmupLR', params=dict(warmup_num_steps=10)))
-    with pytest.raises(UsageError, match='5 epochs: give warmup_ratio'): translate(climb, tiny(max_epochs=5, max_training_steps=1000)[1], 1)
-    climb['scheduler']['params']['warmup_num_steps'] = '10'
-    with pytest.raises(UsageError, match="'10': give a whole number"): translate(climb, tiny()[1], 1)
