@@ -188,11 +188,11 @@ def test_many_questions_as_json(saved):
     with Image.open(saved/'scene.png') as im: assert [a['answer'] for a in answers] == asker([([im, im], q) for q in QUESTIONS], 6)
 
 
-@pytest.mark.parametrize('file, text', [('model.safetensors', 'weights'), ('config.json', '[]')])
-def test_unreadable_checkpoints_get_one_line(saved, file, text, monkeypatch, capsys):
+@pytest.mark.parametrize('weights', ['no weights', None])
+def test_unreadable_checkpoints_get_one_line(saved, weights, monkeypatch, capsys):
     monkeypatch.chdir(saved)
-    shutil.copytree('model', broken := f'broken_{file}')
-    Path(broken, file).write_text(text)
+    shutil.copytree('model', broken := f'broken_{weights}')
+    Path(broken, 'model.safetensors').write_text(weights) if weights else Path(broken, 'model.safetensors').unlink()
     with pytest.raises(SystemExit) as ended: main(['ask', broken, '--prompt', 'x'])
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count('\n') == 1 and f'{broken} cannot be used as a checkpoint' in err
+    assert ended.value.code == 2 and err.count('\n') == 1 and broken in err

