@@ -1,7 +1,10 @@
 "Running the project's commands as a user does: own processes, real torchrun."
+import hashlib
+import json
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,10 @@ SIZES = {name: getattr(VLM, name) for name in sorted({n for n, v in vars(VLM).it
 TINY = [word for name, value in SIZES.items() for word in (f'--{name}', str(value))] + (
     '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
     '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --progress_bar False').split()
+
+#: figures that no interruption of a run changes: their names, and how their names begin
+FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch')
+FAMILIES = ('lr_', 'eval/', 'best_', 'mine/')
 
 #: the variable that tells workers of xdist where the warm python is
 SHARED_WARM = 'NANOVLM_WARM_PYTHON'
@@ -78,3 +85,29 @@ def train(args, cwd, ranks=1, **kw):
     "`nanovlm train`, or the same module under torchrun when there are several ranks; takes what `run` takes."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
     return run([sys.executable, *launch, '-m', 'nanovlm_nb.train', *args], cwd, **kw)
+
+
+def wait_for(process, reached, timeout=300):
+    "Wait until something is so, or the process has ended; True: it is so."
+    end = time.monotonic()+timeout
+    while process.poll() is None and time.monotonic() < end:
+        if reached(): return True
+        time.sleep(.01)
+    if process.poll() is None: raise TimeoutError('the run hangs')
+    return False
+
+
+def log_of(run):
+    "Lines of a run's log; one that is still being written is none."
+    log = Path(run)/'log.jsonl'
+    return [json.loads(line) for line in log.read_text().splitlines() if line.endswith('}')] if log.is_file() else []
+
+
+def updates(run): return [r for r in log_of(run) if 'batch_loss' in r]
+
+
+def record(run):
+    "What no interruption changes: figures of every line, and fingerprints of the last weights."
+    figures = [{k: v for k, v in r.items() if k in FIGURES or k.startswith(FAMILIES)} for r in log_of(run)]
+    last = Path(run)/(Path(run)/'last_checkpoint').read_text().strip()
+    return [f for f in figures if f.keys() - {'step', 'epoch'}], {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in last.glob('*.safetensors')}

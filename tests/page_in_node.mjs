@@ -11,5 +11,4 @@ const shown = (p, how) => { const seen = page.cut(picture(p), how); return { til
 console.log(JSON.stringify({
   ids: cases.texts?.map((t) => tokenizer.encode(t)), spoken: cases.ids?.map(spoken), neutral: cases.texts?.map((t) => tokenizer.neutralise(t)),
   shown: cases.pictures?.map((p) => shown(p, cases.how)),
-  heats: cases.heats?.map(({ values, rows, columns, how, width, height }) => [...page.spread(page.heatOf(values, { rows, columns }, how), width, height)]),
 }));

@@ -80,21 +80,6 @@ def test_fresh_llama(tmp_path, base, tied):
     assert error(lm, model) <= 1e-5
 
 
-@pytest.mark.parametrize('size', ['5KB', '40KB', '10MB'])
-def test_shards(tmp_path, size):
-    model = new_llama(tmp_path, max_shard_size=size)
-    assert (tmp_path/'model.safetensors.index.json').exists() == (size != '10MB')
-    assert error(load_lm(tmp_path), model) <= 1e-5
-
-
-def test_bfloat16_checkpoint(tmp_path):
-    model = new_llama(tmp_path).bfloat16()
-    model.save_pretrained(tmp_path)
-    lm = load_lm(tmp_path)
-    assert lm.norm.weight.dtype == torch.float32
-    assert error(lm, model.float()) <= 1e-5
-
-
 @torch.no_grad()
 @pytest.mark.parametrize('head', [True, False])
 def test_fresh_siglip_vision(tmp_path, head):

@@ -1,10 +1,9 @@
 "Poisoned samples among clean ones: their updates are skipped by all ranks together, and `nanovlm replay` names them."
-import json
 import random
 import sys
 
 import pytest
-from commands import TINY, run, train
+from commands import TINY, run, train, updates
 
 from nanovlm_nb.training.hooks import read_bad_updates
 from nanovlm_nb.data.dataset import shapes_dataset
@@ -35,7 +34,7 @@ def test_their_updates_are_skipped_and_no_others(poisoned):
     skipped = read_bad_updates(run_dir)
     assert all(set(r['ids']) & bad for r in skipped), 'a clean update was skipped'
     assert set().union(*(set(r['ids']) & bad for r in skipped)) == bad
-    log = [r for r in map(json.loads, (run_dir/'log.jsonl').read_text().splitlines()) if 'batch_loss' in r]
+    log = updates(run_dir)
     assert [r['step'] for r in log] == list(range(1, UPDATES+1))
     assert [r['step'] for r in log if 'skipped_updates' in r] == [r['update'] for r in skipped]
     assert max(r['grad_norm'] for r in log[100:] if 'skipped_updates' not in r) < min(r['grad_norm'] for r in log if 'skipped_updates' in r)

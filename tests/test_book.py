@@ -1,4 +1,4 @@
-"The way through the book: chapter zero is one page, chapters say what they replace, the home page shows what notebooks computed."
+"The way through the book: chapter zero is one page, the home page shows what notebooks computed."
 import ast
 import io
 import re

@@ -11,15 +11,13 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from commands import SIZES, nanovlm, ranks_of, run, start_of
-from kills import wait_for
+from commands import SIZES, log_of, nanovlm, ranks_of, record, run, start_of, wait_for
 from small_smolvlm import small_model
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import ClassConfig, Settings, confusion, metrics_of, read_predictions, digits_splits, load_classes, shapes_splits
 from nanovlm_nb.uses.export import export_smolvlm
 
 UPDATES, EVERY = 12, 3
-FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch', 'best_overall_accuracy', 'best_model_step')
 
 
 @pytest.fixture(scope='module')
@@ -50,14 +48,6 @@ def command(file, *more, ranks=1):
     return [str(a) for a in (sys.executable, *launch, '-m', 'nanovlm_nb.cli', 'classify', '--config', file, *more)]
 
 
-def log(folder): return [json.loads(line) for line in (folder/'log.jsonl').read_text().splitlines()]
-
-
-def figures(folder):
-    "What must not depend on kills."
-    return [{k: v for k, v in r.items() if k in FIGURES or k.startswith('eval/')} for r in log(folder)]
-
-
 @pytest.fixture(scope='module')
 def whole(place):
     "An undisturbed run."
@@ -70,7 +60,7 @@ def whole(place):
 def test_metrics_are_scikit_learns(whole):
     from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
     judged, names, step = read_predictions(whole)
-    best = next(r for r in log(whole) if r['step'] == step and 'eval/overall_accuracy' in r)
+    best = next(r for r in log_of(whole) if r['step'] == step and 'eval/overall_accuracy' in r)
     by_set = {n: [j for j in judged if n == j.dataset] for n in ('numerals', 'figures')} | dict(overall=judged)
     for name, rows in by_set.items():
         assert best[f'eval/{name}_accuracy'] == accuracy_score([j.label for j in rows], [j.predicted for j in rows])
@@ -83,19 +73,19 @@ def test_metrics_are_scikit_learns(whole):
 
 
 def test_the_best_is_the_first_of_the_highest_and_reports_come_when_they_are_due(whole):
-    evaluations = [r for r in log(whole) if 'eval/overall_accuracy' in r]
+    evaluations = [r for r in log_of(whole) if 'eval/overall_accuracy' in r]
     assert [r['step'] for r in evaluations] == list(range(0, UPDATES+1, EVERY))
     for i in range(1, len(evaluations)):  # the untrained model is never the best
         best = max(evaluations[1:i+1], key=lambda r: r['eval/overall_accuracy'])
         assert (evaluations[i]['best_overall_accuracy'], evaluations[i]['best_model_step']) == (best['eval/overall_accuracy'], best['step'])
     assert (whole/'best_checkpoint').read_text().strip() == f"step_{evaluations[-1]['best_model_step']}"
     for key in ('training/loss', 'training/lr', 'training/grad_norm', 'training/epoch', 'perf/step_time', 'perf/samples_per_second', 'perf/gpu_memory_gb'):
-        assert [r['step'] for r in log(whole) if key in r][:UPDATES//2] == list(range(2, UPDATES+1, 2)), key
+        assert [r['step'] for r in log_of(whole) if key in r][:UPDATES//2] == list(range(2, UPDATES+1, 2)), key
 
 
 def test_layout(whole):
     assert {p.name for p in (whole/'checkpoints').iterdir()} == {f'checkpoint-{n}' for n in range(0, UPDATES+1, EVERY)}
-    assert 'update 10/12' in (whole/'logs'/'train.log').read_text() and log(whole/'logs') == log(whole)
+    assert 'update 10/12' in (whole/'logs'/'train.log').read_text() and log_of(whole/'logs') == log_of(whole)
     assert (whole/'confusion.png').read_bytes()[:4] == b'\x89PNG'
     cfg, weights = ClassConfig.load(whole/'step_12'), load_file(whole/'checkpoints'/'checkpoint-12'/'model.safetensors')
     assert cfg.class_names == [*'0123456789', 'bar', 'circle', 'cross', 'ring', 'square', 'triangle'] and cfg.class_prompt == 'What is this?'
@@ -123,10 +113,10 @@ def test_predicting_from_the_command_line(place, whole):
 # --- ranks
 
 def test_two_ranks_are_one_rank_and_sharded_weights_learn_the_same(place, whole):
-    one, (mine, *_) = figures(whole), read_predictions(whole)
+    one, (mine, *_) = record(whole)[0], read_predictions(whole)
     for name, sharding in (('ranks', 'ddp'), ('sharded', 'zero3')):
         run(command(settings(place, name, batch_size=2, sharding=sharding), ranks=2), place)
-        two, (theirs, *_) = figures(place/'outputs'/name), read_predictions(place/'outputs'/name)
+        two, (theirs, *_) = record(place/'outputs'/name)[0], read_predictions(place/'outputs'/name)
         assert [r.get('batch_digest') for r in one] == [r.get('batch_digest') for r in two]
         for a, b in zip(one, two, strict=True):
             for key in a.keys() & {'batch_loss', 'grad_norm', 'eval/overall_loss', 'val_loss'}: assert a[key] == pytest.approx(b[key], rel=2e-3), (key, a['step'])
@@ -157,7 +147,7 @@ def test_killed_it_ends_as_if_it_had_not_been(place, whole, sharding):
     run(command(file, '--resume_from', 'latest', ranks=ranks), place)
     ours, theirs = (load_file(d/'step_12'/'model.safetensors') for d in (folder, alone))
     assert ours.keys() == theirs.keys() and all(w.equal(theirs[k]) for k, w in ours.items())
-    assert figures(folder) == figures(alone) and read_predictions(folder) == read_predictions(alone)
+    assert record(folder)[0] == record(alone)[0] and read_predictions(folder) == read_predictions(alone)
 
 
 @pytest.mark.parametrize('kind', ['smolvlm', 'nanovlm'])
@@ -168,16 +158,16 @@ def test_kill_and_resume_of_what_began_as_another_model(place, kind):
     file = settings(place, kind, dict(name=str(begun)), output_dir=str(place/'outputs'), datasets=['numerals'])
     folder = killed(file, place)
     nanovlm(shlex.split(run(command(file), place, check=False).stderr.split('go on with: nanovlm ')[1]), place)
-    assert [r['step'] for r in log(folder) if 'batch_loss' in r] == [*range(1, UPDATES+1)] and 'best accuracy ' in (folder/'record.md').read_text()
+    assert [r['step'] for r in log_of(folder) if 'batch_loss' in r] == [*range(1, UPDATES+1)] and 'best accuracy ' in (folder/'record.md').read_text()
 
 
 def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole):
-    best, before = ('best_overall_accuracy', 'best_model_step'), figures(whole)
+    best, before = ('best_overall_accuracy', 'best_model_step'), record(whole)[0]
     state = json.loads((whole/'step_6'/'trainer_state.json').read_text())['hooks']['ValidateClasses']
-    known = [r for r in log(whole) if 'best_model_step' in r and r['step'] < 6][-1]  # that of update 6 follows its checkpoint
+    known = [r for r in log_of(whole) if 'best_model_step' in r and r['step'] < 6][-1]  # that of update 6 follows its checkpoint
     assert [known[k] for k in best] == [state[k] for k in best]
     run(command(place/'whole.yaml', '--resume_from', 'checkpoint-6'), place)
-    assert 'Resumed from the checkpoint' in (whole/'train.log').read_text() and figures(whole) == before
+    assert 'Resumed from the checkpoint' in (whole/'train.log').read_text() and record(whole)[0] == before
     done = run(command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6'), place, check=False)
     assert done.returncode == 2 and 'cannot resume' in done.stderr and 'class_names' in done.stderr
 
@@ -206,8 +196,6 @@ def test_what_is_best_after_going_back(place):
     assert not (folder/'predictions.json').exists() or read_predictions(folder)[2] == best['best_model_step']
 
 
-def test_check_leaves_a_classifier_to_its_own_command(place):
-    run(command(settings(place, 'left'), '--run_name', 'left'), place)
-    folder = next(p.parent for p in place.rglob('predictions.json') if p.parent.name == 'left')
-    done = nanovlm(['check', folder], place, check=False)
+def test_check_leaves_a_classifier_to_its_own_command(place, whole):
+    done = nanovlm(['check', whole], place, check=False)
     assert done.returncode == 2 and 'nanovlm classify --config' in done.stderr and 'network' not in done.stdout+done.stderr

@@ -12,7 +12,7 @@ from PIL import Image
 from their_smolvlm import make_smolvlm
 from transformers import Qwen2_5_VLConfig
 
-from commands import run
+from commands import log_of, run
 from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier, load_classes
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import VLMConfig, evolve
@@ -119,7 +119,7 @@ def test_the_guides_file_runs(place):
     assert (two/'configs'/'001.given.yaml').read_bytes() == (place/'used.yaml').read_bytes()
     text = (one/'train.log').read_text()
     assert 'training.num_epochs in used.yaml is training.epochs here' in text and 'attention' in text
-    records = [json.loads(line) for line in (one/'log.jsonl').read_text().splitlines()]
+    records = log_of(one)
     assert max(r['step'] for r in records) == 130
     assert [r['step'] for r in records if 'eval/food101_accuracy' in r] == [0, 50, 100, 130]
     assert [r['step'] for r in records if 'training/loss' in r][:3] == [10, 20, 30]

@@ -1,17 +1,14 @@
 "Whole blocks are compiled, in few graphs that serve all batches; a step of full size asks for no value."
-import json
 import random
 
 import pytest
 import torch
 
-from commands import TINY, train
-from kills import disturbed, undisturbed
 from nanovlm_nb.model.attention import problem_of
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.model.language import KVCache
 from nanovlm_nb.training.optim import compile_blocks
-from nanovlm_nb.data.packing import balanced_greedy_knapsack, collate_packs, pack
+from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
 
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=2, lm_max_length=256)
@@ -82,28 +79,6 @@ def test_two_graphs_serve_all_batches():
     assert counter.frame_count == 2
 
 
-@pytest.mark.slow
-def test_compiled_equals_eager():
-    "With the compiler of real runs."
-    rng = random.Random(1)
-    eager, compiled = twins()
-    for _ in range(3):
-        batch = random_batch(rng, SMALL, blank=picture)
-        (loss, *grads), (want, *wanted) = step(compiled, batch), step(eager, batch)
-        assert abs(loss-want) <= 1e-6*abs(want)
-        assert max((a-b).abs().max() for a, b in zip(grads, wanted, strict=True)) <= 1e-5
-
-
-def test_the_tower_sees_few_shapes_in_an_epoch():
-    rng = random.Random(2)
-    tiles = [rng.choice((1, 1, 5, 9, 13, 17)) for _ in range(4000)]
-    lengths = [64*n+rng.randint(20, 400) for n in tiles]
-    packs = balanced_greedy_knapsack(lengths, [1]*len(tiles), 4096, 8)
-    rng.shuffle(packs)
-    seen = {sum(tiles[i] for g in pair for i in g) for pair in zip(packs[::2], packs[1::2])}
-    assert len(seen) > 16 >= len({-(-n//8) for n in seen})
-
-
 def test_a_step_of_full_size_asks_for_no_value():
     cfg, rng = preset('nanovlm')[0], random.Random(3)
     with torch.device('meta'): net = VLMNet(cfg).bfloat16()
@@ -117,47 +92,3 @@ def test_a_step_of_full_size_asks_for_no_value():
     loss.backward()
     assert sum(p.grad.numel() for p in net.parameters()) > 4.5e8
     with pytest.raises(RuntimeError, match='meta'): net(batch['input_ids'].to('meta'), images, doc_lens=batch['doc_lens'])
-
-
-@pytest.mark.slow
-def test_a_second_start_finds_what_the_first_has_compiled(tmp_path, monkeypatch):
-    "Two ranks compile at the same time into one directory, the user's; then the same run goes on."
-    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'mine'))
-    flags = [*TINY, '--ask_samples', 0, '--max_val_batches', 1, '--eval_in_epochs', False, '--compile', True]
-    start = lambda name, updates, *more: train([*flags, '--run_name', name, '--max_training_steps', updates, *more], tmp_path, ranks=2, timeout=1800, fresh=True)
-    run = tmp_path/'checkpoints'/'run'
-    start('run', 2)
-    assert (tmp_path/'mine'/'fxgraph').is_dir() and not (run/'compiled').exists(), 'a run holds no code'
-    kept = {*(tmp_path/'mine'/'fxgraph').rglob('*')}
-    start('run', 3, '--resume', True)
-    assert kept and {*(tmp_path/'mine'/'fxgraph').rglob('*')} == kept, 'nothing is compiled for a second time'
-    assert len(losses(run)) == 3
-
-
-def losses(run):
-    "Loss of each update of a run."
-    records = [json.loads(line) for line in (run/'log.jsonl').read_text().splitlines()]
-    return [r['batch_loss'] for r in records if 'batch_loss' in r]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('sharding', ['ddp', 'zero3'])
-def test_compiled_ranks_equal_eager_ones(tmp_path, sharding):
-    flags = [*TINY, '--max_training_steps', 2, '--ask_samples', 0, '--dtype', 'float32', '--batch_size', 1, '--max_val_batches', 1, '--sharding', sharding]
-    for name in ('True', 'False'): train([*flags, '--run_name', name, '--compile', name], tmp_path, ranks=2)
-    compiled, eager = (losses(tmp_path/'checkpoints'/name) for name in ('True', 'False'))
-    assert len(eager) == 2 and compiled == pytest.approx(eager, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('ranks', [1, 2])
-def test_a_compiled_deterministic_run_repeats_itself_to_the_bit(tmp_path, ranks, monkeypatch):
-    "Twice from nothing, each with code of its own; and killed twice, with what is compiled found on disk."
-    for name in 'ab': (tmp_path/name).mkdir()
-    more = ['--compile', True, '--deterministic', True]
-    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'first'))
-    whole = undisturbed(tmp_path/'a', ranks, 1, 10, *more)
-    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path/'second'))
-    assert undisturbed(tmp_path/'b', ranks, 1, 10, *more) == whole
-    killed, when = disturbed(tmp_path/'b', 2, ranks, 1, 10, *more)
-    assert when[0] != 'it had ended' and killed == whole

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, train
-from kills import record
+from commands import TINY, record
 
 from nanovlm_nb.data.prompts import answer_frame
 from nanovlm_nb.training.checkpoint import load_optimizer
@@ -241,14 +240,6 @@ sys.addaudithook(lambda event, args: UNPICKLED.append(args) if event == 'pickle.
 LURES = ('optimizer/.metadata', 'optimizer/__0_0.distcp', 'optimizer/rank_1.safetensors', 'optimizer.pt', 'pytorch_model.bin', 'training_args.bin', 'rng_0.pth', 'scheduler.pt')
 
 
-def test_the_attack_works(tmp_path, monkeypatch):
-    "Python itself runs it, and says which function the pickle asks for."
-    monkeypatch.chdir(tmp_path)
-    UNPICKLED.clear()
-    pickle.loads(pickle.dumps(Hostile()))
-    assert Path('touched').exists() and UNPICKLED == [('posix', 'mkdir')]
-
-
 @pytest.mark.parametrize('name', [*FILES, *LURES])
 def test_no_file_of_a_checkpoint_is_unpickled(stopped, monkeypatch, name):
     "A hostile pickle in the place of each, in a manifest of its own: whoever reads it, no pickle asks for a function."
@@ -299,18 +290,3 @@ def test_code_beside_a_tokenizer_or_a_backbone_is_not_run(stopped, monkeypatch):
 def test_a_hostile_template_is_refused(stopped):
     (stopped/'step_4'/'chat_template.jinja').write_text("{{ cycler.__init__.__globals__.os.mkdir('touched') }}")
     with pytest.raises(ValueError, match='the chat template fails: SecurityError'): answer_frame(get_tokenizer(str(stopped/'step_4')))
-
-
-@pytest.mark.slow
-def test_two_ranks_write_digests_of_their_own_files_and_pass_over_a_damaged_shard(tmp_path):
-    "Both ranks go on from the same checkpoint, and come to what an undisturbed run comes to."
-    flags = [*FLAGS, '--batch_size', '1', '--cache_features', 'False']
-    for name in ('whole', 'damaged'): train([*flags, '--run_name', name], tmp_path, ranks=2)
-    run_dir = tmp_path/'checkpoints'/'damaged'
-    assert {p.name for p in (run_dir/'step_6'/'optimizer').iterdir()} == {'rank_0.safetensors', 'rank_1.safetensors'}
-    shutil.rmtree(run_dir/'step_6')
-    for name in ('last_checkpoint', 'best_checkpoint'): (run_dir/name).write_text('step_4\n')
-    flip(run_dir/'step_4'/'optimizer'/'rank_1.safetensors')
-    said = train([*flags, '--run_name', 'damaged', '--resume', 'True'], tmp_path, ranks=2)
-    assert 'optimizer/rank_1.safetensors is not as it was written' in said.stdout+said.stderr
-    assert record(run_dir) == record(tmp_path/'checkpoints'/'whole')

@@ -1,18 +1,15 @@
-"Documentation: docstrings, saved outputs, sidebar, links, README, and nbdev's own processing for the site."
+"Documentation: docstrings, saved outputs, sidebar, links and the README."
 import ast
 import importlib.util
 import inspect
 import json
 import re
-import shutil
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import yaml
-from commands import run
 
 from nanovlm_nb.core.config import COMMON, TrainConfig, VLMConfig, described, resume_rule, rule_of
 
@@ -168,32 +165,3 @@ def test_readme_is_the_index_notebook():
 def test_readme_links_exist():
     text = (ROOT/'README.md').read_text(encoding='utf-8')
     assert not [link for link in re.findall(r'\]\((?!https?:|#)([^)\s#]+)', text) if not (ROOT/link).exists()]
-
-
-TOP_LEVEL = {'.git', '.venv', '_proc', '_docs', 'checkpoints', 'wandb', '.pytest_cache', '.mypy_cache'}  # that a copy does without
-
-
-def introduction(notebook: Path) -> str:
-    "The first paragraph of a notebook after its title and summary."
-    text = '\n\n'.join(c['source'] for c in cells(notebook, 'markdown'))
-    return next(p for p in re.split(r'\n\s*\n', text) if not p.startswith(('# ', '> ', '[Open in Colab]')))
-
-
-def words(text: str) -> str:
-    "Text without line breaks and without the targets of its links, to which nbdev adds its own."
-    return ' '.join(re.sub(r'\[([^\[\]]*)\]\([^)\s]*\)', r'\1', text).split())
-
-
-def test_nbdev_processes_every_notebook(tmp_path):
-    """What the site is rendered from: nbdev runs imports, exports and show_doc cells of each notebook.
-    The introduction of each is still there, and no link stands in a link."""
-    copy = tmp_path/'repo'
-    shutil.copytree(ROOT, copy, ignore=lambda folder, names: TOP_LEVEL if Path(folder) == ROOT else {'__pycache__'})
-    code = 'from nbdev.serve import proc_nbs; print(proc_nbs("nbs", n_workers=0, force=True))'
-    done = run([sys.executable, '-c', code], copy, timeout=600)
-    assert 'Traceback' not in done.stderr and 'Error' not in done.stderr, done.stderr[-3000:]
-    processed = {str(p.relative_to(copy/'_proc')) for p in (copy/'_proc').rglob('*.ipynb')}
-    assert {str(p.relative_to(NBS)) for p in NOTEBOOKS} <= processed
-    pages = {p: '\n\n'.join(c['source'] for c in cells(copy/'_proc'/p.relative_to(NBS), 'markdown')) for p in NOTEBOOKS}
-    assert not [p.name for p, text in pages.items() if words(introduction(p)) not in words(text)]
-    assert not [p.name for p, text in pages.items() if '[[`' in text]

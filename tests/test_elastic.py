@@ -9,8 +9,7 @@ import time
 import pytest
 import yaml
 from cluster import free_ports
-from commands import TINY, environment, ranks_of, start_of, train
-from kills import lines, record, wait_for
+from commands import TINY, environment, ranks_of, record, start_of, train, updates, wait_for
 
 from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.runs.start import INTERRUPTED
@@ -36,9 +35,9 @@ def the_run(cwd):
     return next((cwd/'checkpoints').glob('*'), cwd/'none')
 
 
-def kill_rank(process, cwd, rank, updates):
+def kill_rank(process, cwd, rank, after):
     "SIGKILL a rank after some updates."
-    assert wait_for(process, lambda: lines(the_run(cwd)) >= updates), (cwd/'stderr').read_text()[-4000:]
+    assert wait_for(process, lambda: len(updates(the_run(cwd))) >= after), (cwd/'stderr').read_text()[-4000:]
     for pid in ranks_of(cwd, rank): os.kill(pid, signal.SIGKILL)
 
 
@@ -54,7 +53,7 @@ def whole(tmp_path_factory):
 def test_a_killed_rank_comes_back(whole, tmp_path):
     "Two kills: torchrun starts the ranks again, and they go on in the directory of the name."
     process = start(tmp_path, *TORCHRUN, '--standalone', '--nproc-per-node', 2, '--max-restarts', 2, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'back', '--resume', 'True')
-    for rank, updates in ((1, 5), (0, 9)): kill_rank(process, tmp_path, rank, updates)
+    for rank, after in ((1, 5), (0, 9)): kill_rank(process, tmp_path, rank, after)
     ended(process, tmp_path)
     run = the_run(tmp_path)
     assert (run/'train.log').read_text().count('Auto resumed from') == 2
@@ -79,7 +78,7 @@ def test_signals_to_torchrun(whole, tmp_path, how):
     "A signal, another while the checkpoint is written: saved, said, and the same command goes on."
     command = [*TORCHRUN, '--standalone', '--nproc-per-node', 2, *SIGNALS, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', '--resume', 'True']
     process, run = start(tmp_path, *command), tmp_path/'checkpoints'/'told'
-    assert wait_for(process, lambda: lines(run) >= 3)
+    assert wait_for(process, lambda: len(updates(run)) >= 3)
     pids = ranks_of(tmp_path, 0)+ranks_of(tmp_path, 1)
     os.kill(process.pid, how)
     wait_for(process, lambda: any(run.glob('step_*.tmp')), 5)
@@ -87,7 +86,7 @@ def test_signals_to_torchrun(whole, tmp_path, how):
         try: os.kill(pid, how)
         except ProcessLookupError: pass  # it has ended already
     ended(process, tmp_path, 1)
-    assert (run/'status').read_text() == 'interrupted\n' and (run/'last_checkpoint').read_text() == f'step_{lines(run)}\n'
+    assert (run/'status').read_text() == 'interrupted\n' and (run/'last_checkpoint').read_text() == f'step_{len(updates(run))}\n'
     ended(start(tmp_path, *command), tmp_path)
     assert record(run) == whole
 
@@ -95,7 +94,7 @@ def test_signals_to_torchrun(whole, tmp_path, how):
 def test_exit_code_of_one_process(tmp_path):
     "Told to stop while training, and before it has begun."
     command, run = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'one', '--max_training_steps', 500, '--resume', 'True'], tmp_path/'checkpoints'/'one'
-    for reached in (lambda: lines(run) >= 3, lambda: (run/'status').exists() and (run/'status').read_text() == 'running\n'):
+    for reached in (lambda: len(updates(run)) >= 3, lambda: (run/'status').exists() and (run/'status').read_text() == 'running\n'):
         process = start(tmp_path, *command)
         assert wait_for(process, reached)
         process.send_signal(signal.SIGUSR1)

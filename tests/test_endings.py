@@ -5,14 +5,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, environment, train
-from kills import command, lines, record, wait_for, write_data
+from commands import TINY, environment, record, train, updates, wait_for
 
 from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.core.config import parse_args
@@ -38,9 +38,12 @@ def quiet_run(tmp_path_factory):
 
 # Ctrl-C
 
+TOLD = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', '--resume', 'True', '--max_training_steps', '400']
+
+
 def start(cmd, cwd):
     "A process group of its own, as a terminal gives to a command."
-    return subprocess.Popen([str(c) for c in cmd], cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'wb'), start_new_session=True)
+    return subprocess.Popen(cmd, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=open(cwd/'stderr', 'wb'), start_new_session=True)
 
 
 def press(process, cwd, code):
@@ -60,17 +63,16 @@ def ours(said):
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monkeypatch):
     "The signal goes to the loader workers too; another run is kept out as long as this one lives, and the printed command ends it."
-    write_data(tmp_path)
-    cmd, run = command('told', 1, 2, 400), tmp_path/'checkpoints'/'told'
+    cmd, run = [*TOLD, '--num_workers', '2'], tmp_path/'checkpoints'/'told'
     process = start(cmd, tmp_path)
-    assert wait_for(process, lambda: lines(run) >= 3), (tmp_path/'stderr').read_text()[-3000:]
+    assert wait_for(process, lambda: len(updates(run)) >= 3), (tmp_path/'stderr').read_text()[-3000:]
     vlm_cfg, train_cfg, _ = parse_args(cmd[cmd.index('nanovlm_nb.train')+1:])
     vlm_cfg.vlm_checkpoint_path = str(tmp_path/'checkpoints')
     with pytest.raises(ValueError, match=f'told is in use by process {process.pid} on '): train_here(vlm_cfg, train_cfg, dist=Dist())
     said = press(process, tmp_path, INTERRUPTED)
     assert len(said) == 3 and ours(said) == said, said
     last = read_pointer(run)
-    assert not missing_pieces(last) and last.name == f'step_{lines(run)}'
+    assert not missing_pieces(last) and last.name == f'step_{len(updates(run))}'
     again = re.fullmatch(r'the last complete checkpoint is (step_\d+), to go on: (.*)', said[-1])
     assert again[1] == last.name
     monkeypatch.chdir(tmp_path)
@@ -82,8 +84,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
     "The system sends SIGHUP and takes the terminal away: what the run still says finds nobody, and that is no error."
     import pty
-    write_data(tmp_path)
-    cmd, run = [*map(str, command('told', 1, 0, 400)), '--progress_bar', 'True'], tmp_path/'checkpoints'/'told'
+    cmd, run = [*TOLD, '--progress_bar', 'True'], tmp_path/'checkpoints'/'told'
     pid, terminal = pty.fork()
     if not pid:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup has told these tests
@@ -91,12 +92,12 @@ def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
         os.execvpe(cmd[0], cmd, environment())
     deadline = time.monotonic()+180
     os.set_blocking(terminal, False)
-    while lines(run) < 3 and time.monotonic() < deadline:
+    while len(updates(run)) < 3 and time.monotonic() < deadline:
         try: os.read(terminal, 65536)
         except BlockingIOError: time.sleep(.05)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == INTERRUPTED
-    assert (run/'status').read_text() == 'interrupted\n' and read_pointer(run).name == f'step_{lines(run)}' and not (run/'lock').exists()
+    assert (run/'status').read_text() == 'interrupted\n' and read_pointer(run).name == f'step_{len(updates(run))}' and not (run/'lock').exists()
     assert 'stopped by a signal' in (run/'train.log').read_text()
 
 

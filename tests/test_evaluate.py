@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import TINY, environment, run, start_of, train
-from kills import wait_for
+from commands import TINY, environment, run, start_of, train, wait_for
 from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
 from nanovlm_nb.answers.evaluate import has_lmms_eval, writers, read_rows, write_tasks, as_nanovlm_asks
 from nanovlm_nb.core.run_dir import read_log

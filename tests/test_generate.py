@@ -1,12 +1,15 @@
 "Generation against other truths: transformers' processors and its generate, reading without a cache, rows alone; text that is streamed; files that people pass."
 import json
 import random
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from commands import run
 from nanovlm_nb.answers.answer import Asker, Chat, left_pad
+from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.model.generate import TextStream, sample, top_k_top_p_filtering
 from nanovlm_nb.data.loader import load_tokenizer
@@ -170,39 +173,20 @@ def saved(asker, tmp_path_factory):
     return folder
 
 
-def generate(folder, *flags, typed=None, check=True, model='model'):
-    code = 'import sys, io; from nanovlm_nb.cli import main; '
-    if typed is not None: code += f'sys.stdin = io.StringIO({typed!r}); '
-    return run([sys.executable, '-c', code + 'main()', 'ask', model, '--max_new_tokens', 6, *flags], folder, check=check)
-
-
 def test_many_questions_as_json(saved):
-    done = generate(saved, '--image', 'scene.png', '--image', 'scene.png', '--prompt', '-', '--json', typed='\n'.join(QUESTIONS) + '\n')
+    code = f"import sys, io; from nanovlm_nb.cli import main; sys.stdin = io.StringIO({chr(10).join(QUESTIONS)!r}); main()"
+    done = run([sys.executable, '-c', code, 'ask', 'model', '--max_new_tokens', 6, '--image', 'scene.png', '--image', 'scene.png', '--prompt', '-', '--json'], saved)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [a['prompt'] for a in answers] == QUESTIONS and answers[0]['images'] == ['scene.png']*2
     asker = Asker.from_checkpoint(saved/'model')
     with Image.open(saved/'scene.png') as im: assert [a['answer'] for a in answers] == asker([([im, im], q) for q in QUESTIONS], 6)
 
 
-def break_model(folder, how):
-    "A copy of the model with one thing wrong."
-    new = folder/f'broken_{how}'
-    new.mkdir()
-    for f in (folder/'model').iterdir(): (new/f.name).write_bytes(f.read_bytes())
-    weights, config = new/'model.safetensors', new/'config.json'
-    if how == 'cut': weights.write_bytes(weights.read_bytes()[:1000])
-    if how == 'text': weights.write_text('weights')
-    if how == 'none': weights.unlink()
-    if how == 'other_size': config.write_text(json.dumps(json.loads(config.read_text()) | dict(lm_hidden_dim=64)))
-    return new.name
-
-
-@pytest.mark.parametrize('how', ['cut', 'text', 'none', 'other_size'])
-def test_unreadable_checkpoints_get_one_line(saved, how, monkeypatch, capsys):
-    from nanovlm_nb.cli import main
+@pytest.mark.parametrize('weights', ['no weights', None])
+def test_unreadable_checkpoints_get_one_line(saved, weights, monkeypatch, capsys):
     monkeypatch.chdir(saved)
-    with pytest.raises(SystemExit) as ended: main(['ask', break_model(saved, how), '--prompt', 'x'])
+    shutil.copytree('model', broken := f'broken_{weights}')
+    Path(broken, 'model.safetensors').write_text(weights) if weights else Path(broken, 'model.safetensors').unlink()
+    with pytest.raises(SystemExit) as ended: main(['ask', broken, '--prompt', 'x'])
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count('\n') == 1 and f'broken_{how}' in err
-
-
+    assert ended.value.code == 2 and err.count('\n') == 1 and broken in err

@@ -1,11 +1,10 @@
-"The reference's tiny checkpoint gives the reference's numbers: features, hidden states, logits, loss, gradients, answers, six updates."
+"The reference's tiny checkpoint gives the reference's numbers: features, hidden states, logits, loss, gradients, answers."
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from noise import assert_near
 
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -88,16 +87,6 @@ def test_logits_and_loss(model, batch, images, record):
     assert abs(total.item()/record['n_labels'] - record['loss']) <= 1e-6
 
 
-@torch.no_grad()
-def test_flat_images_and_bytes(model, batch, images, record):
-    "One stack for the whole batch is the same; tiles rounded to bytes come near."
-    stack = torch.cat([t for row in images for t in row])
-    args = inputs(batch, images)
-    assert abs(model(**(args | dict(images=stack)))[1].item() - record['loss']) <= 1e-6
-    in_bytes = [[(t*255).round().to(torch.uint8) for t in row] for row in images]
-    assert abs(model(**(args | dict(images=in_bytes)))[1].item() - record['loss']) <= 1e-3
-
-
 def test_gradients(model, batch, images, record, gold):
     "Every parameter's gradient within 1e-4 of its largest entry, and the norm of all."
     model(**inputs(batch, images))[1].backward()
@@ -133,18 +122,6 @@ def test_greedy_ids(model, answers, images):
         assert ids[0].tolist() == a['greedy_ids']
 
 
-def test_greedy_ids_batched(model, answers, images):
-    "All prompts in one left-padded batch: the same ids again."
-    single = answers['single']
-    longest = max(len(a['prompt_ids']) for a in single)
-    pads = [longest - len(a['prompt_ids']) for a in single]
-    prompts = torch.tensor([[0]*n + a['prompt_ids'] for n, a in zip(pads, single)])
-    mask = torch.tensor([[0]*n + [1]*(longest - n) for n in pads])
-    ids = model.generate(prompts, [images[a['sample']] for a in single], mask, max_new_tokens=len(single[0]['greedy_ids']),
-                         greedy=True, eos_token_id=END_NEVER)
-    assert ids.tolist() == [a['greedy_ids'] for a in single]
-
-
 def test_saved_again(model, gold, batch, images, record, tmp_path):
     "Written and read back: the reference's keys, shapes and values, its config fields, and a working tokenizer."
     model.save_pretrained(tmp_path/'again')
@@ -157,43 +134,3 @@ def test_saved_again(model, gold, batch, images, record, tmp_path):
     again = VisionLanguageModel.from_pretrained(tmp_path/'again')
     with torch.no_grad(): assert again(**inputs(batch, images))[1].item() == pytest.approx(record['loss'], abs=1e-6)
     assert again.tokenizer.image_token_id == model.tokenizer.image_token_id == again.cfg.image_token_id == 1000
-
-
-@pytest.fixture(scope='module')
-def micro(gold, tiles):
-    "The first three samples, each a micro-batch of its own."
-    samples = json.loads((gold/'samples.json').read_text())['samples'][:3]
-    return [dict(input_ids=torch.tensor([s['input_ids']]), images=[[tiles[f's{i}_img0']]], targets=torch.tensor([s['labels']]))
-            for i, s in enumerate(samples)]
-
-
-def test_six_updates(model, gold, micro):
-    """Plain PyTorch repeats the reference's six updates: a mean of micro-batch means, AdamW over three groups, clipping at 1.
-
-    This weighs a target token more when its micro-batch has few of them, so the result depends on how samples are split
-    into micro-batches. That is why the trainer's default divides by the targets of the whole update instead.
-    """
-    parts = ['MP', 'vision_encoder', 'decoder']
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    updates = json.loads((gold/'train_steps.json').read_text())['updates']
-    optimizer = torch.optim.AdamW([dict(params=list(getattr(model, p).parameters())) for p in parts], lr=1e-4)
-    grads = {n: [] for n in start}
-    for update in updates:
-        optimizer.zero_grad()
-        losses = [model(**micro[k])[1] for k in update['micro']]
-        torch.stack(losses).mean().backward()
-        for n, p in model.named_parameters(): grads[n].append(p.grad.clone())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group, lr in zip(optimizer.param_groups, update['lrs']): group['lr'] = lr
-        optimizer.step()
-        assert [l.item() for l in losses] == pytest.approx(update['micro_losses'], abs=1e-5)
-        assert norm.item() == pytest.approx(update['grad_norm'], rel=1e-5)
-    # entries whose gradient is rounding noise may differ by part of a step; a whole part differs by next to nothing
-    want, got = load_file(gold/'after_train.safetensors'), dict(model.named_parameters())
-    name_here = lambda n: n if n in got else 'decoder.head.weight'
-    for part, lr in zip(parts, updates[0]['lrs']):
-        names = [n for n in want if n.startswith(part)]
-        off = torch.cat([(got[name_here(n)] - want[n]).flatten() for n in names]).detach()
-        moved = torch.cat([(want[n] - start[name_here(n)]).flatten() for n in names])
-        for n in names: assert_near(n, got[name_here(n)], want[n], grads[name_here(n)], lr)
-        assert off.norm() <= 5e-4*moved.norm(), part

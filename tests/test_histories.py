@@ -1,6 +1,101 @@
 "Whatever happens to a run, it ends as one to which nothing happened: killed, stopped, sent back, pruned, with other ranks and workers, with a second start in its directory."
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
-from histories import go, history, is_as
+from commands import TINY, environment, record, start_of, updates
+
+from nanovlm_nb.core.config import evolve, load_yaml
+from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
+from nanovlm_nb.runs.start import plan_resume
+
+
+def starts(run):
+    "How often a run has said where it begins."
+    log = run/'train.log'
+    return len(re.findall(r'Auto resumed|Resumed from|A new run', log.read_text())) if log.is_file() else 0
+
+
+def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL, ranks=1):
+    "Start a run; end it with a signal when its log has come to update `at`. Whoever looks meanwhile finds a checkpoint. Returns the exit code."
+    run = Path(cwd)/'checkpoints'/name
+    before = starts(run)
+    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, '-m', 'nanovlm_nb.train', *TINY, '--run_name', name, '--save_interval', 2, '--eval_interval', 4, '--ask_samples', 0,
+               '--batch_size', 2//ranks, '--dtype', 'float32', '--max_training_steps', last, *flags]
+    args, env = start_of(command) if ranks == 1 and how != signal.SIGSTOP else ([str(a) for a in command], environment())  # not warm: signals reach all of it
+    with open(Path(cwd)/'stderr', 'ab') as errors:
+        process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    begun = had = False
+    while process.poll() is None:
+        had = had or last_checkpoint(run) is not None
+        # one may be replaced while we look: look again
+        assert not had or any(last_checkpoint(run) for _ in range(3)), f'{run.name} has no checkpoint: {flags}'
+        begun = begun or at is not None and starts(run) > before and len(updates(run)) < at  # the log is cut to where the run goes on
+        if at is not None and begun and len(updates(run)) >= at:
+            if how == signal.SIGSTOP: is_kept_out(process, args, cwd, env, run)
+            else: os.killpg(process.pid, how)
+            at = None
+        time.sleep(.01)
+    return process.returncode
+
+
+def is_kept_out(process, args, cwd, env, run):
+    "A second start in the directory of a run that holds still is refused in one line, and changes nothing."
+    os.killpg(process.pid, signal.SIGSTOP)
+    try:
+        before = (files := lambda: {p: p.read_bytes() for p in run.rglob('*') if p.is_file()})()
+        second = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True)
+        assert second.returncode == 2 and re.search(r'error: checkpoints/\w+ is in use by process \d+ on ', second.stderr), second.stderr
+        assert files() == before
+    finally: os.killpg(process.pid, signal.SIGCONT)
+
+
+def stands(run):
+    "Where a run stands: its newest checkpoint, as all of them complete, and what `nanovlm check` announces."
+    name = last_checkpoint(run).name
+    assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
+    vlm_cfg, train_cfg = load_yaml(run/'config.yaml', given=None)
+    said = ' '.join(line for _, line in plan_resume(run, vlm_cfg, evolve(train_cfg, load_from=None, resume=True), 2//train_cfg.batch_size)[1])
+    assert re.search(r'Auto resumed from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
+    return name
+
+
+#: what happens to a run -> the signal that ends a start, flags, ranks (torchrun hands SIGTERM on to them)
+MOVES = {'kill': (signal.SIGKILL, (), 1), 'signal': (signal.SIGTERM, (), 1), 'workers': (signal.SIGKILL, ('--num_workers', 2), 1), 'ranks': (signal.SIGTERM, (), 2),
+         'second start': (signal.SIGSTOP, (), 1), 'back': (None, (), 1), 'prune': (None, (), 1)}
+
+
+def history(cwd, seed, last=12, moves=5):
+    "A run of `last` updates to which things happen; after each of them the newest checkpoint is announced. What happened."
+    rng, run, done = random.Random(seed), Path(cwd)/'checkpoints'/f'r{seed}', []
+    go(cwd, run.name, last=last, at=rng.randint(3, 6))
+    for move in rng.sample([*MOVES], moves):
+        how, flags, ranks = MOVES[move]
+        here, at = stands(run), min(len(updates(run))+rng.randint(1, 3), last) if how else None
+        if move == 'prune': prune(run, rng.choice([1, 2]))
+        else:
+            if move == 'back': here = rng.choice([p.name for p in checkpoints(run)])
+            if move == 'back': flags, at, how = ('--load_from', run/here), int(here[5:])+1, signal.SIGKILL
+            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *flags, last=last, at=at, how=how, ranks=ranks)
+        done.append(f'{move} at {here}, then {stands(run)}')
+    assert go(cwd, run.name, '--resume', 'True', last=last) == 0, (seed, done)
+    return done
+
+
+def is_as(run, whole, exact=True):
+    "The run ended as one that was never touched; with other ranks sums are rounded in another order."
+    (figures, weights), (wanted, same) = record(run), record(whole)
+    assert stands(run) == stands(whole)
+    if exact: return figures == wanted and weights == same
+    close = lambda a, b: a == b or isinstance(a, float) and abs(a-b) <= 1e-3*abs(b)
+    return [list(f) for f in figures] == [list(w) for w in wanted] and all(close(f[k], w[k]) for f, w in zip(figures, wanted) for k in f)
 
 
 @pytest.fixture(scope='module')

@@ -7,7 +7,6 @@ import random
 import re
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -224,19 +223,6 @@ def test_workers(damaged, start, workers):
     for k in range(3): assert torch.equal(torch.cat([b[k] for b in batches]), torch.stack([w[k] for w in want]))
     for a, b in zip([p for b in batches for p in b[3]], [w[3] for w in want]): assert torch.equal(a, b)
     assert damaged.drops.reasons == {'x/8': 'unreadable_image', 'x/10': 'too_long'} and list(damaged.drops.cut) == ['x/9']
-
-
-def test_workers_have_their_own_chance(damaged):
-    "numpy draws in a preprocess differ between workers and repeat with the seed."
-    damaged.preprocess = noisy
-    def draws(): return [float(p[0, 0, 0, 0]) for *_, pixels in jsonl_loader(damaged, 1, shuffle=False, num_workers=2) for p in pixels if len(p)]
-    a = draws()
-    assert len(a) == 7 and len(set(a)) == 7 and draws() == a
-
-
-def noisy(picture):
-    "A picture of one random value."
-    return torch.full((3, SIDE, SIDE), np.random.rand())
 
 
 def test_workers_share_the_cores(monkeypatch, damaged):

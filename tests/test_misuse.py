@@ -46,7 +46,7 @@ MISUSES = [
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
-    ('ask', 'nowhere --prompt x', 'nowhere is no directory'),
+    ('ask', 'nowhere --prompt x', 'nowhere'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation: give another --out'),

@@ -1,31 +1,29 @@
-"Whole runs through the command line: what they leave behind, alone and under torchrun."
+"Whole runs through the command line: what they leave behind, alone and under torchrun, and what the hub's client is asked to do."
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, run, train
+from commands import TINY, run, train, updates
 from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
 from nanovlm_nb.core.config import load_yaml
-from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.model.vlm import VisionLanguageModel
+from nanovlm_nb.runs.start import publish, training_card, where_to_publish
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def updates(run_dir):
-    "The log's lines that are updates."
-    return [r for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r]
-
-
 @pytest.fixture(scope='module')
 def one(tmp_path_factory):
-    "A short run of one process; its directory."
+    "A short run of one process that was told to publish, without a connection; its directory."
     cwd = tmp_path_factory.mktemp('one')
-    train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--ask_samples', 4], cwd)
+    train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--ask_samples', 4, '--hf_repo_name', 'me/tiny', '--notes', 'does it end?'], cwd)
     return cwd/'checkpoints'/'r'
 
 
@@ -72,14 +70,6 @@ def test_two_ranks_train_like_one(one, tmp_path):
     assert done.stderr.count('held-out questions') + done.stdout.count('held-out questions') == 1
 
 
-def test_resume_from_a_whole_model(one, tmp_path):
-    train([*TINY, '--run_name', 'again', '--max_training_steps', 1, '--ask_samples', 0, '--resume_from_vlm_checkpoint', 'True', '--vlm_checkpoint_path', one/'step_7'], tmp_path)
-    assert not (one/'step_7'/'again').exists(), 'a run that lives in a checkpoint is deleted with it'
-    start = next(r for r in read_log(one.parent/'again'/'log.jsonl') if 'val_loss' in r)
-    end = [r for r in read_log(one/'log.jsonl') if 'val_loss' in r][-1]
-    assert start['step'] == 0 and start['val_loss'] == pytest.approx(end['val_loss'], rel=1e-6)
-
-
 def test_wandb_offline_has_what_the_log_has(tmp_path):
     train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody', '--ask_samples', 4], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
@@ -116,3 +106,54 @@ def test_a_held_out_row_that_is_too_long_is_left_out(tmp_path):
     assert (run_dir/'status').read_text() == 'done\n' and json.loads((run_dir/'answers.json').read_text())['answers']['all'][1] > 0
     left_out = json.loads((run_dir/'drops.json').read_text())['val']
     assert left_out and all(int(i.removeprefix('shapes/train')) % 2 for i in left_out) and set(left_out.values()) == {'too_long'}
+
+
+# --- publishing
+
+class FakeHub:
+    "The two calls of the hub's client that publishing makes; keeps what would have been uploaded."
+    def __init__(self): self.calls, self.files, self.loaded = [], {}, None
+
+    def create_repo(self, repo_id, private, exist_ok): self.calls.append(('create', repo_id, private, exist_ok))
+
+    def upload_folder(self, repo_id, folder_path, commit_message):
+        self.calls.append(('upload', repo_id))
+        self.files = {p.name: p.stat().st_size for p in Path(folder_path).iterdir()}
+        self.card = (Path(folder_path)/'README.md').read_text()
+        self.loaded = VisionLanguageModel.from_pretrained(folder_path)
+
+
+def test_a_run_without_connection_ends_well(one):
+    "It is done, and says how to publish later."
+    assert 'not published as me/tiny' in (one/'train.log').read_text() and (one/'status').read_text() == 'done\n'
+
+
+def test_one_upload_of_the_best(one):
+    "A private repository and one upload: the best checkpoint, loadable, and a card."
+    hub = FakeHub()
+    publish(one, 'me/tiny', hub)
+    assert hub.calls == [('create', 'me/tiny', True, True), ('upload', 'me/tiny')]
+    assert {'README.md', 'config.json', 'model.safetensors', 'tokenizer.json'} <= hub.files.keys()
+    best = VisionLanguageModel.from_pretrained(read_pointer(one, 'best_checkpoint'))
+    assert all((w == hub.loaded.state_dict()[k]).all() for k, w in best.state_dict().items())
+
+
+def test_nowhere():
+    "Unset, empty, or nanoVLM's default, which is nobody's."
+    assert not any(where_to_publish(name)[0] for name in (None, '', 'nanoVLM'))
+
+
+def test_the_card_says_what_was_measured(one):
+    "Figures of the card are those of the run's files; nothing is left to fill in."
+    hub = FakeHub()
+    publish(one, 'me/tiny', hub)
+    card, log = hub.card, read_log(one/'log.jsonl')
+    loss, step = min((r['val_loss'], r['step']) for r in log if 'val_loss' in r)
+    assert f'best val_loss {loss:.4f} at update {step}' in card
+    answers = json.loads((one/'answers.json').read_text())
+    right, n = answers['answers']['all']
+    assert f'answers: {right} of {n} questions right' in card and re.search(rf'^all +{n} +{100*right/n:.1f}%', card, re.M)
+    vlm_cfg, train_cfg = load_yaml(one/'config.yaml')
+    assert 'does it end?' in card and f'data: {train_cfg.train_dataset_path}' in card and f'{vlm_cfg.lm_n_blocks} blocks of {vlm_cfg.lm_hidden_dim}' in card
+    assert not re.search(r'[{}]|TODO|None|placeholder|more information needed', card, re.I)
+    assert training_card(one) in card

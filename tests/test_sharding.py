@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
+from commands import run, updates
 from safetensors.torch import load_file, save_file
-from sharded import HALF, UPDATES, make_trainer, updates
+import sharded
+from sharded import HALF, UPDATES, make_trainer
 
 from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.dist import Dist
@@ -115,7 +116,7 @@ def test_a_sharded_checkpoint_in_one_process(out, tmp_path):
     load_full_weights(trainer.base, a.state_dict())
     load_optimizer(out/'zero2'/f'step_{HALF}'/'optimizer', trainer.base, trainer.optimizer, Dist())
     trainer.step = HALF
-    updates(trainer, UPDATES-HALF)
+    sharded.updates(trainer, UPDATES-HALF)
     save_file({k: v.clone() for k, v in trainer.base.state_dict().items()}, tmp_path/'last.safetensors')
     assert apart(weights(tmp_path/'last.safetensors'), weights(out/'whole.safetensors')) < 1e-6
 
@@ -131,7 +132,7 @@ def test_text_only_updates_decay_nothing_that_looks_at_pictures(facts, how):
 
 def record(out, name):
     "Losses, digests and epochs of a run on real samples, and its last weights."
-    lines = [r for r in map(json.loads, (out/'runs'/name/'log.jsonl').read_text().splitlines()) if 'batch_loss' in r]
+    lines = updates(out/'runs'/name)
     return [r['batch_loss'] for r in lines], [(r['step'], r['epoch'], r['samples'], r['batch_digest']) for r in lines], weights(out/'runs'/name/'step_12'/'model.safetensors')
 
 

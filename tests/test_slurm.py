@@ -3,8 +3,7 @@ import sys
 
 import pytest
 from cluster import PATH, Slurm, missing
-from commands import TINY, environment, train
-from kills import lines, record
+from commands import TINY, environment, record, train, updates
 
 FLAGS = [*TINY, '--max_training_steps', '40', '--save_interval', '10', '--eval_interval', '20', '--batch_size', '1', '--ask_samples', '0', '--dtype', 'float32']
 
@@ -37,11 +36,11 @@ def test_preempted_requeued_identical(slurm, root, tmp_path):
     "Signal, checkpoint, requeue, resume: losses, samples and weights of an undisturbed run, bit for bit."
     run = tmp_path/'checkpoints'/'cut'
     job = submit(slurm, root, tmp_path, RUN_NAME='cut')
-    slurm.wait(lambda: lines(run) >= 4, 120, f'the run makes updates\n{said(tmp_path)}')
+    slurm.wait(lambda: len(updates(run)) >= 4, 120, f'the run makes updates\n{said(tmp_path)}')
     slurm('scancel', '--signal=USR1', '--batch', job)
     until(slurm, job, 'PENDING', 120, tmp_path)
     assert (run/'status').read_text() == 'interrupted\n'
-    made = lines(run)
+    made = len(updates(run))
     assert 4 <= made < 40
     until(slurm, job, 'COMPLETED', 300, tmp_path)
     assert slurm.job(job)['Restarts'] == '1' and (run/'status').read_text() == 'done\n'
@@ -66,8 +65,8 @@ def test_cancelled_keeps_its_checkpoint(slurm, root, tmp_path):
     "scancel: ranks save, nothing is queued again."
     run = tmp_path/'checkpoints'/'stopped'
     job = submit(slurm, root, tmp_path, '--max_training_steps', '2000', RUN_NAME='stopped')
-    slurm.wait(lambda: lines(run) >= 4, 120, f'the run makes updates\n{said(tmp_path)}')
+    slurm.wait(lambda: len(updates(run)) >= 4, 120, f'the run makes updates\n{said(tmp_path)}')
     slurm('scancel', job)
     until(slurm, job, 'CANCELLED', 60, tmp_path)
     slurm.wait(lambda: (run/'status').read_text() == 'interrupted\n', 60, f'the run is interrupted\n{said(tmp_path)}')
-    assert f'step_{lines(run)}' == (run/'last_checkpoint').read_text().strip()
+    assert f'step_{len(updates(run))}' == (run/'last_checkpoint').read_text().strip()

@@ -1,8 +1,7 @@
 "What a run says about itself adds up: shares of the time, losses, arithmetic."
-import json
 
 import pytest
-from commands import TINY, train
+from commands import TINY, log_of, train
 
 from nanovlm_nb.data.dataset import shapes_dataset
 
@@ -16,7 +15,7 @@ def records(tmp_path_factory):
         shapes_dataset(60, 'train', k).remove_columns('source').to_parquet(cwd/'data'/name/'train-00000.parquet')
     train([*TINY, '--run_name', 'r', '--train_dataset_path', 'data', '--train_dataset_name', 'all', '--stats_log_interval', 3, '--max_training_steps', 9, '--gradient_accumulation_steps', 1,
            '--peak_tflops', '0.05', '--dtype', 'float32', '--ask_samples', 0, '--data_cutoff_idx', 80, '--stream_dataset', 'False'], cwd, ranks=2)
-    return [json.loads(line) for line in (cwd/'checkpoints'/'r'/'log.jsonl').read_text().splitlines()]
+    return log_of(cwd/'checkpoints'/'r')
 
 
 def test_shares_of_the_time_add_up(records):

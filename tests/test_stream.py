@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import Plan, VQADataset
+from nanovlm_nb.data.dataset import VQADataset
 from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.data.lanes import PackLoader, PackRules, merge_states, pack_workers
@@ -242,17 +242,6 @@ def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
         drops = whole[n-1][2]
 
 
-def test_the_cases_are_what_they_should_be():
-    "100 cases, and among them everything that could matter."
-    cases = [(data, draw_segments(data, case)) for data in DATA for case in range(CASES_EACH)]
-    assert len(cases) == 100
-    assert {(d.stream, bool(d.weights), d.lanes) for d in DATA} == {(s, w, l) for s in (True, False) for w in (True, False) for l in (4, 8)}
-    assert {(d.stream, len(d.names)) for d in DATA} == {(s, n) for s in (True, False) for n in (1, 2, 3)} and {d.window for d in DATA} == {1, 2, 3}
-    assert {len(segments) for _, segments in cases} == {1, 2, 3}
-    assert {(d.lanes, split) for d, segments in cases for split, *_ in segments} == {(l, split) for l in (4, 8) for split in splits_of(l)}
-    assert {(d.stream, w, workers) for d, segments in cases for (w, *_), workers, _ in segments} >= {(s, w, n) for s in (True, False) for w in (1, 2) for n in (0, 1, 3)}
-
-
 @pytest.mark.parametrize('stream', [True, False])
 def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
     "Two ranks, three workers for training and for validation: four disjoint parts, and together every row; the validation part has `val_size` rows."
@@ -371,29 +360,6 @@ def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
     assert not multiprocessing.active_children()
 
 
-class Recorded(VQADataset):
-    "Samples of recorded sizes, without text."
-    def plan_row(self, row): return Plan(row['id'], None, None, [(1, 1)]*row['size'][1], row['size'][0])
-
-    def finish(self, plan, pictures, rng=None):
-        return dict(id=plan.id, input_ids=torch.ones(plan.tokens, dtype=torch.long), labels=torch.full((plan.tokens,), -100), images=[])
-
-
-@pytest.mark.parametrize('name', ['one_image', 'multi_image', 'tiles_2048'])
-def test_utilisation_of_the_loader(golden, tokenizer, name):
-    """Recorded lengths through the loader as configured by default (windows of 128 packs of 4096): 95 % of all positions hold a token.
-    One sample a row of 4096, as a fixed length would have it, holds far less; the 40 % of padding that nanoVLM's page speaks of is no fixed figure."""
-    recorded = json.loads((golden/'packing_lengths.json').read_text())
-    items = recorded['distributions'][name]
-    rows = [text_rows('sized', 1)[0] | dict(size=item) for item in items]
-    loader = PackLoader(Recorded([], tokenizer, get_image_processor(32, 16), 4), MapSource(rows), PackRules(recorded['L'], 0, recorded['max_images'], window=128), 2, 1)
-    filled = [(m.sum().item(), m.numel()) for batch in loader for m in [batch['attention_mask']]]
-    used, positions = map(sum, zip(*filled))
-    assert used == sum(n for n, _ in items)
-    assert used/positions >= .95
-    assert used/(len(items)*recorded['L']) < .3
-
-
 def test_windows_grow_and_resume_anywhere(tokenizer):
     "Windows of 2, 2 more than before, up to 16: the rest of the epoch is the same from each state on."
     def played(state=None):
@@ -404,23 +370,3 @@ def test_windows_grow_and_resume_anywhere(tokenizer):
     befores = sorted({s[2] for _, state in whole for s in state['states'].values()})
     assert befores[2]-befores[1] > befores[1] > 0 and len(whole) > 10
     for n, (_, state) in enumerate(whole): assert [ids for ids, _ in played(state)] == [ids for ids, _ in whole[n+1:]]
-
-
-def test_a_validation_reads_what_it_scores(tokenizer):
-    "Three micro-batches of two packs, of four in an update: what they need is read once, and a second pass reads no row."
-    class Counted(MapSource):
-        read = 0
-
-        def rows_of(self, *at):
-            for found in super().rows_of(*at):
-                self.read += 1
-                yield found
-
-    source = Counted(text_rows('text', 300), shuffle=False)
-    loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), source, PackRules(64, tokenizer.pad_token_id, window=4, shuffle=False, first=4), 2, 4, most=6)
-    seen = [b['ids'] for b in islice(loader, 3)]
-    assert [lane.most for lane in loader.lanes] == [1]*6+[0]*2
-    read, scored = source.read, sum(len(ids) for b in seen for ids in b)
-    assert scored and 0 <= read-scored <= 6
-    loader.set_epoch(0)
-    assert [b['ids'] for b in islice(loader, 3)] == seen and source.read == read
