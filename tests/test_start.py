@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 from nanovlm_nb.tools.check import foreseen, start_findings
 from nanovlm_nb.tools.doctor import FAIL, PASS
 from nanovlm_nb.tools.plan import make_plan
-from nanovlm_nb.training.checkpoint import export_pth
 from nanovlm_nb.cli import check_parser, main as nanovlm
 from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset
 from nanovlm_nb.runs.start import resolve_start

@@ -304,7 +304,7 @@ def _usable(files, written, columns):
 
 def _of_tars(files, cache_dir, streaming, columns):
     "The rows of tars, as a stream in which each is what the tar says."
-    check_unused(first := rename(next(tar_rows(files), {}), columns), files[0], bool(columns))
+    check_unused(rename(next(tar_rows(files), {}), columns), files[0], bool(columns))
     if streaming:
         ds = datasets.IterableDataset.from_generator(tar_rows, gen_kwargs=dict(files=files))
         return ds.map(rename, fn_kwargs=dict(columns=columns)) if columns else ds
