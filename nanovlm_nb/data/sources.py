@@ -22,7 +22,7 @@ import pyarrow as pa
 from datasets.table import CastError
 
 from ..core.usage import require
-from .dataset import Dropped,check_unused,reaching,to_row
+from .dataset import Dropped,check_unused,to_row
 
 # %% ../../nbs/15_data.sources.ipynb #a6e02dd1
 def _mix(x, key):
@@ -173,7 +173,7 @@ def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1
     tables = (part.skip(start) if start else part).iter(READ_ROWS)
     while start<stop:
         try:
-            with reaching(name): table = next(tables, None)
+            table = next(tables, None)
         except BROKEN as e:
             if not _is_damage(e): raise
             return (yield None,Dropped(name, 'unreadable_shard', f'{type(e).__name__}: {e}'))
@@ -190,9 +190,8 @@ class StreamSource:
     def __init__(self, streams:dict[str,datasets.IterableDataset], # configuration -> rows
         seed:int=0, val_size:int=0, limit:int|None=None): # rows set aside; rows of an epoch at most
         self.seed,self.val_size,self.limit = seed,val_size,limit
-        with reaching(', '.join(streams)):
-            self.shares = [Share(name, i, *found) for name,ds in streams.items()
-                           for i,found in enumerate(shares(ds.with_format('arrow')))]
+        self.shares = [Share(name, i, *found) for name,ds in streams.items()
+                       for i,found in enumerate(shares(ds.with_format('arrow')))]
         for s,head in zip(self.shares, heads(len(self.shares), val_size)): s.head = head
 
     def held_out(self)->'StreamSource': # always in the same order
