@@ -18,8 +18,8 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
-from .core.usage import Parser,at_least,begin_training,check_hub_name,checked,ends_at_once,nearest
-from .core.usage import one_line_errors,open_closed_streams,require,user_path,without_debug
+from .core.usage import Parser,at_least,begin_training,check_hub_name,checked,nearest
+from .core.usage import one_line_errors,require,user_path,without_debug
 from .core.config import PROMPTS,TrainConfig,VLMConfig,change,check_code,load_yaml,parse_args
 from .core.config import set_env
 from .core.run_dir import CONFIG,checkpoints,missing_pieces
@@ -368,7 +368,6 @@ def does_it(command:str, values:Namespace)->tuple[str,str]: # of the table; from
 # %% ../nbs/57_cli.ipynb #421acdf0
 def main(argv:list[str]|None=None)->int|None: # default: those of the command line; the exit code
     "Console script `nanovlm`, and `python -m nanovlm_nb.cli`: do what the first word says."
-    open_closed_streams()
     words,debug = without_debug(argv)
     if not words or words[0] in _HELP:
         sys.stdout.write(overview(shutil.get_terminal_size((100, 24)).columns)+'\n')
@@ -379,13 +378,12 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
     with one_line_errors('nanovlm', debug): check_command(words[0])
     logging.lastResort = logging.StreamHandler()
     logging.getLogger('nanovlm_nb.core.run_dir').setLevel(logging.INFO) # which checkpoint is taken
-    with one_line_errors(f'nanovlm {words[0]}', debug, words[0] in ('train','classify')):
+    with one_line_errors(f'nanovlm {words[0]}', debug):
         with user_path(): values = PARSERS[words[0]]().parse_args(words[1:])
         set_env()
         if words[0] in ('train','classify'): begin_training()
         module,function = does_it(words[0], values)
-        with ends_at_once(): run = getattr(import_module(module), function)
-        return run(values)
+        return getattr(import_module(module), function)(values)
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false

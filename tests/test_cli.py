@@ -147,20 +147,6 @@ def test_the_table_names_every_command_by_its_purpose(helps):
     assert len(text.splitlines()) <= 24, 'one screen'
 
 
-@pytest.mark.parametrize(('words', 'code'), [('nanovlm_nb.cli --help', 0), ('nanovlm_nb.cli --version', 0), ('nanovlm_nb.cli nosuch', 2), ('nanovlm_nb.train --nosuch 1', 2)])
-def test_a_command_that_starts_with_closed_streams_ends_as_it_does_otherwise(words, code):
-    ended = [subprocess.run(['sh', '-c', f'exec "$0" -m {words} {closed}', sys.executable], stderr=subprocess.PIPE, check=False) for closed in ('<&- >&-', '<&- >&- 2>&-')]
-    assert [p.returncode for p in ended] == [code]*2 and b'Traceback' not in ended[0].stderr
-
-
-@pytest.mark.parametrize(('keeps', 'code'), [(False, 2), (True, 85)])
-def test_a_full_output_is_an_error_unless_the_exit_code_says_how_a_run_ended(keeps, code):
-    words = f"import sys; from nanovlm_nb.core.usage import one_line_errors\nwith one_line_errors('c', keeps_code={keeps}): sys.stdout.write('done')\nsys.exit(85)"
-    env = {k: v for k, v in os.environ.items() if k != 'PYTHONUNBUFFERED'}
-    with open('/dev/full', 'w') as full: ended = subprocess.run([sys.executable, '-c', words], env=env, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (ended.returncode, ended.stderr.count('no space is left on the disk')) == (code, not keeps)
-
-
 #: what each command is asked so that it gets as far as its module; `.` is a run
 SOUND = dict(train='', classify='', ask='own/model --prompt x', eval='own/model --tasks shapes', check='', plan='', runs='.', replay='.', export='own/model out')
 ENVIRONMENT = '''

@@ -145,9 +145,9 @@ class Third(Hook):
 
 
 def test_a_disk_that_is_full_before_the_start(small_disk, quiet_run):
-    "It is said in one sentence, and nothing that was left keeps the next start out."
+    "Nothing that was left keeps the next start out."
     fill(small_disk)
-    with pytest.raises(RunFailed, match=r'^No space left on device: \S+/run\S*\. Once that is mended: there is no checkpoint yet, to go on: the same command$'): in_process(small_disk)
+    with pytest.raises(OSError, match='No space left on device'): in_process(small_disk)
     (small_disk/'ballast').unlink()
     assert record(in_process(small_disk)) == quiet_run
 
@@ -156,13 +156,12 @@ POINTS = [('save', 4096), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((
 
 
 @pytest.mark.parametrize('point, room', POINTS)
-def test_a_full_disk_names_the_last_checkpoint(small_disk, quiet_run, point, room):
+def test_a_full_disk_leaves_the_last_checkpoint(small_disk, quiet_run, point, room):
     "Making the directory, the optimizer, the weights; the log of an update; the save after it. With room again, the run goes on as if nothing had been."
     keep, run = ['--max_keep_ckpts', '2'], small_disk/'run'
-    with pytest.raises(RunFailed) as failed: in_process(small_disk, *keep, hooks=[Third(point, lambda: fill(small_disk, room))])
+    with pytest.raises(Exception, match='No space left on device|os error 28'): in_process(small_disk, *keep, hooks=[Third(point, lambda: fill(small_disk, room))])
     last = read_pointer(run)
     assert not missing_pieces(last) and ((point, room) != ('save', 4096) or last.name == 'step_2')
-    assert re.match(rf'No space left on device: {re.escape(str(run))}\S*\. .*the last complete checkpoint is {last.name}, to go on: nanovlm train --config \S+ --run_name run --resume True$', str(failed.value)), failed.value
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     assert record(in_process(small_disk, *keep, '--resume', 'True')) == quiet_run
@@ -190,17 +189,6 @@ def two_ranks(cwd, folder, *more, **env):
     return train([*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder, '--lr_schedule', 'loses:rate', *more], cwd, ranks=2, check=False, PYTHONPATH=str(cwd), **env)
 
 
-def is_quiet(ended, began, says):
-    "Both ranks end as one does, and soon; of tracebacks there is torchrun's own. One sentence, once from the log and once from the command; twice, where a rank may not look into torchrun's directory."
-    assert ended.returncode == 1 and time.monotonic()-began < 200, ended.stderr[-6000:] # the ranks would wait for half an hour
-    codes = {int(n) for n in re.findall(r'exitcode *: (-?\d+)', ended.stderr)}
-    assert 2 in codes and codes <= {2, -signal.SIGTERM}, ended.stderr[-6000:]
-    assert ended.stderr.count('Traceback') == ended.stderr.count('ChildFailedError:') == 1 and 'RuntimeError' not in ended.stderr, ended.stderr[-6000:]
-    said = [line.partition(says)[2] for line in ended.stderr.splitlines() if '--resume True' in line]
-    assert len(set(said)) == 1 and 1 <= len(said) <= 3 and said[0], ended.stderr[-6000:]
-    return said[0]
-
-
 @pytest.fixture(scope='module')
 def quiet_ranks(tmp_path_factory):
     "The small run on two ranks, undisturbed, by kind of sharding."
@@ -226,12 +214,12 @@ ZERO2, ZERO3 = (('--sharding', kind) for kind in ('zero2', 'zero3'))
 
 @pytest.mark.slow
 @pytest.mark.parametrize('way, who, more', [('0', 0, ()), ('4096', 0, ()), ('300000', 0, ('--async_save', 'False')), ('300000', 1, ZERO2), ('300000', 1, ZERO3)])
-def test_a_full_disk_ends_all_ranks_with_one_sentence(small_disk, tmp_path, quiet_ranks, way, who, more):
-    "Neither waits for the other, nor complains about it; when there is room again, the run goes on as if nothing had been."
+def test_a_full_disk_ends_all_ranks(small_disk, tmp_path, quiet_ranks, way, who, more):
+    "Neither waits for the other; when there is room again, the run goes on as if nothing had been."
     began, run = time.monotonic(), small_disk/'run'
-    said = is_quiet(two_ranks(tmp_path, 'disk', *more, WAY=way, WHO=str(who)), began, 'No space left on device: ')
-    last = read_pointer(run)
-    assert not missing_pieces(last) and said.startswith(str(run)) and f'the last complete checkpoint is {last.name}, to go on: ' in said and 'torchrun --nproc_per_node 2 -m nanovlm_nb.train --config disk/run/config.yaml' in said, said
+    ended = two_ranks(tmp_path, 'disk', *more, WAY=way, WHO=str(who))
+    assert ended.returncode == 1 and time.monotonic()-began < 200, ended.stderr[-6000:] # the ranks would wait for half an hour
+    assert not missing_pieces(read_pointer(run))
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     goes_on(tmp_path, quiet_ranks(*more), *more)
@@ -251,7 +239,7 @@ def losing(lose):
 def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, quiet_run):
     "An open log would take lines to the end; a checkpoint would be written where nobody looks."
     run, away = tmp_path/'run', tmp_path/'away'
-    with pytest.raises(RunFailed, match=f'No such file or directory: {run}.* to go on: nanovlm train --config {run}/config.yaml --run_name run --resume True$'):
+    with pytest.raises(FileNotFoundError, match=f'No such file or directory: .*{run}'):
         in_process(tmp_path, hooks=[losing(lambda: run.rename(away))])
     assert not run.exists()
     away.rename(run)
@@ -259,12 +247,12 @@ def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, 
 
 
 @pytest.mark.skipif(not hasattr(os, 'geteuid') or os.geteuid() != 0, reason='only root can give up a right for a while')
-def test_a_right_that_was_lost_names_the_last_checkpoint(quiet_run):
+def test_a_right_that_was_lost_leaves_the_last_checkpoint(quiet_run):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         try:
-            with pytest.raises(RunFailed, match=f'Permission denied: {name}/run/step_4.nanovlm.tmp. Once that is mended: the last complete checkpoint is step_3, to go on: nanovlm train'):
+            with pytest.raises(PermissionError, match=f'{name}/run/step_4.nanovlm.tmp'):
                 in_process(folder, hooks=[losing(lambda: os.seteuid(65534))])
         finally: os.seteuid(0)
         assert record(in_process(folder, '--resume', 'True')) == quiet_run  # the lock that could not be taken away keeps nobody out

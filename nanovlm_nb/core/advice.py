@@ -186,15 +186,10 @@ def projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[s
         for name,v,low,high in rows if v is not None and not low<=v<=high]
 
 # %% ../../nbs/07_core.advice.ipynb #e8d0096d
-def lint(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
+def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
     most = capped_workers(n, cpus, ranks)
-    rows = [(most<n, f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
-            f'{most} at most, more only hinder each other'),
-        (c.lr_mp>.001 and not c.warmup_ratio,
-            f'lr_mp {c.lr_mp:g} without a warm-up sends noise into both backbones: give warmup_ratio 0.03'),
-        (c.max_grad_norm is None, 'max_grad_norm is None: a bad batch can ruin the weights, 1.0 is usual'),
-        (not v.vlm_load_backbone_weights and v.lm_hidden_dim>=512 and not c.resume_from_vlm_checkpoint,
-            'vlm_load_backbone_weights is False: a model of this size starts from random weights')]
-    return save_notes(c)+projector_advice(c, ranks, epochs)+[s for ok,s in rows if ok]
+    workers = (f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
+        f'{most} at most, more only hinder each other')
+    return save_notes(c)+projector_advice(c, ranks, epochs)+[workers]*(most<n)

@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEHIND', 'PER_THREAD', 'pick_device', 'FromGather',
-           'Dist', 'collective', 'launch', 'on_master', 'first_reason', 'launch_env', 'rank_device', 'meeting_store',
-           'init_dist', 'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar',
-           'destroy_dist', 'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_seed',
-           'shield_worker', 'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank',
-           'set_threads']
+           'Dist', 'collective', 'launch', 'on_master', 'launch_env', 'rank_device', 'meeting_store', 'init_dist',
+           'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar', 'destroy_dist',
+           'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_seed', 'shield_worker',
+           'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
 import base64,inspect,multiprocessing,os,random,signal,sys,tempfile
@@ -61,7 +60,6 @@ class Dist(FromGather):
     device:torch.device = torch.device('cpu') # where this process computes
     cpu_group:Any = None # gloo group for messages; None when alone
     timeout_s:float = 1800. # seconds to wait for the other ranks
-    store:Any = None # where the ranks have met: texts by name; None when alone
 
     @property
     def is_master(self)->bool: # on one rank only
@@ -95,7 +93,7 @@ def _one_rank(job:Callable[[Dist],Any], me:Dist, meeting:str, answers:Any)->None
     store = c10d.FileStore(meeting, me.world_size)
     try:
         c10d.init_process_group('gloo', store=store, rank=me.rank, world_size=me.world_size, timeout=wait)
-        me = replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait), store=store)
+        me = replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait))
         me.barrier() # a rank with little to do must not leave before the others have come
         result = job(me)
     finally:
@@ -129,13 +127,6 @@ def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
     result,error = dist.broadcast((result, error))
     if error is not None: raise error
     return result
-
-# %% ../../nbs/03_core.dist.ipynb #d1570102
-def first_reason(dist:Dist, reason:str)->str: # why this rank ends
-    "Stores why this rank ends, and returns why the first one that ended did."
-    if dist.store is None: return reason
-    try: return dist.store.compare_set('first reason', '', reason).decode()
-    except RuntimeError: return reason # the process with the store has ended
 
 # %% ../../nbs/03_core.dist.ipynb #5a57ecdf
 def launch_env()->dict[str,int]|None: # `rank`, `world_size`, `local_rank`; None when alone
@@ -183,7 +174,7 @@ def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: #
     def join():
         store = meeting_store(me)
         c10d.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=wait)
-        return replace(me, store=store, cpu_group=c10d.new_group(backend='gloo', timeout=wait))
+        return replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait))
     return collective(me, 'init_dist', join)
 
 # %% ../../nbs/03_core.dist.ipynb #6cf124a9

@@ -43,7 +43,7 @@ class JsonLines:
         self.folder,self.file = Path(path).parent,open(path, 'a+b')
         self.cut()
 
-    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # figures; updates done
+    def log(self, metrics:dict, step:int)->None: # figures; updates done
         "Writes one line at once; a FileNotFoundError if the directory is not there any more."
         record = {k:_plain(v) for k,v in metrics.items()}|dict(step=step)
         self.file.write(json.dumps(record, sort_keys=True, allow_nan=False).encode()+b'\n')
@@ -71,19 +71,15 @@ def describe(metrics:dict, step:int)->str: # figures by name; updates done
 
 # %% ../../nbs/05_core.logs.ipynb #05a10003
 class Progress:
-    "How fast a run is, how long it has left, and the share of its time in which it waits for data."
+    "How fast a run is, and how long it has left."
     def __init__(self, total:int|None=None, now:Callable=time.monotonic): # updates of the run; tells seconds
         self.total,self.now = total,now
         self.first = self.last = nan,nan # update and time
-        self.waiting:float|None = None # 0 to 1, of about the last twenty updates
 
-    def add(self, step:int, waited:float|None=None)->None: # updates done; seconds of waiting
+    def add(self, step:int)->None: # updates done
         "Counts an update."
-        before,self.last = self.last[1],(step, self.now())
+        self.last = step,self.now()
         if self.first[0]!=self.first[0]: self.first = self.last
-        elif waited is not None:
-            share = min(waited/max(self.last[1]-before, 1e-9), 1.)
-            self.waiting = share if self.waiting is None else .95*self.waiting+.05*share
 
     @property
     def seconds(self)->float: # nan: not known yet
@@ -100,9 +96,9 @@ class Progress:
 # %% ../../nbs/05_core.logs.ipynb #05a10009
 def progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
     "Returns what a user wants to see of a run, as far as it is known."
-    rate,waiting,left = metrics.get('tokens_per_second'),pace.waiting,pace.left
+    rate,left = metrics.get('tokens_per_second'),pace.left
     return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
-        *([] if waiting is None else [f'waits {waiting:.0%}']), *([f'{left} left'] if left else [])]
+        *([f'{left} left'] if left else [])]
 
 # %% ../../nbs/05_core.logs.ipynb #a18be21c
 def report_line(metrics:dict, step:int, pace:Progress)->str: # about 100 characters
@@ -188,15 +184,15 @@ class Screen:
         self.file.handle(logging.makeLogRecord(dict(msg=text, levelname='INFO')))
         if shown and not self.quiet: _show(text)
 
-    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # see `RunLog.log`
+    def log(self, metrics:dict, step:int)->None: # see `RunLog.log`
         "Shows the figures of an update, or others at once."
         if self.bar is None: self.bar = live_bar(self.pace.total, step, self.show)
-        if 'batch_loss' in metrics: self._update(metrics, step, waited)
+        if 'batch_loss' in metrics: self._update(metrics, step)
         elif line := event_line(metrics, step): self.info(line)
 
-    def _update(self, metrics, step, waited):
+    def _update(self, metrics, step):
         "Moves the bar, and writes a line if it is time."
-        self.pace.add(step, waited)
+        self.pace.add(step)
         now,report = self.pace.last[1],step%self.every==0
         self.said = min(self.said, now)
         if self.epochs and report: self.info(minimind_line(metrics, step, self.pace, self.epochs))
@@ -235,7 +231,7 @@ class Tracker:
         self.failed = True
         return True
 
-    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # see `RunLog.log`; text stays here
+    def log(self, metrics:dict, step:int)->None: # see `RunLog.log`; text stays here
         "Sends the figures of one step."
         figures = {k:float(v) for k,v in metrics.items() if not (v is None or isinstance(v, str))}
         with self: self.failed or self.send(figures, step)
@@ -330,9 +326,9 @@ class RunLog:
         self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
         self.sinks += [Tracker(name, TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
 
-    def log(self, metrics:dict, step:int, waited:float|None=None)->None: # by name, updates done, seconds
-        "Writes, shows and sends the figures of one step, whose update waited so long for its data."
-        for sink in self.sinks: sink.log(metrics, step, waited)
+    def log(self, metrics:dict, step:int)->None: # by name; updates done
+        "Writes, shows and sends the figures of one step."
+        for sink in self.sinks: sink.log(metrics, step)
 
     def info(self, text:str)->None: # one or several lines
         "Says something on the screen and in the text log."

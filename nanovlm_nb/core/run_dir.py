@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'CONFIG', 'STATUS', 'LOCK', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID',
            'TENSORBOARD', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY',
-           'FEATURE_CACHE', 'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'NEAR_S', 'FAR_S', 'write_atomic',
-           'fsync', 'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage',
+           'FEATURE_CACHE', 'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'WAIT_S', 'write_atomic', 'fsync',
+           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage',
            'json_lines', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of',
            'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
            'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
-           'prune_older', 'delete_abandoned', 'sweep', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'prune_older', 'delete_abandoned', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -41,10 +41,8 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
 
 # %% ../../nbs/01_core.run_dir.ipynb #f11e0003
 def fsync(path:Path)->None:
-    "Flushes a file, or a directory's list of names (where directories can be opened), to disk."
-    directories = hasattr(os, 'O_DIRECTORY') # Windows has none
-    if not directories and path.is_dir(): return
-    fd = os.open(path, os.O_RDONLY if directories else os.O_RDWR)
+    "Flushes a file, or a directory's list of names, to disk."
+    fd = os.open(path, os.O_RDONLY)
     try: os.fsync(fd)
     finally: os.close(fd)
 
@@ -134,22 +132,21 @@ FEATURE_CACHE = 'features' # kept pictures
 TRAINER_STATE,RESULTS = 'trainer_state.json','eval_results' # in a checkpoint; folder of evaluations
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
-def json_lines(path:str|Path, key:str)->tuple[list[dict],list[bytes]]: # an integer that each record has
-    "Returns the records of a file in order, and with a warning the lines that are none."
-    records,foreign = [],[]
-    for line in Path(path).read_bytes().split(b'\n')[:-1]:
+def json_lines(path:str|Path, key:str)->list[dict]: # an integer that each record has
+    "Returns the records of a file in order, and warns of lines that are none."
+    lines,records = Path(path).read_bytes().split(b'\n')[:-1],[]
+    for line in lines:
         try: record = json.loads(line)
         except (ValueError, RecursionError): record = None
         if isinstance(record, dict) and type(record.get(key)) is int: records.append(record)
-        else: foreign.append(line)
-    if foreign: logging.getLogger('nanovlm_nb').warning('%s: %d line%s passed over, not ours or damaged, '
-        'the first is %r', path, len(foreign), 's'*(len(foreign)>1), foreign[0][:60])
-    return records,foreign
+    if (n := len(lines)-len(records)): logging.getLogger('nanovlm_nb').warning(
+        '%s: %d line%s passed over, not ours or damaged', path, n, 's'*(n>1))
+    return records
 
 # %% ../../nbs/01_core.run_dir.ipynb #e7ade4d7
 def read_log(path:str|Path)->list[dict]:
     "Returns the records of a log; lines that are not ours are skipped with a warning."
-    return json_lines(path, 'step')[0]
+    return json_lines(path, 'step')
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200009
 NEEDED = ('config.json',TRAINER_STATE) # without these it is no checkpoint, whatever its manifest lists
@@ -238,13 +235,10 @@ def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no su
 # %% ../../nbs/01_core.run_dir.ipynb #c48eb973
 def best_kept(run_dir:Path, state:dict, # `trainer_state.json` of its current checkpoint
 )->tuple[float,int|None]: # lowest loss or judgement, and its step; infinite and None: there is none
-    "Returns the best checkpoint that a run still has, up to the current one."
-    kept = {step_of(p) for p in checkpoints(run_dir) if 0<step_of(p)<=state['step'] and not missing_pieces(p)}
-    if state.get('best_step') in kept: return state['best_val_loss'],state['best_step']
-    log = read_log(Path(run_dir)/LOG) if (Path(run_dir)/LOG).is_file() else []
-    found = [(r.get('judged', r['val_loss']), r['step']) for r in log
-             if r['step'] in kept and r.get('val_loss') is not None]
-    return min(found, default=(math.inf, None))
+    "Returns the best checkpoint of a run, if it still has that."
+    step = state.get('best_step')
+    kept = step and not missing_pieces(Path(run_dir)/f'step_{step}')
+    return (state['best_val_loss'],step) if kept else (math.inf,None)
 
 # %% ../../nbs/01_core.run_dir.ipynb #eed862f2
 def todo_of(checkpoint:Path)->Path: # need not be there
@@ -320,16 +314,6 @@ def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were dele
     for p in (old := abandoned(run_dir)): remove(p)
     return old
 
-# %% ../../nbs/01_core.run_dir.ipynb #2e7f0b94
-def sweep(run_dir:Path)->list[str]: # names of what was removed
-    "Removes what killed processes have left half done in a directory that no process is writing."
-    inside = Path(run_dir).resolve()
-    places = f'*{TMP}*',f'abandoned_*/*{TMP}*',f'{FEATURE_CACHE}/*/*{TMP}'
-    found = {p for pattern in places for p in Path(run_dir).glob(pattern)}
-    left = sorted(p for p in found if p.parent.resolve().is_relative_to(inside))
-    for p in left: remove(p)
-    return [p.relative_to(run_dir).as_posix() for p in left]
-
 # %% ../../nbs/01_core.run_dir.ipynb #04a11c03
 def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: nobody can lock it
     "Locks an open file until it is closed or the process ends; returns False if another process has."
@@ -351,7 +335,7 @@ def holder(run_dir:Path)->str: # empty: no process holds it
     except OSError: return ''
 
 # %% ../../nbs/01_core.run_dir.ipynb #8d2f6e01
-NEAR_S,FAR_S = 2.,120. # seconds to wait for a process of this machine, and of another: see above
+WAIT_S = 10. # seconds to wait for the process that holds a directory
 
 class RunLock:
     "Lets one process at a time write into a run's directory."
@@ -363,7 +347,7 @@ class RunLock:
         """Locks the directory, which is made if need be; a UsageError names the process that holds it.
         Without effect if this object holds it."""
         if self.file: return
-        begun,host = time.monotonic(),socket.gethostname()
+        until = time.monotonic()+WAIT_S
         while self.file is None:
             with user_path():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -371,16 +355,15 @@ class RunLock:
             if lock_file(file) is not False and self._is_here(file): self.file = file
             else:
                 file.close()
-                who = holder(self.path.parent)
-                require(time.monotonic()-begun<(NEAR_S if f' on {host}, ' in who else FAR_S),
-                    f'{self.path.parent} is in use by {who or "another process"}: '
+                who = holder(self.path.parent) or 'another process'
+                require(time.monotonic()<until, f'{self.path.parent} is in use by {who}: '
                     'wait for its end, stop it, or give another run_name')
                 time.sleep(.2)
         if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=file.close) # loader workers
         with suppress(OSError): # a full disk
             file.truncate(0)
             since = time.strftime('%Y-%m-%d %H:%M:%S')
-            file.write(f'process {os.getpid()} on {host}, since {since}\n'.encode())
+            file.write(f'process {os.getpid()} on {socket.gethostname()}, since {since}\n'.encode())
 
     def _is_here(self, file):
         "Whether the name still means this file."

@@ -7,13 +7,12 @@ __all__ = ['SPECIAL_TOKENS', 'train_bpe', 'train_tokenizer', 'get_tokenizer', 's
 
 # %% ../../nbs/06_core.tokenizer.ipynb #12fdad71
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .usage import MissingFile,asking_hub,check_hub_name,require
+from .usage import MissingFile,check_hub_name,require
 from .config import VLMConfig
 
 # %% ../../nbs/06_core.tokenizer.ipynb #48e75a4b
@@ -38,24 +37,13 @@ def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extr
 )->PreTrainedTokenizerBase:
     "Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one."
     end,bos,eos = SPECIAL_TOKENS
-    tok = PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos, eos_token=eos,
+    return PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos, eos_token=eos,
         unk_token=end, pad_token=eos, **_extras(extra_special_tokens, chat_template))
-    return _check_extras(tok, extra_special_tokens)
 
 # %% ../../nbs/06_core.tokenizer.ipynb #87b55391
 def _extras(tokens, chat_template):
     "Keyword arguments for a tokenizer; what is not given is left to the tokenizer's own files."
     return {k:v for k,v in dict(extra_special_tokens=tokens, chat_template=chat_template).items() if v}
-
-# %% ../../nbs/06_core.tokenizer.ipynb #821c5ccf
-def _check_extras(tokenizer, tokens):
-    "The tokenizer itself, after a look at whether each extra token is one id of its own."
-    known = [*SPECIAL_TOKENS, *(tokens or {}).values()]
-    for name,token in (tokens or {}).items():
-        ids = tokenizer.encode(token, add_special_tokens=False)
-        require(known.count(token)==1 and ids==[getattr(tokenizer, f'{name}_id')],
-            f'extra token {name}={token!r} is used twice, or read as {ids}: give it a text of its own')
-    return tokenizer
 
 # %% ../../nbs/06_core.tokenizer.ipynb #628387b7
 def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
@@ -65,16 +53,15 @@ def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     "Returns a tokenizer with the extra tokens."
     from transformers import AutoTokenizer # knows every model there is: a second to import
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
-    if not (local := Path(name).is_dir()): check_hub_name(name)
-    try:
-        with nullcontext() if local else asking_hub(name): tok = AutoTokenizer.from_pretrained(name, **how)
+    if not Path(name).is_dir(): check_hub_name(name)
+    try: tok = AutoTokenizer.from_pretrained(name, **how)
     except (OSError, ValueError) as e: raise MissingFile(f"lm_tokenizer {name}: "
         f"{' '.join(str(e).split())[:300]} Correct the name, or see that the network is there") from e
     require(tok.is_fast, f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first')
     require(tok.eos_token is not None, f'{name} has no eos_token, so no answer would end: set it in '
         'tokenizer_config.json')
     tok.pad_token = tok.eos_token
-    return _check_extras(tok, extra_special_tokens)
+    return tok
 
 # %% ../../nbs/06_core.tokenizer.ipynb #6a7d0002
 def save_tokenizer(tokenizer:PreTrainedTokenizerBase, folder:str|Path)->None:

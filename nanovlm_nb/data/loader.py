@@ -28,9 +28,9 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import MissingFile,UsageError,asking_hub,check_hub_name,require
-from .dataset import COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops,Unreachable
-from .dataset import UnusedColumn,as_list,check_unused,named,place_pictures,reaching
+from ..core.usage import MissingFile,UsageError,check_hub_name,require
+from .dataset import COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops
+from .dataset import UnusedColumn,as_list,check_unused,named,place_pictures
 from .dataset import read_layout,VQADataset,shapes_dataset,shapes_tokenizer
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
@@ -206,7 +206,7 @@ def config_names(
     if not folder.is_dir():
         check_hub_name(path)
         if not every: return list(names)
-        with asking_hub(path): return datasets.get_dataset_config_names(str(path))
+        return datasets.get_dataset_config_names(str(path))
     subs = [] if _has_data(folder, '*') else local_configs(folder)
     if SPLIT_FOLDERS & set(subs): subs = []
     if every: return subs or _described(folder) or ['default']
@@ -373,7 +373,8 @@ def load_config(
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
-        with asking_hub(path): ds = _found(str(path), split, cache_dir, streaming, name=name)
+        check_hub_name(path)
+        ds = _found(str(path), split, cache_dir, streaming, name=name)
     source = folder.stem if folder.is_file() else name
     return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns)
 
@@ -385,11 +386,9 @@ def load_configs(
     **how)->dict: # see `load_config`; name -> rows, in order
     "Load configurations; a failed one is a warning that names it."
     data,why = {},[]
-    with reaching(str(path)): chosen = config_names(path, names)
-    for name in chosen:
-        try:
-            with reaching(f'{path} ({name})'): data[name] = load_config(path, name, **how)
-        except (Unreachable, UnusedColumn): raise # it was not looked at, or not to the end
+    for name in config_names(path, names):
+        try: data[name] = load_config(path, name, **how)
+        except (ConnectionError, UnusedColumn): raise # it was not looked at, or not to the end
         except LOAD_ERRORS as e:
             cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)

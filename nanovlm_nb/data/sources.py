@@ -22,7 +22,7 @@ import pyarrow as pa
 from datasets.table import CastError
 
 from ..core.usage import require
-from .dataset import Dropped,check_unused,reaching,to_row
+from .dataset import Dropped,check_unused,to_row
 
 # %% ../../nbs/15_data.sources.ipynb #a6e02dd1
 def _mix(x, key):
@@ -179,7 +179,7 @@ def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1
     tables = (part.skip(at) if at else part).iter(READ_ROWS if stream.features else 1)
     while at<stop: # in the tables of every reader, so that damage costs each the same rows
         try:
-            with reaching(name): table = next(tables, None)
+            table = next(tables, None)
         except BROKEN as e:
             if not _is_damage(e): raise
             return (yield None,Dropped(name, 'unreadable_shard', f'{type(e).__name__}: {e}'))
@@ -197,9 +197,8 @@ class StreamSource:
     def __init__(self, streams:dict[str,datasets.IterableDataset], # configuration -> rows
         seed:int=0, val_size:int=0, limit:int|None=None): # rows set aside; rows of an epoch at most
         self.seed,self.val_size,self.limit = seed,val_size,limit
-        with reaching(', '.join(streams)):
-            self.shares = [Share(name, i, *found) for name,ds in streams.items()
-                           for i,found in enumerate(shares(ds.with_format('arrow') if ds.features else ds))]
+        self.shares = [Share(name, i, *found) for name,ds in streams.items()
+                       for i,found in enumerate(shares(ds.with_format('arrow') if ds.features else ds))]
         for s,head in zip(self.shares, heads(len(self.shares), val_size)): s.head = head
 
     def held_out(self)->'StreamSource': # always in the same order

@@ -9,9 +9,8 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights',
            'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights', 'checkpoint_config',
            'checkpoint_weights', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config', 'weights_sha',
-           'written_at_once', 'find_tokenizer', 'describe_model', 'bullets', 'is_adapter', 'merge_state',
-           'wrapped_state', 'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth',
-           'to_minimind', 'save_pth']
+           'written_at_once', 'find_tokenizer', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
+           'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'to_minimind', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -539,34 +538,10 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 model = VisionLanguageModel.from_pretrained('{repo_id}')
 ```
 
-## Model
-
-{model}
-
 {more}
 """
 UNTOLD = ('## Training\n\nNothing is recorded: '
           'the weights were uploaded from memory, without the directory of a run.')
-
-# %% ../../nbs/26_model.weights.ipynb #a0180063
-def describe_model(cfg:VLMConfig, parameters:int)->list[str]: # sizes; numbers that are trained or loaded
-    "Returns what a model is, in lines for a model card."
-    side,tile = cfg.max_img_size//cfg.vit_img_size, cfg.vit_img_size
-    start = ' (random start)'*(not cfg.vlm_load_backbone_weights)
-    mean,std = (x[0] if len(x)==1 else x for x in (cfg.pixel_mean, cfg.pixel_std))
-    return [f'{parameters/1e6:.1f} million parameters',
-        f'vision: {cfg.vit_n_blocks} blocks of {cfg.vit_hidden_dim}, '
-        f'tiles of {tile} x {tile} pixels in patches of {cfg.vit_patch_size}, '
-        f'from {cfg.vit_model_type}{start}',
-        f'language: {cfg.lm_n_blocks} blocks of {cfg.lm_hidden_dim}, {cfg.lm_vocab_size} tokens, '
-        f'{cfg.lm_max_position_embeddings} positions, from {cfg.lm_model_type}{start}',
-        f'pictures: up to {side} x {side} tiles, {cfg.mp_image_token_length} tokens a tile, '
-        f'{cfg.image_convention} convention, pixels (x - {mean})/{std}']
-
-# %% ../../nbs/26_model.weights.ipynb #5588263a
-def bullets(lines:list[str])->str: # one point each
-    "Returns a list in Markdown."
-    return '\n'.join(f'- {l}' for l in lines)
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
 LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
@@ -675,8 +650,7 @@ class Pretrained(nn.Module):
         api = api or HfApi()
         with tempfile.TemporaryDirectory() as tmp:
             self.save_pretrained(tmp, tokenizer, known_as=repo_id)
-            lines = describe_model(self.cfg, sum(p.numel() for p in self.parameters()))
-            card = MODEL_CARD.format(repo_id=repo_id, model=bullets(lines), more=training)
+            card = MODEL_CARD.format(repo_id=repo_id, more=training)
             (Path(tmp)/'README.md').write_text(card, encoding='utf-8')
             api.create_repo(repo_id, private=private, exist_ok=True)
             api.upload_folder(repo_id=repo_id, folder_path=tmp, commit_message='Upload checkpoint')

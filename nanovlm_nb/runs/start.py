@@ -8,11 +8,10 @@ __all__ = ['OWN_PARTS', 'YOURS', 'HUB_ERRORS', 'SAME_SCRIPT', 'INTERRUPTED', 'SI
            'Difference', 'differences', 'splits', 'split_difference', 'place_of', 'progress', 'check_resume',
            'check_own_parts', 'plan_resume', 'changes_since', 'write_record', 'training_card', 'where_to_publish',
            'publish', 'millions', 'time_split', 'advice_lines', 'report_run', 'what_is_left', 'go_on', 'OpenRun',
-           'left_line', 'Interrupted', 'RunFailed', 'lost_place', 'reason_of', 'one_voice', 'set_status', 'exit_code',
-           'end_run']
+           'left_line', 'Interrupted', 'RunFailed', 'reason_of', 'set_status', 'exit_code', 'end_run']
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10003
-import math,shutil,errno,json,os,shlex
+import math,shutil,json,os,shlex
 from collections.abc import Callable
 from dataclasses import asdict,fields,dataclass
 from pathlib import Path
@@ -28,22 +27,22 @@ from torch import nn
 from ..core.config import BESIDE_WEIGHTS,CAREFUL,FINE,OF_RUN,REFUSED,TrainConfig,VLMConfig
 from ..core.config import check_configs,evolve,resume_rule,change,code_flags
 from ..core.config import length_of_run,load_yaml
-from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder,best_kept,checkpoints
+from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder,checkpoints
 from ..core.run_dir import find_checkpoint,is_own,last_checkpoint,left_behind,missing_pieces,read_log
-from ..core.run_dir import read_pointer,read_state,set_aside,step_of,usable_checkpoint,write_pointer
+from ..core.run_dir import read_pointer,read_state,set_aside,usable_checkpoint,write_pointer
 from ..core.run_dir import write_atomic,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS
-from ..core.usage import MissingFile,require,UsageError,first_to_tell
+from ..core.usage import MissingFile,require,UsageError
 from ..model.weights import checkpoint_config,find_tokenizer,language_config,pth_path
-from ..model.weights import resolve_checkpoint,tower_fields,bullets,checkpoint_weights,load_weights
+from ..model.weights import resolve_checkpoint,tower_fields,checkpoint_weights,load_weights
 from ..training.schedule import get_schedule,in_samples
 from ..training.optim import training_parts
-from ..training.checkpoint import check_checkpoint,plain_error
+from ..training.checkpoint import check_checkpoint
 from ..training.shard import read_deepspeed
 from ..core.advice import advice,memory_remedies
-from ..core.dist import Dist,first_reason
+from ..core.dist import Dist
 from ..core.logs import RunLog,plot_curves
 from ..model.vlm import VisionLanguageModel
-from ..data.dataset import Drops,Unreachable,best_blind_guess
+from ..data.dataset import Drops,best_blind_guess
 from ..data.loader import first_rows
 from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all,plot_answers
 from ..answers.answer import questions_of
@@ -179,12 +178,9 @@ _RECORDS = {'.jsonl','.json','.log','.md','.png','.yaml'} # files of a run that 
 
 def _best_before(run_dir, checkpoint):
     "The best checkpoint that the run has kept up to this; a classifier's is by accuracy."
-    state,now = read_state(checkpoint, ('step',)),read_pointer(run_dir, BEST)
-    classes = state.get('hooks', {}).get('ValidateClasses', {})
-    names = [f"step_{n}" for n in (classes.get('best_model_step'), best_kept(run_dir, state)[1])]
-    kept = {p.name:p for p in checkpoints(run_dir)
-        if 0<step_of(p)<=step_of(checkpoint) and not missing_pieces(p)}
-    return next((kept[n] for n in (*names, now and now.name) if n in kept), None)
+    state = read_state(checkpoint, ('step',))
+    step = state.get('hooks', {}).get('ValidateClasses', {}).get('best_model_step', state.get('best_step'))
+    return run_dir/f'step_{step}' if step and not missing_pieces(run_dir/f'step_{step}') else None
 
 # %% ../../nbs/52_runs.start.ipynb #82279779
 def go_back(run_dir:Path, checkpoint:Path|None, # locked; one of its checkpoints, None: at its beginning
@@ -382,6 +378,8 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
         f'{length_of_run(c)}, seed {c.seed}']
 
 # %% ../../nbs/52_runs.start.ipynb #dcc6f192
+def _bullets(lines): return '\n'.join(f'- {l}' for l in lines)
+
 def write_record(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # `notes` says what the run tries
     results:list[str]=['still running'], # what came of it
 )->Path: # `run_dir/record.md`
@@ -390,9 +388,9 @@ def write_record(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # `note
     text = path.read_text(encoding='utf-8', errors='backslashreplace') if path.is_file() else ''
     before,changed = changes_since(run_dir, vlm_cfg, train_cfg)
     since = f' since {before}' if before else ''
-    page = [f'# {run_dir.name}', f'## Changed{since}', bullets(changed), _MINE,
+    page = [f'# {run_dir.name}', f'## Changed{since}', _bullets(changed), _MINE,
         train_cfg.notes or '(no notes: give --notes "what this run tries")',
-        bullets(_data_lines(vlm_cfg, train_cfg)), '## Results', bullets(results), _LIMITS,
+        _bullets(_data_lines(vlm_cfg, train_cfg)), '## Results', _bullets(results), _LIMITS,
         text[text.index(YOURS):] if YOURS in text else _UNWRITTEN]
     return write_atomic(path, '\n\n'.join(page))
 
@@ -430,9 +428,7 @@ def _rows_to_ask(trainer:Trainer)->list[dict]: # after `train()`; as many as `as
     val,most = trainer.held_out,trainer.base.cfg.lm_max_position_embeddings-LONGEST
     samples = copy(getattr(val, 'samples', None)) # with the same `drops`
     if samples is not None: samples.max_sample_length = min(samples.max_sample_length or most, most)
-    try: return first_rows(val.source, n, samples) if (n := trainer.cfg.ask_samples) else []
-    except Unreachable as e: trainer.log.info(f'no held-out question is asked: {e}')
-    return []
+    return first_rows(val.source, n, samples) if (n := trainer.cfg.ask_samples) else []
 
 # %% ../../nbs/52_runs.start.ipynb #740c3e55
 def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
@@ -543,9 +539,8 @@ def go_on(run_dir:Path, train_cfg:TrainConfig, dist:Dist=Dist(), changes:dict={}
 )->str: # a line for the shell
     "The command that resumes a run."
     ranks = dist.world_size
-    local = int(os.environ.get('LOCAL_WORLD_SIZE', ranks))
-    nodes = f'--nnodes {ranks//local} (as before) ' if local<ranks else ''
-    launch = 'nanovlm train' if ranks==1 else f'torchrun {nodes}--nproc_per_node {local} -m nanovlm_nb.train'
+    local = os.environ.get('LOCAL_WORLD_SIZE', ranks)
+    launch = 'nanovlm train' if ranks==1 else f'torchrun --nproc_per_node {local} -m nanovlm_nb.train'
     own = dict(run_name=run_dir.name, resume=True)|(dict(load_from=None) if train_cfg.load_from else {})
     words = ['--config', run_dir/CONFIG, *(w for k,v in (own|changes).items() for w in (f'--{k}', v))]
     return ' '.join([launch, *(shlex.quote(str(w)) for w in (*words, *code_flags(train_cfg.to_dict())))])
@@ -582,33 +577,11 @@ class Interrupted(RuntimeError):
 class RunFailed(UsageError, OSError):
     "A run that was broken off by its machine; the message says what happened, what is left and what to do."
 
-# %% ../../nbs/52_runs.start.ipynb #8158f9a7
-def _causes(error:BaseException)->list[BaseException]: # as it arrived; the error first
-    "An error and those that it came from."
-    chain = [error]
-    for e in chain: # torch's writer hides a full disk in the context
-        chain += [f for f in (e.__cause__, e.__context__) if f is not None and not any(f is c for c in chain)]
-    return chain
-
 # %% ../../nbs/52_runs.start.ipynb #1851a81d
-def _out_of_memory(error:BaseException)->bool: # one of `_causes`
+def _out_of_memory(error:BaseException)->bool: # as it arrived
     "Whether memory ran out, that of the device or of the machine."
     of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-
-# %% ../../nbs/52_runs.start.ipynb #54000001
-_FULL = errno.ENOSPC,errno.EDQUOT # no space, no quota
-
-def lost_place(run:OpenRun, error:BaseException)->str|None: # in progress; as it arrived; None: no such thing
-    "What to say about a full disk, and about a directory that can no longer be written."
-    place = run.run_dir.absolute()
-    plain = (plain_error(c, place) for c in _causes(error))
-    failed = [e for e in plain if isinstance(e, OSError) and e.errno]
-    for e in sorted(failed, key=lambda e: e.errno not in _FULL):
-        file = Path(str(e.filename or place)).absolute() # without a name it may be a connection
-        if e.errno in _FULL or run.trainer and e.filename and file.is_relative_to(place):
-            return f'{os.strerror(e.errno or 0)}: {file}. Once that is mended: {left_line(run)}'
-    return None
 
 # %% ../../nbs/52_runs.start.ipynb #54000003
 def _no_memory(run:OpenRun, error:BaseException)->str: # in progress; as it arrived
@@ -626,24 +599,8 @@ def _no_memory(run:OpenRun, error:BaseException)->str: # in progress; as it arri
 # %% ../../nbs/52_runs.start.ipynb #62b54021
 def reason_of(run:OpenRun, error:BaseException)->str|None: # in progress; None: a fault, or one of use
     "What broke a run, if that is known, and the command that resumes it."
-    if (lost := lost_place(run, error)): return lost
-    if any(map(_out_of_memory, _causes(error))): return _no_memory(run, error)
+    if _out_of_memory(error): return _no_memory(run, error)
     return f'{error}: {left_line(run)}' if isinstance(error, Unstable) else None
-
-# %% ../../nbs/52_runs.start.ipynb #54000005
-def _first_told(error:Exception, dist:Dist)->Exception: # what ends this rank; the same, if it was the first
-    "Stores why this rank ends; returns the error with which all ranks end."
-    known = isinstance(error, UsageError)
-    mine = str(error) if known else f'rank {dist.rank} ended with {type(error).__name__}: {error}'
-    first = first_reason(dist, mine)
-    return error if first==mine else RunFailed(first)
-
-# %% ../../nbs/52_runs.start.ipynb #66383c93
-def one_voice(dist:Dist, kind:Any, error:BaseException|None, traceback:Any)->None: # for `ExitStack`
-    "Lets the error of one rank be the only one that is shown."
-    if not isinstance(error, Exception): return
-    if (last := _first_told(error, dist)) is not error: raise last from error
-    if not isinstance(error, UsageError): first_to_tell() # the others wait, so that its traceback is seen
 
 # %% ../../nbs/52_runs.start.ipynb #54000007
 INTERRUPTED = 85 # exit code of a run that a signal has ended
@@ -663,10 +620,10 @@ def exit_code(run_dir:Path)->int: # of a run that has ended; 0, or `INTERRUPTED`
 # %% ../../nbs/52_runs.start.ipynb #54000010
 def end_run(run:OpenRun, kind:Any, error:BaseException|None, traceback:Any)->bool: # for `ExitStack`
     "Says in its log and its status how a run ends, a known cause in one sentence; whether that is all."
-    soft = isinstance(error, Interrupted) or run.cfg.resume and isinstance(error, Unreachable)
+    soft = isinstance(error, Interrupted)
     last = None if soft else error
     try:
-        if soft: _interrupt(run, error)
+        if soft: _interrupt(run)
         elif isinstance(error, Exception): last = _explain(run, error)
     finally:
         if run.log.opened or not isinstance(last, UsageError): # a start that is refused changes nothing
@@ -677,16 +634,14 @@ def end_run(run:OpenRun, kind:Any, error:BaseException|None, traceback:Any)->boo
     return soft
 
 # %% ../../nbs/52_runs.start.ipynb #1df8b342
-def _interrupt(run, error):
-    "Ends as a signal does: a scheduler starts the run again."
-    run.status,why = 'interrupted',str(error).strip().rpartition('\n')[2]
-    away = f'the data cannot be reached, the run ends as if a signal had come: {why}'
-    for line in (SIGNALLED if isinstance(error, Interrupted) else away, left_line(run)): run.log.info(line)
+def _interrupt(run):
+    "A scheduler starts the run again."
+    run.status = 'interrupted'
+    for line in (SIGNALLED, left_line(run)): run.log.info(line)
 
 # %% ../../nbs/52_runs.start.ipynb #dc1fb6f0
 def _explain(run, error):
-    "The error with which the run ends on all ranks."
-    why = reason_of(run, error)
-    last = _first_told(error if why is None else RunFailed(why), run.dist)
-    if last is error and run.trainer: run.log.info(left_line(run))
-    return last
+    "The error with which the run ends."
+    if (why := reason_of(run, error)): return RunFailed(why)
+    if run.trainer: run.log.info(left_line(run))
+    return error

@@ -446,7 +446,7 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model, the run
                    splits=splits(packs, gpus)),
         disk=dict(checkpoint=checkpoint_bytes(v, c), kept=checkpoints_kept(c)),
         epochs=_epochs(c, gpus, pack, packs, samples, epochs),
-        notes=lint(v, c, ranks=gpus, epochs=epochs))
+        notes=lint(c, ranks=gpus, epochs=epochs))
 
 # %% ../../nbs/64_tools.plan.ipynb #49ac6fa1
 _NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language model',

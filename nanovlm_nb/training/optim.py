@@ -28,7 +28,6 @@ from ..model.weights import is_adapter
 from ..model.flops import COMPONENTS,pairs
 from ..core.dist import Dist
 from ..core.logs import Clock
-from ..data.dataset import Unreachable
 from ..data.packing import Batch
 from ..data.loader import Loader
 
@@ -260,7 +259,6 @@ def digest(ids:Iterable[str])->str: # 40 hexadecimal digits
 def _report(batches:list[Batch]|Exception, rank:int)->list[dict]|Exception: # what can travel
     "Returns a rank's part of an update as the others need it: counts of its micro-batches, or its error."
     if not isinstance(batches, Exception): return [tally(b) for b in batches]
-    if isinstance(batches, Unreachable): return Unreachable(str(batches))
     why = (str(batches).strip().splitlines() or [''])[-1]
     return RuntimeError(f'the data of rank {rank} have failed: {type(batches).__name__}: {why}')
 
@@ -280,10 +278,9 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc
 def _agreed(own:Any, reports:list[Any], idle:Callable[[],Batch]|None)->Update|None: # as in `gather_update`
-    "Returns the update that follows from the reports; a fault of any rank is raised before `Unreachable`."
-    failed = [(isinstance(e, Unreachable), rank) for rank,e in enumerate(reports) if isinstance(e, Exception)]
-    for away,rank in sorted(failed)[:1]:
-        raise own if isinstance(own, Exception) and isinstance(own, Unreachable)==away else reports[rank]
+    "Returns the update that follows from the reports; a fault of any rank is raised."
+    for failed in (e for e in reports if isinstance(e, Exception)):
+        raise own if isinstance(own, Exception) else failed
     counts = [len(r) for r in reports]
     n = max(counts) if idle else min(counts)
     if n<max(counts): logging.getLogger(__name__).warning(f'ranks have {counts} micro-batches: all take {n}')

@@ -31,7 +31,6 @@ from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batche
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
 from ..core.logs import Clock
 from ..model.weights import checkpoint_weights
-from ..data.dataset import Unreachable
 from ..data.packing import Batch
 from ..data.lanes import merge_states
 from ..data.loader import Loader,as_loader
@@ -341,17 +340,12 @@ def train(trainer:Trainer)->Trainer: # where the run ended
     t.model.train()
     with ExitStack() as stack:
         stack.callback(t.saver.wait)
-        try:
-            _plan(t)
-            for hook in t.hooks:
-                stack.callback(hook.end, t)
-                hook.begin(t)
-            _notify(t, {}) # the untrained model, or what an earlier start still owes
-            for update in updates(t): _notify(t, train_step(t, update))
-        except Unreachable as e: # a scheduler starts it again
-            why = str(e).strip().splitlines()[-1]
-            t.log.info(f'the data cannot be reached, the run ends as if a signal had come: {why}')
-            t.stop = t.stop or SIGNAL
+        _plan(t)
+        for hook in t.hooks:
+            stack.callback(hook.end, t)
+            hook.begin(t)
+        _notify(t, {}) # the untrained model, or what an earlier start still owes
+        for update in updates(t): _notify(t, train_step(t, update))
     if isinstance(t.stop, Exception): raise t.stop
     if t.stop: t.log.info(f'stopped by {t.stop} after update {t.step}')
     return t
@@ -364,12 +358,10 @@ def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank mu
 
 # %% ../../nbs/47_training.trainer.ipynb #efb44874
 def validation_batches(trainer:Trainer)->Iterator[Batch]: # the same each time; every rank must call
-    "Yields the held-out micro-batches; if a rank cannot reach them, all raise `Unreachable`."
-    t,lost,packs = trainer,None,trainer.cfg.max_val_batches*trainer.val_batch
+    "Yields the held-out micro-batches."
+    t,packs = trainer,trainer.cfg.max_val_batches*trainer.val_batch
     if t.cfg.val_workers: t.saver.wait() # workers are forked: no thread may hold a lock
-    try: t.held_out.keep(packs)
-    except Unreachable as e: lost = str(e)
-    if (why := next(filter(None, t.dist.gather(lost)), None)): raise Unreachable(why)
+    t.held_out.keep(packs)
     t.held_out.set_epoch(0)
     most = -(-packs//(t.cfg.batch_size*t.dist.world_size)) # the same packs, however they are split
     return islice(synchronized_batches(t.held_out, t.dist, t.held_out.idle), most)
@@ -403,7 +395,7 @@ class Log(Hook):
     def after_update(self, trainer:Trainer, figures:Figures)->None: # written as they are
         "Writes a line after an update."
         if trainer.cfg.max_training_samples is not None: trainer.log.length(length(trainer))
-        if trainer.update: trainer.log.log(figures, trainer.step, trainer.update.data_time)
+        if trainer.update: trainer.log.log(figures, trainer.step)
 
 # %% ../../nbs/47_training.trainer.ipynb #4fa6654f
 def _mark_best(trainer:Trainer)->None: # every rank must call

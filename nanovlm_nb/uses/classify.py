@@ -14,7 +14,6 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SP
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import random,json,math,os,re,shlex,sys,threading
 from collections.abc import Callable,Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass,field,fields,replace
 from math import ceil
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch import Tensor,nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset,Dataset
 
-from ..core.usage import MissingFile,UsageError,asking_hub,require,user_path
+from ..core.usage import MissingFile,UsageError,check_hub_name,require,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
 from ..core.run_dir import write_atomic,CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkpoints
 from ..core.run_dir import find_checkpoint
@@ -127,8 +126,8 @@ def load_splits(
     folder = Path(path)
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
-        with nullcontext() if folder.is_dir() else asking_hub(path):
-            loaded = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
+        if not folder.is_dir(): check_hub_name(path)
+        loaded = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(path))
     except OSError as e:
         what = 'digits, shapes, a folder, or a name on the hub'
         raise MissingFile(f'data set {path} cannot be read ({e}): give {what}') from e
