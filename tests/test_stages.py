@@ -192,7 +192,7 @@ def test_minimind_stage(tmp_path, siglip, use_moe):
     torch.save({n: (state[k][:448] if k in ('token_embedding.weight', 'head.weight') else state[k]).half() for k, n in names.items()}, file)
     train([*start, '--run_name', 'r'], tmp_path, ranks=2)
     run_dir = tmp_path/'checkpoints'/'r'
-    assert changed(tmp_path, 'r') == {'MP.proj.weight'} and line(tmp_path, 'r', 'trainable').endswith('(MP 0.004)')
+    assert changed(tmp_path, 'r') == {'MP.proj.weight'} and line(tmp_path, 'r', 'trainable').endswith('(MP 0.001)')
     trained = VisionLanguageModel.from_pretrained(run_dir/'step_6').decoder.state_dict()
     assert all(torch.equal(trained[k][:448] if 'embedding' in k or 'head' in k else trained[k], w[:448].half().float() if 'embedding' in k or 'head' in k else w.half().float())
                for k, w in state.items() if 'inv_freq' not in k)
