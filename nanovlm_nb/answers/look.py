@@ -97,8 +97,8 @@ def reader(model:VisionLanguageModel)->Callable[[Any],Tensor]: # in eval mode; f
 def panel_table(panel:dict[str,float])->str: # from `look_panel`; a line for each view
     "Returns the panel as a table."
     names = dict(zip(VIEWS, ('right picture','another picture','blank picture')))
-    lines = [f"{n:<16}{100*panel[f'look/accuracy{v}']:>8.1f}%{panel[f'look/val_loss{v}']:>10.4f}"
-             for v,n in names.items()]
+    rows = [(n, 100*panel[f'look/accuracy{v}'], panel[f'look/val_loss{v}']) for v,n in names.items()]
+    lines = [f'{n:<16}{right:>8.1f}%{loss:>10.4f}' for n,right,loss in rows]
     return '\n'.join([f"{panel['look/answers']:<7}answers  {'right':>9}{'loss':>9}", *lines])
 
 # %% ../../nbs/31_answers.look.ipynb #df01578a
