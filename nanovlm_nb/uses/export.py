@@ -101,7 +101,8 @@ def open_model(name:str, unmerged:bool=False)->VisionLanguageModel: # only adapt
 # %% ../../nbs/80_uses.export.ipynb #f5323d2d
 def need(extra:str, *packages:str)->None: # of this package
     "Raises a UsageError about a package that is not installed."
-    for package in packages: require(find_spec(package), f'{package} is missing: pip install nanovlm_nb[{extra}]')
+    for package in packages:
+        require(find_spec(package), f'{package} is missing: pip install nanovlm_nb[{extra}]')
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964
 def main(values:Namespace)->None: # from `cli.export_parser`
