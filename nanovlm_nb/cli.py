@@ -157,6 +157,7 @@ def classify_parser(add): # of `nanovlm classify`
     add('--resume_from', help='checkpoint-N of the run, a path, or `latest`')
     add('--deepspeed_config', metavar='FILE.json', help='a DeepSpeed configuration, translated')
     add('--lr_schedule', **_OWN_CODE, help='in place of that in the file')
+    add('--custom_transforms', **_OWN_CODE, nargs='+', help='likewise')
     add('--predict', metavar='CHECKPOINT', type=_checkpoint,
         help='do not train, but sort pictures with this checkpoint or the best of this run')
     add('pictures', nargs='*', help='files to sort')
@@ -318,7 +319,7 @@ def export_parser(add): # of `nanovlm export`
              'with adapters added to their base; peft: the adapters of a checkpoint alone')
     add('--int8', **_ON, help='with onnx: each file also with one byte a weight')
     add('--web_runtime',
-        help='with web: onnxruntime-web, its package or a directory that has it; default: npm fetches it')
+        help='with web: the package onnxruntime-web, a .tgz; default: npm fetches it')
     add('--outtype', choices=OUTTYPES,
         help='with gguf: how matrices are kept; f16 if left out, q8_0 has one byte a weight')
 

@@ -98,7 +98,7 @@ def test_what_is_not_built_is_refused_in_one_sentence(place, tmp_path, capsys):
     Qwen2_5_VLConfig().save_pretrained(tmp_path/'mine')
     pictures = ['--datasets', str(place/'food101')]
     for argv, said in [(['--config', str(place/'guide.yaml'), *pictures], "model.name is 'Qwen/Qwen2.5-VL-7B-Instruct', a Qwen-VL"),
-                       (['--config', str(place/'guide.yaml'), '--model', str(tmp_path/'mine'), *pictures], 'a Qwen-VL: its tower looks through windows'),
+                       (['--config', str(place/'guide.yaml'), '--model', str(tmp_path/'mine'), *pictures], "is a model of type 'qwen2_5_vl'"),
                        (['--config', str(place/'guide.yaml')], 'num_labels is 101, but digits have 10 classes'),
                        (['--datasets', 'nowhere'], 'nowhere')]:
         with pytest.raises(SystemExit) as ended: main(['classify', *argv])

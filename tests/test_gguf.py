@@ -12,13 +12,12 @@ gguf = pytest.importorskip('gguf', reason='gguf is not there: pip install nanovl
 
 import torch
 from PIL import Image
-from tokenizers import AddedToken
 
 from small_smolvlm import QUESTIONS, small_model
 from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.cli import main
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.uses.export import export_gguf, vocabulary
+from nanovlm_nb.uses.export import export_gguf
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
@@ -77,14 +76,6 @@ def test_decoders_of_qwen_keep_the_order_of_their_rows_and_a_head_of_its_own(tmp
         assert settings['general.architecture'] == kind and f'{kind}.rope.freq_base' in settings
         assert np.array_equal(tensors['blk.0.attn_k.weight'].data, attn.k_proj.weight.detach())
         assert ('blk.0.attn_q.bias' in tensors, 'blk.0.attn_q_norm.weight' in tensors, 'output.weight' in tensors) == ((True, False, False) if kind == 'qwen2' else (False, True, True))
-
-
-# --- what cannot be written
-
-def test_a_token_that_eats_blanks_is_refused(exported):
-    tokenizer = VisionLanguageModel.from_pretrained(exported/'checkpoint').tokenizer
-    tokenizer.add_tokens([AddedToken('<wide>', lstrip=True)])
-    with pytest.raises(ValueError, match='token .<wide>. of the tokenizer has lstrip, which llama.cpp has not: add it without'): vocabulary(tokenizer, 400)
 
 
 # --- llama.cpp

@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+from itertools import islice
 
 import datasets
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 
 import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import IGNORE, VLMConfig
+from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, images_first, settle_marks
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, jsonl_loader
@@ -151,7 +153,7 @@ def test_items(folder, tokenizer, placeholder, n):
         assert torch.equal(X[1:], Y[:-1]) and pixels.shape == (pictures[i], 3, SIDE, SIDE)
         assert count_runs(X, ds.image_ids) == pictures[i]
         assert tokenizer.decode(Y[loss_mask > 0]) == ''.join(f'{a}<|im_end|>\n' for a in answers[i])
-    assert ds.drops == Drops()
+    assert ds.bad_lines == Drops()
 
 
 def test_placeholders_stand_where_the_marks_are(make, tokenizer):
@@ -175,13 +177,12 @@ def test_too_long(make):
     "Exactly long enough, one too short, and so short that nothing remains; another maximum changes no other token."
     ds = make(max_length=300)
     n = len(ds.encode(read_row(ds.rows, 3, marks=True))[0])
-    for L, cut in ((n+1, 0), (n, 0), (n-1, 1), (n-5, 5)):
+    for L in (n+1, n, n-1, n-5):
         short = make(max_length=L)
         for a, b in zip(short[3][:3], ds[3][:3]): assert torch.equal(a, b[:L-1])
-        assert short.drops.cut == ({'train/4': cut} if cut else {}) and not short.drops.reasons
     first = int((ds.encode(read_row(ds.rows, 3, marks=True))[1] != IGNORE).nonzero().min()) + 1
     none = make(max_length=first)
-    assert not none[3][2].any() and len(none[3][3]) == 0 and none.drops.ids('too_long') == ['train/4']
+    with pytest.raises(UsageError, match='train/4: of '): none[3]
     some = make(max_length=first+1)
     assert some[3][2].sum() == 1
 
@@ -193,45 +194,43 @@ def test_picture_that_would_be_cut(tmp_path, folder, tokenizer):
     ds = VLMDataset(write(tmp_path/'x.jsonl', lines), max_length=100, **kw)
     second = ds.encode(read_row(ds.rows, 0, marks=True))[0].tolist().index(tokenizer.image_token_id, 20)
     cut = VLMDataset(tmp_path/'x.jsonl', max_length=second+2, **kw)
-    assert not cut[0][2].any() and cut.drops.counts == {'too_long': 1}
+    with pytest.raises(UsageError, match='x/1: of '): cut[0]
 
 
 # --- loaders
 
 @pytest.fixture
-def damaged(tmp_path, folder, tokenizer):
-    "Ten lines: a damaged picture, an answer that is cut, one that is cut off, and seven that are sound."
+def items(tmp_path, folder, tokenizer):
+    "Nine lines: seven with a picture, an answer that is cut, and a damaged picture."
     (tmp_path/'images').mkdir()
     whole = (folder/'images'/'cat.jpg').read_bytes()
     (tmp_path/'images'/'cat.jpg').write_bytes(whole)
     (tmp_path/'images'/'half.jpg').write_bytes(whole[:len(whole)//2])
     lines = [dict(image='cat.jpg', conversations=said('q', str(i))) for i in range(7)]
-    lines += [dict(image='half.jpg', conversations=said('q', 'a')), dict(conversations=said('q', 'a'*200)), dict(conversations=said('q'*200, 'a'))]
+    lines += [dict(conversations=said('q', 'a'*200)), dict(image='half.jpg', conversations=said('q', 'a'))]
     return VLMDataset(write(tmp_path/'x.jsonl', lines), None, tokenizer, get_image_processor(SIDE, SIDE), RUN, max_length=60)
 
 
 @pytest.mark.parametrize('start, workers', [('fork', 2), ('spawn', 1)])  # a worker that is spawned imports everything anew
-def test_workers(damaged, start, workers):
-    "Workers make the items that this process makes, and what they leave out is counted here."
-    want = [damaged[i] for i in range(10)]
-    damaged.reason.zero_(), damaged.lost.zero_()
-    assert damaged.drops == Drops()
-    loader = jsonl_loader(damaged, 4, shuffle=False, num_workers=workers)
+def test_workers(items, start, workers):
+    "Workers make the items that this process makes, and name a line that cannot be one."
+    want = [items[i] for i in range(8)]
+    loader = jsonl_loader(items, 4, shuffle=False, num_workers=workers)
     loader.multiprocessing_context = start
-    batches = list(loader)
-    assert [len(X) for X, *_ in batches] == [4, 4, 2]
+    batches = []
+    with pytest.raises(UsageError, match='x/9: '): batches.extend(loader)
+    assert [len(X) for X, *_ in batches] == [4, 4]
     for k in range(3): assert torch.equal(torch.cat([b[k] for b in batches]), torch.stack([w[k] for w in want]))
     for a, b in zip([p for b in batches for p in b[3]], [w[3] for w in want]): assert torch.equal(a, b)
-    assert damaged.drops.reasons == {'x/8': 'unreadable_image', 'x/10': 'too_long'} and list(damaged.drops.cut) == ['x/9']
 
 
-def test_workers_share_the_cores(monkeypatch, damaged):
+def test_workers_share_the_cores(monkeypatch, items):
     "One worker a core of this machine, divided by the ranks that torchrun started here."
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv('LOCAL_WORLD_SIZE', raising=False)
-    assert jsonl_loader(damaged, 1).num_workers == 8
+    assert jsonl_loader(items, 1).num_workers == 8
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '3')
-    assert jsonl_loader(damaged, 1).num_workers == 2
+    assert jsonl_loader(items, 1).num_workers == 2
 
 
 # --- a model

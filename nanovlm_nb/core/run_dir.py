@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'CONFIG', 'STATUS', 'LOCK', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID',
-           'TENSORBOARD', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'PREDICTIONS', 'CLASSIFY',
-           'FEATURE_CACHE', 'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'WAIT_S', 'write_atomic', 'fsync',
-           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage',
-           'json_lines', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of',
-           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
-           'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
-           'prune_older', 'delete_abandoned', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'TENSORBOARD', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'CLASSIFY', 'FEATURE_CACHE',
+           'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'WAIT_S', 'write_atomic', 'fsync', 'remove',
+           'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage', 'json_lines',
+           'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
+           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
+           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older',
+           'delete_abandoned', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -127,7 +127,7 @@ TENSORBOARD = 'tensorboard' # folder of event files
 # what was left out, and skipped
 DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
-PREDICTIONS,CLASSIFY = 'predictions.json','classify.yaml' # of a classifier
+CLASSIFY = 'classify.yaml' # of a classifier
 FEATURE_CACHE = 'features' # kept pictures
 TRAINER_STATE,RESULTS = 'trainer_state.json','eval_results' # in a checkpoint; folder of evaluations
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -503,7 +504,7 @@ def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
 @contextmanager
 def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill; patterns of files that go
 )->Iterator[Path]: # other files in it stay
-    "Yields a directory beside it, whose files move there when all are written; on an error none does."
+    "Yields a directory beside it, whose contents move there when all are written; on an error none does."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=path.parent)
@@ -513,7 +514,10 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
         inside.mkdir()
         yield inside
         if path.exists():
-            new = {file.name:file.replace(path/file.name) for file in inside.iterdir()}
+            new = {p.name for p in inside.iterdir()}
+            for name in new:
+                if (path/name).is_dir(): shutil.rmtree(path/name)
+                (inside/name).replace(path/name)
             for old in (p for pattern in owned for p in path.glob(pattern) if p.name not in new): old.unlink()
         else: inside.rename(path)
 

@@ -383,7 +383,8 @@ _WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(s
 def memory_table(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, # the model, the run, ranks
 )->dict[str,dict[str,float]]: # column -> part -> GiB, with `together` and `recomputed`
     "Returns memory for each way to share it."
-    base = evolve(train_cfg, sharding='ddp', offload_optimizer=False, offload_params=False, eval_backend='auto')
+    base = evolve(train_cfg, sharding='ddp', eval_backend='auto', offload_optimizer=False,
+                  offload_params=False)
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     alone = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     table = {}

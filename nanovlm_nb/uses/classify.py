@@ -6,13 +6,12 @@
 __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'TEST_DIGITS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 'SECTIONS', 'OTHERS', 'GUIDE',
            'AT_ONCE', 'find_column', 'find_label', 'digits_splits', 'shapes_splits', 'load_splits', 'split_pair',
            'Part', 'ClassRows', 'names_of', 'ClassData', 'load_classes', 'ClassConfig', 'as_classifier', 'ClassSamples',
-           'wiggle', 'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'macro_f1', 'metrics_of',
-           'plot_confusion', 'ValidateClasses', 'write_predictions', 'read_predictions', 'lay_out', 'Keys', 'own_place',
-           'sorted_in', 'Settings', 'check_buildable', 'configs_of', 'without_resume', 'classify_again', 'class_parts',
-           'classify_on', 'main']
+           'VLMClassifier', 'make_classifier', 'Judged', 'confusion', 'metrics_of', 'plot_confusion', 'ValidateClasses',
+           'lay_out', 'Keys', 'own_place', 'sorted_in', 'Settings', 'configs_of', 'without_resume', 'classify_again',
+           'class_parts', 'classify_on', 'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
-import random,json,math,os,re,shlex,sys,threading
+import random,json,os,re,shlex,sys,threading
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from math import ceil
@@ -32,9 +31,9 @@ from torch.utils.data import ConcatDataset,Dataset
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
-from ..core.run_dir import write_atomic,CLASSIFY,LOG,PREDICTIONS,TEXT_LOG,checkpoints
+from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints
 from ..core.run_dir import find_checkpoint
-from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,CountF,Keep,Pos,Text
+from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
 from ..core.config import TrainConfig,VLMConfig,check_code,check_known,code_flags,evolve
 from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
@@ -55,7 +54,7 @@ from ..runs.run import process_group,run
 
 # %% ../../nbs/81_uses.classify.ipynb #d13b8154
 IMAGE_COLUMNS = ('image','img','picture','images')
-LABEL_COLUMNS = ('label','labels','fine_label','class','category','texts')
+LABEL_COLUMNS = ('label','labels','fine_label','class','category')
 
 def find_column(columns:list[str], known:tuple[str,...], # of a data set; the usual names, the likeliest first
     what:str)->str: # what is looked for, for the message; the first of `known` that is there
@@ -70,14 +69,10 @@ def find_label(ds:datasets.Dataset, # with a column of labels
     "Returns the labels of a data set as they are written."
     key = find_column(ds.column_names, LABEL_COLUMNS, 'labels')
     values = ds.select_columns([key])[key][:]
-    if key!='texts':
-        for i,v in enumerate(values):
-            require(isinstance(v, (str, int)), f'row {i} has the label {v!r}: a label is a text or a whole '
-                'number, remove what has no label')
-        return values,getattr(ds.features[key], 'names', None)
-    bad = next((f'row {i} has {len(turns)} turns' for i,turns in enumerate(values) if len(turns)!=1), '')
-    require(not bad, f'{bad}: a labelled picture has one, whose answer is the name of its class')
-    return [turns[0]['assistant'] for turns in values],None
+    for i,v in enumerate(values):
+        require(isinstance(v, (str, int)), f'row {i} has the label {v!r}: a label is a text or a whole '
+            'number, remove what has no label')
+    return values,getattr(ds.features[key], 'names', None)
 
 # %% ../../nbs/81_uses.classify.ipynb #08d4f061
 def _labelled(rows, names): # rows: picture and number of its class
@@ -212,13 +207,6 @@ class ClassData:
     train:ClassRows # of all data sets
     val:ClassRows # of all data sets
 
-    def balanced(self)->list[float]: # one a class: weighted, all count the same; the mean over the rows is 1
-        "Returns weights against classes of unequal size, as scikit-learn's 'balanced'."
-        counts = np.bincount([l for p in self.train.parts for l in p.labels], minlength=len(self.names))
-        require(counts.all(), f'no training picture of class {self.names[int(counts.argmin())]}: '
-            'it cannot be balanced')
-        return (counts.sum()/(len(counts)*counts)).tolist()
-
 # %% ../../nbs/81_uses.classify.ipynb #80ab0009
 def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_splits`; see `split_pair`
     seed:int=0)->ClassData: # see `split_pair`; their rows in the order of `paths`
@@ -237,20 +225,16 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
 class ClassConfig(VLMConfig):
     "The configuration of a model that knows classes."
     resume_rules = rules(REFUSED, {'class_names':'the model would be another'})|rules(CAREFUL, {
-        'class_prompt':'from here on the model reads another question',
-        'class_weights':'from here on pictures count differently'})
+        'class_prompt':'from here on the model reads another question'})
     class_names:list[str] = many() # at least two; their order is that of the scores
     class_prompt:Text = 'What is this?' # asked of every picture
-    class_weights:list[CountF]|None = None # what the loss of a picture of each class counts; None: 1
 
     def __post_init__(self):
         super().__post_init__()
-        names,weights = self.class_names,self.class_weights
+        names = self.class_names
         require(len(names)>1, f'class_names is {self.class_names}: give two or more')
         require(len(set(names))==len(names) and all(names),
             'class_names has empty or equal names: give each class one of its own')
-        require(not weights or len(weights)==len(names),
-            f'{len(weights or ())} class_weights for {len(names)} classes: give each one')
         self.lm_tie_weights = False # there is no head over the vocabulary
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0001
@@ -297,26 +281,14 @@ class ClassSamples(VQADataset):
         largest = Image.new('RGB', (self.cfg.max_img_size,)*2)
         return self.plan_row(dict(id='longest', images=[largest], label=0)).tokens
 
-# %% ../../nbs/81_uses.classify.ipynb #fc88ed73
-def wiggle(image:Image.Image, rng:random.Random)->Image.Image: # of the same size; black where nothing was
-    "Returns a picture turned by up to 10 degrees, moved by up to 8 %, scaled by up to 10 %."
-    (w,h),angle,scale = image.size,math.radians(rng.uniform(-10, 10)),rng.uniform(.9, 1.1)
-    x,y = w/2+w*rng.uniform(-.08, .08),h/2+h*rng.uniform(-.08, .08)
-    c,s = math.cos(angle)/scale,math.sin(angle)/scale
-    numbers = c, s, w/2-c*x-s*y, -s, c, h/2+s*x-c*y
-    return image.transform((w,h), Image.Transform.AFFINE, numbers, Image.Resampling.BILINEAR)
-
 # %% ../../nbs/81_uses.classify.ipynb #d2566e60
 class VLMClassifier(VisionLanguageModel):
     "A vision-language model that says to which class a picture belongs."
     config_class = ClassConfig
     cfg:ClassConfig
-    class_weights:Tensor|None # (C,) float32
 
     def __init__(self, cfg:ClassConfig, load_backbone:bool=False): # see `VisionLanguageModel`
         super().__init__(cfg, load_backbone)
-        weights = None if cfg.class_weights is None else torch.tensor(cfg.class_weights)
-        self.register_buffer('class_weights', weights, persistent=False)
         self.new_parts = ('score',)
         self.decoder.head = nn.Identity() # no vocabulary
         self.score = nn.Linear(cfg.lm_hidden_dim, len(cfg.class_names), bias=False)
@@ -335,7 +307,7 @@ class VLMClassifier(VisionLanguageModel):
         if layout.at is None: return self.score(h),None
         rows = rows_with_target(h, layout, len(self.cfg.class_names))
         logits = self.score(rows)
-        loss = F.cross_entropy(logits.float(), layout.targets, self.class_weights, reduction='sum')
+        loss = F.cross_entropy(logits.float(), layout.targets, reduction='sum')
         if balance is not None: loss = loss+self.cfg.moe_aux_weight*(balance*targets_by_row(layout)).sum()
         return (logits if return_logits else None),(loss/max(len(rows), 1) if reduction=='mean' else loss)
 
@@ -386,7 +358,6 @@ def make_classifier(cfg:ClassConfig,
 class Judged(NamedTuple):
     "What was found about one picture."
     place:int # number of its row
-    id:str # of its row
     dataset:str # name of its data set
     label:int # its class
     predicted:int # the likeliest class
@@ -399,20 +370,13 @@ def confusion(judged:Iterable[Judged], n:int)->np.ndarray: # (n, n)
     for j in judged: matrix[j.label,j.predicted] += 1
     return matrix
 
-# %% ../../nbs/81_uses.classify.ipynb #fe345f51
-def macro_f1(matrix:np.ndarray)->float: # from `confusion`; 0 to 1
-    "Returns the mean F1 of the classes, without those that neither were there nor were predicted."
-    total = matrix.sum(0)+matrix.sum(1)
-    return float((2*matrix.diagonal()[total>0]/total[total>0]).mean())
-
 # %% ../../nbs/81_uses.classify.ipynb #b3cb2403
-def metrics_of(judged:list[Judged], n:int)->dict[str,float]: # at least one; classes
-    "Returns `eval/{dataset}_accuracy` of each data set, and `eval/overall_` accuracy, loss and macro_f1."
+def metrics_of(judged:list[Judged])->dict[str,float]: # at least one
+    "Returns `eval/{dataset}_accuracy` of each data set, and `eval/overall_` accuracy and loss."
     require(judged, 'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
     def right(js): return sum(j.label==j.predicted for j in js)/len(js)
     names = dict.fromkeys(j.dataset for j in judged)
-    overall = dict(accuracy=right(judged), loss=sum(j.loss for j in judged)/len(judged),
-        macro_f1=macro_f1(confusion(judged, n)))
+    overall = dict(accuracy=right(judged), loss=sum(j.loss for j in judged)/len(judged))
     figures = {f'eval/{name}_accuracy':right([j for j in judged if j.dataset==name]) for name in names}
     return figures|{f'eval/overall_{k}':v for k,v in overall.items()}
 
@@ -446,17 +410,14 @@ class ValidateClasses(Validate):
         self.labels = trainer.held_out.source.rows.answers()
         found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
         if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
-        of = self.best['best_model_step']
-        if trainer.dist.is_master and (trainer.log.run_dir/PREDICTIONS).is_file() and (
-                read_predictions(trainer.log.run_dir)[2]!=of): (trainer.log.run_dir/PREDICTIONS).unlink()
         super().begin(trainer)
 
     def judge(self, trainer:Trainer, batch:Batch)->list[Judged]:
         "Returns what the model thinks of the pictures of a micro-batch."
-        rows = [self.labels[i]+(i,) for pack in batch['ids'] for i in pack]
+        rows = [self.labels[i] for pack in batch['ids'] for i in pack]
         logits,_ = trainer.base(**inputs_of(trainer, batch), reduction='sum', return_logits=True)
-        return [Judged(place, id, name, label, int(s.argmax()), -float(s[label]))
-            for (place,name,label,id),s in zip(rows, logits.float().log_softmax(-1).cpu())]
+        return [Judged(place, name, label, int(s.argmax()), -float(s[label]))
+            for (place,name,label),s in zip(rows, logits.float().log_softmax(-1).cpu())]
 
     @torch.no_grad()
     def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
@@ -471,11 +432,11 @@ class ValidateClasses(Validate):
         if stopping(t): return None
         self.judged = sorted(j for part in t.dist.gather(judged) for j in part)
         if not self.judged: return None
-        figures = metrics_of(self.judged, len(t.base.cfg.class_names))
+        figures = metrics_of(self.judged)
         return figures|dict(val_loss=figures['eval/overall_loss'])
 
     def note(self, trainer:Trainer, found:dict[str,float])->bool: # the figures; whether they are the best
-        "Remembers the best accuracy, and writes what that evaluation found."
+        "Remembers the best accuracy, and draws what was confused."
         t,accuracy,before = trainer,found['eval/overall_accuracy'],self.best['best_model_step']
         super().note(t, found)
         if not t.step: return False
@@ -483,7 +444,8 @@ class ValidateClasses(Validate):
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
         found |= self.best
         if better and t.dist.is_master:
-            write_predictions(t.log.run_dir, self.judged, t.base.cfg.class_names, t.step)
+            names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
+            plot_confusion(confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
         return better
 
     def after_update(self, trainer:Trainer, figures:dict[str,float])->None:
@@ -505,26 +467,8 @@ class ValidateClasses(Validate):
         "Keeps it for `begin`."
         self.best = state
 
-# %% ../../nbs/81_uses.classify.ipynb #b14639b5
-def write_predictions(run_dir:Path, judged:list[Judged], names:list[str], step:int)->Path: # an update
-    "Keeps what an evaluation found, in `predictions.json`."
-    rows = [dict(id=j.id, dataset=j.dataset, label=names[j.label], predicted=names[j.predicted], loss=j.loss)
-        for j in judged]
-    head = json.dumps(dict(step=step, names=names), ensure_ascii=False)[:-1]
-    lines = ',\n'.join(json.dumps(r, ensure_ascii=False) for r in rows)
-    return write_atomic(run_dir/PREDICTIONS, f'{head}, "rows": [\n{lines}\n]}}\n')
-
-# %% ../../nbs/81_uses.classify.ipynb #7a7d08db
-def read_predictions(run_dir:str|Path)->tuple[list[Judged],list[str],int]: # pictures, names, update
-    "Returns what `write_predictions` wrote."
-    d = json.loads((Path(run_dir)/PREDICTIONS).read_text(encoding='utf-8'))
-    number = {n:i for i,n in enumerate(d['names'])}
-    judged = [Judged(i, r['id'], r['dataset'], number[r['label']], number[r['predicted']], r['loss'])
-        for i,r in enumerate(d['rows'])]
-    return judged,d['names'],d['step']
-
 # %% ../../nbs/81_uses.classify.ipynb #9a5cbf9d
-LOGS = (TEXT_LOG,LOG,PREDICTIONS,'confusion.png','curves.png')
+LOGS = (TEXT_LOG,LOG,'confusion.png','curves.png')
 
 def _links(folder, wanted):
     "Lets a folder hold exactly these links."
@@ -547,19 +491,16 @@ class Keys(Config):
     name:Text = 'shapes' # model: a preset, a run, a checkpoint, a SmolVLM or Idefics3; directory or hub id
     num_labels:int|None = None # classes; None: as many as the data have
     prompt:Text = 'What is this?' # asked of every picture
-    balance_classes:bool = False # weight the loss of each class by how rare it is
     memory_efficient_attention:bool = True # fused attention; False: as it is defined, slowly
     datasets:list[Text] = many('digits') # training: see `load_splits`
     val_share:float = .1 # of a data set without a split for evaluation
     output_dir:Text = 'outputs' # directory of the run directories
     run_name:Text|None = None # None: made from the settings and the date
     epochs:Pos = 10 # passes over the data
-    learning_rate:float = 1e-5 # of the backbones and of the projector
-    head_learning_rate:float|None = None # of projector and head, which may both be new; None: the same
+    learning_rate:float = 1e-5 # of the backbones, the projector and the head
     batch_size:Pos = 8 # pictures of a micro-batch on one rank
     gradient_accumulation_steps:Pos = 4 # micro-batches of an update
     warmup_steps:Count = 100 # updates in which the learning rate rises
-    augment:bool = False # turn, shift and scale training pictures a little, see `wiggle`
     gradient_checkpointing:bool = False # recompute activations to save memory
     dataloader_num_workers:Count = 16 # processes that decode pictures, at most
     save_total_limit:Keep = 3 # newest checkpoints that are kept, beside the best; -1: all
@@ -644,21 +585,14 @@ class Settings(Keys):
         text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
         Path(path).write_text(text, encoding='utf-8')
 
-# %% ../../nbs/81_uses.classify.ipynb #af2705ed
-def check_buildable(name:str)->None: # directory or hub id
-    "Raises a UsageError about a Qwen-VL, before anything of it is fetched."
-    folder = Path(name)
-    kind = _read_config(folder).get('model_type', '') if (folder/'config.json').is_file() else folder.name
-    require(not re.search(r'qwen[0-9._]*[_-]?vl', kind.lower()),
-        f'model.name is {name!r}, a Qwen-VL: its tower looks through windows at pictures of '
-        'any size and its positions have three axes, which is not built here; '
-        'give a SmolVLM (HuggingFaceTB/SmolVLM-256M-Instruct), an Idefics3 or a checkpoint of this library')
-
 # %% ../../nbs/81_uses.classify.ipynb #54ac7ec5
 def _start(name, changes):
     "Returns the configuration to begin with, and the checkpoint that its weights come from."
     if name in PRESETS: return evolve(preset(name)[0], **changes),None
-    check_buildable(name)
+    # asked before gigabytes are fetched
+    require(not re.search(r'qwen[0-9._]*[_-]?vl', Path(name).name.lower()),
+        f'model.name is {name!r}, a Qwen-VL, which is not built here: give a SmolVLM '
+        '(HuggingFaceTB/SmolVLM-256M-Instruct), an Idefics3 or a checkpoint of this library')
     try: folder = resolve_checkpoint(find_checkpoint(name))
     except OSError as e:
         raise UsageError(f'model.name is {name!r}, neither a preset nor a checkpoint '
@@ -687,8 +621,7 @@ def _train_config(s:Settings, data:ClassData, world_size:int, # ranks
     require(s.warmup_steps<updates, f'warmup_steps {s.warmup_steps}, but {s.epochs} epochs '
         f'are {updates} updates: lower it, or train longer')
     workers = min(s.dataloader_num_workers, lanes, os.cpu_count() or 1) # at most one a core, and one a lane
-    head_rate = s.learning_rate if s.head_learning_rate is None else s.head_learning_rate
-    computed:dict[str,Any] = dict(lr_mp=head_rate, max_training_steps=updates,
+    computed:dict[str,Any] = dict(lr_mp=s.learning_rate, max_training_steps=updates,
         warmup_ratio=s.warmup_steps/updates, max_sample_length=longest, max_val_batches=len(data.val),
         num_workers=workers, val_workers=min(workers, 2), load_from=weights)
     same = {k:getattr(s, key) for k,key in _SAME.items()}
@@ -701,7 +634,6 @@ def configs_of(s:Settings, data:ClassData, world_size:int=1)->tuple[ClassConfig,
         f'{", ".join(s.datasets)} have {len(data.names)} classes: leave it out or change the data')
     base,weights = _start(s.name, s.vlm)
     cfg = as_classifier(base, data.names, class_prompt=s.prompt,
-        class_weights=data.balanced() if s.balance_classes else None,
         vlm_checkpoint_path=s.output_dir, hf_repo_name=None,
         attn_backend=base.attn_backend if s.memory_efficient_attention else 'explicit')
     cfg = evolve(cfg, lm_max_length=ClassSamples(cfg, load_tokenizer(cfg)).longest())
@@ -709,7 +641,7 @@ def configs_of(s:Settings, data:ClassData, world_size:int=1)->tuple[ClassConfig,
     require(not train_cfg.stream_dataset,
         'stream_dataset is True, but a classifier reads its pictures in any order: leave it out')
     require(train_cfg.lr_mp>0, f'lr_mp is {train_cfg.lr_mp}: '
-        'the head trains with this rate and would never learn, raise it (or head_learning_rate)')
+        'the head trains with this rate and would never learn, raise it')
     return cfg,train_cfg
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0006
@@ -763,8 +695,7 @@ def class_parts(settings:Settings, data:ClassData, train_cfg:TrainConfig)->dict[
         def loader(rows, changes, shuffle, workers):
             source,samples = MapSource(rows, c.seed, shuffle=shuffle),ClassSamples(cfg, tokenizer, changes)
             return pack_loader(source, samples, cfg, c, dist, shuffle, workers)
-        changes = *transforms_of(c),*(wiggle,)*settings.augment
-        return [loader(data.train, changes, True, c.num_workers),
+        return [loader(data.train, transforms_of(c), True, c.num_workers),
                 loader(data.val, (), False, c.val_workers)]
     hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
     return dict(model=make_classifier, loaders=loaders, hooks=hooks)
@@ -779,12 +710,7 @@ def classify_on(settings:Settings, dist:Dist,
     configs = configs_of(settings, data, dist.world_size)
     run_dir = run(*configs, **class_parts(settings, data, configs[1]), dist=dist, stop=stop,
                   asked=Namespace(config=config), command=classify_again)
-    if dist.is_master and (run_dir/PREDICTIONS).exists():
-        judged,names,step = read_predictions(run_dir)
-        accuracy = metrics_of(judged, len(names))['eval/overall_accuracy']
-        title = f'update {step}: {accuracy:.1%} right'
-        plot_confusion(confusion(judged, len(names)), names, run_dir/'confusion.png', title)
-        lay_out(run_dir)
+    if dist.is_master: lay_out(run_dir)
     return run_dir
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
@@ -805,7 +731,7 @@ def _asked_settings(values:Namespace)->Settings: # from `cli.classify_parser`
     "Returns the settings of the file, changed by flags."
     v = values
     s = Settings.load(v.config) if v.config else Settings()
-    again = dict(lr_schedule=v.lr_schedule) if v.lr_schedule else {}
+    again = {n:code for n in ('lr_schedule','custom_transforms') if (code := getattr(v, n))}
     if v.config: check_code(v.config, s.train, again)
     if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
     own = dict(name=v.model, datasets=v.datasets, run_name=v.run_name)

@@ -4,30 +4,27 @@
 
 # %% auto #0
 __all__ = ['HAIR', 'AS_TEXT', 'PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES', 'picture_rules', 'chat_template', 'save_json',
-           'write_form', 'export_smolvlm', 'open_model', 'exporting', 'main', 'pre_tokenizer', 'vocabulary',
+           'write_form', 'export_smolvlm', 'open_model', 'need', 'main', 'pre_tokenizer', 'vocabulary',
            'language_tensors', 'vision_tensors', 'language_settings', 'vision_settings', 'stored', 'check_carried',
            'write_gguf', 'export_gguf', 'main_gguf']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
 import copy,json,sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING,Any
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from torch import Tensor
 
 from ..core.usage import UsageError,require,user_path
-from ..core.config import OWN_FIELDS,VLMConfig
+from ..core.config import VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
-from ..model.weights import LORA_NOTE,OWN_CONFIG,to_smolvlm,written_at_once,Family
+from ..model.weights import LORA_NOTE,OWN_CONFIG,OWNED,WHOLE,to_smolvlm,written_at_once,Family
 from ..model.weights import neighbours,text_type,their_names
 from ..model.vlm import VisionLanguageModel
 from ..training.lora import PEFT_CONFIG,read_adapted,read_peft,save_peft
@@ -86,7 +83,7 @@ def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # smolvl
 def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm')->None: # or idefics3
     "Writes a model for transformers."
     _,tensors = to_smolvlm(model.state_dict(), model.cfg, kind)
-    with written_at_once(folder) as tmp:
+    with written_at_once(folder, OWNED) as tmp:
         write_form(model, tmp, kind)
         save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
 
@@ -102,39 +99,24 @@ def open_model(name:str, unmerged:bool=False)->VisionLanguageModel: # only adapt
     raise UsageError('it holds no adapters: format peft is for a run with lora_rank')
 
 # %% ../../nbs/80_uses.export.ipynb #f5323d2d
-@contextmanager
-def exporting(values:Namespace, *packages:str, extra:str='')->Iterator[None]: # of this package
-    "Inside, whatever is wrong with a checkpoint, or with the files to be written, is a user error."
+def need(extra:str, *packages:str)->None: # of this package
+    "Raises a UsageError about a package that is not installed."
     for package in packages:
-        require(find_spec(package) is not None, f'format {values.format} needs the package {package}: '
-            f'pip install nanovlm_nb[{extra}]')
-    try:
-        with user_path(): yield
-    except UsageError: raise
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        raise UsageError(f'{values.checkpoint}: {type(e).__name__}: {e}') from e
-
-# %% ../../nbs/80_uses.export.ipynb #dd461a6b
-def _write(model, out, kind):
-    "Write; what the reader of the files must know besides."
-    if kind=='nanovlm':
-        model.save_pretrained(out)
-        own = ', '.join(n for n in json.loads(model.cfg.to_json()) if n in OWN_FIELDS)
-        return f", for this library alone: nanoVLM's own code does not know {own}"*bool(own)
-    if kind=='peft':
-        save_peft(model, out)
-        base = model.lora_note['base']['path']
-        return f', for the base {base} (for transformers: nanovlm export {base} DIRECTORY)'
-    export_smolvlm(model, out, kind)
-    return (' without a processor: transformers cannot write prompts in the nanovlm convention; '
-            'see image_convention')*(model.cfg.image_convention!='smolvlm')
+        require(find_spec(package), f'{package} is missing: pip install nanovlm_nb[{extra}]')
 
 # %% ../../nbs/80_uses.export.ipynb #2791f964
 def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export`: writes a model for transformers, or as nanoVLM's checkpoint."
-    with exporting(values):
-        note = _write(open_model(values.checkpoint, values.format=='peft'), values.out, values.format)
-    sys.stdout.write(f'{values.out}: {values.format}{note}\n')
+    out,kind = values.out,values.format
+    model = open_model(values.checkpoint, kind=='peft')
+    with user_path():
+        if kind=='nanovlm': model.save_pretrained(out)
+        elif kind=='peft': save_peft(model, out)
+        else: export_smolvlm(model, out, kind)
+    bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
+    note = (' without a processor: transformers cannot write prompts in the nanovlm convention; '
+            'see image_convention')
+    sys.stdout.write(f'{out}: {kind}{note*bare}\n')
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000a
 _QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -170,9 +152,6 @@ def vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding t
     texts,kinds = [f'[PAD{i}]' for i in range(rows)],[int(TokenType.UNUSED)]*rows
     for token,i in tokenizer.get_vocab().items(): texts[i],kinds[i] = token,int(TokenType.NORMAL)
     for t in parts['added_tokens']:
-        odd = ' and '.join(k for k in ('single_word','lstrip','rstrip') if t[k])
-        require(not odd, f"token {t['content']!r} of the tokenizer has {odd}, which llama.cpp has not: "
-            'add it without')
         kinds[t['id']] = int(TokenType.CONTROL if t['special'] else TokenType.USER_DEFINED)
     ids = dict(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, unknown=tokenizer.unk_token_id,
                padding=tokenizer.pad_token_id)
@@ -332,5 +311,6 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
 def main_gguf(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format gguf`."
     out,outtype = values.out,values.outtype or 'f16'
-    with exporting(values, 'gguf', extra='gguf'): export_gguf(open_model(values.checkpoint), out, outtype)
+    need('gguf', 'gguf')
+    with user_path(): export_gguf(open_model(values.checkpoint), out, outtype)
     sys.stdout.write(f'{out}: gguf {outtype}\n')

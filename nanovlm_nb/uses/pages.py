@@ -19,14 +19,14 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from PIL import Image
 
-from ..core.usage import UsageError,require
+from ..core.usage import UsageError,require,user_path
 from ..data.images import UnreadableImage,open_image
 from ..answers.answer import Asker,Chat
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..data.dataset import QUESTIONS,draw_scene,held_out,make_scene
-from .export import exporting,open_model,save_json
+from .export import need,open_model,save_json
 from .onnx import OWN_NOTE,client_note,write_graphs
 
 # %% ../../nbs/84_uses.pages.ipynb #56edd373
@@ -149,8 +149,7 @@ def tall_first()->bool: # since Pillow 13
 # %% ../../nbs/84_uses.pages.ipynb #74a00017
 RUNTIME = 'onnxruntime-web@1.30.0' # a package of npm
 RUNTIME_FILES = 'ort.wasm.bundle.min.mjs','ort-wasm-simd-threaded.wasm' # what the page takes from it
-REMEDY = f'name its package or directory with --web_runtime (npm pack {RUNTIME} fetches it anywhere)'
-_WITHIN = '.','dist','package/dist','onnxruntime-web/dist','node_modules/onnxruntime-web/dist'
+REMEDY = f'name its package with --web_runtime (npm pack {RUNTIME} fetches it anywhere)'
 
 def _ask_npm(folder:Path)->Path: # gets the package; the package, a .tgz
     "Fetches the runtime."
@@ -168,21 +167,15 @@ def _unpacked(package):
         with tarfile.open(package) as tar:
             found = {name:tar.extractfile(f'package/dist/{name}') for name in RUNTIME_FILES}
             return {name:f.read() for name,f in found.items() if f}
-    except (tarfile.TarError, KeyError) as e:
+    except (OSError, tarfile.TarError, KeyError) as e:
         raise UsageError(f'{package} is no {RUNTIME} ({e}): {REMEDY}') from e
 
 # %% ../../nbs/84_uses.pages.ipynb #b9091439
-def read_runtime(where:str|Path|None=None, # the package or a directory that has it; None: npm fetches it
+def read_runtime(where:str|Path|None=None, # the package, a .tgz; None: npm fetches it
 )->dict[str,bytes]: # name -> contents
     "Returns the files of ONNX Runtime that a page needs."
-    if where is None:
-        with TemporaryDirectory() as tmp: return _unpacked(_ask_npm(Path(tmp)))
-    where = Path(where)
-    if where.is_file(): return _unpacked(where)
-    for folder in (where/w for w in _WITHIN):
-        if all((folder/name).is_file() for name in RUNTIME_FILES):
-            return {name:(folder/name).read_bytes() for name in RUNTIME_FILES}
-    raise UsageError(f"{where}: {' and '.join(RUNTIME_FILES)} are not in it: {REMEDY}")
+    if where: return _unpacked(where)
+    with TemporaryDirectory() as tmp: return _unpacked(_ask_npm(Path(tmp)))
 
 # %% ../../nbs/84_uses.pages.ipynb #74a0001d
 OFFERED = 'one','one','one','one','group','pair' # sorts of the scenes
@@ -242,7 +235,7 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
 def main_web(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format web`."
     out = values.out
-    with exporting(values, 'onnx', 'onnxruntime', 'onnxscript', extra='onnx'):
-        _export_web(open_model(values.checkpoint), out, values.web_runtime)
+    need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
+    with user_path(): _export_web(open_model(values.checkpoint), out, values.web_runtime)
     size = sum(p.stat().st_size for p in Path(out).rglob('*') if p.is_file())
     sys.stdout.write(f'{out}: web, {size/1e6:.1f} MB; python -m http.server -d {shlex.quote(out)} shows it\n')
