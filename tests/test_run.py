@@ -153,7 +153,6 @@ def test_the_card_says_what_was_measured(one):
     answers = json.loads((one/'answers.json').read_text())
     right, n = answers['answers']['all']
     assert f'answers: {right} of {n} questions right' in card and re.search(rf'^all +{n} +{100*right/n:.1f}%', card, re.M)
-    vlm_cfg, train_cfg = load_yaml(one/'config.yaml')
-    assert 'does it end?' in card and f'data: {train_cfg.train_dataset_path}' in card and f'{vlm_cfg.lm_n_blocks} blocks of {vlm_cfg.lm_hidden_dim}' in card
+    assert 'does it end?' in card and f"data: {load_yaml(one/'config.yaml')[1].train_dataset_path}" in card
     assert not re.search(r'[{}]|TODO|None|placeholder|more information needed', card, re.I)
     assert training_card(one) in card
