@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import re
-from itertools import islice
 
 import datasets
 import pytest

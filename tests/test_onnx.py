@@ -19,7 +19,7 @@ from commands import run
 from small_smolvlm import QUESTIONS, pictures, small_model
 from nanovlm_nb.answers.answer import Asker, left_pad
 from nanovlm_nb.cli import main
-from nanovlm_nb.uses.onnx import OWN_NOTE, axes_of, export_onnx, to_onnx
+from nanovlm_nb.uses.onnx import OWN_NOTE, export_onnx
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
