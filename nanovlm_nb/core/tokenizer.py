@@ -37,8 +37,8 @@ def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extr
 )->PreTrainedTokenizerBase:
     "Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one."
     end,bos,eos = SPECIAL_TOKENS
-    return PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos, eos_token=eos,
-        unk_token=end, pad_token=eos, **_extras(extra_special_tokens, chat_template))
+    return PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos,
+        eos_token=eos, unk_token=end, pad_token=eos, **_extras(extra_special_tokens, chat_template))
 
 # %% ../../nbs/06_core.tokenizer.ipynb #87b55391
 def _extras(tokens, chat_template):
