@@ -347,10 +347,10 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
     a = values
     questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
     images,asker = [open_image(p) for p in a.image],Asker.from_checkpoint(a.checkpoint)
-    how = dict(repetition_penalty=a.repetition_penalty)
+    how:dict = {}
     if a.temperature:
         chance = torch.Generator(asker.device).manual_seed(a.seed)
-        how |= dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
+        how = dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
     for i in range(0, len(questions), _TOGETHER):
         part = questions[i:i+_TOGETHER]
         for q,text in zip(part, asker([(images,q) for q in part], a.max_new_tokens, a.stop, **how)):
