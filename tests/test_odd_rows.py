@@ -15,6 +15,7 @@ from nanovlm_nb.data.dataset import Dropped, Drops
 from nanovlm_nb.data.loader import get_dataloaders, load_configs, load_tokenizer, own_rows, text_rows
 from nanovlm_nb.data.prompts import encode_chat
 from nanovlm_nb.data.sources import MapSource, StreamSource
+from nanovlm_nb.core.tokenizer import get_tokenizer
 
 
 def jpg(shade: int, kind: str = 'JPEG') -> bytes:
@@ -140,3 +141,13 @@ def test_templates_that_trim():
 def test_files_beside_those_that_are_read_are_named(tmp_path, caplog):
     for name in ('a.jsonl', 'b.jsonl', 'c.csv', 'd.parquet'): (tmp_path/name).write_text('{"question": "q", "answer": "a"}\n')
     assert len(text_rows(tmp_path)) == 2 and "left aside, beside a.jsonl: ['c.csv', 'd.parquet']" in caplog.text
+
+
+def test_a_template_with_the_date_writes_the_same_every_day(tmp_path):
+    tok = load_tokenizer(tiny()[0])
+    tok.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + TRIMS
+    tok.save_pretrained(tmp_path)
+    for _ in range(2):
+        again = get_tokenizer(str(tmp_path))
+        assert again.apply_chat_template([dict(role='user', content='q')], tokenize=False).startswith('26 Jul 2024\n') and again.chat_template.count('macro strftime_now') == 1
+        again.save_pretrained(tmp_path)

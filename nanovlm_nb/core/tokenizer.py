@@ -46,6 +46,9 @@ def _extras(tokens, chat_template):
     return {k:v for k,v in dict(extra_special_tokens=tokens, chat_template=chat_template).items() if v}
 
 # %% ../../nbs/06_core.tokenizer.ipynb #628387b7
+# a template that writes today's date would train on other tokens tomorrow
+_TODAY = '{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}'
+
 def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
     chat_template:str|None=None, # Jinja template, from messages to one text; None keeps the tokenizer's own
@@ -60,7 +63,8 @@ def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     require(tok.is_fast, f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first')
     require(tok.eos_token is not None, f'{name} has no eos_token, so no answer would end: set it in '
         'tokenizer_config.json')
-    tok.pad_token = tok.eos_token
+    tok.pad_token,template = tok.eos_token,tok.chat_template or ''
+    if 'strftime_now' in template and _TODAY not in template: tok.chat_template = _TODAY+template
     return tok
 
 # %% ../../nbs/06_core.tokenizer.ipynb #6a7d0002

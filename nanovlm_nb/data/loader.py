@@ -43,7 +43,8 @@ from .lanes import Loader,PackLoader,PackRules
 
 # %% ../../nbs/18_data.loader.ipynb #a1700001
 LINES = '.jsonl', '.json', '.csv', '.tsv' # endings of files that name their pictures
-FILES = {'.parquet': 'parquet', '.arrow': 'arrow', '.tar': 'webdataset'} # that hold them -> how `datasets` calls it
+# endings of files that hold them -> how `datasets` calls these
+FILES = {'.parquet': 'parquet', '.arrow': 'arrow', '.tar': 'webdataset'}
 
 def _objects(file):
     "The numbers, from 1, and the rows of a file of JSON lines, of one JSON array, or of a table."
@@ -167,7 +168,8 @@ def text_rows(
     "Rows of files that name their pictures, for the packed trainer."
     drops,files = Drops() if drops is None else drops,text_files(path)
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
-    aside = {f.name for f in files[0].parent.iterdir() if f.suffix in (*LINES, *FILES)}-{f.name for f in files}
+    others = {f.name for f in files[0].parent.iterdir() if f.suffix in (*LINES, *FILES)}
+    aside = others-{f.name for f in files}
     if aside and Path(path).is_dir():
         logger.warning('%s: left aside, beside %s: %s', path, files[0].name, sorted(aside))
     rows = (row for file in files for row in _read_file(file, drops, images_path, columns))
@@ -308,7 +310,8 @@ def _of_tars(files, cache_dir, streaming, columns):
     if streaming:
         ds = datasets.IterableDataset.from_generator(tar_rows, gen_kwargs=dict(files=files))
         return ds.map(rename, fn_kwargs=dict(columns=columns)) if columns else ds
-    what = dict(files=tuple(files), written=tuple(os.stat(f).st_mtime_ns for f in files), columns=tuple(columns))
+    written = tuple(os.stat(f).st_mtime_ns for f in files)
+    what = dict(files=tuple(files), written=written, columns=tuple(columns))
     return datasets.Dataset.from_generator(_usable, features=FEATURES, cache_dir=cache_dir, gen_kwargs=what)
 
 # %% ../../nbs/18_data.loader.ipynb #8df75409
@@ -421,7 +424,8 @@ def own_rows(
     if isinstance(rows, datasets.Dataset):
         if {'images', 'texts'} <= {*rows.column_names}: return rows
         rows = rows.to_list() # pictures as bytes
-    elif hasattr(rows, 'iterrows'): rows = [{k:_plain(v) for k,v in r.items()} for r in rows.to_dict('records')]
+    elif hasattr(rows, 'iterrows'): # a DataFrame
+        rows = [{k:_plain(v) for k,v in row.items()} for row in rows.to_dict('records')]
     require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table')
     own = [_own_row(row, i, columns) for i,row in enumerate(rows)]

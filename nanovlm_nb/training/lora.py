@@ -143,8 +143,8 @@ def _plain_lora(folder):
     require(isinstance(config, LoraConfig),
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
     begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
-    odd = [f'{k} {v!r}' for k,v in config.to_dict().items() if k not in READ and (v or usual.get(k))!=usual.get(k)
-        and not (k=='init_lora_weights' and v in begun)]
+    given = {k:v for k,v in config.to_dict().items() if k not in READ and (k!='init_lora_weights' or v not in begun)}
+    odd = [f'{k} {v!r}' for k,v in given.items() if (v or usual.get(k))!=usual.get(k)]
     require(not odd, f'{folder} has {"".join(odd[:1])}, which is not read here: '
         'merge it with peft (merge_and_unload), and take that model')
     require(config.base_model_name_or_path, f'{folder} does not say what its base is: '
