@@ -143,7 +143,8 @@ def _plain_lora(folder):
     require(isinstance(config, LoraConfig),
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
     begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone
-    given = {k:v for k,v in config.to_dict().items() if k not in READ and (k!='init_lora_weights' or v not in begun)}
+    given = {k:v for k,v in config.to_dict().items() if k not in READ}
+    if given['init_lora_weights'] in begun: del given['init_lora_weights']
     odd = [f'{k} {v!r}' for k,v in given.items() if (v or usual.get(k))!=usual.get(k)]
     require(not odd, f'{folder} has {"".join(odd[:1])}, which is not read here: '
         'merge it with peft (merge_and_unload), and take that model')
