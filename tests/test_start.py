@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY
+from commands import TINY, updates
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from nanovlm_nb.tools.check import foreseen, start_findings
@@ -149,3 +149,13 @@ def test_a_branch_and_a_return_take_the_settings_of_what_they_leave(place, monke
     assert nanovlm(['train', *RUN, *SIZES, '--resume', 'True', '--run_name', 'empty']) == 0
     assert settings('checkpoints/empty')['lr_mp'] != .002 and 'what was not given' not in Path('checkpoints/empty/train.log').read_text()
 
+
+
+def test_a_run_outlives_the_run_that_it_began_with(place, monkeypatch):
+    "Its own checkpoint has all that it needs, the tokenizer too."
+    monkeypatch.chdir(place)
+    assert nanovlm(['train', *RUN, '--load_from', 'checkpoints/first', '--run_name', 'heir']) == 0
+    away = Path('checkpoints/first').rename('away')
+    try: assert nanovlm(['train', '--run_name', 'heir', '--resume', 'True', '--max_training_steps', '2']) == 0
+    finally: away.rename('checkpoints/first')
+    assert [u['step'] for u in updates('checkpoints/heir')] == [1, 2]

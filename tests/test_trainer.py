@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
+from commands import run, updates as updates_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -16,9 +16,10 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.core.logs import RunLog
 from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
+from nanovlm_nb.runs.run import run as train_run
 from nanovlm_nb.training import trainer as module
 from nanovlm_nb.training.hooks import costs, hooks_of
-from nanovlm_nb.training.optim import _update_of, tally
+from nanovlm_nb.training.optim import _update_of, tally, training_groups
 from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -171,3 +172,14 @@ def test_the_arithmetic_counts_what_trains_whatever_groups_are_called():
     def mine(model, c): return torch.optim.SGD([dict(params=[*model.parameters()], lr=.1, max_lr=.1, name='all of it')])
     usual, own = (costs(make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [], **more)) for more in ({}, dict(optimizer=mine)))
     assert usual == own
+
+
+def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
+    "Some optimizers treat a first gradient differently."
+    monkeypatch.chdir(tmp_path)
+    runs = {}
+    for early in (True, False):
+        cfg = tiny(run_name=f'{early}', eval_in_epochs=early, max_training_steps=3, console_line='none', ask_samples=0)
+        train_run(*cfg, optimizer=lambda model, cfg: torch.optim.NAdam(training_groups(model, cfg)))
+        runs[early] = [(u['batch_loss'], u['grad_norm']) for u in updates_of(f'checkpoints/{early}')]
+    assert runs[True] == runs[False] and len(runs[True]) == 3
