@@ -81,11 +81,10 @@ def mixed():
 HOW = dict(greedy={}, sampled=dict(temperature=1.2, top_k=20, top_p=.95))
 
 
-@pytest.mark.parametrize('how', ['greedy', 'penalty'])
-def test_batch_equals_alone(asker, mixed, how):
+def test_batch_equals_alone(asker, mixed):
     "Left-padded, with pictures or without: each row says what it says alone."
-    batch = asker(mixed, 10, **HOW[how])
-    assert batch == [asker([q], 10, **HOW[how])[0] for q in mixed]
+    batch = asker(mixed, 10)
+    assert batch == [asker([q], 10)[0] for q in mixed]
     assert len(set(batch)) > 1
 
 

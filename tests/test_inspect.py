@@ -171,7 +171,7 @@ def test_what_cannot_be_loaded(tmp_path, few):
 
 
 TEMPLATES = {'roles': ("message['role']", "'user'"), 'no end': ("+ '<|im_end|>' ", ''), 'other start': ("assistant\\n' }}", "assistant\\n\\n' }}"),
-             'changed texts': ("message['content']", "message['content'] | upper"), 'trimmed': ("message['content']", "message['content'] | trim"), 'no program': ('endfor', 'end')}
+             'changed texts': ("message['content']", "message['content'] | upper"), 'no program': ('endfor', 'end')}
 
 
 @pytest.mark.parametrize('name', TEMPLATES)

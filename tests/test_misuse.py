@@ -50,7 +50,6 @@ MISUSES = [
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation: give another --out'),
-    *([] if find_spec('lmms_eval') else [('eval', 'RUN --tasks shape', '--tasks: there is no task shape: did you mean shapes?')]),
     ('export', 'bare out', 'bare has no tokenizer.json, and that of its training is not here ('),
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('ask', 'nowhere --page', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),

@@ -201,7 +201,7 @@ def _build_model(v, c, resuming, make, loss):
 
 # %% ../../nbs/56_runs.run.ipynb #5ca66d1b
 def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dist, # of the run; all call
-    resuming:bool=False, stop:threading.Event|None=None, # weights follow; breaks off what is read
+    checkpoint:Path|None=None, stop:threading.Event|None=None, # to `resume` from; breaks off what is read
     model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
     schedule:Callable|dict|None=None, loss:Callable|None=None, judge:Callable|None=None, # likewise
     hooks:Iterable=(), # likewise
@@ -211,9 +211,10 @@ def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dis
     set_seed(c.seed)
     log.info(f'reading {c.train_dataset_path}')
     def read():
-        tokenizer = load_tokenizer(v)
+        source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
+        tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
         return tokenizer,(loaders or get_dataloaders)(c, v, dist, tokenizer)
-    build = partial(_build_model, v, c, resuming, model or make_model, loss)
+    build = partial(_build_model, v, c, checkpoint is not None, model or make_model, loss)
     tokenizer,(rows,val) = on_each_rank(dist, stop, read)
     made,mine = on_each_rank(dist, stop, build),hooks_of(c, hooks, judge)
     trainer = make_trainer(made, c, rows, val, mine, dist, log, tokenizer, schedule, optimizer)
@@ -273,8 +274,7 @@ def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=No
     how = [] if run.make_command is go_on else [f'go on with: {run.make_command(run.run_dir, c, dist)}']
     look = partial(plan_resume, run.run_dir, v, c, dist.world_size, own, *how)
     checkpoint,resumed = on_master(dist, look)
-    if checkpoint: v = evolve(v, lm_tokenizer=find_tokenizer(checkpoint, v.lm_tokenizer))
-    t = build_trainer(v, c, log, dist, checkpoint is not None, stop, **parts)
+    t = build_trainer(v, c, log, dist, checkpoint, stop, **parts)
     t.asked = stop
     for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
     _use_evals(t)

@@ -264,7 +264,7 @@ def trainer_before(run_dir:Path, update:int, code:dict={}, # of a run; from 1; i
     state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         cfg = alone(train_cfg, state['data']['lanes'])
-        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), True)
+        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint)
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)
