@@ -171,7 +171,7 @@ def _write_checkpoint(parts:dict, model:nn.Module, # from `snapshot`; knows how 
     "Writes a checkpoint that is complete or absent."
     final,tmp = Path(run_dir)/f'step_{step}',Path(run_dir)/f'step_{step}{TMP}'
     def begin():
-        for left in (tmp, *tmp.parent.glob(f'.{tmp.name}-*')): remove(left) # by a killed save
+        remove(tmp)
         tmp.mkdir(parents=True)
     def finish():
         _put_in_place(tmp, final, {name:sha for part in digests for name,sha in part.items()})
