@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.config import IGNORE,VLMConfig,evolve,load_yaml
-from ..core.dist import Dist
 from ..core.run_dir import CONFIG
 from ..core.usage import require
 from ..data.loader import get_dataloaders
@@ -73,13 +72,13 @@ def views(batch:Batch, cfg:VLMConfig, last:dict[tuple,Tensor], # of packs; see `
 
 # %% ../../nbs/31_answers.look.ipynb #f93865f6
 def look_panel(read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
-    batches:Iterable[Batch], cfg:VLMConfig, dist:Dist=Dist(), # validation data, the same number on each rank
+    batches:Iterable[Batch], cfg:VLMConfig, # validation data
 )->dict[str,float]: # `look/val_loss`, `look/accuracy`, also _shuffled and _blank; `look/answers`
-    "Returns how the model does with the right picture, and without; every rank must call."
-    mine,last = {name:torch.zeros(4, dtype=torch.float64) for name in VIEWS},{}
+    "Returns how the model does with the right picture, and without."
+    sums,last = {name:torch.zeros(4, dtype=torch.float64) for name in VIEWS},{}
     for batch in batches:
-        for name,view in views(batch, cfg, last): mine[name] += score(read(view), view['labels'])
-    total = {name:[sum(x) for x in zip(*dist.gather(s.tolist()))] for name,s in mine.items()}
+        for name,view in views(batch, cfg, last): sums[name] += score(read(view), view['labels'])
+    total = {name:s.tolist() for name,s in sums.items()}
     require(total[''][1], 'no sample has a picture that can be exchanged for one with the same grid: '
         'raise val_size or max_val_batches')
     panel = {f'look/val_loss{n}':t[0]/t[1] for n,t in total.items()}

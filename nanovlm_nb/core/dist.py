@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from .usage import UsageError,require
+from .usage import require
 
 # %% ../../nbs/03_core.dist.ipynb #a90099df
 def pick_device()->torch.device: # `cuda`, `mps` or `cpu`

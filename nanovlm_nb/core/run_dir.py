@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from io import FileIO
 
-from .usage import MissingFile,UsageError,require,user_path
+from .usage import MissingFile,require,user_path
 
 # %% ../../nbs/01_core.run_dir.ipynb #a70f11c1
 TMP = '.nanovlm.tmp' # ends names of what is being written

@@ -13,7 +13,7 @@ __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'ROLES', 'MARK', 'DESCRIB
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
 from collections import Counter,defaultdict
-from collections.abc import Collection,Iterable,Iterator
+from collections.abc import Collection,Iterable
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
 from itertools import count,islice

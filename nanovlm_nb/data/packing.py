@@ -84,7 +84,7 @@ def _beside(first, pool, limits):
         if all(sum(item[k] for item in taken) <= room[k] for k in (1, 2)): break
         taken = []
     room = [left-sum(item[k] for item in taken) for k, left in enumerate(room)]
-    for item in (item for item in pool if item not in taken):
+    for item in [item for item in pool if item[0] <= room[0] and item not in taken]:
         if all(cost <= left for cost, left in zip(item, room)):
             taken, room = [*taken, item], [left-cost for left, cost in zip(room, item)]
     return taken

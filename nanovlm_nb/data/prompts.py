@@ -9,7 +9,7 @@ __all__ = ['get_image_string', 'special_pattern', 'neutralise', 'to_messages', '
 # %% ../../nbs/11_data.prompts.ipynb #40166cd8
 import re
 from itertools import chain
-from typing import Any,NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -136,12 +136,12 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
         asked, said = ((m['content'], m['content'].strip()) for m in (question, answer)) # some templates trim
-        tries = [(q + between, lead + a + end) for q in asked for a in said]
-        found:Any = next((t for t in tries if ''.join(t) in text[cursor:]), None)
-        require(found, f'the chat template changed the turn {answer["content"][:40]!r}: '
+        for head, body in ((q + between, lead + a + end) for q in asked for a in said):
+            if (start := text.find(head + body, cursor)) >= 0: break
+        require(start >= 0, f'the chat template changed the turn {answer["content"][:40]!r}: '
             'its answer cannot be found')
-        cursor = text.index(''.join(found), cursor) + len(''.join(found))
-        spans.append((cursor-len(found[1]), cursor))
+        cursor = start + len(head) + len(body)
+        spans.append((cursor-len(body), cursor))
     return spans
 
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663

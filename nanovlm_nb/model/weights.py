@@ -504,10 +504,11 @@ def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
 @contextmanager
 def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill; patterns of files that go
 )->Iterator[Path]: # other files in it stay
-    "Yields a directory beside it, whose contents move there when all are written; on an error none does."
+    "Yields a directory whose contents move there when all are written; on an error none does."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=path.parent)
+    place = path if path.is_dir() else path.parent # what a kill leaves goes with its directory
+    try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
     except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
     with beside as tmp:
         inside = Path(tmp)/'new'

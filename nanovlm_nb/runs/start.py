@@ -27,7 +27,7 @@ from torch import nn
 from ..core.config import BESIDE_WEIGHTS,CAREFUL,FINE,OF_RUN,REFUSED,TrainConfig,VLMConfig
 from ..core.config import check_configs,evolve,resume_rule,change,code_flags
 from ..core.config import length_of_run,load_yaml
-from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder,checkpoints
+from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder
 from ..core.run_dir import find_checkpoint,is_own,last_checkpoint,left_behind,missing_pieces,read_log
 from ..core.run_dir import read_pointer,read_state,set_aside,usable_checkpoint,write_pointer
 from ..core.run_dir import write_atomic,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,remove
-from ..core.usage import UsageError,require
+from ..core.usage import require
 from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,LORA_A,LORA_B
 from ..model.weights import noted_base,read_file,resolve_checkpoint,smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
