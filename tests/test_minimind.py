@@ -119,7 +119,7 @@ def test_clip_stage_goes_back_to_minimind(tmp_path):
     model.vision_encoder.load_state_dict(tower.state_dict())
     model.vision_encoder.requires_grad_(False)
     assert grid == (1, 1) and not any(p.requires_grad for p in tower.parameters())
-    assert (model.see([tiles])-want).abs().max() <= 1e-5, 'pixels have the mean and the deviation of each colour'
+    assert (model.see(tiles)-want).abs().max() <= 1e-5, 'pixels have the mean and the deviation of each colour'
     ids = torch.tensor([[1, 2, *[48]*16, 5, 6, 7]])
     model(ids, [[tiles]], targets=torch.where(torch.arange(21)[None] > 17, ids.roll(-1, 1), -100))[1].backward()
     torch.optim.SGD(model.MP.parameters(), lr=1.).step()

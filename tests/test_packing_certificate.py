@@ -65,7 +65,7 @@ def as_batch(samples, length=None):
 @torch.no_grad()
 def test_pictures_reach_their_own_places(net, groups):
     "A sample of several pictures: in the places of each stand the features of that one, in their order, wherever the sample is in its pack."
-    seen = lambda tiles: net.MP(net.see([[tiles]])).flatten(0, 1)
+    seen = lambda tiles: net.MP(net.see(tiles)).flatten(0, 1)
     for group in [g for g in groups if sum(len(s['images']) for s in g) > 1][:20]:
         album = dict(id='album', images=[t for s in group for t in s['images']], **{k: torch.cat([s[k] for s in group]) for k in ('input_ids', 'labels')})
         batch = as_batch([group[0], album, group[-1]])[0]

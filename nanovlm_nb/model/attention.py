@@ -55,12 +55,6 @@ def _zero_padding(out, layout):
 # %% ../../nbs/20_model.attention.ipynb #dc7a5131
 SHORT_ROW = 256 # positions up to which float32 is the faster kernel on a CPU
 
-def _kernel_dtype(q):
-    "What a kernel computes in: autocast's choice, or that of the queries."
-    kind = q.device.type
-    autocast = kind != 'meta' and torch.is_autocast_enabled(kind) # the meta device knows none
-    return torch.get_autocast_dtype(kind) if autocast else q.dtype
-
 # %% ../../nbs/20_model.attention.ipynb #d1aba971
 def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     layout:Layout|None, causal:bool, dropout_p:float, # likewise
@@ -72,7 +66,7 @@ def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
         mask = document_mask(layout, causal, q.device)
         return _zero_padding(fused(q, k, v, attn_mask=mask, dropout_p=dropout_p), layout)
     how = dict(dropout_p=dropout_p, is_causal=causal, enable_gqa=group>1)
-    if q.device.type=='cpu' and q.shape[2]<=SHORT_ROW and _kernel_dtype(q)==torch.bfloat16:
+    if q.device.type=='cpu' and q.shape[2]<=SHORT_ROW and q.dtype==torch.bfloat16:
         with torch.autocast('cpu', enabled=False):
             return fused(q.float(), k.float(), v.float(), **how).bfloat16()
     return fused(q, k, v, **how)
@@ -87,13 +81,12 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     runs = [(n,real) for lens,start in zip(layout.doc_lens, layout.starts)
             for n,real in [(start,False), *((n,True) for n in lens), (layout.T-start-sum(lens),False)] if n]
     equal = [(n,real,len([*same])) for (n,real),same in groupby(runs)] # neighbours of one length are a batch
-    def mixed(n, real, *part):
-        if not real: return torch.zeros_like(part[0])
-        rows = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
-        return sdpa_attention(*rows, None, causal, dropout_p).transpose(1,2).flatten(0,1)
-    parts = (x.transpose(1,2).flatten(0,1).split([n*count for n,_,count in equal]) for x in (q,k,v))
-    out = torch.cat([mixed(n, real, *part) for (n,real,_),*part in zip(equal, *parts)])
-    return out.unflatten(0, (-1,layout.T)).transpose(1,2)
+    out,cut = [],[n*count for n,_,count in equal]
+    for (n,real,_),*part in zip(equal, *(x.transpose(1,2).flatten(0,1).split(cut) for x in (q,k,v))):
+        a,b,c = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
+        mixed = sdpa_attention(a, b, c, None, causal, dropout_p) if real else torch.zeros_like(a)
+        out.append(mixed.transpose(1,2).flatten(0,1))
+    return torch.cat(out).unflatten(0, (-1,layout.T)).transpose(1,2)
 
 # %% ../../nbs/20_model.attention.ipynb #a7c0d106
 def _sharing()->dict:
@@ -113,9 +106,9 @@ def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     "FlashAttention over all documents of all rows in one call, without a mask."
     from torch.nn.attention.varlen import varlen_attn # not in every release
     if dropout_p: return sdpa_attention(q, k, v, layout, causal, dropout_p)
-    (B,H,T,D),dtype = q.shape,_kernel_dtype(q)
+    B,H,T,D = q.shape
     cu = (layout or Layout.from_doc_lens([[T]]*B, T)).to(q.device).cu
-    q,k,v = (x.transpose(1,2).flatten(0,1).to(dtype) for x in (q,k,v))
+    q,k,v = (x.transpose(1,2).flatten(0,1) for x in (q,k,v))
     out = varlen_attn(q, k, v, cu, cu, T, T, window_size=(-1, 0 if causal else -1),
                       **(SHARING if H!=k.shape[1] else {}))
     return _zero_padding(out.view(B, T, H, D).transpose(1,2), layout)
@@ -169,7 +162,7 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if layout is not None and not compiling and layout.is_full: layout = None
     choose = _in_graph if compiling else choose_backend
-    name = choose(backend, layout is not None, q.device.type, _kernel_dtype(q))
+    name = choose(backend, layout is not None, q.device.type, q.dtype)
     return BACKENDS[name](q, k, v, layout, causal, dropout_p)
 
 # %% ../../nbs/20_model.attention.ipynb #20ed4b75

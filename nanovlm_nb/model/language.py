@@ -228,20 +228,6 @@ class LanguageModelBlock(nn.Module):
         out,balance = self.mlp(self.norm2(x), layout)
         return x+out, balance
 
-# %% ../../nbs/22_model.language.ipynb #6995fc13
-def _stance(blocks, cache):
-    "Compiled blocks are for training: what is written token by token is another shape each time."
-    compiled = any('forward' in vars(b) for b in blocks)
-    return torch.compiler.set_stance('force_eager') if compiled and cache is not None else nullcontext()
-
-# %% ../../nbs/22_model.language.ipynb #1e92cc85
-@torch.compiler.disable
-def _positions(x, layout, position_ids, cache):
-    if cache is not None: places = cache.advance(x, layout)
-    elif layout is not None: places = layout.to(x.device).positions
-    else: places = torch.arange(x.shape[1], device=x.device)[None]
-    return places if position_ids is None else position_ids
-
 # %% ../../nbs/22_model.language.ipynb #5f2eb3ae
 class LanguageModel(nn.Module):
     "The decoder."
@@ -259,17 +245,23 @@ class LanguageModel(nn.Module):
     # it is written in Python what differs from batch to batch; blocks are what is compiled
     @torch.compiler.disable(recursive=False)
     def forward(self, x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
-        layout:Layout|None=None, # where the documents are; None: one a row
+        layout:Layout|None=None, # where the documents are, on its device; None: one a row
         position_ids:Tensor|None=None, # (B, T) positions; None: from the cache or the layout
         cache:KVCache|None=None, # what was read before; it is extended
         with_balance:bool=False, # return the experts' balance losses too
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) states after the last norm; (B,) balance losses or None
         "Read a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
-        if layout is not None: layout = layout.to(x.device).bare()
-        cos,sin = self.rotary_embd(_positions(x, layout, position_ids, cache))
+        layout,eager = layout and (layout.bare or layout),nullcontext()
+        if cache is not None:
+            places = cache.advance(x, layout)
+            # compiled blocks are for training: what is written token by token is another shape each time
+            if 'forward' in vars(self.blocks[0]): eager = torch.compiler.set_stance('force_eager')
+        elif layout is not None: places = layout.positions
+        else: places = torch.arange(x.shape[1], device=x.device)[None]
+        cos,sin = self.rotary_embd(places if position_ids is None else position_ids)
         recompute,balances = self.recompute and torch.is_grad_enabled() and cache is None, []
-        with _stance(self.blocks, cache):
+        with eager:
             for block in self.blocks:
                 x = (checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False)
                      if recompute else block(x, cos, sin, layout, cache))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file,save
 from torch import Tensor
 
 from ..core.run_dir import write_atomic,CONFIG,FEATURE_CACHE,RunLock,checkpoints
-from ..model.vlm import VLMNet,flatten_tiles,trains,VisionLanguageModel
+from ..model.vlm import VLMNet,trains,VisionLanguageModel
 from ..model.weights import weights_sha,find_tokenizer,load_vision_backbone,noted_base,with_tower
 from ..core.usage import require,user_path
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,save_yaml,set_env,updates_of_run
@@ -51,7 +51,7 @@ def tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal digi
 class FeatureCache:
     "Features of tiles by the content of a tile; replaces `VLMNet.see`."
     def __init__(self, folder:str|Path, # of this tower alone: the names of its files say nothing about it
-        see:Callable, dtype:torch.dtype=torch.float32): # stacks of tiles -> (N, P, D) features; as kept
+        see:Callable, dtype:torch.dtype=torch.float32): # tiles -> (N, P, D) features; as kept
         self.folder,self.see,self.dtype = Path(folder),see,dtype
         self.hits = self.misses = 0
 
@@ -59,15 +59,14 @@ class FeatureCache:
         "Returns where the features of a tile are."
         return self.folder/key[:2]/f'{key}.safetensors'
 
-    def __call__(self, images)->Tensor: # see `flatten_tiles`, at least one tile; (N, P, D), on the CPU
+    def __call__(self, tiles:Tensor)->Tensor: # (N, 3, S, S), best on the CPU; (N, P, D), there
         "Returns features of tiles, computed where they are not known."
-        tiles = [t for stack in flatten_tiles(images) for t in stack]
         keys = [tile_key(t) for t in tiles]
         places = {k:self.path(k) for k in keys}
         known = {k:load_file(p)['features'] for k,p in places.items() if p.is_file()}
         new = {k:t for k,t in zip(keys, tiles) if k not in known}
         self.hits,self.misses = self.hits+len(known),self.misses+len(new)
-        made = self.see([torch.stack([*new.values()])]).to(self.dtype).cpu() if new else ()
+        made = self.see(torch.stack([*new.values()])).to(self.dtype).cpu() if new else ()
         for key,features in zip(new, made):
             places[key].parent.mkdir(parents=True, exist_ok=True)
             write_atomic(places[key], save(dict(features=features.contiguous())), str(os.getpid()))

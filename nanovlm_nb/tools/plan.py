@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.config import IGNORE,TrainConfig,VLMConfig,evolve,change,effective_batch_size
 from ..core.config import updates_of_run
 from ..model.attention import choose_backend
-from ..model.vlm import VLMNet
+from ..model.vlm import VLMNet,stack_tiles
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of,training_groups
 from ..training.lora import add_adapters
@@ -176,7 +176,7 @@ def meta_net(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # sizes; what learns, wha
     net.tile_multiple = c.tile_multiple or 8
     if c.cache_features: # the tower does not run
         size = vlm_cfg.n_patches,vlm_cfg.vit_hidden_dim
-        net.features = lambda rows: torch.empty(sum(len(t) for row in rows for t in row), *size, device=META)
+        net.features = lambda tiles: torch.empty(len(tiles), *size, device=META)
     for p in net.parameters():
         if p.requires_grad: p.grad = torch.empty_like(p)
     return net.train()
@@ -191,8 +191,8 @@ def mark_parts(net:nn.Module, tracker:Allocations)->None:
 # %% ../../nbs/64_tools.plan.ipynb #7be00662
 def step(net:nn.Module, batch:Batch)->None: # on the meta device; from the loader
     "Makes the forward and the backward pass of a micro-batch."
-    images = [[tiles.to(META) for tiles in row] for row in batch['images']]
-    net(batch['input_ids'].to(META), images, layout=batch['layout'].to(META), reduction='sum')[1].backward()
+    ids,tiles = batch['input_ids'].to(META),stack_tiles(batch['images'], META)
+    net(ids, tiles, layout=batch['layout'].to(META), reduction='sum')[1].backward()
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0045
 _OF_MOE = {'experts','shared','router'} # parts of a mixture of experts

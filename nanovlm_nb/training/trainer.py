@@ -30,6 +30,7 @@ from ..core.config import TrainConfig,updates_of_run
 from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
 from ..core.logs import Clock
+from ..model.vlm import stack_tiles
 from ..model.weights import checkpoint_weights
 from ..data.packing import Batch
 from ..data.lanes import merge_states
@@ -157,21 +158,16 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
         clock=clock, compiled=bool(cfg.compile), val_batch=cfg.batch_size*dist.world_size,
         feed=Feed(loader, dist, cfg.gradient_accumulation_steps, clock), saver=Saver(dist, cfg.async_save))
 
-# %% ../../nbs/47_training.trainer.ipynb #ff0c6503
-def _to_device(x:Any, device:torch.device)->Any: # the same nesting
-    "Moves a tensor, or nested lists of tensors; the copy to a GPU does not wait."
-    if isinstance(x, Tensor): return x.to(device, non_blocking=True)
-    return [_to_device(o, device) for o in x]
-
 # %% ../../nbs/47_training.trainer.ipynb #60b68bdd
 def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
     base,device = trainer.base,trainer.dist.device
-    ids,images,layout = batch['input_ids'],batch['images'],batch.get('layout')
+    ids,layout = batch['input_ids'],batch.get('layout')
     if layout is None or layout.slots is None:
         layout = base.layout_of(ids, targets=batch['labels'], doc_lens=batch['doc_lens'])
-    if not base.features: images = _to_device(images, device) # a cache of features reads pixels on the CPU
-    return dict(input_ids=_to_device(ids, device), images=images, layout=layout.to(device))
+    # a cache of features reads pixels on the CPU
+    images = stack_tiles(batch['images'], 'cpu' if base.features else device)
+    return dict(input_ids=ids.to(device, non_blocking=True), images=images, layout=layout.to(device))
 
 # %% ../../nbs/47_training.trainer.ipynb #30901847
 def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over ranks is the loss of the update

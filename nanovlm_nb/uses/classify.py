@@ -41,7 +41,7 @@ from ..core.logs import finished,styled
 from ..core.layout import Layout
 from ..model.vision import init_weights
 from ..model.weights import checkpoint_config,find_tokenizer,resolve_checkpoint
-from ..model.vlm import VisionLanguageModel,rows_with_target,targets_by_row
+from ..model.vlm import VisionLanguageModel,targets_by_row
 from ..data.images import image_processor_of
 from ..data.packing import Batch
 from ..data.sources import MapSource
@@ -289,12 +289,12 @@ class VLMClassifier(VisionLanguageModel):
 
     def __init__(self, cfg:ClassConfig, load_backbone:bool=False): # see `VisionLanguageModel`
         super().__init__(cfg, load_backbone)
-        self.new_parts = ('score',)
+        self.new_parts,self.n_outputs = ('score',),len(cfg.class_names)
         self.decoder.head = nn.Identity() # no vocabulary
         self.score = nn.Linear(cfg.lm_hidden_dim, len(cfg.class_names), bias=False)
         init_weights(self.score, cfg.init_std)
 
-    def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `flatten_tiles`
+    def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding
         targets:Tensor|None=None, # (B, T) class at answer positions, else -100
         doc_lens=None, reduction:str='mean', # see `VLMNet.forward`; over the samples, or 'sum'
@@ -303,9 +303,9 @@ class VLMClassifier(VisionLanguageModel):
     )->tuple[Tensor|None,Tensor|None]: # scores, (B, T, C) without targets and (samples, C) with them; loss
         "Returns scores of classes, and the loss of the samples in a batch of packs."
         if layout is None: layout = self.layout_of(input_ids, attention_mask, targets, doc_lens)
-        h,balance = self.hidden(input_ids, images, with_balance=True, layout=layout)
+        h,balance = self.decoder(self.embed(input_ids, images, layout), layout, with_balance=True)
         if layout.at is None: return self.score(h),None
-        rows = rows_with_target(h, layout, len(self.cfg.class_names))
+        rows = h.flatten(0, 1).index_select(0, layout.at)
         logits = self.score(rows)
         loss = F.cross_entropy(logits.float(), layout.targets, reduction='sum')
         if balance is not None: loss = loss+self.cfg.moe_aux_weight*(balance*targets_by_row(layout)).sum()
@@ -320,8 +320,7 @@ class VLMClassifier(VisionLanguageModel):
     def class_scores(self, prompts:list[list[int]], tiles:list)->Tensor: # see `ClassSamples.prompt`; (B, C)
         "Returns log-probabilities of the classes."
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
-        h,_ = self.hidden(ids, tiles, mask, with_balance=True)
-        return self.score(h[:,-1]).float().log_softmax(-1)
+        return self.score(self.hidden(ids, tiles, mask)[:,-1]).float().log_softmax(-1)
 
     def predict(self, images:list, # PIL images, files, bytes, whatever `open_image` takes
         batch_size:int=32, # pictures looked at together
