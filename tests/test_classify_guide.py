@@ -116,7 +116,7 @@ def test_the_guides_file_runs(place):
         (place/'used.yaml').write_text(GUIDE if ranks == 1 else GUIDE.replace('training:', 'training:\n  warmup_steps: 2\n  max_training_steps: 4'))
         run([SCRIPT, 'used.yaml', '--deepspeed_config', 'ds.json', '--model', 'smol', '--datasets', 'food101', *more], place, timeout=900, RANKS=str(ranks))
     one, two = sorted((place/'outputs').iterdir(), key=lambda p: p.name == 'two')
-    assert (two/'configs'/'001.given.yaml').read_bytes() == (place/'used.yaml').read_bytes()
+    assert (two/'given.yaml').read_bytes() == (place/'used.yaml').read_bytes()
     text = (one/'train.log').read_text()
     assert 'training.num_epochs in used.yaml is training.epochs here' in text and 'attention' in text
     records = log_of(one)
