@@ -62,7 +62,8 @@ def test_public_names_are_documented(module):
 def test_no_star_imports_no_error_of_any_kind(module):
     tree = ast.parse((ROOT/'nanovlm_nb'/f"{module.replace('.', '/')}.py").read_text(encoding='utf-8'))
     assert not [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == '*']
-    assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
+    any_kind = [n for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
+    assert not [n.lineno for n in any_kind if '.exception(' not in ast.unparse(n)]  # of another's code, with its traceback in the log
 
 
 LINE = 110

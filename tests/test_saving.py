@@ -56,6 +56,8 @@ def test_a_save_replaces_parts_and_their_index(model, tmp_path):
     with torch.no_grad(): read.MP.proj.weight.add_(1)
     read.save_pretrained(tmp_path)
     assert same(read, VisionLanguageModel.from_pretrained(tmp_path)) and not [*tmp_path.glob('model-*')]
+    (tmp_path/'plain').touch()
+    assert len({p.stat().st_mode for p in tmp_path.iterdir()}) == 1  # safetensors alone would let nobody else read
 
 
 def test_the_rotation_is_that_of_the_configuration(model, tmp_path):

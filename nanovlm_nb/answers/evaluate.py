@@ -8,8 +8,9 @@ __all__ = ['VISIBLE', 'MISSING', 'LOGIN', 'logger', 'result_files', 'write_json'
            'why_not', 'benchmarks', 'asked_as', 'choose_eval_backend', 'possible_tasks', 'evaluator_command',
            'Evaluations', 'missing_tasks', 'ask_for_eval', 'poll_evals', 'new_results', 'take_over_evals',
            'collect_evals', 'keep_results', 'wait_for_evals', 'flat', 'as_nanovlm_asks', 'batches', 'NanoVLM',
-           'manifest', 'shape_questions', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows', 'exact_match',
-           'flat_figures', 'cli_evaluate', 'result_before', 'evaluate_into', 'results_table', 'step_in_name', 'main']
+           'manifest', 'shape_questions', 'digit_pictures', 'digit_questions', 'write_rows', 'write_tasks', 'read_rows',
+           'exact_match', 'flat_figures', 'cli_evaluate', 'result_before', 'evaluate_into', 'results_table',
+           'step_in_name', 'main']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aca7a662
 import json,logging,math,os,re,shutil,signal,subprocess,sys,time,tempfile
@@ -528,15 +529,20 @@ def shape_questions(n:int=200, seed:int=0)->list[dict]: # scenes, one to four qu
         for row in shapes_dataset(n, 'validation', seed) for t,k in zip(row['texts'], row['kinds'])]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc4
-def digit_questions(n:int|None=None)->list[dict]: # None: all 1,797; rows with one question
-    "Returns the questions about handwritten digits of 8 x 8 pixels."
+def digit_pictures(n:int|None=None)->list[tuple[Image.Image,int]]: # None: all 1,797
+    "Returns scikit-learn's handwritten digits, grey pictures of 8 x 8 pixels, in their order."
     try: from sklearn.datasets import load_digits # only here
-    except ImportError:
-        raise UsageError('the digits come with scikit-learn: pip install scikit-learn') from None
+    except ImportError as e:
+        raise UsageError('the digits come with scikit-learn: pip install scikit-learn') from e
     data = load_digits()
-    def picture(grey): return Image.fromarray((grey*255/16).round().astype(np.uint8)).convert('RGB')
-    return [dict(images=[picture(im)], texts=[dict(user='Which digit is this?', assistant=str(d))],
-        kinds=['digit'], source='digits') for im,d in islice(zip(data.images, data.target), n)]
+    pictures = map(Image.fromarray, (data.images*255/16).round().astype(np.uint8))
+    return [*islice(zip(pictures, data.target.tolist()), n)]
+
+# %% ../../nbs/36_answers.evaluate.ipynb #728a6bc5
+def digit_questions(n:int|None=None)->list[dict]: # see `digit_pictures`; rows with one question
+    "Returns the questions about handwritten digits."
+    return [dict(images=[im.convert('RGB')], kinds=['digit'], source='digits',
+        texts=[dict(user='Which digit is this?', assistant=str(d))]) for im,d in digit_pictures(n)]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #1d27216b
 def write_rows(path:str|Path, rows:list[dict])->Path: # with `images`, `texts`, `kinds`, `source`; `path`
@@ -600,7 +606,6 @@ def _through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
 )->_Found|None: # None on other ranks than 0
     "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
     from lmms_eval.evaluator import simple_evaluate
-    from tenacity import RetryError
     manager,chance = _task_manager(args.include_path),rng_state()
     require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
@@ -609,9 +614,6 @@ def _through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
     try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
         process_docs_parallel=1, distributed_executor_backend=launcher)
-    except RetryError as e:
-        last = e.last_attempt
-        raise RuntimeError(f'lmms-eval has tried {task} {last.attempt_number} times') from last.exception()
     finally: set_rng_state(chance)
     if not output: return None
     return flat_figures(output['results']),{t:n['effective'] for t,n in output['n-samples'].items()}
@@ -629,14 +631,11 @@ def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
     return ({f'{path.stem}_exact_match':share},{path.stem:n}) if dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #f411817e
-_FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
-             TypeError, ValueError)
-
 def _add(all_of, task, asker, args, dist):
     "Evaluates a task and notes what came of it."
     try: new = _evaluate_task(asker, task, args, dist)
     except UsageError as e: all_of['failed'][task] = str(e)
-    except _FAILURES as e:
+    except Exception as e: # whatever the code of a task does wrong
         logger.exception('task %s failed', task)
         all_of['failed'][task] = f'{type(e).__name__}: {e}'+(f' ({e.__cause__})' if e.__cause__ else '')
     else:
@@ -695,14 +694,6 @@ def step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: th
     kind,_,number = Path(checkpoint).name.rpartition('_')
     return int(number) if kind=='step' and number.isdigit() else None
 
-# %% ../../nbs/36_answers.evaluate.ipynb #aa431dc1
-def _evaluate(asker, a, own, head, out):
-    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
-        process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
-    with tempfile.TemporaryDirectory() as folder:
-        if own: args.include_path = str(write_tasks(folder, names=own))
-        return evaluate_into(args, head, out)
-
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dc0
 def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task failed
     "Command `nanovlm eval`: evaluates a checkpoint."
@@ -715,7 +706,12 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
     result_before(out, head) # before a model is read
     own = [] if a.include_path else [t for t in names if t in _OWN_TASKS] # their questions are made here
-    results,failed = _evaluate(Asker.from_checkpoint(checkpoint, a.device), a, own, head, out)
+    asker = Asker.from_checkpoint(checkpoint, a.device)
+    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
+        process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
+    with tempfile.TemporaryDirectory() as folder:
+        if own: args.include_path = str(write_tasks(folder, names=own))
+        results,failed = evaluate_into(args, head, out)
     sys.stdout.write(results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'CONFIG', 'STATUS', 'LOCK', 'LAST', 'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID',
            'TENSORBOARD', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE', 'CLASSIFY', 'FEATURE_CACHE',
-           'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'WAIT_S', 'write_atomic', 'fsync', 'remove',
-           'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage', 'json_lines',
-           'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
-           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
-           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older',
-           'delete_abandoned', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
+           'TRAINER_STATE', 'RESULTS', 'NEEDED', 'MEANT', 'logger', 'WAIT_S', 'write_atomic', 'fsync', 'share_files',
+           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest', 'damage',
+           'json_lines', 'read_log', 'read_state', 'missing_pieces', 'damaged_pieces', 'check_files', 'step_of',
+           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
+           'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
+           'prune_older', 'delete_abandoned', 'lock_file', 'holder', 'RunLock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -45,6 +45,12 @@ def fsync(path:Path)->None:
     fd = os.open(path, os.O_RDONLY)
     try: os.fsync(fd)
     finally: os.close(fd)
+
+# %% ../../nbs/01_core.run_dir.ipynb #f11e0005
+def share_files(folder:Path)->None:
+    "Gives all files in a directory its own rights to read and write."
+    for p in folder.rglob('*'):
+        if p.is_file(): p.chmod(folder.stat().st_mode & 0o666)
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2d95e7c
 def remove(path:Path)->None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
-from ..core.run_dir import file_digest,check_files,find_checkpoint
+from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files
 from ..core.tokenizer import SPECIAL_TOKENS,save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
 from .vision import ViT,ModalityProjector
@@ -514,6 +514,7 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
         inside = Path(tmp)/'new'
         inside.mkdir()
         yield inside
+        share_files(inside)
         if path.exists():
             new = {p.name for p in inside.iterdir()}
             for name in new:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from ..core.dist import Dist,on_master,rng_state
-from ..core.run_dir import TMP,file_digests,file_sizes,fsync,remove,write_manifest
+from ..core.run_dir import TMP,file_digests,file_sizes,fsync,remove,share_files,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
@@ -95,6 +95,7 @@ def _put_in_place(tmp:Path, final:Path, # directory with all files of a checkpoi
 )->None:
     "Turns a written directory into a checkpoint."
     write_manifest(tmp, digests)
+    share_files(tmp)
     for p in (*tmp.rglob('*'), tmp): fsync(p)
     remove(final) # none is there, unless somebody saves the same update twice
     tmp.rename(final)

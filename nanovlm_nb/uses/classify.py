@@ -47,6 +47,7 @@ from ..data.packing import Batch
 from ..data.sources import MapSource
 from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
+from ..answers.evaluate import digit_pictures
 from ..training.optim import autocast
 from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping,validation_batches
 from ..runs.start import exit_code
@@ -85,14 +86,8 @@ TEST_DIGITS = 500 # the last ones
 def digits_splits(side:int=64, # pixels; there are 8 x 8 in each picture
 )->dict[str,datasets.Dataset]: # 'train' 1,297 and 'test' 500 pictures
     "scikit-learn's handwritten digits in the order in which they are kept there."
-    try: from sklearn.datasets import load_digits
-    except ImportError as e:
-        raise UsageError('the data set `digits` comes with scikit-learn: pip install scikit-learn') from e
-    bunch = load_digits()
-    def enlarged(x):
-        grey = Image.fromarray((x*(255/16)).round().astype(np.uint8))
-        return grey.resize((side,side), Image.Resampling.BICUBIC)
-    rows = [dict(image=enlarged(x), label=y) for x,y in zip(bunch.images, bunch.target.tolist())]
+    by = Image.Resampling.BICUBIC
+    rows = [dict(image=im.resize((side,side), by), label=y) for im,y in digit_pictures()]
     return {split:_labelled(part, [str(i) for i in range(10)])
             for split,part in (('train',rows[:-TEST_DIGITS]), ('test',rows[-TEST_DIGITS:]))}
 
