@@ -10,7 +10,7 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEH
            'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
-import base64,inspect,multiprocessing,os,random,signal,sys,tempfile
+import base64,inspect,multiprocessing,os,queue,random,signal,sys,tempfile
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace
@@ -111,7 +111,10 @@ def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->lis
             f'{folder}/meeting', answers)) for r in range(world_size)]
         for p in ranks: p.start()
         for _ in ranks:
-            rank,found[rank],error = answers.get(timeout=2*timeout_s)
+            try: rank,found[rank],error = answers.get(timeout=2*timeout_s)
+            except queue.Empty:
+                error = f'a rank gave no answer; their exit codes: {[p.exitcode for p in ranks]}'
+                for p in ranks: p.kill()
             if error: break
         for p in ranks: p.join()
     if error: raise RuntimeError(error)
