@@ -53,7 +53,7 @@ def test_a_run_that_can_start(tmp_path):
 
 def test_a_run_that_cannot_start(tmp_path):
     save_yaml(tmp_path/'c.yaml', preset('shapes')[0], evolve(preset('shapes')[1], train_dataset_path='./missing', log_wandb=False))
-    code, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from', 'nowhere/step_5')
+    code, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from', 'nowhere/step_5', PATH=os.path.dirname(sys.executable))
     assert code == 1 and {n for n, (state, _) in found.items() if state == FAIL} == {'start', 'GPUs', 'columns', 'data', 'short run'}
     assert '0 of 1 updates' in found['short run'][1] and 'nowhere/step_5' in found['start'][1]
 
