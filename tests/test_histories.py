@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,14 @@ def history(cwd, seed, last=12, moves=5):
     return done
 
 
+def at_work(cwd):
+    "Processes in a directory: a killed run must leave none, but its loader workers look only once a second."
+    found = []
+    for link in Path('/proc').glob('[0-9]*/cwd'):
+        with suppress(OSError): found += [link.parent.name]*(os.readlink(link) == str(cwd))
+    return found
+
+
 def is_as(run, whole, exact=True):
     "The run ended as one that was never touched; with other ranks sums are rounded in another order."
     (figures, weights), (wanted, same) = record(run), record(whole)
@@ -110,4 +119,7 @@ def place(tmp_path_factory):
 def test_any_history_ends_as_no_history(place, seed):
     "Figures of every update and weights, bit for bit; after other ranks the same samples, and figures to a thousandth."
     done = history(place, seed)
+    end = time.monotonic()+20
+    while at_work(place) and time.monotonic() < end: time.sleep(.1)
+    assert not at_work(place)
     assert is_as(place/'checkpoints'/f'r{seed}', place/'checkpoints'/'whole', not any('ranks' in d for d in done)), done

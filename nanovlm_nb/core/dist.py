@@ -7,10 +7,10 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEH
            'Dist', 'collective', 'launch', 'on_master', 'launch_env', 'rank_device', 'meeting_store', 'init_dist',
            'is_dist', 'get_rank', 'get_world_size', 'is_master', 'dist_gather', 'dist_mean_scalar', 'destroy_dist',
            'is_sharded', 'wrap_model', 'unwrap_model', 'no_sync', 'synchronized_batches', 'set_seed', 'shield_worker',
-           'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
+           'end_with', 'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
-import base64,inspect,multiprocessing,os,queue,random,signal,sys,tempfile
+import base64,inspect,multiprocessing,os,queue,random,signal,sys,tempfile,threading,time
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace
@@ -275,10 +275,17 @@ def shield_worker()->None:
         if hasattr(signal, name): signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, 'alarm'): signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_S))
 
+# %% ../../nbs/03_core.dist.ipynb #cf926f49
+def end_with(parent:int)->None: # number of a process
+    "Ends this process when its parent has ended; runs in a thread."
+    while os.getppid()==parent: time.sleep(1)
+    os._exit(1)
+
 # %% ../../nbs/03_core.dist.ipynb #19acb312
 def seed_worker(worker_id:int)->None: # unused: torch's seed already differs between workers
-    "A `worker_init_fn` for `DataLoader`: seeds Python and numpy, and keeps signals out."
+    "A `worker_init_fn` for `DataLoader`: seeds Python and numpy, keeps signals out, ends with the run."
     shield_worker()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     seed = torch.initial_seed()%2**32
     random.seed(seed)
     np.random.seed(seed)
