@@ -11,7 +11,7 @@ import torch
 
 
 def make_smolvlm(folder, tied=True):
-    "Write one; its processor is Idefics3's, since SmolVLM's own wants torchvision for videos. The template is SmolVLM's."
+    "Write one; its processors are Idefics3's, since SmolVLM's own wants torchvision for videos. The template is SmolVLM's."
     extra = VLMConfig(image_convention='smolvlm').vlm_extra_tokens
     said = [w for row in shapes_dataset(60, 'train') for t in row['texts'] for w in (f"User: {t['user']}\nAssistant: {t['assistant']}",)]
     tok = train_tokenizer(said, 448, extra)
@@ -23,6 +23,6 @@ def make_smolvlm(folder, tied=True):
     model = SmolVLMForConditionalGeneration(SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2, image_token_id=tok.image_token_id, tie_word_embeddings=tied)).eval()
     model.generation_config.eos_token_id = tok.eos_token_id
     model.save_pretrained(folder)
-    pictures = transformers.SmolVLMImageProcessor(size=dict(longest_edge=32), max_image_size=dict(longest_edge=16))
+    pictures = transformers.Idefics3ImageProcessor(size=dict(longest_edge=32), max_image_size=dict(longest_edge=16))
     Idefics3Processor(pictures, tok, image_seq_len=4, chat_template=DEFAULT_CHAT_TEMPLATE).save_pretrained(folder)
     return folder
