@@ -338,9 +338,9 @@ class PackLoader(Loader):
         self.most = packs
         for lane in self.lanes: # the later ones may have one pack less to give
             most = max(-(-(packs-lane.number)//self.n), 0)
-            if lane.kept is not None and lane.most==most: continue
-            lane.most = most
-            lane.kept = list(planned(lane))
+            if lane.kept is None or lane.most!=most:
+                lane.most = most
+                lane.kept = list(planned(lane))
 
     def idle(self)->Batch:
         "A micro-batch of padding, for a rank that has no data left while others have."
