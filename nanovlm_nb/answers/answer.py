@@ -28,7 +28,8 @@ from ..model.generate import TextStreams
 from ..model.vlm import Reader,VisionLanguageModel
 from ..data.images import ImageProcessor,image_processor_of,open_image
 from ..data.prompts import encode_chat,encode_prompt,get_image_string
-from ..data.loader import as_pictures
+from ..data.dataset import as_list
+from ..data.loader import as_picture
 
 if TYPE_CHECKING: from matplotlib.figure import Figure # loaded where something is drawn
 
@@ -161,7 +162,7 @@ class Asker:
         max_new_tokens:int=32, **sampling, # see `stream`
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
-        images = [open_image(p) for p in as_pictures(pictures)]
+        images = [open_image(as_picture(p)) for p in as_list(pictures)]
         require(choices is None or choices and not isinstance(choices, str),
             f'choices are {choices!r}: give a list of possible answers')
         if choices is None: reply = Reply(self([(images, question)], max_new_tokens, **sampling)[0])

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'Lane', 'naming', 'open_window', 'LaneState',
-           'quantile', 'take_order', 'plan_packs', 'planned', 'decode', 'packs_of', 'ship', 'unship', 'LaneDataset',
-           'lanes_of', 'sizes_of', 'merge_states', 'Measured', 'count_packs', 'Loader', 'PackLoader', 'pack_workers']
+           'take_order', 'plan_packs', 'planned', 'decode', 'packs_of', 'ship', 'unship', 'LaneDataset', 'lanes_of',
+           'sizes_of', 'merge_states', 'Measured', 'count_packs', 'Loader', 'PackLoader', 'pack_workers']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import asdict,dataclass,field,replace
 from itertools import islice
 from math import ceil,inf
@@ -56,9 +57,10 @@ class Lane:
     kept:list|None = None # packs of the first epoch, planned; None: plan them when they are due
 
 # %% ../../nbs/16_data.lanes.ipynb #199207ab
+@dataclass
 class naming(AbstractContextManager):
     "A context in which an error gets the id of the sample."
-    def __init__(self, id:str): self.id = id
+    id:str
 
     def __exit__(self, kind, e, tb):
         if isinstance(e, Exception) and not isinstance(e, Dropped):
@@ -75,10 +77,14 @@ class _Window:
     cut:dict = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
 
 # %% ../../nbs/16_data.lanes.ipynb #f111a001
-def _filling(lane:Lane, rows:Iterator, window:_Window)->Iterator[None]: # of a source's `rows_of`
-    "Plans row after row, until the window is full or the source ends."
-    tokens,most = 0,lane.rules.max_tiles or inf
-    while tokens<(window.packs-SPARE)*lane.rules.length:
+def open_window(
+    lane:Lane, rows:Iterator, end:Any, before:int, # of a source's `rows_of`, which are at `end`; packs so far
+)->Iterator[_Window]: # the same one again and again
+    "A window, at first empty, with one row more each time, until it is full or the source ends."
+    r,tokens,most = lane.rules,0,lane.rules.max_tiles or inf
+    window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
+    yield window
+    while before<lane.most and tokens<(window.packs-SPARE)*r.length:
         window.end,row = next(rows, (window.end, None))
         if row is None: return
         try:
@@ -90,14 +96,7 @@ def _filling(lane:Lane, rows:Iterator, window:_Window)->Iterator[None]: # of a s
             tokens += plan.tokens
             if plan.cut: window.cut[plan.id] = plan.cut
         except Dropped as d: window.drops.append(d.args)
-        yield
-
-# %% ../../nbs/16_data.lanes.ipynb #f111a002
-def open_window(lane:Lane, rows:Iterator, end:Any, before:int)->tuple[_Window,Iterator[None]]:
-    "An empty window that begins at `end`, after so many packs of the epoch, and what fills it."
-    r = lane.rules
-    window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
-    return window,_filling(lane, rows, window) if before<lane.most else iter(())
+        yield window
 
 # %% ../../nbs/16_data.lanes.ipynb #b5b5f243
 class LaneState(NamedTuple):
@@ -107,18 +106,14 @@ class LaneState(NamedTuple):
     before:int = 0 # packs of this epoch from earlier windows
     emitted:int = 0 # packs of the current window
 
-# %% ../../nbs/16_data.lanes.ipynb #afb0290c
-def quantile(seed:int, epoch:int, update:int)->float: # 0 <= q < 1
-    "Which share of the remaining packs is lighter than the one to take."
-    return random.Random(f'{seed}/{epoch}/{update}').random()
-
 # %% ../../nbs/16_data.lanes.ipynb #b5891692
 def take_order(
     tiles:list[int], first:int, seed:int, epoch:int, # of each pack of a window; update that takes the first
 )->list[int]: # indices of the packs in the order in which they are taken
     "Packs of a window, so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
-    return [left.pop(int(quantile(seed, epoch, first+j)*len(left))) for j in range(len(tiles))]
+    quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))]
+    return [left.pop(int(q*len(left))) for q in quantiles]
 
 # %% ../../nbs/16_data.lanes.ipynb #f940efed
 def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]: # of a window; its start
@@ -135,14 +130,14 @@ def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]
 def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples, state after it, drops, cut
     "The packs of the rest of an epoch before they are decoded; at the end None for the samples."
     rows = lane.source.rows_of(lane.number, lane.lanes, state.epoch, state.at)
-    window,more = open_window(lane, rows, state.at, state.before)
-    for _ in more: pass
+    *_,window = open_window(lane, rows, state.at, state.before)
     while window.items:
         packs,read = plan_packs(lane, window.items, state),len(window.items)
         packs = packs[:int(min(len(packs), lane.most-state.before))]
         n,window.items = len(packs),[] # let go of what is given
         after = LaneState(state.epoch, window.end, state.before+n)
-        following,more = open_window(lane, rows, after.at, after.before)
+        more = open_window(lane, rows, after.at, after.before)
+        following = next(more)
         for j in range(n):
             members = packs.pop(0)
             if j<state.emitted: continue
@@ -183,8 +178,7 @@ def ship(pack:dict)->dict: # with one tensor of tiles, and how many belong to ea
     "Make a pack ready to travel between processes: what is small, as an array."
     tiles = pack['images']
     pack = pack|dict(images=torch.cat(tiles) if tiles else None, tile_counts=list(map(len, tiles)))
-    def small(x): return isinstance(x, Tensor) and x.nbytes<BY_VALUE
-    return {k:v.numpy() if small(v) else v for k,v in pack.items()}
+    return {k:v.numpy() if isinstance(v, Tensor) and v.nbytes<BY_VALUE else v for k,v in pack.items()}
 
 # %% ../../nbs/16_data.lanes.ipynb #03145a0a
 def unship(pack:dict, pin:bool=False)->dict: # page-locked, as the loader makes large tensors
@@ -195,9 +189,11 @@ def unship(pack:dict, pin:bool=False)->dict: # page-locked, as the loader makes 
     return pack|dict(images=list(tiles.split(counts)) if counts else [])
 
 # %% ../../nbs/16_data.lanes.ipynb #7d10a861
+@dataclass
 class LaneDataset(IterableDataset):
     "The packs of some lanes in turn, without end; None is an empty turn."
-    def __init__(self, lanes:list[Lane], states:list[LaneState]): self.lanes,self.states = lanes,states
+    lanes:list[Lane]
+    states:list[LaneState] # where each begins
 
     def __iter__(self)->Iterator[dict|None]: # as `ship` makes them
         info = get_worker_info()
@@ -310,6 +306,7 @@ class PackLoader(Loader):
         most:int|None=None): # packs of all ranks in an epoch, always the same, planned once; None: all
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory,self.drops,self.most = num_workers,pin_memory,samples.drops,most
+        self.image_token_id = samples.tokenizer.image_token_id
         numbers = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         self.n = len(numbers)*dist.world_size
         require(num_workers<=len(numbers), f'num_workers {num_workers} > {len(numbers)} lanes of a rank '
@@ -319,7 +316,17 @@ class PackLoader(Loader):
         self.lanes = [Lane(samples, source, rules, k, self.n) for k in numbers]
         self.set_epoch(0)
 
-    def __iter__(self)->Iterator[Batch]: return _micro_batches(self)
+    def __iter__(self)->Iterator[Batch]: # the rest of the epoch
+        packs = (unship(p, self.pin_memory) for p in pack_workers(self) if p is not None)
+        while True:
+            with _letting_go(): turn = [next(packs) for _ in self.lanes]
+            for p in turn:
+                for args in p['drops']: self.drops.add(Dropped(*args))
+                self.drops.cut.update(p['cut'])
+            if all(p['done'] for p in turn): return
+            for i in range(0, len(turn), self.batch_size):
+                if i+self.batch_size==len(turn): self.states = [LaneState(*p['state']) for p in turn]
+                yield collate_packs(turn[i:i+self.batch_size], self.image_token_id, self.pin_memory)
 
     def set_epoch(self, epoch:int)->None: # from 0
         "Go to the beginning of an epoch."
@@ -331,17 +338,14 @@ class PackLoader(Loader):
         self.most = packs
         for lane in self.lanes: # the later ones may have one pack less to give
             most = max(-(-(packs-lane.number)//self.n), 0)
-            if lane.kept is not None and lane.most==most: continue
-            lane.most = most
-            lane.kept = list(planned(lane))
-
-    def collate(self, packs:list[dict])->Batch:
-        "Join the packs of a micro-batch."
-        return collate_packs(packs, self.samples.tokenizer.image_token_id, self.pin_memory)
+            if lane.kept is None or lane.most!=most:
+                lane.most = most
+                lane.kept = list(planned(lane))
 
     def idle(self)->Batch:
         "A micro-batch of padding, for a rank that has no data left while others have."
-        return self.collate([pack([], self.rules.length, self.rules.pad_id)]*self.batch_size)
+        packs = [pack([], self.rules.length, self.rules.pad_id)]*self.batch_size
+        return collate_packs(packs, self.image_token_id, self.pin_memory)
 
     def updates_left(self, epochs:int)->tuple[int|None,bool]:
         "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
@@ -359,34 +363,18 @@ class PackLoader(Loader):
         self.epoch = state['epoch']
         self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
 
-# %% ../../nbs/16_data.lanes.ipynb #29c97760
-def _same(x): return x
-
 # %% ../../nbs/16_data.lanes.ipynb #b71f00d4
 def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     "Workers that begin at the present position."
-    l.keep(l.most)
+    if l.most is not None: l.keep(l.most)
     n,turns = l.num_workers,-(-len(l.lanes)//max(l.num_workers, 1))
     # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
     # at the fork, it would wait for ever
     if n: torch.set_num_threads(torch.get_num_threads())
-    return DataLoader(LaneDataset(l.lanes, l.states), batch_size=None, collate_fn=_same, num_workers=n,
+    # torch's own `collate_fn` would make tensors of the arrays
+    return DataLoader(LaneDataset(l.lanes, l.states), batch_size=None, collate_fn=copy, num_workers=n,
         worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
         generator=torch.Generator().manual_seed(l.rules.seed))
-
-# %% ../../nbs/16_data.lanes.ipynb #29c97761
-def _micro_batches(l:PackLoader)->Iterator[Batch]:
-    "The rest of an epoch; the position moves with the last micro-batch of an update."
-    packs = (unship(p, l.pin_memory) for p in pack_workers(l) if p is not None)
-    while True:
-        with _letting_go(): turn = [next(packs) for _ in l.lanes]
-        for p in turn:
-            for args in p['drops']: l.drops.add(Dropped(*args))
-            l.drops.cut.update(p['cut'])
-        if all(p['done'] for p in turn): return
-        for i in range(0, len(turn), l.batch_size):
-            if i+l.batch_size==len(turn): l.states = [LaneState(*p['state']) for p in turn]
-            yield l.collate(turn[i:i+l.batch_size])
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97763
 def _count_updates(l:PackLoader, epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LINES', 'FILES', 'logger', 'FEATURES', 'PIECE', 'SPLIT_FOLDERS', 'SAVED_SHARDS', 'READ_BYTES', 'LOAD_ERRORS',
-           'SHAPES_SCENES', 'rename', 'as_picture', 'as_pictures', 'read_object', 'text_files', 'text_rows',
-           'local_configs', 'config_names', 'rows_in', 'tar_rows', 'tar_files', 'load_config', 'load_configs',
-           'own_rows', 'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'load_sources', 'size_line',
-           'own_sources', 'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
+           'SHAPES_SCENES', 'rename', 'as_picture', 'read_object', 'text_files', 'text_rows', 'local_configs',
+           'config_names', 'rows_in', 'tar_rows', 'tar_files', 'load_config', 'load_configs', 'own_rows',
+           'load_tokenizer', 'map_pair', 'stream_pair', 'shares_of', 'load_sources', 'size_line', 'own_sources',
+           'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,json,logging,os,re,sys,tarfile
@@ -25,13 +25,12 @@ import pyarrow.parquet as pq
 from PIL import Image
 from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
-from datasets import Dataset,IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require
-from .dataset import COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops
-from .dataset import UnusedColumn,as_list,check_unused,named,place_pictures
-from .dataset import read_layout,VQADataset,shapes_dataset,shapes_tokenizer
+from .dataset import COLUMNS,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,VQADataset
+from .dataset import check_unused,named,place_pictures,read_layout
+from .dataset import shapes_dataset,shapes_tokenizer
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank
@@ -88,11 +87,6 @@ def as_picture(picture): # PIL image, array (height, width, 3), path, bytes, dic
         f'a picture is a {type(picture).__name__} of {array.dtype}, {array.shape}: give a PIL '
         'image, a path, or an array (height, width, 3) of uint8 or of floats from 0 to 1')
     return Image.fromarray(array)
-
-# %% ../../nbs/18_data.loader.ipynb #6326bd56
-def as_pictures(pictures)->list: # one, a list of them, or None
-    "The pictures of a row or of a question."
-    return [as_picture(p) for p in as_list(pictures)]
 
 # %% ../../nbs/18_data.loader.ipynb #b4da958d
 logger = logging.getLogger(__name__)
@@ -195,8 +189,8 @@ def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural 
 # %% ../../nbs/18_data.loader.ipynb #a6a531f2
 def _described(folder):
     "Configurations that the README of a data set names."
-    if not (folder/'README.md').is_file(): return []
-    return datasets.get_dataset_config_names(str(folder.resolve()))
+    told = (folder/'README.md').is_file()
+    return datasets.get_dataset_config_names(str(folder.resolve())) if told else []
 
 # %% ../../nbs/18_data.loader.ipynb #17c00007
 def config_names(
@@ -207,8 +201,7 @@ def config_names(
     if folder.is_file(): return ['default']
     if not folder.is_dir():
         check_hub_name(path)
-        if not every: return list(names)
-        return datasets.get_dataset_config_names(str(path))
+        return datasets.get_dataset_config_names(str(path)) if every else list(names)
     subs = [] if _has_data(folder, '*') else local_configs(folder)
     if SPLIT_FOLDERS & set(subs): subs = []
     if every: return subs or _described(folder) or ['default']
@@ -270,14 +263,12 @@ def _sample(parts)->dict: # kind and bytes of its files
     own,said = {},{}
     for kind,data in parts:
         if f'.{kind}' in Image.registered_extensions(): own.setdefault('images', []).append(data)
-        elif kind != 'json': own[kind] = _text(data)
-        else:
+        elif kind == 'json':
             with suppress(ValueError, TypeError, RecursionError): said = {}|json.loads(data)
+        else:
+            own[kind] = data
+            with suppress(UnicodeDecodeError): own[kind] = data.decode()
     return said|own
-
-def _text(data):
-    try: return data.decode()
-    except UnicodeDecodeError: return data
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a006
 _MEMBER = re.compile(r'((?:.*/)?[^./]+)\.(?:[^/]*\.)?([^./]+)') # name of a sample, kind of file
@@ -327,9 +318,6 @@ def _saved(folder, split, streaming):
 def _as_stream(ds): return ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8c
-def _first_features(ds): # of a stream, from its first row
-    return datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(1)).schema)
-
 def _decodable(ds, name):
     "The rows with a column that `datasets` knows to hold pictures."
     kind = ds.features[name]
@@ -346,7 +334,8 @@ def _conform(
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
     whole = isinstance(ds, datasets.Dataset)
     require(not whole or len(ds), 'it has no rows')
-    if ds.features is None: ds = ds.cast(_first_features(ds))
+    if ds.features is None: # of a stream: those of its first row
+        ds = ds.cast(datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(1)).schema))
     if columns: ds = ds.rename_columns(_parse_columns(columns, ds.column_names))
     types = dict(zip(ds.column_names, ds.features.arrow_schema.types))
     require(named(types, 'texts') or named(types, 'answer'), f'{where} has no conversation and no answer: '
@@ -452,7 +441,7 @@ def map_pair(rows, seed:int, val_size:int, # see `MapSource`; of the run; for va
     return MapSource(rows, seed, val_size, n if cutoff is None else min(n, val_size+cutoff)),val
 
 # %% ../../nbs/18_data.loader.ipynb #ee37ab01
-def stream_pair(streams:dict[str,IterableDataset], seed:int, val_size:int, # configuration -> rows
+def stream_pair(streams:dict[str,datasets.IterableDataset], seed:int, val_size:int, # configuration -> rows
     cutoff:int|None=None, # rows for training at most; None: all
 )->tuple[StreamSource,StreamSource]: # for training, for validation
     "Split streams."
@@ -495,9 +484,9 @@ def _scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for train
 # %% ../../nbs/18_data.loader.ipynb #e668c301
 def load_sources(train_cfg:TrainConfig, drops:Drops|None=None)->tuple: # counts lines that cannot be rows
     "The sources of the data set that a config names, for training and for validation; they share no row."
-    c,lines = train_cfg,bool(text_files(train_cfg.train_dataset_path))
+    c = train_cfg
     if c.train_dataset_path=='shapes': return _scenes_pair(c)
-    if lines: c = replace(c, stream_dataset=False)
+    if text_files(c.train_dataset_path): c = replace(c, stream_dataset=False)
     data = load_configs(c.train_dataset_path, c.train_dataset_name, streaming=c.stream_dataset,
         columns=c.columns, images_path=c.images_path, drops=drops)
     if c.train_dataset_weights: return _mixed_pair(c, data)
@@ -507,8 +496,7 @@ def load_sources(train_cfg:TrainConfig, drops:Drops|None=None)->tuple: # counts 
 # %% ../../nbs/18_data.loader.ipynb #4c81fa27
 def size_line(train, val)->str: # sources
     "Rows of both parts, for the log."
-    known = [s.epoch_rows() for s in (train, val)]
-    shown = ['?' if n is None else f'{n:.0f}' for n in known]
+    shown = ['?' if (n := s.epoch_rows()) is None else f'{n:.0f}' for s in (train, val)]
     return f'rows: {shown[0]} for training and {shown[1]} for validation'
 
 # %% ../../nbs/18_data.loader.ipynb #5ea30102
@@ -518,7 +506,7 @@ def own_sources(
     "The sources of rows of your own."
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
-    if isinstance(rows, Dataset): rows = _conform(rows, 'own', columns=c.columns)
+    if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=c.columns)
     return map_pair(rows, c.seed, c.val_size, c.data_cutoff_idx)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.config import IGNORE
 from ..core.layout import Layout,slot_error
-from ..core.usage import UsageError,require
+from ..core.usage import UsageError
 
 # %% ../../nbs/14_data.packing.ipynb #23d58b4b
 def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->float: # 0 to 1
@@ -30,7 +30,8 @@ def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None, m
     given = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
     costs = [([int(n) for n in counts], int(most)) for counts, most in given if most is not None]
     for counts, most in costs:
-        require(max(counts, default=0) <= most, f'an item is larger than a pack of {most}: leave it out')
+        if max(counts, default=0) > most:
+            raise UsageError(f'an item is larger than a pack of {most}: leave it out')
     costs = sorted(((counts, max(most, 1)) for counts, most in costs), key=lambda cost: -sum(cost[0])/cost[1])
     costs += [([0]*len(lengths), 1)]*(3-len(costs))
     columns, limits = zip(*costs)
@@ -120,13 +121,13 @@ def balanced_greedy_knapsack(
 # %% ../../nbs/14_data.packing.ipynb #ec9f89ee
 def _check(samples, image_token_id, per_tile):
     "Raise `ValueError` for a label that crosses a border, or for text and pictures that disagree."
-    for id, label in [(s['id'], int(s['labels'][-1])) for s in samples]:
-        require(label == IGNORE, f"sample {id!r}: last label is {label}, not {IGNORE}: shift "
+    for s in samples:
+        name,label = f"sample {s['id']!r}",int(s['labels'][-1])
+        if label != IGNORE: raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
             'labels within the sample, or its last position would be trained on the document packed after it')
-    if image_token_id is None: return
-    slots = [int((s['input_ids'] == image_token_id).sum()) for s in samples]
-    places = [(f"sample {s['id']!r}", k, sum(map(len, s['images']))) for s, k in zip(samples, slots)]
-    if error := slot_error(places, per_tile): raise UsageError(error)
+        if image_token_id is None: continue
+        slots, tiles = int((s['input_ids'] == image_token_id).sum()), sum(map(len, s['images']))
+        if slots != tiles*per_tile: raise UsageError(slot_error(name, slots, tiles, per_tile))
 
 # %% ../../nbs/14_data.packing.ipynb #17a278c1
 def pack(
@@ -137,7 +138,8 @@ def pack(
     "Lay samples one after the other into a sequence of fixed length."
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
-    require(n <= length, f'{len(samples)} samples have {n} tokens > length {length}: plan them first')
+    if n > length:
+        raise UsageError(f'{len(samples)} samples have {n} tokens > length {length}: plan them first')
     joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
               for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
     _check(samples, image_token_id, per_tile)

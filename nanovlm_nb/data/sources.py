@@ -24,12 +24,6 @@ from datasets.table import CastError
 from ..core.usage import require
 from .dataset import Dropped,check_unused,to_row
 
-# %% ../../nbs/15_data.sources.ipynb #a6e02dd1
-def _mix(x, key):
-    "A keyed hash of a small integer, 32 bits."
-    x = ((x^key)*0x9E3779B97F4A7C15)&(2**64-1)
-    return (((x^(x>>29))*0xBF58476D1CE4E5B9)&(2**64-1))>>32
-
 # %% ../../nbs/15_data.sources.ipynb #26ca37ac
 class Permutation:
     "The numbers 0 to n-1 in an order that depends on `seed`, computed one by one."
@@ -42,7 +36,10 @@ class Permutation:
         if not 0<=i<self.n: raise IndexError(f'place {i} of a permutation of {self.n}')
         while True:
             high,low = divmod(i, self.base)
-            for key in self.keys: high,low = low,(high+_mix(low, key))%self.base
+            for key in self.keys:
+                x = (low^key)*0x9E3779B97F4A7C15 & 2**64-1
+                mixed = (x^x>>29)*0xBF58476D1CE4E5B9>>32 & 2**32-1 # a keyed hash of `low`, 32 bits
+                high,low = low,(high+mixed)%self.base
             if (i := high*self.base+low)<self.n: return i
 
 # %% ../../nbs/15_data.sources.ipynb #942c745e
@@ -78,23 +75,19 @@ class MapSource:
         whole = (start, self.stop)==(0, n)
         self.split:range|Permutation = range(n) if whole else Permutation(n, f'split {seed}')
 
-    def __len__(self)->int: return self.stop-self.start
-
     def epoch_rows(self)->float|None: # None: unknown
         "Rows of an epoch."
-        return len(self)
-
-    def row(self, i:int)->dict|Dropped: # number among all
-        "A row, under the name of its configuration."
-        k = bisect_right(self.ends, i)
-        j = i-self.ends[k]+len(self.parts[k])
-        return as_row(self.parts[k][j], j, self.names[k])
+        return self.stop-self.start
 
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:int|None=None)->Rows:
         "The rows of a lane, from a position on."
-        order = Permutation(len(self), f'{self.seed}/{epoch}') if self.shuffle else range(len(self))
-        for n,place in enumerate(range(lane+(at or 0)*lanes, len(self), lanes), start=(at or 0)+1):
-            yield n,self.row(self.split[self.start+order[place]])
+        size = self.stop-self.start
+        order = Permutation(size, f'{self.seed}/{epoch}') if self.shuffle else range(size)
+        for n,place in enumerate(range(lane+(at or 0)*lanes, size, lanes), start=(at or 0)+1):
+            i = self.split[self.start+order[place]]
+            k = bisect_right(self.ends, i)
+            j = i-self.ends[k]+len(self.parts[k])
+            yield n,as_row(self.parts[k][j], j, self.names[k])
 
     def describe(self)->dict: # JSON-able
         "What a saved position depends on."
@@ -165,11 +158,6 @@ class Share:
     head:int = 0 # rows at its beginning that are for validation
 
 # %% ../../nbs/15_data.sources.ipynb #da3e1c10
-def _rows(table):
-    "The rows of a table of arrow, or the one of a tar."
-    if isinstance(table, dict): return [{name:value for name,(value,) in table.items()}]
-    return [table.slice(i, 1) for i in range(len(table))]
-
 def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1,
 )->Iterator[tuple[int|None,dict|Dropped]]: # (number, row); None: it is damaged
     "The rows from `start` to `stop` whose number has the remainder `first` by `step`."
@@ -184,7 +172,8 @@ def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1
             if not _is_damage(e): raise
             return (yield None,Dropped(name, 'unreadable_shard', f'{type(e).__name__}: {e}'))
         if table is None: return
-        rows = _rows(table)
+        if isinstance(table, dict): rows = [{name:value for name,(value,) in table.items()}] # of a tar
+        else: rows = [table.slice(i, 1) for i in range(len(table))]
         for i,row in enumerate(rows, start=at):
             if start<=i<stop and i%step==first: yield i,as_row(row, f'{share.number}:{i}', share.config)
         at += len(rows)
@@ -246,10 +235,6 @@ class Mixture:
         "What a saved position depends on."
         return dict(weights=self.weights, once=self.once, sources=[s.describe() for s in self.sources])
 
-    def _rank(self, k, drawn, n):
-        "Sorts sources for row `n`: those that are due before the others, then by rows for their weight."
-        return drawn>=n*self.weights[k],(drawn+1)/self.weights[k],k
-
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         state:list[Any] = [list(s) for s in at or [(0, 0, None)]*len(self.sources)] # drawn, passes, position
@@ -259,7 +244,9 @@ class Mixture:
         readers = {k:opened(k) for k in range(len(state))}
         while readers:
             n = sum(s[0] for s in state)+1
-            k = min(readers, key=lambda k: self._rank(k, state[k][0], n))
+            # those that are due before the others, then by rows for their weight
+            order = [(s[0]>=n*w, (s[0]+1)/w) for s,w in zip(state, self.weights)]
+            k = min(readers, key=order.__getitem__)
             drawn,again,last = state[k]
             pos,row = next(readers[k], (None, None))
             if row is not None:

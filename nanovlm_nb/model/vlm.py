@@ -129,7 +129,7 @@ class VLMNet(nn.Module):
         tiles:Any = images if isinstance(images, Tensor) and images.ndim == 4 else stack_tiles(images)
         x,n = self.decoder.token_embedding(input_ids), 0 if tiles is None else len(tiles)
         per_tile = self.cfg.mp_image_token_length
-        if len(slots) != n*per_tile: raise ValueError(slot_error([('the batch', len(slots), n)], per_tile))
+        if len(slots) != n*per_tile: raise ValueError(slot_error('the batch', len(slots), n, per_tile))
         if not n:
             nothing = self._nothing(x)
             return x if nothing is None else x+nothing
