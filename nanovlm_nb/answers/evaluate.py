@@ -469,7 +469,6 @@ class NanoVLM(lmms):
         require((pretrained is None)!=(asker is None), 'give a checkpoint: --model_args pretrained=DIR')
         require(prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        device = device and torch.device(device)
         if pretrained is not None: asker = Asker.from_checkpoint(find_checkpoint(pretrained), device)
         self.asker:Any = asker
         self.prompts,self.batch_size,self.max_new_tokens = prompts,int(batch_size),int(max_new_tokens)
