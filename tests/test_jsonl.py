@@ -15,7 +15,7 @@ from PIL import Image
 import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import IGNORE, VLMConfig
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, images_first, settle_marks
+from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, place_pictures, settle_marks
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, count_runs, jsonl_loader
 from nanovlm_nb.data.loader import text_rows
@@ -132,7 +132,7 @@ def test_marks_at_random():
         settled = settle_marks([dict(user=u, assistant='a') for u in users], n)
         assert sum(t['user'].count(MARK) for t in settled) == n
         assert [t['user'].replace(MARK, '') for t in settled] == [u.replace(MARK, '') for u in users]
-        named = images_first(settled)
+        named = place_pictures(settled, n)
         assert not any(MARK in t['user'] for t in named)
         without = [''.join(re.sub(r'<image: \d+>', '', t['user']).split()) for t in named]
         assert without == [''.join(u.replace(MARK, '').split()) for u in users]

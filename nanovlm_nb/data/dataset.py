@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'ROLES', 'MARK', 'DESCRIBE', 'GIVE', 'COLUMNS', 'COLOURS', 'SHAPES',
            'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'CLAIMS', 'keep_turns', 'Dropped', 'Drops',
-           'read_dropped', 'DropFile', 'named', 'as_list', 'pair_turns', 'settle_marks', 'images_first', 'read_layout',
-           'place_pictures', 'UnusedColumn', 'check_unused', 'to_row', 'read_row', 'check_row', 'Plan', 'VQADataset',
+           'read_dropped', 'DropFile', 'named', 'as_list', 'pair_turns', 'settle_marks', 'place_pictures',
+           'read_layout', 'UnusedColumn', 'check_unused', 'to_row', 'read_row', 'check_row', 'Plan', 'VQADataset',
            'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene', 'plain_turn', 'yes_no_turn', 'pair_turn',
            'plan_turns', 'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
 
@@ -39,11 +39,10 @@ def keep_turns(
     row:dict, minimums:dict[str,int], # `texts` and ratings; name of a rating -> lowest value that passes
 )->list[dict]: # turns {'user', 'assistant'}
     "The turns of a row that pass every rating; a turn with a blank answer, or none, passes none."
-    def passes(i, name):
-        values = row.get(f'{name}_ratings') or []
-        return i >= len(values) or values[i] is None or values[i] >= minimums[name]
+    low = {i for name,least in minimums.items() for i,value in enumerate(row.get(f'{name}_ratings') or [])
+           if value is not None and not value >= least}
     return [dict(user=t['user'], assistant=t['assistant']) for i,t in enumerate(row['texts'] or [])
-            if (t['assistant'] or '').strip() and all(passes(i, name) for name in minimums)]
+            if (t['assistant'] or '').strip() and i not in low]
 
 # %% ../../nbs/12_data.dataset.ipynb #b1fff3fd
 class Dropped(Exception):
@@ -240,16 +239,17 @@ def settle_marks(texts:list[dict], n:int)->list[dict]: # turns; pictures
 # %% ../../nbs/12_data.dataset.ipynb #4c15c965
 _ENDS = r'((?:\s*M\d+>)*)(\s*)(.*?)(\s*)((?:M\d+>\s*)*)'.replace('M', _BETWEEN)
 
-def images_first(texts:list[dict])->list[dict]: # turns with a mark for every picture
-    "Turns without marks, for pictures that come before them all."
-    number = count()
-    users = [re.sub(MARK, lambda m: f'{_BETWEEN}{next(number)}>', t['user']) for t in texts]
+def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures, which come before them all
+    "The turns with numbers for marks in the middle of a text; unchanged where no place is marked."
+    if not any(MARK in (t['user'] or '') for t in turns): return turns
+    turns,number = settle_marks(turns, n),count()
+    users = [re.sub(MARK, lambda m: f'{_BETWEEN}{next(number)}>', t['user']) for t in turns]
     ends:Any = re.fullmatch(_ENDS, users[0], re.DOTALL)
     lead,above,said,below,trail = ends.groups() # marks that are no part of a sentence go
     front = lead and (_BETWEEN not in said+trail or '\n' in above)
     back = trail and (_BETWEEN not in lead+said or '\n' in below)
     if front or back: users[0] = f"{'' if front else lead+above}{said}{'' if back else below+trail}"
-    return [t | dict(user=u.replace(_BETWEEN, '<image: ')) for t,u in zip(texts, users)]
+    return [t | dict(user=u.replace(_BETWEEN, '<image: ')) for t,u in zip(turns, users)]
 
 # %% ../../nbs/12_data.dataset.ipynb #1c108683
 def _spoken(row, what, role):
@@ -265,43 +265,31 @@ def _spoken(row, what, role):
     return [dict(role=role, content=str(value))]
 
 # %% ../../nbs/12_data.dataset.ipynb #1c108684
-def _said(row, pictures):
-    "Messages or turns of a row."
-    name = named(row, 'texts')
+def _said(row, name, pictures):
+    "Messages of a row that has no list of them: from a question and an answer, or from JSON."
     if name is None or row[name] is None and _first(row, *LAYOUTS['answer']) is not None:
         only = pictures and not named(row, 'question')
         asked = [dict(role='user', content=DESCRIBE)] if only else _spoken(row, 'question', 'user')
         return asked+_spoken(row, 'answer', 'assistant')
     try: said = json.loads(row[name]) if isinstance(row[name], str) else row[name]
     except ValueError: said = ''
-    require(said is None or isinstance(said, (list, tuple, np.ndarray)),
-        f'`{name}` is {row[name]!r:.80}: give a list of messages')
-    return [] if said is None else list(said)
-
-# %% ../../nbs/12_data.dataset.ipynb #d1a00009
-def _is_turn(t):
-    "Whether it is a question and an answer in UTF-8: JSON may hold half a surrogate pair."
-    try: return all(t[k] is None or t[k].encode() is not None for k in ('user', 'assistant'))
-    except (TypeError, KeyError, AttributeError, UnicodeEncodeError): return False
+    require(said is None or isinstance(said, list), f'`{name}` is {row[name]!r:.80}: give a list of messages')
+    return said or []
 
 # %% ../../nbs/12_data.dataset.ipynb #eaef9e96
 def read_layout(row:dict)->tuple[list,list[dict]]: # what `open_image` takes; {'user', 'assistant'}
     "The pictures and the turns of a row in one of the known layouts; a UsageError says what is wrong."
-    pictures,inside = as_list(row.get(named(row, 'images'))),[]
-    said = _said(row, pictures)
+    pictures,name,inside = as_list(row.get(named(row, 'images'))),named(row, 'texts'),[]
+    said = row[name] if name else None
+    said = list(said) if isinstance(said, (list, tuple, np.ndarray)) else _said(row, name, pictures)
     ours = not said or isinstance(said[0], dict) and 'user' in said[0]
     turns = said if ours else pair_turns(said, inside)
-    require(all(map(_is_turn, turns)), f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}')
-    marked = any(MARK in (t['user'] or '') for t in turns)
-    require(pictures or inside or not marked,
-        f'{MARK} in a question, but no picture: name it, or take the mark out')
+    try: ''.join(t[k] for t in turns for k in ('user', 'assistant') if t[k] is not None).encode()
+    except (TypeError, KeyError, UnicodeEncodeError): # JSON may hold half a surrogate pair
+        raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
+    if not (pictures or inside) and any(MARK in (t['user'] or '') for t in turns):
+        raise UsageError(f'{MARK} in a question, but no picture: name it, or take the mark out')
     return pictures or inside,turns
-
-# %% ../../nbs/12_data.dataset.ipynb #9de8ae00
-def place_pictures(turns:list[dict], n:int)->list[dict]: # from `read_layout`; pictures
-    "The turns without marks, for pictures that come first; unchanged where no place is marked."
-    marked = any(MARK in (t['user'] or '') for t in turns)
-    return images_first(settle_marks(turns, n)) if marked else turns
 
 # %% ../../nbs/12_data.dataset.ipynb #0f3a51d1
 COLUMNS = ('images', 'texts', *(f'{r}_ratings' for r in RATINGS), 'source', 'row_id')
@@ -335,21 +323,16 @@ def check_unused(
             raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
                                f'name it, as in `--columns {ours}={name}`, or remove it')
 
-# %% ../../nbs/12_data.dataset.ipynb #f0156042
-def _from_table(r):
-    "A row of arrow as a dictionary; its pictures stay encoded, and a null is none."
-    row = r.to_pylist()[0]
-    if name := named(row, 'images'):
-        row[name] = [im for im in as_list(row[name]) if im != dict(bytes=None, path=None)]
-    return row
-
 # %% ../../nbs/12_data.dataset.ipynb #f0156043
 def to_row(
     r:pa.Table|dict, place:int|str, name:str|None=None, # its number; its configuration, None: its `source`
     marks:bool=False, # keep `<image>` in the texts, one for each picture
 )->dict: # with 'id' (of its source and `row_id`, if it has one), 'images' for `open_header`, and 'texts'
     "A row of any layout without decoding its pictures; raises `Dropped` if it cannot be read."
-    if isinstance(r, pa.Table): r = _from_table(r)
+    if isinstance(r, pa.Table): # its pictures stay encoded, and a null is none
+        r = r.to_pylist()[0]
+        column = named(r, 'images')
+        if column: r[column] = [im for im in as_list(r[column]) if im != dict(bytes=None, path=None)]
     own,source = r.get('row_id'),r.get('source')
     names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
     id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
@@ -373,9 +356,9 @@ def check_row(
         values = [] if row.get(key) is None or not said else row[key]
         if not isinstance(values, list) or not all(isinstance(v, (int, float, type(None))) for v in values):
             raise Dropped(id, 'bad_row', f'`{key}` must be a list of numbers, it is {values!r:.80}')
-    turns,none_of = keep_turns(row, minimums),f'none of {len(said)} turns'
+    none_of = f'none of {len(said)} turns'
     if not keep_turns(row, {}): raise Dropped(id, 'no_turns', f'{none_of} has an answer' if said else '')
-    if not turns: raise Dropped(id, 'ratings', f'{none_of} passes {minimums}')
+    if not (turns := keep_turns(row, minimums)): raise Dropped(id, 'ratings', f'{none_of} passes {minimums}')
     if max_images is not None and n > max_images:
         raise Dropped(id, 'too_many_images', f'{n} images, at most {max_images}')
     try: return turns,[image_processor.grid(*image_size(im)) for im in row['images']]

@@ -10,11 +10,10 @@ __all__ = ['BROKEN_FILE', 'MAX_PNG_TEXT', 'MAX_PIXELS', 'Picture', 'get_image_pr
 # %% ../../nbs/10_data.images.ipynb #ef90be04
 import io,os,random,re,struct,warnings,zlib
 from base64 import b64decode
-from collections.abc import Callable,Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn,TypeAlias
 
 import numpy as np
 import torch
@@ -44,13 +43,10 @@ class UnreadableImage(UsageError):
 BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
     AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError, MemoryError)
 
-@contextmanager
-def _reading()->Iterator[None]:
-    "A context in which what PIL raises on damaged files is an `UnreadableImage`."
-    try: yield
-    except UnreadableImage: raise
-    except BROKEN_FILE as e: # without addresses of this process
-        raise UnreadableImage(f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}') from e
+def _refuse(e:Exception)->NoReturn:
+    "Raise an `UnreadableImage` that says what PIL raised, without addresses of this process."
+    if isinstance(e, UnreadableImage): raise e
+    raise UnreadableImage(f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}') from e
 
 # %% ../../nbs/10_data.images.ipynb #5e2ec360
 def _file(src):
@@ -68,21 +64,18 @@ def _file(src):
 MAX_PNG_TEXT = 100*1024*1024 # bytes of one text chunk in a PNG, after decompression
 MAX_PIXELS = 1024**3//4//3 # of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
 
-def _lift_limits():
-    "Accept long texts, and do not warn of pictures that `open_header` refuses."
-    for name in ('MAX_TEXT_CHUNK', 'MAX_TEXT_MEMORY'):
-        setattr(PngImagePlugin, name, max(getattr(PngImagePlugin, name), MAX_PNG_TEXT))
-    if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
-        warnings.simplefilter('ignore', Image.DecompressionBombWarning)
-
 # %% ../../nbs/10_data.images.ipynb #e10c0004
 Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # `datasets`' dictionary {'bytes', 'path'}
 
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     if not isinstance(src, Image.Image):
-        _lift_limits()
-        with _reading(): src = Image.open(_file(src))
+        for name in ('MAX_TEXT_CHUNK', 'MAX_TEXT_MEMORY'):
+            setattr(PngImagePlugin, name, max(getattr(PngImagePlugin, name), MAX_PNG_TEXT))
+        if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
+            warnings.simplefilter('ignore', Image.DecompressionBombWarning)
+        try: src = Image.open(_file(src))
+        except BROKEN_FILE as e: _refuse(e)
     w, h = src.size
     if min(w, h) < 1: raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
     if w*h > MAX_PIXELS: raise UnreadableImage(f'{w} x {h} pixels, at most {MAX_PIXELS:,}: scale it down')
@@ -98,7 +91,8 @@ _TURNS = dict(enumerate((_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM, 
 def _orientation(im):
     "EXIF orientation 1 to 8 that is still to be applied, without decoding pixels."
     if im.format == 'TIFF' or not _FLAGGED & im.info.keys(): return 1
-    with _reading(): return Image.Image.getexif(im).get(ExifTags.Base.Orientation, 1)
+    try: return Image.Image.getexif(im).get(ExifTags.Base.Orientation, 1)
+    except BROKEN_FILE as e: _refuse(e)
 
 # %% ../../nbs/10_data.images.ipynb #5c8bc5e9
 def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after the EXIF rotation
@@ -111,7 +105,8 @@ def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after 
 # %% ../../nbs/10_data.images.ipynb #87a90e0a
 def _rgb(im):
     "Any mode to RGB; what is transparent shows white."
-    require(im.mode != 'F', 'mode F (floating point) has no agreed range: convert the picture to 8 bits')
+    if im.mode == 'F':
+        raise UsageError('mode F (floating point) has no agreed range: convert the picture to 8 bits')
     if im.mode.startswith('I'):
         x = np.asarray(im)
         x = np.where(x == im.info.get('transparency'), 65535, x).clip(0, 65535)
@@ -125,13 +120,14 @@ def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image
     "Decode a picture."
     im = open_header(src)
     turn, size = _orientation(im), im.size
-    with _reading():
+    try:
         im.load()
         if im.size != size: raise UnreadableImage(f'its header says {size}, there are {im.size} pixels')
         if turn in _TURNS:
             im = im.transpose(_TURNS[turn])
             im.info = {k:v for k,v in im.info.items() if k not in _FLAGGED} # it is not turned again
         return _rgb(im)
+    except BROKEN_FILE as e: _refuse(e)
 
 # %% ../../nbs/10_data.images.ipynb #c45c9d3c
 def split_tiles(x:Tensor, tile:int)->Tensor: # (3, H, W), multiples of `tile` -> (rows*cols, 3, tile, tile)
@@ -173,14 +169,12 @@ def smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tu
     return first, (whole(int(whole(h)*ratio)), whole(h))
 
 # %% ../../nbs/10_data.images.ipynb #e10c0008
-def _planes(im): return torch.from_numpy(np.stack(im.split())) # RGB -> (3, H, W) uint8
-
 def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint8 (n, 3, tile, tile)
     "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
     (w, h), lanczos = im.size, Image.Resampling.LANCZOS
     for size in smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
-    tiles = split_tiles(_planes(im), tile)
-    return torch.cat([tiles, _planes(im.resize((tile, tile), lanczos))[None]]) if len(tiles) > 1 else tiles
+    parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
+    return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts])
 
 # %% ../../nbs/10_data.images.ipynb #e10c0022
 def _augment(p, im, rng):
@@ -220,13 +214,13 @@ class ImageProcessor:
 
     def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
         "Tiles (n, 3, S, S) in uint8 and grid; without `rng` augmentations are always the same."
-        file, s = open_header(image), self.splitted_image_size
-        rows, cols = self.grid(*image_size(file))
-        im = open_image(file)
+        im, s = open_image(image), self.splitted_image_size
+        rows, cols = self.grid(*im.size)
         if self.custom_transforms: # a picture of the caller's stays as it is
             im = _augment(self, im.copy(), rng or random.Random(0))
         if self.convention == 'smolvlm': return _smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
-        x = _planes(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC))
+        resized = im.resize((cols*s, rows*s), Image.Resampling.BICUBIC)
+        x = torch.from_numpy(np.stack(resized.split()))
         tiles = split_tiles(x, s)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
 

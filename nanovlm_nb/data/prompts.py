@@ -26,39 +26,31 @@ def get_image_string(
     splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; slots of a tile
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->str: # to be put before the first question
-    "The placeholders of a sample's pictures."
+    "The placeholders of a sample's pictures; an error names a token that is missing."
     write = _smolvlm_picture if convention == 'smolvlm' else _picture
     numbered = len(splitted_image_counts) > 1 and convention != 'smolvlm'
-    return ''.join(f'<image: {i}>'*numbered + write(tokenizer, *grid, mp_image_token_length)
-                   for i,grid in enumerate(splitted_image_counts))
-
-# %% ../../nbs/11_data.prompts.ipynb #d7a4d675
-def _tile(tokenizer, name, grid, n):
-    "A tile's token and its placeholders; an error names the remedy."
-    token = getattr(tokenizer, name, None)
-    require(token is not None, f'no token {name} for a picture of {grid[0]} x {grid[1]} tiles: '
-        'lower max_img_size (the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens')
-    return token + tokenizer.image_token*n
-
-# %% ../../nbs/11_data.prompts.ipynb #e128bd93
-def _rows(tokenizer, grid, n):
-    "The tiles of a picture, a list for each row; none if it is a single tile."
-    rows, cols = grid if grid[0]*grid[1] > 1 else (0, 0)
-    return [[_tile(tokenizer, f'r{r+1}c{c+1}', grid, n) for c in range(cols)] for r in range(rows)]
+    text, slots = '', tokenizer.image_token*mp_image_token_length
+    for i,(rows,cols) in enumerate(splitted_image_counts):
+        try: text += f'<image: {i}>'*numbered + write(tokenizer, rows, cols, slots)
+        except AttributeError as e:
+            raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
+                '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
+    return text
 
 # %% ../../nbs/11_data.prompts.ipynb #962f8d05
-def _picture(tokenizer, rows, cols, n):
+def _picture(tokenizer, rows, cols, slots):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
-    grid, single = (rows, cols), rows*cols == 1 and getattr(tokenizer, 'global_image_token', None) is None
-    if single: return tokenizer.image_token*n
-    return _tile(tokenizer, 'global_image_token', grid, n) + ''.join(chain(*_rows(tokenizer, grid, n)))
+    if rows*cols == 1: return getattr(tokenizer, 'global_image_token', '') + slots
+    names = ['global_image_token', *(f'r{r+1}c{c+1}' for r in range(rows) for c in range(cols))]
+    return ''.join(getattr(tokenizer, name) + slots for name in names)
 
 # %% ../../nbs/11_data.prompts.ipynb #0f26dcbf
-def _smolvlm_picture(tokenizer, rows, cols, n):
+def _smolvlm_picture(tokenizer, rows, cols, slots):
     "The same in SmolVLM's convention."
-    grid, fake = (rows, cols), _tile(tokenizer, 'fake_image_token', (rows, cols), 0)
-    lines = [''.join(fake+tile for tile in row)+'\n' for row in _rows(tokenizer, grid, n)]
-    return ''.join(lines) + '\n'*bool(lines) + fake + _tile(tokenizer, 'global_image_token', grid, n) + fake
+    fake, lines = tokenizer.fake_image_token, ''
+    for r in range(rows if rows*cols > 1 else 0):
+        lines += ''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols)) + '\n'
+    return lines + '\n'*bool(lines) + fake + tokenizer.global_image_token + slots + fake
 
 # %% ../../nbs/11_data.prompts.ipynb #2d8f5934
 def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any of them, the longest first
@@ -73,10 +65,9 @@ def neutralise(
 )->str: # looks the same, holds no special token
     "Break every special token that a text spells out."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
-    def absent(wanted): # a character that no special token holds, so that what is broken stays so
-        return next(c for c in chain(wanted, map(chr, range(0xe000, 0xf8ff))) if c not in pattern.pattern)
-    within, instead, n = absent('\u200b\u2060\ufeff'), absent('\ufffd?_'), 1
-    text = text or ''
+    spare, text, n = map(chr, range(0xe000, 0xf8ff)), text or '', 1
+    within, instead = (next(c for c in chain(wanted, spare) if c not in pattern.pattern)
+        for wanted in ('\u200b\u2060\ufeff', '\ufffd?_')) # no special token has them: what is broken stays so
     while n: text, n = pattern.subn(lambda m: m[0][0]+within+m[0][1:] if len(m[0]) > 1 else instead, text)
     return text
 
@@ -87,9 +78,7 @@ def to_messages(
     image_string:str='', mark:str='', # placeholders; what they replace in questions, '': they come first
 )->list[dict]: # messages {'role', 'content'}
     "Turns as messages for a chat template."
-    require(texts, 'a conversation needs at least one turn')
-    lacks = next((i for i,turn in enumerate(texts[:-1]) if 'assistant' not in turn), None)
-    require(lacks is None, f'turn {lacks} of {len(texts)} has no answer: only the last may lack one')
+    if not texts: raise UsageError('a conversation needs at least one turn')
     messages = []
     for k,turn in enumerate(texts):
         parts = turn['user'].split(mark) if mark else ['']*(not k) + [turn['user']]
@@ -97,6 +86,8 @@ def to_messages(
         messages.append(dict(role='user', content=asked))
         if 'assistant' in turn:
             messages.append(dict(role='assistant', content=neutralise(turn['assistant'], tokenizer)))
+        elif k+1 < len(texts):
+            raise UsageError(f'turn {k} of {len(texts)} has no answer: only the last may lack one')
     return messages
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
@@ -104,7 +95,8 @@ _FAILS = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError
 
 def _render(tokenizer, messages, prompt=False):
     "Messages as one text; `prompt` ends it where the answer would begin."
-    require(tokenizer.chat_template is not None, 'no chat template: pass lm_chat_template to get_tokenizer')
+    if tokenizer.chat_template is None:
+        raise UsageError('no chat template: pass lm_chat_template to get_tokenizer')
     try: return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     except _FAILS as e: raise UsageError(f'the chat template fails: {type(e).__name__}: {e}') from e
 
@@ -138,8 +130,9 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
         asked, said = ((m['content'], m['content'].strip()) for m in (question, answer)) # some templates trim
         for head, body in ((q + between, lead + a + end) for q in asked for a in said):
             if (start := text.find(head + body, cursor)) >= 0: break
-        require(start >= 0, f'the chat template changed the turn {answer["content"][:40]!r}: '
-            'its answer cannot be found')
+        else:
+            raise UsageError(f'the chat template changed the turn {answer["content"][:40]!r}: '
+                             'its answer cannot be found')
         cursor = start + len(head) + len(body)
         spans.append((cursor-len(body), cursor))
     return spans
