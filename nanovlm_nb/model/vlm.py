@@ -50,7 +50,8 @@ def to_pixels(tiles:Tensor, # (N, 3, S, S) bytes (0-255) or floats (0-1)
     multiple:int=1, # blank tiles follow until N is a multiple of this
 )->Tensor: # (N, 3, S, S) float, 0-1 unless `mean` and `std` say otherwise
     "Returns tiles as normalised floats."
-    x = torch.cat([tiles, tiles.new_zeros(-len(tiles) % multiple, *tiles.shape[1:])])
+    spare = -len(tiles) % multiple
+    x = torch.cat([tiles, tiles.new_zeros(spare, *tiles.shape[1:])]) if spare else tiles
     if x.dtype == torch.uint8: x = x.float()/255
     if ([*mean], [*std]) == ([0], [1]): return x
     if len(mean) == len(std) == 1: return (x-mean[0])/std[0]
