@@ -13,7 +13,7 @@ from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn,TypeAlias
+from typing import Any,NoReturn,TypeAlias
 
 import numpy as np
 import torch
@@ -43,22 +43,15 @@ class UnreadableImage(UsageError):
 BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
     AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError, MemoryError)
 
-def _refuse(e:Exception)->NoReturn:
-    "Raise an `UnreadableImage` that says what PIL raised, without addresses of this process."
+def _refuse(e:Exception, src:Any='')->NoReturn:
+    "Raise an `UnreadableImage` that says what is wrong with `src`, without addresses of this process."
     if isinstance(e, UnreadableImage): raise e
-    raise UnreadableImage(f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}') from e
-
-# %% ../../nbs/10_data.images.ipynb #5e2ec360
-def _file(src):
-    "What `Image.open` takes."
-    if isinstance(src, dict): src = src.get('path') if src.get('bytes') is None else src['bytes']
-    if isinstance(src, str) and src.startswith('data:'): src = b64decode(src.partition(',')[2]+'==')
-    if isinstance(src, (bytes, bytearray, memoryview)): return io.BytesIO(src)
     if isinstance(src, str) and src.startswith(('http://', 'https://')):
-        raise UnreadableImage(f'{src:.90} is an address: download the pictures first')
-    if isinstance(src, (str, os.PathLike)) or hasattr(src, 'read'): return src
-    raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, a PIL image '
-                          'or a dictionary with `bytes` or `path`')
+        raise UnreadableImage(f'{src:.90} is an address: download the pictures first') from e
+    if not isinstance(src, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(src, 'read'):
+        raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
+                              'a PIL image or a dictionary with `bytes` or `path`') from e
+    raise UnreadableImage(f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}') from e
 
 # %% ../../nbs/10_data.images.ipynb #384766f5
 MAX_PNG_TEXT = 100*1024*1024 # bytes of one text chunk in a PNG, after decompression
@@ -69,18 +62,22 @@ Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # `datasets`' dict
 
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
-    if not isinstance(src, Image.Image):
+    im:Any = src
+    if isinstance(im, dict): im = im.get('path') if im.get('bytes') is None else im['bytes']
+    if not isinstance(im, Image.Image):
         for name in ('MAX_TEXT_CHUNK', 'MAX_TEXT_MEMORY'):
             setattr(PngImagePlugin, name, max(getattr(PngImagePlugin, name), MAX_PNG_TEXT))
         if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
-        try: src = Image.open(_file(src))
-        except BROKEN_FILE as e: _refuse(e)
-    w, h = src.size
+        try:
+            if isinstance(im, str) and im.startswith('data:'): im = b64decode(im.partition(',')[2]+'==')
+            im = Image.open(io.BytesIO(im) if isinstance(im, (bytes, bytearray, memoryview)) else im)
+        except BROKEN_FILE as e: _refuse(e, im)
+    w, h = im.size
     if min(w, h) < 1: raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
     if w*h > MAX_PIXELS: raise UnreadableImage(f'{w} x {h} pixels, at most {MAX_PIXELS:,}: scale it down')
-    if src.format == 'EPS': raise UnreadableImage('EPS is a program for Ghostscript: convert it to PNG')
-    return src
+    if im.format == 'EPS': raise UnreadableImage('EPS is a program for Ghostscript: convert it to PNG')
+    return im
 
 # %% ../../nbs/10_data.images.ipynb #360ea662
 _FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps what may hold it
@@ -113,7 +110,7 @@ def _rgb(im):
         im = Image.fromarray((x>>8).astype(np.uint8))
     if im.has_transparency_data:
         im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im.convert('RGBA'))
-    return im if im.mode == 'RGB' else im.convert('RGB')
+    return im.convert('RGB')
 
 # %% ../../nbs/10_data.images.ipynb #e10c0020
 def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if nothing is to do
@@ -126,7 +123,7 @@ def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image
         if turn in _TURNS:
             im = im.transpose(_TURNS[turn])
             im.info = {k:v for k,v in im.info.items() if k not in _FLAGGED} # it is not turned again
-        return _rgb(im)
+        return im if im.mode == 'RGB' and not im.has_transparency_data else _rgb(im)
     except BROKEN_FILE as e: _refuse(e)
 
 # %% ../../nbs/10_data.images.ipynb #c45c9d3c
