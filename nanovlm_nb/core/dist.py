@@ -285,7 +285,8 @@ def end_with(parent:int)->None: # number of a process
 def seed_worker(worker_id:int)->None: # unused: torch's seed already differs between workers
     "A `worker_init_fn` for `DataLoader`: seeds Python and numpy, keeps signals out, ends with the run."
     shield_worker()
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    parent:Any = multiprocessing.parent_process() # whose number this process knew before it began
+    threading.Thread(target=end_with, args=(parent.pid,), daemon=True).start()
     seed = torch.initial_seed()%2**32
     random.seed(seed)
     np.random.seed(seed)
