@@ -10,11 +10,12 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEH
            'end_with', 'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
-import base64,inspect,multiprocessing,os,queue,random,signal,sys,tempfile,threading,time
+import base64,inspect,multiprocessing,os,pickle,random,signal,tempfile,threading,time
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from .usage import require
@@ -87,38 +89,25 @@ def collective(dist:Dist, what:str, call:Callable, *args:Any, **kwargs:Any)->Any
         f'if one is only slow, raise timeout_s. The cause: {e}') from e
 
 # %% ../../nbs/03_core.dist.ipynb #2e675f05
-def _one_rank(job:Callable[[Dist],Any], me:Dist, meeting:str, answers:Any)->None: # a file, and a queue
-    "Joins the other ranks, does the job, and answers with its result or its error."
-    wait,result = timedelta(seconds=me.timeout_s),None
-    store = c10d.FileStore(meeting, me.world_size)
+def _one_rank(rank:int, job:Callable[[Dist],Any], world_size:int, timeout_s:float, folder:str)->None:
+    "Joins the other ranks, does the job, and writes what it returns into the folder."
+    wait = timedelta(seconds=timeout_s)
+    store = c10d.FileStore(f'{folder}/meeting', world_size)
+    c10d.init_process_group('gloo', store=store, rank=rank, world_size=world_size, timeout=wait)
     try:
-        c10d.init_process_group('gloo', store=store, rank=me.rank, world_size=me.world_size, timeout=wait)
-        me = replace(me, cpu_group=c10d.new_group(backend='gloo', timeout=wait))
+        group = c10d.new_group(backend='gloo', timeout=wait)
+        me = Dist(rank, world_size, rank, cpu_group=group, timeout_s=timeout_s)
         me.barrier() # a rank with little to do must not leave before the others have come
-        result = job(me)
+        Path(folder, f'result_{rank}').write_bytes(pickle.dumps(job(me)))
     finally:
-        error = sys.exc_info()[1] # on its way to the terminal
-        answers.put((me.rank, result, error and f'rank {me.rank}: {type(error).__name__}: {error}'))
-        if c10d.is_initialized(): c10d.destroy_process_group()
+        if c10d.is_initialized(): c10d.destroy_process_group() # unless the job has done so
 
 # %% ../../nbs/03_core.dist.ipynb #85b3dee9
 def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->list: # called on each rank
     "Forks real ranks from this process and returns what `job` returns on each; for notebooks and tests."
-    fork,found = multiprocessing.get_context('fork'),{}
-    answers = fork.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [fork.Process(target=_one_rank, args=(job, Dist(r, world_size, r, timeout_s=timeout_s),
-            f'{folder}/meeting', answers)) for r in range(world_size)]
-        for p in ranks: p.start()
-        for _ in ranks:
-            try: rank,found[rank],error = answers.get(timeout=2*timeout_s)
-            except queue.Empty:
-                error = f'a rank gave no answer; their exit codes: {[p.exitcode for p in ranks]}'
-                for p in ranks: p.kill()
-            if error: break
-        for p in ranks: p.join()
-    if error: raise RuntimeError(error)
-    return [found[r] for r in range(world_size)]
+        start_processes(_one_rank, (job, world_size, timeout_s, folder), world_size, start_method='fork')
+        return [pickle.loads(Path(folder, f'result_{r}').read_bytes()) for r in range(world_size)]
 
 # %% ../../nbs/03_core.dist.ipynb #1bf3ac82
 def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
