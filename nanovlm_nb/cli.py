@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARSERS', 'COUNT', 'PART', 'SAMPLES', 'DEVICES', 'MFU', 'FORMATS', 'OUTTYPES', 'TABLE', 'COMMANDS', 'KNOWN_AS',
-           'EXPORTS', 'own_settings', 'SettingsParser', 'command', 'train_parser', 'classify_parser', 'ask_parser',
+           'GRAPHS', 'own_settings', 'SettingsParser', 'command', 'train_parser', 'classify_parser', 'ask_parser',
            'eval_parser', 'check_parser', 'plan_parser', 'runs_parser', 'replay_parser', 'export_parser', 'overview',
            'check_command', 'does_it', 'main']
 
@@ -356,11 +356,12 @@ def check_command(name:str)->None: # the first word after `nanovlm`
     require(name in COMMANDS, f'there is no command `{name}`: {remedy}')
 
 # %% ../nbs/57_cli.ipynb #90c0000c
-EXPORTS = dict(onnx='uses.onnx', web='uses.pages:main_web', gguf='uses.export:main_gguf') # else TABLE's
+GRAPHS = 'uses.pages:main_graphs' # writes the formats onnx and web
 
 def does_it(command:str, values:Namespace)->tuple[str,str]: # of the table; from its parser
     "Returns the module and the function that do it, which takes the values."
-    name = command=='export' and EXPORTS.get(values.format) or COMMANDS[command]
+    name = COMMANDS[command]
+    if command=='export' and values.format in ('onnx','web'): name = GRAPHS
     if command=='ask' and values.page: name = 'uses.pages'
     if command=='eval' and not (values.tasks or values.write_tasks): name = 'answers.look'
     module,_,function = name.partition(':')

@@ -54,7 +54,7 @@ MISUSES = [
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('ask', 'nowhere --page', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
-    ('classify', '--config class.yaml', 'unknown key in class.yaml `model.nmae`: did you mean `model.name`?'),
+    ('classify', '--config class.yaml', 'unknown key in class.yaml `nmae`: did you mean `name`?'),
     ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
     ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
     ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),

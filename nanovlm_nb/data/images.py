@@ -102,6 +102,7 @@ def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after 
 # %% ../../nbs/10_data.images.ipynb #87a90e0a
 def _rgb(im):
     "Any mode to RGB; what is transparent shows white."
+    if im.mode == 'RGB' and not im.has_transparency_data: return im
     if im.mode == 'F':
         raise UsageError('mode F (floating point) has no agreed range: convert the picture to 8 bits')
     if im.mode.startswith('I'):
@@ -123,7 +124,7 @@ def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image
         if turn in _TURNS:
             im = im.transpose(_TURNS[turn])
             im.info = {k:v for k,v in im.info.items() if k not in _FLAGGED} # it is not turned again
-        return im if im.mode == 'RGB' and not im.has_transparency_data else _rgb(im)
+        return _rgb(im)
     except BROKEN_FILE as e: _refuse(e)
 
 # %% ../../nbs/10_data.images.ipynb #c45c9d3c

@@ -7,12 +7,12 @@ __all__ = ['OWN_PARTS', 'YOURS', 'HUB_ERRORS', 'SAME_SCRIPT', 'INTERRUPTED', 'SI
            'with_sizes', 'Start', 'resolve_start', 'foresee_start', 'given_checkpoint', 'find_resume', 'go_back',
            'Difference', 'differences', 'splits', 'split_difference', 'place_of', 'progress', 'check_resume',
            'check_own_parts', 'plan_resume', 'changes_since', 'write_record', 'training_card', 'where_to_publish',
-           'publish', 'millions', 'time_split', 'advice_lines', 'report_run', 'what_is_left', 'go_on', 'OpenRun',
-           'left_line', 'Interrupted', 'RunFailed', 'reason_of', 'set_status', 'exit_code', 'end_run']
+           'publish', 'millions', 'time_split', 'advice_lines', 'report_run', 'what_is_left', 'relaunch', 'go_on',
+           'OpenRun', 'left_line', 'Interrupted', 'RunFailed', 'reason_of', 'set_status', 'exit_code', 'end_run']
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10003
 import math,shutil,json,os,shlex
-from collections.abc import Callable
+from collections.abc import Callable,Iterable
 from dataclasses import asdict,fields,dataclass
 from pathlib import Path
 from typing import Any,NamedTuple
@@ -535,15 +535,20 @@ def what_is_left(run_dir:Path)->str: # of a run; part of a sentence
     return f'the last complete checkpoint is {last.name}' if last else 'there is no checkpoint yet'
 
 # %% ../../nbs/52_runs.start.ipynb #9e6e9b33
+def relaunch(command:str, words:Iterable, train_cfg:TrainConfig, dist:Dist)->str: # what it is given; ranks
+    "The line for the shell that gives a command again, with code of the user's that no file can name."
+    local = os.environ.get('LOCAL_WORLD_SIZE', dist.world_size)
+    many = f'torchrun --nproc_per_node {local} -m nanovlm_nb.cli'
+    line = command,*words,*code_flags(train_cfg.to_dict())
+    return ' '.join(['nanovlm' if dist.world_size==1 else many, *(shlex.quote(str(w)) for w in line)])
+
+# %% ../../nbs/52_runs.start.ipynb #9e6e9b34
 def go_on(run_dir:Path, train_cfg:TrainConfig, dist:Dist=Dist(), changes:dict={}, # ranks; fields to change
 )->str: # a line for the shell
     "The command that resumes a run."
-    ranks = dist.world_size
-    local = os.environ.get('LOCAL_WORLD_SIZE', ranks)
-    launch = 'nanovlm train' if ranks==1 else f'torchrun --nproc_per_node {local} -m nanovlm_nb.train'
     own = dict(run_name=run_dir.name, resume=True)|(dict(load_from=None) if train_cfg.load_from else {})
     words = ['--config', run_dir/CONFIG, *(w for k,v in (own|changes).items() for w in (f'--{k}', v))]
-    return ' '.join([launch, *(shlex.quote(str(w)) for w in (*words, *code_flags(train_cfg.to_dict())))])
+    return relaunch('train', words, train_cfg, dist)
 
 # %% ../../nbs/52_runs.start.ipynb #54000008
 @dataclass

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HAIR', 'AS_TEXT', 'PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES', 'picture_rules', 'chat_template', 'save_json',
-           'write_form', 'export_smolvlm', 'open_model', 'need', 'main', 'pre_tokenizer', 'vocabulary',
-           'language_tensors', 'vision_tensors', 'language_settings', 'vision_settings', 'stored', 'check_carried',
-           'write_gguf', 'export_gguf', 'main_gguf']
+           'write_form', 'export_smolvlm', 'open_model', 'need', 'pre_tokenizer', 'vocabulary', 'language_tensors',
+           'vision_tensors', 'language_settings', 'vision_settings', 'stored', 'check_carried', 'write_gguf',
+           'export_gguf', 'main']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
 import copy,json,sys
@@ -104,20 +104,6 @@ def need(extra:str, *packages:str)->None: # of this package
     for package in packages:
         require(find_spec(package), f'{package} is missing: pip install nanovlm_nb[{extra}]')
 
-# %% ../../nbs/80_uses.export.ipynb #2791f964
-def main(values:Namespace)->None: # from `cli.export_parser`
-    "Command `nanovlm export`: writes a model for transformers, or as nanoVLM's checkpoint."
-    out,kind = values.out,values.format
-    model = open_model(values.checkpoint, kind=='peft')
-    with user_path():
-        if kind=='nanovlm': model.save_pretrained(out)
-        elif kind=='peft': save_peft(model, out)
-        else: export_smolvlm(model, out, kind)
-    bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
-    note = (' without a processor: transformers cannot write prompts in the nanovlm convention; '
-            'see image_convention')
-    sys.stdout.write(f'{out}: {kind}{note*bare}\n')
-
 # %% ../../nbs/80_uses.export.ipynb #85a0000a
 _QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
          r"|\s+(?!\S)|\s+")
@@ -131,17 +117,13 @@ PRE_TOKENIZERS = {
 }
 
 # %% ../../nbs/80_uses.export.ipynb #85ab0001
-def pre_tokenizer(parts:dict)->str: # of a tokenizer, as in tokenizer.json; llama.cpp's name
-    "Returns the rule that cuts a text into words."
+def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json; llama.cpp's name
+    "Returns the rule that cuts a text into words; None if it has no name here, or no plain BPE follows."
     pre,model = parts['pre_tokenizer'] or {},parts['model']
     steps = [{k:v for k,v in step.items() if k!='trim_offsets'} for step in pre.get('pretokenizers', [pre])]
-    name = next((n for n,rule in PRE_TOKENIZERS.items() if rule==steps), None)
-    other = model['type']!='BPE' or not model['merges'] or model.get('dropout') or model.get('ignore_merges')
-    kinds = '+'.join([model['type'], *(str(s.get('type')) for s in steps)])
-    require(name and not other and (parts['normalizer'] or dict(type='NFC'))['type']=='NFC',
-        f'the tokenizer is of a kind ({kinds}) that llama.cpp is not told of here: '
-        f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
-    return str(name)
+    odd = model['type']!='BPE' or not model['merges'] or model.get('dropout') or model.get('ignore_merges')
+    odd = odd or (parts['normalizer'] or dict(type='NFC'))['type']!='NFC'
+    return next((name for name,rule in PRE_TOKENIZERS.items() if rule==steps and not odd), None)
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000d
 def vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding table
@@ -156,7 +138,9 @@ def vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding t
     ids = dict(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, unknown=tokenizer.unk_token_id,
                padding=tokenizer.pad_token_id)
     merges = [m if isinstance(m, str) else ' '.join(m) for m in parts['model']['merges']]
-    own = dict(model='gpt2', pre=pre_tokenizer(parts), tokens=texts, token_type=kinds, merges=merges,
+    require(pre := pre_tokenizer(parts), 'llama.cpp is not told of tokenizers of this kind here: '
+        f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
+    own = dict(model='gpt2', pre=pre, tokens=texts, token_type=kinds, merges=merges,
                add_bos_token=False, add_eos_token=False)
     named = {f'{k}_token_id':i for k,i in ids.items() if i is not None}
     return {f'tokenizer.ggml.{k}':v for k,v in (own|named).items()}
@@ -307,10 +291,18 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
                                       ('mmproj',vision_settings(cfg),vision_tensors(model))):
             write_gguf(tmp/f'{name}-{outtype}.gguf', settings, tensors, outtype)
 
-# %% ../../nbs/80_uses.export.ipynb #85a00026
-def main_gguf(values:Namespace)->None: # from `cli.export_parser`
-    "Command `nanovlm export --format gguf`."
-    out,outtype = values.out,values.outtype or 'f16'
-    need('gguf', 'gguf')
-    with user_path(): export_gguf(open_model(values.checkpoint), out, outtype)
-    sys.stdout.write(f'{out}: gguf {outtype}\n')
+# %% ../../nbs/80_uses.export.ipynb #2791f964
+def main(values:Namespace)->None: # from `cli.export_parser`
+    "Command `nanovlm export`, for all formats but onnx and web."
+    out,kind = values.out,values.format
+    if kind=='gguf': need('gguf', 'gguf')
+    model = open_model(values.checkpoint, kind=='peft')
+    with user_path():
+        if kind=='nanovlm': model.save_pretrained(out)
+        elif kind=='peft': save_peft(model, out)
+        elif kind=='gguf': export_gguf(model, out, values.outtype or 'f16')
+        else: export_smolvlm(model, out, kind)
+    bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
+    note = (' without a processor: transformers cannot write prompts in the nanovlm convention; '
+            'see image_convention')
+    sys.stdout.write(f'{out}: {kind}{note*bare}\n')

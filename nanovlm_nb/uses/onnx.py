@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['LOW', 'Axes', 'OPSET', 'OWN_NOTE', 'See', 'attend', 'Read', 'axes_of', 'to_onnx', 'client_note', 'write_graphs',
-           'export_onnx', 'main']
+           'export_onnx']
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a00004
-import json,logging,sys,warnings
-from argparse import Namespace
+import json,logging,warnings
 from pathlib import Path
 from typing import TYPE_CHECKING,Any
 
@@ -16,11 +15,10 @@ import torch
 from torch import Tensor,nn
 
 from ..core.config import VLMConfig
-from ..core.usage import user_path
 from ..model.weights import written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..data.prompts import get_image_string,to_messages
-from .export import need,open_model,save_json,write_form
+from .export import save_json,write_form
 
 if TYPE_CHECKING: from onnx import ModelProto # loaded where a file is written
 
@@ -193,14 +191,3 @@ def _tell_template(config, template):
     values = json.loads(config.read_text(encoding='utf-8'))
     for here in ('is_local','local_files_only'): values.pop(here, None) # of this machine
     save_json(config, values|dict(chat_template=template.read_text(encoding='utf-8')))
-
-# %% ../../nbs/83_uses.onnx.ipynb #73a00031
-def main(values:Namespace)->None: # from `cli.export_parser`
-    "Command `nanovlm export --format onnx`."
-    out = values.out
-    need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
-    with user_path(): export_onnx(model := open_model(values.checkpoint), out, values.int8)
-    alone = model.cfg.image_convention!='smolvlm'
-    note = (' without a processor: pictures are cut and announced in the nanovlm convention, '
-            f'as {OWN_NOTE} says; see image_convention')
-    sys.stdout.write(f'{out}: onnx{note*alone}\n')
