@@ -319,7 +319,7 @@ def export_parser(add): # of `nanovlm export`
              'with adapters added to their base; peft: the adapters of a checkpoint alone')
     add('--int8', **_ON, help='with onnx: each file also with one byte a weight')
     add('--web_runtime',
-        help='with web: the package onnxruntime-web, a .tgz; default: npm fetches it')
+        help='with web: the package onnxruntime-web, a .tgz; default: fetch it')
     add('--outtype', choices=OUTTYPES,
         help='with gguf: how matrices are kept; f16 if left out, q8_0 has one byte a weight')
 

@@ -13,8 +13,8 @@ from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-LINES = {'.': 376, 'answers': 950, 'compat': 90, 'core': 1765, 'data': 1779, 'model': 1495, 'runs': 741, 'tools': 1026, 'training': 1463, 'uses': 1068}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 139_200, 775, 8_083, 50
+LINES = {'.': 376, 'answers': 950, 'compat': 90, 'core': 1765, 'data': 1779, 'model': 1498, 'runs': 741, 'tools': 1026, 'training': 1463, 'uses': 1008}
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 138_456, 775, 8_089, 50
 OVER_20, SHOWING = .11, .90  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 

@@ -82,19 +82,25 @@ def test_ask_about_a_picture(server, scene, checkpoint, tmp_path):
         browser = p.chromium.launch(executable_path=browser_path, args=['--no-sandbox'])
         page = browser.new_page(viewport=dict(width=1200, height=1100))
         page.goto(server)
-        page.locator('#picture input[type=file]').set_input_files(str(path))
-        page.locator('#picture img').wait_for(timeout=60_000)
-        for n, question in enumerate((QUESTION, 'Where is it?'), 1):
+        page.locator('#question input[type=file]').first.set_input_files(str(path))
+        page.locator('#question img').wait_for(timeout=60_000)
+        def ask(question, n):
             page.locator('#question textarea').fill(question)
             page.locator('#question textarea').press('Enter')
             sync.expect(page.locator('#conversation .bot')).to_have_count(n, timeout=120_000)
-            sync.expect(page.locator('#question textarea')).to_have_value('', timeout=60_000)
+            page.wait_for_timeout(1000)  # the heat map of the question before is gone
             page.wait_for_function("document.querySelector('#heat img')?.naturalWidth == 512", timeout=120_000)
+            page.wait_for_timeout(1000)
+        for n, question in enumerate((QUESTION, 'Where is it?'), 1): ask(question, n)
         words = [re.sub(r'\s+', ' ', t).strip() for t in page.locator('#conversation .bot').all_inner_texts()]
         if os.environ.get('NANOVLM_SCREENSHOT'): page.screenshot(path=os.environ['NANOVLM_SCREENSHOT'])
         assert words[0] == re.sub(r'\s+', ' ', said)
         assert QUESTION in page.locator('#conversation').inner_text()
-        page.get_by_role('button', name='New conversation').click()
+        page.get_by_role('button', name='Undo').click()
+        sync.expect(page.locator('#conversation .bot')).to_have_count(1, timeout=60_000)
+        ask('Where is it?', 2)
+        assert re.sub(r'\s+', ' ', page.locator('#conversation .bot').last.inner_text()).strip() == words[1]
+        page.get_by_role('button', name='Clear').click()
         sync.expect(page.locator('#conversation .bot')).to_have_count(0, timeout=60_000)
         browser.close()
 

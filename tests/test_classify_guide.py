@@ -13,7 +13,7 @@ from their_smolvlm import make_smolvlm
 from transformers import Qwen2_5_VLConfig
 
 from commands import log_of, run
-from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier, load_classes
+from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier, load_classes, sorted_in
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import VLMConfig, evolve
 from nanovlm_nb.core.tokenizer import train_tokenizer
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_classified_from_anywhere(place, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path/'elsewhere')
     model.save_pretrained('made')
     shutil.move('made', tmp_path/'moved')
-    s = Settings.from_dict(dict(model=dict(name=str(tmp_path/'moved')), training=dict(datasets=[str(place/'food101')], epochs=10)))
+    s = Settings(**sorted_in(dict(model=dict(name=str(tmp_path/'moved')), training=dict(datasets=[str(place/'food101')], epochs=10))))
     found, train_cfg = configs_of(s, load_classes(s.datasets))
     assert found.lm_tokenizer == str(tmp_path/'moved')
     assert len(make_classifier(found, train_cfg).eval().predict([Image.new('RGB', (16, 16))])[0]) == 1

@@ -57,7 +57,7 @@ MISUSES = [
     ('classify', '--config class.yaml', 'unknown key in class.yaml `nmae`: did you mean `name`?'),
     ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
     ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
-    ('classify', '--model nowhere/x', "model.name is 'nowhere/x', neither a preset nor a checkpoint"),
+    ('classify', '--model nowhere/x', 'nowhere/x is no directory, and the hub did not give it'),
     # commands that look at runs
     ('runs', 'nowhere', 'nowhere is no run: give its directory, or log.jsonl in it'),
     ('runs', 'RUN --curves x.docx', 'x.docx is no name of a picture: let it end in one of png'),

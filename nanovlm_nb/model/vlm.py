@@ -113,6 +113,11 @@ class VLMNet(nn.Module):
                    for p in part.parameters() if p.requires_grad]
         return 0*torch.stack(touched).sum() if touched else None
 
+    @property
+    def head(self)->nn.Module: # a matrix: its `weight` is multiplied with what the language model makes
+        "Returns what scores: words here, something else in another model."
+        return self.decoder.head
+
     def layout_of(self, input_ids:Tensor, attention_mask:Tensor|None=None, # (B, T) token ids; see `forward`
         targets:Tensor|None=None, doc_lens:Sequence[Sequence[int]]|None=None, # see `forward`
     )->Layout: # on the device of the ids
@@ -154,9 +159,9 @@ class VLMNet(nn.Module):
         "Returns scores at all positions without targets, the loss with them."
         if layout is None: layout = self.layout_of(input_ids, attention_mask, targets, doc_lens)
         h, balance = self.decoder(self.embed(input_ids, images, layout), layout, with_balance=True)
-        logits = self.decoder.head(h) if layout.at is None or return_logits else None
+        logits = self.head(h) if layout.at is None or return_logits else None
         if layout.at is None: return logits, None
-        rows,head = h.flatten(0, 1).index_select(0, layout.at), self.decoder.head.weight
+        rows,head = h.flatten(0, 1).index_select(0, layout.at), self.head.weight
         loss, self.target_losses = self.cross_entropy(
             rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
         if balance is None: return logits, loss

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from torch import Tensor
 
-from ..core.usage import UsageError,require,user_path
+from ..core.usage import require,user_path
 from ..core.config import VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
@@ -91,12 +91,11 @@ def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm
 def open_model(name:str, unmerged:bool=False)->VisionLanguageModel: # only adapters will do, and stay apart
     "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
     if (Path(name)/PEFT_CONFIG).is_file() and not unmerged: return read_peft(name)
-    checkpoint = find_checkpoint(name)
-    if not unmerged: return VisionLanguageModel.from_pretrained(checkpoint)
-    if (Path(checkpoint)/LORA_NOTE).is_file():
-        check_files(Path(checkpoint))
-        return read_adapted(Path(checkpoint))
-    raise UsageError('it holds no adapters: format peft is for a run with lora_rank')
+    folder = Path(find_checkpoint(name))
+    if not unmerged: return VisionLanguageModel.from_pretrained(folder)
+    require((folder/LORA_NOTE).is_file(), 'it holds no adapters: format peft is for a run with lora_rank')
+    check_files(folder)
+    return read_adapted(folder)
 
 # %% ../../nbs/80_uses.export.ipynb #f5323d2d
 def need(extra:str, *packages:str)->None: # of this package
@@ -303,6 +302,5 @@ def main(values:Namespace)->None: # from `cli.export_parser`
         elif kind=='gguf': export_gguf(model, out, values.outtype or 'f16')
         else: export_smolvlm(model, out, kind)
     bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
-    note = (' without a processor: transformers cannot write prompts in the nanovlm convention; '
-            'see image_convention')
-    sys.stdout.write(f'{out}: {kind}{note*bare}\n')
+    note = ' without a processor: transformers cannot write our prompts, see image_convention'*bare
+    sys.stdout.write(f'{out}: {kind}{note}\n')

@@ -179,15 +179,10 @@ def export_onnx(model:VisionLanguageModel, # with its tokenizer
     "Writes a model for transformers.js, and for ONNX Runtime."
     with written_at_once(folder) as tmp:
         write_form(model, tmp, 'smolvlm')
-        _tell_template(tmp/'tokenizer_config.json', tmp/'chat_template.jinja')
+        template = dict(chat_template=(tmp/'chat_template.jinja').read_text(encoding='utf-8'))
+        settings = json.loads((tmp/'tokenizer_config.json').read_text(encoding='utf-8'))
+        save_json(tmp/'tokenizer_config.json', settings|template) # where transformers.js looks for it
         save_json(tmp/OWN_NOTE, client_note(model))
         (tmp/'onnx').mkdir()
         write_graphs(model, tmp/'onnx')
         for path in [*(tmp/'onnx').iterdir()]*int8: _to_int8(path)
-
-# %% ../../nbs/83_uses.onnx.ipynb #5bd32a5d
-def _tell_template(config, template):
-    "Writes the chat template among the settings of the tokenizer, where transformers.js looks for it."
-    values = json.loads(config.read_text(encoding='utf-8'))
-    for here in ('is_local','local_files_only'): values.pop(here, None) # of this machine
-    save_json(config, values|dict(chat_template=template.read_text(encoding='utf-8')))
