@@ -32,7 +32,7 @@ from nanovlm_nb.data.prompts import get_image_string, neutralise
 from nanovlm_nb.data.dataset import shapes_dataset, shapes_tokenizer
 from nanovlm_nb.model.generate import TextStreams
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.uses.pages import PAGE, tall_first
+from nanovlm_nb.uses.pages import PAGE, TALL_FIRST
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 HERE = Path(__file__).parent
@@ -84,7 +84,7 @@ def shown(place, sizes, convention, longest, tile, enlarge, noise=np.random.defa
     "Tiles of pictures by the script and by Python; grids and texts are the same."
     cfg = VLMConfig(image_convention=convention)
     tok = train_tokenizer(['a b'], 260, cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    how = dict(convention=convention, tile=tile, longest=longest, enlarge=enlarge, tall_first=tall_first(), tokens_per_tile=2, tokens=cfg.vlm_extra_tokens)
+    how = dict(convention=convention, tile=tile, longest=longest, enlarge=enlarge, tall_first=TALL_FIRST, tokens_per_tile=2, tokens=cfg.vlm_extra_tokens)
     pictures = [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
     cases = [dict(width=p.width, height=p.height, data=p.tobytes().hex()) for p in pictures]
     processor = ImageProcessor(longest, tile, enlarge, convention=convention)
