@@ -69,31 +69,28 @@ def scores(model):
     return dict(text=with_text, pictures=model(ids, **{name: pixels}).logits.clone())
 
 
-def load_into(clone, commit, use_moe, file, folder):
-    "What MiniMind-V's model of a commit makes of a file, which it loads with `strict=True`, in a process of its own."
-    unpack(clone, commit, folder)
-    out = Path(folder)/'scores.pt'
-    subprocess.run([sys.executable, __file__, '--scores', str(folder), str(int(use_moe)), str(file), str(out)], check=True, env=os.environ | dict(PYTHONPATH=str(folder)))
+def in_their_code(clone, case, code, out, *file):
+    """Scores by MiniMind-V's model, run in a process of its own from a folder that gets its code: of a file, which it loads with `strict=True`,
+    or of a random model, which is written beside them."""
+    commit, use_moe = CASES[case]
+    unpack(clone, commit, code)
+    words = [sys.executable, __file__, '--run', code, str(int(use_moe)), out, *file]
+    subprocess.run(words, check=True, env=os.environ | dict(PYTHONPATH=str(code)))
     return torch.load(out)
 
 
 def main(argv):
     "Make all cases, or be the process that runs foreign code."
-    if argv[0] == '--scores':
-        _, folder, use_moe, file, out = argv
-        model = their_model(folder, use_moe == '1')
-        model.load_state_dict(torch.load(file), strict=True)
+    if argv[0] == '--run':
+        _, code, use_moe, out, *file = argv
+        model = their_model(code, use_moe == '1')
+        if file: model.load_state_dict(torch.load(file[0]), strict=True)
+        else: torch.save({k: w.half() for k, w in model.state_dict().items()}, Path(out).with_name('weights.pth'))
         return torch.save(scores(model), out)
-    if argv[0] == '--make':
-        _, folder, use_moe, out = argv
-        model = their_model(folder, use_moe == '1')
-        torch.save({k: w.half() for k, w in model.state_dict().items()}, Path(out)/'weights.pth')
-        return torch.save(scores(model), Path(out)/'scores.pt')
     clone, target = map(Path, argv)
-    for name, (commit, use_moe) in CASES.items():
+    for name, (commit, _) in CASES.items():
         (target/name).mkdir(parents=True, exist_ok=True)
-        unpack(clone, commit, code := Path('/tmp')/f'minimind-{commit}')
-        subprocess.run([sys.executable, __file__, '--make', str(code), str(int(use_moe)), str(target/name)], check=True, env=os.environ | dict(PYTHONPATH=str(code)))
+        in_their_code(clone, name, Path('/tmp')/f'minimind-{commit}', target/name/'scores.pt')
     (target/'sizes.json').write_text(json.dumps(SIZES | dict(picture=PICTURE, mark=MARK), indent=1)+'\n')
 
 

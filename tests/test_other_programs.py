@@ -19,19 +19,18 @@ HERE, OTHERS = Path(__file__).parent, [p for p in os.environ.get('NANOVLM_OTHERS
 QUESTIONS = ['How many squares are there?', 'What colour is it?', 'What is this?', 'Is it red?', 'Where is the circle?']
 
 
-def draw(path, mode, rng):
-    "A scene on a ground of any proportions, as a file."
+def draw(path, rng):
+    "A scene on a ground of any proportions, as a file; in colour, since programs differ in how they open other kinds."
     im = draw_scene(make_scene(rng.choice([s for s in SORTS if s != 'text']), rng), rng, rng.choice((40, 64, 100)))
     ground = Image.new('RGB', (im.width + rng.randint(0, 80), im.height + rng.randint(0, 80)), im.getpixel((0, 0)))
     ground.paste(im, (rng.randint(0, ground.width - im.width), rng.randint(0, ground.height - im.height)))
-    ground.convert(mode).save(path)
+    ground.save(path)
     return str(path)
 
 
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
-    """Two trained checkpoints, one in each convention, the second exported, and twenty questions, some with a turn before: in colour,
-    grey and of a palette, which all programs open as this library does."""
+    "Two trained checkpoints, one in each convention, the second exported, and twenty questions, some with a turn before."
     place, rng = tmp_path_factory.mktemp('others'), random.Random(5)
     flags = '--preset shapes --max_training_steps 300 --eval_interval 300 --ask_samples 0 --log_wandb False --vlm_checkpoint_path runs'.split()
     train([*flags, '--run_name', 'nanovlm'], place)
@@ -39,7 +38,7 @@ def place(tmp_path_factory):
     nanovlm(['export', 'runs/smolvlm/step_300', 'smol'], place)
     samples = []
     for i in range(20):
-        pictures = [draw(place/f'{i}_{j}.png', ('RGB', 'L', 'P')[i % 3], rng) for j in range(1 + i//3 % 3)]
+        pictures = [draw(place/f'{i}_{j}.png', rng) for j in range(1 + i % 3)]
         first, last = rng.sample(QUESTIONS, 2)
         samples.append(dict(pictures=pictures, turns=[dict(user=first, assistant='one')]*(i % 4 == 3) + [dict(user=last)]))
     (place/'samples.json').write_text(json.dumps(samples))
