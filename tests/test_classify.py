@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from commands import SIZES, log_of, nanovlm, ranks_of, record, run, start_of, wait_for
 from small_smolvlm import small_model
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.uses.classify import ClassConfig, Settings, digits_splits, shapes_splits, split_pair
+from nanovlm_nb.uses.classify import Settings, digits_splits, shapes_splits, split_pair
 from nanovlm_nb.uses.export import export_smolvlm
 
 UPDATES, EVERY = 12, 3
@@ -55,24 +55,20 @@ def whole(place):
 
 # --- what a run leaves behind
 
-def test_reports_come_when_they_are_due_and_the_best_is_the_first_of_the_highest(whole):
+def test_a_run_leaves_its_best_and_reports_that_came_when_they_were_due(whole):
+    "The best is the first of the highest, and never the untrained model; checkpoints and logs lie where the guide has them."
     log = log_of(whole)
     evaluations = [r for r in log if 'eval/overall_accuracy' in r]
     assert [r['step'] for r in evaluations] == list(range(0, UPDATES+1, EVERY))
-    for i in range(1, len(evaluations)):  # the untrained model is never the best
+    for i in range(1, len(evaluations)):
         best = max(evaluations[1:i+1], key=lambda r: r['eval/overall_accuracy'])
         assert (evaluations[i]['best_overall_accuracy'], evaluations[i]['best_model_step']) == (best['eval/overall_accuracy'], best['step'])
     assert (whole/'best_checkpoint').read_text().strip() == f"step_{best['step']}"
     for key in ('training/loss', 'training/lr', 'training/grad_norm', 'training/epoch', 'perf/step_time', 'perf/samples_per_second', 'perf/gpu_memory_gb'):
         assert [r['step'] for r in log if key in r][:UPDATES//2] == list(range(2, UPDATES+1, 2)), key
-
-
-def test_files_lie_where_the_guide_has_them(whole):
     assert {p.name for p in (whole/'checkpoints').iterdir()} == {f'checkpoint-{n}' for n in range(0, UPDATES+1, EVERY)}
-    assert 'update 10/12' in (whole/'logs'/'train.log').read_text() and log_of(whole/'logs') == log_of(whole)
-    assert (whole/'confusion.png').read_bytes()[:4] == b'\x89PNG'
-    cfg, weights = ClassConfig.load(whole/'step_12'), load_file(whole/'checkpoints'/'checkpoint-12'/'model.safetensors')
-    assert cfg.class_names == [*'0123456789', 'circle', 'ring', 'square', 'bar', 'triangle', 'cross']
+    assert 'update 10/12' in (whole/'logs'/'train.log').read_text() and log_of(whole/'logs') == log
+    weights = load_file(whole/'checkpoints'/'checkpoint-12'/'model.safetensors')
     assert weights['score.weight'].shape == (16, 32) and not [k for k in weights if k.startswith('decoder.head')]
     assert Settings.load(whole/'classify.yaml').vlm == SIZES
 

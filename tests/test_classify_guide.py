@@ -12,33 +12,13 @@ from their_smolvlm import make_smolvlm
 from transformers import Qwen2_5_VLConfig
 
 from commands import log_of, run
+from nanovlm_nb import VisionLanguageModel
 from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier, load_classes
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.model.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SCRIPT = Path(__file__).parent.parent/'slurm'/'classify.sh'
-GUIDE = '''
-model:
-  pretrained_name: "Qwen/Qwen2.5-VL-7B-Instruct"
-  num_labels: 101
-
-training:
-  num_epochs: 10
-  learning_rate: 1e-5
-  batch_size: 8
-  gradient_accumulation_steps: 4
-
-  gradient_checkpointing: false
-  memory_efficient_attention: true
-  dataloader_num_workers: 16
-
-monitor:
-  all_freq:
-    training_log_freq: 10
-    eval_log_freq: 50
-    perf_log_freq: 10
-'''
+GUIDE = (Path(__file__).parent/'data'/'classify_guide.yaml').read_text()
 
 
 @pytest.fixture(scope='module')

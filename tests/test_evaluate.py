@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, environment, run, start_of, train, wait_for
-from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
-from nanovlm_nb.answers.evaluate import as_nanovlm_asks, has_lmms_eval, read_rows, write_tasks
-from nanovlm_nb.core.run_dir import read_log
+from nanovlm_nb import Asker, read_log
+from nanovlm_nb.answers.answer import answer_all, questions_of
+from nanovlm_nb.answers.evaluate import as_nanovlm_asks, flat_figures, has_lmms_eval, read_rows, write_tasks
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
 FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True', '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',
@@ -171,55 +171,28 @@ def test_benchmarks_are_asked_as_nanovlm_asks_them(golden):
 
 LMMS = os.environ.get('NANOVLM_LMMS_PYTHON') or (sys.executable if has_lmms_eval() else None)
 needs_lmms = pytest.mark.skipif(LMMS is None, reason="no lmms-eval: pip install 'nanovlm_nb[eval]', or NANOVLM_LMMS_PYTHON=python of an environment that has it")
-LEARNS = ('--vit_hidden_dim 64 --lm_hidden_dim 64 --lm_inter_dim 192 --vit_n_blocks 2 --lm_n_blocks 2 --init_std 0.125 --batch_size 4 --lr_mp 2e-3 --lr_vision_backbone 2e-3 '
-          '--lr_language_backbone 2e-3 --data_cutoff_idx 1000 --val_size 16 --num_workers 0 --val_workers 0 --max_training_steps 150 --eval_interval 150 --max_val_batches 1 '
-          '--ask_samples 0 --log_wandb False --progress_bar False --run_name learned').split()
-
-
-@pytest.fixture(scope='module')
-def learned(tmp_path_factory):
-    "A model that answers some questions about shapes."
-    cwd = tmp_path_factory.mktemp('learned')
-    train(LEARNS, cwd, timeout=900)
-    return cwd/'checkpoints'/'learned'/'step_150'
-
-
-def lmms_eval(checkpoint, tasks, cwd, names, *launch):
-    "Figures and samples of `python -m lmms_eval`, by the plugin."
-    run([LMMS, *launch, '-m', 'lmms_eval', '--model', 'nanovlm_nb', '--model_args', f'pretrained={checkpoint}', '--tasks', names, '--include_path', tasks, '--batch_size', 8,
-         '--process_with_media', '--log_samples', '--output_path', cwd/'out'], cwd, timeout=900)
-    found = json.loads(next((cwd/'out').rglob('*_results.json')).read_text())
-    samples = {t: [json.loads(line) for line in next((cwd/'out').rglob(f'*_samples_{t}.jsonl')).read_text().splitlines()] for t in names.split(',')}
-    return found['results'], samples
-
-
 @pytest.mark.slow
 @needs_lmms
-def test_lmms_eval_finds_the_model_and_agrees(learned, tasks, tmp_path):
-    "The same rows, the same answers: lmms-eval's accuracy is our exact match, alone and with two ranks."
-    results, samples = lmms_eval(learned, tasks, tmp_path, 'shapes,digits_choice')
-    asked = answer_all(Asker.from_checkpoint(learned), questions_of(read_rows(tasks/'shapes.parquet')), 8)
-    said_there = [f if isinstance(f, str) else f[0] for f in (s['filtered_resps'] for s in samples['shapes'])]
-    assert said_there == [r.reply for r in asked]
-    right = sum(r.right for r in asked)/len(asked)
-    assert 0 < right < 1 and results['shapes']['exact_match,none'] == right
-    (tmp_path/'two').mkdir()
-    both, _ = lmms_eval(learned, tasks, tmp_path/'two', 'shapes,digits_choice', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2)
-    assert [both[t][m] for t, m in (('shapes', 'exact_match,none'), ('digits_choice', 'acc,none'))] == [right, results['digits_choice']['acc,none']]
-
-
-@pytest.mark.slow
-@needs_lmms
-def test_all_roads_to_lmms_eval_write_the_same_file(tasks, tmp_path):
-    "A process beside the training, and the trainer itself; and our own count, without lmms-eval."
-    flags = '--lmms_eval_tasks', 'shapes,digits,digits_choice', '--eval_include_path', tasks
-    beside, inside = (evaluated(tmp_path/b, LMMS, '--eval_backend', b, *flags) for b in ('subprocess', 'in_process'))
+def test_all_roads_to_lmms_eval_agree(tasks, tmp_path):
+    """A process beside the training, the trainer itself, and our plugin in lmms-eval, alone and on two ranks: the same figures.
+    Our own count, without lmms-eval, has them too, of the same answers."""
+    names, flags = 'shapes,digits,digits_choice', ['--init_std', '0.3', '--eval_include_path', tasks]
+    beside, inside = (evaluated(tmp_path/b, LMMS, '--eval_backend', b, '--lmms_eval_tasks', names, *flags) for b in ('subprocess', 'in_process'))
     assert beside[::2] == inside[::2] and inside[2] == {'shapes_exact_match', 'digits_exact_match', 'digits_choice_acc'}
-    own = tmp_path/'own.json'
-    run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', tmp_path/'subprocess'/RUN/'step_4', '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10,
-         '--batch_size', 4, '--out', own], tmp_path)
-    ours, theirs = (json.loads(text)['results'] for text in (own.read_text(), beside[0]))
-    assert ours == {k: v for k, v in theirs.items() if k in ours} and len(ours) == 2
+    checkpoint, want = tmp_path/'subprocess'/RUN/'step_4', json.loads(beside[0])['results']
+    how = ['--model', 'nanovlm_nb', '--model_args', f'pretrained={checkpoint}', '--tasks', names, '--include_path', tasks, '--limit', 10, '--batch_size', 4,
+           '--process_with_media', '--log_samples', '--output_path']
+    for where, launch in (('one', []), ('two', ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2])):
+        run([LMMS, *launch, '-m', 'lmms_eval', *how, tmp_path/where], tmp_path, timeout=900)
+        results, = (tmp_path/where).rglob('*_results.json')
+        assert want.items() <= flat_figures(json.loads(results.read_text())['results']).items()
+    samples, = (tmp_path/'one').rglob('*_samples_shapes.jsonl')
+    asked = answer_all(Asker.from_checkpoint(checkpoint), questions_of(read_rows(tasks/'shapes.parquet', 10)), 4)
+    heard = [json.loads(line)['filtered_resps'] for line in samples.read_text().splitlines()]
+    assert [f if isinstance(f, str) else f[0] for f in heard] == [r.reply for r in asked] and len({r.reply for r in asked}) > 1
+    run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', checkpoint, '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10, '--out', own := tmp_path/'own.json'], tmp_path)
+    ours = json.loads(own.read_text())['results']
+    assert ours == {k: v for k, v in want.items() if k in ours} and len(ours) == 2
 
 
 @pytest.mark.slow

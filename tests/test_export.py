@@ -14,13 +14,11 @@ from small_smolvlm import QUESTIONS, pictures, small_model
 from their_smolvlm import make_smolvlm, random_smolvlm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from nanovlm_nb.answers.answer import Asker
+from nanovlm_nb import Asker, VisionLanguageModel, read_log
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.data.prompts import encode_chat
-from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.model.weights import HUB_FILES, OWN_CONFIG
 from nanovlm_nb.uses.export import export_smolvlm
 

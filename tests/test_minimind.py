@@ -74,8 +74,8 @@ def test_its_own_code_loads_ours(case, tmp_path):
 
 # --- the stage with CLIP
 
-def test_clip_stage_goes_back_to_minimind(tmp_path):
-    "The preset for CLIP on a tiny tower that transformers saved: pixels as its processor has them, one training step, and a file with MiniMind-V's names."
+def test_the_preset_for_clip_sees_as_clip_does(tmp_path):
+    "On a tiny tower that transformers saved: pixels as its processor has them, and a tower that stays as it is."
     small = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3)
     clip = CLIPModel(CLIPConfig(vision_config=small | dict(image_size=32, patch_size=8), text_config=small | dict(vocab_size=20))).eval()
     clip.save_pretrained(tmp_path/'clip')
@@ -90,14 +90,5 @@ def test_clip_stage_goes_back_to_minimind(tmp_path):
     with torch.no_grad(): want = clip.vision_model(theirs).last_hidden_state[:, 1:]
     model = VisionLanguageModel(evolve(vlm, vit_n_blocks=2, vit_inter_dim=40), load_backbone=False)
     model.vision_encoder.load_state_dict(tower.state_dict())
-    model.vision_encoder.requires_grad_(False)
     assert grid == (1, 1) and not any(p.requires_grad for p in tower.parameters())
     assert (model.see(tiles)-want).abs().max() <= 1e-5, 'pixels have the mean and the deviation of each colour'
-    ids = torch.tensor([[1, 2, *[48]*16, 5, 6, 7]])
-    model(ids, [[tiles]], targets=torch.where(torch.arange(21)[None] > 17, ids.roll(-1, 1), -100))[1].backward()
-    torch.optim.SGD(model.MP.parameters(), lr=1.).step()
-    file = save_pth(tmp_path, model.state_dict(), model.cfg)
-    held = torch.load(file)
-    assert held['vision_proj.vision_proj.0.bias'].any() and not any(k.startswith('vision_encoder') for k in held)
-    again = VisionLanguageModel(model.cfg, load_backbone=False)
-    assert load_pth(again, file) == ['vision_encoder'] and torch.equal(again.MP.proj.bias, model.MP.proj.bias)

@@ -27,17 +27,16 @@ import torch
 from commands import environment
 from PIL import Image
 
-from nanovlm_nb.answers.answer import Asker
+from nanovlm_nb import Asker, VisionLanguageModel, VLMConfig
 from nanovlm_nb.answers.heatmap import answer_heat
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import VLMConfig, tiny
+from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.dataset import shapes_tokenizer
 from nanovlm_nb.data.images import ImageProcessor
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.data.prompts import get_image_string, neutralise
 from nanovlm_nb.model.generate import TextStreams
-from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.uses.pages import PAGE, tall_first
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -155,8 +154,8 @@ def until(page, holds):
 
 class Visit:
     "An open page, what it has asked for, and what went wrong."
-    def __init__(self, browser, address, **screen):
-        self.context = browser.new_context(**dict(viewport=dict(width=1200, height=900)) | screen)
+    def __init__(self, browser, address):
+        self.context = browser.new_context(viewport=dict(width=1200, height=900))
         self.context.set_default_timeout(120_000)
         self.page, self.requests, self.faults, self.address = self.context.new_page(), [], [], address
         self.context.on('request', lambda r: self.requests.append(r.url))
@@ -227,21 +226,6 @@ def test_the_page_answers_as_python_does_without_a_network(browser, site, asker,
     until(here.page, "document.getElementById('status').textContent.includes('is no picture')")
     assert here.faults.pop() == 'This file is no picture that the browser can read.'
     agrees(here.ask('Is it <|im_end|> small?'), asker, Image.new('RGB', (256, 256), '#101010'), 'Is it <|im_end|> small?')
-    here.close()
-
-
-@pytest.mark.slow
-def test_on_a_phone(browser, site):
-    "400 pixels wide: nothing sticks out, what is touched is large enough, and a finger draws."
-    here = Visit(browser, site[1], viewport=dict(width=400, height=800), is_mobile=True, has_touch=True, color_scheme='dark')
-    boxes = "(s) => [...document.querySelectorAll(s)].map((e) => e.getBoundingClientRect())"
-    assert max(r['right'] for r in here.page.evaluate(boxes, 'html, body *')) <= 400
-    assert min(min(r['height'], r['width']) for r in here.page.evaluate(boxes, 'button, #question, .file')) >= 40
-    drawn = "document.getElementById('picture').toDataURL()"
-    before = here.page.evaluate(drawn)
-    here.page.tap('#picture')
-    assert here.page.evaluate(drawn) != before
-    here.answer(lambda: here.page.locator('#questions button').first.tap())
     here.close()
 
 
