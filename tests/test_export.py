@@ -103,7 +103,7 @@ def test_golden_there_and_back(golden, tmp_path):
 
 @pytest.mark.parametrize(('kind', 'tied'), [('smolvlm', True), ('idefics3', False)])
 def test_their_model_here(tmp_path, kind, tied):
-    "In several files and bfloat16, as the hub has them, it gives their logits here in float32, trains 20 updates, and goes back."
+    "In several files and bfloat16, as the hub has them, it gives their logits here in float32, and with other weights ours there."
     theirs = random_smolvlm(kind, tied, tokens=150, image=140, side=32).bfloat16()
     theirs.save_pretrained(tmp_path/'first', max_shard_size='40KB')
     assert not (tmp_path/'first'/'model.safetensors').exists()
@@ -112,15 +112,8 @@ def test_their_model_here(tmp_path, kind, tied):
     pixels, ids = torch.rand(1, 2, 3, 32, 32), torch.randint(3, 139, (1, 30))
     ids[0, 3:11] = 140
     with torch.no_grad(): assert far(ours(ids, pixels[0])[0], theirs(input_ids=ids, pixel_values=pixels).logits) <= 1e-5
-    targets = torch.where(torch.arange(30)[None] > 15, ids.roll(-1, 1), -100)
-    optimizer, losses = torch.optim.AdamW(ours.train().parameters(), lr=1e-2), []
-    for _ in range(20):
-        optimizer.zero_grad()
-        losses.append(ours(ids, pixels[0], targets=targets)[1])
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]/4
-    ours.eval().tokenizer = train_tokenizer(QUESTIONS, 300)
+    for w in ours.parameters(): w.data.add_(.02*torch.randn_like(w))
+    ours.tokenizer = train_tokenizer(QUESTIONS, 300)
     export_smolvlm(ours, tmp_path/'second', kind)
     with torch.no_grad(): assert far(ours(ids, pixels[0])[0], opened(tmp_path/'second')(input_ids=ids, pixel_values=pixels).logits) <= 1e-5
 

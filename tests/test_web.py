@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -152,38 +151,6 @@ def until(page, holds):
     raise AssertionError(f'{holds} does not come true; the page says {page.inner_text("#status")!r}')
 
 
-class Visit:
-    "An open page, what it has asked for, and what went wrong."
-    def __init__(self, browser, address):
-        self.context = browser.new_context(viewport=dict(width=1200, height=900))
-        self.context.set_default_timeout(120_000)
-        self.page, self.requests, self.faults, self.address = self.context.new_page(), [], [], address
-        self.context.on('request', lambda r: self.requests.append(r.url))
-        self.page.on('pageerror', lambda e: self.faults.append(str(e)))
-        self.page.on('console', lambda m: self.faults.append(m.text) if m.type in ('error', 'warning') else None)
-        self.page.add_init_script(WATCH)
-        self.page.goto(address)
-        until(self.page, "document.getElementById('status').textContent == 'Ready.'")
-
-    def answer(self, act):
-        "What the page answers to what a visitor does."
-        n = self.page.evaluate('heard.length')
-        act()
-        until(self.page, f'heard.length > {n}')
-        return self.page.evaluate('heard.at(-1)')
-
-    def ask(self, question):
-        "Ask with the keyboard."
-        self.page.fill('#question', question)
-        return self.answer(lambda: self.page.press('#question', 'Enter'))
-
-    def close(self):
-        "All that was asked for came from the server; nothing was refused, and nothing failed."
-        outside = [u for u in self.requests if not u.startswith((self.address, 'data:'))]
-        assert (outside, self.faults, self.page.evaluate('refused')) == ([], [], [])
-        self.context.close()
-
-
 def agrees(got, asker, picture, question):
     "The answer of the page is Python's, and so are its tokens and its heat map."
     ids, tiles = asker.prompt([picture], question)
@@ -199,66 +166,81 @@ def agrees(got, asker, picture, question):
 @pytest.mark.slow
 def test_the_page_answers_as_python_does_without_a_network(browser, site, asker, tmp_path):
     "Every scene that it offers; a photograph that is shrunk, a strip, pictures in grey, of a palette, with holes; a file that is no picture is told."
-    folder, here, noise = site[0], Visit(browser, site[1]), np.random.default_rng(1)
-    here.context.set_offline(True)
-    asked_for, page = len(here.requests), json.loads((folder/'page.json').read_text())
-    for n, scene in enumerate(page['scenes']):
-        question = page['questions'][n % len(page['questions'])]
-        here.page.locator('#scenes button').nth(n).click()
-        until(here.page, f"document.querySelectorAll('#scenes button')[{n}].ariaPressed == 'true'")
-        here.page.evaluate('texts.length = 0')
-        got = here.answer(lambda q=question: here.page.get_by_role('button', name=q, exact=True).click())
+    (folder, address), noise, requests, faults = site, np.random.default_rng(1), [], []
+    page = browser.new_page(viewport=dict(width=1200, height=900))
+    page.on('request', lambda r: requests.append(r.url))
+    page.on('pageerror', lambda e: faults.append(str(e)))
+    page.on('console', lambda m: faults.append(m.text) if m.type in ('error', 'warning') else None)
+    page.add_init_script(WATCH)
+    page.goto(address)
+    until(page, "document.getElementById('status').textContent == 'Ready.'")
+    page.context.set_offline(True)
+    asked_for, offered = len(requests), json.loads((folder/'page.json').read_text())
+
+    def answer(act):
+        "What the page answers to what a visitor does."
+        n = page.evaluate('heard.length')
+        act()
+        until(page, f'heard.length > {n}')
+        return page.evaluate('heard.at(-1)')
+
+    def ask(question):
+        "Ask with the keyboard."
+        page.fill('#question', question)
+        return answer(lambda: page.press('#question', 'Enter'))
+
+    for n, scene in enumerate(offered['scenes']):
+        question = offered['questions'][n % len(offered['questions'])]
+        page.locator('#scenes button').nth(n).click()
+        until(page, f"document.querySelectorAll('#scenes button')[{n}].ariaPressed == 'true'")
+        page.evaluate('texts.length = 0')
+        got = answer(lambda q=question: page.get_by_role('button', name=q, exact=True).click())
         agrees(got, asker, Image.open(folder/scene['file']), question)
-        grown = [t for t in here.page.evaluate('texts') if t]
+        grown = [t for t in page.evaluate('texts') if t]
         assert (len(set(grown)) > 1 or len(got['said']) < 2) and all(b.startswith(a) for a, b in zip(grown, grown[1:-1]))
-        assert here.page.text_content('#answer') == got['answer'] and here.page.is_visible('#heat')
-    assert len(here.requests) == asked_for
+        assert page.text_content('#answer') == got['answer'] and page.is_visible('#heat')
     smooth = Image.fromarray(noise.integers(0, 256, (9, 12, 3), dtype=np.uint8)).resize((1200, 900))
     strip = Image.fromarray(noise.integers(0, 256, (500, 40, 3), dtype=np.uint8))
     (clear := strip.copy()).putalpha(Image.fromarray(255*noise.integers(0, 2, (500, 40), dtype=np.uint8)))
     for i, picture in enumerate((smooth, strip, smooth.convert('L'), smooth.convert('P'), clear)):
         picture.save(tmp_path/f'{i}.png')
-        here.page.set_input_files('#file', str(tmp_path/f'{i}.png'))
-        until(here.page, f"document.getElementById('picture').width == {picture.width} && document.getElementById('answer').textContent == ''")
-        agrees(here.ask('What colour is shown?'), asker, picture, 'What colour is shown?')
-        here.page.click('#clear')
-    here.page.set_input_files('#file', __file__)
-    until(here.page, "document.getElementById('status').textContent.includes('is no picture')")
-    assert here.faults.pop() == 'This file is no picture that the browser can read.'
-    agrees(here.ask('Is it <|im_end|> small?'), asker, Image.new('RGB', (256, 256), '#101010'), 'Is it <|im_end|> small?')
-    here.close()
+        page.set_input_files('#file', str(tmp_path/f'{i}.png'))
+        until(page, f"document.getElementById('picture').width == {picture.width} && document.getElementById('answer').textContent == ''")
+        agrees(ask('What colour is shown?'), asker, picture, 'What colour is shown?')
+        page.click('#clear')
+    page.set_input_files('#file', __file__)
+    until(page, "document.getElementById('status').textContent.includes('is no picture')")
+    assert faults.pop() == 'This file is no picture that the browser can read.'
+    agrees(ask('Is it <|im_end|> small?'), asker, Image.new('RGB', (256, 256), '#101010'), 'Is it <|im_end|> small?')
+    assert (len(requests), faults, page.evaluate('refused')) == (asked_for, [], [])
+    assert not [url for url in requests if not url.startswith((address, 'data:'))]
 
 
 # --- the chat page
 
-@pytest.fixture(scope='module')
-def server(asker, tmp_path_factory):
+@pytest.fixture
+def server(asker):
     "`nanovlm ask --page` on a free port; yields that."
     pytest.importorskip('gradio')
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
-    log, words = tmp_path_factory.mktemp('chat')/'log', ['ask', asker.model.folder, '--page', '--port', str(port), '--max_new_tokens', '12']
-    with log.open('w') as out:
-        process = subprocess.Popen([sys.executable, '-m', 'nanovlm_nb.cli', *words], stdout=out, stderr=out, env=environment(GRADIO_ANALYTICS_ENABLED='False'))
-    try:
-        for _ in range(360):
-            try: urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=2)
-            except OSError: time.sleep(.5)
-            else: break
-            assert process.poll() is None, log.read_text()
-        yield port
-    finally:
-        process.terminate()
-        process.wait(30)
+    words = [sys.executable, '-m', 'nanovlm_nb.cli', 'ask', asker.model.folder, '--page', '--port', str(port), '--max_new_tokens', '12']
+    process = subprocess.Popen(words, env=environment(GRADIO_ANALYTICS_ENABLED='False'))
+    yield port
+    process.terminate()
+    process.wait(30)
 
 
 @pytest.mark.slow
 def test_the_chat_page_answers_as_python_does(browser, server, asker, tmp_path):
     "Upload, ask, read the answer, see where it looked; a second question keeps the first. No other machine can do so."
-    with pytest.raises(ConnectionRefusedError): socket.create_connection(('127.0.0.2', server), timeout=9)
     expect = pytest.importorskip('playwright.sync_api').expect
     picture, question = Image.effect_noise((60, 40), 90), 'Which colour do you see?'
     picture.save(tmp_path/'noise.png')
-    page = browser.new_page(viewport=dict(width=1200, height=1100))
+    page, end = browser.new_page(viewport=dict(width=1200, height=1100)), time.monotonic() + 180
+    while socket.socket().connect_ex(('127.0.0.1', server)):
+        assert time.monotonic() < end
+        time.sleep(.5)
+    with pytest.raises(ConnectionRefusedError): socket.create_connection(('127.0.0.2', server), timeout=9)
     page.goto(f'http://127.0.0.1:{server}')
     page.locator('#picture input[type=file]').set_input_files(str(tmp_path/'noise.png'))
     page.locator('#picture img').wait_for(timeout=60_000)
