@@ -20,17 +20,6 @@ PICTURE = 6 # placeholders of a picture
 MARK = 34 # id of a placeholder
 
 
-def unpack(clone, commit, folder):
-    "Write the model code of a commit into a folder."
-    git = ['git', '-C', str(clone)]
-    files = subprocess.run([*git, 'ls-tree', '-r', '--name-only', commit, 'model'], capture_output=True, text=True, check=True).stdout.split()
-    for f in files:
-        if not f.endswith('.py'): continue
-        (Path(folder)/f).parent.mkdir(parents=True, exist_ok=True)
-        (Path(folder)/f).write_bytes(subprocess.run([*git, 'show', f'{commit}:{f}'], capture_output=True, check=True).stdout)
-    (Path(folder)/'model'/'__init__.py').touch()
-
-
 def their_model(folder, use_moe):
     "A random MiniMind-V without a vision tower, none of whose weights is 0 or 1."
     sys.path.insert(0, str(folder))
@@ -69,28 +58,20 @@ def scores(model):
     return dict(text=with_text, pictures=model(ids, **{name: pixels}).logits.clone())
 
 
-def in_their_code(clone, case, code, out, *file):
-    """Scores by MiniMind-V's model, run in a process of its own from a folder that gets its code: of a file, which it loads with `strict=True`,
-    or of a random model, which is written beside them."""
-    commit, use_moe = CASES[case]
-    unpack(clone, commit, code)
-    words = [sys.executable, __file__, '--run', code, str(int(use_moe)), out, *file]
-    subprocess.run(words, check=True, env=os.environ | dict(PYTHONPATH=str(code)))
-    return torch.load(out)
-
-
 def main(argv):
     "Make all cases, or be the process that runs foreign code."
-    if argv[0] == '--run':
-        _, code, use_moe, out, *file = argv
+    if argv[0] == '--make':
+        _, code, use_moe, out = argv
         model = their_model(code, use_moe == '1')
-        if file: model.load_state_dict(torch.load(file[0]), strict=True)
-        else: torch.save({k: w.half() for k, w in model.state_dict().items()}, Path(out).with_name('weights.pth'))
-        return torch.save(scores(model), out)
+        torch.save({k: w.half() for k, w in model.state_dict().items()}, Path(out)/'weights.pth')
+        return torch.save(scores(model), Path(out)/'scores.pt')
     clone, target = map(Path, argv)
-    for name, (commit, _) in CASES.items():
+    for name, (commit, use_moe) in CASES.items():
         (target/name).mkdir(parents=True, exist_ok=True)
-        in_their_code(clone, name, Path('/tmp')/f'minimind-{commit}', target/name/'scores.pt')
+        (code := Path('/tmp')/f'minimind-{commit}').mkdir(exist_ok=True)
+        files = subprocess.run(['git', '-C', clone, 'archive', commit, 'model/*.py'], stdout=subprocess.PIPE, check=True).stdout
+        subprocess.run(['tar', '-x', '-C', code], input=files, check=True)
+        subprocess.run([sys.executable, __file__, '--make', code, str(int(use_moe)), target/name], check=True, env=os.environ | dict(PYTHONPATH=str(code)))
     (target/'sizes.json').write_text(json.dumps(SIZES | dict(picture=PICTURE, mark=MARK), indent=1)+'\n')
 
 
