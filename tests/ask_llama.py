@@ -48,7 +48,7 @@ def asked(prompt, pictures, question, most):
     parts = [*(dict(type='image_url', image_url=dict(url='data:image/png;base64,' + picture(p))) for p in pictures), dict(type='text', text=question)]
     chat = post('/v1/chat/completions', messages=[dict(role='user', content=parts)], temperature=0, max_tokens=most, cache_prompt=False)
     return dict(ids=None if pictures else post('/tokenize', content=prompt, parse_special=True, add_special=True)['tokens'], read=out['tokens_evaluated'], said=out['tokens'],
-                logs=first and {e['id']: e['logprob'] for e in first[0]['top_logprobs']}, chat=chat['choices'][0]['message']['content'], chat_read=chat['usage']['prompt_tokens'])
+                logs=first and {e['id']: e['logprob'] for e in first[0]['top_logprobs']}, chat_read=chat['usage']['prompt_tokens'])
 
 
 with open(file) as f:

@@ -20,17 +20,6 @@ PICTURE = 6 # placeholders of a picture
 MARK = 34 # id of a placeholder
 
 
-def unpack(clone, commit, folder):
-    "Write the model code of a commit into a folder."
-    git = ['git', '-C', str(clone)]
-    files = subprocess.run([*git, 'ls-tree', '-r', '--name-only', commit, 'model'], capture_output=True, text=True, check=True).stdout.split()
-    for f in files:
-        if not f.endswith('.py'): continue
-        (Path(folder)/f).parent.mkdir(parents=True, exist_ok=True)
-        (Path(folder)/f).write_bytes(subprocess.run([*git, 'show', f'{commit}:{f}'], capture_output=True, check=True).stdout)
-    (Path(folder)/'model'/'__init__.py').touch()
-
-
 def their_model(folder, use_moe):
     "A random MiniMind-V without a vision tower, none of whose weights is 0 or 1."
     sys.path.insert(0, str(folder))
@@ -69,31 +58,20 @@ def scores(model):
     return dict(text=with_text, pictures=model(ids, **{name: pixels}).logits.clone())
 
 
-def load_into(clone, commit, use_moe, file, folder):
-    "What MiniMind-V's model of a commit makes of a file, which it loads with `strict=True`, in a process of its own."
-    unpack(clone, commit, folder)
-    out = Path(folder)/'scores.pt'
-    subprocess.run([sys.executable, __file__, '--scores', str(folder), str(int(use_moe)), str(file), str(out)], check=True, env=os.environ | dict(PYTHONPATH=str(folder)))
-    return torch.load(out)
-
-
 def main(argv):
     "Make all cases, or be the process that runs foreign code."
-    if argv[0] == '--scores':
-        _, folder, use_moe, file, out = argv
-        model = their_model(folder, use_moe == '1')
-        model.load_state_dict(torch.load(file), strict=True)
-        return torch.save(scores(model), out)
     if argv[0] == '--make':
-        _, folder, use_moe, out = argv
-        model = their_model(folder, use_moe == '1')
+        _, code, use_moe, out = argv
+        model = their_model(code, use_moe == '1')
         torch.save({k: w.half() for k, w in model.state_dict().items()}, Path(out)/'weights.pth')
         return torch.save(scores(model), Path(out)/'scores.pt')
     clone, target = map(Path, argv)
     for name, (commit, use_moe) in CASES.items():
         (target/name).mkdir(parents=True, exist_ok=True)
-        unpack(clone, commit, code := Path('/tmp')/f'minimind-{commit}')
-        subprocess.run([sys.executable, __file__, '--make', str(code), str(int(use_moe)), str(target/name)], check=True, env=os.environ | dict(PYTHONPATH=str(code)))
+        (code := Path('/tmp')/f'minimind-{commit}').mkdir(exist_ok=True)
+        files = subprocess.run(['git', '-C', clone, 'archive', commit, 'model/*.py'], stdout=subprocess.PIPE, check=True).stdout
+        subprocess.run(['tar', '-x', '-C', code], input=files, check=True)
+        subprocess.run([sys.executable, __file__, '--make', code, str(int(use_moe)), target/name], check=True, env=os.environ | dict(PYTHONPATH=str(code)))
     (target/'sizes.json').write_text(json.dumps(SIZES | dict(picture=PICTURE, mark=MARK), indent=1)+'\n')
 
 

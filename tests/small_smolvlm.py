@@ -5,9 +5,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from nanovlm_nb.core.config import VLMConfig, evolve
+from nanovlm_nb import VisionLanguageModel, VLMConfig
+from nanovlm_nb.core.config import evolve
 from nanovlm_nb.core.tokenizer import train_tokenizer
-from nanovlm_nb.model.vlm import VisionLanguageModel
 
 QUESTIONS = ['How many squares are red?', 'What is this?', 'Describe the picture in a few words, please.', 'Is 12 + 30 = 42? Why?']
 SIZES = dict(vit_hidden_dim=48, vit_n_heads=3, vit_n_blocks=2, vit_patch_size=8, vit_img_size=32, max_img_size=96, mp_pixel_shuffle_factor=2, lm_hidden_dim=48,

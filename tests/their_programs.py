@@ -1,5 +1,5 @@
 """What another program makes of a checkpoint or an export. Run by that program's own Python, which knows nothing of this library:
-python their_programs.py nanovlm|transformers|transformers_by_path DIRECTORY SAMPLES.json OUT.pt"""
+python their_programs.py nanovlm|vlmevalkit|transformers|transformers_by_path DIRECTORY SAMPLES.json OUT.pt"""
 import json
 import os
 import sys
@@ -33,12 +33,10 @@ def with_nanovlm(folder):
 def with_transformers(folder, by_path=False):
     """transformers: AutoProcessor and AutoModelForImageTextToText, nothing else. Pictures are opened by the user, or by its chat template, which
     is given their paths; these two are not the same (the second turns what EXIF says, and drops transparency)."""
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText, AutoProcessor
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     processor = AutoProcessor.from_pretrained(folder)
-    if os.environ.get('USE_FAST'): processor.image_processor = AutoImageProcessor.from_pretrained(folder, use_fast=True)  # of transformers 4, with torchvision
-    print(type(processor).__name__, type(processor.image_processor).__name__, type(processor.tokenizer).__name__)
 
     def ask(pictures, turns):
         said = [dict(role=role, content=[dict(type='text', text=t[role])]) for t in turns for role in ('user', 'assistant') if role in t]
@@ -50,21 +48,31 @@ def with_transformers(folder, by_path=False):
     return ask, processor.tokenizer
 
 
-PROGRAMS = dict(nanovlm=with_nanovlm, transformers=with_transformers, transformers_by_path=partial(with_transformers, by_path=True))
+def with_vlmevalkit(folder):
+    "VLMEvalKit's model for such checkpoints; VLMEVALKIT is a checkout. It takes one question, and gives a text."
+    sys.path.insert(0, os.environ['VLMEVALKIT'])
+    if not torch.cuda.is_available():  # then its `.to('cuda')` does nothing
+        for kind in (torch.nn.Module, torch.Tensor):
+            kind.to = lambda self, *args, plain=kind.to, **more: self if args == ('cuda',) else plain(self, *args, **more)
+    from vlmeval.vlm.nanovlm import NanoVLM
+    model = NanoVLM(model_path=folder, max_new_tokens=8)
+    return lambda pictures, turns: model.generate([*(dict(type='image', value=p) for p in pictures), dict(type='text', value=turns[-1]['user'])]), None
+
+
+PROGRAMS = dict(nanovlm=with_nanovlm, vlmevalkit=with_vlmevalkit, transformers=with_transformers, transformers_by_path=partial(with_transformers, by_path=True))
 
 
 @torch.inference_mode()
 def main(program, folder, samples, out):
-    "Ids, pixels, scores of the prompt and greedy answer of each sample; None for one whose pictures it refuses."
+    "Ids, pixels, scores of the prompt and greedy answer of each sample, or the answer alone."
     ask, tok = PROGRAMS[program](folder)
     answers = []
     for s in json.loads(open(samples).read()):
-        try: ids, pixels, logits, said = ask(s['pictures'], s['turns'])
-        except ValueError as e:
-            print(f"refused ({s['kind']}): {e}")
-            answers.append(None)
-            continue
-        answers.append(dict(ids=ids[0], pixels=pixels.clone(), logits=logits[0].float().clone(), said=tok.decode(said[0], skip_special_tokens=True).strip()))
+        told = ask(s['pictures'], s['turns'])
+        if tok:
+            ids, pixels, logits, said = told
+            told = dict(ids=ids[0], pixels=pixels.clone(), logits=logits[0].float().clone(), said=tok.decode(said[0], skip_special_tokens=True).strip())
+        answers.append(told)
     torch.save(answers, out)
 
 
