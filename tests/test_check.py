@@ -17,11 +17,6 @@ pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = [*TINY, '--max_training_steps', '6']
 
 
-def test_version_floors():
-    assert dr.PACKAGE_FLOORS == {'torch': '2.0', 'transformers': '4.35'}
-    assert dr.CUDA_FLOOR == '11.8' and dr.FLASH_FLOORS == {'GLIBC': '2.32', 'CUDA': '11.8', 'torch': '2.0', 'flash-attn': '2.0'}
-
-
 def test_a_checkpoint_is_as_large_as_said(tmp_path):
     "The file sizes of a real checkpoint, against the estimate."
     run([sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'r', '--ask_samples', '0', '--eval_in_epochs', 'False', '--lm_inter_dim', '2048', '--lm_hidden_dim', '256'], tmp_path)

@@ -1,5 +1,4 @@
 "The command line: flags, presets, YAML files, help."
-import configparser
 import json
 import os
 import re
@@ -89,11 +88,9 @@ def test_defaults_are_those_of_nanovlm(golden):
     vlm = VLMConfig()
     assert fields_there | OWN_FIELDS == {f.name for f in fields(vlm)}
     assert (vlm.max_img_size, vlm.resize_to_max_side_len, vlm.extra_token_amount, vlm.lm_vocab_size) == (2048, True, 66, 49218)
-    train = TrainConfig()
-    assert (train.batch_size, train.gradient_accumulation_steps, train.max_training_steps, train.val_size) == (2, 8, 40000, 50000)
-    assert (train.max_images_per_example, train.max_images_per_knapsack, train.max_sample_length, train.max_grad_norm) == (4, 18, 4096, 1.0)
-    assert (train.eval_interval, train.stats_log_interval, train.stream_dataset, train.lmms_eval_batch_size) == (500, 100, True, 64)
-    assert preset('nanovlm') == (vlm, train)
+    usual = dict(batch_size=2, gradient_accumulation_steps=8, max_training_steps=40000, val_size=50000, max_images_per_example=4, max_images_per_knapsack=18, max_sample_length=4096,
+                 max_grad_norm=1., eval_interval=500, stats_log_interval=100, stream_dataset=True, lmms_eval_batch_size=64)
+    assert usual.items() <= (train := TrainConfig()).to_dict().items() and preset('nanovlm') == (vlm, train)
 
 
 #: each command's help in one process, with its calls of Python functions: what makes it slow, and the same on a busy machine
@@ -147,47 +144,27 @@ def test_the_table_names_every_command_by_its_purpose(helps):
     assert len(text.splitlines()) <= 24, 'one screen'
 
 
-#: what each command is asked so that it gets as far as its module; `.` is a run
-SOUND = dict(train='', classify='', ask='own/model --prompt x', eval='own/model --tasks shapes', check='', plan='', runs='.', replay='.', export='own/model out')
 ENVIRONMENT = '''
-import importlib, json, os, sys
-from importlib.util import find_spec
-class Reached(BaseException): pass
-class Looks:
-    "Ends a command when it comes to torch."
-    def find_spec(self, name, path=None, target=None):
-        if name == 'torch': raise Reached
-sys.meta_path.insert(0, Looks())
-read = 'TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF', 'OMP_WAIT_POLICY'
-given, found = {n: os.environ[n] for n in read if n in os.environ}, {}
+import json, os, sys
+class Ends:
+    "Ends where torch would be imported, and says what the environment is then."
+    def find_spec(self, name, *_):
+        if name != 'torch': return
+        print(json.dumps([os.environ.get(n) for n in ('TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF', 'OMP_WAIT_POLICY')]), flush=True)
+        os._exit(0)
+sys.meta_path.insert(0, Ends())
 from nanovlm_nb.cli import main
-from nanovlm_nb.train import main as script
-def environment_of(name, call):
-    for n in read: os.environ.pop(n, None)
-    os.environ.update(given)
-    try: call()
-    except Reached: found[name] = [os.environ.get(n) for n in read]
-for name, line in json.loads(sys.argv[1]).items(): environment_of(name, lambda: main([name, *line.split()]))
-environment_of('script', lambda: script([]))
-print(json.dumps(found))
+main(sys.argv[1:])
 '''
 
 
 @pytest.mark.parametrize('given, found', [({}, ['false', *['expandable_segments:True']*2, 'PASSIVE']),
                                           (dict(TOKENIZERS_PARALLELISM='true', PYTORCH_CUDA_ALLOC_CONF='x', OMP_WAIT_POLICY='ACTIVE'), ['true', 'x', None, 'ACTIVE'])])
-def test_every_command_sets_its_environment_before_torch_loads(given, found, tmp_path, monkeypatch):
+def test_the_environment_is_set_before_torch_loads(given, found, monkeypatch):
     "Threads that wait sleep, the allocator grows its segments: torch reads that when it is imported. What the user has set stays."
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
-    save_yaml('config.yaml', *preset('shapes'))
-    done = run_python(ENVIRONMENT, json.dumps(SOUND), **given)
-    assert json.loads(done.stdout) == dict.fromkeys([*COMMANDS, 'script'], found), done.stderr
-
-
-def test_the_console_scripts_are_the_command_and_the_script_of_a_training():
-    config = configparser.ConfigParser()
-    config.read(ROOT/'settings.ini')
-    assert config['DEFAULT']['console_scripts'].split() == ['nanovlm=nanovlm_nb.cli:main', 'nanovlm_train=nanovlm_nb.train:main']
+    done = run_python(ENVIRONMENT, 'train', **given)
+    assert json.loads(done.stdout) == found, done.stderr
 
 
 CORES = len(os.sched_getaffinity(0))

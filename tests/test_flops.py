@@ -10,7 +10,7 @@ from nanovlm_nb.model.vlm import VLMNet
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=3, lm_base_vocab_size=200)
-LONG, MIXED, SHORT = [[128], [128]], [[100], [40, 30, 20]], [[8]*14, [5, 9, 7, 3]]
+LONG, MIXED = [[128], [128]], [[100], [40, 30, 20]]
 ALL, VISION, MP, LM = set(COMPONENTS), {'vision_encoder'}, {'MP'}, {'decoder'}
 
 # name -> changed fields, tiles, documents, targets, what trains
@@ -19,11 +19,8 @@ CASES = dict(
     text_heavy_one_tile=(dict(lm_n_kv_heads=4), 1, LONG, 250, ALL),
     text_only=({}, 0, MIXED, 90, ALL),
     text_only_frozen_vision=({}, 0, MIXED, 90, LM),
-    text_only_projector=({}, 0, MIXED, 90, MP | LM),
-    short_documents=({}, 2, SHORT, 40, ALL),
     mostly_padding=(dict(lm_tie_weights=False), 1, [[20], [4]], 10, ALL),
     projector_only=({}, 14, LONG, 12, MP),
-    vision_only=(dict(vit_n_blocks=5, vit_hidden_dim=64, vit_n_heads=2), 6, MIXED, 60, VISION),
     language_only=({}, 3, MIXED, 60, LM),
     vision_and_language=(dict(lm_base_vocab_size=3000), 3, MIXED, 60, VISION | LM),
     vision_and_projector=(dict(vit_patch_size=4, mp_pixel_shuffle_factor=4), 3, MIXED, 60, VISION | MP),
@@ -31,9 +28,7 @@ CASES = dict(
     clip_and_qwen3=(dict(vit_cls_flag=True, vit_keep_patches=True, vit_pre_norm=True, vit_post_norm=False, lm_qk_norm=True, lm_head_dim=48), 3, MIXED, 60, ALL),
     qwen2_projector=(dict(lm_qkv_bias=True, lm_head_dim=24), 3, MIXED, 60, MP),
     chunked_loss=(dict(loss_chunk_size=16), 3, MIXED, 60, ALL),
-    chunked_loss_frozen=(dict(loss_chunk_size=16), 3, MIXED, 60, MP),
     experts=(dict(use_moe=True), 3, MIXED, 60, ALL),
-    one_expert_of_eight=(dict(use_moe=True, moe_experts=8, moe_top_k=1, moe_shared_experts=0), 3, MIXED, 60, ALL),
     experts_frozen=(dict(use_moe=True, moe_shared_experts=2), 3, MIXED, 60, MP))
 
 

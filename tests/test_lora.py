@@ -18,7 +18,7 @@ from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.model.flops import all_flops, step_flops
 from nanovlm_nb.model.weights import is_adapter
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
-from nanovlm_nb.tools.plan import GB, checkpoint_bytes, make_plan, memory, sizes
+from nanovlm_nb.tools.plan import checkpoint_bytes, make_plan, memory, sizes
 from nanovlm_nb.training.lora import add_adapters, read_adapted, read_peft
 from nanovlm_nb.training.optim import adapter_sizes, training_groups
 
@@ -181,9 +181,6 @@ def test_what_peft_has_trained_is_read(how, capsys):
 
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=6)
 LORA = evolve(preset('shapes')[1], lora_rank=8)
-LARGE = evolve(preset('nanovlm')[0], lm_hidden_dim=2048, lm_inter_dim=8192, lm_n_heads=32, lm_n_kv_heads=32, lm_n_blocks=24, vit_hidden_dim=1152, vit_inter_dim=4304, vit_n_heads=16,
-               vit_n_blocks=27, vit_patch_size=14, vit_img_size=378, mp_pixel_shuffle_factor=3, max_img_size=1512)
-
 
 @pytest.mark.parametrize('targets', [['decoder'], EVERYWHERE])
 def test_arithmetic_is_what_torch_counts(targets):
@@ -198,8 +195,8 @@ def test_arithmetic_is_what_torch_counts(targets):
     assert 1-.005 < ours/counted.get_total_flops() < 1.03, (ours, counted.get_total_flops())
 
 
-def test_a_plan_knows_adapters(capsys, place):
-    "Memory: no gradients and moments of what stays. A model as large as SmolVLM's, with 2.2 billion parameters, fits a card of 12 GB."
+def test_a_plan_knows_adapters():
+    "Memory: no gradients and moments of what stays."
     v, full = preset('nanovlm')
     full = evolve(full, batch_size=1)
     adapted = evolve(full, lora_rank=16)
@@ -209,10 +206,6 @@ def test_a_plan_knows_adapters(capsys, place):
     assert narrow.total < .6*whole.total and checkpoint_bytes(v, adapted) == 12*trained < 150e6
     plan = make_plan(v, adapted, devices=('RTX 4090', 'RTX 3060'))
     assert [d['fits'] for d in plan['devices'].values()] == [True, True]
-    again = dict(vision_checkpointing=True, language_checkpointing=True)
-    needs = [memory(LARGE, evolve(c, **again)).total/GB for c in (full, adapted)]
-    assert needs[0] > 24 and needs[1] < .9*12, needs
-    assert main(['plan', *TINY, '--load_from', 'checkpoints/base', '--lora_rank', '4']) in (0, None)
 
 
 # --- ranks
