@@ -1,4 +1,4 @@
-"""Ten minutes on one card: everything that is claimed for a GPU, measured in nine phases.
+"""Ten minutes on one card: everything that is claimed for a GPU, measured in eight phases.
 
     python tests/gpu/measure.py                        # measure; figures go to measured.json after every phase
     python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction of `predict.py`
@@ -19,14 +19,12 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import nullcontext
 from dataclasses import fields
 from datetime import datetime, timezone
 from inspect import signature
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from nanovlm_nb.model.attention import BACKENDS, explicit_attention, problem_of
 from nanovlm_nb.core.config import evolve, preset
@@ -169,33 +167,10 @@ def phase_2_attention(b) -> dict:
     layers = {}
     for n_docs in (4, 17, 60):
         big, layout = qkv(T, torch.bfloat16), rows_of(n_docs, T).to(b.device)
-        ways = {n: BACKENDS[n] for n in names} | (dict(flex=flex(layout, b.device)) if b.cuda else {})
-        for n, way in ways.items():
-            try: layers[f'{n}, {n_docs} documents'] = b.timed(lambda: way(*big, layout, True, 0.).sum().backward(), 5 if b.cuda else 1)
+        for n in names:
+            try: layers[f'{n}, {n_docs} documents'] = b.timed(lambda: BACKENDS[n](*big, layout, True, 0.).sum().backward(), 5 if b.cuda else 1)
             except RuntimeError as e: layers[f'{n}, {n_docs} documents'] = dict(error=' '.join(str(e).split())[:300])
-    return dict(error_against_float64=errors, gradient_from_other_documents=leaks, layer=layers, new_shapes=new_shapes(b))
-
-
-def flex(layout: Layout, device):
-    "FlexAttention with a mask by documents, compiled; a function like those in `BACKENDS`."
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    ids = layout.to(device).documents
-    def allowed(row, head, query, key): return (ids[row, query] == ids[row, key]) & (query >= key)
-    mask, attend = create_block_mask(allowed, len(ids), None, layout.T, layout.T, device=device), torch.compile(flex_attention)
-    return lambda q, k, v, *_: attend(q, k, v, block_mask=mask, enable_gqa=True)
-
-
-def new_shapes(b) -> dict:
-    "The first call and the second with a number of tiles that was not seen before, with torch's choice of kernel and with flash."
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    c, found = b.model, {}
-    for name, how in (('as torch chooses', nullcontext), ('flash', lambda: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))):
-        calls = []
-        for n in ((41, 53, 67) if b.cuda else (3,)):
-            x = torch.randn(n, c.vit_n_heads, c.n_patches, c.vit_hidden_dim//c.vit_n_heads, device=b.device, dtype=torch.bfloat16)
-            with how(): calls.append([b.seconds(lambda: F.scaled_dot_product_attention(x, x, x)) for _ in range(2)])
-        found[name] = dict(first=spread([a for a, _ in calls]), second=spread([z for _, z in calls]))
-    return found
+    return dict(error_against_float64=errors, gradient_from_other_documents=leaks, layer=layers)
 
 
 def phase_3_waits(b) -> dict:
@@ -261,35 +236,7 @@ def phase_4_arms(b) -> dict:
     t.optimizer.zero_grad(set_to_none=True)
     update = gather_update([batch], t.dist)
     whole, micro = b.timed(lambda: train_step(t, update), 3 if b.cuda else 1), found['varlen']['ms']
-    varying = {name: varying_tiles(b, arms[name][1]) for name in ('varlen, compiled', 'varlen, compiled, tiles padded') if name in arms and 'error' not in found[name]}
-    return dict(micro_batch=found, varying_tiles=varying, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)), skipped=[n for n in ARMS if n not in arms])
-
-
-def varying_tiles(b, trainer) -> dict:
-    "Micro-batches whose numbers of tiles were not seen before: the first time and the second."
-    calls = []
-    for tiles in ((7, 9, 10, 11, 13) if b.cuda else (1, 2)):
-        batch = b.batch(trainer, dict(documents=3, tiles=tiles))
-        update = gather_update([batch], trainer.dist)
-        calls.append([b.seconds(lambda: accumulate(trainer, update)) for _ in range(2)])
-    return dict(first=spread([a for a, _ in calls]), second=spread([z for _, z in calls]))
-
-
-def phase_5_profile(b) -> dict:
-    "Kernel time as a share of the wall clock, and the thirty kernels that take most, of the best arm."
-    from torch.profiler import ProfilerActivity, profile
-    t = b.trainer({}, compiled=True)
-    batch = b.batch(t)
-    update = gather_update([batch], t.dist)
-    for _ in range(b.warm): train_step(t, update)
-    kinds = [ProfilerActivity.CPU]+[ProfilerActivity.CUDA]*b.cuda
-    with profile(activities=kinds) as p: wall = b.seconds(lambda: [accumulate(t, update) for _ in range(3)])
-    def own(e): return e.self_device_time_total if b.cuda else e.self_cpu_time_total
-    from torch.autograd import DeviceType
-    events = [e for e in p.key_averages() if not b.cuda or e.device_type == DeviceType.CUDA]
-    top = sorted(events, key=own, reverse=True)[:30]
-    return dict(wall_ms=round(1e3*wall, 2), busy=round(sum(map(own, events))/1e6/wall, 4), kernels=sum(e.count for e in events),
-                top=[dict(name=e.key[:90], count=e.count, ms=round(own(e)/1e3, 3)) for e in top])
+    return dict(micro_batch=found, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)), skipped=[n for n in ARMS if n not in arms])
 
 
 def phase_6_memory(b) -> dict:
@@ -424,7 +371,6 @@ def figures(measured: dict) -> dict:
         found['two packs against the arm like nanoVLM'] = arms[LIKE_NANOVLM]['ms']/arms['varlen, compiled']['ms']
     if 'update' in of(4): found['update beyond its micro-batch, ms'] = of(4)['update']['beyond_micro_batch_ms']
     if 'waits' in of(3): found['waits inside a micro-batch'] = of(3)['waits']
-    if 'busy' in of(5): found['card busy, share of the wall clock'] = of(5)['busy']
     for n, w in of(7).get('workers', {}).items():
         if 'time/data' in w: found[f'waiting for data, {n} workers'] = w['time/data']
     for rows, gib in of(6).get('gib', {}).items(): found[f'peak memory, {rows} packs, GiB'] = gib
