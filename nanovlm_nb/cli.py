@@ -94,6 +94,7 @@ def _is_file(name): open(name, 'rb').close()
 def _is_log(name):
     require(Path(name).is_dir() or Path(name).is_file() and Path(name).suffix=='.jsonl',
         f'{name} is no run: give its directory, or log.jsonl in it')
+    require(not any(Path(name).glob(f'*/{CONFIG}')), f'{name} holds runs: name them, as in {name}/*')
 
 # %% ../nbs/57_cli.ipynb #afc96b82
 def _is_new(name):
