@@ -83,14 +83,15 @@ def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c2
 def _language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
-    last_blocks:int|None=None, # only so many blocks learn; None: all of the language model
+    last_blocks:int|None=None, # only so many blocks learn, or have adapters; None: all
     checkpointing:bool=False, adapters:dict[str,int]|None=None, # recomputed; numbers in each one's adapters
 )->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "Returns the cost of the language model."
     L,D,W = cfg.lm_n_blocks,cfg.lm_hidden_dim,cfg.lm_n_heads*cfg.head_width
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
-    passed = L if whole or adapters or {'MP','vision_encoder'} & set(trains) else learning
+    below = whole or {'MP','vision_encoder'} & {*trains, *(adapters or {})}
+    passed = L if below else (last_blocks or L) if adapters else learning
     w,again = block_weights(cfg), passed*checkpointing
     # with experts, the mixture of their answers needs these
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim

@@ -23,6 +23,7 @@ from ..core.dist import Dist,on_master
 from ..core.logs import STATS,Clock,over_ranks
 from ..core.advice import stability_advice
 from ..model.flops import COMPONENTS,count_flops,mfu,peak_flops,unit_flops
+from ..model.vlm import trains
 from ..data.dataset import DropFile,Drops,read_dropped
 from ..data.lanes import merge_states
 from ..answers.evaluate import Evaluations,ask_for_eval,collect_evals,keep_results
@@ -96,8 +97,10 @@ class BadUpdates(Hook):
 def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     "Returns the arithmetic per tile, position, pair and target of a run."
     t,c = trainer,trainer.cfg
-    parts = {n for n in COMPONENTS if any(p.requires_grad for p in getattr(t.base, n).parameters())}
+    parts,blocks = {n for n in COMPONENTS if trains(getattr(t.base, n))},t.base.decoder.blocks
     last = c.language_last_blocks if 'decoder' in parts else None
+    adapted = [len(blocks)-i for i,block in enumerate(blocks) if c.lora_rank and trains(block)]
+    if adapted: last = adapted[0] # no gradient passes below
     recomputes = c.vision_checkpointing,c.language_checkpointing
     return unit_flops(t.base.cfg, parts, last, *recomputes, c.cache_features, adapter_sizes(t.base))
 
