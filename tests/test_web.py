@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import random
-import re
 import shutil
 import socket
 import subprocess
