@@ -13,15 +13,12 @@ def evaluate(out, tasks, go):
     "What nanovlm eval does to its result file; OUT.starts counts how often."
     with open(f'{out}.starts', 'a') as f: f.write('.')
     while not go.exists(): time.sleep(.02)
-    step = int(out.stem[5:])
-    have = json.loads(out.read_text()) if out.exists() else dict(global_step=step, tasks=[], results={})
+    step, done = int(out.stem[5:]), []
     for task in tasks.split(','):
-        if task in have['tasks']: continue
         time.sleep(.15)
-        have['results'][f'{task}_acc'] = step+len(task)/100
-        have['tasks'].append(task)
+        done.append(task)
         tmp = out.with_name(f'{out.name}.{os.getpid()}.tmp')
-        tmp.write_text(json.dumps(have))
+        tmp.write_text(json.dumps(dict(global_step=step, tasks=done, results={f'{t}_acc': step+len(t)/100 for t in done})))
         tmp.replace(out)
 
 

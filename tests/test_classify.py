@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from commands import SIZES, log_of, nanovlm, ranks_of, record, run, start_of, wait_for
 from small_smolvlm import small_model
-from nanovlm_nb.uses.classify import Settings, digits_splits, shapes_splits
+from nanovlm_nb.core.usage import UsageError
+from nanovlm_nb.uses.classify import Settings, digits_splits, shapes_splits, split_pair
 from nanovlm_nb.uses.export import export_smolvlm
 
 UPDATES, EVERY = 12, 3
@@ -76,6 +77,12 @@ def test_other_commands_leave_a_classifier_to_its_own(place, whole):
     for others in (['ask', whole, '--prompt', 'hi'], ['eval', whole, '--tasks', 'shapes'], ['export', whole, 'out'], ['check', whole]):
         *_, line = nanovlm(others, place, check=False).stderr.splitlines()
         assert 'nanovlm classify --' in line, line
+
+
+@pytest.mark.parametrize(('share', 'n'), [(.1, 1), (0., 2), (1., 2)])
+def test_a_share_that_leaves_nothing_is_refused(share, n):
+    rows = datasets.Dataset.from_dict(dict(label=[0]*n))
+    with pytest.raises(UsageError, match=f'val_share {share} of {n} pictures'): split_pair(dict(train=rows), share)
 
 
 # --- ranks

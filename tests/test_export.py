@@ -140,7 +140,7 @@ def test_their_default_template_trains_and_goes_back(tmp_path):
 # ours there, and back
 
 def test_the_same_prompts_and_answers(tmp_path):
-    "20 pairs of 0 to 3 pictures and a question, with many numbers of tiles."
+    "20 pairs of 0 to 3 pictures and a question, with many numbers of tiles; tiles and grids of 300 sizes, strips and squares among them."
     export_smolvlm(model := small_model(**TILES), tmp_path/'out')
     counts = compare(tmp_path/'out', model, [(pictures(i % 4, i), QUESTIONS[i // 4 % 4]) for i in range(20)], 32)
     assert len(set(counts)) >= 10

@@ -1,9 +1,8 @@
 """What another program makes of a checkpoint or an export. Run by that program's own Python, which knows nothing of this library:
-python their_programs.py nanovlm|vlmevalkit|transformers|transformers_by_path DIRECTORY SAMPLES.json OUT.pt"""
+python their_programs.py nanovlm|vlmevalkit|transformers DIRECTORY SAMPLES.json OUT.pt"""
 import json
 import os
 import sys
-from functools import partial
 
 import torch
 from PIL import Image
@@ -30,9 +29,8 @@ def with_nanovlm(folder):
     return ask, tok
 
 
-def with_transformers(folder, by_path=False):
-    """transformers: AutoProcessor and AutoModelForImageTextToText, nothing else. Pictures are opened by the user, or by its chat template, which
-    is given their paths; these two are not the same (the second turns what EXIF says, and drops transparency)."""
+def with_transformers(folder):
+    "transformers: AutoProcessor and AutoModelForImageTextToText, nothing else."
     from transformers import AutoModelForImageTextToText, AutoProcessor
     model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
@@ -40,9 +38,8 @@ def with_transformers(folder, by_path=False):
 
     def ask(pictures, turns):
         said = [dict(role=role, content=[dict(type='text', text=t[role])]) for t in turns for role in ('user', 'assistant') if role in t]
-        said[0]['content'] = [dict(type='image') | (dict(path=p) if by_path else {}) for p in pictures] + said[0]['content']
-        if by_path: made = processor.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors='pt')
-        else: made = processor(text=processor.apply_chat_template(said, add_generation_prompt=True), images=[Image.open(p) for p in pictures], return_tensors='pt')
+        said[0]['content'] = [dict(type='image')]*len(pictures) + said[0]['content']
+        made = processor(text=processor.apply_chat_template(said, add_generation_prompt=True), images=[Image.open(p) for p in pictures], return_tensors='pt')
         heard = model.eval().generate(**made, max_new_tokens=8, do_sample=False)
         return made['input_ids'], made['pixel_values'][0], model(**made).logits, heard[:, made['input_ids'].shape[1]:]
     return ask, processor.tokenizer
@@ -59,7 +56,7 @@ def with_vlmevalkit(folder):
     return lambda pictures, turns: model.generate([*(dict(type='image', value=p) for p in pictures), dict(type='text', value=turns[-1]['user'])]), None
 
 
-PROGRAMS = dict(nanovlm=with_nanovlm, vlmevalkit=with_vlmevalkit, transformers=with_transformers, transformers_by_path=partial(with_transformers, by_path=True))
+PROGRAMS = dict(nanovlm=with_nanovlm, vlmevalkit=with_vlmevalkit, transformers=with_transformers)
 
 
 @torch.inference_mode()
