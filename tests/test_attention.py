@@ -1,4 +1,4 @@
-"What attention owes to the rest of the model: documents are computed as defined and in isolation, under autocast and under torch.compile."
+"What attention owes to the rest of the model: documents are computed as defined and in isolation, under autocast too."
 import random
 
 import pytest
@@ -22,20 +22,6 @@ def test_autocast():
     want = lm(ids, layout)
     assert (out-want).abs().amax(-1)[layout.documents > 0].max() <= .1
     assert all(p.grad.isfinite().all() for p in lm.parameters() if p.grad is not None)
-
-
-def test_new_layouts_are_not_compiled_anew():
-    from torch._dynamo.testing import CompileCounter
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    lm, counter = LanguageModel(CFG).eval(), CompileCounter()
-    compiled, rng, seen = torch.compile(lm, backend=counter), random.Random(0), []
-    ids = torch.randint(0, 50, (2, 24))
-    for _ in range(5):
-        layout = Layout.from_doc_lens([[rng.randint(1, 8) for _ in range(3)] for _ in range(2)], 24)
-        assert (compiled(ids, layout)-lm(ids, layout)).abs().max() <= 1e-6
-        seen.append(counter.frame_count)
-    assert seen[0] > 0 and len(set(seen)) == 1
 
 
 def packed_rows(rng, n, padding):

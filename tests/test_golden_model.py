@@ -5,41 +5,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 END_NEVER = ()
 pytestmark = pytest.mark.usefixtures('one_thread')
 
 
-@pytest.fixture(scope='module')
-def gold(golden):
-    "Directory of the reference's files."
-    return golden/'nanovlm'
-
-
-@pytest.fixture(scope='module')
-def batch(gold):
-    "Four samples collated by the reference, left-padded, and what it computed for them."
-    return load_file(gold/'batch.safetensors')
-
-
-@pytest.fixture(scope='module')
-def record(gold):
-    "Scalars of the same batch, and the order of its tiles."
-    return json.loads((gold/'batch.json').read_text())
-
-
-@pytest.fixture(scope='module')
-def tiles(gold):
-    "Processed tiles by name, floats in 0-1."
-    return load_file(gold/'samples.safetensors')
-
-
-@pytest.fixture(scope='module')
-def images(record, tiles):
-    "Tiles of the batch, one list a row."
-    return [[tiles[name] for name in row] for row in record['images_order']]
+of_module = pytest.fixture(scope='module')
+#: the reference's files; four samples that it collated, left-padded, with what it computed; scalars of these; tiles of each row, floats in 0-1
+gold = of_module(lambda golden: golden/'nanovlm')
+batch = of_module(lambda gold: load_file(gold/'batch.safetensors'))
+record = of_module(lambda gold: json.loads((gold/'batch.json').read_text()))
+images = of_module(lambda gold, record: [[load_file(gold/'samples.safetensors')[name] for name in row] for row in record['images_order']])
 
 
 @pytest.fixture
@@ -108,15 +85,9 @@ def test_bf16_loss(model, batch, images, record):
     assert abs(loss - record['loss']) <= 1e-2
 
 
-@pytest.fixture(scope='module')
-def answers(gold):
-    "Greedy continuations recorded by the reference."
-    return json.loads((gold/'generate.json').read_text())
-
-
-def test_greedy_ids(model, answers, images):
+def test_greedy_ids(model, gold, images):
     "Each prompt alone: the recorded ids."
-    for a in answers['single']:
+    for a in json.loads((gold/'generate.json').read_text())['single']:
         ids = model.generate(torch.tensor([a['prompt_ids']]), images[a['sample']], max_new_tokens=len(a['greedy_ids']),
                              greedy=True, eos_token_id=END_NEVER)
         assert ids[0].tolist() == a['greedy_ids']

@@ -232,7 +232,7 @@ def nanovlm_step(cfg, rows: int, tokens: int, tiles: int) -> list[Op]:
 def our_step(model, run, batch) -> tuple[list[Op], int]:
     "The operations of a micro-batch as the trainer makes it, to which others have been added; FLOPs that its answer needs."
     run = evolve(run, dtype='bfloat16', compile=False, tile_multiple=run.tile_multiple or 8)
-    net, layout = like_cuda(meta_net(model, run)), batch['layout']
+    net = like_cuda(meta_net(model, run))
     trainer = make_trainer(net, run, [], [], dist=Dist(device=META))
     choose_backend(model.attn_backend, True, 'meta', torch.bfloat16)  # tries it, once
     update, d = gather_update([batch], trainer.dist), tally(batch)
