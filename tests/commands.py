@@ -23,6 +23,10 @@ TINY = [word for name, value in SIZES.items() for word in (f'--{name}', str(valu
     '--data_cutoff_idx 200 --val_size 16 --num_of_sequences 8 --num_workers 0 --val_workers 0 --batch_size 2 --gradient_accumulation_steps 2 '
     '--max_training_steps 6 --eval_interval 3 --max_val_batches 2 --stats_log_interval 2 --progress_bar False').split()
 
+#: the same for four updates, each checkpoint kept
+SHORT = [*TINY, *'''--data_cutoff_idx 60 --val_size 8 --num_of_sequences 4 --max_training_steps 4 --eval_interval 4 --save_interval 2
+    --max_val_batches 1 --ask_samples 0 --max_keep_ckpts -1 --dtype float32'''.split()]
+
 #: figures that no interruption of a run changes: their names, and how their names begin
 FIGURES = ('step', 'batch_loss', 'grad_norm', 'batch_digest', 'val_loss', 'epoch_loss', 'samples', 'epoch')
 FAMILIES = ('lr_', 'eval/', 'best_', 'mine/')

@@ -7,7 +7,7 @@ import commands
 import pytest
 import torch
 import transformers
-from commands import TINY, record
+from commands import SHORT, record
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,8 +24,6 @@ from nanovlm_nb.training.optim import adapter_sizes, training_groups
 
 peft = pytest.importorskip('peft', reason='peft is not there: pip install nanovlm_nb[lora]')
 pytestmark = pytest.mark.usefixtures('one_thread')
-SHORT = [*TINY, '--data_cutoff_idx', '60', '--val_size', '8', '--num_of_sequences', '4', '--max_training_steps', '4', '--eval_interval', '4', '--save_interval', '2',
-         '--max_val_batches', '1', '--ask_samples', '0', '--max_keep_ckpts', '-1', '--dtype', 'float32']
 EVERYWHERE = ['decoder', 'vision_encoder', 'MP']
 GO_ON = ['--config', 'checkpoints/adapters/config.yaml', '--run_name', 'adapters', '--resume', 'True']
 ADAPTED = ['--load_from', 'checkpoints/base', '--lora_rank', '4', '--lora_targets', *EVERYWHERE, '--lr_lora', '0.01']

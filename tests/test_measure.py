@@ -65,6 +65,6 @@ def test_predictions_are_dated_and_can_be_made_again():
 def test_all_phases_with_all_arms(m, tmp_path):
     assert m.main(['--tiny', '--out', str(tmp_path/'m.json')]) == 0
     found = json.loads((tmp_path/'m.json').read_text())
-    assert len(found) == 8 and not [(n, p['error'], p['where']) for n, p in found.items() if 'error' in p]
+    assert len(found) == 7 and not [(n, p['error'], p['where']) for n, p in found.items() if 'error' in p]
     assert not [w for w in found['phase_7_trainer']['workers'].values() if 'error' in w]
     assert found['phase_8_determinism']['equal']

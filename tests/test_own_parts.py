@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
-from commands import TINY, record, run
+from commands import SHORT, record, run
 
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.run_dir import write_manifest
@@ -15,8 +15,6 @@ from nanovlm_nb.data.dataset import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'
-SHORT = [*TINY, '--data_cutoff_idx', '60', '--val_size', '8', '--num_of_sequences', '4', '--max_training_steps', '4', '--eval_interval', '4', '--save_interval', '2',
-         '--max_val_batches', '1', '--ask_samples', '2', '--max_keep_ckpts', '-1', '--dtype', 'float32']
 #: parts of a run, as the script hands them in; four runs try all eight
 PARTS = dict(muon_mirror_norms="optimizer=muon, loaders=partial(get_dataloaders, transforms=[mirrored]), hooks=[ProjectorNorm()]",
              transcripts_by_aspect="loaders=partial(get_dataloaders, rows=Transcripts('talk.parquet'), processor=by_aspect)",
@@ -57,7 +55,7 @@ def script(name, *more, ranks=1):
     "The script, alone or under torchrun, where ranks share the optimizer out; its directory."
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
     shared = ['--sharding', 'zero2', '--batch_size', '1'] if ranks > 1 else []
-    run([sys.executable, *launch, 'mine.py', PARTS[name], *SHORT, *FLAGS.get(name, []), *shared, '--run_name', f'{name}_{ranks}', *more], Path.cwd())
+    run([sys.executable, *launch, 'mine.py', PARTS[name], *SHORT, '--ask_samples', '2', *FLAGS.get(name, []), *shared, '--run_name', f'{name}_{ranks}', *more], Path.cwd())
     return Path('checkpoints')/f'{name}_{ranks}'
 
 

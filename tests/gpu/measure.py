@@ -1,4 +1,4 @@
-"""Ten minutes on one card: everything that is claimed for a GPU, measured in eight phases.
+"""Ten minutes on one card: everything that is claimed for a GPU, measured in seven phases.
 
     python tests/gpu/measure.py                        # measure; figures go to measured.json after every phase
     python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction of `predict.py`
@@ -42,9 +42,6 @@ from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent
 WARM, ROUNDS = 3, 10
-CHOICES = {'as it is': {}, 'tower recomputed': dict(vision_checkpointing=True), 'both recomputed': dict(vision_checkpointing=True, language_checkpointing=True), 'float32': dict(dtype='float32'),
-           'float16': dict(dtype='float16'), 'only the projector learns': dict(lr_vision_backbone=0., lr_language_backbone=0.), 'four experts': dict(use_moe=True), 'optimizer on the CPU': dict(offload_optimizer=True),
-           'attention by definition': dict(attn_backend='explicit')}
 
 
 # --- what is measured with
@@ -320,23 +317,6 @@ def phase_8_determinism(b) -> dict:
             pauses['background' if background else 'waiting'] = [round(1e3*b.seconds(lambda step=step: saver.save(t.base, Path(folder), step, None, {}, t.optimizer)), 1) for step in (1, 2)]
             saver.wait()
     return dict(equal=one == two, strict=slow, usual=quick, checkpoint_pause_ms=pauses)
-
-
-def phase_9_choices(b) -> dict:
-    "A micro-batch's time and an update's highest point, one choice after the other."
-    found = {}
-    for name, how in CHOICES.items():
-        release(b)
-        try:
-            t = b.trainer(how)
-            update = gather_update([b.batch(t)], t.dist)
-            train_step(t, update)
-            if b.cuda: torch.cuda.reset_peak_memory_stats()
-            train_step(t, update)
-            peak = round(torch.cuda.max_memory_allocated()/2**30, 2) if b.cuda else None
-            found[name] = dict(b.timed(lambda t=t, update=update: accumulate(t, update), 5), gib=peak)
-        except RuntimeError as e: found[name] = dict(error=' '.join(str(e).split())[:300])
-    return found
 
 
 PHASES = {int(name.split('_')[1]): f for name, f in list(globals().items()) if name.startswith('phase_')}
