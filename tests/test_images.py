@@ -1,4 +1,4 @@
-"Every kind of picture: what becomes of it, or why it is refused; augmentation; pixels of the faster ways."
+"Every kind of picture: what becomes of it, or why it is refused; pixels of the faster ways."
 import io
 import itertools
 import pickle
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, PngImagePlugin, features
+from PIL import Image, PngImagePlugin, features
 
 from nanovlm_nb.data.images import UnreadableImage, get_image_processor, global_view, image_size, open_header, open_image, split_tiles
 
@@ -196,45 +196,6 @@ def test_pixels_tell():
     with pytest.raises(UnreadableImage, match='mode F'): open_image(floats)
     assert image_size(LYING) == (128, 128)
     with pytest.raises(UnreadableImage, match=r'header says \(128, 128\).* \(32, 32\) pixels|allowed sizes'): open_image(LYING)
-
-
-# --- augmentation
-
-def flip(image, rng):
-    "Mirrored, always."
-    return ImageOps.mirror(image)
-
-
-class Counter:
-    "Counts its calls and darkens what it gets, in place."
-    def __init__(self): self.calls = 0
-
-    def __call__(self, image, rng):
-        self.calls += 1
-        image.paste((0, 0, 0), (0, 0, 3, 3))
-        return image
-
-
-def test_flip_is_applied_once():
-    "A transform sees the decoded, upright RGB picture once, whatever the source; pictures in memory are left alone."
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = encode(FOUR.transpose(Image.Transpose.ROTATE_90), exif=exif)
-    want = get_image_processor(32, 16)(ImageOps.mirror(FOUR))[0]
-    for src in (FOUR, encode(FOUR), turned, dict(bytes=encode(with_alpha(FOUR, 255)))): assert get_image_processor(32, 16, custom_transforms=[flip])(src)[0].equal(want)
-    count, before = Counter(), FOUR.tobytes()
-    proc = get_image_processor(32, 16, custom_transforms=(count,))
-    first, second = proc(FOUR)[0], proc(FOUR)[0]
-    assert count.calls == 2 and FOUR.tobytes() == before and first.equal(second) and first[1, :, :3, :3].max() == 0
-
-
-def test_another_size_of_the_same_grid_may_be_returned():
-    "What is wrong is a mistake of the user, which must not count as a damaged picture."
-    def half(image, rng): return image.convert('L').resize((image.width//2, image.height))
-    proc = get_image_processor(64, 32, custom_transforms=(half,))
-    assert proc(FOUR)[1] == (1, 1)
-    with pytest.raises(ValueError, match=r'transform half made \(32, 64\) of \(64, 64\).*return a picture of the size it gets') as e: proc(FOUR.resize((64, 64)))
-    assert not isinstance(e.value, UnreadableImage)
 
 
 # --- pixels
