@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, run, train, updates
+from commands import TINY, nanovlm, run, train, updates
 from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
+from nanovlm_nb.answers.look import VIEWS
 from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.dataset import shapes_dataset
@@ -116,6 +117,12 @@ def test_a_held_out_row_that_is_too_long_is_left_out(tmp_path):
     assert (run_dir/'status').read_text() == 'done\n' and json.loads((run_dir/'answers.json').read_text())['answers']['all'][1] > 0
     left_out = json.loads((run_dir/'drops.json').read_text())['val']
     assert left_out and all(int(i.removeprefix('shapes/train')) % 2 for i in left_out) and set(left_out.values()) == {'too_long'}
+
+
+def test_the_panel_of_a_checkpoint_asks_whether_it_looks(one):
+    panel = json.loads(nanovlm(['eval', one/'step_6', '--json'], one).stdout)
+    assert {k for k in panel if k.startswith('look/')} == {'look/answers'} | {f'look/{what}{v}' for what in ('val_loss', 'accuracy') for v in VIEWS}
+    assert all(0 <= panel[f'look/accuracy{v}'] <= 1 for v in VIEWS) and panel['look/answers'] > 0
 
 
 # --- publishing
