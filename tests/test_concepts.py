@@ -8,10 +8,9 @@ from nanovlm_nb.cli import main
 from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.training.schedule import warmup_cosine
 
-FLAGS = [*TINY, '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_keep_ckpts', -1, '--ask_samples', 0, '--dtype', 'float32',
+LENGTH = TINY.index('--max_training_steps')
+FLAGS = [*TINY[:LENGTH], *TINY[LENGTH+2:], '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_keep_ckpts', -1, '--ask_samples', 0, '--dtype', 'float32',
          '--lr_schedule', 'cosine', '--max_training_samples', 120]
-LENGTH = FLAGS.index('--max_training_steps')
-del FLAGS[LENGTH:LENGTH+2]
 
 
 def test_a_schedule_in_samples_goes_on_with_another_batch_and_other_ranks(tmp_path, capsys):
