@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 from commands import TINY
 from safetensors.torch import save_file
-from split_update import make_packs
 from torch.profiler import ProfilerActivity, profile
 
 from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.config import evolve, parse_args, preset
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
-from nanovlm_nb.data.packing import collate_packs
+from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.training.shard import full_weights, load_full_weights
 from nanovlm_nb.training.hooks import Guard
@@ -30,17 +29,33 @@ COUNTED = ('ddp', 'zero2', 'zero3', 'zero2_of_4')  # cases whose exchanges are c
 EXCHANGES = dict(reduce_scatter='c10d::_reduce_scatter_base_', all_gather='c10d::_allgather_base_', all_reduce='c10d::allreduce_')
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
 FROZEN = dict(lr_vision_backbone=0)
+AT_ONCE, PAIRS = (dict(batch_size=n, gradient_accumulation_steps=1) for n in (4, 2))
 DEEPSPEED = dict(train_batch_size=4, zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')), bf16=dict(enabled=False))
 
 #: name -> (settings of the model, settings of the run)
 CASES = {
-    1: dict(whole=({}, {}), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
-    2: dict(ddp=({}, {}), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
+    1: dict(whole=({}, {}), at_once=({}, AT_ONCE), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
+    2: dict(ddp=({}, {}), ddp_pairs=({}, PAIRS), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
             zero3_offload=({}, dict(sharding='zero3', offload_params=True, offload_optimizer=True)), zero3_recompute=({}, dict(sharding='zero3', **RECOMPUTE)),
             zero2_frozen=({}, dict(sharding='zero2', **FROZEN)), zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
             ddp_bf16=({}, dict(dtype='bfloat16')), zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')), zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
     4: dict(zero2_of_4=({}, dict(sharding='zero2'))),
 }
+
+
+def make_packs(cfg):
+    "Four packs with 3, 20, 1 and 9 targets; the third has no picture."
+    gen = torch.Generator().manual_seed(5)
+    packs = []
+    for k, (targets, n_images) in enumerate([(3, 1), (20, 2), (1, 0), (9, 1)]):
+        tiles = [torch.randint(0, 256, (1, 3, cfg.vit_img_size, cfg.vit_img_size), generator=gen, dtype=torch.uint8) for _ in range(n_images)]
+        text = torch.randint(0, cfg.lm_base_vocab_size, (30,), generator=gen)
+        ids = torch.cat([torch.full((n_images*cfg.mp_image_token_length,), cfg.image_token_id), text])
+        labels = torch.full_like(ids, -100)
+        labels[-targets-1:-1] = ids[-targets:]
+        sample = dict(id=f'packs/{k}', input_ids=ids, labels=labels, images=tiles, source='packs')
+        packs.append(pack([sample], 96, pad_id=2))
+    return packs
 
 
 class Quiet(NoLog):
@@ -49,12 +64,13 @@ class Quiet(NoLog):
 
 
 def make_trainer(dist, run_dir, model, run):
-    "A trainer on four packs, which are one update; one of them, alone in its micro-batch, has no picture."
+    "A trainer on four packs, which are one update; one of them, in most cases alone in its micro-batch, has no picture."
     vlm, train = preset('shapes')
     set_seed(0)
     cfg = evolve(vlm, **SMALL | model)
     train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
-    mine = [collate_packs([p]) for p in make_packs(cfg)[dist.rank::dist.world_size]]
+    packs = make_packs(cfg)[dist.rank::dist.world_size]
+    mine = [collate_packs(packs[i:i+train.batch_size]) for i in range(0, len(packs), train.batch_size)]
     return put_together(VisionLanguageModel(cfg, load_backbone=False).train(), train, mine, mine, [Guard()], dist, Quiet(run_dir))
 
 

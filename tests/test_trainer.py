@@ -1,14 +1,11 @@
-"Updates that do not depend on how a batch is split, and nanoVLM's own six updates."
+"nanoVLM's own six updates, and what validation and means over micro-batches count; splits over ranks: test_sharding.py."
 import json
-import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
-from commands import run, updates as updates_of
-from safetensors import safe_open
+from commands import updates as updates_of
 from safetensors.torch import load_file
 
 from nanovlm_nb.core.config import TrainConfig, evolve, tiny
@@ -22,18 +19,6 @@ from nanovlm_nb.training.hooks import costs, hooks_of
 from nanovlm_nb.training.optim import _update_of, tally, training_groups
 from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
-
-HERE = Path(__file__).parent
-
-
-def split(batch_size, accumulation, ranks, tmp_path):
-    "Gradients and parameters after one update, and its figures."
-    out = tmp_path/f'{batch_size}_{accumulation}_{ranks}.safetensors'
-    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
-    run([sys.executable, *launch, HERE/'split_update.py', batch_size, accumulation, out], tmp_path, PYTHONPATH=str(HERE.parent))
-    with safe_open(out, 'pt') as f: figures = f.metadata()
-    return load_file(out), figures
-
 
 def noisy(grads):
     """Which entries of a parameter had, in some update, a gradient that is rounding noise: under 3e-5 of what the parameter's are.
@@ -51,24 +36,6 @@ def assert_near(name, got, want, grads, lr):
     assert noise.float().mean() <= (.4 if 'qkv_proj.bias' in name or 'k_proj.bias' in name else .01), f'{name}: {noise.float().mean():.2%} of the gradients are noise'
     assert off.max() <= lr, name
     if not noise.all(): assert off[~noise].max() <= .03*lr, name
-
-
-def gap(a, b, part):
-    "Relative distance of two sets of tensors, each set taken as one vector."
-    names = [k for k in b if k.startswith(part)]
-    return (torch.cat([(a[k]-b[k]).flatten() for k in names]).norm()/torch.cat([b[k].flatten() for k in names]).norm()).item()
-
-
-def test_an_update_does_not_depend_on_the_split(tmp_path):
-    whole, figures = split(4, 1, 1, tmp_path)
-    assert figures['targets'] == '33'
-    for args in [(1, 4, 1), (1, 2, 2), (2, 1, 2)]:
-        other, said = split(*args, tmp_path)
-        for part in ('MP', 'vision_encoder', 'decoder'): assert gap(other, whole, f'grad/{part}') < 1e-6, (args, part)
-        assert gap(other, whole, 'param/') < 1e-6, args
-        assert said['digest'] == figures['digest'] and said['targets'] == figures['targets']
-        assert float(said['loss']) == pytest.approx(float(figures['loss']), rel=1e-6)
-        assert float(said['norm']) == pytest.approx(float(figures['norm']), rel=1e-6)
 
 
 @pytest.mark.usefixtures('one_thread')  # the order of sums decides about rounding noise, see below
