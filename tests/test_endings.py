@@ -148,7 +148,8 @@ from pathlib import Path
 DISK, done = Path('disk'), []
 def rate(step, max_lr, max_steps):
     "A rate that never changes; before update 4 the disk of a rank is filled but for ROOM bytes."
-    if 'ROOM' in os.environ and step == 3 and not done and os.environ['RANK'] == os.environ['WHO'] and (DISK/'run'/'log.jsonl').read_text().count('batch_loss') == 3:
+    log = DISK/'run'/'log.jsonl'  # not there yet when rates are looked at beforehand
+    if os.environ.get('WHO') == os.environ['RANK'] and step == 3 and not done and log.exists() and log.read_text().count('batch_loss') == 3:
         done.append(step)
         (DISK/'ballast').write_bytes(b'0'*max(shutil.disk_usage(DISK).free-int(os.environ['ROOM']), 0))
     return max_lr
@@ -224,6 +225,13 @@ def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     for again, quiet in zip(record(train_here(vlm_cfg, train_cfg, dist=Dist()))[0], quiet_run[0], strict=True):
         assert again.keys() == quiet.keys() and again.pop('batch_digest', '') == quiet.get('batch_digest', '')
         assert again == pytest.approx({k: quiet[k] for k in again}, rel=1e-4)
+
+
+def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_path, monkeypatch):
+    (tmp_path/'rates.py').write_text('def later(step, max_lr, max_steps): return None if step == 5 else max_lr\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match='the schedule later returned None for step 5 of 6'): in_process(tmp_path, '--lr_schedule', 'rates:later')
+    assert not checkpoints(tmp_path/'run')
 
 
 def test_too_many_bad_updates_end_with_what_is_left_and_no_traceback(tmp_path):
