@@ -9,21 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_docs import NBS, ROOT, cells, script
+from test_docs import NBS, ROOT, cells, script, text_of
 
 ZERO = NBS/'00_one_page.ipynb'
-
-
-def links(text: str) -> list[str]:
-    "Targets of links to notebooks."
-    return re.findall(r'\]\(([^)\s#]+\.ipynb)', text)
-
-
-def text_of(notebook: Path) -> str:
-    "All sources and text outputs of a notebook."
-    found = cells(notebook, 'code')
-    outputs = [''.join(o.get('text') or o.get('data', {}).get('text/plain', '')) for c in found for o in c['outputs']]
-    return '\n'.join([*(c['source'] for c in [*cells(notebook, 'markdown'), *found]), *outputs])
 
 
 def shown(notebook: Path) -> list[str]:
@@ -41,20 +29,13 @@ def test_chapter_zero_is_one_page_of_plain_pytorch():
     assert names == {'re', 'matplotlib.pyplot', 'numpy', 'torch', 'torch.nn', 'nanovlm_nb.data.dataset'}
 
 
-@pytest.fixture(scope='module')
-def made() -> dict[str, bytes]:
-    "The pictures of the home page, made anew."
-    return script('pictures').pictures()
-
-
-def test_pictures_of_the_home_page_are_what_notebooks_show(made):
-    for name, content in made.items():
+def test_pictures_of_the_home_page_are_what_notebooks_show():
+    home = text_of(NBS/'index.ipynb') + text_of(NBS/'tutorials'/'reference.ipynb').replace('](../', '](')
+    styles = (NBS/'styles.css').read_text(encoding='utf-8')
+    for name, content in script('pictures').pictures().items():
         there = (NBS/name).read_bytes()
         same = there == content if name.endswith('.svg') else np.array_equal(*(np.asarray(Image.open(io.BytesIO(b)).convert('RGB')) for b in (there, content)))
         assert same, f'nbs/{name} is not what its notebook shows: run `make readme`'
-    home = text_of(NBS/'index.ipynb') + text_of(NBS/'tutorials'/'reference.ipynb').replace('](../', '](')
-    styles = (NBS/'styles.css').read_text(encoding='utf-8')
-    for name in made:
         if not name.endswith('_dark.png'): assert f']({name})' in home
         else: assert f'body.quarto-dark img[src$="{name.replace("_dark", "")}"] {{ content: url("{name}"); }}' in styles
 
@@ -79,7 +60,7 @@ def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
     saved, = (''.join(o['data']['text/markdown']) for c in cells(summary, 'code') for o in c['outputs'])
     assert made['table'] == saved, 'run nbs/benchmarks/summary.ipynb and save it'
     pages = [p for p in BENCHMARKS if p != summary]
-    assert len(pages) >= 5 and {p.name for p in pages} == set(links(saved))
+    assert len(pages) >= 5 and {p.name for p in pages} == set(re.findall(r'\]\(([^)\s#]+\.ipynb)', saved))
     for p in pages: assert cells(p, 'markdown')[0]['source'].splitlines()[-1] == '- code-fold: true', p.name
     assert len(re.findall(r'\*\*.*\d.*\*\*', saved)) == len(saved.splitlines())-2  # a figure in each row
 
