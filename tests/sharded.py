@@ -1,14 +1,12 @@
 "Small trainings in every kind of sharding, as many ranks as the launch says; run by test_sharding.py, alone or under torchrun: sharded.py FOLDER."
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from commands import TINY
 from safetensors.torch import save_file
-from torch.profiler import ProfilerActivity, profile
 
 from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.config import evolve, parse_args, preset
@@ -25,8 +23,6 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 UPDATES, HALF = 4, 2  # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
 SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
-COUNTED = ('ddp', 'zero2', 'zero3', 'zero2_of_4')  # cases whose exchanges are counted, on the rank that writes them down; to profile costs more than to train
-EXCHANGES = dict(reduce_scatter='c10d::_reduce_scatter_base_', all_gather='c10d::_allgather_base_', all_reduce='c10d::allreduce_')
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
 FROZEN = dict(lr_vision_backbone=0)
 AT_ONCE, PAIRS = (dict(batch_size=n, gradient_accumulation_steps=1) for n in (4, 2))
@@ -80,37 +76,22 @@ def updates(trainer, n):
     return [[m['batch_loss'], m['grad_norm']] for m in made]
 
 
-def count(trainer, n):
-    "The same, and how often ranks exchanged what in each."
-    with profile(activities=[ProfilerActivity.CPU]) as p: figures = updates(trainer, n)
-    calls = Counter(e.name() for e in p.profiler.kineto_results.events())
-    return figures, {name: calls[op]/n for name, op in EXCHANGES.items()}
-
-
 def keep(out, name, trainer):
     "Write the weights of a training."
     weights = full_weights(trainer.base)
     if trainer.dist.is_master: save_file({k: v.clone() for k, v in weights.items()}, out/f'{name}.safetensors')
 
 
-def local_bytes(tensors):
-    "What this rank keeps, in bytes."
-    return sum(getattr(t, 'to_local', lambda t=t: t)().nbytes for t in tensors)
-
-
 def case(dist, out, name, model, run):
     "Four updates, with a checkpoint after two; what is worth knowing about them."
     trainer = make_trainer(dist, out/name, model, run)
     before = validation_loss(trainer)
-    figures, exchanges = count(trainer, 1) if name in COUNTED and dist.is_master else (updates(trainer, 1), None)
-    figures += updates(trainer, HALF-1)
+    figures = updates(trainer, HALF)
     save(trainer)
     figures += updates(trainer, UPDATES-HALF)
     trainer.saver.wait()
     keep(out, name, trainer)
-    state = [v for s in trainer.optimizer.state.values() for v in s.values() if v.ndim]
-    return dict(val=[before, validation_loss(trainer)], figures=figures, exchanges=exchanges, state_bytes=dist.gather(local_bytes(state)),
-                parameters=sum(p.numel() for p in trainer.base.parameters()), optimizer=type(trainer.optimizer).__name__, scales=dist.gather(trainer.scaler.get_scale()))
+    return dict(val=[before, validation_loss(trainer)], figures=figures, parameters=sum(p.numel() for p in trainer.base.parameters()), scales=dist.gather(trainer.scaler.get_scale()))
 
 
 def continued(dist, out, name, source, run):

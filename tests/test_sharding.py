@@ -85,25 +85,15 @@ def test_mixed_precision(out, facts):
     assert scales[0] == scales[1] > 1 and facts['zero3_fp16']['val'][1] < facts['zero3_fp16']['val'][0]
 
 
-def test_one_exchange_of_gradients_per_update(facts):
-    "Two micro-batches, six units: two blocks in each tower, projector, rest. The validation before has gathered weights, the rest's for zero3."
-    calls = {n: facts[n]['exchanges'] for n in ('ddp', 'zero2', 'zero3', 'zero2_of_4')}
-    assert calls['ddp'] == dict(reduce_scatter=0, all_gather=0, all_reduce=1)  # one bucket
-    assert calls['zero2'] == dict(reduce_scatter=6, all_gather=0, all_reduce=1)  # of the norm
-    assert calls['zero3'] == dict(reduce_scatter=6, all_gather=2*11-1, all_reduce=1)
-    assert calls['zero2_of_4'] == calls['zero2']
-
-
 @pytest.mark.parametrize('name, ranks', [('whole', 1), ('zero2', 2), ('zero3', 2), ('zero2_offload', 2), ('zero3_offload', 2), ('zero2_of_4', 4)])
-def test_share_of_the_optimizer(out, facts, name, ranks):
-    "Two moments in float32, shared out; a checkpoint has one model, and of the optimizer a file for each rank that holds its share."
-    f, folder = facts[name], out/name/f'step_{HALF}'
-    for mine in f['state_bytes']: assert mine == pytest.approx(8*f['parameters']/ranks, rel=.01)
-    assert f['optimizer'] == ('OffloadedAdamW' if name == 'zero2_offload' else 'AdamW')  # with offload_params it is on the CPU anyway
+def test_files_of_a_checkpoint(out, facts, name, ranks):
+    "One model, and of the optimizer, two moments in float32, a file for each rank that holds its share."
+    folder = out/name/f'step_{HALF}'
     assert [p.name for p in folder.glob('*.safetensors')] == ['model.safetensors']
     sizes = {p.name: p.stat().st_size for p in (folder/'optimizer').glob('*.safetensors')}
     assert sorted(sizes) == [f'rank_{r}.safetensors' for r in range(ranks)]
-    assert max(sizes.values()) < 1.3*8*f['parameters']/ranks+2e5  # names and places of the pieces
+    share = 8*facts[name]['parameters']/ranks
+    assert share < max(sizes.values()) < 1.3*share+2e5  # names and places of the pieces
 
 
 def test_a_sharded_checkpoint_in_one_process(out, facts):

@@ -5,7 +5,6 @@ from itertools import islice
 
 import pytest
 import torch
-from commands import updates as updates_of
 from safetensors.torch import load_file
 
 from nanovlm_nb.core.config import TrainConfig, evolve, tiny
@@ -13,10 +12,9 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.core.logs import RunLog
 from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
-from nanovlm_nb.runs.run import run as train_run
 from nanovlm_nb.training import trainer as module
-from nanovlm_nb.training.hooks import costs, hooks_of
-from nanovlm_nb.training.optim import _update_of, tally, training_groups
+from nanovlm_nb.training.hooks import hooks_of
+from nanovlm_nb.training.optim import _update_of, tally
 from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -132,21 +130,3 @@ def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
         return sum(accumulate(t, _update_of([*rank, *[loader.idle()]*(most-len(rank))], reports)).item() for rank in ranks)/len(ranks)
     assert loss([first], []) == pytest.approx(loss([first]), rel=1e-6) == pytest.approx(loss([first, loader.idle()]), rel=1e-6)
     assert loss([first, second], []) == pytest.approx((loss([first])+loss([second]))/2, rel=1e-6) == pytest.approx(loss([first], [second]), rel=1e-6)
-
-
-def test_the_arithmetic_counts_what_trains_whatever_groups_are_called():
-    vlm_cfg, cfg = tiny()
-    def mine(model, c): return torch.optim.SGD([dict(params=[*model.parameters()], lr=.1, max_lr=.1, name='all of it')])
-    usual, own = (costs(make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [], **more)) for more in ({}, dict(optimizer=mine)))
-    assert usual == own
-
-
-def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
-    "Some optimizers treat a first gradient differently."
-    monkeypatch.chdir(tmp_path)
-    runs = {}
-    for early in (True, False):
-        cfg = tiny(run_name=f'{early}', eval_in_epochs=early, max_training_steps=3, console_line='none', ask_samples=0)
-        train_run(*cfg, optimizer=lambda model, cfg: torch.optim.NAdam(training_groups(model, cfg)))
-        runs[early] = [(u['batch_loss'], u['grad_norm']) for u in updates_of(f'checkpoints/{early}')]
-    assert runs[True] == runs[False] and len(runs[True]) == 3
