@@ -43,13 +43,6 @@ def pytest_sessionfinish(session):
     if commands.warm.cache_info().currsize: commands.warm().close()
 
 
-@pytest.fixture
-def warm_executable(monkeypatch):
-    "What starts `sys.executable` in this process gets the warm python, see commands.py."
-    monkeypatch.setenv('PYTHON_EXEC', commands.warm().python)
-    monkeypatch.setattr('sys.executable', commands.warm().python)
-
-
 @pytest.fixture(scope='session')
 def root() -> Path:
     "The checkout: notebooks, modules, settings."

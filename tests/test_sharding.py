@@ -9,8 +9,9 @@ from commands import run, updates
 from safetensors.torch import load_file
 import sharded
 from sharded import HALF, UPDATES
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.core.dist import Dist, launch
 
 HERE = Path(__file__).resolve().parent
 
@@ -83,6 +84,19 @@ def test_mixed_precision(out, facts):
     assert 0 < apart(weights(out/'ddp_bf16.safetensors'), weights(out/'zero2_bf16.safetensors')) < 2e-3  # six steps of 3e-4
     scales = facts['zero3_fp16']['scales']
     assert scales[0] == scales[1] > 1 and facts['zero3_fp16']['val'][1] < facts['zero3_fp16']['val'][0]
+
+
+def test_one_exchange_of_gradients_per_update():
+    "Two ranks with two micro-batches each; there is one bucket."
+    def exchanges(dist):
+        trainer, seen = sharded.make_trainer(dist, None, {}, {}), []
+        def noted(state, bucket):
+            seen.append(bucket.index())
+            return allreduce_hook(state, bucket)
+        trainer.model.register_comm_hook(None, noted)
+        sharded.updates(trainer, 1)
+        return seen
+    assert launch(exchanges, 2) == [[0], [0]]
 
 
 @pytest.mark.parametrize('name, ranks', [('whole', 1), ('zero2', 2), ('zero3', 2), ('zero2_offload', 2), ('zero3_offload', 2), ('zero2_of_4', 4)])
