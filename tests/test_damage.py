@@ -98,12 +98,9 @@ def trained(tmp_path_factory):
 
 def go(cwd, *more):
     "Train in this process; the record of the run."
-    before = os.getcwd()
-    os.chdir(cwd)
-    try:
-        vlm_cfg, train_cfg, *_ = parse_args([*FLAGS, *more])
-        return record(Path(cwd)/run(vlm_cfg, train_cfg))
-    finally: os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        return record(Path(cwd)/run(*parse_args([*FLAGS, *more])[:2]))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ import argparse
 import io
 import json
 import math
-import os
 import re
 import sys
 from importlib.util import find_spec
@@ -56,10 +55,9 @@ SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--progress_bar', 'False'
 def place(tmp_path_factory):
     "A working directory with a run of two updates and some files."
     home = tmp_path_factory.mktemp('misuse')
-    before = Path.cwd()
-    os.chdir(home)
-    try: assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
-    finally: os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
     (home/'bad.jsonl').write_text('{"a": 1}\n')
     (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60}, prompts={'shapes': 'plain'})))
     Image.new('RGB', (8, 8), 'red').save(home/'picture.png')

@@ -1,6 +1,5 @@
 "What foretells a run starts from what the run starts from: the same sizes, tokenizer and DeepSpeed file, for each kind of start."
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,8 @@ STARTS = dict(random=SIZES, checkpoint=['--load_from', 'checkpoints/first/step_1
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
     "A working directory with a run, its `.pth` file, two backbones and a DeepSpeed file."
-    home, before = tmp_path_factory.mktemp('start'), Path.cwd()
-    os.chdir(home)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home := tmp_path_factory.mktemp('start'))
         assert nanovlm(['train', *RUN, *SIZES, '--run_name', 'first']) == 0
         Path('out').mkdir()
         torch.save(VisionLanguageModel.from_pretrained('checkpoints/first').state_dict(), 'out/pretrain_vlm_32.pth')
@@ -37,7 +35,6 @@ def place(tmp_path_factory):
         SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=8)).save_pretrained('vit')
         LlamaForCausalLM(LlamaConfig(hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=448)).save_pretrained('lm')
         Path('ds.json').write_text('{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}')
-    finally: os.chdir(before)
     return home
 
 

@@ -1,5 +1,6 @@
-"nanoVLM's own six updates, and what validation and means over micro-batches count; splits over ranks: test_sharding.py."
+"nanoVLM's own six updates and its learning rates, and what validation and means over micro-batches count; splits over ranks: test_sharding.py."
 import json
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -15,6 +16,7 @@ from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training import trainer as module
 from nanovlm_nb.training.hooks import hooks_of
 from nanovlm_nb.training.optim import _update_of, tally
+from nanovlm_nb.training.schedule import get_lr
 from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
@@ -73,6 +75,22 @@ def test_reproduces_the_references_six_updates(golden):
         moved = torch.cat([(after[k]-start[k]).flatten() for k in names])
         for k in names: assert_near(k, now[k], after[k], grads[k], lr)
         assert off.norm() <= 5e-4*moved.norm(), part
+
+
+def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
+    curves = json.loads((golden/'lr_schedule.json').read_text())
+    whole, clipped = 0, 0
+    for c in curves:
+        top, n = c['max_lr'], c['max_steps']
+        exact = math.isclose(.03*n, round(.03*n))
+        whole += exact
+        for it, want in enumerate(c['lr']):
+            if want > top*(1+1e-9):
+                assert not exact and it == math.floor(.03*n)  # only the last warm-up step, only if it is a broken one
+                assert get_lr(it, top, n) == top
+                clipped += 1
+            else: assert math.isclose(get_lr(it, top, n), want, rel_tol=1e-12)
+    assert whole and clipped
 
 
 def test_the_order_of_the_hooks():
