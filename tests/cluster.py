@@ -16,9 +16,7 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmdPort={slurmd_port}
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CryptoType=crypto/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
@@ -28,14 +26,9 @@ SlurmdPidFile={folder}/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
 ReturnToService=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-JobRequeue=1
-KillWait=30
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 '''

@@ -8,8 +8,8 @@ import commands
 import pytest
 
 #: the files that take longest, the longest first: with several workers none of them is begun when all others are done
-LONG = ('stages', 'sharding', 'stream', 'classify', 'docs', 'run', 'evaluate', 'packing_certificate', 'endings', 'elastic', 'concepts', 'check', 'own_parts', 'dist', 'inspect', 'export',
-        'histories', 'bad_updates', 'plan', 'look', 'layering', 'cli', 'gate', 'jsonl', 'misuse', 'flops', 'logs', 'lora', 'failing_producer', 'runs', 'start', 'damage',
+LONG = ('stages', 'sharding', 'stream', 'classify', 'docs', 'run', 'evaluate', 'packing_certificate', 'endings', 'elastic', 'concepts', 'check', 'own_parts', 'inspect', 'export',
+        'histories', 'bad_updates', 'plan', 'layering', 'cli', 'gate', 'jsonl', 'misuse', 'flops', 'logs', 'lora', 'failing_producer', 'runs', 'start', 'damage',
         'packing', 'trainer', 'compiled', 'file_kills', 'types')
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,13 +41,6 @@ def pytest_collection_finish():
 def pytest_sessionfinish(session):
     "End the warm python, if some test has started it."
     if commands.warm.cache_info().currsize: commands.warm().close()
-
-
-@pytest.fixture
-def warm_executable(monkeypatch):
-    "What starts `sys.executable` in this process gets the warm python, see commands.py."
-    monkeypatch.setenv('PYTHON_EXEC', commands.warm().python)
-    monkeypatch.setattr('sys.executable', commands.warm().python)
 
 
 @pytest.fixture(scope='session')

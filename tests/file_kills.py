@@ -1,20 +1,18 @@
 """Kill a short run at its n-th file operation, let it go on, and compare with the run that nobody killed.
 
-Run by test_file_kills.py, or by hand: file_kills.py EVERY [FIRST]. One process imports the package, and each run is a fork of it: a kill costs the run and not the imports.
+Run by test_file_kills.py, or by hand: file_kills.py EVERY. One process imports the package, and each run is a fork of it: a kill costs the run and not the imports.
 """
 import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from commands import TINY
+from commands import TINY, record
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '2', '--ask_samples', '0', '--dtype', 'float32',
          '--max_training_steps', '4', '--num_of_sequences', '2', '--batch_size', '1', '--data_cutoff_idx', '40', '--val_size', '12', '--async_save', 'False', '--resume', 'True']
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}
-TIMES = ('time/', 'perf/', 'training_stats/')
 KILLED = 137
 
 
@@ -64,30 +62,16 @@ def start(cwd, stop=0):
         os._exit(1)
 
 
-def figures(record):
-    "A line of the log without what depends on the clock."
-    return {k: v for k, v in record.items() if not k.startswith(TIMES) and 'per_second' not in k and 'duration' not in k}
-
-
 def state(cwd):
-    "All that a run has come to: log, every file of its directory by name, weights, pointers, drops, status."
+    "All that a run has come to: what is recorded of it, every file of its directory by name, weights, pointers, drops, status."
     run_dir = Path(cwd)/'checkpoints'/'r'
     read = {name: (run_dir/name).read_text() for name in ('last_checkpoint', 'best_checkpoint', 'drops.json', 'status')}
     weights = {p.parent.name: p.read_bytes() for p in run_dir.glob('step_*/model.safetensors')}
-    log = [figures(json.loads(line)) for line in (run_dir/'log.jsonl').read_text().splitlines()]
-    return dict(log=log, names=sorted(p.relative_to(run_dir).as_posix() for p in run_dir.rglob('*')), weights=weights, **read)
+    return dict(record=record(run_dir), weights=weights, names={p.relative_to(run_dir).as_posix() for p in run_dir.rglob('*')}, **read)
 
 
-def differences(one, other):
-    "What two states disagree about."
-    found = [k for k in one if one[k] != other[k]]
-    if 'names' in found: found.append(str(set(one['names']) ^ set(other['names'])))
-    if 'log' in found: found.append(str([r for r in one['log'] if r not in other['log']]+[r for r in other['log'] if r not in one['log']])[:600]+f' {len(one["log"])} {len(other["log"])}')
-    return found
-
-
-def all_kills(choose, say=lambda line: None):
-    "Kill at the operations that `choose` picks of so many; number of operations -> what was different afterwards."
+def all_kills(every):
+    "Kill at the operations named, as parts of all or by the distance of two; how many there are, and number -> what was different afterwards."
     import torch
 
     import nanovlm_nb.runs.run  # noqa: F401, before the forks
@@ -96,20 +80,13 @@ def all_kills(choose, say=lambda line: None):
         code, n = start(folder)
         assert code == 0, (Path(folder)/'output').read_text()[-3000:]
         whole, found = state(folder), {}
-        for k in choose(n):
+        for k in [round(n*float(f)) for f in every.split(',')] if '.' in every else range(int(every), n+1, int(every)):
             with tempfile.TemporaryDirectory() as cwd:
-                killed = start(cwd, k)[0]
-                again = start(cwd)[0]
-                wrong = [f'ended with {killed} and {again}: '+(Path(cwd)/'output').read_text()[-1500:]] if (killed, again) != (KILLED, 0) else differences(whole, state(cwd))
-            found[k] = wrong
-            say(f'{k} of {n}: {wrong or "the same"}')
-        return n, found
+                codes = start(cwd, k)[0], start(cwd)[0]
+                if codes != (KILLED, 0): found[k] = [f'ended with {codes}: '+(Path(cwd)/'output').read_text()[-1500:]]
+                else: found[k] = [f'{what}: {was} -> {now}'[:1500] for (what, was), now in zip(whole.items(), state(cwd).values()) if now != was]
+            print(f'{k} of {n}: {found[k] or "the same"}', file=sys.stderr, flush=True)
+        return dict(operations=n, found=found)
 
 
-if __name__ == '__main__':
-    every = sys.argv[1]
-    began = time.process_time()
-    pick = (lambda n: [round(n*float(f)) for f in every.split(',')]) if '.' in every else lambda n: range(int((sys.argv[2:] or [every])[0]), n+1, int(every))
-    n, found = all_kills(pick, lambda line: print(line, file=sys.stderr, flush=True))
-    times = os.times()
-    print(json.dumps(dict(operations=n, found=found, cpu=round(times.user+times.system+times.children_user+times.children_system, 1))))
+if __name__ == '__main__': print(json.dumps(all_kills(sys.argv[1])))

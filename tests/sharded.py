@@ -1,20 +1,17 @@
 "Small trainings in every kind of sharding, as many ranks as the launch says; run by test_sharding.py, alone or under torchrun: sharded.py FOLDER."
 import json
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from commands import TINY
 from safetensors.torch import save_file
-from split_update import make_packs
-from torch.profiler import ProfilerActivity, profile
 
 from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.config import evolve, parse_args, preset
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
-from nanovlm_nb.data.packing import collate_packs
+from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.training.shard import full_weights, load_full_weights
 from nanovlm_nb.training.hooks import Guard
@@ -26,21 +23,35 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 UPDATES, HALF = 4, 2  # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
 SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
-COUNTED = ('ddp', 'zero2', 'zero3', 'zero2_of_4')  # cases whose exchanges are counted, on the rank that writes them down; to profile costs more than to train
-EXCHANGES = dict(reduce_scatter='c10d::_reduce_scatter_base_', all_gather='c10d::_allgather_base_', all_reduce='c10d::allreduce_')
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
 FROZEN = dict(lr_vision_backbone=0)
+AT_ONCE, PAIRS = (dict(batch_size=n, gradient_accumulation_steps=1) for n in (4, 2))
 DEEPSPEED = dict(train_batch_size=4, zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')), bf16=dict(enabled=False))
 
 #: name -> (settings of the model, settings of the run)
 CASES = {
-    1: dict(whole=({}, {}), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
-    2: dict(ddp=({}, {}), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
+    1: dict(whole=({}, {}), at_once=({}, AT_ONCE), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
+    2: dict(ddp=({}, {}), ddp_pairs=({}, PAIRS), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
             zero3_offload=({}, dict(sharding='zero3', offload_params=True, offload_optimizer=True)), zero3_recompute=({}, dict(sharding='zero3', **RECOMPUTE)),
             zero2_frozen=({}, dict(sharding='zero2', **FROZEN)), zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
             ddp_bf16=({}, dict(dtype='bfloat16')), zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')), zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
     4: dict(zero2_of_4=({}, dict(sharding='zero2'))),
 }
+
+
+def make_packs(cfg):
+    "Four packs with 3, 20, 1 and 9 targets; the third has no picture."
+    gen = torch.Generator().manual_seed(5)
+    packs = []
+    for k, (targets, n_images) in enumerate([(3, 1), (20, 2), (1, 0), (9, 1)]):
+        tiles = [torch.randint(0, 256, (1, 3, cfg.vit_img_size, cfg.vit_img_size), generator=gen, dtype=torch.uint8) for _ in range(n_images)]
+        text = torch.randint(0, cfg.lm_base_vocab_size, (30,), generator=gen)
+        ids = torch.cat([torch.full((n_images*cfg.mp_image_token_length,), cfg.image_token_id), text])
+        labels = torch.full_like(ids, -100)
+        labels[-targets-1:-1] = ids[-targets:]
+        sample = dict(id=f'packs/{k}', input_ids=ids, labels=labels, images=tiles, source='packs')
+        packs.append(pack([sample], 96, pad_id=2))
+    return packs
 
 
 class Quiet(NoLog):
@@ -49,12 +60,13 @@ class Quiet(NoLog):
 
 
 def make_trainer(dist, run_dir, model, run):
-    "A trainer on four packs, which are one update; one of them, alone in its micro-batch, has no picture."
+    "A trainer on four packs, which are one update; one of them, in most cases alone in its micro-batch, has no picture."
     vlm, train = preset('shapes')
     set_seed(0)
     cfg = evolve(vlm, **SMALL | model)
     train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
-    mine = [collate_packs([p]) for p in make_packs(cfg)[dist.rank::dist.world_size]]
+    packs = make_packs(cfg)[dist.rank::dist.world_size]
+    mine = [collate_packs(packs[i:i+train.batch_size]) for i in range(0, len(packs), train.batch_size)]
     return put_together(VisionLanguageModel(cfg, load_backbone=False).train(), train, mine, mine, [Guard()], dist, Quiet(run_dir))
 
 
@@ -64,37 +76,22 @@ def updates(trainer, n):
     return [[m['batch_loss'], m['grad_norm']] for m in made]
 
 
-def count(trainer, n):
-    "The same, and how often ranks exchanged what in each."
-    with profile(activities=[ProfilerActivity.CPU]) as p: figures = updates(trainer, n)
-    calls = Counter(e.name() for e in p.profiler.kineto_results.events())
-    return figures, {name: calls[op]/n for name, op in EXCHANGES.items()}
-
-
 def keep(out, name, trainer):
     "Write the weights of a training."
     weights = full_weights(trainer.base)
     if trainer.dist.is_master: save_file({k: v.clone() for k, v in weights.items()}, out/f'{name}.safetensors')
 
 
-def local_bytes(tensors):
-    "What this rank keeps, in bytes."
-    return sum(getattr(t, 'to_local', lambda t=t: t)().nbytes for t in tensors)
-
-
 def case(dist, out, name, model, run):
     "Four updates, with a checkpoint after two; what is worth knowing about them."
     trainer = make_trainer(dist, out/name, model, run)
     before = validation_loss(trainer)
-    figures, exchanges = count(trainer, 1) if name in COUNTED and dist.is_master else (updates(trainer, 1), None)
-    figures += updates(trainer, HALF-1)
+    figures = updates(trainer, HALF)
     save(trainer)
     figures += updates(trainer, UPDATES-HALF)
     trainer.saver.wait()
     keep(out, name, trainer)
-    state = [v for s in trainer.optimizer.state.values() for v in s.values() if v.ndim]
-    return dict(val=[before, validation_loss(trainer)], figures=figures, exchanges=exchanges, state_bytes=dist.gather(local_bytes(state)),
-                parameters=sum(p.numel() for p in trainer.base.parameters()), optimizer=type(trainer.optimizer).__name__, scales=dist.gather(trainer.scaler.get_scale()))
+    return dict(val=[before, validation_loss(trainer)], figures=figures, parameters=sum(p.numel() for p in trainer.base.parameters()), scales=dist.gather(trainer.scaler.get_scale()))
 
 
 def continued(dist, out, name, source, run):

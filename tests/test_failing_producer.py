@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, ranks_of, run, start_of
+from commands import TINY, ranks_of, run, start_of, updates, wait_for
 from PIL import Image
 
 from nanovlm_nb.core.config import VLMConfig
@@ -70,42 +70,34 @@ def test_what_fails_in_a_worker_ends_the_iteration_and_names_the_sample(tmp_path
         assert said in how['text'] and how['children'] == 0 and how['seconds'] < 10, how
 
 
-def train_flags(*more):
-    "A small run; what comes later wins."
-    return [sys.executable, '-m', 'nanovlm_nb.train', *TINY, '--ask_samples', '0', '--run_name', 'run', *more]
+TRAIN = ['-m', 'nanovlm_nb.train', *TINY, '--ask_samples', '0', '--run_name', 'run', '--num_workers', '1']
 
 
-@pytest.mark.parametrize('flags, message', [
-    ('', 'no usable validation row among val_size'),
-    ('--eval_in_epochs False --val_size 0', 'an epoch without a single sample')])
-def test_a_run_without_a_sample_ends(tmp_path, flags, message):
-    "All rows are dropped: an error, with a worker and without validation too."
-    done = run(train_flags('--max_sample_length', '18', '--num_workers', '1', *flags.split()), tmp_path, timeout=120, check=False)
-    assert message in done.stderr
+def test_a_run_without_a_sample_ends(tmp_path):
+    "All rows are dropped: an error, with a worker, and without validation too."
+    for flags, said in ((), 'no usable validation row among val_size'), (('--eval_in_epochs', 'False', '--val_size', '0'), 'an epoch without a single sample'):
+        assert said in run([sys.executable, *TRAIN, '--max_sample_length', '18', *flags], tmp_path, timeout=120, check=False).stderr
 
 
-def children_of(pid):
-    "Numbers of a process's children."
-    return [int(c) for t in Path(f'/proc/{pid}/task').iterdir() for c in (t/'children').read_text().split()]
+def test_a_rank_that_never_starts_is_named(tmp_path):
+    env = dict(PYTHONPATH=str(Path(__file__).parent.parent), RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+    done = run([sys.executable, '-c', "from nanovlm_nb.core.dist import init_dist; init_dist('cpu', 2)"], tmp_path, timeout=60, check=False, fresh=True, **env)
+    assert done.returncode == 1 and 'rank 0 of 2: `init_dist` failed, its timeout is 2 s' in done.stderr
 
 
 @pytest.mark.skipif(not Path('/proc/self/task').exists(), reason='processes are found in /proc')
 def test_two_ranks_end_when_a_worker_of_one_is_killed(tmp_path):
     "Neither the rank that has lost its worker nor the one that waits for its gradients hangs."
-    cmd = train_flags('--num_workers', '1', '--max_training_steps', '100000', '--eval_in_epochs', 'False')
-    cmd[1:2] = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m']
-    cmd, env = start_of(cmd)
-    with open(tmp_path/'err', 'wb') as err:
-        process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
-        try:
-            log, end = tmp_path/'checkpoints'/'run'/'log.jsonl', time.monotonic()+120
-            while not (log.exists() and b'batch_loss' in log.read_bytes()):
-                assert process.poll() is None and time.monotonic() < end, (tmp_path/'err').read_text()[-3000:]
-                time.sleep(.05)
-            workers = [w for rank in ranks_of(tmp_path, 1) for w in children_of(rank)]
-            os.kill(workers[-1], signal.SIGKILL)
-            assert process.wait(timeout=60) != 0
-        finally:
-            if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
-    said = (tmp_path/'err').read_text()
-    assert any(e in said for e in ('DataLoader worker', 'EOFError', 'ConnectionResetError', 'FileNotFoundError'))
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
+    cmd, env = start_of([*launch, *TRAIN, '--max_training_steps', '100000', '--eval_in_epochs', 'False'])
+    errors = tmp_path/'err'
+    process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=errors.open('wb'), start_new_session=True)
+    try:
+        assert wait_for(process, lambda: updates(tmp_path/'checkpoints'/'run'), 120), errors.read_text()[-3000:]
+        rank, = ranks_of(tmp_path, 1)
+        workers = [w for task in Path(f'/proc/{rank}/task').iterdir() for w in (task/'children').read_text().split()]
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert process.wait(timeout=60) != 0
+    finally:
+        if process.poll() is None: os.killpg(process.pid, signal.SIGKILL)
+    assert any(e in errors.read_text() for e in ('DataLoader worker', 'EOFError', 'ConnectionResetError', 'FileNotFoundError'))

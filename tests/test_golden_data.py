@@ -22,29 +22,13 @@ def reference(golden):
 
 
 @pytest.fixture(scope='module')
-def cfg(golden):
-    "The configuration of the golden checkpoint."
-    return VLMConfig.from_dict(json.loads((golden/'nanovlm'/'checkpoint'/'config.json').read_text()))
-
-
-@pytest.fixture(scope='module')
-def tokenizer(golden, cfg):
-    "The golden tokenizer with the extra tokens of the configuration."
-    return get_tokenizer(str(golden/'nanovlm'/'tokenizer'), cfg.vlm_extra_tokens, cfg.lm_chat_template)
-
-
-@pytest.fixture(scope='module')
-def processor(cfg):
-    "The image processor of the configuration."
-    return image_processor_of(cfg)
-
-
-@pytest.fixture(scope='module')
-def samples(golden, reference, cfg, tokenizer, processor):
-    "The golden samples as this library makes them from pictures and turns."
+def samples(golden, reference):
+    "The golden samples as this library makes them from pictures and turns, with the configuration of the golden checkpoint."
+    cfg = VLMConfig.from_dict(json.loads((golden/'nanovlm'/'checkpoint'/'config.json').read_text()))
+    tokenizer = get_tokenizer(str(golden/'nanovlm'/'tokenizer'), cfg.vlm_extra_tokens, cfg.lm_chat_template)
     # nanoVLM drops transparency and shows the colour beneath, white shows here: it gets what nanoVLM saw
     rows = [dict(images=[Image.open(golden/'nanovlm'/im['file']).convert('RGB') for im in s['images']], texts=s['texts'], source='golden') for s in reference['samples']]
-    return VQADataset(rows, tokenizer, processor, cfg.mp_image_token_length)
+    return VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length)
 
 
 def test_resize_table(reference):
@@ -56,7 +40,7 @@ def test_resize_table(reference):
 
 @pytest.mark.parametrize('i', range(4))
 def test_sample(reference, samples, i):
-    "Ids, labels, image string and grids of a sample."
+    "Ids, labels, image string and grids of a sample; the prompt for generation is the sample up to its first target."
     want, got, plan = reference['samples'][i], samples[i], samples.plan_row(read_row(samples.rows, i))
     grids = [tuple(g) for g in want['grids']]
     assert got['input_ids'].tolist() == want['input_ids']
@@ -64,14 +48,9 @@ def test_sample(reference, samples, i):
     assert get_image_string(samples.tokenizer, grids, 4) == want['image_string']
     assert [samples.image_processor.grid(*im['size']) for im in want['images']] == grids
     assert [len(t) for t in got['images']] == want['n_sub_images']
+    prompt = encode_prompt(samples.tokenizer, want['texts'][0]['user'], want['image_string'])
+    assert prompt.tolist() == want['input_ids'][:want['loss_mask'].index(1)]
     assert (plan.tokens, plan.images, plan.tiles) == (len(want['input_ids']), len(grids), sum(want['n_sub_images']))
-
-
-def test_prompt_is_a_prefix(reference, samples):
-    "The prompt for generation is the sample up to its first target."
-    s = reference['samples'][0]
-    prompt = encode_prompt(samples.tokenizer, s['texts'][0]['user'], s['image_string'])
-    assert prompt.tolist() == s['input_ids'][:s['loss_mask'].index(1)]
 
 
 def test_tiles(golden, samples):
@@ -112,8 +91,8 @@ def several(tokenizer, turns):
 
 
 @pytest.mark.parametrize('answer', ['', ' ', '\n', '\n\n\nx', ' leading', 'trailing ', 'a\n\n', 'é世\u200d🙂', '<not special>', '12345'])
-def test_answers_at_the_edges(tokenizer, answer):
+def test_answers_at_the_edges(samples, answer):
     "White space and odd characters at the borders of an answer."
     turns = [dict(user='q', assistant=answer), dict(user=answer, assistant='z'), dict(user='q', assistant=answer)]
-    ids, labels = encode_chat(tokenizer, turns)
-    assert (ids.tolist(), labels.tolist()) == several(tokenizer, turns)
+    ids, labels = encode_chat(samples.tokenizer, turns)
+    assert (ids.tolist(), labels.tolist()) == several(samples.tokenizer, turns)

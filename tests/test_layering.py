@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_docs import ROOT, cells
 
-ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = re.compile(r'(\d\d)_([\w.]+)\.ipynb')
 TORCH_FREE = ('usage', 'config', 'run_dir', 'schedule', 'advice', 'flops', 'train', 'cli')
 HEAVY = ('torch', 'transformers', 'datasets', 'numpy', 'wandb', 'matplotlib', 'PIL')
@@ -18,8 +18,7 @@ LATER = {('evaluate', 'cli')}  # starts it as a process of its own
 
 def exports(notebook: Path) -> str:
     "The module that a notebook becomes, below the package: its `default_exp`."
-    cells = json.loads(notebook.read_text(encoding='utf-8'))['cells']
-    return next(m[1] for c in cells for m in [re.match(r'#\| ?default_exp ([\w.]+)', ''.join(c['source']))] if m)
+    return next(m[1] for c in cells(notebook, 'code') if (m := re.match(r'#\| ?default_exp ([\w.]+)', c['source'])))
 
 
 NOTEBOOKS = {exports(p): p for p in sorted((ROOT/'nbs').glob('??_*.ipynb')) if p.name != '00_one_page.ipynb'}  # it exports nothing
@@ -73,10 +72,6 @@ def loaded_by(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_the_package_imports_nothing():
-    assert not loaded_by('import nanovlm_nb; dir(nanovlm_nb)')
-
-
 def test_the_package_offers_names_that_exist_and_that_editors_see():
     "Each is an object of its module, and stands among the imports that only type checkers read; the script's module does not hide `train`."
     import nanovlm_nb
@@ -90,9 +85,9 @@ def test_the_package_offers_names_that_exist_and_that_editors_see():
     with pytest.raises(ImportError, match="cannot import name 'trian'"): exec('from nanovlm_nb import trian')
 
 
-@pytest.mark.parametrize('module', TORCH_FREE)
-def test_light_modules_import_nothing_heavy(module):
-    assert not loaded_by(f'import nanovlm_nb.{named(module)}')
+@pytest.mark.parametrize('code', ['import nanovlm_nb; dir(nanovlm_nb)', *(f'import nanovlm_nb.{named(name)}' for name in TORCH_FREE)])
+def test_light_modules_import_nothing_heavy(code):
+    assert not loaded_by(code)
 
 
 def test_a_run_loads_neither_plots_nor_wandb():

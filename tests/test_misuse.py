@@ -3,22 +3,19 @@ import argparse
 import io
 import json
 import math
-import os
 import re
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
-import datasets
 import pytest
 from PIL import Image
 from commands import TINY, run
 
 from nanovlm_nb.train import main as train_main
 from nanovlm_nb.cli import PARSERS, main
-from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, evolve, parse_args, preset, rule_of
+from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, evolve, preset, rule_of
 from nanovlm_nb.core.usage import UsageError
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -30,37 +27,25 @@ MISUSES = [
     ('train', '--lr_pm 0.1', 'unknown flag `--lr_pm`: did you mean `--lr_mp`?'),
     ('train', 'stray', '`stray` belongs to no flag: write --FIELD VALUE'),
     ('train', '--batch_size two', 'batch_size is two: give a whole number above 0'),
-    # adapters
-    ('train', '--lora_rank 4', 'adapters stand beside the weights of a checkpoint that is trained already; give --load_from CHECKPOINT'),
     ('train', '--lora_rank 4 --load_from RUN --lora_targets k_prog', "lora_targets names 'k_prog', and no linear layer of this model is called so"),
-    # files of settings
-    ('train', '--config typo.yaml', 'unknown key in typo.yaml `train.batchsize`: did you mean `train.batch_size`?'),
     # what a run starts from
     ('train', '--load_from out/none.pth', 'out/none.pth'),
-    ('train', '--load_from empty', 'empty holds no checkpoint: give one, or a run that has one'),
     ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
     ('train', '--train_dataset_path picture.png', "Check train_dataset_path=picture.png and train_dataset_name=['default']: default: picture.png is no data set: give a file that ends in .parquet"),
     # commands that foretell a run
-    ('plan', 'RUN', '`checkpoints/r` belongs to no flag: give --config checkpoints/r/config.yaml'),
-    ('replay', 'RUN/step_2 1', 'checkpoints/r/step_2 is a checkpoint: give its run, '),
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
     ('replay', 'RUN 99', 'update 99 was never made'),
     # commands that use a model
     ('ask', 'nowhere --prompt x', 'nowhere'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
-    ('eval', 'RUN --tasks shapes --include_path nowhere', '--include_path: there is no directory nowhere'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation: give another --out'),
-    ('export', 'bare out', 'bare has no tokenizer.json, and that of its training is not here ('),
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('ask', 'nowhere --page', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
-    ('classify', '--config class.yaml', 'unknown key in class.yaml `nmae`: did you mean `name`?'),
-    ('classify', '--datasets nowhere', 'data set nowhere cannot be read'),
     ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
     ('classify', '--model nowhere/x', 'nowhere/x is no directory, and the hub did not give it'),
     # commands that look at runs
     ('runs', 'nowhere', 'nowhere is no run: give its directory, or log.jsonl in it'),
-    ('runs', 'RUN --curves x.docx', 'x.docx is no name of a picture: let it end in one of png'),
 ]
 # `nanovlm train` gets these where the model does not matter: nothing else is looked for
 SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--progress_bar', 'False']
@@ -70,20 +55,11 @@ SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--progress_bar', 'False'
 def place(tmp_path_factory):
     "A working directory with a run of two updates and some files."
     home = tmp_path_factory.mktemp('misuse')
-    before = Path.cwd()
-    os.chdir(home)
-    try: assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
-    finally: os.chdir(before)
-    (home/'typo.yaml').write_text('train: {batchsize: 4}')
-    (home/'class.yaml').write_text('model: {nmae: x}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
     (home/'bad.jsonl').write_text('{"a": 1}\n')
-    (home/'torn.jsonl').write_text('{"conversations": [\n')
     (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60}, prompts={'shapes': 'plain'})))
-    datasets.Dataset.from_dict(dict(texts=[[dict(user='a', assistant='b')]])).to_parquet(home/'bare.parquet')
-    (home/'empty').mkdir()
-    (home/'bare').mkdir()
-    (home/'bare'/'config.json').write_text((home/'checkpoints'/'r'/'step_2'/'config.json').read_text().replace('checkpoints/r/', 'checkpoints/gone/'))
-    shutil.copy(home/'checkpoints'/'r'/'step_2'/'model.safetensors', home/'bare')
     Image.new('RGB', (8, 8), 'red').save(home/'picture.png')
     return home
 
@@ -93,28 +69,20 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file() and not p.name.startswith('log.')}
 
 
-def told(command: str, line: str, capsys) -> str:
-    "What a command writes to stderr when it is refused."
-    args = [re.sub(r'\bRUN\b', 'checkpoints/r', word) for word in line.split()]
-    small = SMALL if command == 'train' and not line.startswith(('--config', 'stray')) else []
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end: main([command, *small, *args])
-    assert end.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize('command, line, said', MISUSES, ids=[f'{c} {line}'[:70] for c, line, _ in MISUSES])
 def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
-    before = files_below(place)
-    err = told(command, line, capsys)
+    before, args = files_below(place), [re.sub(r'\bRUN\b', 'checkpoints/r', word) for word in line.split()]
+    with pytest.raises(SystemExit) as end: main([command, *(SMALL if command == 'train' and line != 'stray' else []), *args])
+    assert end.value.code == 2
+    err = capsys.readouterr().err
     ours = [text for text in err.splitlines() if text.startswith(f'nanovlm {command}: error: ')]
     assert len(ours) == 1 and err.splitlines()[-1] == ours[0] and said in ours[0], err
     assert 'Traceback' not in err and len(err.splitlines()) <= 3, err
     after = files_below(place)
-    assert after == before, sorted(after.keys() ^ before.keys()) or [n for n in after if after[n] != before[n]]
+    assert {n for n in after.keys() | before.keys() if after.get(n) != before.get(n)} == set()
 
 
 @pytest.mark.parametrize('command', PARSERS)
@@ -173,7 +141,3 @@ def test_a_wrong_value_is_refused_with_the_rule_in_words(name):
     for value in wrong:
         with pytest.raises(UsageError) as error: evolve(cfg, **{name: [value]*3 if many else value})
         assert str(error.value).startswith(name) and f': give {words}' in str(error.value), (value, str(error.value))
-
-
-def test_no_clipping():
-    assert parse_args(['--max_grad_norm', '0'])[1].max_grad_norm is None

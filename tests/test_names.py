@@ -1,14 +1,13 @@
 "Every command and every module that a text names exists: in messages, notebooks and their outputs, documents, scripts and tests."
-import json
 import re
 from pathlib import Path
 
 import pytest
+from test_docs import ROOT, text_of
 
 import nanovlm_nb
 from nanovlm_nb.cli import COMMANDS, KNOWN_AS
 
-ROOT = Path(__file__).resolve().parent.parent
 MODULES = {'.'.join(p.relative_to(ROOT/'nanovlm_nb').with_suffix('').parts) for p in (ROOT/'nanovlm_nb').rglob('*.py')}
 PACKAGES = {m.rpartition('.')[0] for m in MODULES} | {'tasks', 'figures'} | {*nanovlm_nb.__all__}  # what the package offers; no code: the folder of lmms-eval's tasks, the style sheet of figures
 #: what begins with the project's name and is no command: the package, the script, a preset, a loss and a step of the predictions, a file, a project of wandb, a field of others
@@ -17,24 +16,12 @@ OTHERS = {'nb', 'train', 'native', 'loss', 'step', 'error', 'classify', 'config'
 WORDS = {'or', 'convention'}
 
 
-def strings(notebook: Path) -> str:
-    "Sources and text outputs of a notebook."
-    found = []
-    for cell in json.loads(notebook.read_text(encoding='utf-8'))['cells']:
-        found.append(''.join(cell['source']))
-        for out in cell.get('outputs', []): found += [''.join(out.get('text', '')), ''.join(out.get('data', {}).get('text/plain', ''))]
-    return '\n'.join(found)
-
-
-def texts() -> dict[str, str]:
+@pytest.fixture(scope='module')
+def read() -> dict[str, str]:
     "Path -> text of everything that somebody may read."
     files = [p for pattern in ('*.md', 'Makefile', '.ci/*', '.github/workflows/*', 'slurm/*', 'tests/*.py', 'tests/gpu/*.[mp][dy]', 'nanovlm_nb/**/*.py', 'nbs/**/*.ipynb') for p in ROOT.glob(pattern)]
     kept = [p for p in files if p.is_file() and '.ipynb_checkpoints' not in p.parts and p.name not in ('_modidx.py', Path(__file__).name)]
-    return {str(p.relative_to(ROOT)): strings(p) if p.suffix == '.ipynb' else p.read_text(encoding='utf-8') for p in kept}
-
-
-@pytest.fixture(scope='module')
-def read(): return texts()
+    return {str(p.relative_to(ROOT)): text_of(p) if p.suffix == '.ipynb' else p.read_text(encoding='utf-8') for p in kept}
 
 
 def unknown(read, pattern: str, known) -> dict[str, set]:

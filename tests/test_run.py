@@ -5,16 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, run, train, updates
+from commands import TINY, nanovlm, run, train, updates
 from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
+from nanovlm_nb.answers.look import VIEWS
 from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.dataset import shapes_dataset
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.runs.start import publish, training_card, where_to_publish
+from nanovlm_nb.runs.start import publish
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def one(tmp_path_factory):
     "A short run of one process that was told to publish, without a connection; its directory."
     cwd = tmp_path_factory.mktemp('one')
-    train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--ask_samples', 4, '--hf_repo_name', 'me/tiny', '--notes', 'does it end?'], cwd)
+    train([*TINY, '--run_name', 'r', '--max_training_steps', 7, '--ask_samples', 4, '--hf_repo_name', 'me/tiny', '--notes', 'does it end?', '--tracker', 'tensorboard'], cwd)
     return cwd/'checkpoints'/'r'
 
 
@@ -71,7 +72,7 @@ def test_two_ranks_train_like_one(one, tmp_path):
 
 
 def test_wandb_offline_has_what_the_log_has(tmp_path):
-    train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody', '--ask_samples', 4], tmp_path)
+    train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody', '--max_training_steps', 40, '--ask_samples', 4], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
     sent, records = read_wandb(run_dir), read_log(run_dir/'log.jsonl')
     vlm, cfg = load_yaml(run_dir/'config.yaml')
@@ -80,7 +81,17 @@ def test_wandb_offline_has_what_the_log_has(tmp_path):
     assert sent.x_axes['lmms_eval/*'] == '<lmms-eval-step>'
     for name in ('batch_loss', 'val_loss', 'grad_norm', 'lr_MP', 'training_stats/avg_fw_bw_time', 'epoch_loss', 'answers/all'):
         here = {r['step']: r[name] for r in records if name in r}
-        assert here and sent.series(name) == pytest.approx(here), name
+        assert here and {row['_step']: row[name] for row in sent.history if name in row} == pytest.approx(here), name
+
+
+def test_tensorboard_shows_what_the_log_has(one):
+    "TensorBoard's own reader sees each figure of log.jsonl."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    records, board = read_log(one/'log.jsonl'), EventAccumulator(str(one/'tensorboard')).Reload()
+    names = {k for r in records for k, v in r.items() if isinstance(v, (int, float)) and k != 'step'}
+    assert {'batch_loss', 'val_loss', 'lr_MP'} <= names == set(board.Tags()['scalars'])
+    for name in names:
+        assert {e.step: e.value for e in board.Scalars(name)} == pytest.approx({r['step']: r[name] for r in records if r.get(name) is not None}, rel=1e-6)
 
 
 def test_compiled_run_equals_the_eager_one(tmp_path):
@@ -108,51 +119,34 @@ def test_a_held_out_row_that_is_too_long_is_left_out(tmp_path):
     assert left_out and all(int(i.removeprefix('shapes/train')) % 2 for i in left_out) and set(left_out.values()) == {'too_long'}
 
 
+def test_the_panel_of_a_checkpoint_asks_whether_it_looks(one):
+    panel = json.loads(nanovlm(['eval', one/'step_6', '--json'], one).stdout)
+    assert {k for k in panel if k.startswith('look/')} == {'look/answers'} | {f'look/{what}{v}' for what in ('val_loss', 'accuracy') for v in VIEWS}
+    assert all(0 <= panel[f'look/accuracy{v}'] <= 1 for v in VIEWS) and panel['look/answers'] > 0
+
+
 # --- publishing
 
 class FakeHub:
     "The two calls of the hub's client that publishing makes; keeps what would have been uploaded."
-    def __init__(self): self.calls, self.files, self.loaded = [], {}, None
-
-    def create_repo(self, repo_id, private, exist_ok): self.calls.append(('create', repo_id, private, exist_ok))
+    def create_repo(self, repo_id, private, exist_ok): self.created = repo_id, private, exist_ok
 
     def upload_folder(self, repo_id, folder_path, commit_message):
-        self.calls.append(('upload', repo_id))
-        self.files = {p.name: p.stat().st_size for p in Path(folder_path).iterdir()}
-        self.card = (Path(folder_path)/'README.md').read_text()
-        self.loaded = VisionLanguageModel.from_pretrained(folder_path)
+        assert not hasattr(self, 'files'), 'one upload'
+        self.files = {p.name for p in Path(folder_path).iterdir()}
+        self.card, self.model = (Path(folder_path)/'README.md').read_text(), VisionLanguageModel.from_pretrained(folder_path)
 
 
-def test_a_run_without_connection_ends_well(one):
-    "It is done, and says how to publish later."
+def test_publishing_uploads_the_best_and_a_card_of_what_was_measured(one):
+    "Without a connection the run is done all the same. A private repository and one upload; the figures of the card are those of the run's files."
     assert 'not published as me/tiny' in (one/'train.log').read_text() and (one/'status').read_text() == 'done\n'
-
-
-def test_one_upload_of_the_best(one):
-    "A private repository and one upload: the best checkpoint, loadable, and a card."
     hub = FakeHub()
     publish(one, 'me/tiny', hub)
-    assert hub.calls == [('create', 'me/tiny', True, True), ('upload', 'me/tiny')]
-    assert {'README.md', 'config.json', 'model.safetensors', 'tokenizer.json'} <= hub.files.keys()
+    assert hub.created == ('me/tiny', True, True) and {'README.md', 'config.json', 'model.safetensors', 'tokenizer.json'} <= hub.files
     best = VisionLanguageModel.from_pretrained(read_pointer(one, 'best_checkpoint'))
-    assert all((w == hub.loaded.state_dict()[k]).all() for k, w in best.state_dict().items())
-
-
-def test_nowhere():
-    "Unset, empty, or nanoVLM's default, which is nobody's."
-    assert not any(where_to_publish(name)[0] for name in (None, '', 'nanoVLM'))
-
-
-def test_the_card_says_what_was_measured(one):
-    "Figures of the card are those of the run's files; nothing is left to fill in."
-    hub = FakeHub()
-    publish(one, 'me/tiny', hub)
-    card, log = hub.card, read_log(one/'log.jsonl')
-    loss, step = min((r['val_loss'], r['step']) for r in log if 'val_loss' in r)
-    assert f'best val_loss {loss:.4f} at update {step}' in card
-    answers = json.loads((one/'answers.json').read_text())
-    right, n = answers['answers']['all']
-    assert f'answers: {right} of {n} questions right' in card and re.search(rf'^all +{n} +{100*right/n:.1f}%', card, re.M)
-    assert 'does it end?' in card and f"data: {load_yaml(one/'config.yaml')[1].train_dataset_path}" in card
-    assert not re.search(r'[{}]|TODO|None|placeholder|more information needed', card, re.I)
-    assert training_card(one) in card
+    assert all((w == hub.model.state_dict()[k]).all() for k, w in best.state_dict().items())
+    loss, step = min((r['val_loss'], r['step']) for r in read_log(one/'log.jsonl') if 'val_loss' in r)
+    right, n = json.loads((one/'answers.json').read_text())['answers']['all']
+    assert f'best val_loss {loss:.4f} at update {step}' in hub.card and f'answers: {right} of {n} questions right' in hub.card
+    assert 'does it end?' in hub.card and f"data: {load_yaml(one/'config.yaml')[1].train_dataset_path}" in hub.card
+    assert not re.search(r'[{}]|TODO|None|placeholder|more information needed', hub.card, re.I)

@@ -49,34 +49,22 @@ def test_links_are_relative_and_lead_to_an_entry(tmp_path):
 RUNNABLE = [p for p in NOTEBOOKS if (p.parent.name == 'tutorials' or p.name in COURSE) and cells(p, 'code')]
 
 
-def published() -> tuple[str, str, str]:
-    "The repository as user/name, its branch and its address, from settings.ini."
+def test_pages_of_course_and_tutorials_open_and_install_in_colab_and_kaggle():
+    """The links above the introduction name the page itself, as it is committed, on the branch that is published. The first cell does nothing elsewhere:
+    the package comes from that branch, with what the tests of its cells need; a file that a page reads comes with it."""
     settings = configparser.ConfigParser()
     settings.read(ROOT/'settings.ini', encoding='utf-8')
     own = settings['DEFAULT']
-    return f'{own["user"]}/{own["repo"]}', own['branch'], own['git_url']
-
-
-def test_pages_of_course_and_tutorials_open_in_colab_and_kaggle():
-    "The links above the introduction name the page itself, as it is committed, on the branch that is published."
-    repository, branch, _ = published()
+    repository, branch, where = f'{own["user"]}/{own["repo"]}', own['branch'], '!if [ "$COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE" ]; then '
     committed = subprocess.run(['git', 'ls-files', 'nbs'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert len(RUNNABLE) > 28
     for notebook in RUNNABLE:
-        page = notebook.relative_to(ROOT).as_posix()
+        page, code = notebook.relative_to(ROOT).as_posix(), cells(notebook, 'code')
         at = f'{repository}/blob/{branch}/{page}'
         first = ''.join(json.loads(notebook.read_text(encoding='utf-8'))['cells'][1]['source']).splitlines()[0]
         assert first == (f'[Open in Colab](https://colab.research.google.com/github/{at}) '
                          f'[Open in Kaggle](https://kaggle.com/kernels/welcome?src=https://github.com/{at})'), page
         assert page in committed
-
-
-def test_the_first_cell_installs_on_colab_and_kaggle_and_does_nothing_elsewhere():
-    "The package comes from the published branch, with what the tests of its cells need; a file that a page reads comes with it."
-    repository, branch, address = published()
-    where = '!if [ "$COLAB_RELEASE_TAG$KAGGLE_KERNEL_RUN_TYPE" ]; then '
-    for notebook in RUNNABLE:
-        first, *commands = cells(notebook, 'code')[0]['source'].split('\n!')
-        read = {m for c in cells(notebook, 'code') for m in re.findall(r"'(?:\.\./)+(tests/[^']+)'", c['source'])}
-        wanted = [f'pip install -q "nanovlm_nb[test] @ git+{address}@{branch}"', *(f'wget -qP ../{Path(f).parent} https://raw.githubusercontent.com/{repository}/{branch}/{f}' for f in sorted(read))]
-        assert [f'!{c}' for c in commands] == [f'{where}{w}; fi' for w in wanted], notebook.name
+        read = sorted({m for c in code for m in re.findall(r"'(?:\.\./)+(tests/[^']+)'", c['source'])})
+        wanted = [f'pip install -q "nanovlm_nb[test] @ git+{own["git_url"]}@{branch}"', *(f'wget -qP ../{Path(f).parent} https://raw.githubusercontent.com/{repository}/{branch}/{f}' for f in read)]
+        assert code[0]['source'].split('\n!')[1:] == [f'{where}{w}; fi'[1:] for w in wanted], page

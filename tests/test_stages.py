@@ -53,19 +53,17 @@ def test_last_blocks_alone(tmp_path):
     names = changed(tmp_path, 'last')
     assert {'.'.join(k.split('.')[:3]) for k in names} == {'decoder.blocks.1', 'decoder.blocks.2'}
     assert len(names) == 2*9, 'four matrices of attention, three of the MLP, two norms'
-    failed = train([*SMALL, '--run_name', 'x', '--language_last_blocks', 4], tmp_path, check=False)
-    assert failed.returncode and 'has 1 blocks: give fewer' in failed.stderr
 
 
 def test_other_parts_are_another_optimizer(tmp_path):
     first = [*SMALL, '--run_name', 'r', '--lr_vision_backbone', 0]
     train([*first, '--max_training_steps', 3], tmp_path)
-    thawed = [*SMALL, '--run_name', 'r', '--resume', 'True', '--lr_vision_backbone', 1e-4]
-    refused = train(thawed, tmp_path, check=False)
-    assert refused.returncode and "cannot resume: parts that train: {'MP': 'all', 'decoder': 'all'} ->" in refused.stderr
     train([*first, '--resume', 'True', '--lr_mp', 1e-4], tmp_path)
     assert len(losses(tmp_path, 'r')) == 6, 'another rate is no obstacle'
-    train([*thawed, '--force_resume', 'True', '--max_training_steps', 8], tmp_path)
+    thawed = [*SMALL, '--run_name', 'r', '--resume', 'True', '--lr_vision_backbone', 1e-4, '--max_training_steps', 8]
+    refused = train(thawed, tmp_path, check=False)
+    assert refused.returncode and "cannot resume: parts that train: {'MP': 'all', 'decoder': 'all'} ->" in refused.stderr
+    train([*thawed, '--force_resume', 'True'], tmp_path)
     assert len(losses(tmp_path, 'r')) == 8 and line(tmp_path, 'r', 'begins anew')
     assert any(k.startswith('vision_encoder') for k in changed(tmp_path, 'r', 8))
 
@@ -81,17 +79,12 @@ def quick_inductor(monkeypatch, tmp_path):
     with config.patch({'compile_threads': 1, 'cpp.vec_isa_ok': False}): yield  # no pool of processes, each of which would import torch
 
 
-def two_rows(vlm):
-    "Tokens and pictures."
+def loss_and_gradients(vlm, recompute, **compiling):
+    "Of one step of a compiled model; what that model says, twice, when it is asked."
     rng = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 300, (2, 40), generator=rng)
     ids[:, 3:19] = vlm.image_token_id
-    return ids, [[torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8, generator=rng)] for _ in range(2)]
-
-
-def loss_and_gradients(vlm, recompute, **compiling):
-    "Of one step of a compiled model, and what that model says when it is asked."
-    ids, images = two_rows(vlm)
+    images = [[torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8, generator=rng)] for _ in range(2)]
     torch.manual_seed(0)
     model = VisionLanguageModel(vlm, load_backbone=False).train()
     compile_blocks(model, **compiling)
@@ -99,31 +92,17 @@ def loss_and_gradients(vlm, recompute, **compiling):
     torch.manual_seed(1)
     loss = model(ids, images, targets=ids.clamp(max=300), doc_lens=[[40], [19, 21]])[1]
     loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())], lambda: model.eval()(ids, images)[0]
+    with torch.no_grad(): return [loss.detach(), *(p.grad for p in model.parameters())], [model.eval()(ids, images)[0] for _ in range(2)]
 
 
 @pytest.mark.usefixtures('one_thread', 'quick_inductor')
-@pytest.mark.parametrize('use_moe, dropout, blocks, backend', [  # aot_eager fails on dropout in training, recomputed or not
-    (True, 0., 2, 'aot_eager'), *(pytest.param(False, .1, blocks, 'inductor', marks=pytest.mark.slow) for blocks in (1, 2))])
-def test_recomputed_blocks_of_a_compiled_model(use_moe, dropout, blocks, backend):
-    vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout, lm_dropout=dropout, vit_n_blocks=blocks, lm_n_blocks=blocks)
-    (once, ask), (again, ask_again) = (loss_and_gradients(vlm, recompute, backend=backend) for recompute in (False, True))
+@pytest.mark.parametrize('use_moe, dropout, backend', [(True, 0., 'aot_eager'), pytest.param(False, .1, 'inductor', marks=pytest.mark.slow)])  # aot_eager fails on dropout in training
+def test_recomputed_blocks_of_a_compiled_model(use_moe, dropout, backend):
+    "Loss and gradients are those of a model that keeps what it needs; a model that is asked drops nothing."
+    vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout, lm_dropout=dropout, vit_n_blocks=2, lm_n_blocks=2)
+    (once, said), (again, said_again) = (loss_and_gradients(vlm, recompute, backend=backend) for recompute in (False, True))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(once, again, strict=True))
-    if blocks == 1: return  # what is asked is another graph to compile: the next test
-    with torch.no_grad(): assert all(torch.equal(f(), f()) for f in (ask, ask_again))
-
-
-def test_a_compiled_model_that_is_asked_drops_nothing():
-    vlm = evolve(preset('shapes')[0], vit_dropout=.1, lm_dropout=.1)
-    rows = two_rows(vlm)
-    torch.manual_seed(0)
-    model = VisionLanguageModel(vlm, load_backbone=False)
-    with torch.no_grad():
-        assert not torch.equal(*(model.train()(*rows)[0] for _ in range(2)))
-        compile_blocks(model, backend='aot_eager')
-        for model.vision_encoder.recompute in (False, True):
-            model.decoder.recompute = model.vision_encoder.recompute
-            assert torch.equal(*(model.eval()(*rows)[0] for _ in range(2)))
+    assert torch.equal(*said) and torch.equal(*said_again)
 
 
 # --- experts
@@ -143,14 +122,6 @@ def test_experts_on_one_rank_and_two(tmp_path):
 
 # --- a frozen vision tower
 
-@pytest.fixture
-def siglip(tmp_path):
-    "A backbone with the sizes of the tower below."
-    torch.manual_seed(0)
-    SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=64, patch_size=16)).save_pretrained(tmp_path/'siglip')
-    return tmp_path/'siglip'
-
-
 def test_features_are_kept(tmp_path):
     frozen = [*SMALL, '--lr_vision_backbone', 0, '--data_cutoff_idx', 40]
     train([*frozen, '--run_name', 'live'], tmp_path)
@@ -165,8 +136,6 @@ def test_features_are_kept(tmp_path):
     assert int(words[1]) == len(files['kept']) and int(words[4]) > int(words[1]), 'two epochs and two validations'
     train([*cached, '--run_name', 'kept', '--resume', 'True', '--max_training_steps', 8], tmp_path)
     assert line(tmp_path, 'kept', 'tiles seen').startswith('features: 0 tiles seen')
-    trains = train([*SMALL, '--run_name', 'x', '--cache_features', 'True'], tmp_path, check=False)
-    assert trains.returncode == 2 and 'cache_features needs a frozen vision tower' in trains.stderr
 
 
 # --- MiniMind-V's commands
@@ -178,24 +147,24 @@ def test_minimind_commands_parse():
 
 
 @pytest.mark.parametrize('use_moe', [False, True])
-def test_minimind_stage(tmp_path, siglip, use_moe):
+def test_minimind_stage(tmp_path, use_moe):
     "From a language model's file, on two ranks, to the file of the stage, and on from there."
+    torch.manual_seed(0)
+    siglip = tmp_path/'siglip'
+    SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=64, patch_size=16)).save_pretrained(siglip)
     flags = [*SMALL, '--vit_model_type', siglip, '--vit_img_size', 64, '--vit_patch_size', 16, '--max_img_size', 64, '--lm_base_vocab_size', 448,
              '--lm_tokenizer', 'shapes', '--train_dataset_path', 'shapes', '--use_moe', use_moe, '--batch_size', 4, '--gradient_accumulation_steps', 1]
     start = ['--preset', 'minimind_ddp', *flags]
     vlm, _, _ = parse_args([str(a) for a in start])
-    torch.manual_seed(0)
-    lm = LanguageModel(vlm)
-    state, names = lm.state_dict(), {k: their_names(k, MINIMIND)[0] for k in lm.state_dict() if 'inv_freq' not in k}
+    theirs = {k: (w[:448] if k in ('token_embedding.weight', 'head.weight') else w).half() for k, w in LanguageModel(vlm).state_dict().items() if 'inv_freq' not in k}
     (tmp_path/'out').mkdir()
     file = tmp_path/'out'/('lm_32_moe.pth' if use_moe else 'lm_32.pth')
-    torch.save({n: (state[k][:448] if k in ('token_embedding.weight', 'head.weight') else state[k]).half() for k, n in names.items()}, file)
+    torch.save({their_names(k, MINIMIND)[0]: w for k, w in theirs.items()}, file)
     train([*start, '--run_name', 'r'], tmp_path, ranks=2)
     run_dir = tmp_path/'checkpoints'/'r'
     assert changed(tmp_path, 'r') == {'MP.proj.weight'} and line(tmp_path, 'r', 'trainable').endswith('(MP 0.001)')
     trained = VisionLanguageModel.from_pretrained(run_dir/'step_6').decoder.state_dict()
-    assert all(torch.equal(trained[k][:448] if 'embedding' in k or 'head' in k else trained[k], w[:448].half().float() if 'embedding' in k or 'head' in k else w.half().float())
-               for k, w in state.items() if 'inv_freq' not in k)
+    assert all(torch.equal(trained[k][:len(w)], w.float()) for k, w in theirs.items())
     if use_moe: return
     train([*start, '--run_name', 'r', '--resume', 'True', '--max_training_steps', 8], tmp_path, ranks=2)
     assert len(losses(tmp_path, 'r')) == 8, 'the same command goes on'

@@ -1,14 +1,11 @@
-"Updates that do not depend on how a batch is split, and nanoVLM's own six updates."
+"nanoVLM's own six updates and its learning rates, and what validation and means over micro-batches count; splits over ranks: test_sharding.py."
 import json
-import sys
+import math
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
-from commands import run, updates as updates_of
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from nanovlm_nb.core.config import TrainConfig, evolve, tiny
@@ -16,24 +13,12 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.core.logs import RunLog
 from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
-from nanovlm_nb.runs.run import run as train_run
 from nanovlm_nb.training import trainer as module
-from nanovlm_nb.training.hooks import costs, hooks_of
-from nanovlm_nb.training.optim import _update_of, tally, training_groups
+from nanovlm_nb.training.hooks import hooks_of
+from nanovlm_nb.training.optim import _update_of, tally
+from nanovlm_nb.training.schedule import get_lr
 from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
-
-HERE = Path(__file__).parent
-
-
-def split(batch_size, accumulation, ranks, tmp_path):
-    "Gradients and parameters after one update, and its figures."
-    out = tmp_path/f'{batch_size}_{accumulation}_{ranks}.safetensors'
-    launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
-    run([sys.executable, *launch, HERE/'split_update.py', batch_size, accumulation, out], tmp_path, PYTHONPATH=str(HERE.parent))
-    with safe_open(out, 'pt') as f: figures = f.metadata()
-    return load_file(out), figures
-
 
 def noisy(grads):
     """Which entries of a parameter had, in some update, a gradient that is rounding noise: under 3e-5 of what the parameter's are.
@@ -51,24 +36,6 @@ def assert_near(name, got, want, grads, lr):
     assert noise.float().mean() <= (.4 if 'qkv_proj.bias' in name or 'k_proj.bias' in name else .01), f'{name}: {noise.float().mean():.2%} of the gradients are noise'
     assert off.max() <= lr, name
     if not noise.all(): assert off[~noise].max() <= .03*lr, name
-
-
-def gap(a, b, part):
-    "Relative distance of two sets of tensors, each set taken as one vector."
-    names = [k for k in b if k.startswith(part)]
-    return (torch.cat([(a[k]-b[k]).flatten() for k in names]).norm()/torch.cat([b[k].flatten() for k in names]).norm()).item()
-
-
-def test_an_update_does_not_depend_on_the_split(tmp_path):
-    whole, figures = split(4, 1, 1, tmp_path)
-    assert figures['targets'] == '33'
-    for args in [(1, 4, 1), (1, 2, 2), (2, 1, 2)]:
-        other, said = split(*args, tmp_path)
-        for part in ('MP', 'vision_encoder', 'decoder'): assert gap(other, whole, f'grad/{part}') < 1e-6, (args, part)
-        assert gap(other, whole, 'param/') < 1e-6, args
-        assert said['digest'] == figures['digest'] and said['targets'] == figures['targets']
-        assert float(said['loss']) == pytest.approx(float(figures['loss']), rel=1e-6)
-        assert float(said['norm']) == pytest.approx(float(figures['norm']), rel=1e-6)
 
 
 @pytest.mark.usefixtures('one_thread')  # the order of sums decides about rounding noise, see below
@@ -108,6 +75,22 @@ def test_reproduces_the_references_six_updates(golden):
         moved = torch.cat([(after[k]-start[k]).flatten() for k in names])
         for k in names: assert_near(k, now[k], after[k], grads[k], lr)
         assert off.norm() <= 5e-4*moved.norm(), part
+
+
+def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
+    curves = json.loads((golden/'lr_schedule.json').read_text())
+    whole, clipped = 0, 0
+    for c in curves:
+        top, n = c['max_lr'], c['max_steps']
+        exact = math.isclose(.03*n, round(.03*n))
+        whole += exact
+        for it, want in enumerate(c['lr']):
+            if want > top*(1+1e-9):
+                assert not exact and it == math.floor(.03*n)  # only the last warm-up step, only if it is a broken one
+                assert get_lr(it, top, n) == top
+                clipped += 1
+            else: assert math.isclose(get_lr(it, top, n), want, rel_tol=1e-12)
+    assert whole and clipped
 
 
 def test_the_order_of_the_hooks():
@@ -165,21 +148,3 @@ def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
         return sum(accumulate(t, _update_of([*rank, *[loader.idle()]*(most-len(rank))], reports)).item() for rank in ranks)/len(ranks)
     assert loss([first], []) == pytest.approx(loss([first]), rel=1e-6) == pytest.approx(loss([first, loader.idle()]), rel=1e-6)
     assert loss([first, second], []) == pytest.approx((loss([first])+loss([second]))/2, rel=1e-6) == pytest.approx(loss([first], [second]), rel=1e-6)
-
-
-def test_the_arithmetic_counts_what_trains_whatever_groups_are_called():
-    vlm_cfg, cfg = tiny()
-    def mine(model, c): return torch.optim.SGD([dict(params=[*model.parameters()], lr=.1, max_lr=.1, name='all of it')])
-    usual, own = (costs(make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [], **more)) for more in ({}, dict(optimizer=mine)))
-    assert usual == own
-
-
-def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path, monkeypatch):
-    "Some optimizers treat a first gradient differently."
-    monkeypatch.chdir(tmp_path)
-    runs = {}
-    for early in (True, False):
-        cfg = tiny(run_name=f'{early}', eval_in_epochs=early, max_training_steps=3, console_line='none', ask_samples=0)
-        train_run(*cfg, optimizer=lambda model, cfg: torch.optim.NAdam(training_groups(model, cfg)))
-        runs[early] = [(u['batch_loss'], u['grad_norm']) for u in updates_of(f'checkpoints/{early}')]
-    assert runs[True] == runs[False] and len(runs[True]) == 3
