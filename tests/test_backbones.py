@@ -1,5 +1,4 @@
 "Backbones saved by transformers give the same outputs here, whatever the file layout and the version of the configuration."
-import json
 import shutil
 
 import pytest
@@ -79,12 +78,6 @@ def test_fresh_siglip_vision(tmp_path, head):
     model.save_pretrained(tmp_path)
     pixels = torch.rand(2, 3, 64, 64)
     assert (load_vit(tmp_path)(pixels)-model(pixels).last_hidden_state).abs().max() <= 1e-5
-
-
-def test_sparse_config_has_the_defaults_of_transformers(tmp_path):
-    (tmp_path/'config.json').write_text(json.dumps(dict(model_type='siglip', vision_config=dict(image_size=512))))
-    cfg = VLMConfig(**vision_config(tmp_path))
-    assert (cfg.vit_hidden_dim, cfg.vit_n_blocks, cfg.vit_img_size, cfg.vit_patch_size) == (768, 12, 512, 16)
 
 
 def test_hub_name_from_the_cache(tmp_path, monkeypatch):

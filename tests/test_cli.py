@@ -1,7 +1,6 @@
 "The command line: flags, presets, YAML files, help."
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from commands import TINY
-from nanovlm_nb.cli import COMMANDS, TABLE
+from nanovlm_nb.cli import COMMANDS
 from nanovlm_nb.core.config import COMMON, FIELDS, OWN_FIELDS, PRESETS, TrainConfig, VLMConfig, load_yaml, parse_args, preset, save_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,13 +134,6 @@ def test_the_help_of_a_training_is_complete(helps, flag):
     shown = [f.name for c in (VLMConfig, TrainConfig) for f in fields(c) if flag == '--help_all' or f.name in COMMON]
     assert not [n for n in shown if f'--{n}' not in text.split()] and (flag == '--help_all' or 20 < len(shown) <= 60)
     for flag in ('--preset', '--config', '--no_log_wandb'): assert flag in text
-
-
-def test_the_table_names_every_command_by_its_purpose(helps):
-    text = helps[0][''][2]
-    assert text == helps[0]['--help'][2] and text.startswith('usage: nanovlm COMMAND')
-    for purpose, group in TABLE.items(): assert re.search('\n'.join([f'^{purpose}', *(rf'  {name} .*(\n +.*)*' for name in group)]), text, re.M), purpose
-    assert len(text.splitlines()) <= 24, 'one screen'
 
 
 ENVIRONMENT = '''

@@ -1,5 +1,4 @@
 "JSON lines with real pictures: rows for the packed trainer, items of fixed length, workers, ranks, and a model that trains on them."
-import functools
 import json
 import logging
 import random
@@ -74,12 +73,6 @@ def tokenizer(cfg):
     tok = train_tokenizer(texts, 300, cfg.vlm_extra_tokens, cfg.lm_chat_template)
     assert tok.image_token_id == cfg.image_token_id
     return tok
-
-
-@pytest.fixture
-def make(folder, tokenizer):
-    "A data set of the folder, with whatever is to be different."
-    return functools.partial(VLMDataset, folder, None, tokenizer, get_image_processor(SIDE, SIDE), RUN, max_length=160)
 
 
 # --- lines and rows
@@ -185,11 +178,12 @@ def masked_loss(model, X, Y, loss_mask, pixels):
     return (loss*loss_mask.flatten()).sum() / loss_mask.sum()
 
 
-def test_model_trains_on_either(folder, tokenizer, cfg, make):
+def test_model_trains_on_either(folder, tokenizer, cfg):
     "A batch of padded items has the loss of the same samples in a pack, and its gradients; items that are left out change nothing."
     torch.manual_seed(0)
     model = VisionLanguageModel(cfg, load_backbone=False)
-    ds, v = make(), VQADataset(text_rows(folder), tokenizer, get_image_processor(SIDE, SIDE), FEATURES)
+    cut = get_image_processor(SIDE, SIDE)
+    ds, v = VLMDataset(folder, None, tokenizer, cut, RUN, max_length=160), VQADataset(text_rows(folder), tokenizer, cut, FEATURES)
     same = [3, 4, 5, 7] # lines with an answer and without marks: the two agree on their ids
     X, Y, loss_mask, pixels = collate_items([ds[i] for i in same])
     padded = masked_loss(model, X, Y, loss_mask, pixels)

@@ -1,4 +1,6 @@
 "What is loaded is what was saved last; what a configuration says is not read from a file."
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -46,11 +48,10 @@ def test_a_save_replaces_adapters(model, tmp_path):
 def test_a_save_replaces_parts_and_their_index(model, tmp_path):
     model.save_pretrained(tmp_path)
     whole = load_file(tmp_path/'model.safetensors')
-    names = sorted(whole)
-    parts = {f'model-0000{i}-of-00002.safetensors': names[i::2] for i in range(2)}
+    parts = {f'model-0000{i}-of-00002.safetensors': sorted(whole)[i::2] for i in range(2)}
     for file, mine in parts.items(): save_file({n: whole[n] for n in mine}, tmp_path/file)
     (tmp_path/'model.safetensors').unlink()
-    (tmp_path/'model.safetensors.index.json').write_text(str(dict(weight_map={n: f for f, mine in parts.items() for n in mine})).replace("'", '"'))
+    (tmp_path/'model.safetensors.index.json').write_text(json.dumps(dict(weight_map={n: f for f, mine in parts.items() for n in mine})))
     read = VisionLanguageModel.from_pretrained(tmp_path)
     assert same(model, read)
     with torch.no_grad(): read.MP.proj.weight.add_(1)

@@ -21,7 +21,6 @@ import time
 import traceback
 from dataclasses import fields
 from datetime import datetime, timezone
-from inspect import signature
 from pathlib import Path
 
 import torch
@@ -117,9 +116,6 @@ def release(bench):
 
 def phase_1_machine(b) -> dict:
     "Versions, the device, matrix products of a round size and of the model's own sizes."
-    try: from torch.nn.attention.varlen import varlen_attn
-    except ImportError as e: varlen = f'none: {e}'
-    else: varlen = str(signature(varlen_attn))
     n, big = (8192, 8192) if b.cuda else (64, 64)
     D, H, L, I = b.model.vit_hidden_dim, b.model.vit_inter_dim, b.model.lm_hidden_dim, b.model.lm_inter_dim
     tiles = 104*b.model.n_patches if b.cuda else 64
@@ -131,7 +127,7 @@ def phase_1_machine(b) -> dict:
         rates[name] = dict(t, tflops=round(2*m*k*o/t['ms']/1e9, 1))
     more = dict(name=torch.cuda.get_device_name(), capability=torch.cuda.get_device_capability(), gib=torch.cuda.get_device_properties(0).total_memory/2**30,
                 cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda, driver=driver()) if b.cuda else dict(name='CPU')
-    return dict(date=datetime.now(timezone.utc).isoformat(timespec='seconds'), python=platform.python_version(), torch=torch.__version__, cores=os.cpu_count(), varlen_attn=varlen, **more, matmul=rates)
+    return dict(date=datetime.now(timezone.utc).isoformat(timespec='seconds'), python=platform.python_version(), torch=torch.__version__, cores=os.cpu_count(), **more, matmul=rates)
 
 
 def driver() -> str:
