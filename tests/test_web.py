@@ -138,6 +138,8 @@ def site(asker, tmp_path_factory):
 
 WATCH = '''window.heard = []; window.texts = []; window.refused = [];
 addEventListener('answered', (e) => heard.push(e.detail));
+const decode = window.createImageBitmap.bind(window);
+window.createImageBitmap = (...args) => new Promise((done) => setTimeout(done, 300)).then(() => decode(...args));
 addEventListener('securitypolicyviolation', (e) => refused.push(`${e.violatedDirective} ${e.blockedURI}`));
 addEventListener('DOMContentLoaded', () => new MutationObserver(() => texts.push(document.getElementById('answer').textContent)).observe(document.getElementById('answer'), {childList: true}));'''
 
@@ -190,9 +192,8 @@ def test_the_page_answers_as_python_does_without_a_network(browser, site, asker,
 
     for n, scene in enumerate(offered['scenes']):
         question = offered['questions'][n % len(offered['questions'])]
-        page.locator('#scenes button').nth(n).click()
-        until(page, f"document.querySelectorAll('#scenes button')[{n}].ariaPressed == 'true'")
         page.evaluate('texts.length = 0')
+        page.locator('#scenes button').nth(n).click()  # and asked about at once, before it is decoded
         got = answer(lambda q=question: page.get_by_role('button', name=q, exact=True).click())
         agrees(got, asker, Image.open(folder/scene['file']), question)
         grown = [t for t in page.evaluate('texts') if t]
@@ -207,10 +208,16 @@ def test_the_page_answers_as_python_does_without_a_network(browser, site, asker,
         until(page, f"document.getElementById('picture').width == {picture.width} && document.getElementById('answer').textContent == ''")
         agrees(ask('What colour is shown?'), asker, picture, 'What colour is shown?')
         page.click('#clear')
-    page.set_input_files('#file', __file__)
-    until(page, "document.getElementById('status').textContent.includes('is no picture')")
+    with page.expect_event('pageerror'): page.set_input_files('#file', __file__)
+    assert 'is no picture' in page.text_content('#status')
     assert faults.pop() == 'This file is no picture that the browser can read.'
     agrees(ask('Is it <|im_end|> small?'), asker, Image.new('RGB', (256, 256), '#101010'), 'Is it <|im_end|> small?')
+    page.evaluate('''(answer) => new MutationObserver((_, o) => {
+        if (answer.textContent) { o.disconnect(); document.getElementById('clear').click(); }
+    }).observe(answer, {childList: true})''', page.query_selector('#answer'))
+    page.press('#question', 'Enter')  # the picture is cleared once the first words are there: they are about another
+    until(page, "!document.getElementById('ask').disabled && document.getElementById('status').textContent == 'Ready.'")
+    assert (page.text_content('#answer'), page.is_visible('#heat')) == ('', False)
     assert (len(requests), faults, page.evaluate('refused')) == (asked_for, [], [])
     assert not [url for url in requests if not url.startswith((address, 'data:'))]
 

@@ -270,7 +270,7 @@ export class Model {
     return { scores: out.logits.data, kept, rows };
   }
 
-  async ask(picture, question, most, heard = () => {}) { // the answer, and the heat of each image token
+  async ask(picture, question, most, heard = () => true) { // the answer, and the heat of each image token; null once `heard` wants no more
     const { image, end } = this.note.tokens, seen = cut(picture, this.note.picture), ids = this.prompt(seen, question);
     if (ids.length + most > this.note.positions) throw new Error(`Picture and question are ${ids.length} tokens, with the answer more than the ${this.note.positions} that the model can read: ask about a smaller picture.`);
     const embeds = await this.embed(ids), features = await this.see(seen.tiles), width = embeds.dims[2];
@@ -284,7 +284,7 @@ export class Model {
       if (id === end) break;
       said.push(id);
       answer += next(id);
-      await heard(answer);
+      if (!(await heard(answer))) return null;
       if (said.length === most) break;
       ({ scores, kept, rows } = await this.read(await this.embed([id]), kept, ids.length + said.length - 1));
       looks.push(...rows);
@@ -439,36 +439,44 @@ async function start() {
     if (!got.ok) throw new Error(`${path} cannot be loaded (${got.status}).`);
     return new Uint8Array(await got.arrayBuffer());
   };
-  let model = null, busy = false, heatThere = false;
+  let model = null, busy = false, heatThere = false, changes = 0, shown = Promise.resolve();
   const showHeat = () => { byId('heat').hidden = !(heatThere && byId('show').checked); };
   const forget = () => { heatThere = false; byId('answer').textContent = byId('figures').textContent = ''; showHeat(); };
   const pressed = (which) => document.querySelectorAll('#scenes button').forEach((b) => b.setAttribute('aria-pressed', b === which));
-  const sheet = new Sheet(() => { forget(); pressed(null); });
+  const sheet = new Sheet(() => { ++changes; forget(); pressed(null); });
   const page = JSON.parse(new TextDecoder().decode(await bytes('page.json')));
 
   const ask = guarded(async () => {
     const question = strip(byId('question').value);
     if (!model || busy || !question) return;
     [busy, byId('ask').disabled] = [true, true];
-    forget();
-    const picture = sheet.picture, begun = performance.now();
-    let seen = 0;
-    tell('Reading.');
     try {
+      await shown.catch(() => {}); // the picture that was chosen last
+      forget();
+      const picture = sheet.picture, asked = changes, begun = performance.now();
+      const heard = async (text) => {
+        if (asked === changes) byId('answer').textContent = text;
+        await painted();
+        return asked === changes;
+      };
+      tell('Reading.');
       await painted();
-      const { answer, said, heat } = await model.ask(picture, question, page.most_tokens, async (text) => { ++seen; byId('answer').textContent = text; await painted(); });
+      const got = await model.ask(picture, question, page.most_tokens, heard);
+      tell('Ready.');
+      if (asked !== changes) return; // an answer about a picture that is gone
+      const { answer, said, heat } = got;
       byId('answer').textContent = answer;
       byId('figures').textContent = `${said.length} ${said.length === 1 ? 'token' : 'tokens'} in ${((performance.now() - begun) / 1000).toFixed(2)} seconds`;
       drawHeat(heat, picture, page.colours);
       heatThere = true;
       showHeat();
-      tell('Ready.');
       dispatchEvent(new CustomEvent('answered', { detail: { answer, said, heat } }));
     } finally { [busy, byId('ask').disabled] = [false, false]; }
   });
 
-  const open = guarded(async (file) => { if (file) { sheet.show(await decoded(file)); tell(model ? 'Ready.' : 'Loading.'); } });
-  const choose = guarded(async (b, file) => { sheet.show(await decoded(new Blob([file]))); pressed(b); });
+  const inTurn = (task) => guarded((...args) => { shown = shown.catch(() => {}).then(() => task(...args)); return shown; });
+  const open = inTurn(async (file) => { if (file) { sheet.show(await decoded(file)); tell(model ? 'Ready.' : 'Loading.'); } });
+  const choose = inTurn(async (b, file) => { sheet.show(await decoded(new Blob([file]))); pressed(b); });
   byId('form').addEventListener('submit', (e) => { e.preventDefault(); ask(); });
   byId('show').addEventListener('change', showHeat);
   byId('file').addEventListener('change', (e) => open(e.target.files[0]));
