@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 # %% auto #0
 __all__ = ['ChunkedCrossEntropy', 'cross_entropy']
@@ -78,12 +77,7 @@ def cross_entropy(rows:Tensor, weight:Tensor, # (n, D) hidden states with a targ
     reduction:str='sum', # 'sum' or 'mean' over the targets
 )->tuple[Tensor,Tensor]: # Loss (scalar, float32), losses of the n targets (n,) without graph
     "Cross-entropy of a language-model head; no value is asked for."
-    n = len(rows)
-    if n <= chunk_size:
-        each = F.cross_entropy(F.linear(rows, weight).float(), labels, reduction='none')
-        loss = each.sum()
-    else:
-        grads = torch.is_grad_enabled()
-        wants = grads and rows.requires_grad, grads and weight.requires_grad
-        loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
-    return (loss/max(n, 1) if reduction == 'mean' else loss), each.detach()
+    grads = torch.is_grad_enabled()
+    wants = grads and rows.requires_grad, grads and weight.requires_grad
+    loss, each = ChunkedCrossEntropy.apply(rows, weight, labels, chunk_size, *wants)
+    return (loss/max(len(rows), 1) if reduction == 'mean' else loss), each
