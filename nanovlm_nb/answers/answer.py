@@ -25,7 +25,8 @@ from ..core.dist import pick_device
 from ..core.run_dir import CONFIG
 from ..core.logs import finished,styled
 from ..model.generate import TextStreams
-from ..model.vlm import Reader,VisionLanguageModel
+from ..model.language import Reader
+from ..model.vlm import VisionLanguageModel
 from ..data.images import ImageProcessor,image_processor_of,open_image
 from ..data.prompts import encode_chat,encode_prompt,get_image_string
 from ..data.dataset import as_list

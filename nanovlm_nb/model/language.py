@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RMSNorm', 'RotaryEmbedding', 'apply_rotary', 'KVCache', 'LanguageModelGroupedQueryAttention', 'LanguageModelMLP',
-           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel']
+           'balance_loss', 'LanguageModelMoE', 'LanguageModelBlock', 'LanguageModel', 'Reader']
 
 # %% ../../nbs/22_model.language.ipynb #f1a84b8f
 from contextlib import nullcontext
@@ -270,3 +270,26 @@ class LanguageModel(nn.Module):
                     balances.append(balance)
         balances = [b for b in balances if b is not None]
         return (self.norm(x), sum(balances) if balances else None) if with_balance else self.norm(x)
+
+# %% ../../nbs/22_model.language.ipynb #29388c48
+class Reader:
+    "Feeds a language model a prompt and then what follows it; returns the scores after the last vector."
+    def __init__(self, decoder:LanguageModel, # reads vectors
+        mask:Tensor, room:int, # (B, T) of the prompt, 0 at padding on the left; vectors that may follow
+    ):
+        if not mask[:, -1].all():
+            raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
+        self.decoder, self.mask, self.cache = decoder, mask, KVCache(mask.shape[1] + room)
+
+    def read(self, x:Tensor)->Tensor: # (B, t, D) at first the prompt, then what is new
+        "Returns scores of what comes next, (B, V)."
+        layout = Layout.from_mask(self.mask) if self.cache.length == 0 else None
+        return self.decoder.head(self.decoder(x, layout=layout, cache=self.cache)[:, -1])
+
+    def step(self, ids:Tensor)->Tensor: # (B,) one new token a row
+        "Returns scores after one more token."
+        return self.read(self.decoder.token_embedding(ids[:, None]))
+
+    def go_back(self, length:int, room:int)->None: # vectors to keep, padding included; how many may follow
+        "Forgets what was read after the first `length` vectors."
+        self.cache.go_back(length, length + room)

@@ -15,6 +15,7 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -36,7 +37,7 @@ from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
 from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files
-from ..core.tokenizer import SPECIAL_TOKENS,save_tokenizer
+from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
 from .vision import ViT,ModalityProjector
 from .language import LanguageModel
@@ -611,9 +612,28 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
 
 # %% ../../nbs/26_model.weights.ipynb #49311d04
 class Pretrained(nn.Module):
-    "Loading, saving and publishing, for a model with `cfg`, `tokenizer_source` and `tokenizer`."
+    "Loading, saving and publishing, for a model with `cfg` and `tokenizer_source`."
     config_class = VLMConfig # what config.json holds
     lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
+    folder:Path|None = None # that it was read from
+    _tokenizer:Any = None # once it is asked for
+
+    @property
+    def tokenizer(self): # with the image tokens as attributes
+        "The tokenizer, loaded when first asked for."
+        if self._tokenizer is None:
+            how = self.cfg.vlm_extra_tokens, self.cfg.lm_chat_template
+            try: self._tokenizer = get_tokenizer(self.tokenizer_source, *how)
+            except OSError as e:
+                if self.folder is None or Path(self.tokenizer_source).is_dir(): raise
+                raise UsageError(f'{self.folder} has no tokenizer.json, and that of its training is not here '
+                    f'({e}): copy tokenizer.json and tokenizer_config.json into {self.folder}') from e
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, value): # one that is in memory
+        "Gives the model a tokenizer."
+        self._tokenizer = value
 
     @classmethod
     def from_pretrained(cls, path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
@@ -627,6 +647,21 @@ class Pretrained(nn.Module):
         load_weights(model, state, str(path))
         model.tokenizer_source,model.folder = find_tokenizer(folder, model.cfg.lm_tokenizer),folder
         return model.eval()
+
+    @classmethod
+    def from_pth(cls, path:str|Path, cfg:VLMConfig, # of MiniMind's kind, see `load_pth`; sizes
+        load_backbone:bool=True, # take a vision tower that the file lacks from its backbone
+    )->Any: # a model of this class, on the CPU, in training mode
+        "Starts from a language model's file, or from that of an earlier stage."
+        if load_backbone: cfg = with_tower(cfg)
+        model = cls(cfg, load_backbone=False)
+        absent = load_pth(model, path)
+        if 'vision_encoder' in absent and load_backbone:
+            load_vision_backbone(model.vision_encoder, cfg.vit_model_type)
+        if anew := [part for part in absent if part == 'MP' or not load_backbone]:
+            log = logging.getLogger(__name__)
+            log.warning('%s has no %s: random weights there', path, ' and '.join(anew))
+        return model
 
     def save_pretrained(self, save_directory:str|Path, # made if missing
         tokenizer=None, # saved along if it is not from the hub; default: the model's own
