@@ -6,9 +6,9 @@
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'ROLES', 'MARK', 'DESCRIBE', 'GIVE', 'COLUMNS', 'COLOURS', 'SHAPES',
            'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'CLAIMS', 'keep_turns', 'Dropped', 'Drops',
            'read_dropped', 'DropFile', 'named', 'as_list', 'pair_turns', 'settle_marks', 'place_pictures',
-           'read_layout', 'UnusedColumn', 'check_unused', 'to_row', 'read_row', 'check_row', 'Plan', 'VQADataset',
-           'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene', 'plain_turn', 'yes_no_turn', 'pair_turn',
-           'plan_turns', 'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
+           'read_layout', 'UnusedColumn', 'check_unused', 'to_row', 'Plan', 'VQADataset', 'Thing', 'Scene',
+           'make_scene', 'held_out', 'draw_scene', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns',
+           'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
@@ -30,7 +30,7 @@ from ..core.usage import UsageError,require
 from ..core.run_dir import DROPPED
 from ..core.tokenizer import train_tokenizer
 from .images import ImageProcessor,UnreadableImage,image_size
-from .prompts import answer_frame,encode_chat,expand_images,get_image_string,special_pattern
+from .prompts import answer_frame,encode_chat,get_image_string,special_pattern
 
 # %% ../../nbs/12_data.dataset.ipynb #9ba1cd9c
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')
@@ -184,9 +184,10 @@ def _first(x, *keys): return next((x[k] for k in keys if x.get(k) is not None), 
 
 # %% ../../nbs/12_data.dataset.ipynb #e3f567f2
 def as_list(x)->list: # a value, several, or None
-    "A list without nulls."
+    "A list without nulls; a picture of arrow with neither bytes nor path is one."
     several = isinstance(x, (list, tuple)) or getattr(x, 'dtype', None) == object
-    return [v for v in (x if several else [x]) if v is not None]
+    null = dict(bytes=None, path=None)
+    return [v for v in (x if several else [x]) if not (v is None or isinstance(v, dict) and v == null)]
 
 # %% ../../nbs/12_data.dataset.ipynb #94f25764
 def _part(part, pictures):
@@ -289,6 +290,10 @@ def read_layout(row:dict)->tuple[list,list[dict]]: # what `open_image` takes; {'
         raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
     if not (pictures or inside) and any(MARK in (t['user'] or '') for t in turns):
         raise UsageError(f'{MARK} in a question, but no picture: name it, or take the mark out')
+    for key in (f'{r}_ratings' for r in RATINGS if row.get(f'{r}_ratings') is not None):
+        numbers = all(isinstance(v, (int, float, np.number, type(None))) for v in as_list(row[key]))
+        require(numbers and isinstance(row[key], (list, tuple)),
+            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}')
     return pictures or inside,turns
 
 # %% ../../nbs/12_data.dataset.ipynb #0f3a51d1
@@ -327,63 +332,29 @@ def check_unused(
 def to_row(
     r:pa.Table|dict, place:int|str, name:str|None=None, # its number; its configuration, None: its `source`
     marks:bool=False, # keep `<image>` in the texts, one for each picture
-)->dict: # with 'id' (of its source and `row_id`, if it has one), 'images' for `open_header`, and 'texts'
-    "A row of any layout without decoding its pictures; raises `Dropped` if it cannot be read."
-    if isinstance(r, pa.Table): # its pictures stay encoded, and a null is none
-        r = r.to_pylist()[0]
-        column = named(r, 'images')
-        if column: r[column] = [im for im in as_list(r[column]) if im != dict(bytes=None, path=None)]
-    own,source = r.get('row_id'),r.get('source')
-    names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
-    id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-    try: images,texts = read_layout(r)
-    except ValueError as e: raise Dropped(id, 'bad_row', str(e))
+)->Any: # a dict with 'id' (of its source and `row_id`, if any), 'images' for `open_header`, 'texts'
+    "A row of any layout without decoding its pictures; a `Dropped` if it cannot be read."
+    id = f"{name or 'sample'}/{place}"
+    try:
+        if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
+        own,source = r.get('row_id'),r.get('source')
+        names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
+        id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
+        images,texts = read_layout(r)
+    except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
     return r|dict(id=id, images=images, texts=(settle_marks if marks else place_pictures)(texts, len(images)))
-
-# %% ../../nbs/12_data.dataset.ipynb #aad37715
-def read_row(rows, i:int, marks:bool=False)->dict: # in arrow format, or plain rows; see `to_row`
-    "Row `i` without decoding its pictures."
-    return to_row(rows[i], i, marks=marks)
-
-# %% ../../nbs/12_data.dataset.ipynb #c36d38e6
-def check_row(
-    row:dict, image_processor:ImageProcessor, # from `read_row`; knows the grid of a size
-    minimums:dict[str,int], max_images:int|None=None, # see `keep_turns`; pictures at most
-)->tuple[list[dict],list[tuple[int,int]]]: # turns that stay, (rows, columns) of each picture
-    "What remains of a row, from text and headers; raises `Dropped` if nothing does."
-    id,n,said = row['id'],len(row['images']),row['texts'] or []
-    for key in (f'{name}_ratings' for name in RATINGS):
-        values = [] if row.get(key) is None or not said else row[key]
-        if not isinstance(values, list) or not all(isinstance(v, (int, float, type(None))) for v in values):
-            raise Dropped(id, 'bad_row', f'`{key}` must be a list of numbers, it is {values!r:.80}')
-    none_of = f'none of {len(said)} turns'
-    if not keep_turns(row, {}): raise Dropped(id, 'no_turns', f'{none_of} has an answer' if said else '')
-    if not (turns := keep_turns(row, minimums)): raise Dropped(id, 'ratings', f'{none_of} passes {minimums}')
-    if max_images is not None and n > max_images:
-        raise Dropped(id, 'too_many_images', f'{n} images, at most {max_images}')
-    try: return turns,[image_processor.grid(*image_size(im)) for im in row['images']]
-    except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
 
 # %% ../../nbs/12_data.dataset.ipynb #d5f582a4
 @dataclass(slots=True)
 class Plan:
     "A sample before its pictures are decoded."
     id:str # of the sample
-    ids:np.ndarray|None # (t,) int32, one placeholder per tile; None: it is only measured
-    labels:np.ndarray|None # (t,) int32
-    grids:list[tuple[int,int]] # (rows, columns) of each picture
+    ids:np.ndarray # (t,) int32, one placeholder per tile
+    labels:np.ndarray # (t,) int32
     tokens:int # length of the sample, all placeholders counted
+    images:int # pictures
+    tiles:int # that the vision tower will see, global views included
     cut:int = 0 # turns that ratings took
-
-    @property
-    def images(self)->int: # pictures
-        "Number of pictures."
-        return len(self.grids)
-
-    @property
-    def tiles(self)->int: # tiles, global views included
-        "What the vision tower will see."
-        return sum(r*c + (r*c > 1) for r,c in self.grids)
 
 # %% ../../nbs/12_data.dataset.ipynb #bb469c67
 class VQADataset(torch.utils.data.Dataset):
@@ -406,15 +377,21 @@ class VQADataset(torch.utils.data.Dataset):
     def __len__(self)->int: return len(self.rows) # dropped ones included
 
     def plan_row(self, row:dict)->Plan: # from `to_row`
-        "Plan a sample without its pictures; raises `Dropped` if it is left out."
-        turns,grids = check_row(row, self.image_processor, self.minimums, self.max_images_per_example)
+        "Plan a sample from text and headers; raises `Dropped` if it is left out."
+        id,n,said,most = row['id'],len(row['images']),row['texts'] or [],self.max_images_per_example
+        answered,turns = keep_turns(row, {}),keep_turns(row, self.minimums)
+        if not answered: raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
+        if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
+        if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
+        try: grids = [self.image_processor.grid(*image_size(im)) for im in row['images']]
+        except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        plan = Plan(row['id'], ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), grids,
-                    len(ids), len(keep_turns(row, {}))-len(turns))
-        plan.tokens += plan.tiles*(self.mp_image_token_length-1)
-        if self.max_sample_length is None or plan.tokens < self.max_sample_length: return plan
-        raise Dropped(plan.id, 'too_long', f'{plan.tokens} tokens')
+        tiles = sum(r*c + (r*c > 1) for r,c in grids)
+        tokens = len(ids) + tiles*(self.mp_image_token_length-1)
+        if tokens >= (self.max_sample_length or math.inf): raise Dropped(id, 'too_long', f'{tokens} tokens')
+        ids,labels = (x.numpy().astype(np.int32) for x in (ids, labels))
+        return Plan(id, ids, labels, tokens, n, tiles, len(answered)-len(turns))
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None, # chance for augmentations; None: always the same
@@ -422,8 +399,8 @@ class VQADataset(torch.utils.data.Dataset):
         "Decode the pictures of a planned sample; raises `Dropped` if one cannot be read."
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
-        ids,labels = expand_images(torch.from_numpy(plan.ids), torch.from_numpy(plan.labels),
-                                   self.tokenizer.image_token_id, self.mp_image_token_length)
+        times = np.where(plan.ids == self.tokenizer.image_token_id, self.mp_image_token_length, 1)
+        ids,labels = (torch.from_numpy(x.astype(np.int64).repeat(times)) for x in (plan.ids, plan.labels))
         return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles)
 
     def load_row(self, row:dict)->dict: # from `to_row`; see `finish`
@@ -434,7 +411,10 @@ class VQADataset(torch.utils.data.Dataset):
         return sample
 
     def __getitem__(self, i:int)->dict|None: # None: it is left out, and counted
-        try: return self.load_row(read_row(self.rows, i))
+        row = to_row(self.rows[i], i)
+        try:
+            if isinstance(row, Dropped): raise row
+            return self.load_row(row)
         except Dropped as d: self.drops.add(d)
         return None
 

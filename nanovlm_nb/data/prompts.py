@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['get_image_string', 'special_pattern', 'neutralise', 'to_messages', 'AnswerFrame', 'answer_frame', 'answer_spans',
-           'encode_chat', 'encode_prompt', 'expand_images']
+           'encode_chat', 'encode_prompt']
 
 # %% ../../nbs/11_data.prompts.ipynb #40166cd8
 import re
@@ -27,30 +27,26 @@ def get_image_string(
     convention:str='nanovlm', # or smolvlm: `image_convention` of the model
 )->str: # to be put before the first question
     "The placeholders of a sample's pictures; an error names a token that is missing."
-    write = _smolvlm_picture if convention == 'smolvlm' else _picture
-    numbered = len(splitted_image_counts) > 1 and convention != 'smolvlm'
+    smolvlm = convention == 'smolvlm'
+    numbered = len(splitted_image_counts) > 1 and not smolvlm
     text, slots = '', tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
-        try: text += f'<image: {i}>'*numbered + write(tokenizer, rows, cols, slots)
+        try: text += f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, smolvlm)
         except AttributeError as e:
             raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
                 '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
     return text
 
 # %% ../../nbs/11_data.prompts.ipynb #962f8d05
-def _picture(tokenizer, rows, cols, slots):
+def _picture(tokenizer, rows, cols, slots, smolvlm):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
-    if rows*cols == 1: return getattr(tokenizer, 'global_image_token', '') + slots
-    names = ['global_image_token', *(f'r{r+1}c{c+1}' for r in range(rows) for c in range(cols))]
-    return ''.join(getattr(tokenizer, name) + slots for name in names)
-
-# %% ../../nbs/11_data.prompts.ipynb #0f26dcbf
-def _smolvlm_picture(tokenizer, rows, cols, slots):
-    "The same in SmolVLM's convention."
-    fake, lines = tokenizer.fake_image_token, ''
-    for r in range(rows if rows*cols > 1 else 0):
-        lines += ''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols)) + '\n'
-    return lines + '\n'*bool(lines) + fake + tokenizer.global_image_token + slots + fake
+    fake, several = tokenizer.fake_image_token if smolvlm else '', rows*cols > 1
+    bare = not several and not hasattr(tokenizer, 'global_image_token')
+    whole = ('' if bare else tokenizer.global_image_token) + slots
+    lines = [''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols))
+             for r in range(rows*several)]
+    if not smolvlm: return whole + ''.join(lines)
+    return ''.join(line + '\n' for line in (*lines, ''))*several + fake + whole + fake
 
 # %% ../../nbs/11_data.prompts.ipynb #2d8f5934
 def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any of them, the longest first
@@ -169,13 +165,3 @@ def encode_prompt(
     messages = to_messages(tokenizer, texts, image_string)
     text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start # spaces are the answer's
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
-
-# %% ../../nbs/11_data.prompts.ipynb #30ac1093
-def expand_images(
-    ids:Tensor, labels:Tensor, # (T,) from `encode_chat`, with one placeholder per tile
-    image_token_id:int, mp_image_token_length:int, # the placeholder; how many of them a tile has
-)->tuple[Tensor,Tensor]: # ids and labels, int64, with all placeholders
-    "Repeat every placeholder, once for each image token."
-    counts = np.where(ids.numpy() == image_token_id, mp_image_token_length, 1)
-    ids, labels = (torch.from_numpy(x.numpy().astype(np.int64).repeat(counts)) for x in (ids, labels))
-    return ids, labels
