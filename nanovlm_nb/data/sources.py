@@ -54,17 +54,24 @@ def _encoded(rows):
 
 # %% ../../nbs/15_data.sources.ipynb #c1c947ad
 class MapSource:
-    "Rows of data sets with random access, one data set after the other."
+    "Rows of data sets with random access, one data set after the other; for training, see `held_out`."
     def __init__(self, rows, # with a length and an index, or a dictionary of such: configuration -> rows
-        seed:int=0, start:int=0, stop:int|None=None, # places of the split that it reads; None: to the end
+        seed:int=0, val_size:int=0, limit:int|None=None, # rows set aside; rows of an epoch at most
         shuffle:bool=True): # another order in each epoch
         parts = rows if isinstance(rows, dict) else {None:rows}
         self.rows,self.names,self.parts = rows,list(parts),[*map(_encoded, parts.values())]
         self.ends = list(accumulate(map(len, self.parts)))
-        n,self.seed,self.start,self.shuffle = self.ends[-1],seed,start,shuffle
-        self.stop = n if stop is None else stop
-        whole = (start, self.stop)==(0, n)
+        n,self.seed,self.shuffle,self.start,self.val_size = self.ends[-1],seed,shuffle,val_size,val_size
+        require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it')
+        self.stop = n if limit is None else min(n, val_size+limit)
+        whole = (self.start, self.stop)==(0, n)
         self.split:range|Permutation = range(n) if whole else Permutation(n, f'split {seed}')
+
+    def held_out(self)->'MapSource': # always in the same order
+        "The validation part of the same rows."
+        other = copy(self)
+        other.start,other.stop,other.shuffle = 0,self.val_size,False
+        return other
 
     def epoch_rows(self)->float|None: # None: unknown
         "Rows of an epoch."
@@ -215,6 +222,11 @@ class Mixture:
     def __init__(self, sources:list, weights:list[float], once:bool=False): # of any sum; each row once
         require(min(weights)>0, f'weights {weights} must be above 0: leave a source out instead')
         self.sources,self.weights,self.once = sources,[w/sum(weights) for w in weights],once
+
+    def held_out(self)->'Mixture':
+        "The validation parts of all, in proportion to their sizes."
+        sizes = [max(s.val_size, 1) for s in self.sources]
+        return Mixture([s.held_out() for s in self.sources], sizes, once=True)
 
     def epoch_rows(self)->float|None: # None: unknown
         "Rows that are drawn until each source has ended once."
