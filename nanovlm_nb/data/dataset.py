@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'ROLES', 'MARK', 'DESCRIBE', 'GIVE', 'FEATURES', 'COLUMNS', 'COLOURS',
-           'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'CLAIMS', 'keep_turns', 'Dropped',
-           'Drops', 'read_dropped', 'DropFile', 'named', 'as_list', 'pair_turns', 'settle_marks', 'place_pictures',
-           'read_layout', 'UnusedColumn', 'check_unused', 'to_row', 'Plan', 'VQADataset', 'Thing', 'Scene',
-           'make_scene', 'held_out', 'draw_scene', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns',
+           'SHAPES', 'SIZES', 'PLACES', 'NUMBERS', 'SORTS', 'OUTLINES', 'QUESTIONS', 'Turn', 'CLAIMS', 'keep_turns',
+           'Dropped', 'Drops', 'read_dropped', 'DropFile', 'named', 'as_list', 'pair_turns', 'settle_marks',
+           'place_pictures', 'read_layout', 'UnusedColumn', 'check_unused', 'to_row', 'Plan', 'VQADataset', 'Thing',
+           'Scene', 'make_scene', 'held_out', 'draw_scene', 'plain_turn', 'yes_no_turn', 'pair_turn', 'plan_turns',
            'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
 from collections import Counter,defaultdict
 from collections.abc import Collection,Iterable
+from contextlib import suppress
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
 from itertools import count,islice
@@ -35,9 +36,7 @@ from .prompts import answer_frame,encode_chat,get_image_string,special_pattern
 # %% ../../nbs/12_data.dataset.ipynb #9ba1cd9c
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')
 
-def keep_turns(
-    row:dict, minimums:dict[str,int], # `texts` and ratings; name of a rating -> lowest value that passes
-)->list[dict]: # turns {'user', 'assistant'}
+def keep_turns(row:dict, minimums:dict[str,int])->list[dict]: # name of a rating -> lowest that passes
     "The turns of a row that pass every rating; a turn with a blank answer, or none, passes none."
     low = {i for name,least in minimums.items() for i,value in enumerate(row.get(f'{name}_ratings') or [])
            if value is not None and not value >= least}
@@ -99,11 +98,6 @@ class Drops:
         return dict(sorted(Counter(self.reasons.values()).items()))
 
     @property
-    def summary(self)->dict: # JSON-able, of a few lines
-        "Counts, and the first case of each reason."
-        return dict(counts=self.counts, cut_turns=sum(self.cut.values()), first=dict(self.first))
-
-    @property
     def blame(self)->str: # '' if nothing was left out
         "The commonest reason and the first case of it, for an error about samples that are not there."
         if not self.reasons: return ''
@@ -114,20 +108,15 @@ class Drops:
                 f'for example {case}{remedy}')
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0002
-def read_dropped(
-    run_dir:str|Path, size:int|None=None, # of a run; bytes of the file that count, None: all
-)->dict[str,Drops]: # 'train' and 'val', in the order of the file
-    "What a run has left out; torn lines and lines of others are skipped."
+def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes that count, None: all
+    "What a run has left out in 'train' and 'val'; torn lines and lines of others are skipped."
     path,dropped = Path(run_dir)/DROPPED,dict(train=Drops(), val=Drops())
-    lines = path.read_bytes()[:size].split(b'\n')[:-1] if path.is_file() else []
-    for line in lines:
-        try:
+    for line in path.read_bytes()[:size].split(b'\n')[:-1] if path.is_file() else []:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
-            d,id = dropped[record['split']],record['id']
-        except (ValueError, KeyError, TypeError, RecursionError): continue
-        if not isinstance(id, str): continue
-        if 'reason' in record: d.reasons[id] = record['reason']
-        else: d.cut[id] = record.get('cut', 0)
+            d = dropped[record['split']]
+            if 'reason' in record: d.reasons[record['id']] = record['reason']
+            else: d.cut[record['id']] = record['cut']
     return dropped
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0005
@@ -232,10 +221,9 @@ def settle_marks(texts:list[dict], n:int)->list[dict]: # turns; pictures
     asked = _BETWEEN.join(t['user'] or '' for t in texts)
     missing = n - asked.count(MARK)
     if missing < 0: asked = ''.join(asked.rsplit(MARK, -missing))
-    if missing > 0:
-        head, mark, tail = asked.rpartition(MARK)
-        asked = head + mark + MARK*missing + tail
-    return [t | dict(user=u) for t,u in zip(texts, asked.split(_BETWEEN))]
+    head, mark, tail = asked.rpartition(MARK)
+    users = (head + mark + MARK*missing + tail).split(_BETWEEN)
+    return [t | dict(user=u) for t,u in zip(texts, users)]
 
 # %% ../../nbs/12_data.dataset.ipynb #4c15c965
 _ENDS = r'((?:\s*M\d+>)*)(\s*)(.*?)(\s*)((?:M\d+>\s*)*)'.replace('M', _BETWEEN)
@@ -257,10 +245,9 @@ def _spoken(row, what, role):
     "The question or the answer of a row as messages."
     name = named(row, what)
     require(name, f'it has {", ".join(row)}, but no `{what}`: {GIVE}')
-    value,several = row[name],as_list(row[name])
+    several = as_list(row[name])
     if several and isinstance(several[0], dict): return several
-    if several and isinstance(value, (list, tuple, np.ndarray)):
-        value = max(several, key=several.count) # of several people: the commonest
+    value = max(several, key=several.count, default=None) # of several people: the commonest
     require(isinstance(value, (str, int, float, np.generic)) and value == value,
         f'`{name}` is {value!r:.60}: give a text')
     return [dict(role=role, content=str(value))]
@@ -320,8 +307,7 @@ def _held(x):
 # %% ../../nbs/12_data.dataset.ipynb #0f3a51d9
 def check_unused(
     columns:dict|pa.Schema, where:str, # a row, or the types of a table; whose they are
-    chosen:bool=False, # by `--columns`: others of a kind that is read may be left aside
-)->None:
+    chosen:bool=False)->None: # by `--columns`: others of a kind that is read may be left aside
     "Raise `UnusedColumn` if pictures or a conversation would not be read."
     if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))
     used = {what:named(columns, what) for what in LAYOUTS}
@@ -333,11 +319,9 @@ def check_unused(
                                f'name it, as in `--columns {ours}={name}`, or remove it')
 
 # %% ../../nbs/12_data.dataset.ipynb #f0156043
-def to_row(
-    r:pa.Table|dict, place:int|str, name:str|None=None, # its number; its configuration, None: its `source`
-    marks:bool=False, # keep `<image>` in the texts, one for each picture
-)->Any: # a dict with 'id' (of its source and `row_id`, if any), 'images' for `open_header`, 'texts'
-    "A row of any layout without decoding its pictures; a `Dropped` if it cannot be read."
+def to_row(r:pa.Table|dict, place:int|str, # its number
+    name:str|None=None, marks:bool=False)->Any: # its configuration; keep one `<image>` a picture
+    "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{place}"
     try:
         if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
@@ -398,9 +382,8 @@ class VQADataset(torch.utils.data.Dataset):
         return Plan(id, ids, labels, tokens, n, tiles, len(answered)-len(turns))
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
-        rng:random.Random|None=None, # chance for augmentations; None: always the same
-    )->dict: # 'id', 'input_ids' and 'labels' (T,) int64, 'images' list of uint8 (n, 3, S, S)
-        "Decode the pictures of a planned sample; raises `Dropped` if one cannot be read."
+        rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
+        "Decode a planned sample: `id`, `input_ids`, `labels`, `images` (uint8); or raise `Dropped`."
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         times = np.where(plan.ids == self.tokenizer.image_token_id, self.mp_image_token_length, 1)
@@ -504,38 +487,33 @@ QUESTIONS = dict(
     place=('Where is it?', 'In which part of the picture is it?'),
     count=('How many shapes are there?', 'Count the shapes.'),
     describe=('Describe the picture.', 'What do you see?'))
-
-class _Turn(NamedTuple):
-    "A question, its true answer, and what kind of question it is."
-    kind:str # a key of QUESTIONS, yes_no, pair or text
-    user:str
-    assistant:str
+Turn = tuple[str,str,str] # what it asks for (a key of QUESTIONS, yes_no, pair or text), question, answer
 
 # %% ../../nbs/12_data.dataset.ipynb #5a3dbfa9
-def plain_turn(kind:str, scene:Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
+def plain_turn(kind:str, scene:Scene, rng:random.Random)->Turn: # a key of QUESTIONS
     "A question about what is there, or what the text says; things differ in nothing but their place."
     thing, question = scene.things[0], rng.choice(QUESTIONS[kind])
     answers = thing._asdict() | dict(count=NUMBERS[len(scene.things)], describe=f'a {thing}')
-    if scene.sort == 'text': return _Turn('text', f'Imagine a {scene}. {question}', answers[kind])
-    return _Turn(kind, question, answers[kind])
+    if scene.sort == 'text': return ('text', f'Imagine a {scene}. {question}', answers[kind])
+    return (kind, question, answers[kind])
 
 # %% ../../nbs/12_data.dataset.ipynb #098cad09
 CLAIMS:dict[str,dict] = dict( # what it is about -> question -> does the scene say yes?
     size={f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size for size in SIZES},
     count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
 
-def yes_no_turn(about:str, scene:Scene, rng:random.Random)->_Turn: # a key of CLAIMS
+def yes_no_turn(about:str, scene:Scene, rng:random.Random)->Turn: # a key of CLAIMS
     "A question about whether something is so; the answer is yes about as often as no."
     true = [q for q,holds in CLAIMS[about].items() if holds(scene)]
     false = [q for q in CLAIMS[about] if q not in true]
     yes = bool(true) and (not false or rng.random() < .5)
-    return _Turn('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
+    return ('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
 
 # %% ../../nbs/12_data.dataset.ipynb #4bbc2162
-def pair_turn(side:str, scene:Scene, rng:random.Random)->_Turn: # 'left' or 'right'; the left thing is first
+def pair_turn(side:str, scene:Scene, rng:random.Random)->Turn: # 'left' or 'right'; the left thing is first
     "A question about one of two things."
     kind = rng.choice(('colour', 'shape'))
-    return _Turn('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
+    return ('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
 
 # %% ../../nbs/12_data.dataset.ipynb #d568f815
 def plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
@@ -557,8 +535,8 @@ def _conversation(split, given, rng):
         scene = make_scene(sort, rng)
         if held_out(scene) == (split == 'validation'):
             candidates.append((scene, [make(arg, scene, rng) for make,arg in plan]))
-    best = min(candidates, key=lambda c: sum(given[t.user, t.assistant] for t in c[1]))
-    given.update((t.user, t.assistant) for t in best[1]) # (question, answer) -> times
+    best = min(candidates, key=lambda c: sum(given[t[1:]] for t in c[1]))
+    given.update(t[1:] for t in best[1]) # (question, answer) -> times
     return best
 
 # %% ../../nbs/12_data.dataset.ipynb #6ac0d7ba
@@ -569,8 +547,8 @@ def _row(row_id, scene, turns, rng):
     ratings = {f'{r}_ratings': [5]*len(turns) for r in RATINGS}
     if not drawn: ratings['visual_dependency_ratings'] = [1]*len(turns)
     return dict(images=[dict(bytes=file.getvalue(), path=None)]*drawn,
-        texts=[dict(user=t.user, assistant=t.assistant) for t in turns], source='shapes',
-        kinds=[t.kind for t in turns], scene=str(scene), row_id=row_id, **ratings)
+        texts=[dict(user=asked, assistant=told) for _,asked,told in turns], source='shapes',
+        kinds=[kind for kind,*_ in turns], scene=str(scene), row_id=row_id, **ratings)
 
 # %% ../../nbs/12_data.dataset.ipynb #5dbe6626
 @lru_cache(maxsize=4)
@@ -592,14 +570,12 @@ def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # on
 @cache
 def _conversations()->list[str]: # about a thousand scenes, always the same
     rng, given = random.Random(0), Counter()
-    return [f'user\n{t.user} assistant\n{t.assistant}\n'
-            for _ in range(1000) for t in _conversation('train', given, rng)[1]]
+    return [f'user\n{asked} assistant\n{told}\n'
+            for _ in range(1000) for _,asked,told in _conversation('train', given, rng)[1]]
 
 # %% ../../nbs/12_data.dataset.ipynb #ead5d522
-def shapes_tokenizer(
-    extra_special_tokens:dict[str,str]|None=None, chat_template:str|None=None, # see `get_tokenizer`
-    vocab_size:int=448, # tokens before the extra ones
-)->PreTrainedTokenizerBase: # always the same one
+def shapes_tokenizer(extra_special_tokens:dict[str,str]|None=None, chat_template:str|None=None,
+    vocab_size:int=448)->PreTrainedTokenizerBase: # tokens before the extra ones; see `get_tokenizer`
     "Train the tokenizer of this data set."
     tokenizer = train_tokenizer(_conversations(), vocab_size, extra_special_tokens, chat_template)
     got = len(tokenizer)-len(extra_special_tokens or {})

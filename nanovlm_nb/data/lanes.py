@@ -77,10 +77,8 @@ class _Window:
     cut:dict = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
 
 # %% ../../nbs/16_data.lanes.ipynb #f111a001
-def open_window(
-    lane:Lane, rows:Iterator, end:Any, before:int, # of a source's `rows_of`, which are at `end`; packs so far
-)->Iterator[_Window]: # the same one again and again
-    "A window, at first empty, with one row more each time, until it is full or the source ends."
+def open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Window]: # packs so far
+    "A window at `end` of a source, at first empty, with a row more each time, until one of them ends."
     r,tokens,most = lane.rules,0,lane.rules.max_tiles or inf
     window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
     yield window
@@ -107,10 +105,8 @@ class LaneState(NamedTuple):
     emitted:int = 0 # packs of the current window
 
 # %% ../../nbs/16_data.lanes.ipynb #b5891692
-def take_order(
-    tiles:list[int], first:int, seed:int, epoch:int, # of each pack of a window; update that takes the first
-)->list[int]: # indices of the packs in the order in which they are taken
-    "Packs of a window, so that all lanes take similar ones at the same update."
+def take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
+    "Indices of a window's packs, ordered so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
     quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))]
     return [left.pop(int(q*len(left))) for q in quantiles]
@@ -211,11 +207,10 @@ def lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[i
 # %% ../../nbs/16_data.lanes.ipynb #bf3f6e55
 def sizes_of(samples:VQADataset)->dict: # JSON-able
     "What decides which rows stay, and how long they are."
-    s,p = samples,samples.image_processor
-    return dict(minimums=s.minimums, max_sample_length=s.max_sample_length,
-        max_images_per_example=s.max_images_per_example, tile_tokens=s.mp_image_token_length,
-        max_img_size=p.max_img_size, tile=p.splitted_image_size,
-        resize_to_max_side_len=p.resize_to_max_side_len)
+    of_rows = 'minimums','max_sample_length','max_images_per_example','mp_image_token_length'
+    of_pictures = 'max_img_size','splitted_image_size','resize_to_max_side_len'
+    parts = (samples, of_rows),(samples.image_processor, of_pictures)
+    return {name:getattr(part, name) for part,names in parts for name in names}
 
 # %% ../../nbs/16_data.lanes.ipynb #8256f5fd
 def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every rank

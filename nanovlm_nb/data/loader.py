@@ -28,8 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require
 from .dataset import COLUMNS,FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,VQADataset
-from .dataset import check_unused,named,place_pictures,read_layout
-from .dataset import shapes_dataset,shapes_tokenizer
+from .dataset import check_unused,named,place_pictures,read_layout,shapes_dataset,shapes_tokenizer
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank
@@ -101,10 +100,8 @@ def _find(name, folders):
         if '://' in name else f'no file {folders[0]/name}: put it there, or correct the name')
 
 # %% ../../nbs/18_data.loader.ipynb #17c00001
-def read_object(
-    row:dict, columns:Sequence[str]=(), # of any layout; see `rename`
-    folders:Sequence[Path]=(), # of the pictures that it names; none: it brings them, see `as_picture`
-)->dict: # `images`, `texts`, and what else of `COLUMNS` it has
+def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename`
+    folders:Sequence[Path]=())->dict: # of the pictures that it names; none: it brings them, see `as_picture`
     "A row in our columns; a ValueError says why it cannot be used."
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
     require(None not in row, 'it has more fields than the header: put quotes around a text with commas')
@@ -150,11 +147,9 @@ def _read_file(file, drops, images_path, columns):
         else: yield {name:row.get(name) for name in FEATURES}
 
 # %% ../../nbs/18_data.loader.ipynb #7c264398
-def text_rows(
-    path:str|Path, images_path:str|Path|None=None, # files; pictures, None: beside them
-    drops:Drops|None=None, columns:Sequence[str]=(), # counts what is left out; see `rename`
-)->datasets.Dataset: # columns `images` (paths), `texts`, `source` (the file), `row_id` (the line)
-    "Rows of files that name their pictures, for the packed trainer."
+def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, None: beside them
+    drops:Drops|None=None, columns:Sequence[str]=())->datasets.Dataset: # what is left out; see `rename`
+    "Rows of files that name their pictures: `source` is the file, `row_id` the number of the line."
     drops,files = Drops() if drops is None else drops,text_files(path)
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     others = {f.name for f in files[0].parent.iterdir() if f.suffix in (*LINES, *FILES)}
@@ -188,10 +183,8 @@ def _described(folder):
     return datasets.get_dataset_config_names(str(folder.resolve())) if told else []
 
 # %% ../../nbs/18_data.loader.ipynb #17c00007
-def config_names(
-    path:str|Path, names:Sequence[str]=('default',), # a folder, a file or a hub name; see `load_configs`
-)->list[str]: # one name per configuration to load
-    "Which configurations a selection means."
+def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # see `load_configs`
+    "Which configurations a selection means, of a folder, a file or a hub name."
     folder, every = Path(path), bool({'all', 'shards'} & set(names))
     if folder.is_file(): return ['default']
     if not folder.is_dir():
@@ -217,7 +210,7 @@ def _found(path, split, cache_dir, streaming, **more):
     return builder.as_streaming_dataset(split=split)
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8b
-def parquet_footer(file:str|Path)->pq.FileMetaData|None: # None: it is damaged
+def parquet_footer(file:str|Path)->Any: # None: it is damaged
     "What a file on this machine says of its rows and columns."
     try: return pq.read_metadata(file)
     except (OSError, pa.ArrowException): return None
@@ -309,11 +302,8 @@ def _saved(folder, split, streaming):
 def _as_stream(ds): return ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
 
 # %% ../../nbs/18_data.loader.ipynb #17c00006
-def _conform(
-    ds:datasets.Dataset|datasets.IterableDataset, # rows
-    name:str, where:str='the rows', # their `source`, if they have none; their data set, for messages
-    columns:Sequence[str]=(), # see `rename`
-)->datasets.Dataset|datasets.IterableDataset: # the columns that are read
+def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has none; for messages
+    columns:Sequence[str]=())->Any: # see `rename`
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
     whole = isinstance(ds, datasets.Dataset)
     require(not whole or len(ds), 'it has no rows')
@@ -329,8 +319,7 @@ def _conform(
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8d
-def load_config(
-    path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; a configuration; of it
+def load_config(path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; what of it
     cache_dir:str|None=None, streaming:bool=False, as_stored:bool=False, # of `datasets`; all columns
     columns:Sequence[str]=(), images_path:str|Path|None=None, drops:Drops|None=None, # see `text_rows`
 )->datasets.Dataset|datasets.IterableDataset: # its rows
@@ -355,10 +344,8 @@ def load_config(
 # %% ../../nbs/18_data.loader.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 
-def load_configs(
-    path:str|Path, names:Sequence[str]=('default',), # `all` (or `shards`) means every configuration
-    **how)->dict: # see `load_config`; name -> rows, in order
-    "Load configurations; a failed one is a warning that names it."
+def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: # see `load_config`
+    "Configurations by name, `all` (or `shards`): every one; a failed one is a warning that names it."
     data,why = {},[]
     for name in config_names(path, names):
         try: data[name] = load_config(path, name, **how)
@@ -387,11 +374,9 @@ def _plain(x):
     if isinstance(x, float) and x != x: return None
     return x.tolist() if isinstance(x, np.ndarray) and x.ndim == 1 else x
 
-def own_rows(
-    rows, # list, generator, DataFrame or data set of dictionaries, or of (picture, question, answer)
-    columns:Sequence[str]=(), # such as `image=photo`, see `rename`
-)->list[dict]|datasets.Dataset: # in FineVision's schema; a data set that has it stays on the disk
-    "Rows of your own; a ValueError names the first that is wrong."
+def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (picture, question, answer)
+    columns:Sequence[str]=())->list[dict]|datasets.Dataset: # such as `image=photo`, see `rename`
+    "Rows of your own in FineVision's schema; a ValueError names the first that is wrong."
     if isinstance(rows, datasets.Dataset):
         if {'images', 'texts'} <= {*rows.column_names}: return rows
         rows = rows.to_list() # pictures as bytes
@@ -453,16 +438,15 @@ def _training_source(c, drops):
     return kind(rows, c.seed, c.val_size, c.data_cutoff_idx)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c302
-def load_sources(
-    train_cfg:TrainConfig, drops:Drops|None=None, # names the data set; counts lines that cannot be rows
-    rows:Any=None, # of your own, with a length and an index, or two sources; None: those of the data set
-)->tuple: # for training, for validation; they share no row
-    "The sources of a run."
+def load_sources(train_cfg:TrainConfig, # names the data set, if there are no rows
+    drops:Drops|None=None, rows:Any=None)->tuple: # what is left out; with length and index, or two sources
+    "The sources of a run, for training and for validation; they share no row."
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
     if rows is None and c.train_dataset_path=='shapes': return _scenes_pair(c)
     if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=c.columns)
-    train = _training_source(c, drops) if rows is None else MapSource(rows, c.seed, c.val_size, c.data_cutoff_idx)
+    if rows is None: train = _training_source(c, drops)
+    else: train = MapSource(rows, c.seed, c.val_size, c.data_cutoff_idx)
     return train,train.held_out()
 
 # %% ../../nbs/18_data.loader.ipynb #4c81fa27
@@ -472,11 +456,9 @@ def size_line(train, val)->str: # sources
     return f'rows: {shown[0]} for training and {shown[1]} for validation'
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96
-def make_samples(
-    train_cfg:TrainConfig, vlm_cfg:VLMConfig, # filters and limits; pictures and tokens
-    tokenizer:PreTrainedTokenizerBase, rows=(), # for access by index; a source brings its own
-    custom_transforms=(), processor_of:Callable=image_processor_of, # augmentations; how pictures are cut
-)->VQADataset: # plans and decodes rows
+def make_samples(train_cfg:TrainConfig, vlm_cfg:VLMConfig, # filters and limits; pictures and tokens
+    tokenizer:PreTrainedTokenizerBase, rows=(), custom_transforms=(), # for access by index; augmentations
+    processor_of:Callable=image_processor_of)->VQADataset: # how pictures are cut
     "What makes samples of rows, as a config says."
     processor = processor_of(vlm_cfg, tuple(custom_transforms))
     names = [*(f'{name}_min_rating' for name in RATINGS), 'max_sample_length', 'max_images_per_example']
@@ -484,11 +466,9 @@ def make_samples(
     return VQADataset(rows, tokenizer, processor, vlm_cfg.mp_image_token_length, **limits)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e01
-def pack_loader(
-    source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # of this rank
+def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist,
     shuffle:bool, num_workers:int, # True for training; processes that decode, 0: this one
-    most:int|None=None, # packs of all ranks that are asked for, always the same; None: all
-)->PackLoader: # batches as `packing.collate_packs` makes them
+    most:int|None=None)->PackLoader: # packs of all ranks that are asked for, always the same; None: all
     "A loader of this rank's micro-batches."
     c = train_cfg
     rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack,
@@ -507,8 +487,7 @@ def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callab
     return transforms
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e98
-def get_dataloaders(
-    train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist=Dist(), # data; length of a pack; this rank
+def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist=Dist(), # this rank
     tokenizer:PreTrainedTokenizerBase|None=None, rows:Any=None, # default: the config's; see `load_sources`
     transforms:Sequence[Callable]=(), processor:Callable=image_processor_of, # changes; how pictures are cut
 )->tuple[PackLoader,PackLoader]: # training and validation
@@ -527,10 +506,8 @@ def get_dataloaders(
     return loaders
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
-def first_rows(
-    source, n:int, samples:VQADataset|None=None, # leaves rows out, see `plan_row`; None: takes all
-)->list[dict]: # rows with decoded pictures; unreadable ones are left out
-    "The first rows of a source, for eyes."
+def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leaves rows out; None: none
+    "The first rows of a source with decoded pictures, for eyes."
     result:list[dict] = []
     for _,row in source.rows_of(0, 1, 0):
         if len(result)==n: break

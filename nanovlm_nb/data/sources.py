@@ -125,10 +125,8 @@ def shares(ds:datasets.IterableDataset)->list[tuple[datasets.IterableDataset,int
     return [(p, i) for p in pieces for i in range(p.num_shards)]
 
 # %% ../../nbs/15_data.sources.ipynb #1e564547
-def lane_shares(
-    order:list[int], lane:int, lanes:int, # the shares in the order of the epoch
-)->list[tuple[int,int,int]]: # (share, first row, step)
-    "What a lane reads of an epoch."
+def lane_shares(order:list[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
+    "What a lane reads of the shares in the order of an epoch."
     whole = len(order)//lanes*lanes
     mine,rest = [(s, 0, 1) for s in order[lane:whole:lanes]],order[whole:]
     n = len(rest)
