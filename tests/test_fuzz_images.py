@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.tokenizer import train_tokenizer
-from nanovlm_nb.data.dataset import Dropped, VQADataset, read_row
+from nanovlm_nb.data.dataset import Dropped, VQADataset, to_row
 from nanovlm_nb.data.images import get_image_processor
 
 KINDS = [('JPEG', 'RGB L CMYK', {}), ('JPEG', 'RGB', dict(progressive=True)), ('PNG', 'RGB RGBA P LA L 1', {}), ('GIF', 'P L', {}), ('WEBP', 'RGB RGBA', {}),
@@ -36,12 +36,12 @@ def test_nothing_but_drops(one_thread):
     rows = [dict(images=[damaged(rng.choice(files), rng)], texts=[dict(user='What is it?', assistant='A disc.')], source='damaged') for _ in range(1000)]
     data = VQADataset(rows, train_tokenizer(['What is it? A disc.'], 300, cfg.vlm_extra_tokens, cfg.lm_chat_template), get_image_processor(32, 16), 4)
     for i in range(len(rows)):
-        try: sample = data.load_row(read_row(data.rows, i))
+        try: sample = data.load_row(to_row(data.rows[i], i))
         except Dropped as d:
             assert d.reason == 'unreadable_image' and d.detail
             counts['dropped'] += 1
             continue
-        plan = data.plan_row(read_row(data.rows, i))
+        plan = data.plan_row(to_row(data.rows[i], i))
         assert (plan.tokens, plan.tiles) == (len(sample['input_ids']), sum(map(len, sample['images'])))
         assert all(t.dtype == torch.uint8 and t.shape[1:] == (3, 16, 16) for t in sample['images'])
         counts['kept'] += 1

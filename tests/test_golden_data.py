@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nanovlm_nb.data.prompts import encode_chat, encode_prompt, get_image_string
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import VQADataset, read_row
+from nanovlm_nb.data.dataset import VQADataset, to_row
 from nanovlm_nb.data.images import image_processor_of, image_size, open_image, resize_dims
 from nanovlm_nb.core.tokenizer import get_tokenizer
 
@@ -41,7 +41,7 @@ def test_resize_table(reference):
 @pytest.mark.parametrize('i', range(4))
 def test_sample(reference, samples, i):
     "Ids, labels, image string and grids of a sample; the prompt for generation is the sample up to its first target."
-    want, got, plan = reference['samples'][i], samples[i], samples.plan_row(read_row(samples.rows, i))
+    want, got, plan = reference['samples'][i], samples[i], samples.plan_row(to_row(samples.rows[i], i))
     grids = [tuple(g) for g in want['grids']]
     assert got['input_ids'].tolist() == want['input_ids']
     assert got['labels'].tolist() == want['labels']

@@ -13,7 +13,7 @@ from PIL import Image
 import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.dataset import Drops, VQADataset, read_row, MARK, place_pictures, settle_marks
+from nanovlm_nb.data.dataset import Drops, VQADataset, MARK, place_pictures, settle_marks, to_row
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, jsonl_loader
 from nanovlm_nb.data.loader import text_rows
@@ -81,7 +81,7 @@ def test_rows_train_as_others_do(folder, tokenizer):
     rows = text_rows(folder)
     v = VQADataset(rows, tokenizer, get_image_processor(2*SIDE, SIDE), FEATURES)
     for i in (0, 1, 2, 3, 4, 5, 7, 8):
-        s, p = v[i], v.plan_row(read_row(v.rows, i))
+        s, p = v[i], v.plan_row(to_row(v.rows[i], i))
         assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
     assert (v[6], v.drops.reasons, v[8]['id']) == (None, {'train/7': 'no_turns'}, 'train/9')
     other = datasets.Dataset.from_list([dict.fromkeys(rows.features) | dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')], features=rows.features)
@@ -137,7 +137,7 @@ def test_picture_that_would_be_cut(tmp_path, folder, tokenizer):
     lines = [dict(image='cat.jpg,grey.png', conversations=said('<image>', 'One.', '<image>', 'Two.'))]
     kw = dict(images_path=folder/'images', tokenizer=tokenizer, preprocess=get_image_processor(SIDE, SIDE), image_special_token=RUN)
     ds = VLMDataset(write(tmp_path/'x.jsonl', lines), max_length=100, **kw)
-    second = ds.encode(read_row(ds.rows, 0, marks=True))[0].tolist().index(tokenizer.image_token_id, 20)
+    second = ds.encode(to_row(ds.rows[0], 0, marks=True))[0].tolist().index(tokenizer.image_token_id, 20)
     cut = VLMDataset(tmp_path/'x.jsonl', max_length=second+2, **kw)
     with pytest.raises(UsageError, match='x/1: of '): cut[0]
 

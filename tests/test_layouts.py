@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
 from nanovlm_nb.core.config import tiny
-from nanovlm_nb.data.dataset import read_row
+from nanovlm_nb.data.dataset import to_row
 from nanovlm_nb.data.images import open_image
 from nanovlm_nb.data.loader import load_config
 from nanovlm_nb.runs.run import run
@@ -53,6 +53,6 @@ def test_twenty_rows_by_heart(tmp_path, layout):
         num_of_sequences=2, max_training_steps=STEPS, eval_in_epochs=False, save_interval=STEPS, ask_samples=0, lr_mp=3e-3, lr_vision_backbone=3e-3, lr_language_backbone=3e-3, run_name='r', num_workers=0)
     asker = Asker.from_checkpoint(run(vlm_cfg, train_cfg)/f'step_{STEPS}')
     table = load_config(data, 'default', cache_dir=str(tmp_path/'cache')).with_format('arrow')
-    rows = [read_row(table, i) for i in range(20)]
+    rows = [to_row(table[i], i) for i in range(20)]
     said = answer_all(asker, questions_of([r | dict(images=[open_image(p) for p in r['images']], kinds=['x']) for r in rows], False))
     assert [x.reply for x in said] == answers

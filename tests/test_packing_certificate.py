@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import VQADataset, read_row, shapes_dataset, shapes_tokenizer
+from nanovlm_nb.data.dataset import VQADataset, shapes_dataset, shapes_tokenizer, to_row
 from nanovlm_nb.data.images import image_processor_of
 from nanovlm_nb.data.lanes import PackLoader, PackRules
 from nanovlm_nb.data.packing import collate_packs, pack
@@ -35,7 +35,7 @@ def small_net():
 def piped(small_net):
     "500 packs, four to a batch, and the samples in them; every seventh picture is cut off behind its header."
     cfg, rows = small_net.cfg, shapes_dataset(240).with_format('arrow')
-    rows = [row | dict(images=[b['bytes'] for b in row['images']]) for row in (read_row(rows, i) for i in range(len(rows)))]
+    rows = [row | dict(images=[b['bytes'] for b in row['images']]) for row in (to_row(rows[i], i) for i in range(len(rows)))]
     for row in rows[::7]: row['images'] = [b[:len(b)//2] for b in row['images']]
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
     data = VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length, max_sample_length=160)

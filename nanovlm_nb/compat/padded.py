@@ -22,7 +22,7 @@ from ..core.dist import Dist, cores_of_rank, seed_worker
 from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage, open_image
 from ..data.prompts import answer_frame, encode_chat, special_pattern
-from ..data.dataset import MARK, Dropped, Drops, read_row
+from ..data.dataset import MARK, Dropped, Drops, to_row
 from ..data.loader import text_rows
 
 # %% ../../nbs/70_compat.padded.ipynb #cc195b2a
@@ -71,7 +71,7 @@ class VLMDataset(Dataset):
         "Number of items."
         return len(self.rows)
 
-    def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `read_row`; ids and labels (T,), not cut
+    def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `to_row`; ids and labels (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
         ids, labels = encode_chat(self.tokenizer, row['texts'], self.image_special_token, MARK, self.frame,
                                   self.special)
@@ -84,7 +84,7 @@ class VLMDataset(Dataset):
                           'or not all pictures: raise max_length')
         return ids, labels
 
-    def pixels(self, row:dict)->Tensor: # from `read_row`; (pictures, 3, H, W)
+    def pixels(self, row:dict)->Tensor: # from `to_row`; (pictures, 3, H, W)
         "Decode the pictures of a row; raises `Dropped` if one is damaged."
         try: pixels = [pixel_tensor(im, self.preprocess) for im in row['images']]
         except UnreadableImage as e: raise Dropped(row['id'], 'unreadable_image', str(e)) from e
@@ -100,7 +100,7 @@ class VLMDataset(Dataset):
 
     def __getitem__(self, i:int)->tuple[Tensor,Tensor,Tensor,Tensor]: # see `item`; int64, pixels float
         "An item; a UsageError names a line that cannot be one."
-        row = read_row(self.rows, i, marks=True)
+        row = to_row(self.rows[i], i, marks=True)
         try: return self.item(*self.encode(row), self.pixels(row))
         except Dropped as d: raise UsageError(f'{d.id}: {d.detail}') from d
 

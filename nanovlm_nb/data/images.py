@@ -25,11 +25,9 @@ from ..core.config import VLMConfig
 from ..core.usage import UsageError,require
 
 # %% ../../nbs/10_data.images.ipynb #c82704a4
-def resize_dims(
-    w:int, h:int, max_side:int, tile:int, # of the picture; longest side allowed, a multiple of `tile`; pixels
-    resize_to_max:bool=False, # enlarge (or shrink) the long side to `max_side` always
-)->tuple[int,int]: # (height, width), multiples of `tile`
-    "Size of the tile grid for a picture, in pixels."
+def resize_dims(w:int, h:int, max_side:int, tile:int, # of the picture; longest side allowed; pixels
+    resize_to_max:bool=False)->tuple[int,int]: # enlarge (or shrink) the long side to `max_side` always
+    "(height, width) of the tile grid for a picture, in pixels; `tile` divides `max_side`."
     long, short = max(w, h), min(w, h)
     new_long = max_side if resize_to_max else min(max_side, -(-long//tile)*tile)
     new_short = -(-short*new_long//(long*tile))*tile

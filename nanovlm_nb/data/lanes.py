@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'Lane', 'naming', 'open_window', 'LaneState',
            'take_order', 'plan_packs', 'planned', 'decode', 'packs_of', 'ship', 'unship', 'LaneDataset', 'lanes_of',
-           'sizes_of', 'merge_states', 'Measured', 'count_packs', 'Loader', 'PackLoader', 'pack_workers']
+           'sizes_of', 'merge_states', 'count_packs', 'Loader', 'PackLoader', 'pack_workers']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import asdict,dataclass,field,replace
-from itertools import islice
+from dataclasses import asdict,dataclass,field
+from itertools import chain,islice
 from math import ceil,inf
 from traceback import clear_frames
 from typing import Any,NamedTuple
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 
 from ..core.dist import Dist,check_socket_room,seed_worker
 from ..core.usage import UsageError,require
-from .dataset import Dropped,Drops,Plan,VQADataset
+from .dataset import Dropped,Drops,VQADataset
 from .packing import Batch,balanced_greedy_knapsack,collate_packs,pack
 
 # %% ../../nbs/16_data.lanes.ipynb #809a7ebf
@@ -48,7 +48,7 @@ class PackRules:
 @dataclass
 class Lane:
     "One of the lanes that an update takes its packs from."
-    samples:Any # a `VQADataset` or `Measured`: plans and decodes
+    samples:VQADataset # plans and decodes
     source:Any # `MapSource`, `StreamSource` or `Mixture`
     rules:PackRules # how to pack
     number:int # which lane, 0 to lanes-1
@@ -77,10 +77,8 @@ class _Window:
     cut:dict = field(default_factory=dict) # id -> turns that ratings took from a sample that stays
 
 # %% ../../nbs/16_data.lanes.ipynb #f111a001
-def open_window(
-    lane:Lane, rows:Iterator, end:Any, before:int, # of a source's `rows_of`, which are at `end`; packs so far
-)->Iterator[_Window]: # the same one again and again
-    "A window, at first empty, with one row more each time, until it is full or the source ends."
+def open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Window]: # packs so far
+    "A window at `end` of a source, at first empty, with a row more each time, until one of them ends."
     r,tokens,most = lane.rules,0,lane.rules.max_tiles or inf
     window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
     yield window
@@ -107,10 +105,8 @@ class LaneState(NamedTuple):
     emitted:int = 0 # packs of the current window
 
 # %% ../../nbs/16_data.lanes.ipynb #b5891692
-def take_order(
-    tiles:list[int], first:int, seed:int, epoch:int, # of each pack of a window; update that takes the first
-)->list[int]: # indices of the packs in the order in which they are taken
-    "Packs of a window, so that all lanes take similar ones at the same update."
+def take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
+    "Indices of a window's packs, ordered so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
     quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))]
     return [left.pop(int(q*len(left))) for q in quantiles]
@@ -211,11 +207,10 @@ def lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[i
 # %% ../../nbs/16_data.lanes.ipynb #bf3f6e55
 def sizes_of(samples:VQADataset)->dict: # JSON-able
     "What decides which rows stay, and how long they are."
-    s,p = samples,samples.image_processor
-    return dict(minimums=s.minimums, max_sample_length=s.max_sample_length,
-        max_images_per_example=s.max_images_per_example, tile_tokens=s.mp_image_token_length,
-        max_img_size=p.max_img_size, tile=p.splitted_image_size,
-        resize_to_max_side_len=p.resize_to_max_side_len)
+    of_rows = 'minimums','max_sample_length','max_images_per_example','mp_image_token_length'
+    of_pictures = 'max_img_size','splitted_image_size','resize_to_max_side_len'
+    parts = (samples, of_rows),(samples.image_processor, of_pictures)
+    return {name:getattr(part, name) for part,names in parts for name in names}
 
 # %% ../../nbs/16_data.lanes.ipynb #8256f5fd
 def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every rank
@@ -244,19 +239,6 @@ class _letting_go(AbstractContextManager):
 # %% ../../nbs/16_data.lanes.ipynb #29c97752
 PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count its updates
 PROBED = 1_024 # rows that the estimate for more of them is made from
-
-class Measured:
-    "Plans each sample once and remembers what it measures: enough to count packs."
-    def __init__(self, samples:VQADataset): self.samples,self.known = samples,{}
-
-    def plan_row(self, row:dict)->Plan: # without tokens
-        "What a sample measures; raises `Dropped` as the first time."
-        if row['id'] not in self.known:
-            try: self.known[row['id']] = replace(self.samples.plan_row(row), ids=None, labels=None)
-            except Dropped as d: self.known[row['id']] = d
-        known = self.known[row['id']]
-        if isinstance(known, Dropped): raise Dropped(*known.args)
-        return known
 
 # %% ../../nbs/16_data.lanes.ipynb #a62e7b54
 def count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[int,int]: # packs, their rows
@@ -306,6 +288,7 @@ class PackLoader(Loader):
         most:int|None=None): # packs of all ranks in an epoch, always the same, planned once; None: all
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory,self.drops,self.most = num_workers,pin_memory,samples.drops,most
+        self.kept:int|None = None # packs that are planned
         self.image_token_id = samples.tokenizer.image_token_id
         numbers = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         self.n = len(numbers)*dist.world_size
@@ -332,15 +315,13 @@ class PackLoader(Loader):
         "Go to the beginning of an epoch."
         self.epoch,self.states = epoch,[LaneState(epoch)]*len(self.lanes)
 
-    def keep(self, packs:int|None)->None: # of all ranks, asked for from now on
+    def keep(self, packs:int)->None: # of all ranks, asked for from now on
         "Plan all that is asked for, if that is always the same; without effect when it was done."
-        if self.most is None or packs is None: return
-        self.most = packs
+        if self.most is None or self.kept==packs: return
+        self.most = self.kept = packs
         for lane in self.lanes: # the later ones may have one pack less to give
-            most = max(-(-(packs-lane.number)//self.n), 0)
-            if lane.kept is None or lane.most!=most:
-                lane.most = most
-                lane.kept = list(planned(lane))
+            lane.most = max(-(-(packs-lane.number)//self.n), 0)
+            lane.kept = list(planned(lane))
 
     def idle(self)->Batch:
         "A micro-batch of padding, for a rank that has no data left while others have."
@@ -349,7 +330,15 @@ class PackLoader(Loader):
 
     def updates_left(self, epochs:int)->tuple[int|None,bool]:
         "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
-        return _count_updates(self, epochs)
+        rows,left = self.source.epoch_rows(),range(self.epoch, epochs)
+        if rows is None or not left: return (None, False) if left else (0, True)
+        most = inf if rows<=PLANNED else PROBED/self.n
+        found = [count_packs(lane, LaneState(self.epoch), most) for lane in self.lanes]
+        everywhere,made = zip(*self.dist.gather((found, max(s.before+s.emitted for s in self.states))))
+        packs,read = zip(*chain(*everywhere))
+        if not sum(packs): return None,False
+        whole = max(packs) if most==inf else ceil(rows*sum(packs)/sum(read)/self.n)
+        return max(whole*len(left)-max(made), 1),most==inf and len(left)==1
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "The positions of the lanes, and what they depend on."
@@ -375,20 +364,3 @@ def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     return DataLoader(LaneDataset(l.lanes, l.states), batch_size=None, collate_fn=copy, num_workers=n,
         worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
         generator=torch.Generator().manual_seed(l.rules.seed))
-
-# %% ../../nbs/16_data.lanes.ipynb #29c97763
-def _count_updates(l:PackLoader, epochs:int)->tuple[int|None,bool]: # None: unknown; were they counted?
-    "Updates from here to the end of the last of so many epochs; every rank must call."
-    rows,left = l.source.epoch_rows(),range(l.epoch, epochs)
-    if rows is None or not left: return (None, False) if left else (0, True)
-    measured = Measured(l.samples)
-    lanes = [replace(lane, samples=measured) for lane in l.lanes]
-    def longest(e):
-        states = l.states if e==l.epoch else [LaneState(e)]*len(lanes)
-        return max(count_packs(lane, s)[0] for lane,s in zip(lanes, states))
-    if rows<=PLANNED: return sum(max(l.dist.gather(longest(e))) for e in left),True
-    probe = zip(*(count_packs(lane, LaneState(l.epoch), PROBED/l.n) for lane in lanes))
-    made = max(s.before+s.emitted for s in l.states)
-    packs,read,done = zip(*l.dist.gather((*map(sum, probe), made)))
-    if not sum(packs): return None,False
-    return max(ceil(rows*sum(packs)/sum(read)/l.n)*len(left)-max(done), 1),False

@@ -110,9 +110,8 @@ def _plan(items, limits):
 def balanced_greedy_knapsack(
     lengths:Sequence[int], image_counts:Sequence[int], capacity:int, # of each item; tokens of a bin
     max_images:int|None=None, # images that a bin holds; None: any number
-    tile_counts:Sequence[int]|None=None, max_tiles:int|None=None, # of each item; that a bin holds
-)->list[list[int]]: # indices of the items in each bin; every index exactly once
-    "Returns a plan that packs all items into few bins of equal size, within all limits."
+    tile_counts:Sequence[int]|None=None, max_tiles:int|None=None)->list[list[int]]: # of each; of a bin
+    "Returns which items are in each bin: all of them in few bins of equal size, within all limits."
     items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
     groups = _plan(items, limits)
     if len(groups) > _least(items, limits): groups = min(groups, _plan(items[::-1], limits), key=len)
@@ -130,12 +129,10 @@ def _check(samples, image_token_id, per_tile):
         if slots != tiles*per_tile: raise UsageError(slot_error(name, slots, tiles, per_tile))
 
 # %% ../../nbs/14_data.packing.ipynb #17a278c1
-def pack(
-    samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (list of tile stacks)
+def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (list of tile stacks)
     length:int, pad_id:int, # positions of the pack; token that fills the rest
-    image_token_id:int|None=None, per_tile:int=0, # of a slot, None: not checked; slots of a tile
-)->dict: # the fields of a `Batch` but for `layout`, of one row
-    "Lay samples one after the other into a sequence of fixed length."
+    image_token_id:int|None=None, per_tile:int=0)->dict: # None: slots are not checked; slots of a tile
+    "Lay samples one after the other into a sequence of fixed length; a row of a `Batch`, without `layout`."
     doc_lens = [s['input_ids'].numel() for s in samples]
     n = sum(doc_lens)
     if n > length:
@@ -162,11 +159,9 @@ class Batch(TypedDict):
     layout:Layout # all that the device needs besides ids and pictures
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0008
-def collate_packs(
-    packs:list[dict], # of one length, from `pack`
-    image_token_id:int|None=None, pin:bool=False, # None: `layout.slots` is None; memory that a GPU reads
-)->Batch: # in the order of `packs`
-    "Join packs into a batch."
+def collate_packs(packs:list[dict], # of one length, from `pack`
+    image_token_id:int|None=None, pin:bool=False)->Batch: # for `layout.slots`; memory that a GPU reads
+    "Join packs into a batch, in their order."
     batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
                  for k,v in packs[0].items()}
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])

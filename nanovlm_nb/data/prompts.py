@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['get_image_string', 'special_pattern', 'neutralise', 'to_messages', 'AnswerFrame', 'answer_frame', 'answer_spans',
-           'encode_chat', 'encode_prompt', 'expand_images']
+           'encode_chat', 'encode_prompt']
 
 # %% ../../nbs/11_data.prompts.ipynb #40166cd8
 import re
@@ -21,36 +21,30 @@ from ..core.config import IGNORE
 from ..core.usage import UsageError,require
 
 # %% ../../nbs/11_data.prompts.ipynb #a394fd96
-def get_image_string(
-    tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
+def get_image_string(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
     splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; slots of a tile
-    convention:str='nanovlm', # or smolvlm: `image_convention` of the model
-)->str: # to be put before the first question
-    "The placeholders of a sample's pictures; an error names a token that is missing."
-    write = _smolvlm_picture if convention == 'smolvlm' else _picture
-    numbered = len(splitted_image_counts) > 1 and convention != 'smolvlm'
+    convention:str='nanovlm')->str: # or smolvlm: `image_convention` of the model
+    "The placeholders of a sample's pictures, before its first question; an error names a missing token."
+    smolvlm = convention == 'smolvlm'
+    numbered = len(splitted_image_counts) > 1 and not smolvlm
     text, slots = '', tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
-        try: text += f'<image: {i}>'*numbered + write(tokenizer, rows, cols, slots)
+        try: text += f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, smolvlm)
         except AttributeError as e:
             raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
                 '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
     return text
 
 # %% ../../nbs/11_data.prompts.ipynb #962f8d05
-def _picture(tokenizer, rows, cols, slots):
+def _picture(tokenizer, rows, cols, slots, smolvlm):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
-    if rows*cols == 1: return getattr(tokenizer, 'global_image_token', '') + slots
-    names = ['global_image_token', *(f'r{r+1}c{c+1}' for r in range(rows) for c in range(cols))]
-    return ''.join(getattr(tokenizer, name) + slots for name in names)
-
-# %% ../../nbs/11_data.prompts.ipynb #0f26dcbf
-def _smolvlm_picture(tokenizer, rows, cols, slots):
-    "The same in SmolVLM's convention."
-    fake, lines = tokenizer.fake_image_token, ''
-    for r in range(rows if rows*cols > 1 else 0):
-        lines += ''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols)) + '\n'
-    return lines + '\n'*bool(lines) + fake + tokenizer.global_image_token + slots + fake
+    fake, several = tokenizer.fake_image_token if smolvlm else '', rows*cols > 1
+    bare = not several and not hasattr(tokenizer, 'global_image_token')
+    whole = ('' if bare else tokenizer.global_image_token) + slots
+    lines = [''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols))
+             for r in range(rows*several)]
+    if not smolvlm: return whole + ''.join(lines)
+    return ''.join(line + '\n' for line in (*lines, ''))*several + fake + whole + fake
 
 # %% ../../nbs/11_data.prompts.ipynb #2d8f5934
 def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any of them, the longest first
@@ -59,11 +53,8 @@ def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any 
     return re.compile('|'.join(map(re.escape, sorted(special, key=lambda t: (-len(t), t)))) or r'(?!)')
 
 # %% ../../nbs/11_data.prompts.ipynb #2bfc97bf
-def neutralise(
-    text:str|None, # what a user or an answer says; None is ''
-    tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`, when there are many texts
-)->str: # looks the same, holds no special token
-    "Break every special token that a text spells out."
+def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str: # or `special_pattern`
+    "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     spare, text, n = map(chr, range(0xe000, 0xf8ff)), text or '', 1
     within, instead = (next(c for c in chain(wanted, spare) if c not in pattern.pattern)
@@ -72,12 +63,10 @@ def neutralise(
     return text
 
 # %% ../../nbs/11_data.prompts.ipynb #9da96e57
-def to_messages(
-    tokenizer:PreTrainedTokenizerBase|re.Pattern, # whose special tokens go; or its `special_pattern`
+def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_pattern`
     texts:list[dict], # turns {'user', 'assistant'}; the last may lack 'assistant'
-    image_string:str='', mark:str='', # placeholders; what they replace in questions, '': they come first
-)->list[dict]: # messages {'role', 'content'}
-    "Turns as messages for a chat template."
+    image_string:str='', mark:str='')->list[dict]: # placeholders; what they replace, '': they come first
+    "Turns as messages {'role', 'content'} for a chat template, without special tokens of their own."
     if not texts: raise UsageError('a conversation needs at least one turn')
     messages = []
     for k,turn in enumerate(texts):
@@ -138,8 +127,7 @@ def answer_spans(text:str, messages:list[dict], frame:AnswerFrame)->list[tuple[i
     return spans
 
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663
-def encode_chat(
-    tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
+def encode_chat(tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
     image_string:str='', mark:str='', # see `to_messages`
     frame:AnswerFrame|None=None, special:re.Pattern|None=None, # of the tokenizer, when there are many samples
 )->tuple[Tensor,Tensor]: # ids and labels, (T,) int64; labels shifted by one, -100 where nothing is learned
@@ -157,25 +145,13 @@ def encode_chat(
     return torch.from_numpy(ids), torch.from_numpy(labels)
 
 # %% ../../nbs/11_data.prompts.ipynb #314ae670
-def encode_prompt(
-    tokenizer:PreTrainedTokenizerBase, # with a chat template
+def encode_prompt(tokenizer:PreTrainedTokenizerBase, # with a chat template
     texts:list[dict]|str, # a question, or turns of which the last has no 'assistant'
-    image_string:str='', start:str='', # placeholders; how the answer begins
-)->Tensor: # ids (T,), int64
-    "Ids of a question, ready for generation."
+    image_string:str='', start:str='')->Tensor: # placeholders; how the answer begins
+    "Ids (T,) of a question, ready for generation."
     if isinstance(texts, str): texts = [dict(user=texts)]
     require(not texts or 'assistant' not in texts[-1],
         'the last turn has an answer already: leave its `assistant` out')
     messages = to_messages(tokenizer, texts, image_string)
     text = _render(tokenizer, messages, prompt=True).rstrip(' ')+start # spaces are the answer's
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids'])
-
-# %% ../../nbs/11_data.prompts.ipynb #30ac1093
-def expand_images(
-    ids:Tensor, labels:Tensor, # (T,) from `encode_chat`, with one placeholder per tile
-    image_token_id:int, mp_image_token_length:int, # the placeholder; how many of them a tile has
-)->tuple[Tensor,Tensor]: # ids and labels, int64, with all placeholders
-    "Repeat every placeholder, once for each image token."
-    counts = np.where(ids.numpy() == image_token_id, mp_image_token_length, 1)
-    ids, labels = (torch.from_numpy(x.numpy().astype(np.int64).repeat(counts)) for x in (ids, labels))
-    return ids, labels

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from ..core.config import CODE,IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml,updates_of_run
 from ..core.usage import UsageError,nearest,require,MissingFile
 from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
-from ..data.loader import LOAD_ERRORS,config_names,load_config,rows_in,text_files
+from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
 from ..data.loader import get_dataloaders,size_line
 from ..data.lanes import PackLoader,naming
 from ..data.packing import Batch,collate_packs,pack,unpack
@@ -51,10 +51,10 @@ def open_data(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->tuple[PackLoader,PackLo
 def why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; where the data are
     "Returns why data cannot be loaded: the parquet files that are damaged or empty, else the error."
     files = sorted(Path(path).rglob('*.parquet')) if Path(path).is_dir() else [Path(path)]
-    found = {p:rows_in(p) for p in files if p.suffix=='.parquet' and p.is_file()}
-    damaged = [str(p) for p,n in found.items() if n is None]
+    found = {p:parquet_footer(p) for p in files if p.suffix=='.parquet' and p.is_file()}
+    damaged = [str(p) for p,footer in found.items() if footer is None]
     if damaged: return f"{', '.join(damaged[:3])}: damaged, or no parquet file; remove it, or copy it again"
-    if found and not any(found.values()): return f"{', '.join(map(str, found))}: no rows"
+    if found and not any(f.num_rows for f in found.values()): return f"{', '.join(map(str, found))}: no rows"
     if isinstance(error, (StopIteration, IndexError)): return f'{path} has no rows'
     return str(error) if isinstance(error, UsageError) else f'{type(error).__name__}: {error}'
 

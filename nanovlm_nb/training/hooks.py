@@ -244,7 +244,7 @@ class LeftOut(Hook):
         "Writes down what is new, and says what there is; every rank must call."
         drops = self.gather()
         size = on_master(self.trainer.dist, lambda: self.file.add(drops))
-        return dict(drops={split:d.summary for split,d in drops.items()}, dropped=size)
+        return dict(drops={k:dict(counts=d.counts, first=d.first) for k,d in drops.items()}, dropped=size)
 
     def load_state_dict(self, state:dict)->None:
         "Keeps it for `begin`."

@@ -254,7 +254,7 @@ def say_length(trainer:Trainer)->None:
 
 # %% ../../nbs/47_training.trainer.ipynb #540932c2
 def _plan(trainer:Trainer)->None: # every rank must call
-    "Counts the updates of `max_epochs`, unless an earlier start has; those of much data are estimated."
+    "Estimates the updates of `max_epochs`, unless an earlier start has; one small epoch is counted."
     t,epochs = trainer,trainer.cfg.max_epochs
     known = [epochs, t.loader.n] if epochs and t.loader.n is not None else None
     if t.planned_for!=known:
