@@ -10,7 +10,7 @@ from nanovlm_nb.tools import plan as pl
 from nanovlm_nb.core.advice import advice, if_it_waits, memory_remedies
 from nanovlm_nb.core.config import effective_batch_size, evolve, preset, tiny
 from nanovlm_nb.model.vlm import VLMNet
-from nanovlm_nb.training.optim import component_lrs, param_groups
+from nanovlm_nb.training.optim import training_groups
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 NANO_VLM, NANO = preset('nanovlm')
@@ -22,7 +22,7 @@ NANO_VLM, NANO = preset('nanovlm')
 def test_trained_parameters_are_the_optimizers(changes):
     vlm, cfg = preset('shapes')
     cfg = evolve(cfg, **changes)
-    groups = param_groups(VLMNet(vlm), component_lrs(cfg), cfg.language_last_blocks)
+    groups = training_groups(VLMNet(vlm), cfg)
     assert {n: s.trained for n, s in pl.sizes(vlm, cfg).items() if s.trained} == {g['name']: sum(p.numel() for p in g['params']) for g in groups}
 
 

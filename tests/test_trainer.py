@@ -96,7 +96,7 @@ def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
 def test_the_order_of_the_hooks():
     "What judges the weights follows the checkpoint, and hooks of the user's come before it and before the log."
     hooks = [type(hook).__name__ for hook in hooks_of(TrainConfig(), [Hook()])]
-    assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Meters', 'Epochs', 'Compile', 'Hook', 'Log', 'Checkpoint', 'Validate', 'Evaluate', 'FreezeGarbage']
+    assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Meters', 'Hook', 'Log', 'Checkpoint', 'Validate', 'Evaluate']
 
 
 def small(folder, batch_size=2, **fields):

@@ -504,7 +504,7 @@ def advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sho
     "What could be changed, from where the time went and from skipped updates."
     t,seconds = trainer,find(trainer, Meters).seconds
     if (total := sum(seconds.values()))<_ADVICE_AFTER_S: return []
-    return advice({k:v/total for k,v in seconds.items()}, evolve(t.cfg, compile=t.compiled), t.base.cfg,
+    return advice({k:v/total for k,v in seconds.items()}, evolve(t.cfg, compile=bool(t.compiled)), t.base.cfg,
         unstable=t.skipped>0, cpus=os.cpu_count(), ranks=t.dist.world_size)
 
 # %% ../../nbs/52_runs.start.ipynb #55000008

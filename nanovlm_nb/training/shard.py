@@ -102,12 +102,8 @@ class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
     def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
-        self.worker:Any = None
-
-    def _begin(self):
-        "Makes an AdamW on copies of the weights as they are now."
-        groups = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
-        self.worker = torch.optim.AdamW(groups, fused=True)
+        copies = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
+        self.worker = torch.optim.AdamW(copies, fused=True)
 
     def _groups(self): return zip(self.param_groups, self.worker.param_groups)
 
@@ -116,13 +112,11 @@ class OffloadedAdamW(torch.optim.AdamW):
         return [pair for ours,its in self._groups() for pair in zip(ours['params'], its['params'])]
 
     @torch.no_grad()
-    def step(self, closure=None): # computes the gradients again, as in every optimizer; what it returned
+    def step(self, closure=None): # is not called: the gradients are there
         "Takes weights and gradients down, updates, takes weights up."
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        if self.worker is None: self._begin()
         for ours,its in self._groups(): its.update(_options(ours))
         for p,c in self._pairs():
-            c.copy_(p) # which a hook may have changed
+            c.copy_(p) # as it is now
             c.grad = None if p.grad is None else _on_cpu(p.grad)
         self.worker.step()
         for p,c in self._pairs():
@@ -130,11 +124,9 @@ class OffloadedAdamW(torch.optim.AdamW):
             p.copy_(c)
             self.state[p] = self.worker.state[c]
         self.worker.zero_grad()
-        return loss
 
     def load_state_dict(self, state_dict:dict)->None: # of this class or of AdamW
-        "Takes over moments, in the memory of the CPU, and the weights as they are now."
-        self._begin()
+        "Takes over moments, in the memory of the CPU."
         self.worker.load_state_dict(state_dict)
         for ours,its in self._groups():
             ours.update(_options(its))
@@ -143,30 +135,22 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
 def begin_state(optimizer:torch.optim.Optimizer)->Callable[[],None]: # any; what takes it away again
-    "Makes the state that a first gradient would bring, so that all of it can be saved and loaded."
-    new = [(part.state, p) for part in getattr(optimizer, 'parts', [optimizer]) for p in _step_of_zeros(part)]
-    def undo():
-        for state,p in new: state.pop(p)
-    return undo
-
-# %% ../../nbs/42_training.shard.ipynb #3125baef
-def _step_of_zeros(optimizer):
-    "Takes a step of zeros, with rate 0, for parameters that have made none; it does not count."
+    "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
     params = [p for g in groups for p in g['params']]
-    new = [p for p in params if p not in optimizer.state]
-    if not new: return []
-    grads = [p.grad for p in params]
+    new,grads = [p for p in params if p not in optimizer.state],[p.grad for p in params]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
     for p in params: p.grad = None
     for p in new: p.grad = torch.zeros_like(p)
     for g,saved in zip(groups, options): g.update(dict.fromkeys(saved, 0.))
-    optimizer.step()
+    if new: optimizer.step()
     for g,saved in zip(groups, options): g.update(saved)
     for p,grad in zip(params, grads): p.grad = grad
     for state in (optimizer.state.get(p, {}) for p in new):
         if 'step' in state: state['step'] = state['step']*0
-    return new
+    def undo():
+        for p in new: optimizer.state.pop(p, None)
+    return undo
 
 # %% ../../nbs/42_training.shard.ipynb #ae855e9c
 def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is sharded; of the run
@@ -207,12 +191,6 @@ def _take(flat:dict, key:str, values:dict|None=None)->Any: # what its values mea
     if value is None or values is None: return value
     require(value in [*values], f'{key} is {value!r}: give one of {", ".join(map(str, values))}')
     return values[value]
-
-# %% ../../nbs/42_training.shard.ipynb #8ea24822
-def _equal(flat:dict)->dict: # from `flatten`; field -> value and entry
-    "Returns the settings that need no arithmetic."
-    found = [(field, _take(flat, key, values), key) for key,(field,values) in EQUAL.items()]
-    return {field:(value, key) for field,value,key in found if value is not None}
 
 # %% ../../nbs/42_training.shard.ipynb #e63f88b5
 BATCH = 'train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulation_steps'
@@ -271,9 +249,10 @@ def translate(
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Returns the run with DeepSpeed's settings."
     flat = flatten({'bf16' if k=='bfloat16' else k:v for k,v in settings.items()}) # its older name
-    clip,fields = _take(flat, 'gradient_clipping'),_equal(flat)
-    fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)
-    fields |= optimizer(flat, train_cfg)
+    clip = _take(flat, 'gradient_clipping')
+    found = [(field, _take(flat, key, values), key) for key,(field,values) in EQUAL.items()]
+    fields = {field:(value, key) for field,value,key in found if value is not None}
+    fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)|optimizer(flat, train_cfg)
     if clip is not None: fields['max_grad_norm'] = clip or None,'gradient_clipping'
     changed = {n:o for n,o in fields.items() if getattr(train_cfg, n)!=o[0]}
     changes = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
