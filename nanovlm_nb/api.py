@@ -8,7 +8,6 @@ __all__ = ['train', 'load', 'evaluate', 'export']
 # %% ../nbs/91_api.ipynb #91a10003
 from dataclasses import fields
 from datetime import datetime
-from importlib import import_module
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +93,5 @@ def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: #
     Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
     checkpoint = model.model.folder if isinstance(model, Asker) else model
     values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
-    module,function = does_it('export', values)
-    getattr(import_module(module), function)(values)
+    does_it('export', values)(values)
     return Path(folder)

@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['MENDED', 'DEBUG', 'KEYBOARD', 'UsageError', 'require', 'MissingFile', 'user_path', 'nearest', 'unknown_flag',
-           'Parser', 'at_least', 'checked', 'check_hub_name', 'refuse', 'without_debug', 'one_line_errors',
-           'begin_training']
+           'Parser', 'check_hub_name', 'refuse', 'without_debug', 'one_line_errors', 'begin_training']
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10003
 import difflib,errno,logging,os,sys
-from argparse import ArgumentParser,ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import contextmanager
-from math import inf,nan
 from pathlib import Path
 from typing import Any,NoReturn
 
@@ -79,27 +77,6 @@ class Parser(ArgumentParser):
         if rest: self.error(unknown_flag(rest, self._option_string_actions))
         if self.check: self.check(values)
         return values
-
-# %% ../../nbs/00_core.usage.ipynb #bafebfbd
-def at_least(low:float, kind:type=int, high:float=inf)->Callable[[str],float]: # `int` or `float`
-    "Returns a reader of finite numbers within bounds, a `type` for `add_argument`."
-    words = f"a{' whole'*(kind is int)} number, "+(f'{low} or more' if high==inf else f'from {low} to {high}')
-    def parse(text):
-        try: value = kind(text)
-        except ValueError: value = nan
-        if low<=value<=high and value<inf: return value
-        raise ArgumentTypeError(f'{text!r} will not do: give {words}')
-    return parse
-
-# %% ../../nbs/00_core.usage.ipynb #d37504b7
-def checked(check:Callable[[str],Any])->Callable[[str],str]: # raises a ValueError, or opens a path
-    "Returns a reader that lets a text pass if the check does, a `type` for `add_argument`."
-    def parse(text):
-        try:
-            with user_path(): check(text)
-        except ValueError as e: raise ArgumentTypeError(str(e)) from None
-        return text
-    return parse
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10021
 def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set that is not here
