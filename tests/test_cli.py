@@ -11,7 +11,7 @@ import yaml
 
 from commands import TINY
 from nanovlm_nb.cli import COMMANDS
-from nanovlm_nb.core.config import COMMON, FIELDS, OWN_FIELDS, PRESETS, TrainConfig, VLMConfig, load_yaml, parse_args, preset, save_yaml
+from nanovlm_nb.core.config import FIELDS, OWN_FIELDS, PRESETS, TrainConfig, VLMConfig, described, load_yaml, parse_args, preset, save_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,7 +131,7 @@ def test_every_help_is_quick_and_torch_free(helps):
 @pytest.mark.parametrize('flag', ['--help', '--help_all'])
 def test_the_help_of_a_training_is_complete(helps, flag):
     text = helps[0][f'train {flag}'][2]
-    shown = [f.name for c in (VLMConfig, TrainConfig) for f in fields(c) if flag == '--help_all' or f.name in COMMON]
+    shown = [n for c in (VLMConfig, TrainConfig) for n, (*_, common) in described(c).items() if flag == '--help_all' or common]
     assert not [n for n in shown if f'--{n}' not in text.split()] and (flag == '--help_all' or 20 < len(shown) <= 60)
     for flag in ('--preset', '--config', '--no_log_wandb'): assert flag in text
 

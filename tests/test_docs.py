@@ -12,7 +12,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from nanovlm_nb.core.config import COMMON, TrainConfig, VLMConfig, described, resume_rule, rule_of
+from nanovlm_nb.core.config import TrainConfig, VLMConfig, described, resume_rule, rule_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
@@ -76,9 +76,9 @@ def test_the_page_of_settings_shows_the_fields_as_they_are():
     found = {re.sub(r'\W', '', r.split(' | ')[0]): r for r in rows}
     for cls in (VLMConfig, TrainConfig):
         kinds = get_type_hints(cls, include_extras=True)
-        for name, (_, text) in described(cls).items():
+        for name, (_, text, common) in described(cls).items():
             assert all(part.replace('|', '\\|') in found[name] for part in (text, rule_of(kinds[name])[1], *resume_rule(name))), name
-            assert found[name].startswith('| **') == (name in COMMON), name
+            assert found[name].startswith('| **') == common, name
 
 
 # --- notebooks

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures('one_thread')
 MISUSES = [
     # flags that are wrong in themselves
     ('train', '--lr_pm 0.1', 'unknown flag `--lr_pm`: did you mean `--lr_mp`?'),
-    ('train', 'stray', '`stray` belongs to no flag: write --FIELD VALUE'),
+    ('train', 'stray', '`stray` belongs to no flag: write --FLAG VALUE'),
     ('train', '--batch_size two', 'batch_size is two: give a whole number above 0'),
     ('train', '--lora_rank 4 --load_from RUN --lora_targets k_prog', "lora_targets names 'k_prog', and no linear layer of this model is called so"),
     # what a run starts from
