@@ -191,7 +191,8 @@ def _check_eval(checkpoint, tasks, write_tasks, config, batches, json, device, b
     "Raises a UsageError where the arguments of an evaluation contradict each other."
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
     if checkpoint: _is_checkpoint(checkpoint)
-    if config: open(config, 'rb').close()
+    if config:
+        with user_path(): open(config, 'rb').close()
     if others['out']: _is_new(others['out'])
     require(not tasks or not (config or batches or json),
         '--config, --batches and --json are for an evaluation without --tasks')

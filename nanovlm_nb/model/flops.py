@@ -12,29 +12,29 @@ from ..core.config import VLMConfig
 from ..core.usage import UsageError
 
 # %% auto #0
-__all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'Flops', 'matrix_flops', 'pairs',
-           'vision_flops', 'projector_flops', 'block_weights', 'unit_flops', 'step_flops', 'useful_flops', 'all_flops',
-           'Gpu', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu', 'count_flops', 'fitting_unit', 'with_unit']
+__all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'pairs', 'unit_flops',
+           'step_flops', 'useful_flops', 'all_flops', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu', 'count_flops',
+           'fitting_unit', 'with_unit']
 
 # %% ../../nbs/29_model.flops.ipynb #96f6c58b
-class Flops(NamedTuple):
+class _Flops(NamedTuple):
     "Arithmetic of a part, in floating-point operations."
     forward:int = 0 # computing the output
     backward:int = 0 # gradients of the inputs and of the weights
     recompute:int = 0 # what activation checkpointing computes a second time
 
-    def times(self, n:int)->'Flops':
+    def times(self, n:int)->'_Flops':
         "Returns `n` times as much."
-        return Flops(*(n*x for x in self))
+        return _Flops(*(n*x for x in self))
 
-    def plus(self, other:'Flops')->'Flops':
+    def plus(self, other:'_Flops')->'_Flops':
         "Returns the sum of both."
-        return Flops(*(a+b for a,b in zip(self, other)))
+        return _Flops(*(a+b for a,b in zip(self, other)))
 
 # %% ../../nbs/29_model.flops.ipynb #4cd6de13
-def matrix_flops(weights:int, trained:bool, passed:bool)->Flops: # its gradient is wanted, and its input's
+def _matrix_flops(weights:int, trained:bool, passed:bool)->_Flops: # its gradient is wanted, and its input's
     "Returns the cost of a matrix times one vector, and of its backward pass."
-    return Flops(2*weights, 2*weights*(trained+passed))
+    return _Flops(2*weights, 2*weights*(trained+passed))
 
 # %% ../../nbs/29_model.flops.ipynb #18783742
 def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them a row
@@ -47,35 +47,35 @@ DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention=
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
 
 # %% ../../nbs/29_model.flops.ipynb #4642b89b
-def vision_flops(
+def _vision_flops(
     cfg:VLMConfig, trained:bool=True, checkpointing:bool=False, # whether it learns, whether it is recomputed
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
-)->Flops: # of one tile
+)->_Flops: # of one tile
     "Returns the cost of the vision tower."
     P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
     passed = trained or adapters>0
-    patch = matrix_flops(3*cfg.vit_patch_size**2*D, trained, False)
-    block = matrix_flops(4*D*D + 2*D*I, trained, passed)
-    mixing = Flops(4*P*D, 8*P*D*passed)
-    again = Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
-    patch = patch.plus(matrix_flops(adapters, True, True))
+    patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False)
+    block = _matrix_flops(4*D*D + 2*D*I, trained, passed)
+    mixing = _Flops(4*P*D, 8*P*D*passed)
+    again = _Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
+    patch = patch.plus(_matrix_flops(adapters, True, True))
     return patch.times(cfg.n_patches).plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P))
 
 # %% ../../nbs/29_model.flops.ipynb #45dda643
-def projector_flops(
+def _projector_flops(
     cfg:VLMConfig, trained:bool=True, passed:bool=True, # whether it learns, whether the tower before it does
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
-)->Flops: # of one tile
+)->_Flops: # of one tile
     "Returns the cost of the projector."
     weights = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2*cfg.lm_hidden_dim
     learns = trained or adapters>0
-    second = matrix_flops(cfg.lm_hidden_dim**2, trained, learns or passed).times(cfg.mp_kind=='mlp')
+    second = _matrix_flops(cfg.lm_hidden_dim**2, trained, learns or passed).times(cfg.mp_kind=='mlp')
     through = passed or cfg.mp_kind=='mlp' and trained
-    beside = matrix_flops(adapters, True, passed)
-    return matrix_flops(weights, trained, through).plus(second).plus(beside).times(cfg.mp_image_token_length)
+    beside = _matrix_flops(adapters, True, passed)
+    return _matrix_flops(weights, trained, through).plus(second).plus(beside).times(cfg.mp_image_token_length)
 
 # %% ../../nbs/29_model.flops.ipynb #1c200bb6
-def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
+def _block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
     "Returns the size of the matrices of a block of the language model, of experts those that are visited."
     D,one = cfg.lm_hidden_dim,3*cfg.lm_hidden_dim*cfg.lm_inter_dim
     gated = (cfg.moe_top_k+cfg.moe_shared_experts)*one + D*cfg.moe_experts if cfg.use_moe else one
@@ -85,19 +85,19 @@ def block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied
 def _language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
     last_blocks:int|None=None, # only so many blocks learn, or have adapters; None: all
     checkpointing:bool=False, adapters:dict[str,int]|None=None, # recomputed; numbers in each one's adapters
-)->dict[str,Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
+)->dict[str,_Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "Returns the cost of the language model."
     L,D,W = cfg.lm_n_blocks,cfg.lm_hidden_dim,cfg.lm_n_heads*cfg.head_width
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
     below = whole or {'MP','vision_encoder'} & {*trains, *(adapters or {})}
     passed = L if below else (last_blocks or L) if adapters else learning
-    w,again = block_weights(cfg), passed*checkpointing
+    w,again = _block_weights(cfg), passed*checkpointing
     # with experts, the mixture of their answers needs these
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
-    beside = matrix_flops((adapters or {}).get('decoder', 0), True, True)
-    return dict(blocks=Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside),
-        attention=Flops(4*W*L, 8*W*passed, again*4*W), head=matrix_flops(D*cfg.lm_vocab_size, whole, True))
+    beside = _matrix_flops((adapters or {}).get('decoder', 0), True, True)
+    return dict(blocks=_Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside),
+        attention=_Flops(4*W*L, 8*W*passed, again*4*W), head=_matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c3
 def unit_flops(
@@ -105,13 +105,13 @@ def unit_flops(
     vision_checkpointing:bool=False, language_checkpointing:bool=False, # recompute tower, language model
     cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
-)->dict[str,Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
+)->dict[str,_Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
     "Returns what one unit of each count costs; computed once for a run."
     beside,trains = adapters or {},set() if adapters else set(trains)
     vision,n = 'vision_encoder' in trains,beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
-    seen = Flops() if cached else vision_flops(cfg, vision, vision_checkpointing, n)
-    projector = projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))
+    seen = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, n)
+    projector = _projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))
     return dict(vision=seen, projector=projector,
         **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
 
@@ -120,7 +120,7 @@ def step_flops(
     vlm_cfg:VLMConfig, tiles:float, doc_lens:list, targets:float, # lengths of documents, or one list a row
     positions:float|None=None, # rows times length, padding included; None: there is no padding
     trains:Iterable[str]=COMPONENTS, **how, # components that learn; more of `unit_flops`
-)->dict[str,Flops]: # part -> arithmetic; `padding` is waste
+)->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
     lens = [n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
@@ -131,42 +131,42 @@ def step_flops(
     return parts | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../../nbs/29_model.flops.ipynb #7faf9cd0
-def useful_flops(parts:dict[str,Flops])->int: # from `step_flops`
+def useful_flops(parts:dict[str,_Flops])->int: # from `step_flops`
     "Returns what a step is worth: forward and backward, without padding and recomputation."
     return sum(f.forward+f.backward for part,f in parts.items() if part!='padding')
 
-def all_flops(parts:dict[str,Flops])->int: # from `step_flops`
+def all_flops(parts:dict[str,_Flops])->int: # from `step_flops`
     "Returns what a step takes, waste included."
     return sum(map(sum, parts.values()))
 
 # %% ../../nbs/29_model.flops.ipynb #5f622213
-class Gpu(NamedTuple):
+class _Gpu(NamedTuple):
     "What a device can do at best."
     tflops:float # dense bfloat16 (V100, T4: float16) TFLOP/s
     memory:float # GiB
 
 # %% ../../nbs/29_model.flops.ipynb #e055a471
 # name -> device; of two that fit a name the first counts
-GPUS = {'B200':Gpu(2250, 180), 'H200 NVL':Gpu(835, 141), 'H200':Gpu(989, 141), 'GH200':Gpu(989, 96),
-    'H100 PCIe':Gpu(756, 80), 'H100 NVL':Gpu(835, 94), 'H100':Gpu(989, 80), 'A100 40GB':Gpu(312, 40),
-    'A100':Gpu(312, 80), 'L40S':Gpu(362, 48), 'L4':Gpu(121, 24), 'A40':Gpu(150, 48), 'A30':Gpu(165, 24),
-    'A10G':Gpu(70, 24), 'A10':Gpu(125, 24), 'RTX 6000 Ada':Gpu(364, 48), 'RTX A6000':Gpu(155, 48),
-    'RTX 5090':Gpu(210, 32), 'RTX 4090':Gpu(165, 24), 'RTX 3090':Gpu(71, 24), 'RTX 3060 Ti':Gpu(32, 8),
-    'RTX 3060':Gpu(25, 12), 'V100':Gpu(125, 32),
-    'T4':Gpu(65, 16), 'MI300X':Gpu(1307, 192), 'MI250X':Gpu(383, 128)}
+GPUS = {'B200':_Gpu(2250, 180), 'H200 NVL':_Gpu(835, 141), 'H200':_Gpu(989, 141), 'GH200':_Gpu(989, 96),
+    'H100 PCIe':_Gpu(756, 80), 'H100 NVL':_Gpu(835, 94), 'H100':_Gpu(989, 80), 'A100 40GB':_Gpu(312, 40),
+    'A100':_Gpu(312, 80), 'L40S':_Gpu(362, 48), 'L4':_Gpu(121, 24), 'A40':_Gpu(150, 48), 'A30':_Gpu(165, 24),
+    'A10G':_Gpu(70, 24), 'A10':_Gpu(125, 24), 'RTX 6000 Ada':_Gpu(364, 48), 'RTX A6000':_Gpu(155, 48),
+    'RTX 5090':_Gpu(210, 32), 'RTX 4090':_Gpu(165, 24), 'RTX 3090':_Gpu(71, 24), 'RTX 3060 Ti':_Gpu(32, 8),
+    'RTX 3060':_Gpu(25, 12), 'V100':_Gpu(125, 32),
+    'T4':_Gpu(65, 16), 'MI300X':_Gpu(1307, 192), 'MI250X':_Gpu(383, 128)}
 # words in names of another chip, or of a part of one
 LESSER = {'LAPTOP','MOBILE','MIG','D','SUPER','MAX'}
 
 def _words(name): return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
 
 # %% ../../nbs/29_model.flops.ipynb #5f622223
-def find_gpu(name:str)->Gpu|None: # as `torch.cuda.get_device_name()` gives it, or a key of `GPUS`
+def find_gpu(name:str)->_Gpu|None: # as `torch.cuda.get_device_name()` gives it, or a key of `GPUS`
     "Returns a device of the table; a part of one, and its slower namesake in a laptop, is None."
     words = _words(name)
     return None if words & LESSER else next((gpu for key,gpu in GPUS.items() if _words(key)<=words), None)
 
 # %% ../../nbs/29_model.flops.ipynb #f2e00b9f
-def known_gpu(name:str)->Gpu: # likewise
+def known_gpu(name:str)->_Gpu: # likewise
     "Returns a device that must be in the table."
     gpu = find_gpu(name)
     if gpu is None: raise UsageError(f"GPU {name!r} is unknown: give one of {', '.join(GPUS)}")
@@ -186,7 +186,7 @@ def mfu(
     return None if peak is None else flops/(seconds*peak)
 
 # %% ../../nbs/29_model.flops.ipynb #f249ee46
-def count_flops(units:dict[str,Flops], # from `unit_flops`
+def count_flops(units:dict[str,_Flops], # from `unit_flops`
     tiles:float, tokens:float, pairs:float, targets:float, # of an update, over micro-batches and ranks
 )->float: # FLOPs, a whole number if the counts are
     "Returns the useful arithmetic of an update."

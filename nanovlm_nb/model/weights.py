@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
            'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD',
-           'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'read_tensors', 'Family',
-           'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights',
-           'our_tensors', 'load_vision_backbone', 'load_language_backbone', 'write_weights', 'checkpoint_config',
-           'checkpoint_weights', 'smolvlm_names', 'text_type', 'to_smolvlm', 'smolvlm_config', 'weights_sha',
-           'written_at_once', 'find_tokenizer', 'is_adapter', 'merge_state', 'wrapped_state', 'base_digest',
-           'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'to_minimind', 'save_pth']
+           'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'Family', 'their_names',
+           'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
+           'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type',
+           'to_smolvlm', 'smolvlm_config', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter',
+           'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -67,7 +66,7 @@ def read_file(path:Path)->dict[str,Tensor]: # a safetensors file
     except SafetensorError as e: raise UsageError(f"{path} is damaged ({e}): fetch or copy it again") from e
 
 # %% ../../nbs/26_model.weights.ipynb #fee647c6
-def read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
+def _read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
     whole = json.loads(index.read_bytes())['weight_map'] if index.exists() else dict(all='model.safetensors')
@@ -261,7 +260,7 @@ def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # 
         for k,w in tensors.items(): w.copy_(state[k])
 
 # %% ../../nbs/26_model.weights.ipynb #63387cd9
-def our_tensors(
+def _our_tensors(
     wanted:Collection[str], theirs:dict[str,Tensor], # names of ours; a checkpoint
     names_of:Callable, ignore:Collection[str], # our name -> theirs, a list; patterns that are not read
     source:str, # where they come from, for messages
@@ -292,7 +291,7 @@ def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; 
     family,_ = _family(folder, 'vit_hidden_dim')
     _check_fields(vit.cfg, vision_config(folder), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
-    state = our_tensors(wanted.keys()-zeros, _prefixed(read_tensors(folder), family.prefix),
+    state = _our_tensors(wanted.keys()-zeros, _prefixed(_read_tensors(folder), family.prefix),
                        partial(their_names, family=family), family.ignore, str(name))
     load_weights(vit, state | zeros, str(name))
 
@@ -310,10 +309,10 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
     free = ('lm_max_position_embeddings','lm_tie_weights')
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
     _check_fields(cfg, wanted, f'{name} has', TAKE_OVER)
-    theirs = _prefixed(read_tensors(folder), family.prefix)
+    theirs = _prefixed(_read_tensors(folder), family.prefix)
     theirs.setdefault('lm_head.weight', theirs['model.embed_tokens.weight'])
     names_of = partial(their_names, family=family)
-    state = our_tensors(lm.state_dict(), theirs, names_of, family.ignore, str(name))
+    state = _our_tensors(lm.state_dict(), theirs, names_of, family.ignore, str(name))
     require(not cfg.lm_tie_weights or torch.equal(state[embed], state[head]),
             f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
     state |= {k:_extended(state[k][:cfg.lm_base_vocab_size], cfg.lm_vocab_size) for k in (embed,head)}
@@ -327,7 +326,7 @@ LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of a
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
 
-def write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
+def _write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
     "Writes `config.json` and `model.safetensors`."
     tied = cfg.lm_tie_weights and {HEAD,EMBED} <= state.keys()
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
@@ -362,11 +361,11 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with --load_from")
         state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
-        plain = merge_state(state, note['alpha']) if merge else wrapped_state(state)
+        plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
         return checkpoint_config(folder, kind),plain
     cfg = checkpoint_config(folder, kind)
     if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
-    state = read_tensors(folder)
+    state = _read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
     return cfg,state
@@ -483,11 +482,11 @@ def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolV
 # %% ../../nbs/26_model.weights.ipynb #c0eff287
 def _from_smolvlm(folder, cfg):
     "The weights of a whole model of transformers."
-    theirs = read_tensors(folder)
+    theirs = _read_tensors(folder)
     if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs['model.text_model.embed_tokens.weight'])
     with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                             decoder=LanguageModel(cfg))
-    state = our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
+    state = _our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
         partial(smolvlm_names, cfg=cfg), ('*.inv_freq','*.position_ids'), str(folder))
     return state
 
@@ -558,7 +557,7 @@ def is_adapter(name:str)->bool: # of a tensor
     return name.endswith((LORA_A, LORA_B))
 
 # %% ../../nbs/26_model.weights.ipynb #4406cc2c
-def merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
+def _merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
 )->dict[str,Tensor]: # of a plain model; adapted matrices are float32
     "Returns weights to whose matrices the adapters are added."
     plain = {k: w for k,w in state.items() if not is_adapter(k)}
@@ -568,7 +567,7 @@ def merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, w
     return plain
 
 # %% ../../nbs/26_model.weights.ipynb #3301fcba
-def wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its adapters
+def _wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its adapters
     "Returns the same weights; those of adapted layers have the names of `base_layer`."
     split = {k: k.rpartition('.') for k in state}
     adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
@@ -678,7 +677,7 @@ class Pretrained(nn.Module):
         state = self.state_dict() if state is None else state
         with written_at_once(save_directory, OWNED) as tmp:
             if self.lora_note: _write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
-            else: write_weights(tmp, state, cfg)
+            else: _write_weights(tmp, state, cfg)
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
     def push_to_hub(self, repo_id:str, private:bool=False, # e.g. 'name/my-vlm', made if missing; if new
@@ -754,7 +753,7 @@ def _from_minimind(state, model, path):
     kind = _projector_kind(state, model.decoder.cfg.mp_kind, path)
     parts = ('decoder.','MP.') if kind else ('decoder.',)
     wanted = [k for k in model.state_dict() if k.startswith(parts) and not k.endswith('inv_freq')]
-    return our_tensors(wanted, state, partial(_minimind_names, kind=kind),
+    return _our_tensors(wanted, state, partial(_minimind_names, kind=kind),
                        (*MINIMIND.ignore,'vision_encoder.*'), str(path))
 
 # %% ../../nbs/26_model.weights.ipynb #2cec5650
@@ -776,7 +775,7 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
     return absent
 
 # %% ../../nbs/26_model.weights.ipynb #6935c1bf
-def to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose vision tower is left out
+def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whose vision tower is left out
 )->dict[str,Tensor]: # MiniMind-V's name -> tensor
     "Returns the tensors of a whole model in MiniMind-V's format."
     can:dict[str,Any] = dict(lm_qkv_bias=False, lm_attn_scaling=1., lm_tie_weights=True,
@@ -796,5 +795,5 @@ def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if n
     "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(to_minimind(state, cfg), path)
+    torch.save(_to_minimind(state, cfg), path)
     return path

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOT_ANSWERED', 'OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'TALL_FIRST', 'RUNTIME', 'RUNTIME_SHA256', 'RUNTIME_FILES',
-           'SCENES', 'MOST_TOKENS', 'LICENCES', 'heard', 'Talk', 'respond', 'main', 'check_page_tokenizer',
-           'read_runtime', 'offered_rows', 'export_web', 'main_graphs']
+           'SCENES', 'MOST_TOKENS', 'LICENCES', 'heard', 'main', 'main_graphs']
 
 # %% ../../nbs/84_uses.pages.ipynb #1e5356b8
 import io,json,shlex,shutil,sys,tarfile
@@ -45,7 +44,7 @@ def heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradio
     return files,turns
 
 # %% ../../nbs/84_uses.pages.ipynb #9708fa96
-class Talk:
+class _Talk:
     "What one visitor's conversation has open."
     def __init__(self): self.files,self.images,self.chat = None,[],None
 
@@ -58,7 +57,7 @@ class Talk:
         return self.chat
 
 # %% ../../nbs/84_uses.pages.ipynb #9708fa98
-def respond(asker:Asker, talk:Talk, # of this visitor; it is changed
+def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
     message:dict, history:list[dict], # `text` and `files`; what was said before, see `heard`
     temperature:float=0., max_new_tokens:int=64, # 0 takes the most likely token; of the longest answer
 )->Iterator[tuple[str,Image.Image|None]]: # the answer so far; the heat map, at the end
@@ -81,7 +80,7 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
     "Returns the page."
     import gradio as gr
     def ask(message, history, temperature, talk):
-        yield from respond(asker, talk, message, history, temperature, max_new_tokens)
+        yield from _respond(asker, talk, message, history, temperature, max_new_tokens)
     heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat', height=400,
                     render=False)
     warmth = gr.Slider(0, 2, 0, label='0 takes the most likely word', render=False)
@@ -91,7 +90,7 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
                                buttons=['copy','copy_all']),
             textbox=gr.MultimodalTextbox(file_types=['image'], file_count='multiple', elem_id='question',
                                          placeholder='A picture, and a question about it'),
-            additional_inputs=[warmth, gr.State(Talk)], additional_inputs_accordion='Temperature')
+            additional_inputs=[warmth, gr.State(_Talk)], additional_inputs_accordion='Temperature')
         heat.render()
     return page
 
@@ -109,7 +108,7 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
 OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transformers.js'
 
 # %% ../../nbs/84_uses.pages.ipynb #e0fa01d0
-def check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
+def _check_page_tokenizer(spec:dict[str,Any], # contents of tokenizer.json
 )->None: # raises unless the page can read it
     "Raises a UsageError about a tokenizer that is no byte-level BPE, or one with a peculiarity."
     odd = map(spec['model'].get, ('byte_fallback','continuing_subword_prefix','end_of_word_suffix'))
@@ -135,7 +134,7 @@ RUNTIME_SHA256 = 'd2228df7e4616bc3348bf504ee888f3bec43789a273f0a63f3e68d203ce3bf
 RUNTIME_FILES = 'ort.wasm.bundle.min.mjs','ort-wasm-simd-threaded.wasm' # what the page takes from it
 
 # %% ../../nbs/84_uses.pages.ipynb #b9091439
-def read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch it
+def _read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch it
 )->dict[str,bytes]: # name -> contents
     "Returns the files of ONNX Runtime that a page needs."
     try:
@@ -151,7 +150,7 @@ def read_runtime(where:str|Path|None=None, # the package, a .tgz; None: fetch it
 # %% ../../nbs/84_uses.pages.ipynb #74a0001d
 SCENES,MOST_TOKENS = 6,32 # pictures that are offered; tokens of an answer
 
-def offered_rows()->list[dict]: # of `shapes_dataset`
+def _offered_rows()->list[dict]: # of `shapes_dataset`
     "Returns some held-out rows with a picture, always the same."
     return [row for row in shapes_dataset(2*SCENES, 'validation') if row['images']][:SCENES]
 
@@ -175,14 +174,14 @@ def _write_model(model, folder):
     write_graphs(model, folder, tuple(default_blocks(model.cfg.lm_n_blocks)))
 
 # %% ../../nbs/84_uses.pages.ipynb #84ab0003
-def export_web(model:VisionLanguageModel, # with its tokenizer
-    folder:str|Path, web_runtime:str|Path|None=None, # directory to write, made if missing; see `read_runtime`
+def _export_web(model:VisionLanguageModel, # with its tokenizer
+    folder:str|Path, web_runtime:str|Path|None=None, # to write, made if missing; see `_read_runtime`
 )->None:
     "Writes a page that answers questions about pictures."
     import onnxruntime
     to_smolvlm({}, model.cfg, 'smolvlm') # refuses what no graph can say
-    check_page_tokenizer(json.loads(model.tokenizer.backend_tokenizer.to_str()))
-    runtime,rows = read_runtime(web_runtime),offered_rows()
+    _check_page_tokenizer(json.loads(model.tokenizer.backend_tokenizer.to_str()))
+    runtime,rows = _read_runtime(web_runtime),_offered_rows()
     with written_at_once(folder) as tmp:
         for part in ('model','runtime','scenes'): (tmp/part).mkdir()
         for name in PAGE_FILES: (tmp/name).write_bytes((PAGE/name).read_bytes())
@@ -200,7 +199,7 @@ def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     with user_path():
         model = open_model(values.checkpoint)
         if kind=='onnx': export_onnx(model, out, values.int8)
-        else: export_web(model, out, values.web_runtime)
+        else: _export_web(model, out, values.web_runtime)
     how = dict(onnx=f'{OWN_NOTE} says how pictures are cut and announced',
                web=f'python -m http.server -d {shlex.quote(out)} shows it')
     sys.stdout.write(f'{out}: {kind}; {how[kind]}\n')
