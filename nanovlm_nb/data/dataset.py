@@ -59,7 +59,7 @@ REMEDIES = dict(no_turns='give every row a list of turns with answers in `texts`
     ratings='lower the rating limits (relevance_min_rating and others)',
     too_many_images='raise max_images_per_example', too_many_tiles='raise max_tiles_per_knapsack',
     too_long='raise max_sample_length', unreadable_image='put the pictures where the rows say',
-    unreadable_shard='download the files again') # reason -> what helps
+    unreadable_shard='copy the file again, or give it the columns of the others') # reason -> what helps
 
 # %% ../../nbs/12_data.dataset.ipynb #d20b5001
 @dataclass
@@ -102,10 +102,9 @@ class Drops:
         "The commonest reason and the first case of it, for an error about samples that are not there."
         if not self.reasons: return ''
         reason,n = Counter(self.reasons.values()).most_common(1)[0]
-        case = self.first.get(reason) or self.ids(reason)[0]
         remedy = f'; {REMEDIES[reason]}' if reason in REMEDIES else ''
         return (f"{n} of {len(self.reasons)} rows that were left out are '{reason}', "
-                f'for example {case}{remedy}')
+                f'for example {self.first[reason]}{remedy}')
 
 # %% ../../nbs/12_data.dataset.ipynb #b0de0002
 def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes that count, None: all
@@ -128,14 +127,12 @@ class DropFile:
 
     def add(self, drops:dict[str,Drops])->int: # all so far, by split; bytes of the file
         "Append what is new; it is on the disk then."
-        lines = []
-        for split,d in drops.items():
-            new = d.after(*self.written.get(split, (0, 0)))
-            for kind,ids in (('reason', new.reasons), ('cut', new.cut)):
-                lines += [{'split':split, 'id':id, kind:value} for id,value in ids.items()]
+        new = {split:d.after(*self.written.get(split, (0, 0))) for split,d in drops.items()}
+        lines = [json.dumps({'split':split, 'id':id, kind:value}).encode()+b'\n' for split,d in new.items()
+                 for kind,ids in (('reason', d.reasons), ('cut', d.cut)) for id,value in ids.items()]
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
         with self.path.open('ab') as f:
-            f.write(b''.join(json.dumps(line).encode()+b'\n' for line in lines))
+            f.write(b''.join(lines))
             f.flush()
             os.fsync(f.fileno())
             self.written |= _sizes(drops)
@@ -305,8 +302,7 @@ def _held(x):
     return 'pictures' if 'bytes' in names or binary or pixels else ''
 
 # %% ../../nbs/12_data.dataset.ipynb #0f3a51d9
-def check_unused(
-    columns:dict|pa.Schema, where:str, # a row, or the types of a table; whose they are
+def check_unused(columns:dict|pa.Schema, where:str, # a row, or the types of a table; whose they are
     chosen:bool=False)->None: # by `--columns`: others of a kind that is read may be left aside
     "Raise `UnusedColumn` if pictures or a conversation would not be read."
     if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))
@@ -352,7 +348,7 @@ class VQADataset(torch.utils.data.Dataset):
         mp_image_token_length:int, # placeholders per tile
         relevance_min_rating:int=1, image_correspondence_min_rating:int=1, # lowest that passes
         visual_dependency_min_rating:int=1, formatting_min_rating:int=1, # likewise
-        max_sample_length:int|None=None, # samples of so many tokens or more are dropped
+        max_sample_length:int|None=None, # tokens; with so many, or more, a sample is dropped
         max_images_per_example:int|None=None): # samples with more pictures are dropped
         self.rows = dataset.with_format('arrow') if isinstance(dataset, datasets.Dataset) else dataset
         self.tokenizer,self.image_processor = tokenizer,image_processor
@@ -541,14 +537,14 @@ def _conversation(split, given, rng):
 
 # %% ../../nbs/12_data.dataset.ipynb #6ac0d7ba
 def _row(row_id, scene, turns, rng):
-    "A row of the data set."
+    "A row of the data set; a text does not depend on a picture."
     drawn, file = scene.sort != 'text', io.BytesIO()
     if drawn: draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
-    ratings = {f'{r}_ratings': [5]*len(turns) for r in RATINGS}
-    if not drawn: ratings['visual_dependency_ratings'] = [1]*len(turns)
+    least = [r for r in RATINGS if r == 'visual_dependency' and not drawn]
     return dict(images=[dict(bytes=file.getvalue(), path=None)]*drawn,
         texts=[dict(user=asked, assistant=told) for _,asked,told in turns], source='shapes',
-        kinds=[kind for kind,*_ in turns], scene=str(scene), row_id=row_id, **ratings)
+        kinds=[kind for kind,*_ in turns], scene=str(scene), row_id=row_id,
+        **{f'{r}_ratings': [1 if r in least else 5]*len(turns) for r in RATINGS})
 
 # %% ../../nbs/12_data.dataset.ipynb #5dbe6626
 @lru_cache(maxsize=4)

@@ -194,8 +194,6 @@ class ImageProcessor:
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
     convention:str='nanovlm' # or smolvlm: as transformers cuts pictures for SmolVLM
 
-    def __post_init__(self): object.__setattr__(self, 'custom_transforms', tuple(self.custom_transforms))
-
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
         side, tile = self.max_img_size, self.splitted_image_size

@@ -113,8 +113,6 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
         row[column] = [names] if whole else [name for name in names.split(',') if name.strip()]
     pictures,texts = read_layout(row)
     images = [_find(p, folders) if folders else as_picture(p) for p in pictures]
-    for c in (f'{r}_ratings' for r in RATINGS if row.get(f'{r}_ratings') is not None):
-        row[c] = [x if x is None else float(x) for x in row[c]]
     return {c:row[c] for c in (*COLUMNS, 'kinds') if c in row}|dict(images=images, texts=texts)
 
 # %% ../../nbs/18_data.loader.ipynb #a8807ea8
@@ -138,13 +136,12 @@ def _read_file(file, drops, images_path, columns):
     for number,data in _objects(file):
         try:
             row = read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders)
-            row |= dict(source=file.stem, row_id=str(number))
         except (ValueError, TypeError, AttributeError, RecursionError) as e:
             reason = 'missing_image' if isinstance(e, MissingFile) else 'bad_line'
             left_out = Dropped(f'{file.stem}/{number}', reason, str(e))
             if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
             drops.add(left_out)
-        else: yield {name:row.get(name) for name in FEATURES}
+        else: yield {name:row.get(name) for name in FEATURES}|dict(source=file.stem, row_id=str(number))
 
 # %% ../../nbs/18_data.loader.ipynb #7c264398
 def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, None: beside them
@@ -153,8 +150,7 @@ def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, 
     drops,files = Drops() if drops is None else drops,text_files(path)
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     others = {f.name for f in files[0].parent.iterdir() if f.suffix in (*LINES, *FILES)}
-    aside = others-{f.name for f in files}
-    if aside and Path(path).is_dir():
+    if (aside := others-{f.name for f in files}) and Path(path).is_dir():
         logger.warning('%s: left aside, beside %s: %s', path, files[0].name, sorted(aside))
     rows = (row for file in files for row in _read_file(file, drops, images_path, columns))
     pieces = iter(lambda: [*islice(rows, PIECE)], [])
@@ -172,15 +168,15 @@ def _has_data(folder, where):
 
 # %% ../../nbs/18_data.loader.ipynb #d1a20164
 def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
-    "Configurations of a local data set."
-    return sorted((p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')),
-                  key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
+    "Configurations of a local data set; none if it has files itself, or folders for splits."
+    found = [p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')]
+    if _has_data(Path(path), '*') or SPLIT_FOLDERS & {*found}: return []
+    return sorted(found, key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
 
 # %% ../../nbs/18_data.loader.ipynb #a6a531f2
 def _described(folder):
     "Configurations that the README of a data set names."
-    told = (folder/'README.md').is_file()
-    return datasets.get_dataset_config_names(str(folder.resolve())) if told else []
+    return datasets.get_dataset_config_names(str(folder.resolve())) if (folder/'README.md').is_file() else []
 
 # %% ../../nbs/18_data.loader.ipynb #17c00007
 def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # see `load_configs`
@@ -190,8 +186,7 @@ def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # 
     if not folder.is_dir():
         check_hub_name(path)
         return datasets.get_dataset_config_names(str(path)) if every else list(names)
-    subs = [] if _has_data(folder, '*') else local_configs(folder)
-    if SPLIT_FOLDERS & set(subs): subs = []
+    subs = local_configs(folder)
     if every: return subs or _described(folder) or ['default']
     return subs or ['default'] if tuple(names) == ('default',) and 'default' not in subs else list(names)
 
@@ -204,8 +199,7 @@ def _found(path, split, cache_dir, streaming, **more):
     if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
     builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):
-        builder.config.batch_size = READ_ROWS
-        builder.config.fragment_scan_options = ParquetFragmentScanOptions(
+        builder.config.batch_size,builder.config.fragment_scan_options = READ_ROWS,ParquetFragmentScanOptions(
             use_buffered_stream=True, buffer_size=READ_BYTES, pre_buffer=False)
     return builder.as_streaming_dataset(split=split)
 
@@ -289,6 +283,11 @@ def _of_tars(files, cache_dir, streaming, columns):
     what = dict(files=tuple(files), written=written, columns=tuple(columns))
     return datasets.Dataset.from_generator(_usable, features=FEATURES, cache_dir=cache_dir, gen_kwargs=what)
 
+# %% ../../nbs/18_data.loader.ipynb #faf0649f
+def _streamed(ds, streaming):
+    "Rows of a table, as a stream if that is asked for."
+    return ds.to_iterable_dataset(min(len(ds), SAVED_SHARDS)) if streaming and len(ds) else ds
+
 # %% ../../nbs/18_data.loader.ipynb #8df75409
 def _saved(folder, split, streaming):
     "The rows of a folder that `save_to_disk` wrote."
@@ -296,10 +295,7 @@ def _saved(folder, split, streaming):
     if isinstance(ds, datasets.DatasetDict):
         require(split in ds, f'no split {split}: there are {list(ds)}')
         ds = ds[split]
-    return _as_stream(ds) if streaming and len(ds) else ds
-
-# %% ../../nbs/18_data.loader.ipynb #faf0649f
-def _as_stream(ds): return ds.to_iterable_dataset(num_shards=min(len(ds), SAVED_SHARDS))
+    return _streamed(ds, streaming)
 
 # %% ../../nbs/18_data.loader.ipynb #17c00006
 def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has none; for messages
@@ -329,9 +325,7 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
         if name not in _described(folder):
             raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
         ds = _found(str(folder.resolve()), split, cache_dir, streaming, name=name)
-    elif text_files(folder):
-        ds = text_rows(folder, images_path, drops, columns=columns)
-        return _as_stream(ds) if streaming else ds
+    elif text_files(folder): return _streamed(text_rows(folder, images_path, drops, columns), streaming)
     elif files := tar_files(folder): return _of_tars(files, cache_dir, streaming, columns)
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
@@ -417,9 +411,8 @@ def _mixture(c, data, kind): # of configuration -> rows; of sources
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5
 SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
 
-def _scenes_pair(train_cfg:TrainConfig)->tuple[MapSource,MapSource]: # for training, for validation
+def _scenes_pair(c)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
-    c = train_cfg
     require(c.val_size<=SHAPES_SCENES, f'val_size is {c.val_size}: there are {SHAPES_SCENES} drawn scenes '
         'for it, lower val_size')
     train = shapes_dataset(c.data_cutoff_idx or SHAPES_SCENES, 'train', c.seed)
@@ -494,16 +487,12 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist=Dist(), 
     "Both loaders of a run, for this rank."
     c = train_cfg
     check_configs(vlm_cfg, c)
-    changes = transforms_of(c, transforms)
-    tokenizer,drops = tokenizer or load_tokenizer(vlm_cfg),Drops()
-    def loader(source, changes, shuffle, workers, most):
-        samples = make_samples(c, vlm_cfg, tokenizer, (), changes, processor)
-        return pack_loader(source, samples, vlm_cfg, c, dist, shuffle, workers, most)
-    train,val = load_sources(c, drops, rows)
-    loaders = (loader(train, changes, True, loader_workers(c, cores_of_rank()), None),
-        loader(val, (), False, c.val_workers, c.max_val_batches*c.batch_size*dist.world_size))
-    loaders[0].samples.drops.merge(drops)
-    return loaders
+    changes,tokenizer = transforms_of(c, transforms),tokenizer or load_tokenizer(vlm_cfg)
+    samples = [make_samples(c, vlm_cfg, tokenizer, (), t, processor) for t in (changes, ())]
+    sources,asked = load_sources(c, samples[0].drops, rows),c.max_val_batches*c.batch_size*dist.world_size
+    train,val = ((*part, vlm_cfg, c, dist) for part in zip(sources, samples))
+    return (pack_loader(*train, True, loader_workers(c, cores_of_rank())),
+            pack_loader(*val, False, c.val_workers, asked))
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
 def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leaves rows out; None: none
