@@ -18,8 +18,7 @@ from math import ceil,inf
 from traceback import clear_frames
 from typing import Any,NamedTuple
 
-import numpy as np
-import torch
+import numpy as np, torch
 from torch import Tensor
 from torch.utils.data import DataLoader,IterableDataset,get_worker_info
 

@@ -11,8 +11,7 @@ import re
 from itertools import chain
 from typing import TypeAlias
 
-import numpy as np
-import torch
+import numpy as np, torch
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase

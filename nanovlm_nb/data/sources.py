@@ -16,8 +16,7 @@ from itertools import accumulate,count
 from math import inf
 from typing import Any,TypeAlias
 
-import datasets
-import pyarrow as pa
+import datasets, pyarrow as pa
 from datasets.table import CastError
 
 from ..core.usage import require
@@ -117,9 +116,8 @@ def _row_groups(file):
 # %% ../../nbs/15_data.sources.ipynb #cfd9aa8a
 def shares(ds:datasets.IterableDataset)->list[tuple[datasets.IterableDataset,int]]: # stream, number in it
     "The smallest parts of a stream that can be opened on their own."
-    streams = [ds]
-    if ds.num_shards<RESHARD_BELOW:
-        with ThreadPoolExecutor(8) as pool: streams = list(pool.map(_row_groups, _pieces(ds, 1)))
+    with ThreadPoolExecutor(8) as pool:
+        streams = [*pool.map(_row_groups, _pieces(ds, 1))] if ds.num_shards<RESHARD_BELOW else [ds]
     pieces = [p for s in streams for p in _pieces(s, TOGETHER)]
     return [(p, i) for p in pieces for i in range(p.num_shards)]
 
