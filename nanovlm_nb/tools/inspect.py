@@ -163,7 +163,7 @@ def check_columns(train_cfg:TrainConfig)->str:
 # %% ../../nbs/62_tools.inspect.ipynb #3ebd09db
 def check_template(tokenizer:Any)->str: # from `load_tokenizer`
     "Returns what ends an answer; raises when the chat template is unfit for training."
-    end = answer_frame(tokenizer).end
+    _,end,_ = answer_frame(tokenizer)
     require(tokenizer.eos_token in end, f'lm_chat_template writes {end!r} behind an answer: '
                                         f'let it write {tokenizer.eos_token}, the end of a turn')
     words = ('xzyvd','dvyzx','yvxdz')
