@@ -341,7 +341,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
         with ExitStack() as stack:
             stack.callback((lock := RunLock(run_dir)).let_go) # no other run writes there meanwhile
             on_master(dist, lock.take)
-            stack.enter_context(same_bits(c.deterministic, dist.device.type, c.compile is not False))
+            if c.deterministic: stack.enter_context(same_bits(dist.device.type, c.compile is not False))
             r = OpenRun(run_dir, v, c, dist, _open_log(run_dir, dist, v, c), again)
             stack.push(partial(end_run, r))
             t = r.trainer = start(r, said+lines, stop, getattr(asked, 'config', None), **parts)

@@ -95,13 +95,12 @@ class BadUpdates(Hook):
 # %% ../../nbs/49_training.hooks.ipynb #10de91ab
 def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     "Returns the arithmetic per tile, position, pair and target of a run."
-    t,c = trainer,trainer.cfg
-    parts,blocks = {n for n in COMPONENTS if trains(getattr(t.base, n))},t.base.decoder.blocks
-    last = c.language_last_blocks if 'decoder' in parts else None
-    adapted = [len(blocks)-i for i,block in enumerate(blocks) if c.lora_rank and trains(block)]
-    if adapted: last = adapted[0] # no gradient passes below
+    c,base = trainer.cfg,trainer.base
+    parts,blocks = {n for n in COMPONENTS if trains(getattr(base, n))},base.decoder.blocks
+    learning = [len(blocks)-i for i,block in enumerate(blocks) if trains(block)] # no gradient passes below
+    last = None if trains(base.decoder.token_embedding) else next(iter(learning), None)
     recomputes = c.vision_checkpointing,c.language_checkpointing
-    return unit_flops(t.base.cfg, parts, last, *recomputes, c.cache_features, adapter_sizes(t.base))
+    return unit_flops(base.cfg, parts, last, *recomputes, c.cache_features, adapter_sizes(base))
 
 # %% ../../nbs/49_training.hooks.ipynb #9293de43
 def _peak_of_all(dist:Dist, tflops:float|None=None)->float|None: # of one rank; FLOP/s, None: unknown

@@ -46,7 +46,6 @@ def add_adapters(
     targets:Sequence[str]=('decoder',), base:dict[str,str]|None=None, # `path` and `sha256` of the model
 )->list[str]: # names of the layers
     "Puts an adapter beside every layer that targets name, see `lora_layers`."
-    require(rank>0, f'lora_rank is {rank}: give 1 or more')
     require(find_spec('peft'), 'adapters need the package peft: pip install nanovlm_nb[lora]')
     from peft import LoraConfig,inject_adapter_in_model
     alpha,names = 2.*rank if alpha is None else alpha,lora_layers(model, targets)

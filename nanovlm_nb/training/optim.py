@@ -82,12 +82,11 @@ def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `tr
 # %% ../../nbs/41_training.optim.ipynb #46ac9e51
 def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; component -> what of it trains
     "Returns which parts of the model a run trains; missing fields have their default."
-    if train.get('lora_rank'): return {name:'adapters' for name in train['lora_targets']}
-    names = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones','language_last_blocks'
-    cfg = TrainConfig(**{k:v for k,v in train.items() if k in names})
-    last = cfg.language_last_blocks
+    c = TrainConfig(**train)
+    if c.lora_rank: return {name:'adapters' for name in c.lora_targets}
+    last = c.language_last_blocks
     return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
-        for name,lr in component_lrs(cfg).items() if lr>0}
+        for name,lr in component_lrs(c).items() if lr>0}
 
 # %% ../../nbs/41_training.optim.ipynb #6521a191
 def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group
@@ -117,11 +116,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             part.param_groups,part.state = [next(groups) for _ in part.param_groups],self.state
 
-    def step(self, closure=None): # computes the gradients again, as in every optimizer; what it returned
+    def step(self, closure=None): # is not called: the gradients are there
         "Takes one step with each."
-        loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts: part.step()
-        return loss
 
 # %% ../../nbs/41_training.optim.ipynb #f346c9f3
 def clip_gradients(params:Iterable[Tensor], max_norm:float|None)->Tensor: # None measures only; a scalar
@@ -177,22 +174,21 @@ WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a07
 @contextmanager
-def same_bits(on:bool, kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device
-    "While inside, the same run gives the same bits, or an error; if not `on`, everything stays as it is."
+def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device; blocks are compiled
+    "While inside, the same run gives the same bits, or an error."
     workspace,use = os.environ.get(WORKSPACE),torch.use_deterministic_algorithms
-    require(not on or kind in ('cuda','cpu'), f'nobody promises the same bits on {kind}: take another device')
-    require(not on or workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
+    require(kind in ('cuda','cpu'), f'nobody promises the same bits on {kind}: take another device')
+    require(workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
-        if on:
-            stack.callback(use, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
-            use(True)
-            stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
-        if on and not workspace:
+        stack.callback(use, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+        use(True)
+        stack.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]))
+        if workspace is None:
             os.environ[WORKSPACE] = FIXED_SIZES[0]
             stack.callback(os.environ.pop, WORKSPACE)
-        if on and compiles and kind=='cuda':
+        if compiles and kind=='cuda':
             from torch._inductor import config # importing it takes seconds
             stack.enter_context(config.patch(deterministic=True))
         yield
@@ -217,9 +213,8 @@ class Update:
 # %% ../../nbs/41_training.optim.ipynb #906eff2f
 def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
     "Returns what the other ranks must know about a micro-batch."
-    images = [tiles for row in batch['images'] for tiles in row]
-    return dict(
-        targets=sum(map(sum, batch['n_targets'])), tokens=sum(map(sum, batch['doc_lens'])),
+    images,targets = [tiles for row in batch['images'] for tiles in row],sum(map(sum, batch['n_targets']))
+    return dict(targets=targets, filled=int(targets>0), tokens=sum(map(sum, batch['doc_lens'])),
         positions=batch['attention_mask'].numel(), packs=len(batch['ids']),
         images=len(images), tiles=sum(map(len, images)), pairs=pairs(batch['doc_lens']),
         ids=[i for row in batch['ids'] for i in row])
@@ -246,8 +241,7 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     packing = dict(utilisation=total['tokens']/total['positions'])
     packing |= {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
     ids = [i for o in told for i in o['ids']]
-    counts = {k:total[k] for k in ('targets','tokens','tiles','pairs')}
-    counts['filled'] = sum(o['targets']>0 for o in told)
+    counts = {k:total[k] for k in ('targets','tokens','tiles','pairs','filled')}
     return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc

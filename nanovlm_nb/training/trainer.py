@@ -326,7 +326,7 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         before = t.samples
         t.feed.begin(t.epoch)
         try:
-            while (update := t.feed.take()) is not None:
+            for update in iter(t.feed.take, None):
                 yield update
                 if t.stop or _reached(t, t.step, t.samples): return
         finally: t.feed.close()
@@ -461,16 +461,13 @@ class Guard(Hook):
     def __init__(self, factor:float|None=None): # None: only what is not finite is refused
         self.factor,self.norms = factor,deque(maxlen=WINDOW)
 
-    def judge(self, norm:float)->str|None: # None: nothing
+    def before_step(self, trainer:Trainer, figures:Figures)->str|None: # None: nothing
         "Returns what is wrong with the norm of an update, before clipping."
+        norm = figures['grad_norm']
         if not isfinite(norm): return f'gradient norm {norm}'
         usual = median(self.norms) if len(self.norms)>=LEAST else 0
         if not self.factor or not usual or norm<=self.factor*usual: return None
         return f'gradient norm {norm:.4g}, {norm/usual:.0f} times the usual {usual:.4g}'
-
-    def before_step(self, trainer:Trainer, figures:Figures)->str|None:
-        "Returns what is wrong with the norm."
-        return self.judge(figures['grad_norm'])
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "The norms of updates that were made say what is usual."
@@ -519,9 +516,7 @@ def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is co
     "Has the checkpoint of this update written, and deletes what is too old."
     t = trainer
     if t.saved==t.step: return # it is there
-    def complete(path):
-        then(path)
-        prune(path.parent, t.cfg.max_keep_ckpts)
+    complete = lambda path: (then(path), prune(path.parent, t.cfg.max_keep_ckpts))
     t.log.info(f'update {t.step}: checkpoint step_{t.step}')
     with t.clock('checkpoint'): t.saver.save(
         t.base, t.log.run_dir, t.step, t.tokenizer, state_dict(t), t.optimizer, complete)
