@@ -49,11 +49,11 @@ def trained(kind: str) -> tuple[VisionLanguageModel, tuple]:
 def test_the_plan_counts_the_parameters_of_the_run(kind, place, monkeypatch):
     monkeypatch.chdir(place)
     model, (vlm, cfg) = trained(kind)
-    said = make_plan(*foreseen(*parse_args([*RUN, *STARTS[kind]])[:2])[:2])
+    said = make_plan(*foreseen(*parse_args([*RUN, *STARTS[kind]])[:2]))
     assert {n: p['total'] for n, p in said['parameters'].items()} == {n: sum(p.numel() for p in part.parameters()) for n, part in model.named_children()}
     assert said['batch']['batch_size'] == cfg.batch_size and said['batch']['accumulation'] == cfg.gradient_accumulation_steps
-    start = resolve_start(*parse_args([*RUN, *STARTS[kind]])[:2])
-    assert (start.vlm_cfg.lm_tokenizer, start.train_cfg.lr_mp) == (vlm.lm_tokenizer, cfg.lr_mp)
+    v, c, _ = resolve_start(*parse_args([*RUN, *STARTS[kind]])[:2])
+    assert (v.lm_tokenizer, c.lr_mp) == (vlm.lm_tokenizer, cfg.lr_mp)
 
 
 # --- what was given is what runs
@@ -75,12 +75,12 @@ def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tm
     words += ['--load_from', 'checkpoints/first/step_1'] if checkpoint else ['--vlm_load_backbone_weights', 'False']
     def start(*more): return resolve_start(*parse_args([*words, *more])[:2])
     saved, presets = VLMConfig.load('checkpoints/first/step_1'), vars(preset(named or 'shapes')[0]) | vars(preset(named or 'shapes')[1])
-    found = start()
+    found_vlm, found_train, _ = start()
     for name, (_, file, value) in VALUES.items():
         base = saved.lm_dropout if checkpoint and name == 'lm_dropout' else presets[name]
-        assert getattr(found.train_cfg if name == 'lr_mp' else found.vlm_cfg, name) == (value if flag else file if in_file else base), name
-    assert found.vlm_cfg.max_img_size == (saved.max_img_size if checkpoint else presets['max_img_size'])
-    assert found.vlm_cfg.lm_hidden_dim == (saved.lm_hidden_dim if checkpoint else presets['lm_hidden_dim'])
+        assert getattr(found_train if name == 'lr_mp' else found_vlm, name) == (value if flag else file if in_file else base), name
+    assert found_vlm.max_img_size == (saved.max_img_size if checkpoint else presets['max_img_size'])
+    assert found_vlm.lm_hidden_dim == (saved.lm_hidden_dim if checkpoint else presets['lm_hidden_dim'])
     if not checkpoint: return
     with pytest.raises(ValueError, match=f'lm_n_blocks is 32, but .* was trained with {saved.lm_n_blocks}'): start('--lm_n_blocks', '32')
 

@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'tile_key', 'FeatureCache', 'keep_features', 'make_model', 'get_vision_model', 'run_path',
-           'stop_on_signals', 'on_each_rank', 'own_parts', 'plan_run', 'build_trainer', 'begin', 'start',
-           'process_group', 'run', 'main']
+           'stop_on_signals', 'own_parts', 'plan_run', 'build_trainer', 'begin', 'start', 'process_group', 'run',
+           'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import hashlib,os,signal,threading
 from collections.abc import Callable,Iterable,Iterator
 from pathlib import Path
 from argparse import Namespace
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -38,9 +38,8 @@ from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt,keep_base
 from .start import OWN_PARTS,go_back,is_pth,plan_resume,resolve_start
-from .start import weights_of_start,HUB_ERRORS,SAME_SCRIPT,SIGNALLED,Interrupted
-from .start import OpenRun,end_run,exit_code,go_on,left_line,millions
-from .start import publish,report_run,set_status,where_to_publish,write_record
+from .start import weights_of_start,HUB_ERRORS,SAME_SCRIPT,OpenRun,exit_code,go_on,left_line
+from .start import millions,publish,report_run,set_status,where_to_publish,write_record
 
 # %% ../../nbs/56_runs.run.ipynb #abc4841c
 def tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal digits
@@ -73,11 +72,9 @@ class FeatureCache:
         return torch.stack([(known | dict(zip(new, made)))[k] for k in keys])
 
 # %% ../../nbs/56_runs.run.ipynb #4ce4c040
-def keep_features(model:VLMNet, # its vision tower is frozen; uses the cache from now on
-    folder:str|Path, # parent directory, e.g. in the directory of the run
-    dtype:torch.dtype=torch.float32, # precision of the matrix products
-)->FeatureCache: # `model.features`
-    "Lets a model compute the features of each tile once."
+def keep_features(model:VLMNet, folder:str|Path, dtype:torch.dtype=torch.float32)->FeatureCache:
+    """Lets a model with a frozen tower compute the features of each tile once; returns its `features`.
+    They lie below `folder`, in the precision of the matrix products."""
     if trains(model.vision_encoder):
         raise ValueError("the vision tower trains, so its features change with every update: "
                          "set lr_vision_backbone to 0, or cache_features to False")
@@ -88,52 +85,47 @@ def keep_features(model:VLMNet, # its vision tower is frozen; uses the cache fro
     return model.features
 
 # %% ../../nbs/56_runs.run.ipynb #69cf2326
-def make_model(vlm_cfg:VLMConfig, train_cfg:TrainConfig, resuming:bool=False, # weights of a checkpoint follow
-)->VisionLanguageModel: # in training mode, on the CPU
-    "A saved model, or a new one."
-    c,backbones = train_cfg,vlm_cfg.vlm_load_backbone_weights and not resuming
-    weights = weights_of_start(vlm_cfg, c)
+def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False)->VisionLanguageModel: # on the CPU
+    "A saved model, or a new one, in training mode; when resuming, the weights of a checkpoint follow."
+    backbones,weights = v.vlm_load_backbone_weights and not resuming,weights_of_start(v, c)
     if is_pth(c.load_from) and not resuming:
-        model = VisionLanguageModel.from_pth(str(c.load_from), vlm_cfg, backbones)
-    elif weights: model = VisionLanguageModel.from_pretrained(weights, vlm_cfg)
-    else: model = VisionLanguageModel(vlm_cfg, load_backbone=backbones)
+        model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
+    elif weights: model = VisionLanguageModel.from_pretrained(weights, v)
+    else: model = VisionLanguageModel(v, load_backbone=backbones)
     return model.train()
 
 # %% ../../nbs/56_runs.run.ipynb #45cbe566
-def get_vision_model(vlm_cfg:VLMConfig, # `vit_model_type` names the backbone
-)->tuple[ViT,Callable]: # the tower, frozen and in eval mode; picture -> (uint8 tiles (n, 3, S, S), grid)
-    "A vision backbone and its preprocessing, as MiniMind-V has them."
+def get_vision_model(vlm_cfg:VLMConfig)->tuple[ViT,Callable]: # picture -> (uint8 tiles (n, 3, S, S), grid)
+    "The vision backbone, frozen and in eval mode, and its preprocessing, as MiniMind-V has them."
     cfg = with_tower(vlm_cfg)
     vit = ViT(cfg)
     load_vision_backbone(vit, cfg.vit_model_type)
     return vit.eval().requires_grad_(False),image_processor_of(cfg)
 
 # %% ../../nbs/56_runs.run.ipynb #a17c0a65
-def run_path(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as they will be; all get the same answer
-)->Path: # the directory, which need not be there
+def run_path(v:VLMConfig, c:TrainConfig, dist:Dist)->Path: # the same on all ranks; need not be there
     "Where a run keeps its files: of one that begins with a checkpoint, beside the run that made it."
-    c,folder = train_cfg,Path(vlm_cfg.vlm_checkpoint_path)
+    folder = Path(v.vlm_checkpoint_path)
     if c.resume and not c.run_name:
         require(c.load_from and not is_pth(c.load_from),
             'resume needs to know which run: give run_name, or load_from with a checkpoint')
         given = Path(str(c.load_from)).resolve()
         run_dir = given if checkpoints(given) else given.parent
         return run_dir.parent if run_dir.name.startswith('abandoned_') else run_dir
-    name = c.run_name or dist.broadcast(get_run_name(c, vlm_cfg, dist.world_size))
+    name = c.run_name or dist.broadcast(get_run_name(c, v, dist.world_size))
     if c.resume_from_vlm_checkpoint and not (c.resume and checkpoints(folder/name)):
         made = folder.parent
         folder = made.parent if (made/CONFIG).is_file() else Path(VLMConfig.vlm_checkpoint_path)
     return folder/name
 
 # %% ../../nbs/56_runs.run.ipynb #4fc7bcc9
-def _keep_config(run_dir:Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig, # of the run, as they are used
-    own:list[str], config:str|None=None, # names of its own parts; the user's own YAML file
-)->None:
-    "Write the settings of this start, and the user's file as it is."
+def _keep_config(run_dir:Path, v:VLMConfig, c:TrainConfig, own:list[str], config:str|None=None)->None:
+    "Write the settings of this start, the user's own file as it is, names of own parts, and the page."
     given = Path(config).read_bytes() if config else None # it may be the file that is replaced
-    save_yaml(run_dir/CONFIG, vlm_cfg, train_cfg)
+    save_yaml(run_dir/CONFIG, v, c)
     if given is not None: write_atomic(run_dir/'given.yaml', given)
     if own: write_atomic(run_dir/OWN_PARTS, '\n'.join(own)+'\n')
+    write_record(run_dir, v, c)
 
 # %% ../../nbs/56_runs.run.ipynb #f6984ad8
 SIGNALS = ('SIGINT','SIGTERM','SIGUSR1','SIGHUP') # those of them that the system has
@@ -156,13 +148,6 @@ def stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first si
     finally:
         for s,handler in old.items(): signal.signal(s, handler)
 
-# %% ../../nbs/56_runs.run.ipynb #56000005
-def on_each_rank(dist:Dist, stop:threading.Event, read:Callable)->Any: # all call; breaks off; what it returns
-    "Read what every rank needs; if a signal has come to one rank, all end."
-    value = read()
-    if dist.any(stop.is_set()): raise Interrupted(SIGNALLED)
-    return value
-
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     "Names of those without which the run would learn something else: hooks only watch."
@@ -175,7 +160,7 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
 )->tuple[Path,VLMConfig,TrainConfig,str|None,list[str]]: # directory, both configs, repository, log lines
     "Find what a run starts from and where the best checkpoint is published; nothing is written yet."
     repo,line = on_master(dist, lambda: where_to_publish(vlm_cfg.hf_repo_name))
-    v,c,_,lines = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
+    v,c,lines = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
     require(not c.lora_rank or c.resume or weights_of_start(v, c), f'lora_rank {c.lora_rank}: adapters stand '
         'beside the weights of a checkpoint that is trained already; '
         'give --load_from CHECKPOINT (a directory, a run, or a hub id)')
@@ -184,48 +169,30 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     with user_path(): return run_path(v, c, dist),v,c,repo,[*lines, *[line]*bool(line)]
 
 # %% ../../nbs/56_runs.run.ipynb #56000008
-def _open_log(run_dir:Path, dist:Dist, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->RunLog:
+def _open_log(run_dir:Path, dist:Dist, v:VLMConfig, c:TrainConfig)->RunLog:
     "The log of a run as its config says, not yet open."
-    c,configs = train_cfg,dict(VLMConfig=vlm_cfg.to_dict(), TrainConfig=train_cfg.to_dict())
+    configs = dict(VLMConfig=v.to_dict(), TrainConfig=c.to_dict())
     return RunLog(run_dir, dist, c.trackers, configs, run_dir.name, c.wandb_entity, c.wandb_project,
         opened=False, total_steps=updates_of_run(c), every=c.stats_log_interval, progress=c.progress_bar,
         quiet=c.console_line=='none', epochs=(c.max_epochs or 1) if c.console_line=='minimind' else None)
 
-# %% ../../nbs/56_runs.run.ipynb #5ca66d1c
-def _build_model(v, c, resuming, make, loss):
-    built = make(v, c, resuming)
-    if c.lora_rank: adapt(built, c, weights_of_start(v, c))
-    if loss: built.cross_entropy = loss
-    return built
-
 # %% ../../nbs/56_runs.run.ipynb #5ca66d1b
-def build_trainer(vlm_cfg:VLMConfig, train_cfg:TrainConfig, log:RunLog, dist:Dist, # of the run; all call
-    checkpoint:Path|None=None, stop:threading.Event|None=None, # to `resume` from; breaks off what is read
-    model:Callable|None=None, loaders:Callable|None=None, optimizer:Callable|None=None, # see `run`
-    schedule:Callable|dict|None=None, loss:Callable|None=None, judge:Callable|None=None, # likewise
-    hooks:Iterable=(), # likewise
-)->Trainer: # ready to train, or to `resume`
+def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every rank calls
+    checkpoint:Path|None=None, parts:dict[str,Any]={})->Trainer: # to `resume` from; of your own, see `run`
     "All parts of a run, put together."
-    v,c,stop = vlm_cfg,train_cfg,stop or threading.Event()
+    own = parts.get
     set_seed(c.seed)
     log.info(f'reading {c.train_dataset_path}')
-    def read():
-        source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
-        tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
-        return tokenizer,(loaders or get_dataloaders)(c, v, dist, tokenizer)
-    build = partial(_build_model, v, c, checkpoint is not None, model or make_model, loss)
-    tokenizer,(rows,val) = on_each_rank(dist, stop, read)
-    made,mine = on_each_rank(dist, stop, build),hooks_of(c, hooks, judge)
-    trainer = make_trainer(made, c, rows, val, mine, dist, log, tokenizer, schedule, optimizer)
+    source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
+    tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
+    rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
+    model = (own('model') or make_model)(v, c, checkpoint is not None)
+    if c.lora_rank: adapt(model, c, weights_of_start(v, c))
+    if own('loss'): model.cross_entropy = own('loss')
+    hooks = hooks_of(c, own('hooks') or (), own('judge'))
+    t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'), own('optimizer'))
     if dist.rank: set_seed((c.seed+dist.rank)%2**32) # from here on each rank draws its own dropout
-    return trainer
-
-# %% ../../nbs/56_runs.run.ipynb #2c339ad8
-def _use_frozen_tower(trainer:Trainer)->None:
-    "Switch on what `cache_features` asks for."
-    if not trainer.cfg.cache_features: return
-    cache = keep_features(trainer.base, trainer.log.run_dir/FEATURE_CACHE, trainer.dtype)
-    trainer.log.info(f'features of tiles are kept in {cache.folder}')
+    return t
 
 # %% ../../nbs/56_runs.run.ipynb #6c3402cd
 def _use_evals(trainer:Trainer)->None: # every rank must call
@@ -253,11 +220,13 @@ def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own 
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
     "Change the directory of a run and open its log: nothing refuses it any more."
-    run_dir,dist,log = run.run_dir,run.dist,run.log
-    if (note := trainer.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
-    _use_frozen_tower(trainer)
+    run_dir,dist,log,t = run.run_dir,run.dist,run.log,trainer
+    if (note := t.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
+    if run.cfg.cache_features:
+        cache = keep_features(t.base, run_dir/FEATURE_CACHE, t.dtype)
+        log.info(f'features of tiles are kept in {cache.folder}')
     dist.barrier() # every rank has read
-    on_master(dist, lambda: go_back(run_dir, checkpoint if trainer.owned else None))
+    on_master(dist, lambda: go_back(run_dir, checkpoint if t.owned else None))
     if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base']))
     log.open()
     set_status(run_dir, 'running', dist)
@@ -265,16 +234,14 @@ def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was 
     log.info(f'figures: {log.where}')
 
 # %% ../../nbs/56_runs.run.ipynb #ca766fc5
-def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=None, # see `plan_run`; own file
-    **parts:Any, # see `run`; every rank calls
-)->Trainer: # ready to train
-    "Decide where the run begins, put the parts together, and restore the checkpoint."
+def start(run:OpenRun, lines:list[str], config:str|None=None, parts:dict[str,Any]={})->Trainer:
+    """Decide where the run begins, put its parts together, and restore the checkpoint; every rank calls.
+    `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
     how = [] if run.make_command is go_on else [f'go on with: {run.make_command(run.run_dir, c, dist)}']
     look = partial(plan_resume, run.run_dir, v, c, dist.world_size, own, *how)
     checkpoint,resumed = on_master(dist, look)
-    t = build_trainer(v, c, log, dist, checkpoint, stop, **parts)
-    t.asked = stop
+    t = build_trainer(v, c, log, dist, checkpoint, parts)
     for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
     _use_evals(t)
     then = partial(begin, run, t, checkpoint)
@@ -282,7 +249,6 @@ def start(run:OpenRun, lines:list[str], stop:threading.Event, config:str|None=No
     updates = f'; {total:,} updates' if (total := length(t)) else ''
     log.info(size_line(t.loader.source, t.held_out.source)+updates)
     on_master(dist, lambda: _keep_config(run.run_dir, v, c, own, config))
-    if dist.is_master: write_record(run.run_dir, v, c)
     return t
 
 # %% ../../nbs/56_runs.run.ipynb #56000020
@@ -307,18 +273,12 @@ def _sum_up(run:OpenRun, repo:str|None, model:Callable|None)->str: # has trained
 
 # %% ../../nbs/56_runs.run.ipynb #84d3c983
 @contextmanager
-def process_group(timeout_s:float=TrainConfig.timeout_s, # of what ranks do together
-    dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; then signals are the caller's
-)->Iterator[tuple[Dist,threading.Event]]: # this rank, and what a signal sets
-    "Inside, the process group of a run exists, and signals set `stop`."
-    set_env()
-    stop = stop or threading.Event()
-    with ExitStack() as stack:
-        if dist is None:
-            stack.callback(destroy_dist)
-            dist = init_dist(timeout_s=timeout_s)
-            stack.enter_context(stop_on_signals(stop))
-        yield dist,stop
+def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,threading.Event]]:
+    "Inside, the process group of a run exists, and signals set the event; it waits so long for other ranks."
+    dist,stop = init_dist(timeout_s=timeout_s),threading.Event()
+    try:
+        with stop_on_signals(stop): yield dist,stop
+    finally: destroy_dist()
 
 # %% ../../nbs/56_runs.run.ipynb #84d3c985
 def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
@@ -335,17 +295,20 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, loss=loss,
         judge=judge, hooks=hooks)
     said = getattr(asked, 'saved', None) and [f'what was not given is as in {asked.saved}'] or []
-    with process_group(train_cfg.timeout_s, dist, stop) as (dist,stop):
+    set_env()
+    here = nullcontext((dist, stop or threading.Event())) if dist else process_group(train_cfg.timeout_s)
+    with here as (dist,stop):
         run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist)
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
         with ExitStack() as stack:
             stack.callback((lock := RunLock(run_dir)).let_go) # no other run writes there meanwhile
             on_master(dist, lock.take)
             if c.deterministic: stack.enter_context(same_bits(dist.device.type, c.compile is not False))
-            r = OpenRun(run_dir, v, c, dist, _open_log(run_dir, dist, v, c), again)
-            stack.push(partial(end_run, r))
-            t = r.trainer = start(r, said+lines, stop, getattr(asked, 'config', None), **parts)
-            t.log.info(SIGNALLED) if stopping(t) else train(t)
+            log = _open_log(run_dir, dist, v, c)
+            r = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))
+            t = r.trainer = start(r, said+lines, getattr(asked, 'config', None), parts)
+            t.asked = stop
+            log.info('stopped by a signal before the first update') if stopping(t) else train(t)
             r.status = _sum_up(r, repo, model)
         dist.barrier() # the status is written
     return run_dir

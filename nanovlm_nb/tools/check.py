@@ -18,7 +18,7 @@ from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist
 from ..core.usage import MissingFile,require
 from ..model.flops import BYTES,find_gpu,with_unit
-from ..runs.start import Start,check_own_parts,foresee_start,is_pth,plan_resume,resolve_start
+from ..runs.start import check_own_parts,foresee_start,is_pth,origin_of,plan_resume,resolve_start
 from ..runs.run import run_path
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
 from .doctor import machine_findings,tried
@@ -26,10 +26,10 @@ from .inspect import data_findings
 from .plan import GB,USABLE,make_plan
 
 # %% ../../nbs/68_tools.check.ipynb #1ff81e21
-def foreseen(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1)->Start: # as given; ranks
+def foreseen(v:VLMConfig, c:TrainConfig, gpus:int=1)->tuple[VLMConfig,TrainConfig]: # as given; ranks
     "Returns what a run will be, as far as that can be known."
-    try: return foresee_start(vlm_cfg, train_cfg, gpus)
-    except (OSError, ValueError): return Start(vlm_cfg, train_cfg, 'nothing', [])
+    try: return foresee_start(v, c, gpus)[:2]
+    except (OSError, ValueError): return v,c
 
 # %% ../../nbs/68_tools.check.ipynb #55579ca1
 def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given; ranks
@@ -37,15 +37,14 @@ def start_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as gi
 )->Iterator[Finding]:
     "Yields what a start would do, and each line of what a resume would do."
     try:
-        start = resolve_start(vlm_cfg, evolve(train_cfg, resume=True) if run_dir else train_cfg, gpus)
-        v,c = start.vlm_cfg,start.train_cfg
+        v,c,_ = resolve_start(vlm_cfg, evolve(train_cfg, resume=True) if run_dir else train_cfg, gpus)
         place = run_dir or run_path(v, c, Dist())
         if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
         lines = plan_resume(place, v, c, gpus)[1]
     except WRONG as e: yield failed('start', e)
     else:
-        if not c.resume: yield Finding('start', PASS, f'from {start.origin}')
+        if not c.resume: yield Finding('start', PASS, f'from {origin_of(v, c)}')
         for ok,line in lines if c.resume else ():
             yield Finding('resume', PASS if ok else FAIL, line.replace('Auto resumed', 'would resume'))
 
@@ -94,7 +93,7 @@ def _check_all(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, # as given;
     "Yields whatever can be asked before a run starts."
     yield 'start'
     yield from start_findings(vlm_cfg, train_cfg, gpus, run_dir)
-    v,c,*_ = foreseen(vlm_cfg, train_cfg, gpus)
+    v,c = foreseen(vlm_cfg, train_cfg, gpus)
     yield from ('', 'machine')
     yield from machine_findings(c, gpus)
     yield from ('', 'cost')
