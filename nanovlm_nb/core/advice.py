@@ -10,9 +10,9 @@ from typing import Any,NamedTuple
 from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'Table', 'GO_FASTER', 'grouped', 'over_budget', 'capped_workers',
-           'loader_workers', 'more_workers', 'smaller_pictures', 'if_it_waits', 'if_it_works', 'stability_advice',
-           'Remedy', 'smaller_batches', 'memory_remedies', 'remedy_line', 'advice', 'checkpoints_written', 'save_notes',
+__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'Table', 'GO_FASTER', 'grouped', 'over_budget', 'loader_workers',
+           'more_workers', 'smaller_pictures', 'if_it_waits', 'if_it_works', 'stability_advice', 'Remedy',
+           'smaller_batches', 'memory_remedies', 'remedy_line', 'advice', 'checkpoints_written', 'save_notes',
            'projector_advice', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
@@ -32,13 +32,6 @@ def over_budget(shares:dict[str,float])->dict[str,float]:
     "Returns the shares of the time that are not as they should be, see `grouped`."
     return {k:v for k,v in grouped(shares).items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
 
-# %% ../../nbs/07_core.advice.ipynb #bdd538a8
-WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
-
-def capped_workers(number:int, cpus:int|None=None, ranks:int=1)->int: # of the machine; None: unknown
-    "Returns how many of so many loader processes each of a machine's ranks can bear: at most its processors."
-    return number if cpus is None else min(number, max(cpus//ranks, 1))
-
 # %% ../../nbs/07_core.advice.ipynb #017bf0b4
 def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
     "Returns how many loader processes a rank starts: as given, or one for each of its cores but one."
@@ -47,11 +40,12 @@ def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/07_core.advice.ipynb #387bc37c
-def more_workers(cfg:TrainConfig, cpus:int|None=None, ranks:int=1)->int|None:
+WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
+
+def more_workers(cfg:TrainConfig, cores:int|None=None)->int|None: # of a rank
     "Returns the next number of loader processes to try; None: there is no room for more."
-    room = capped_workers(cfg.batch_size*cfg.gradient_accumulation_steps, cpus, ranks)
-    now = loader_workers(cfg, cpus and max(cpus//ranks, 1))
-    return next((min(w, room) for w in WORKERS if now<min(w, room) and w>now), None)
+    packs,now = cfg.batch_size*cfg.gradient_accumulation_steps,loader_workers(cfg, cores)
+    return next((n for w in WORKERS if (n := min(w, packs, cores or w))>now), None)
 
 # %% ../../nbs/07_core.advice.ipynb #c9f5862b
 def smaller_pictures(cfg:VLMConfig)->list[int]:
@@ -62,11 +56,11 @@ def smaller_pictures(cfg:VLMConfig)->list[int]:
 # %% ../../nbs/07_core.advice.ipynb #7c2e7c82
 Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (condition, sentence)
 
-def if_it_waits(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1)->Table: # of the machine
+def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a rank
     "Returns what helps a run that waits for data or for other ranks."
-    more,smaller,a = more_workers(c, cpus, ranks),smaller_pictures(v),c.gradient_accumulation_steps
+    more,smaller,a = more_workers(c, cores),smaller_pictures(v),c.gradient_accumulation_steps
     streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
-    return dict(data=[(more, f'num_workers {loader_workers(c, cpus and max(cpus//ranks, 1))} -> {more}'),
+    return dict(data=[(more, f'num_workers {loader_workers(c, cores)} -> {more}'),
         (not streamed, 'stream_dataset True, if the disk is slow'),
         (v.resize_to_max_side_len and smaller, 'resize_to_max_side_len False: fewer tiles of small pictures'),
         (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
@@ -141,15 +135,14 @@ GO_FASTER = 'the time is well spent; to go faster'
 def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
     keeps:Callable=lambda changes: True, # may a run resume with them?
-    cpus:int|None=None, ranks:int=1, device:str='cuda', # of the machine on which it computes
-)->list[str]:
+    cpus:int|None=None, ranks:int=1, device:str='cuda')->list[str]: # of the machine on which it computes
     "Returns a line for each thing that is not in order, with what to change; for `shares` see `grouped`."
-    v,missed = v or VLMConfig(),over_budget(shares)
+    v,missed,cores = v or VLMConfig(),over_budget(shares),cpus and max(cpus//ranks, 1)
     remedies = memory_remedies(v, c, ranks, device) if oom else []
     said = {'out of memory':[remedy_line(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[remedy_line(r) for r in remedies if not keeps(r.changes)],
         'unstable':stability_advice(c) if unstable else []}
-    for kind,rows in (if_it_waits(v, c, cpus, ranks)|if_it_works(c, shares)).items():
+    for kind,rows in (if_it_waits(v, c, cores)|if_it_works(c, shares)).items():
         if kind in missed or kind=='compute' and shares and not missed:
             least = f'{LEAST_COMPUTE:.0%} or more' if kind=='compute' else f'{MOST[kind]:.0%} at most'
             why = f'{kind} takes {missed[kind]:.0%} of the time, {least} is fine' if missed else GO_FASTER
@@ -189,7 +182,7 @@ def projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[s
 def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
-    most = capped_workers(n, cpus, ranks)
+    most = n if cpus is None else min(n, max(cpus//ranks, 1))
     workers = (f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
         f'{most} at most, more only hinder each other')
     return save_notes(c)+projector_advice(c, ranks, epochs)+[workers]*(most<n)

@@ -10,7 +10,7 @@ __all__ = ['synchronized_dataloader_step', 'WORKER_GRACE_S', 'SOCKET_NAME', 'BEH
            'end_with', 'seed_worker', 'check_socket_room', 'rng_state', 'set_rng_state', 'cores_of_rank', 'set_threads']
 
 # %% ../../nbs/03_core.dist.ipynb #02ae6094
-import base64,inspect,multiprocessing,os,pickle,random,signal,tempfile,threading,time
+import inspect,multiprocessing,os,pickle,random,signal,tempfile,threading,time
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager,nullcontext
 from dataclasses import dataclass,replace
@@ -31,9 +31,8 @@ from .usage import require
 # %% ../../nbs/03_core.dist.ipynb #a90099df
 def pick_device()->torch.device: # `cuda`, `mps` or `cpu`
     "Returns the best device of this machine."
-    if torch.cuda.is_available(): return torch.device('cuda')
-    if torch.backends.mps.is_available(): return torch.device('mps')
-    return torch.device('cpu')
+    kinds = dict(cuda=torch.cuda, mps=torch.backends.mps)
+    return torch.device(next((kind for kind,it in kinds.items() if it.is_available()), 'cpu'))
 
 # %% ../../nbs/03_core.dist.ipynb #78d4e135
 class FromGather:
@@ -159,7 +158,6 @@ def meeting_store(me:Dist)->c10d.Store: # not yet in a group
 def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: # default: the best device
     "Joins the other ranks if there are any; alone, only the device is chosen."
     env,chosen = launch_env(),torch.device(device) if device else pick_device()
-    require(timeout_s>0, f'timeout_s is {timeout_s}: give a number of seconds above 0')
     if env is None: return Dist(device=chosen, timeout_s=timeout_s)
     me = Dist(**env, device=rank_device(chosen.type, env['local_rank']), timeout_s=timeout_s)
     backend,wait = 'cpu:gloo,cuda:nccl' if me.device.type=='cuda' else 'gloo',timedelta(seconds=timeout_s)
@@ -250,7 +248,6 @@ synchronized_dataloader_step = synchronized_batches # nanoVLM's name
 # %% ../../nbs/03_core.dist.ipynb #266c2cad
 def set_seed(seed:int)->None: # 0 <= seed < 2**32
     "Seeds Python, numpy and torch, on all devices."
-    require(0<=seed<2**32, f'seed is {seed}: give a number from 0 to 2**32-1')
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -290,28 +287,25 @@ def check_socket_room()->None:
     require(size<=most, f'the temporary directory {folder} has a name of {size} bytes, loader workers can '
         f'use at most {most}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')
 
-# %% ../../nbs/03_core.dist.ipynb #a448cf92
-def _as_text(t): return base64.b64encode(t.numpy().tobytes()).decode()
-
 # %% ../../nbs/03_core.dist.ipynb #246c4301
 def rng_state()->dict: # JSON-able
     "Returns the state of this process's generators."
     numbers:Any = np.random.get_state()
     kind,keys,*rest = numbers
     state = dict(python=random.getstate(), numpy=[kind, keys.tolist(), *rest],
-        torch=_as_text(torch.get_rng_state()))
-    if torch.cuda.is_available(): state['cuda'] = _as_text(torch.cuda.get_rng_state())
+        torch=torch.get_rng_state().tolist())
+    if torch.cuda.is_available(): state['cuda'] = torch.cuda.get_rng_state().tolist()
     return state
 
 # %% ../../nbs/03_core.dist.ipynb #5e295899
 def set_rng_state(state:dict)->None: # from `rng_state`
     "Puts this process's generators where they were."
-    tensor = lambda text: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     version,keys,gauss = state['python']
     random.setstate((version, tuple(keys), gauss))
     np.random.set_state(state['numpy'])
-    torch.set_rng_state(tensor(state['torch']))
-    if 'cuda' in state and torch.cuda.is_available(): torch.cuda.set_rng_state(tensor(state['cuda']))
+    torch.set_rng_state(torch.tensor(state['torch'], dtype=torch.uint8))
+    if 'cuda' in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state['cuda'], dtype=torch.uint8))
 
 # %% ../../nbs/03_core.dist.ipynb #d782d3ba
 def cores_of_rank()->int: # at least 1
@@ -326,6 +320,5 @@ def set_threads(dist:Dist, num_workers:int, largest:int)->None: # on a GPU nothi
     """Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader
     worker. `largest`: numbers of the largest matrix of a block."""
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
-    threads = cores_of_rank()-(0 if sleeping else num_workers)
-    threads = min(threads, largest//PER_THREAD)
+    threads = min(cores_of_rank()-(0 if sleeping else num_workers), largest//PER_THREAD)
     if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, threads))

@@ -9,7 +9,6 @@ __all__ = ['CU_STEP', 'TENSORS', 'document_tensors', 'check_targets', 'slot_erro
 from collections.abc import Callable,Sequence
 from dataclasses import dataclass,field,replace
 from functools import partial
-from itertools import accumulate,pairwise
 from typing import Any
 
 import torch
@@ -18,30 +17,21 @@ from torch import Tensor
 from .config import IGNORE
 from .usage import require
 
-# %% ../../nbs/09_core.layout.ipynb #2c881adc
-def _mask_span(b, row):
-    if not any(row): return 0,0
-    start,end = row.index(True), len(row)-row[::-1].index(True)
-    if all(row[start:end]): return start,end
-    raise ValueError(f'attention_mask has a gap in row {b}: padding must be on the left or on the right')
-
 # %% ../../nbs/09_core.layout.ipynb #08a10006
 CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multiple of this
 
-def document_tensors(doc_lens:Sequence[Sequence[int]], # per row, the lengths of its documents
-    T:int, starts:Sequence[int], # positions of a row; per row, where its first document begins
-)->dict[str,Tensor]: # `cu` (n,) int32; `documents` and `positions` (B, T)
-    "Documents and gaps as tensors."
+def document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[int])->dict[str,Tensor]:
+    """Returns documents and gaps as tensors: `cu` (n,) int32, `documents` and `positions` (B, T).
+    A row of `T` positions has documents of these lengths, the first of which begins at its start."""
     runs = [(n,i) for lens,start in zip(doc_lens, starts)
             for n,i in [(start,0), *((n,i+1) for i,n in enumerate(lens)), (T-start-sum(lens),0)] if n]
-    lens,numbers = (torch.tensor(x, dtype=torch.long) for x in ([n for n,_ in runs], [i for _,i in runs]))
-    ends = lens.cumsum(0)
-    steps = max(len(runs)+1, len(doc_lens)*T//CU_STEP)
-    cu = torch.full((-(-steps//CU_STEP)*CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
+    lens,numbers = torch.tensor(runs, dtype=torch.long).view(-1, 2).unbind(1)
+    ends,size = lens.cumsum(0),max(len(runs)+1, len(doc_lens)*T//CU_STEP)
+    cu = torch.full((-(-size//CU_STEP)*CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
     cu[:1],cu[1:len(runs)+1] = 0,ends
-    documents = numbers.repeat_interleave(lens)
+    documents = numbers.repeat_interleave(lens).view(-1, T)
     positions = torch.arange(len(doc_lens)*T)-(ends-lens).repeat_interleave(lens)
-    return dict(cu=cu, documents=documents.view(-1, T), positions=(positions*(documents>0)).view(-1, T))
+    return dict(cu=cu, documents=documents, positions=positions.view(-1, T)*(documents>0))
 
 # %% ../../nbs/09_core.layout.ipynb #326b7a43
 def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; a GPU is waited for
@@ -51,9 +41,8 @@ def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; a GPU 
         'check lm_vocab_size against the tokenizer')
 
 # %% ../../nbs/09_core.layout.ipynb #08a1000d
-def slot_error(where:str, slots:int, tiles:int, # its image tokens; tiles of its pictures
-    per_tile:int)->str: # image tokens that a tile yields
-    "Says that text and pictures disagree, and what helps."
+def slot_error(where:str, slots:int, tiles:int, per_tile:int)->str: # image tokens: of the text, of a tile
+    "Returns that text and pictures disagree, and what helps."
     return (f'{where}: {slots} image tokens in the text, {tiles*per_tile} from the pictures ({tiles} tiles x '
             f"{per_tile}). Make the image string with the model's mp_image_token_length and do not cut it")
 
@@ -94,26 +83,26 @@ class Layout:
             keep(name, x)
 
     @classmethod
-    def from_doc_lens(cls, doc_lens:Sequence[Sequence[int]], T:int, # per row; positions of a row
-    )->'Layout': # documents from position 0 on; what remains of a row is padding
-        "The layout of packed rows."
+    def from_doc_lens(cls, doc_lens:Sequence[Sequence[int]], T:int)->'Layout': # per row; positions of a row
+        "Returns the layout of packed rows: documents from position 0 on, the rest of a row is padding."
         return cls(tuple(tuple(int(n) for n in row) for row in doc_lens), int(T), (0,)*len(doc_lens))
 
     @classmethod
-    def from_mask(cls, attention_mask:Tensor, # (B, T) 1 at tokens, 0 at padding; best on the CPU
-    )->'Layout': # one document a row
-        "The layout of rows that are padded on either side."
-        spans = [_mask_span(b, row) for b,row in enumerate(attention_mask.bool().tolist())]
-        return cls(tuple((e-s,) if e>s else () for s,e in spans), attention_mask.shape[1],
-                   tuple(s for s,e in spans))
+    def from_mask(cls, attention_mask:Tensor)->'Layout': # (B, T) 1 at tokens, 0 at padding; best on the CPU
+        "Returns the layout of rows that are padded on either side, one document a row."
+        mask = attention_mask.bool().int()
+        gaps = mask.diff(dim=1, prepend=0*mask[:,:1]).clamp(0).sum(1)>1 # a row rises more than once
+        if gaps.any(): raise ValueError(f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
+            'padding must be on the left or on the right')
+        starts,lens = mask.argmax(1).tolist(),mask.sum(1).tolist()
+        return cls(tuple((n,)*(n>0) for n in lens), mask.shape[1], tuple(starts))
 
     @classmethod
     def of(cls, input_ids:Tensor, image_token_id:int|None=None, # (B, T); marks the slots, None: not sought
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one document a row
-        doc_lens:Sequence[Sequence[int]]|None=None, # per row the lengths of its documents; wins over the mask
-    )->'Layout': # without mask and lengths each row is one document
-        "The layout of a whole batch."
+        doc_lens:Sequence[Sequence[int]]|None=None)->'Layout': # of each row; wins over the mask
+        "Returns the layout of a whole batch; without mask and lengths each row is one document."
         B,T = input_ids.shape
         if targets is not None and targets.shape!=input_ids.shape: raise ValueError(
             f'targets {tuple(targets.shape)} do not match input_ids {(B,T)}: one target per position')
@@ -123,12 +112,6 @@ class Layout:
         if targets is None: return replace(layout, slots=slots)
         at = (targets.flatten()!=IGNORE).nonzero().squeeze(1)
         return replace(layout, slots=slots, at=at, targets=targets.flatten()[at])
-
-    @property
-    def spans(self)->list: # per row, a list of (start, end)
-        "Where the documents are."
-        rows = zip(self.doc_lens, self.starts)
-        return [[*pairwise(accumulate(lens, initial=start))] for lens,start in rows]
 
     def once(self, key, make:Callable): # what is asked for, and what makes it the first time
         "What follows from a layout and is asked for by every block of a model."
@@ -146,4 +129,3 @@ class Layout:
         if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)): return self
         return self.once(('to',device),
                          lambda: self.each(lambda x: x.to(device, non_blocking=device.type!='cpu')))
-

@@ -4,9 +4,9 @@
 
 # %% ../../nbs/05_core.logs.ipynb #3ded0db5
 from __future__ import annotations
-import io,json,logging,os,re,secrets,sys,time
+import json,logging,os,re,secrets,sys,time
 from collections.abc import Callable,Iterable,Iterator
-from contextlib import ExitStack,contextmanager,redirect_stdout,suppress
+from contextlib import ExitStack,contextmanager,suppress
 from importlib.util import find_spec
 from logging.handlers import MemoryHandler
 from math import inf,isfinite,nan
@@ -135,8 +135,6 @@ def minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # pas
 class _TextFile(logging.FileHandler):
     "Lines that a full disk refuses are on the screen."
     def handleError(self, record): pass
-    def close(self):
-        with suppress(OSError): super().close()
 
 # %% ../../nbs/05_core.logs.ipynb #8cbf546c
 def _show(text:str)->None:
@@ -209,7 +207,7 @@ class Screen:
             with suppress(OSError): self.bar.close()
         for h in filter(None, [self.file.target, *self.handlers]):
             self.logger.removeHandler(h)
-            h.close()
+            with suppress(OSError): h.close() # on a full disk
 
 # %% ../../nbs/05_core.logs.ipynb #05a10020
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
@@ -276,12 +274,10 @@ def open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None, entity:st
     project:str='nanoVLM')->Service: # see `open_wandb`; there is no entity
     "Begins or resumes a run of trackio."
     import trackio
-    def quiet(call, *args, **kwargs):
-        with redirect_stdout(io.StringIO()): return call(*args, **kwargs)
     name = f'{run_name}-{wandb_id(run_dir)}'
-    run = quiet(trackio.init, project, name, config=config, resume='allow', embed=False)
+    run = trackio.init(project, name, config=config, resume='allow', embed=False)
     return (lambda figures, step: run.log(figures, step=int(figures.pop(EVAL_AXIS, step))),
-        lambda failed: quiet(trackio.finish), # the current run, of which its exit speaks else
+        lambda failed: trackio.finish(),
         f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}")
 
 # %% ../../nbs/05_core.logs.ipynb #7e50b002
@@ -306,9 +302,7 @@ class RunLog:
     opened = False # whether the directory is written
     def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
         trackers:Iterable[str]=(), *about:Any, # keys of `TRACKERS`; what they take beside the directory
-        opened:bool=True, # False: lines are shown, and nothing is written before `open`
-        **shown:Any, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
-    ):
+        opened:bool=True, **shown:Any): # False: nothing is written before `open`; what `Screen` takes
         self.run_dir,self.trackers,self.about = Path(run_dir),[*trackers],about
         for name in self.trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
