@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
-           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'WAIT_S', 'write_atomic', 'fsync',
-           'share_files', 'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'read_manifest',
-           'missing_pieces', 'damage', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of',
-           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
-           'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune',
-           'prune_older', 'delete_abandoned', 'lock_file', 'holder', 'run_lock', 'find_checkpoint']
+           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'write_atomic', 'fsync', 'share_files',
+           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'missing_pieces', 'damage',
+           'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
+           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
+           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned',
+           'lock_file', 'holder', 'run_lock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -92,7 +92,7 @@ def write_manifest(folder:str|Path, known:dict[str,str]={})->None: # digests tha
     write_atomic(folder/MANIFEST, json.dumps(listed, indent=1)+'\n')
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600dc
-def read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, digest
+def _read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, digest
     "Returns what a directory held when it was complete; empty if that is not known."
     try:
         listed = json.loads((folder/MANIFEST).read_text(encoding='utf-8'))
@@ -106,7 +106,7 @@ NEEDED = ('config.json',TRAINER_STATE) # without these it is no checkpoint, what
 
 def missing_pieces(folder:Path, needs:Iterable[str]=NEEDED)->list[str]: # names that must be listed
     "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
-    if not (listed := read_manifest(folder)): return [MANIFEST]
+    if not (listed := _read_manifest(folder)): return [MANIFEST]
     there = file_sizes(folder)
     return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} of {size} bytes)'
             for n,(size,_) in listed.items() if there.get(n)!=size)]
@@ -114,7 +114,7 @@ def missing_pieces(folder:Path, needs:Iterable[str]=NEEDED)->list[str]: # names 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
 def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
     "Returns which of the files that are there were changed, or added, since they were listed."
-    listed = read_manifest(folder)
+    listed = _read_manifest(folder)
     there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
     digests = file_digests(folder, [n for n in there if n in listed])
     return [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]+[
@@ -322,7 +322,7 @@ def holder(run_dir:Path)->str: # empty: no process holds it
     except OSError: return ''
 
 # %% ../../nbs/01_core.run_dir.ipynb #8d2f6e01
-WAIT_S = 10. # seconds to wait for the process that holds a directory
+_WAIT_S = 10. # seconds to wait for the process that holds a directory
 
 def _is_at(path, file):
     "Whether the name still means this file."
@@ -340,7 +340,7 @@ def _locked(path): # None: another process has locked it
 @contextmanager
 def run_lock(run_dir:Path)->Iterator[None]: # made if need be
     "Inside, no other process writes into a run's directory; a UsageError names the process that does."
-    path,until = Path(run_dir)/LOCK,time.monotonic()+WAIT_S
+    path,until = Path(run_dir)/LOCK,time.monotonic()+_WAIT_S
     while (file := _locked(path)) is None:
         require(time.monotonic()<until, f"{run_dir} is in use by {holder(run_dir) or 'another process'}: "
             'wait for its end, stop it, or give another run_name')
