@@ -14,7 +14,7 @@ from commands import TINY, record
 
 from nanovlm_nb.data.prompts import answer_frame
 from nanovlm_nb.training.checkpoint import load_optimizer
-from nanovlm_nb.core.run_dir import RunLock, MANIFEST, write_manifest
+from nanovlm_nb.core.run_dir import MANIFEST, run_lock, write_manifest
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import Settings
 from nanovlm_nb.core.config import load_yaml, parse_args
@@ -175,9 +175,9 @@ def unreadable(run_dir, name='optimizer/rank_0.safetensors'):
 
 BACK = ('--load_from', 'checkpoints/r/step_2', '--resume', 'True')
 FORCED = (*BACK, '--force_resume', 'True')
-LOCKS: list[RunLock] = []
+LOCKS: list = []
 #: why a start is refused -> what is done before, its flags
-REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(RunLock(r)) or LOCKS[-1].take(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')),
+REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')),
            'length': (None, (*BACK, '--max_training_steps', '1')), 'adapters': (None, (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
            'data': (None, (*FORCED, '--train_dataset_path', './nowhere')), 'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
            'sizes': (None, (*FORCED, '--lm_inter_dim', '96')), 'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),

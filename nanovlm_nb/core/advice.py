@@ -10,34 +10,25 @@ from typing import Any,NamedTuple
 from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
 
 # %% auto #0
-__all__ = ['MOST', 'LEAST_COMPUTE', 'SHARE', 'WORKERS', 'Table', 'GO_FASTER', 'grouped', 'over_budget', 'capped_workers',
-           'loader_workers', 'more_workers', 'smaller_pictures', 'if_it_waits', 'if_it_works', 'stability_advice',
-           'Remedy', 'smaller_batches', 'memory_remedies', 'remedy_line', 'advice', 'checkpoints_written', 'save_notes',
-           'projector_advice', 'lint']
+__all__ = ['Table', 'grouped', 'loader_workers', 'if_it_waits', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line',
+           'advice', 'checkpoints_written', 'save_notes', 'projector_advice', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
-MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
-LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
+_MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
+_LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
 # finer parts of the time -> what they belong to
-SHARE = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
+_SHARE = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
 
-def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `SHARE`
+def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
     parts:dict[str,float] = {}
-    for name,v in shares.items(): parts[SHARE.get(name, name)] = parts.get(SHARE.get(name, name), 0)+v
+    for name,v in shares.items(): parts[_SHARE.get(name, name)] = parts.get(_SHARE.get(name, name), 0)+v
     return parts
 
 # %% ../../nbs/07_core.advice.ipynb #d45bb6a6
-def over_budget(shares:dict[str,float])->dict[str,float]:
+def _over_budget(shares:dict[str,float])->dict[str,float]:
     "Returns the shares of the time that are not as they should be, see `grouped`."
-    return {k:v for k,v in grouped(shares).items() if (v<LEAST_COMPUTE if k=='compute' else v>MOST[k])}
-
-# %% ../../nbs/07_core.advice.ipynb #bdd538a8
-WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
-
-def capped_workers(number:int, cpus:int|None=None, ranks:int=1)->int: # of the machine; None: unknown
-    "Returns how many of so many loader processes each of a machine's ranks can bear: at most its processors."
-    return number if cpus is None else min(number, max(cpus//ranks, 1))
+    return {k:v for k,v in grouped(shares).items() if (v<_LEAST_COMPUTE if k=='compute' else v>_MOST[k])}
 
 # %% ../../nbs/07_core.advice.ipynb #017bf0b4
 def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
@@ -47,14 +38,15 @@ def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
 # %% ../../nbs/07_core.advice.ipynb #387bc37c
-def more_workers(cfg:TrainConfig, cpus:int|None=None, ranks:int=1)->int|None:
+_WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
+
+def _more_workers(cfg:TrainConfig, cores:int|None=None)->int|None: # of a rank
     "Returns the next number of loader processes to try; None: there is no room for more."
-    room = capped_workers(cfg.batch_size*cfg.gradient_accumulation_steps, cpus, ranks)
-    now = loader_workers(cfg, cpus and max(cpus//ranks, 1))
-    return next((min(w, room) for w in WORKERS if now<min(w, room) and w>now), None)
+    packs,now = cfg.batch_size*cfg.gradient_accumulation_steps,loader_workers(cfg, cores)
+    return next((n for w in _WORKERS if (n := min(w, packs, cores or w))>now), None)
 
 # %% ../../nbs/07_core.advice.ipynb #c9f5862b
-def smaller_pictures(cfg:VLMConfig)->list[int]:
+def _smaller_pictures(cfg:VLMConfig)->list[int]:
     "Returns ever smaller values of `max_img_size`, down to one tile."
     n = cfg.max_img_size//cfg.vit_img_size
     return [(n>>i)*cfg.vit_img_size for i in range(1, n.bit_length())]
@@ -62,11 +54,11 @@ def smaller_pictures(cfg:VLMConfig)->list[int]:
 # %% ../../nbs/07_core.advice.ipynb #7c2e7c82
 Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (condition, sentence)
 
-def if_it_waits(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1)->Table: # of the machine
+def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a rank
     "Returns what helps a run that waits for data or for other ranks."
-    more,smaller,a = more_workers(c, cpus, ranks),smaller_pictures(v),c.gradient_accumulation_steps
+    more,smaller,a = _more_workers(c, cores),_smaller_pictures(v),c.gradient_accumulation_steps
     streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
-    return dict(data=[(more, f'num_workers {loader_workers(c, cpus and max(cpus//ranks, 1))} -> {more}'),
+    return dict(data=[(more, f'num_workers {loader_workers(c, cores)} -> {more}'),
         (not streamed, 'stream_dataset True, if the disk is slow'),
         (v.resize_to_max_side_len and smaller, 'resize_to_max_side_len False: fewer tiles of small pictures'),
         (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
@@ -75,9 +67,9 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cpus:int|None=None, ranks:int=1)->Ta
         (c.max_tiles_per_knapsack is None, 'max_tiles_per_knapsack: no rank waits for the fullest pack')])
 
 # %% ../../nbs/07_core.advice.ipynb #417dcf21
-def if_it_works(c:TrainConfig, shares:dict[str,float]={})->Table: # with `validation` and `checkpoint`
+def _if_it_works(c:TrainConfig, shares:dict[str,float]={})->Table: # with `validation` and `checkpoint`
     "Returns what helps a run that spends its time beside forward and backward, or in them."
-    part,a = lambda name: shares.get(name, 0)>MOST['other']/2,c.gradient_accumulation_steps
+    part,a = lambda name: shares.get(name, 0)>_MOST['other']/2,c.gradient_accumulation_steps
     return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
         (part('checkpoint') and c.save_interval, f'save_interval {c.save_interval} -> {2*c.save_interval}'),
         (c.offload_optimizer, 'offload_optimizer False: the accelerator makes the update'),
@@ -106,7 +98,7 @@ class Remedy(NamedTuple):
     changes:dict # field -> new value
     price:str # what comes with it
 
-def smaller_batches(cfg:TrainConfig)->list[dict]:
+def _smaller_batches(cfg:TrainConfig)->list[dict]:
     "Returns other splits of the same update, down to micro-batches of one pack."
     b,a = cfg.batch_size,cfg.gradient_accumulation_steps
     return [dict(batch_size=n, gradient_accumulation_steps=a*b//n) for n in range(b-1, 0, -1) if b%n==0]
@@ -118,12 +110,12 @@ def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cu
     shorter = dict(lm_max_length=2048, max_sample_length=min(t.max_sample_length, 2048))
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
     tower,stages = adapted if t.lora_rank else t.lr_backbone_pair[0],('ddp','zero2','zero3')
-    rows = [*((True, new, 'the update stays the same') for new in smaller_batches(t)),
+    rows = [*((True, new, 'the update stays the same') for new in _smaller_batches(t)),
         (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
         (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens'),
         *((learns and not getattr(t, f'{part}_checkpointing'), {f'{part}_checkpointing':True},
             'up to a third more arithmetic') for part,learns in (('language',True), ('vision',tower))),
-        *((True, dict(max_img_size=n), 'pictures lose detail') for n in smaller_pictures(v)),
+        *((True, dict(max_img_size=n), 'pictures lose detail') for n in _smaller_pictures(v)),
         (not t.max_tiles_per_knapsack, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'),
         *((world_size>1, dict(sharding=s), 'more traffic between ranks')
             for s in stages[stages.index(t.sharding)+1:]),
@@ -136,23 +128,22 @@ def remedy_line(remedy:Remedy)->str:
     return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
 
 # %% ../../nbs/07_core.advice.ipynb #effcae7d
-GO_FASTER = 'the time is well spent; to go faster'
+_GO_FASTER = 'the time is well spent; to go faster'
 
 def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
     keeps:Callable=lambda changes: True, # may a run resume with them?
-    cpus:int|None=None, ranks:int=1, device:str='cuda', # of the machine on which it computes
-)->list[str]:
+    cpus:int|None=None, ranks:int=1, device:str='cuda')->list[str]: # of the machine on which it computes
     "Returns a line for each thing that is not in order, with what to change; for `shares` see `grouped`."
-    v,missed = v or VLMConfig(),over_budget(shares)
+    v,missed,cores = v or VLMConfig(),_over_budget(shares),cpus and max(cpus//ranks, 1)
     remedies = memory_remedies(v, c, ranks, device) if oom else []
     said = {'out of memory':[remedy_line(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[remedy_line(r) for r in remedies if not keeps(r.changes)],
         'unstable':stability_advice(c) if unstable else []}
-    for kind,rows in (if_it_waits(v, c, cpus, ranks)|if_it_works(c, shares)).items():
+    for kind,rows in (if_it_waits(v, c, cores)|_if_it_works(c, shares)).items():
         if kind in missed or kind=='compute' and shares and not missed:
-            least = f'{LEAST_COMPUTE:.0%} or more' if kind=='compute' else f'{MOST[kind]:.0%} at most'
-            why = f'{kind} takes {missed[kind]:.0%} of the time, {least} is fine' if missed else GO_FASTER
+            least = f'{_LEAST_COMPUTE:.0%} or more' if kind=='compute' else f'{_MOST[kind]:.0%} at most'
+            why = f'{kind} takes {missed[kind]:.0%} of the time, {least} is fine' if missed else _GO_FASTER
             said[why] = [s for ok,s in rows if ok]
     return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 
@@ -189,7 +180,7 @@ def projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[s
 def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)->list[str]:
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
-    most = capped_workers(n, cpus, ranks)
+    most = n if cpus is None else min(n, max(cpus//ranks, 1))
     workers = (f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
         f'{most} at most, more only hinder each other')
     return save_notes(c)+projector_advice(c, ranks, epochs)+[workers]*(most<n)

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Fraction', 'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text', 'Place',
-           'OneName', 'Function', 'SCHEDULES', 'Schedule', 'IGNORE', 'C', 'FOLLOWS', 'CHAT_TEMPLATE', 'PROMPTS',
-           'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE',
-           'rule_of', 'as_type', 'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig',
-           'check_configs', 'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml',
-           'read_sections', 'read_yaml', 'code_flags', 'check_code', 'load_yaml', 'from_text', 'make_parser',
-           'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run', 'length_of_run', 'load_function',
-           'get_run_name']
+           'OneName', 'Function', 'SCHEDULES', 'Schedule', 'IGNORE', 'C', 'CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE',
+           'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE', 'rule_of', 'as_type',
+           'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
+           'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'code_flags', 'check_code',
+           'load_yaml', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run',
+           'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -150,7 +149,7 @@ class Config:
 # %% ../../nbs/02_core.config.ipynb #f1e1d001
 if TYPE_CHECKING: Derived = int # read, such a field is a number
 else: Derived = Pos|None        # left out, or None: computed from other fields
-FOLLOWS:Any = None # the default of a field that follows from others
+_FOLLOWS:Any = None # the default of a field that follows from others
 
 def many(*values:Any)->Any:
     "Returns a field whose default is a list, a new one for each configuration."
@@ -174,7 +173,7 @@ class VLMConfig(Config):
     "The model: everything that is needed to build it and to load its weights."
     # --- vision tower
     vit_hidden_dim:Pos = 768 # width of a patch feature
-    vit_inter_dim:Derived = FOLLOWS # width inside the MLP; default 4 vit_hidden_dim
+    vit_inter_dim:Derived = _FOLLOWS # width inside the MLP; default 4 vit_hidden_dim
     vit_patch_size:Pos = 16 # side of a patch in pixels
     vit_img_size:Pos = 512 # side of a tile in pixels
     vit_n_heads:Pos = 12 # attention heads
@@ -195,8 +194,8 @@ class VLMConfig(Config):
     lm_re_base:Pos = 100000 # base of the rotary embedding (rope theta)
     lm_max_position_embeddings:Pos = 8192 # positions that the backbone was made for
     lm_base_vocab_size:Vocabulary = 49152 # tokens of the text tokenizer
-    extra_token_amount:Derived = FOLLOWS # tokens added for pictures; default as many as vlm_extra_tokens has
-    lm_vocab_size:Derived = FOLLOWS # rows of the embedding; default lm_base_vocab_size + extra_token_amount
+    extra_token_amount:Derived = _FOLLOWS # tokens added for pictures; default as many as vlm_extra_tokens has
+    lm_vocab_size:Derived = _FOLLOWS # rows of the embedding; default lm_base_vocab_size + extra_token_amount
     lm_n_heads:Pos = 15 # query heads
     lm_n_kv_heads:Pos = 5 # key and value heads, each shared by a group of query heads
     lm_head_dim:Pos|None = None # width of a head; None: lm_hidden_dim/lm_n_heads
@@ -220,7 +219,7 @@ class VLMConfig(Config):
     lm_chat_template:Text|None = CHAT_TEMPLATE
     # --- joining both
     mp_pixel_shuffle_factor:Pos = 4 # this many patches a side become one image token
-    mp_image_token_length:Derived = FOLLOWS # image tokens of a tile; default (tile/patch/factor)^2
+    mp_image_token_length:Derived = _FOLLOWS # image tokens of a tile; default (tile/patch/factor)^2
     # the projector: linear is nanoVLM's; linear_bias and mlp (a layer norm, two layers) are MiniMind-V's
     mp_kind:Literal['linear','linear_bias','mlp'] = 'linear'
     max_img_size:Pos = 2048 # * longest side of a picture in pixels, in whole tiles
@@ -465,10 +464,6 @@ class TrainConfig(Config):
         asked = self.tracker if self.tracker!='auto' else 'wandb' if self.log_wandb else 'none'
         return [name.strip() for name in asked.split(',') if name.strip()!='none']
 
-    def schedule_kwargs(self)->dict[str,float]:
-        "Returns the two shares that shape the schedule, as `get_schedule` takes them."
-        return dict(warmup_ratio=self.warmup_ratio, min_lr_ratio=self.min_lr_ratio)
-
     def check(self)->None:
         "Raises a UsageError where settings contradict each other."
         vars(self)['max_grad_norm'] = self.max_grad_norm or None # a norm of 0 leaves nothing of the gradient
@@ -657,7 +652,7 @@ def read_sections(path:str|Path, remedy:str)->dict:
     return sections
 
 # %% ../../nbs/02_core.config.ipynb #bce314fe
-def read_yaml(path:str|Path)->tuple[str|None,dict]:
+def _read_yaml(path:str|Path)->tuple[str|None,dict]:
     "Returns the preset that a YAML file names (or None), and its values by field; all names exist."
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(sections, ['preset','vlm','train'], f'section in {path}')
@@ -690,12 +685,12 @@ def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
     `given` is code in place of what the file names; None: only to look at, not to run."""
-    inside,values = read_yaml(path)
+    inside,values = _read_yaml(path)
     if given is not None: check_code(path, values, given)
     return change(*preset(name or inside or 'shapes'), values|(given or {}))
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
-def from_text(text:str, kind:Any)->Any:
+def _from_text(text:str, kind:Any)->Any:
     "Returns what a word of the command line means for an annotation, as `as_type` takes it."
     if NoneType in get_args(kind) and text in ('None','none','null'): return None
     try: return yaml.safe_load(text) if rule_of(kind)[0] in (bool,dict) and text.strip() else text
@@ -707,7 +702,7 @@ def _add_field(group, f, default, help):
     base,choices = rule_of(f.type)[0],get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
     how:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if base is list else {}
-    group.add_argument(f'--{f.name}', default=default, type=lambda text: from_text(text, f.type),
+    group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type),
         help=help.replace('%', '%%'), metavar='|'.join(choices) or base.__name__.upper(), **how)
     if f.type is bool and f.default is True:
         group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const', const=False,
@@ -749,7 +744,7 @@ def parse_args(argv:list[str]|None=None, prog:str='nanovlm train', own:Iterable[
     a = make_parser(prog).parse_args([*words], Namespace(**dict.fromkeys(FIELDS, MISSING)), own)
     if a.help_all: make_parser(prog, everything=True).parse_args(['--help'])
     given = {n:v for n,v in vars(a).items() if n in FIELDS and v is not MISSING}
-    inside,values = read_yaml(a.config) if a.config else (None,{})
+    inside,values = _read_yaml(a.config) if a.config else (None,{})
     if a.config: check_code(a.config, values, given)
     named = values|given
     source,vlm,train = (saved(named) if saved else None) or (None,*preset(a.preset or inside or 'shapes'))

@@ -4,9 +4,9 @@
 
 # %% ../../nbs/05_core.logs.ipynb #3ded0db5
 from __future__ import annotations
-import io,json,logging,os,re,secrets,sys,time
+import json,logging,os,re,secrets,sys,time
 from collections.abc import Callable,Iterable,Iterator
-from contextlib import ExitStack,contextmanager,redirect_stdout,suppress
+from contextlib import ExitStack,contextmanager,suppress
 from importlib.util import find_spec
 from logging.handlers import MemoryHandler
 from math import inf,isfinite,nan
@@ -25,10 +25,8 @@ if TYPE_CHECKING: # loaded where something is drawn
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['LATER', 'REPORT_S', 'EVAL_AXIS', 'Service', 'TRACKERS', 'STATS', 'CURVES', 'JsonLines', 'describe', 'Progress',
-           'progress_of', 'report_line', 'event_line', 'minimind_line', 'live_bar', 'Screen', 'Tracker', 'wandb_mode',
-           'wandb_id', 'open_wandb', 'open_trackio', 'RunLog', 'over_ranks', 'Clock', 'styled', 'finished', 'log_axis',
-           'plot_curves']
+__all__ = ['EVAL_AXIS', 'STATS', 'JsonLines', 'describe', 'Progress', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id', 'RunLog',
+           'over_ranks', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
@@ -94,27 +92,27 @@ class Progress:
         return f'{round(s)//3600}:{round(s)//60%60:02}:{round(s)%60:02}'
 
 # %% ../../nbs/05_core.logs.ipynb #05a10009
-def progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
+def _progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
     "Returns what a user wants to see of a run, as far as it is known."
     rate,left = metrics.get('tokens_per_second'),pace.left
     return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
         *([f'{left} left'] if left else [])]
 
 # %% ../../nbs/05_core.logs.ipynb #a18be21c
-def report_line(metrics:dict, step:int, pace:Progress)->str: # about 100 characters
+def _report_line(metrics:dict, step:int, pace:Progress)->str: # about 100 characters
     "Returns an update in a short line."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
     both = 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (*rates[:1], *rates[-1:])))
-    loss,*rest = progress_of(metrics, pace)
+    loss,*rest = _progress_of(metrics, pace)
     at = f'update {step}'+(f'/{pace.total}' if pace.total else '')
     return ' | '.join([at, loss, *[both][:len(rates)], *rest])
 
 # %% ../../nbs/05_core.logs.ipynb #05a1000d
-LATER = 'val_loss','best_val_loss','answers/','drops/','epoch_tokens','epoch_duration' # told elsewhere
+_LATER = 'val_loss','best_val_loss','answers/','drops/','epoch_tokens','epoch_duration' # told elsewhere
 
-def event_line(metrics:dict, step:int)->str: # figures that are not those of an update; '': nothing to tell
+def _event_line(metrics:dict, step:int)->str: # figures that are not those of an update; '': nothing to tell
     "Returns what is told at once: a validation with its loss in words, others by name."
-    said = [_named({k:v for k,v in metrics.items() if not k.startswith(LATER)})]
+    said = [_named({k:v for k,v in metrics.items() if not k.startswith(_LATER)})]
     if 'val_loss' in metrics:
         best = ', the best so far'*(metrics['val_loss']==metrics.get('best_val_loss'))
         said.insert(0, f"validation loss {float(metrics['val_loss']):.4g}{best}")
@@ -122,7 +120,7 @@ def event_line(metrics:dict, step:int)->str: # figures that are not those of an 
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/05_core.logs.ipynb #f0120002
-def minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # passes over the data in the run
+def _minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # passes over the data in the run
     "Returns an update as MiniMind shows it."
     size,seconds = max(-(-(pace.total or step)//epochs), 1),pace.seconds
     epoch,at = divmod(step-1, size)
@@ -135,8 +133,6 @@ def minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # pas
 class _TextFile(logging.FileHandler):
     "Lines that a full disk refuses are on the screen."
     def handleError(self, record): pass
-    def close(self):
-        with suppress(OSError): super().close()
 
 # %% ../../nbs/05_core.logs.ipynb #8cbf546c
 def _show(text:str)->None:
@@ -149,7 +145,7 @@ class _AboveBar(logging.Handler):
     def emit(self, record): _show(self.format(record))
 
 # %% ../../nbs/05_core.logs.ipynb #6627b050
-def live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm: 
+def _live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm: 
     "Returns a progress bar with room for figures; `show` None: shown on a terminal and in a notebook."
     from tqdm.auto import tqdm as auto
     if show is None: show = sys.stderr.isatty() or any(c.__module__=='tqdm.notebook' for c in auto.__mro__)
@@ -157,7 +153,7 @@ def live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm:
         bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
 
 # %% ../../nbs/05_core.logs.ipynb #6661c755
-REPORT_S = 30. # seconds after which a run says how it is, also between reports
+_REPORT_S = 30. # seconds after which a run says how it is, also between reports
 
 class Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
@@ -186,21 +182,21 @@ class Screen:
 
     def log(self, metrics:dict, step:int)->None: # see `RunLog.log`
         "Shows the figures of an update, or others at once."
-        if self.bar is None: self.bar = live_bar(self.pace.total, step, self.show)
+        if self.bar is None: self.bar = _live_bar(self.pace.total, step, self.show)
         if 'batch_loss' in metrics: self._update(metrics, step)
-        elif line := event_line(metrics, step): self.info(line)
+        elif line := _event_line(metrics, step): self.info(line)
 
     def _update(self, metrics, step):
         "Moves the bar, and writes a line if it is time."
         self.pace.add(step)
         now,report = self.pace.last[1],step%self.every==0
         self.said = min(self.said, now)
-        if self.epochs and report: self.info(minimind_line(metrics, step, self.pace, self.epochs))
-        elif not self.epochs and (report or step==self.pace.first[0]+10 or now-self.said>=REPORT_S):
-            self.info(report_line(metrics, step, self.pace), shown=self.bar.disable)
+        if self.epochs and report: self.info(_minimind_line(metrics, step, self.pace, self.epochs))
+        elif not self.epochs and (report or step==self.pace.first[0]+10 or now-self.said>=_REPORT_S):
+            self.info(_report_line(metrics, step, self.pace), shown=self.bar.disable)
             self.said = now
         self.bar.total = self.pace.total
-        self.bar.set_postfix_str(', '.join(progress_of(metrics, self.pace)), refresh=False)
+        self.bar.set_postfix_str(', '.join(_progress_of(metrics, self.pace)), refresh=False)
         with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
@@ -209,14 +205,14 @@ class Screen:
             with suppress(OSError): self.bar.close()
         for h in filter(None, [self.file.target, *self.handlers]):
             self.logger.removeHandler(h)
-            h.close()
+            with suppress(OSError): h.close() # on a full disk
 
 # %% ../../nbs/05_core.logs.ipynb #05a10020
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 
 class Tracker:
     "Sends figures to a service for as long as that works; `where` says where to."
-    def __init__(self, name:str, service:Callable[...,'Service'], *about:Any): # as below; what it takes
+    def __init__(self, name:str, service:Callable[...,'_Service'], *about:Any): # as below; what it takes
         self.name,self.failed,self.where = name,False,''
         self.finish:Callable|None = None
         with self: self.send,self.finish,self.where = service(*about)
@@ -257,10 +253,10 @@ def wandb_id(run_dir:str|Path)->str: # eight hexadecimal digits
     return write_atomic(path, secrets.token_hex(4)+'\n').read_text().strip()
 
 # %% ../../nbs/05_core.logs.ipynb #8a730c00
-Service = tuple[Callable[[dict,int],Any],Callable[[bool],Any],str] # sends figures; finishes; where they go
+_Service = tuple[Callable[[dict,int],Any],Callable[[bool],Any],str] # sends figures; finishes; where they go
 
-def open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # directory and settings of the run
-    entity:str|None=None, project:str='nanoVLM')->Service:
+def _open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # directory and settings of the run
+    entity:str|None=None, project:str='nanoVLM')->_Service:
     "Begins or resumes a run of Weights & Biases, with its settings."
     import wandb
     mode = wandb_mode(wandb)
@@ -272,20 +268,18 @@ def open_wandb(run_dir:Path, config:dict={}, run_name:str|None=None, # directory
         f'wandb {run.url}' if mode=='online' else f'wandb {mode}, in {run_dir}/wandb')
 
 # %% ../../nbs/05_core.logs.ipynb #05a10023
-def open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None, entity:str|None=None,
-    project:str='nanoVLM')->Service: # see `open_wandb`; there is no entity
+def _open_trackio(run_dir:Path, config:dict={}, run_name:str|None=None, entity:str|None=None,
+    project:str='nanoVLM')->_Service: # see `_open_wandb`; there is no entity
     "Begins or resumes a run of trackio."
     import trackio
-    def quiet(call, *args, **kwargs):
-        with redirect_stdout(io.StringIO()): return call(*args, **kwargs)
     name = f'{run_name}-{wandb_id(run_dir)}'
-    run = quiet(trackio.init, project, name, config=config, resume='allow', embed=False)
+    run = trackio.init(project, name, config=config, resume='allow', embed=False)
     return (lambda figures, step: run.log(figures, step=int(figures.pop(EVAL_AXIS, step))),
-        lambda failed: quiet(trackio.finish), # the current run, of which its exit speaks else
+        lambda failed: trackio.finish(),
         f"trackio {os.environ.get('TRACKIO_SPACE_ID', 'show --project '+project)}")
 
 # %% ../../nbs/05_core.logs.ipynb #7e50b002
-def _open_tensorboard(run_dir:Path, *about:Any)->Service: # see `open_wandb`
+def _open_tensorboard(run_dir:Path, *about:Any)->_Service: # see `_open_wandb`
     "Opens an event file with the first figures; what earlier starts wrote at later steps is left out."
     files:list[Any] = []
     def send(figures, step):
@@ -297,7 +291,7 @@ def _open_tensorboard(run_dir:Path, *about:Any)->Service: # see `open_wandb`
         for name,value in figures.items(): files[0].add_scalar(name, value, at)
     return send,lambda failed: [f.close() for f in files],f'tensorboard --logdir {run_dir}'
 
-TRACKERS:dict[str,Callable[...,Service]] = dict(wandb=open_wandb, trackio=open_trackio,
+_TRACKERS:dict[str,Callable[...,_Service]] = dict(wandb=_open_wandb, trackio=_open_trackio,
     tensorboard=_open_tensorboard)
 
 # %% ../../nbs/05_core.logs.ipynb #792f5cf1
@@ -305,10 +299,8 @@ class RunLog:
     "Where the figures of a run go: a file, the screen, trackers. Only the master writes."
     opened = False # whether the directory is written
     def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
-        trackers:Iterable[str]=(), *about:Any, # keys of `TRACKERS`; what they take beside the directory
-        opened:bool=True, # False: lines are shown, and nothing is written before `open`
-        **shown:Any, # for `Screen`: `total_steps`, `every`, `progress`, `quiet`, `epochs`
-    ):
+        trackers:Iterable[str]=(), *about:Any, # keys of `_TRACKERS`; what they take beside the directory
+        opened:bool=True, **shown:Any): # False: nothing is written before `open`; what `Screen` takes
         self.run_dir,self.trackers,self.about = Path(run_dir),[*trackers],about
         for name in self.trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
@@ -324,7 +316,7 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.screen.open()
         self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
-        self.sinks += [Tracker(name, TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
+        self.sinks += [Tracker(name, _TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
 
     def log(self, metrics:dict, step:int)->None: # by name; updates done
         "Writes, shows and sends the figures of one step."
@@ -436,14 +428,14 @@ def log_axis(ax:Axes)->None: # whose y axis becomes logarithmic
 
 # %% ../../nbs/05_core.logs.ipynb #13b08688
 # panel -> figures
-CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*', 'gradient norm':'grad_norm'}
+_CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*', 'gradient norm':'grad_norm'}
 
 @styled()
 def plot_curves(records:Iterable[dict], path:str|Path|None=None)->Figure: # from `read_log`; picture to write
     "Returns loss, learning rates and gradient norm over the updates of a run, as a figure."
     from matplotlib.figure import Figure
     fig,records = Figure(figsize=(8.8, 3.6)),list(records)
-    for ax,(label,pattern) in zip(fig.subplots(1, 3), CURVES.items()):
+    for ax,(label,pattern) in zip(fig.subplots(1, 3), _CURVES.items()):
         for name in sorted({k for r in records for k in r if re.fullmatch(pattern, k)}):
             points = [(r['step'], nan if r[name] is None else r[name]) for r in records if name in r]
             ax.plot(*zip(*points), marker='o' if name=='val_loss' else None, label=name)

@@ -32,10 +32,9 @@ def train_bpe(texts:list[str], vocab_size:int)->Tokenizer: # at most, special to
 
 # %% ../../nbs/06_core.tokenizer.ipynb #5ee5992e
 def train_tokenizer(texts:list[str], vocab_size:int, # at most, without the extra tokens
-    extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
-    chat_template:str|None=None, # Jinja template that turns messages into one text
-)->PreTrainedTokenizerBase:
-    "Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one."
+    extra_special_tokens:dict[str,str]|None=None, chat_template:str|None=None)->PreTrainedTokenizerBase:
+    """Returns a small byte-level BPE tokenizer with SmolLM2's special tokens, as `get_tokenizer` returns one;
+    extra tokens and template are given alike."""
     end,bos,eos = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(tokenizer_object=train_bpe(texts, vocab_size), bos_token=bos,
         eos_token=eos, unk_token=end, pad_token=eos, **_extras(extra_special_tokens, chat_template))
@@ -51,9 +50,8 @@ _TODAY = '{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}'
 
 def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     extra_special_tokens:dict[str,str]|None=None, # attribute -> token text, added after the base vocabulary
-    chat_template:str|None=None, # Jinja template, from messages to one text; None keeps the tokenizer's own
-)->PreTrainedTokenizerBase: # with attributes `image_token`, `image_token_id`, `r1c1`, ...
-    "Returns a tokenizer with the extra tokens."
+    chat_template:str|None=None)->PreTrainedTokenizerBase: # Jinja, from messages to one text; None: its own
+    "Returns a tokenizer with the extra tokens as attributes: `image_token`, `image_token_id`, `r1c1`, ..."
     from transformers import AutoTokenizer # knows every model there is: a second to import
     how = dict(use_fast=True, trust_remote_code=False)|_extras(extra_special_tokens, chat_template)
     if not Path(name).is_dir(): check_hub_name(name)

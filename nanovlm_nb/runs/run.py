@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file,save
 from torch import Tensor
 
-from ..core.run_dir import write_atomic,CONFIG,FEATURE_CACHE,RunLock,checkpoints
+from ..core.run_dir import write_atomic,CONFIG,FEATURE_CACHE,checkpoints,run_lock
 from ..model.vlm import VLMNet,trains,VisionLanguageModel
 from ..model.weights import weights_sha,find_tokenizer,load_vision_backbone,noted_base,with_tower
 from ..core.usage import require,user_path
@@ -301,8 +301,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
         run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist)
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
         with ExitStack() as stack:
-            stack.callback((lock := RunLock(run_dir)).let_go) # no other run writes there meanwhile
-            on_master(dist, lock.take)
+            on_master(dist, lambda: stack.enter_context(run_lock(run_dir))) # no other run writes there
             if c.deterministic: stack.enter_context(same_bits(dist.device.type, c.compile is not False))
             log = _open_log(run_dir, dist, v, c)
             r = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))

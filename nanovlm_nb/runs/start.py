@@ -289,7 +289,7 @@ def _rate_lines(run_dir:Path, state:dict, c:TrainConfig)->list[tuple[bool,str]]:
     name,whose,peak = ('lr_lora','adapters','lr_lora') if c.lora_rank else ('lr_MP','projector','lr_mp')
     last = [r[name] for r in _log_of(run_dir) if r['step']<=state['step'] and name in r]
     if not last: return []
-    schedule = get_schedule(c.lr_schedule, **c.schedule_kwargs())
+    schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
     after,before = schedule(step, getattr(c, peak), most),last[-1]
     if was['lr_schedule']==c.lr_schedule: # a name of code in a file is not imported
         step,most = place_of(state, was)

@@ -18,7 +18,7 @@ from typing import Any,TypeVar
 import torch
 
 from ..core.config import TrainConfig
-from ..core.run_dir import write_atomic,BAD_UPDATES,json_lines,prune,step_of
+from ..core.run_dir import write_atomic,BAD_UPDATES,prune,read_log,step_of
 from ..core.dist import Dist,on_master
 from ..core.logs import STATS,Clock,over_ranks
 from ..core.advice import stability_advice
@@ -46,7 +46,7 @@ class Unstable(FloatingPointError):
 def read_bad_updates(run_dir:Path)->list[dict]: # `update`, `reason`, `ids` and `data` of each, in order
     "Returns the updates that a run has skipped; lines that are not ours are passed over with a warning."
     path = Path(run_dir)/BAD_UPDATES
-    return json_lines(path, 'update') if path.is_file() else []
+    return read_log(path, 'update') if path.is_file() else []
 
 # %% ../../nbs/49_training.hooks.ipynb #81e097fd
 def write_bad_updates(run_dir:Path, records:list[dict])->None: # JSON-able, each with `update`

@@ -149,7 +149,7 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     made = run_optimizer(base, cfg, dist, optimizer)
     names,most = {g['name'] for g in made.param_groups},cfg.max_training_samples or cfg.max_training_steps
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
-    rates:Any = schedule or get_schedule(cfg.lr_schedule, **cfg.schedule_kwargs())
+    rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio, cfg.min_lr_ratio)
     for at in (most-1, most//2, 0): # a mistake in it costs no run
         set_lrs(made, rates, *(in_samples(at, 7, most) if cfg.max_training_samples else (at, most)))
     return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader, hooks=list(hooks),
