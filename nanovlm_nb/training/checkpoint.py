@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor,nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader,HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict,set_optimizer_state_dict
 
 from ..core.dist import Dist,on_master,rng_state
 from ..core.run_dir import TMP,file_digests,fsync,remove,share_files,write_manifest
@@ -32,10 +31,10 @@ from ..model.weights import is_adapter
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
-def flat_state(state:dict)->dict[str,Tensor]: # from `get_optimizer_state_dict`; shares its memory
+def flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # unwrapped; in its memory
     "Returns what an optimizer knows of each parameter: 'parameter.exp_avg' -> tensor of a dimension or more."
-    known = {f'{name}.{key}':torch.as_tensor(value) for name,values in state['state'].items()
-        for key,value in values.items() if value is not None}
+    known = {f'{name}.{key}':torch.as_tensor(value) for name,p in reshard(model).named_parameters()
+        for key,value in optimizer.state.get(p, {}).items() if value is not None}
     return {name:value if value.ndim else value.reshape(1) for name,value in known.items()}
 
 # %% ../../nbs/43_training.checkpoint.ipynb #5c90a7e2
@@ -60,7 +59,7 @@ def _dcp(action, tensors, dist, **how):
         action(tensors, process_group=dist.cpu_group, **how)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #c4b939bd
-def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # from `flat_state`; all ranks call
+def save_optimizer(folder:Path, state:dict[str,Tensor], dist:Dist)->None: # see `flat_state`; all ranks call
     "Writes an optimizer's state, every rank its part; raises what went wrong."
     try: _dcp(dcp.save, state, dist, storage_writer=_PieceWriter(str(folder), save_distributed=True))
     except CheckpointException as e: raise _first(e) from e
@@ -71,18 +70,16 @@ def load_optimizer(folder:Path, model:nn.Module, # from `save_optimizer`; unwrap
 )->None:
     "Reads an optimizer's state; learning rates and other options stay those of this run."
     begin_state(optimizer)
-    state = get_optimizer_state_dict(reshard(model), optimizer)
-    flat = flat_state(state)
+    flat = flat_state(model, optimizer) # filled in place
     try: _dcp(dcp.load, flat, dist, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as e:
         why = (str(_first(e)).strip() or type(_first(e)).__name__).splitlines()[0]
         raise UsageError(f'the optimizer in {folder} cannot be read: {why}') from e
-    for name,values in state['state'].items():
-        numbers = [k for k,v in values.items() if isinstance(v, (int,float))]
-        values.update({k:type(values[k])(flat[f'{name}.{k}'].item()) for k in numbers})
-    set_optimizer_state_dict(model, optimizer, state)
-    unmade = [p for p,s in optimizer.state.items() if 'step' in s and not s['step']]
-    for p in unmade: optimizer.state.pop(p) # it begins with its first update
+    for name,p in model.named_parameters():
+        state = optimizer.state.get(p, {})
+        numbers = [k for k,v in state.items() if isinstance(v, (int,float))]
+        state.update({k:type(state[k])(flat[f'{name}.{k}'].item()) for k in numbers})
+        if 'step' in state and not state['step']: optimizer.state.pop(p) # it begins with its first update
 
 # %% ../../nbs/43_training.checkpoint.ipynb #ef67448d
 def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message calls it
@@ -111,7 +108,7 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
     if optimizer is None: return parts
     undo = begin_state(optimizer)
-    state = flat_state(get_optimizer_state_dict(reshard(model), optimizer))
+    state = flat_state(model, optimizer)
     undo()
     return parts|dict(optimizer=host(state), rng=rng_state())
 

@@ -67,9 +67,8 @@ class BadUpdates(Hook):
         kept = [r for r in before if r['update']<=last]
         if kept!=before: write_bad_updates(t.log.run_dir, kept)
 
-    def note(self, trainer:Trainer, u:Any)->None: # the update; every rank must call
+    def note(self, t:Trainer, u:Update)->None: # every rank must call
         "Counts a skipped update, and writes down its samples and where its data begin."
-        t = trainer
         t.skipped += 1
         t.bad_in_a_row += 1
         data = None if u.before is None else merge_states(t.dist.gather(u.before))

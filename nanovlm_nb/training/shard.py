@@ -104,6 +104,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
         copies = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
         self.worker = torch.optim.AdamW(copies, fused=True)
+        self.register_load_state_dict_post_hook(OffloadedAdamW._take_down)
 
     def _groups(self): return zip(self.param_groups, self.worker.param_groups)
 
@@ -125,13 +126,10 @@ class OffloadedAdamW(torch.optim.AdamW):
             self.state[p] = self.worker.state[c]
         self.worker.zero_grad()
 
-    def load_state_dict(self, state_dict:dict)->None: # of this class or of AdamW
-        "Takes over moments, in the memory of the CPU."
-        self.worker.load_state_dict(state_dict)
-        for ours,its in self._groups():
-            ours.update(_options(its))
-            its.update(fused=True, foreach=None)
-        self.state.update({p:self.worker.state[c] for p,c in self._pairs() if c in self.worker.state})
+    def _take_down(self): # the state that PyTorch has put beside the parameters
+        for p,c in self._pairs():
+            if p in self.state: self.state[p] = {k:_on_cpu(v) for k,v in self.state[p].items()}
+            if p in self.state: self.worker.state[c] = self.state[p]
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
 def begin_state(optimizer:torch.optim.Optimizer)->Callable[[],None]: # any; what takes it away again

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Figures', 'SIGNAL', 'LONG', 'WINDOW', 'LEAST', 'Counters', 'Trainer', 'Hook', 'NoLog', 'make_trainer', 'inputs_of',
-           'accumulate', 'trained', 'is_finished', 'length', 'say_length', 'train_step', 'updates', 'train', 'stopping',
+           'accumulate', 'trained', 'is_finished', 'length', 'train_step', 'updates', 'train', 'stopping',
            'validation_batches', 'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint',
            'resume']
 
@@ -245,32 +245,18 @@ def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the s
     t,most = trainer,trainer.cfg.max_training_samples
     return (t.step, length(t)) if most is None else in_samples(t.samples, size, most)
 
-# %% ../../nbs/47_training.trainer.ipynb #97684e45
-def say_length(trainer:Trainer)->None:
-    "Tells the log how long the run is, as far as it is known."
-    t,epochs,about = trainer,trainer.cfg.max_epochs,'' if trainer.counted else 'about '
-    if epochs: t.log.info(f'{epochs} epochs: {about}{t.planned or "an unknown number of"} updates')
-    t.log.length(length(t))
-
 # %% ../../nbs/47_training.trainer.ipynb #540932c2
-def _plan(trainer:Trainer)->None: # every rank must call
-    "Estimates the updates of `max_epochs`, unless an earlier start has; one small epoch is counted."
+def _plan(trainer:Trainer, made:int=0)->None: # updates of the epoch that has ended; every rank must call
+    "Estimates or counts the updates of `max_epochs`, unless that is done, and tells the log the length."
     t,epochs = trainer,trainer.cfg.max_epochs
     known = [epochs, t.loader.n] if epochs and t.loader.n is not None else None
-    if t.planned_for!=known:
+    if made: t.planned = t.step+made*((epochs or 0)-t.epoch) # better than the first estimate
+    elif t.planned_for!=known:
         left,t.counted = t.loader.updates_left(epochs) if epochs and known else (None, True)
         t.planned,t.planned_for = None if left is None else t.step+left,known
-    say_length(t)
-
-# %% ../../nbs/47_training.trainer.ipynb #37da8bca
-def _end_epoch(trainer:Trainer)->None:
-    "Counts an epoch, and corrects an estimated length by its updates."
-    t = trainer
-    t.epoch += 1
-    made,t.began = t.step-t.began,t.step
-    if t.counted or not made or is_finished(t): return
-    t.planned = t.step+made*((t.cfg.max_epochs or 0)-t.epoch)
-    say_length(t)
+    about = '' if t.counted else 'about '
+    if epochs: t.log.info(f'{epochs} epochs: {about}{t.planned or "an unknown number of"} updates')
+    t.log.length(length(t))
 
 # %% ../../nbs/47_training.trainer.ipynb #0939a103
 LONG = 1000 # updates of a run that wins back the time of compiling
@@ -333,7 +319,9 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         empty = 0 if t.samples>before else empty+1 # a resumed run may begin at the end of an epoch
         why = empty==2 and (_blame(t, t.loader) or 'is the training data empty?')
         require(not why, f'an epoch without a single sample: {why}')
-        _end_epoch(t)
+        t.epoch += 1
+        made,t.began = t.step-t.began,t.step
+        if made and not (t.counted or is_finished(t)): _plan(t, made)
         for hook in t.hooks: hook.end_epoch(t)
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
@@ -346,22 +334,21 @@ def _notify(trainer:Trainer, figures:Figures)->None:
 # %% ../../nbs/47_training.trainer.ipynb #cae6b0f1
 def train(trainer:Trainer)->Trainer: # where the run ended
     "Makes the updates that are left, and calls the hooks."
-    t = trainer
-    t.model.train()
+    trainer.model.train()
     with ExitStack() as stack:
-        stack.callback(t.saver.wait)
-        _plan(t)
-        _compile(t)
-        for hook in t.hooks:
-            stack.callback(hook.end, t)
-            hook.begin(t)
+        stack.callback(trainer.saver.wait)
+        _plan(trainer)
+        _compile(trainer)
+        for hook in trainer.hooks:
+            stack.callback(hook.end, trainer)
+            hook.begin(trainer)
         gc.freeze() # what exists now is needed to the end: the garbage collector skips it
         stack.callback(gc.unfreeze)
-        _notify(t, {}) # the untrained model, or what an earlier start still owes
-        for update in updates(t): _notify(t, train_step(t, update))
-    if isinstance(t.stop, Exception): raise t.stop
-    if t.stop: t.log.info(f'stopped by {t.stop} after update {t.step}')
-    return t
+        _notify(trainer, {}) # the untrained model, or what an earlier start still owes
+        for update in updates(trainer): _notify(trainer, train_step(trainer, update))
+    if isinstance(trainer.stop, Exception): raise trainer.stop
+    if trainer.stop: trainer.log.info(f'stopped by {trainer.stop} after update {trainer.step}')
+    return trainer
 
 # %% ../../nbs/47_training.trainer.ipynb #2b0cd218
 def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank must call
@@ -442,16 +429,15 @@ class Validate(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Validates if it is time; what a stop cuts off is left to the next start."
-        t = trainer
-        due = t.last or self.every>0 and t.step%self.every==0
-        if not due or stopping(t): return
-        with t.clock('validation'): found = self.measure(t)
+        due = trainer.last or self.every>0 and trainer.step%self.every==0
+        if not due or stopping(trainer): return
+        with trainer.clock('validation'): found = self.measure(trainer)
         if found is None: return
-        best = self.note(t, found)
+        best = self.note(trainer, found)
         figures |= found
-        t.log.log(found, t.step)
-        for hook in t.hooks: hook.after_validation(t, found)
-        if best: _mark_best(t)
+        trainer.log.log(found, trainer.step)
+        for hook in trainer.hooks: hook.after_validation(trainer, found)
+        if best: _mark_best(trainer)
 
 # %% ../../nbs/47_training.trainer.ipynb #16c81e61
 WINDOW,LEAST = 100,20 # norms that say what is usual, and how many it takes at least
