@@ -26,7 +26,7 @@ def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->fl
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0002
 def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None, max_tiles=None):
-    "Each item as its three costs and its index, and the three limits; the scarcest cost is in front."
+    "Items as three costs, the scarcest in front, and an index; the limits; the fewest bins that may do."
     given = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
     costs = [([int(n) for n in counts], int(most)) for counts, most in given if most is not None]
     for counts, most in costs:
@@ -34,18 +34,14 @@ def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None, m
             raise UsageError(f'an item is larger than a pack of {most}: leave it out')
     costs = sorted(((counts, max(most, 1)) for counts, most in costs), key=lambda cost: -sum(cost[0])/cost[1])
     costs += [([0]*len(lengths), 1)]*(3-len(costs))
+    least = max(max(-(-sum(cost)//most), sum(2*n > most for n in cost)) for cost, most in costs)
     columns, limits = zip(*costs)
-    return list(zip(*columns, range(len(lengths)))), limits
+    return list(zip(*columns, range(len(lengths)))), limits, least
 
 # %% ../../nbs/14_data.packing.ipynb #16a5dbf9
-def _least(items, limits):
-    "A lower bound for the number of bins."
-    costs = list(zip(*items))[:3] or [()]*3
-    return max(max(-(-sum(cost)//most), sum(2*n > most for n in cost)) for cost, most in zip(costs, limits))
-
 def min_bins(*given, **limits)->int: # as of `balanced_greedy_knapsack`; no packing uses fewer bins
     "A lower bound for the number of bins."
-    return _least(*_items(*given, **limits))
+    return _items(*given, **limits)[2]
 
 # %% ../../nbs/14_data.packing.ipynb #10d979b8
 def _sums(pool, capacity):
@@ -112,9 +108,9 @@ def balanced_greedy_knapsack(
     max_images:int|None=None, # images that a bin holds; None: any number
     tile_counts:Sequence[int]|None=None, max_tiles:int|None=None)->list[list[int]]: # of each; of a bin
     "Returns which items are in each bin: all of them in few bins of equal size, within all limits."
-    items, limits = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
+    items, limits, least = _items(lengths, image_counts, capacity, max_images, tile_counts, max_tiles)
     groups = _plan(items, limits)
-    if len(groups) > _least(items, limits): groups = min(groups, _plan(items[::-1], limits), key=len)
+    if len(groups) > least: groups = min(groups, _plan(items[::-1], limits), key=len)
     return sorted(groups)
 
 # %% ../../nbs/14_data.packing.ipynb #ec9f89ee
