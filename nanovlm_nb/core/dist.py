@@ -189,9 +189,7 @@ def is_master()->bool: # True when alone
 # %% ../../nbs/03_core.dist.ipynb #72aa54dc
 def dist_gather(obj:Any)->list: # anything that can be pickled
     "Returns what all ranks say, on every rank, over the default group."
-    out = [obj]*get_world_size()
-    if is_dist(): c10d.all_gather_object(out, obj)
-    return out
+    return Dist(get_rank(), get_world_size()).gather(obj)
 
 # %% ../../nbs/03_core.dist.ipynb #141cf708
 def dist_mean_scalar(x:float)->float:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
-           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'write_atomic', 'fsync', 'share_files',
+           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'fsync', 'write_atomic', 'share_files',
            'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'missing_pieces', 'damage',
            'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
            'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
@@ -21,6 +21,13 @@ from pathlib import Path
 
 from .usage import MissingFile,require,user_path
 
+# %% ../../nbs/01_core.run_dir.ipynb #f11e0003
+def fsync(path:Path)->None:
+    "Flushes a file, or a directory's list of names, to disk."
+    fd = os.open(path, os.O_RDONLY)
+    try: os.fsync(fd)
+    finally: os.close(fd)
+
 # %% ../../nbs/01_core.run_dir.ipynb #a70f11c1
 TMP = '.nanovlm.tmp' # ends names of what is being written
 
@@ -29,21 +36,12 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
     path = Path(path)
     tmp = path.with_name(f'{path.name}{by and "."}{by}{TMP}')
     try:
-        with tmp.open('wb') as f:
-            f.write(content.encode() if isinstance(content, str) else content)
-            f.flush()
-            os.fsync(f.fileno())
+        tmp.write_bytes(content.encode() if isinstance(content, str) else content)
+        fsync(tmp)
         return tmp.replace(path)
     except OSError:
         with suppress(OSError): tmp.unlink() # a full disk needs the room
         raise
-
-# %% ../../nbs/01_core.run_dir.ipynb #f11e0003
-def fsync(path:Path)->None:
-    "Flushes a file, or a directory's list of names, to disk."
-    fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
 
 # %% ../../nbs/01_core.run_dir.ipynb #f11e0005
 def share_files(folder:Path)->None:
@@ -196,9 +194,8 @@ def usable_checkpoint(run_dir:Path, thorough:bool=False)->tuple[Path|None,dict[P
     passed = {}
     for path in checkpoints(run_dir)[::-1]:
         if not (wrong := damaged_pieces(path) if thorough else missing_pieces(path)): return path,passed
-        why = 'damaged, '+'; '.join(wrong) if thorough else 'not complete, it lacks '+', '.join(wrong)
-        passed[path] = why
-        logger.warning('%s is %s: passed over', path, why)
+        passed[path] = ('damaged, ' if thorough else 'not complete, it lacks ')+'; '.join(wrong)
+        logger.warning('%s is %s: passed over', path, passed[path])
     return None,passed
 
 # %% ../../nbs/01_core.run_dir.ipynb #d2678d19
