@@ -10,7 +10,6 @@ __all__ = ['Figures', 'SIGNAL', 'LONG', 'WINDOW', 'LEAST', 'Counters', 'Trainer'
 
 # %% ../../nbs/47_training.trainer.ipynb #30f0d96a
 import gc,json,threading
-from collections import deque
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack
 from dataclasses import asdict,dataclass,field,fields
@@ -54,6 +53,7 @@ class Counters:
 
     skipped:int = 0 # updates that a hook refused
     bad_in_a_row:int = 0 # how many of them came last
+    norms:list[float] = field(default_factory=list) # gradient norms of the last updates that were made
     best_val_loss:float = inf # lowest validation loss
     best_step:int|None = None # update at which it was reached
     planned:int|None = None # updates that `max_epochs` will come to; None: unknown, or there is none
@@ -267,8 +267,7 @@ def _compile(trainer:Trainer)->None:
     if t.cfg.compile is not None: t.compiled = t.cfg.compile
     elif t.dist.device.type=='cuda':
         if t.compiled is None: t.compiled = n is None or n>=LONG
-        no = '' if t.compiled else 'not '
-        t.log.info(f'compile None: blocks are {no}compiled, decided when the run began; '
+        t.log.info(f'compile None: blocks are {"not "*(not t.compiled)}compiled, decided when the run began; '
             f'it pays from {LONG} updates on, and the run has {n or "an unknown number"}')
         if t.compiled: compile_blocks(t.base)
 
@@ -306,22 +305,20 @@ def _blame(trainer:Trainer, loader:Loader)->str|None: # every rank must call
 # %% ../../nbs/47_training.trainer.ipynb #09593343
 def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
     "Yields updates, epoch after epoch, until the run is finished."
-    t,empty = trainer,0
+    t = trainer
     while not is_finished(t):
         t.saver.wait() # workers are forked: no thread may hold a lock
-        before = t.samples
         t.feed.begin(t.epoch)
         try:
             for update in iter(t.feed.take, None):
                 yield update
                 if t.stop or _reached(t, t.step, t.samples): return
         finally: t.feed.close()
-        empty = 0 if t.samples>before else empty+1 # a resumed run may begin at the end of an epoch
-        why = empty==2 and (_blame(t, t.loader) or 'is the training data empty?')
+        made,t.began = t.step-t.began,t.step # by earlier starts, too
+        why = not made and (_blame(t, t.loader) or 'is the training data empty?')
         require(not why, f'an epoch without a single sample: {why}')
         t.epoch += 1
-        made,t.began = t.step-t.began,t.step
-        if made and not (t.counted or is_finished(t)): _plan(t, made)
+        if not (t.counted or is_finished(t)): _plan(t, made)
         for hook in t.hooks: hook.end_epoch(t)
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
@@ -445,27 +442,20 @@ WINDOW,LEAST = 100,20 # norms that say what is usual, and how many it takes at l
 class Guard(Hook):
     "Refuses updates whose norm is not finite, or `factor` times the median of those before."
     def __init__(self, factor:float|None=None): # None: only what is not finite is refused
-        self.factor,self.norms = factor,deque(maxlen=WINDOW)
+        self.factor = factor
 
     def before_step(self, trainer:Trainer, figures:Figures)->str|None: # None: nothing
         "Returns what is wrong with the norm of an update, before clipping."
-        norm = figures['grad_norm']
+        norm,norms = figures['grad_norm'],trainer.norms
         if not isfinite(norm): return f'gradient norm {norm}'
-        usual = median(self.norms) if len(self.norms)>=LEAST else 0
+        usual = median(norms) if len(norms)>=LEAST else 0
         if not self.factor or not usual or norm<=self.factor*usual: return None
         return f'gradient norm {norm:.4g}, {norm/usual:.0f} times the usual {usual:.4g}'
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "The norms of updates that were made say what is usual."
-        if trainer.update and trainer.refused is None: self.norms.append(figures['grad_norm'])
-
-    def state_dict(self)->dict: # JSON-able
-        "The last norms."
-        return dict(norms=list(self.norms))
-
-    def load_state_dict(self, state:dict)->None:
-        "Restores them."
-        self.norms.extend(state['norms'])
+        t = trainer
+        if t.update and t.refused is None: t.norms = [*t.norms, figures['grad_norm']][-WINDOW:]
 
 # %% ../../nbs/47_training.trainer.ipynb #794e9e50
 def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their class
@@ -542,8 +532,7 @@ def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it do
 def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->None: # see `resume`
     "Reads model, optimizer and scaler."
     t,merge = trainer,trainer.base.lora_note is None # else the adapters continue
-    weights = checkpoint_weights(checkpoint, t.base.config_class, merge)[1]
-    load_full_weights(t.base, weights)
+    load_full_weights(t.base, checkpoint_weights(checkpoint, t.base.config_class, merge)[1])
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(t.cfg)):
         t.log.info('other parts train than before: the optimizer begins anew')
     else: load_optimizer(checkpoint/'optimizer', t.base, t.optimizer, t.dist)
