@@ -195,12 +195,6 @@ def _shown_samples(seen:Seen)->Iterator[str]: # from `look`
         yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
         yield sample_text(sample, seen.loader.samples.tokenizer)
 
-# %% ../../nbs/62_tools.inspect.ipynb #417d968a
-def _sample_findings(train, seen, held):
-    yield tried('left out', check_left_out, seen, held)
-    yield tried('template', _check_template, train.samples.tokenizer)
-    yield tried('packs', _check_packs, train)
-
 # %% ../../nbs/62_tools.inspect.ipynb #417d9689
 def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:int=0)->Iterator[Finding|str]:
     """Yields what the checks of the data find, one after the other; a str is to be shown.
@@ -214,8 +208,11 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
         yield failed('data', e)
         return
     yield tried('samples', check_rows, seen, held)
-    if seen.plans: yield from _sample_findings(train, seen, held)
-    if seen.plans and show: yield from _shown_samples(seen)
+    if not seen.plans: return
+    yield tried('left out', check_left_out, seen, held)
+    yield tried('template', _check_template, train.samples.tokenizer)
+    yield tried('packs', _check_packs, train)
+    if show: yield from _shown_samples(seen)
 
 # %% ../../nbs/62_tools.inspect.ipynb #bf2db93f
 def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'Allocations', 'LikeCuda', 'like_cuda', 'example_batch', 'fullest_batch',
-           'meta_net', 'step', 'peak_memory', 'Bookkeeping', 'bookkeeping', 'Size', 'sizes', 'Memory', 'memory',
-           'PackEstimate', 'typical_pack', 'update_flops', 'checkpoint_bytes', 'on_device', 'make_plan', 'main']
+           'meta_net', 'step', 'peak_memory', 'bookkeeping', 'Size', 'sizes', 'Memory', 'memory', 'PackEstimate',
+           'typical_pack', 'update_flops', 'checkpoint_bytes', 'on_device', 'make_plan', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
 import weakref,sys
@@ -204,25 +204,16 @@ def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)
     with t: step(net, batch)
     return t.peak+Counter(optimizer=2*t.peak['gradients'])
 
-# %% ../../nbs/64_tools.plan.ipynb #a24d4f2d
-class Bookkeeping(NamedTuple):
-    "How data, devices and accumulation add up."
-    batch_size:int # of one device
-    gpus:int # devices
-    accumulation:int # iterations of an update
-    effective_batch:int # samples of an update
-    iterations_per_epoch:int # whole ones; what is left over waits for the next epoch
-    total_iterations:int # of all epochs
-    updates:int # of all epochs
-
 # %% ../../nbs/64_tools.plan.ipynb #1db85404
-def bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1, epochs:int=1)->Bookkeeping:
-    "Returns the numbers of iterations and updates that follow from a data set and the batch of a device."
+def bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1, epochs:int=1)->dict[str,int]:
+    """Returns how a data set, the batch of a device, devices and accumulation add up. Iterations of an epoch
+    are whole ones: what is left over waits for the next."""
     per_epoch = samples//(batch_size*gpus)
     require(per_epoch>=1, f"{samples} samples do not fill one batch of {batch_size} on {gpus} GPUs: "
         "lower batch_size")
-    return Bookkeeping(batch_size, gpus, accumulation, batch_size*gpus*accumulation, per_epoch,
-                       per_epoch*epochs, per_epoch*epochs//accumulation)
+    return dict(batch_size=batch_size, gpus=gpus, accumulation=accumulation,
+        effective_batch=batch_size*gpus*accumulation, iterations_per_epoch=per_epoch,
+        total_iterations=per_epoch*epochs, updates=per_epoch*epochs//accumulation)
 
 # %% ../../nbs/64_tools.plan.ipynb #ad1437cd
 class Size(NamedTuple):
@@ -395,7 +386,7 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
     passes,least = epochs or cfg.max_epochs or 1,cfg.batch_size*gpus # an estimate refuses nothing
     rows = max(round(samples/pack.documents), least)
     books = bookkeeping(rows, cfg.batch_size, gpus, cfg.gradient_accumulation_steps, passes)
-    return books._asdict()|dict(samples=samples, at_most=at_most, epochs=passes,
+    return books|dict(samples=samples, at_most=at_most, epochs=passes,
         passes=packs*pack.documents*cfg.max_training_steps/samples)
 
 # %% ../../nbs/64_tools.plan.ipynb #9a651531

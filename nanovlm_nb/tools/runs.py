@@ -103,8 +103,8 @@ def figures(runs:list[Run], label:str)->list[str]: # of a panel; sorted
     return sorted({k for run in runs for r in run.records for k in r if re.fullmatch(PANELS[label], k)})
 
 # %% ../../nbs/60_tools.runs.ipynb #bc0e6372
-def _lines(ax, label, runs):
-    "A colour for each curve, or for each run if there are several."
+def _panel(ax, label, runs):
+    "A colour for each curve, or for each run if there are several; a dotted line where a run was resumed."
     names,alone = figures(runs, label),len(runs)==1
     for i,run in enumerate(runs):
         for name,style in zip(names, cycle(('-','--',':','-.'))):
@@ -112,20 +112,11 @@ def _lines(ax, label, runs):
             look = dict(label=name) if alone else dict(color=f'C{i}', ls=style, label=first)
             if name=='val_loss': look |= dict(marker='o', ms=4)
             ax.plot(*series(run, name), **look)
+        for s in run.restarts: ax.axvline(s, color='black' if alone else f'C{i}', lw=1.2, ls=':')
     if label=='tokens per second': ax.set_ylim(bottom=0)
     else: log_axis(ax)
     if len(names)>1 if alone else label=='loss': ax.legend()
-
-# %% ../../nbs/60_tools.runs.ipynb #bdcc0945
-def _marks(ax, run, colour):
-    "A dotted line where a run was resumed."
-    for s in run.restarts: ax.axvline(s, color=colour, lw=1.2, ls=':')
-
-# %% ../../nbs/60_tools.runs.ipynb #0d076b6c
-def _panel(ax, label, runs):
-    _lines(ax, label, runs)
     ax.locator_params(axis='x', nbins=4)
-    for i,run in enumerate(runs): _marks(ax, run, 'black' if len(runs)==1 else f'C{i}')
     ax.set(xlabel='updates', ylabel=label)
 
 # %% ../../nbs/60_tools.runs.ipynb #0d076b6b
