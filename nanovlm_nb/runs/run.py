@@ -47,9 +47,8 @@ def _tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal dig
 
 # %% ../../nbs/56_runs.run.ipynb #467b3d30
 class FeatureCache:
-    "Features of tiles by the content of a tile; replaces `VLMNet.see`."
-    def __init__(self, folder:str|Path, # of this tower alone: the names of its files say nothing about it
-        see:Callable, dtype:torch.dtype=torch.float32): # tiles -> (N, P, D) features; as kept
+    "Features of tiles by a tile's content, kept on disk; replaces `see`: tiles -> (N, P, D) features."
+    def __init__(self, folder:str|Path, see:Callable, dtype:torch.dtype=torch.float32): # of this tower alone
         self.folder,self.see,self.dtype = Path(folder),see,dtype
         self.hits = self.misses = 0
 
@@ -288,9 +287,8 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     loss:Callable|None=None, judge:Callable|None=None, # like `cross_entropy`; `judge(trainer)`, lowest wins
     hooks:Iterable=(), # what is done beside the updates, see `Hook`
     dist:Dist|None=None, stop:threading.Event|None=None, # ranks that are there; what ends the run
-    asked:Namespace=Namespace(), command:Callable|None=None, # the command line; names what resumes
-)->Path: # directory of the run
-    "Train as the configurations say; what is None is made by the library."
+    asked:Namespace=Namespace(), command:Callable|None=None)->Path: # the command line; names what resumes
+    "Train as the configurations say, and return the directory of the run; what is None the library makes."
     parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, loss=loss,
         judge=judge, hooks=hooks)
     said = getattr(asked, 'saved', None) and [f'what was not given is as in {asked.saved}'] or []

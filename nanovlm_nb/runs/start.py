@@ -297,9 +297,9 @@ def _rate_lines(run_dir:Path, state:dict, c:TrainConfig)->list[tuple[bool,str]]:
 
 # %% ../../nbs/52_runs.start.ipynb #53000004
 def plan_resume(run_dir:Path, v:VLMConfig, c:TrainConfig, world_size:int=1,
-    own:list[str]=[], how:str='--resume True to go on', # names of its own parts; see `find_resume`
-)->tuple[Path|None,list[tuple[bool,str]]]: # the checkpoint to resume from, or None; (in order?, line)
-    "Decide where a run begins, and compare the settings."
+    own:list[str]=[], how:str='--resume True to go on')->tuple[Path|None,list[tuple[bool,str]]]:
+    """Decide where a run begins, and compare the settings: the checkpoint to resume from, or None, and lines
+    with whether each is in order. `own` names the parts of a script, for `how` see `find_resume`."""
     path,line = find_resume(run_dir, c, how)
     said = _aside_lines(run_dir, path)
     if path is None: return None,[(not c.resume, line), *((True, l) for l in said)]
