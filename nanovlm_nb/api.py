@@ -51,18 +51,15 @@ def _jitter(picture, rng):
     return picture.resize((w, h), Image.Resampling.BILINEAR, (x, y, x+side*w, y+side*h))
 
 # %% ../nbs/91_api.ipynb #91a10011
-def train(
-    rows, # pictures, questions and answers, see `own_rows`
-    preset:str='shapes', # sizes of the model and of the run, as far as `settings` do not name them
-    quiet:bool=False, # show nothing; what is said stands in the run's train.log
-    **settings, # any field of `VLMConfig` or `TrainConfig`, such as `max_training_steps` and `run_name`
-)->Asker: # the best model of the run, whose directory is its `run_dir`
+def train(rows, # pictures, questions and answers, see `own_rows`
+    preset:str='shapes', quiet:bool=False, # sizes of model and run; say nothing (the run's train.log has it)
+    **settings)->Asker: # any field of `VLMConfig` or `TrainConfig`; the best model of the run
     """Trains a model on rows of your own, and returns it, ready for `model.ask(picture, question)`.
 
     A row is a dictionary with `image`, `question` and `answer`; the picture is a path, a PIL image or an
     array. Rows are a list, a generator, a data set or a DataFrame with these columns. Settings are fields
     of `TrainConfig` and `VLMConfig`, such as `max_training_steps=200` and `run_name='mine'`; checkpoints and
-    log are in `checkpoints/RUN_NAME`."""
+    log are in `checkpoints/RUN_NAME`, the model's `run_dir`."""
     given = (dict(console_line='none') if quiet else {}) | settings
     own = own_rows(rows, given.get('columns', ()))
     vlm_cfg,train_cfg = _settings(len(own), preset, given)

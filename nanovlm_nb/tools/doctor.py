@@ -4,9 +4,7 @@
 
 # %% auto #0
 __all__ = ['PASS', 'FAIL', 'SKIP', 'WRONG', 'PACKAGE_FLOORS', 'CUDA_FLOOR', 'FLASH_FLOORS', 'Finding', 'Skip', 'failed', 'tried',
-           'installed', 'too_old', 'check_packages', 'check_cuda', 'check_flash', 'driver_version', 'check_gpus',
-           'check_disk', 'check_wandb', 'check_tasks', 'check_slurm', 'smoke_config', 'check_short_run',
-           'machine_findings']
+           'installed', 'driver_version', 'check_disk', 'check_short_run', 'machine_findings']
 
 # %% ../../nbs/61_tools.doctor.ipynb #eaf72857
 import os,platform,re,shutil,subprocess,sys,tempfile
@@ -61,7 +59,7 @@ def installed(name:str)->str|None: # None: it is not there
     except metadata.PackageNotFoundError: return None
 
 # %% ../../nbs/61_tools.doctor.ipynb #62a48942
-def too_old(found:dict[str,str|None], floors:dict[str,str])->list[str]: # name -> version, None: it is missing
+def _too_old(found:dict[str,str|None], floors:dict[str,str])->list[str]: # None: it is missing
     "Returns what is missing or older than its floor, in words."
     return [f'{name} {found[name] or "is missing"} ({floors[name]} or newer)' for name in floors
         if Version(found[name] or '0')<Version(floors[name])]
@@ -69,9 +67,9 @@ def too_old(found:dict[str,str|None], floors:dict[str,str])->list[str]: # name -
 # %% ../../nbs/61_tools.doctor.ipynb #de8d6d45
 PACKAGE_FLOORS = dict(torch='2.0', transformers='4.35')
 
-def check_packages()->str:
+def _check_packages()->str:
     "Raises unless torch and transformers are new enough."
-    old = too_old({name:installed(name) for name in PACKAGE_FLOORS}, PACKAGE_FLOORS)
+    old = _too_old({name:installed(name) for name in PACKAGE_FLOORS}, PACKAGE_FLOORS)
     require(not old, f"{', '.join(old)}: pip install -U {' '.join(PACKAGE_FLOORS)}")
     return 'torch and transformers are new enough'
 
@@ -82,7 +80,7 @@ _CUDA_DRIVERS = {13:'580.65', 12:'525.60', 11:'450.80'}
 # of FlashAttention's wheels
 FLASH_FLOORS = dict(GLIBC='2.32', CUDA='11.8', torch='2.0', **{'flash-attn':'2.0'})
 
-def check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch sees; of its build; of nvidia-smi
+def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch sees; of its build; of nvidia-smi
     "Raises unless torch, CUDA and the driver go together."
     if not driver and (not gpus or cuda is None): raise Skip('no GPU here: training is on the CPU')
     require(cuda, f'torch is built without CUDA, but there is a GPU with driver {driver}: '
@@ -90,15 +88,15 @@ def check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch sees
     floor = _CUDA_DRIVERS.get(Version(cuda or '0').major, '0')
     require(gpus, f'torch {cuda} sees no GPU, driver {driver}: update the driver to {floor} or newer, '
                   'or unset CUDA_VISIBLE_DEVICES')
-    old = too_old(dict(CUDA=cuda, driver=driver or floor), dict(CUDA=CUDA_FLOOR, driver=floor))
+    old = _too_old(dict(CUDA=cuda, driver=driver or floor), dict(CUDA=CUDA_FLOOR, driver=floor))
     require(not old, f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these")
     return f'{cuda}, {gpus} GPU{"s"*(gpus>1)}, driver {driver or "unknown"}'
 
 # %% ../../nbs/61_tools.doctor.ipynb #3357e6d4
-def check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|None)->str: # None: missing
+def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|None)->str: # None: missing
     "Raises unless the wheels of an installed FlashAttention can be loaded."
     if flash is None: raise Skip("not installed, and not needed: torch's fused attention is used")
-    old = too_old({'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}, FLASH_FLOORS)
+    old = _too_old({'GLIBC':glibc, 'CUDA':cuda, 'torch':torch_version, 'flash-attn':flash}, FLASH_FLOORS)
     require(not old, f"{'; '.join(old)}: pip uninstall flash-attn, or build it from source here: "
                      'pip install flash-attn --no-build-isolation --no-binary flash-attn')
     return f'{flash}, GLIBC {glibc}'
@@ -113,7 +111,7 @@ def driver_version(command:str='nvidia-smi')->str|None: # None: there is no driv
     return match[0] if match and not done.returncode else None
 
 # %% ../../nbs/61_tools.doctor.ipynb #7cfb0dde
-def check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
+def _check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
     "Raises unless every rank has a GPU; a single rank may train on the CPU."
     many = f'{seen} GPU{"s"*(seen!=1)}'
     require(asked<=max(seen, 1), f'--gpus {asked}, but there {"is" if seen==1 else "are"} {many}: '
@@ -122,10 +120,8 @@ def check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that tor
     return f'{asked} of {many}'
 
 # %% ../../nbs/61_tools.doctor.ipynb #274cf9ef
-def check_disk(folder:str|Path, one:float, n:int, # bytes of a checkpoint; how many
-    free:float|None=None, # bytes; None: as the system says
-)->str:
-    "Raises unless checkpoints can be written there, and there is room for them."
+def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # None: as the system says
+    "Raises unless `n` checkpoints of `one` bytes can be written there, and there is room for them."
     path = Path(folder).absolute()
     nearest = next(p for p in (path, *path.parents) if p.exists())
     with tempfile.TemporaryFile(dir=nearest) as f: f.write(b'x')
@@ -136,7 +132,7 @@ def check_disk(folder:str|Path, one:float, n:int, # bytes of a checkpoint; how m
     return text
 
 # %% ../../nbs/61_tools.doctor.ipynb #f617839f
-def check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb is asked
+def _check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb is asked
     "Raises when figures shall reach wandb and will not."
     if 'wandb' not in train_cfg.trackers: raise Skip('not asked for: log.jsonl has all figures')
     if mode is None:
@@ -149,7 +145,7 @@ def check_wandb(train_cfg:TrainConfig, mode:str|None=None)->str: # None: wandb i
                      'or say that it is meant: WANDB_MODE=offline, or --tracker none')
 
 # %% ../../nbs/61_tools.doctor.ipynb #eb21e747
-def check_tasks(train_cfg:TrainConfig)->str:
+def _check_tasks(train_cfg:TrainConfig)->str:
     "Raises when evaluations were asked for and cannot be made."
     if not train_cfg.use_lmms_eval: raise Skip('use_lmms_eval is False: none is evaluated')
     tasks,missing = possible_tasks(train_cfg)
@@ -159,7 +155,7 @@ def check_tasks(train_cfg:TrainConfig)->str:
     raise UsageError(f'{missing}: do what the message says, or give other tasks')
 
 # %% ../../nbs/61_tools.doctor.ipynb #3b9d21c9
-def check_slurm(command:str='sinfo')->str:
+def _check_slurm(command:str='sinfo')->str:
     "Raises when there is a scheduler that does not answer."
     if shutil.which(command) is None: raise Skip(f'no {command} here: start runs with torchrun')
     done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True, text=True, timeout=60)
@@ -168,7 +164,7 @@ def check_slurm(command:str='sinfo')->str:
     return f'{len(done.stdout.splitlines())} groups of nodes'
 
 # %% ../../nbs/61_tools.doctor.ipynb #19573343
-def smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
+def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
     "Returns a run of some updates that reports nowhere."
     return evolve(train_cfg, max_training_steps=updates, max_training_samples=None, max_epochs=None,
                   eval_in_epochs=False,
@@ -188,11 +184,9 @@ def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float
     return losses,said[-1] if done.returncode else ''
 
 # %% ../../nbs/61_tools.doctor.ipynb #19573344
-def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # from `resolve_start`
-    updates:int=3, timeout_s:float=1800.,
-)->str:
-    "Raises unless a process of its own can train for some updates."
-    small = smoke_config(train_cfg, updates)
+def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3, timeout_s:float=1800.)->str:
+    "Raises unless a process of its own can train for some updates as `resolve_start` says."
+    small = _smoke_config(train_cfg, updates)
     with tempfile.TemporaryDirectory() as folder:
         if small.resume_from_vlm_checkpoint:
             small = evolve(small, resume_from_vlm_checkpoint=False, load_from=vlm_cfg.vlm_checkpoint_path)
@@ -209,8 +203,8 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
     "Yields what the checks of the machine find, one after the other."
     seen,cuda = torch.cuda.device_count(),torch.version.cuda
     wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,installed('flash-attn')
-    checks:list[tuple] = [('packages', check_packages), ('GPUs', check_gpus, gpus, seen),
-        ('CUDA', check_cuda, seen, cuda, driver_version()), ('flash-attn', check_flash, *wheels),
-        ('wandb', check_wandb, train_cfg), ('tasks', check_tasks, train_cfg),
-        ('Slurm', check_slurm)]
+    checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
+        ('CUDA', _check_cuda, seen, cuda, driver_version()), ('flash-attn', _check_flash, *wheels),
+        ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
+        ('Slurm', _check_slurm)]
     for name,check,*values in checks: yield tried(name, check, *values)
