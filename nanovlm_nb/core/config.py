@@ -13,7 +13,7 @@ __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Fraction', 'Below1', 'S
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
-from argparse import SUPPRESS,ArgumentDefaultsHelpFormatter,ArgumentParser,Namespace
+from argparse import SUPPRESS,ArgumentDefaultsHelpFormatter,Namespace
 from collections.abc import Callable,Iterable
 from dataclasses import MISSING,asdict,dataclass,field,fields,replace
 from datetime import datetime
