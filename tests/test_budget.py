@@ -14,8 +14,8 @@ from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-LINES = {'.': 347, 'answers': 950, 'compat': 90, 'core': 1748, 'data': 1779, 'model': 1499, 'runs': 646, 'tools': 964, 'training': 1466, 'uses': 1008}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 137_457, 721, 6_500, 50
+LINES = {'.': 347, 'answers': 950, 'compat': 90, 'core': 1748, 'data': 1779, 'model': 1499, 'runs': 645, 'tools': 964, 'training': 1466, 'uses': 1008}
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 137_443, 719, 6_500, 50
 OVER_20, SHOWING = .11, .90  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 
