@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SIGNALS', 'FeatureCache', 'keep_features', 'make_model', 'get_vision_model', 'run_path', 'stop_on_signals',
-           'own_parts', 'plan_run', 'build_trainer', 'begin', 'start', 'process_group', 'run', 'main']
+           'own_parts', 'plan_run', 'build_trainer', 'process_group', 'run', 'main']
 
 # %% ../../nbs/56_runs.run.ipynb #bf016cbf
 import hashlib,os,signal,threading
@@ -216,7 +216,7 @@ def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own 
         *(save_notes(c) if size>_SMALL_M else [])]
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
-def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
+def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
     "Change the directory of a run and open its log: nothing refuses it any more."
     run_dir,dist,log,t = run.run_dir,run.dist,run.log,trainer
     if (note := t.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
@@ -232,7 +232,7 @@ def begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was 
     log.info(f'figures: {log.where}')
 
 # %% ../../nbs/56_runs.run.ipynb #ca766fc5
-def start(run:OpenRun, lines:list[str], config:str|None=None, parts:dict[str,Any]={})->Trainer:
+def _start(run:OpenRun, lines:list[str], config:str|None=None, parts:dict[str,Any]={})->Trainer:
     """Decide where the run begins, put its parts together, and restore the checkpoint; every rank calls.
     `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
@@ -242,7 +242,7 @@ def start(run:OpenRun, lines:list[str], config:str|None=None, parts:dict[str,Any
     t = build_trainer(v, c, log, dist, checkpoint, parts)
     for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
     _use_evals(t)
-    then = partial(begin, run, t, checkpoint)
+    then = partial(_begin, run, t, checkpoint)
     resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()
     updates = f'; {total:,} updates' if (total := length(t)) else ''
     log.info(size_line(t.loader.source, t.held_out.source)+updates)
@@ -302,7 +302,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
             if c.deterministic: stack.enter_context(same_bits(dist.device.type, c.compile is not False))
             log = _open_log(run_dir, dist, v, c)
             r = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))
-            t = r.trainer = start(r, said+lines, getattr(asked, 'config', None), parts)
+            t = r.trainer = _start(r, said+lines, getattr(asked, 'config', None), parts)
             t.asked = stop
             log.info('stopped by a signal before the first update') if stopping(t) else train(t)
             r.status = _sum_up(r, repo, model)

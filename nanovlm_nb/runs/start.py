@@ -537,8 +537,7 @@ class RunFailed(UsageError, OSError):
 # %% ../../nbs/52_runs.start.ipynb #1851a81d
 def _out_of_memory(error:BaseException|None)->bool: # as it arrived
     "Whether memory ran out, that of the device or of the machine."
-    of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 # %% ../../nbs/52_runs.start.ipynb #54000003
 def _no_memory(run:OpenRun, error:BaseException|None)->str: # as it arrived
