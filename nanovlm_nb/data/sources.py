@@ -191,7 +191,8 @@ class StreamSource:
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         (done,start,served),train = at or (0, 0, 0),self.part=='train'
-        order = [*Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')]
+        shuffled = Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')
+        order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
         for j,(s,*turn) in enumerate(lane_shares(order, lane, lanes)[done:], start=done):
             part = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
