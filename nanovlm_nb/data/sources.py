@@ -191,8 +191,8 @@ class StreamSource:
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
         (done,start,served),train = at or (0, 0, 0),self.part=='train'
-        n,kind = len(self.shares),epoch if train else self.part
-        order = [*map(Permutation(n, f'{self.seed}/{kind}').__getitem__, range(n))]
+        shuffled = Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')
+        order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
         for j,(s,*turn) in enumerate(lane_shares(order, lane, lanes)[done:], start=done):
             part = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
