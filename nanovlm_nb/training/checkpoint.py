@@ -108,9 +108,9 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
     if optimizer is None: return parts
-    undo = begin_state(optimizer)
+    stateless = begin_state(optimizer)
     state = flat_state(model, optimizer)
-    undo()
+    for p in stateless: optimizer.state.pop(p, None)
     return parts|dict(optimizer=host(state), rng=rng_state())
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b442f527
