@@ -27,7 +27,8 @@ from ..core.run_dir import TMP,file_digests,fsync,remove,share_files,write_manif
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
-from ..model.weights import is_adapter
+from ..model.vlm import VisionLanguageModel
+from ..model.weights import is_adapter,save_pth
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
@@ -107,9 +108,9 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
     if optimizer is None: return parts
-    undo = begin_state(optimizer)
+    stateless = begin_state(optimizer)
     state = flat_state(model, optimizer)
-    undo()
+    for p in stateless: optimizer.state.pop(p, None)
     return parts|dict(optimizer=host(state), rng=rng_state())
 
 # %% ../../nbs/43_training.checkpoint.ipynb #b442f527
@@ -197,7 +198,5 @@ class Saver:
 def export_pth(name:str|Path, folder:str|Path, # what `find_checkpoint` understands; made if needed
 )->Path: # e.g. `pretrain_vlm_512.pth`
     "Writes a checkpoint in MiniMind's format."
-    from nanovlm_nb.model.vlm import VisionLanguageModel # to list checkpoints takes no model
-    from nanovlm_nb.model.weights import save_pth
     model = VisionLanguageModel.from_pretrained(find_checkpoint(name))
     return save_pth(folder, model.state_dict(), model.cfg)

@@ -116,18 +116,6 @@ def _spent(clock:Clock, since:dict[str,float])->dict[str,float]: # a reading, wh
     since.update(clock.seconds)
     return seconds
 
-# %% ../../nbs/49_training.hooks.ipynb #26c9192a
-def _report(trainer:Trainer, sums:Any, seconds:dict[str,float], peak:float|None)->Figures: # a mean over ranks
-    "Returns `time/*`, `perf/*` and `training/*` from the sums of some updates."
-    s,total = sums,sum(seconds.values())
-    found:Any = {f'time/{k}':v/total for k,v in seconds.items()}
-    found |= {'perf/step_time':total/max(s['updates'], 1), 'perf/samples_per_second':s['samples']/total,
-        'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups), 'training/epoch':trainer.epoch}
-    if peak: found['perf/mfu'] = mfu(s['flops'], total, peak)
-    if s['made']: found |= {'training/loss':s['loss']/max(s['targets'], 1),
-        'training/grad_norm':s['norm']/s['made']}
-    return found
-
 # %% ../../nbs/49_training.hooks.ipynb #eae1ca76
 class Meters(Hook):
     "Adds `tokens_per_second`, every `every` updates where the time went and what came of it; logs epochs."
@@ -166,14 +154,20 @@ class Meters(Hook):
         if t.step%self.every==0: figures |= over_ranks(self.stats, t.dist)|self.report(t)
 
     def report(self, trainer:Trainer)->Figures: # every rank must call
-        "Returns the figures since the last report, of all ranks."
-        t,device = trainer,trainer.dist.device
+        "Returns `time/*`, `perf/*` and `training/*` since the last report, of all ranks."
+        t,s,device = trainer,self.sums,trainer.dist.device
         memory = torch.cuda.max_memory_allocated(device)/1e9 if device.type=='cuda' else 0.
         clocks,memories = zip(*t.dist.gather((_spent(t.clock, self.since), memory)))
         seconds = {name:sum(c[name] for c in clocks)/len(clocks) for name in Clock.names}
         self.seconds.update(seconds)
-        found = _report(t, self.sums, seconds, self.peak)|{'perf/gpu_memory_gb':max(memories)}
-        self.sums = Counter()
+        self.sums,total = Counter(),sum(seconds.values())
+        found:Any = {f'time/{k}':x/total for k,x in seconds.items()}
+        found |= {'perf/step_time':total/max(s['updates'], 1), 'perf/samples_per_second':s['samples']/total,
+            'perf/gpu_memory_gb':max(memories), 'training/epoch':t.epoch,
+            'training/lr':max(g['lr'] for g in t.optimizer.param_groups)}
+        if self.peak: found['perf/mfu'] = mfu(s['flops'], total, self.peak)
+        if s['made']: found |= {'training/loss':s['loss']/max(s['targets'], 1),
+            'training/grad_norm':s['norm']/s['made']}
         return found
 
     def end_epoch(self, trainer:Trainer)->None:

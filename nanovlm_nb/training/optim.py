@@ -13,6 +13,7 @@ from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack,contextmanager,nullcontext
 from numbers import Real
 from dataclasses import dataclass,field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -150,12 +151,10 @@ def blocks_of(model:nn.Module)->list[nn.Module]:
     return [b for blocks in towers if all(hasattr(b, 'mlp') for b in blocks) for b in blocks]
 
 # %% ../../nbs/41_training.optim.ipynb #265e2934
-def _for_any_number_of_tiles(forward):
-    "Says before each call that the number of tiles varies: the first graph then serves all."
-    def call(x, *args):
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-        return forward(x, *args)
-    return call
+def _for_any_number_of_tiles(forward, x, *args):
+    "Says before a call that the number of tiles varies: the first graph then serves all."
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return forward(x, *args)
 
 # %% ../../nbs/41_training.optim.ipynb #67a6f80c
 def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
@@ -164,7 +163,7 @@ def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `
     tower = {*model.vision_encoder.modules()}
     for p in parts:
         compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
-        p.forward = _for_any_number_of_tiles(compiled) if p in tower else compiled
+        p.forward = partial(_for_any_number_of_tiles, compiled) if p in tower else compiled
     return len(parts)
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a02

@@ -42,12 +42,10 @@ def bytes_per_parameter(sharding:str, world_size:int=1, # one of `SHARDINGS`; ra
         gradients=4 if accumulating else 4/world_size)
 
 # %% ../../nbs/42_training.shard.ipynb #fd0e8030
-def _placement(n):
-    "Returns which dimension is cut: the first, or one that can be divided if that has too few rows."
-    def place(p):
-        even = [d for d,size in enumerate(p.shape) if size%n==0]
-        return Shard(even[0] if p.shape[0]<n and even else 0)
-    return place
+def _placement(p, n):
+    "Returns which dimension `n` ranks cut: the first, or one that can be divided if that has too few rows."
+    even = [d for d,size in enumerate(p.shape) if size%n==0]
+    return Shard(even[0] if p.shape[0]<n and even else 0)
 
 # %% ../../nbs/42_training.shard.ipynb #d3432f0a
 def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `decoder.blocks`; this rank
@@ -58,7 +56,7 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     if sharding=='ddp' or dist.world_size==1: return model.to(dist.device)
     for t in chain(model.parameters(), model.buffers()): c10d.broadcast(t.detach(), 0, group=dist.cpu_group)
     n,kind = dist.world_size,dist.device.type
-    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=_placement(n),
+    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=lambda p: _placement(p, n),
         offload_policy=CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy())
     policy = lambda dtype: MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
@@ -132,7 +130,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             if p in self.state: self.worker.state[c] = self.state[p]
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
-def begin_state(optimizer:torch.optim.Optimizer)->Callable[[],None]: # any; what takes it away again
+def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameters that had none
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
     params = [p for g in groups for p in g['params']]
@@ -146,9 +144,7 @@ def begin_state(optimizer:torch.optim.Optimizer)->Callable[[],None]: # any; what
     for p,grad in zip(params, grads): p.grad = grad
     for state in (optimizer.state.get(p, {}) for p in new):
         if 'step' in state: state['step'] = state['step']*0
-    def undo():
-        for p in new: optimizer.state.pop(p, None)
-    return undo
+    return new
 
 # %% ../../nbs/42_training.shard.ipynb #ae855e9c
 def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is sharded; of the run
