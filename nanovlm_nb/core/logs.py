@@ -25,8 +25,8 @@ if TYPE_CHECKING: # loaded where something is drawn
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['EVAL_AXIS', 'STATS', 'JsonLines', 'describe', 'Progress', 'Screen', 'Tracker', 'wandb_mode', 'wandb_id', 'RunLog',
-           'over_ranks', 'Clock', 'styled', 'finished', 'log_axis', 'plot_curves']
+__all__ = ['EVAL_AXIS', 'STATS', 'describe', 'wandb_mode', 'wandb_id', 'RunLog', 'over_ranks', 'Clock', 'styled', 'finished',
+           'log_axis', 'plot_curves']
 
 # %% ../../nbs/05_core.logs.ipynb #82442ecc
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
@@ -35,7 +35,7 @@ def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tens
     return value if isfinite(value := float(value)) else None
 
 # %% ../../nbs/05_core.logs.ipynb #7bb86e0b
-class JsonLines:
+class _JsonLines:
     "A file with one JSON object a line."
     def __init__(self, path:str|Path): # file to append to
         self.folder,self.file = Path(path).parent,open(path, 'a+b')
@@ -68,7 +68,7 @@ def describe(metrics:dict, step:int)->str: # figures by name; updates done
     return ' | '.join(filter(None, [f'step {step}', _named(metrics)]))
 
 # %% ../../nbs/05_core.logs.ipynb #05a10003
-class Progress:
+class _Progress:
     "How fast a run is, and how long it has left."
     def __init__(self, total:int|None=None, now:Callable=time.monotonic): # updates of the run; tells seconds
         self.total,self.now = total,now
@@ -92,14 +92,14 @@ class Progress:
         return f'{round(s)//3600}:{round(s)//60%60:02}:{round(s)%60:02}'
 
 # %% ../../nbs/05_core.logs.ipynb #05a10009
-def _progress_of(metrics:dict, pace:Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
+def _progress_of(metrics:dict, pace:_Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
     "Returns what a user wants to see of a run, as far as it is known."
     rate,left = metrics.get('tokens_per_second'),pace.left
     return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
         *([f'{left} left'] if left else [])]
 
 # %% ../../nbs/05_core.logs.ipynb #a18be21c
-def _report_line(metrics:dict, step:int, pace:Progress)->str: # about 100 characters
+def _report_line(metrics:dict, step:int, pace:_Progress)->str: # about 100 characters
     "Returns an update in a short line."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
     both = 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (*rates[:1], *rates[-1:])))
@@ -120,7 +120,7 @@ def _event_line(metrics:dict, step:int)->str: # figures that are not those of an
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/05_core.logs.ipynb #f0120002
-def _minimind_line(metrics:dict, step:int, pace:Progress, epochs:int)->str: # passes over the data in the run
+def _minimind_line(metrics:dict, step:int, pace:_Progress, epochs:int)->str: # passes over the data in the run
     "Returns an update as MiniMind shows it."
     size,seconds = max(-(-(pace.total or step)//epochs), 1),pace.seconds
     epoch,at = divmod(step-1, size)
@@ -155,7 +155,7 @@ def _live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm:
 # %% ../../nbs/05_core.logs.ipynb #6661c755
 _REPORT_S = 30. # seconds after which a run says how it is, also between reports
 
-class Screen:
+class _Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
     def __init__(self, path:str|Path, total_steps:int|None=None, every:int=100, # updates between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
@@ -164,7 +164,7 @@ class Screen:
         alone = not (quiet or logging.root.handlers) # nobody else shows warnings
         self.handlers = [self.file, *[_AboveBar(logging.WARNING)]*alone]
         for h in self.handlers: self.logger.addHandler(h)
-        self.pace,self.every,self.quiet,self.epochs = Progress(total_steps),every,quiet,epochs
+        self.pace,self.every,self.quiet,self.epochs = _Progress(total_steps),every,quiet,epochs
         self.show,self.bar,self.said = None if progress and not quiet else False,None,inf
 
     def open(self)->None:
@@ -210,7 +210,7 @@ class Screen:
 # %% ../../nbs/05_core.logs.ipynb #05a10020
 EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 
-class Tracker:
+class _Tracker:
     "Sends figures to a service for as long as that works; `where` says where to."
     def __init__(self, name:str, service:Callable[...,'_Service'], *about:Any): # as below; what it takes
         self.name,self.failed,self.where = name,False,''
@@ -300,13 +300,13 @@ class RunLog:
     opened = False # whether the directory is written
     def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
         trackers:Iterable[str]=(), *about:Any, # keys of `_TRACKERS`; what they take beside the directory
-        opened:bool=True, **shown:Any): # False: nothing is written before `open`; what `Screen` takes
+        opened:bool=True, **shown:Any): # False: nothing is written before `open`; what `_Screen` takes
         self.run_dir,self.trackers,self.about = Path(run_dir),[*trackers],about
         for name in self.trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
                 f'pip install {name}, or leave it out of --tracker')
         self.sinks:list[Any] = []
-        self.screen = Screen(self.run_dir/TEXT_LOG, **shown) if dist.is_master else None
+        self.screen = _Screen(self.run_dir/TEXT_LOG, **shown) if dist.is_master else None
         if opened: self.open()
 
     def open(self)->None:
@@ -315,8 +315,8 @@ class RunLog:
         if self.screen is None: return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.screen.open()
-        self.sinks = [JsonLines(self.run_dir/LOG), self.screen]
-        self.sinks += [Tracker(name, _TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
+        self.sinks = [_JsonLines(self.run_dir/LOG), self.screen]
+        self.sinks += [_Tracker(name, _TRACKERS[name], self.run_dir, *self.about) for name in self.trackers]
 
     def log(self, metrics:dict, step:int)->None: # by name; updates done
         "Writes, shows and sends the figures of one step."

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['OWN_PARTS', 'YOURS', 'HUB_ERRORS', 'SAME_SCRIPT', 'INTERRUPTED', 'is_pth', 'weights_of_start', 'origin_of',
            'resolve_start', 'foresee_start', 'given_checkpoint', 'find_resume', 'go_back', 'differences', 'splits',
-           'split_difference', 'place_of', 'progress', 'check_own_parts', 'plan_resume', 'write_record',
-           'training_card', 'where_to_publish', 'publish', 'report_run', 'relaunch', 'go_on', 'OpenRun', 'left_line',
-           'RunFailed', 'set_status', 'exit_code']
+           'split_difference', 'progress', 'check_own_parts', 'plan_resume', 'write_record', 'training_card',
+           'where_to_publish', 'publish', 'report_run', 'relaunch', 'go_on', 'OpenRun', 'left_line', 'RunFailed',
+           'set_status', 'exit_code']
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10003
 import math,shutil,json,os,shlex
@@ -226,7 +226,7 @@ def split_difference(was:int, now:tuple[int,int,int], so_far:str='')->tuple[str,
     return None if was==packs else _changed('packs per update', was, now_said, REFUSED, why+so_far)
 
 # %% ../../nbs/52_runs.start.ipynb #123512c2
-def place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_steps` of a schedule
+def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_steps` of a schedule
     """Where the schedule continues, and its length, in updates of the earlier size.
     `state` is a checkpoint's, `train` has the fields of the `TrainConfig` of the run to come."""
     most,samples,step = train.get('max_training_samples'),state.get('samples', 0),state['step']
@@ -237,10 +237,10 @@ def place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_step
     return step,length
 
 # %% ../../nbs/52_runs.start.ipynb #29f3aff5
-def progress(state:dict, packs:int, train:dict)->str: # see `place_of`
+def progress(state:dict, packs:int, train:dict)->str: # see `_place_of`
     "A sentence: the progress of a run in updates and samples, and what that is with `packs` in an update."
     step,samples,was,before = state['step'],state['samples'],state['data']['lanes'],state['configs']['train']
-    length,epochs = place_of(state, before)[1],' --max_epochs None' if before.get('max_epochs') else ''
+    length,epochs = _place_of(state, before)[1],' --max_epochs None' if before.get('max_epochs') else ''
     if (most := train.get('max_training_samples')) is not None: return (
         f'So far {samples} of {most} samples ({100*samples/most:.1f} %) in {step} updates; with {packs} '
         f'packs in an update the rest takes about {max(most-samples, 0)*step*was/samples/packs:.0f} more')
@@ -282,7 +282,7 @@ def _log_of(run_dir): return read_log(run_dir/LOG) if (run_dir/LOG).is_file() el
 def _rate_lines(run_dir:Path, state:dict, c:TrainConfig)->list[tuple[bool,str]]:
     """Whether the next learning rate is within a factor of two of what the earlier settings give, and a line;
     empty if the log does not say."""
-    was,(step,most) = state['configs']['train'],place_of(state, asdict(c))
+    was,(step,most) = state['configs']['train'],_place_of(state, asdict(c))
     if step>=most: return [(True, f"no update is left: the run ends at {state['step']}")]
     name,whose,peak = ('lr_lora','adapters','lr_lora') if c.lora_rank else ('lr_MP','projector','lr_mp')
     last = [r[name] for r in _log_of(run_dir) if r['step']<=state['step'] and name in r]
@@ -290,7 +290,7 @@ def _rate_lines(run_dir:Path, state:dict, c:TrainConfig)->list[tuple[bool,str]]:
     schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
     after,before = schedule(step, getattr(c, peak), most),last[-1]
     if was['lr_schedule']==c.lr_schedule: # a name of code in a file is not imported
-        step,most = place_of(state, was)
+        step,most = _place_of(state, was)
         before = schedule(step, was[peak], most)
     line = f'learning rate of the {whose}: {last[-1]:.3g} in the last update, {after:.3g} in the next'
     return [(.5<=after/before<=2 if before else not after, line)]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PASS', 'FAIL', 'SKIP', 'WRONG', 'PACKAGE_FLOORS', 'CUDA_FLOOR', 'FLASH_FLOORS', 'Finding', 'Skip', 'failed', 'tried',
-           'installed', 'driver_version', 'check_disk', 'check_short_run', 'machine_findings']
+           'installed', 'check_disk', 'check_short_run', 'machine_findings']
 
 # %% ../../nbs/61_tools.doctor.ipynb #eaf72857
 import os,platform,re,shutil,subprocess,sys,tempfile
@@ -102,7 +102,7 @@ def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|Non
     return f'{flash}, GLIBC {glibc}'
 
 # %% ../../nbs/61_tools.doctor.ipynb #570c042f
-def driver_version(command:str='nvidia-smi')->str|None: # None: there is no driver that answers
+def _driver_version(command:str='nvidia-smi')->str|None: # None: there is no driver that answers
     "Returns the version of the GPUs' driver."
     if shutil.which(command) is None: return None
     ask = [command, '--query-gpu=driver_version', '--format=csv,noheader']
@@ -204,7 +204,7 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
     seen,cuda = torch.cuda.device_count(),torch.version.cuda
     wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,installed('flash-attn')
     checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
-        ('CUDA', _check_cuda, seen, cuda, driver_version()), ('flash-attn', _check_flash, *wheels),
+        ('CUDA', _check_cuda, seen, cuda, _driver_version()), ('flash-attn', _check_flash, *wheels),
         ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
         ('Slurm', _check_slurm)]
     for name,check,*values in checks: yield tried(name, check, *values)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'Allocations', 'LikeCuda', 'like_cuda', 'example_batch', 'fullest_batch',
            'meta_net', 'step', 'peak_memory', 'bookkeeping', 'Size', 'sizes', 'Memory', 'memory', 'PackEstimate',
-           'typical_pack', 'update_flops', 'checkpoint_bytes', 'on_device', 'make_plan', 'main']
+           'typical_pack', 'update_flops', 'checkpoint_bytes', 'make_plan', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
 import weakref,sys
@@ -366,7 +366,7 @@ def _memory_table(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int)->dict[str,dict[str
     return table
 
 # %% ../../nbs/64_tools.plan.ipynb #92531777
-def on_device(name:str, flops:float, updates:int, needed:float, steps:list[tuple[Remedy,float]])->dict:
+def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tuple[Remedy,float]])->dict:
     """Returns what a run of so many updates is like on one kind of GPU of `GPUS`: `seconds` of an update,
     `hours` of the run, `memory` in GiB, `fits`, `remedies`. An update takes `flops` at the peak and `needed`
     bytes; `steps` are from `_until_it_fits` for the smallest GPU."""
@@ -410,7 +410,7 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, devices:tupl
         parameters={n:dict(total=s.total, trained=s.trained) for n,s in parts.items()},
         memory=_memory_table(v, c, gpus), needed=need/GB, setting=_setting(c, gpus),
         work=work|dict(packs=packs, tokens=packs*pack.tokens),
-        devices={d:on_device(d, work['all']/mfu, c.max_training_steps, need, steps) for d in devices},
+        devices={d:_on_device(d, work['all']/mfu, c.max_training_steps, need, steps) for d in devices},
         batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps,
                    splits=splits(packs, gpus)),
         disk=dict(checkpoint=checkpoint_bytes(v, c), kept=_checkpoints_kept(c)),
