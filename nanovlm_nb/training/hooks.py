@@ -208,8 +208,7 @@ class LeftOut(Hook):
         t,size = self.trainer,self.state['dropped']
         kept = self.file.cut(size if t.owned else 0)
         if t.checkpoint and not t.owned: kept = read_dropped(t.checkpoint.parent, size)
-        for split,told in self.state['drops'].items():
-            kept[split].first.update(told['first'])
+        for split,told in self.state['drops'].items(): kept[split].first.update(told['first'])
         return kept
 
     def gather(self)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
