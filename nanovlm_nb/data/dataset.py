@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'MARK', 'DESCRIBE', 'GIVE', 'FEATURES', 'COLUMNS', 'COLOURS', 'SHAPES',
-           'PLACES', 'SORTS', 'QUESTIONS', 'keep_turns', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'named',
-           'as_list', 'pair_turns', 'settle_marks', 'place_pictures', 'read_layout', 'UnusedColumn', 'check_unused',
-           'to_row', 'Plan', 'VQADataset', 'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene', 'plain_turn',
-           'yes_no_turn', 'pair_turn', 'plan_turns', 'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
+           'PLACES', 'SORTS', 'QUESTIONS', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'named', 'as_list',
+           'pair_turns', 'settle_marks', 'place_pictures', 'read_layout', 'UnusedColumn', 'check_unused', 'to_row',
+           'Plan', 'VQADataset', 'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene', 'pair_turn',
+           'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
@@ -33,7 +33,7 @@ from .prompts import answer_frame,encode_chat,get_image_string,special_pattern
 # %% ../../nbs/12_data.dataset.ipynb #9ba1cd9c
 RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting')
 
-def keep_turns(row:dict, minimums:dict[str,int])->list[dict]: # name of a rating -> lowest that passes
+def _keep_turns(row:dict, minimums:dict[str,int])->list[dict]: # name of a rating -> lowest that passes
     "The turns of a row that pass every rating; a turn with a blank answer, or none, passes none."
     low = {i for name,least in minimums.items() for i,value in enumerate(row.get(f'{name}_ratings') or [])
            if value is not None and not value >= least}
@@ -360,7 +360,7 @@ class VQADataset(torch.utils.data.Dataset):
     def plan_row(self, row:dict)->Plan: # from `to_row`
         "Plan a sample from text and headers; raises `Dropped` if it is left out."
         id,n,said,most = row['id'],len(row['images']),row['texts'] or [],self.max_images_per_example
-        answered,turns = keep_turns(row, {}),keep_turns(row, self.minimums)
+        answered,turns = _keep_turns(row, {}),_keep_turns(row, self.minimums)
         if not answered: raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
         if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
         if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
@@ -483,7 +483,7 @@ QUESTIONS = dict(
 _Turn = tuple[str,str,str] # what it asks for (a key of QUESTIONS, yes_no, pair or text), question, answer
 
 # %% ../../nbs/12_data.dataset.ipynb #5a3dbfa9
-def plain_turn(kind:str, scene:Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
+def _plain_turn(kind:str, scene:Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
     "A question about what is there, or what the text says; things differ in nothing but their place."
     thing, question = scene.things[0], rng.choice(QUESTIONS[kind])
     answers = thing._asdict() | dict(count=_NUMBERS[len(scene.things)], describe=f'a {thing}')
@@ -495,7 +495,7 @@ _CLAIMS:dict[str,dict] = dict( # what it is about -> question -> does the scene 
     size={f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size for size in _SIZES},
     count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
 
-def yes_no_turn(about:str, scene:Scene, rng:random.Random)->_Turn: # a key of _CLAIMS
+def _yes_no_turn(about:str, scene:Scene, rng:random.Random)->_Turn: # a key of _CLAIMS
     "A question about whether something is so; the answer is yes about as often as no."
     true = [q for q,holds in _CLAIMS[about].items() if holds(scene)]
     false = [q for q in _CLAIMS[about] if q not in true]
@@ -509,21 +509,21 @@ def pair_turn(side:str, scene:Scene, rng:random.Random)->_Turn: # 'left' or 'rig
     return ('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
 
 # %% ../../nbs/12_data.dataset.ipynb #d568f815
-def plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
+def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
     "Decide what a conversation about a scene of this sort will ask, in random order."
-    if sort == 'text': return [(plain_turn, k) for k in rng.sample(Thing._fields, 2)]
+    if sort == 'text': return [(_plain_turn, k) for k in rng.sample(Thing._fields, 2)]
     if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
-    if sort == 'one' and rng.random() < .2: return [(plain_turn, 'describe')]
+    if sort == 'one' and rng.random() < .2: return [(_plain_turn, 'describe')]
     group = sort == 'group'
     kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(Thing._fields, 4)
     claim = rng.choice([k for k in kinds if k in _CLAIMS]) if rng.random() < (.2 if group else .3) else None
-    return [(yes_no_turn if k == claim else plain_turn, k) for k in kinds]
+    return [(_yes_no_turn if k == claim else _plain_turn, k) for k in kinds]
 
 # %% ../../nbs/12_data.dataset.ipynb #6093798b
 def _conversation(split, given, rng):
     "Of four scenes of this split, and turns about each, those whose answers were the rarest so far."
     sort = rng.choices(list(SORTS), SORTS.values())[0]
-    plan, candidates = plan_turns(sort, rng), []
+    plan, candidates = _plan_turns(sort, rng), []
     while len(candidates) < 4:
         scene = make_scene(sort, rng)
         if held_out(scene) == (split == 'validation'):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size', 'open_image',
-           'split_tiles', 'global_view', 'smolvlm_sizes', 'ImageProcessor', 'image_processor_of']
+           'split_tiles', 'global_view', 'ImageProcessor', 'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
 import io,os,random,re,struct,warnings,zlib
@@ -151,7 +151,7 @@ def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) -> (1, 3, tile, tile), 
     return torch.cat([shrink(plane) for plane in x], dim=1).round_().to(torch.uint8)
 
 # %% ../../nbs/10_data.images.ipynb #f8d1b34c
-def smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tuple[int,int]]: # pixels
+def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tuple[int,int]]: # pixels
     "(width, height) after each of the two resizes that a picture passes on its way to SmolVLM's tiles."
     require(max_side <= 4096, f'max_img_size {max_side} is more than the 4096 of SmolVLM: lower it')
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
@@ -165,7 +165,7 @@ def smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],tu
 def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint8 (n, 3, tile, tile)
     "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
     (w, h), lanczos = im.size, Image.Resampling.LANCZOS
-    for size in smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
+    for size in _smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
     return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts])
 
@@ -194,7 +194,7 @@ class ImageProcessor:
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
         side, tile = self.max_img_size, self.splitted_image_size
-        if self.convention == 'smolvlm': w, h = smolvlm_sizes(width, height, side, tile)[1]
+        if self.convention == 'smolvlm': w, h = _smolvlm_sizes(width, height, side, tile)[1]
         else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPARE', 'FIRST_WINDOW', 'BY_VALUE', 'PLANNED', 'PROBED', 'PackRules', 'Lane', 'naming', 'open_window', 'LaneState',
-           'take_order', 'plan_packs', 'planned', 'packs_of', 'LaneDataset', 'lanes_of', 'sizes_of', 'merge_states',
-           'count_packs', 'Loader', 'PackLoader', 'pack_workers']
+           'plan_packs', 'planned', 'packs_of', 'LaneDataset', 'merge_states', 'Loader', 'PackLoader', 'pack_workers']
 
 # %% ../../nbs/16_data.lanes.ipynb #f1277c89
 import random
@@ -104,7 +103,7 @@ class LaneState(NamedTuple):
     emitted:int = 0 # packs of the current window
 
 # %% ../../nbs/16_data.lanes.ipynb #b5891692
-def take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
+def _take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # update that takes the first
     "Indices of a window's packs, ordered so that all lanes take similar ones at the same update."
     left = sorted(range(len(tiles)), key=lambda g: (tiles[g], g))
     quantiles = [random.Random(f'{seed}/{epoch}/{first+j}').random() for j in range(len(tiles))]
@@ -117,7 +116,7 @@ def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]
     if r.shuffle: random.Random(f'{r.seed}/{state.epoch}/{lane.number}/{state.before}').shuffle(items)
     tokens,images,tiles = map(list, zip(*((p.tokens, p.images, p.tiles) for p,_ in items)))
     groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, tiles, r.max_tiles)
-    order = (take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch)
+    order = (_take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch)
              if r.shuffle else range(len(groups)))
     return [[items[i] for i in groups[g]] for g in order]
 
@@ -182,12 +181,12 @@ class LaneDataset(IterableDataset):
             for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
 
 # %% ../../nbs/16_data.lanes.ipynb #4780b164
-def lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[int]: # in their order
+def _lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[int]: # in their order
     "Which lanes a rank takes its packs from."
     return [(m*world_size+rank)*batch_size+b for m in range(accumulation) for b in range(batch_size)]
 
 # %% ../../nbs/16_data.lanes.ipynb #bf3f6e55
-def sizes_of(samples:VQADataset)->dict: # JSON-able
+def _sizes_of(samples:VQADataset)->dict: # JSON-able
     "What decides which rows stay, and how long they are."
     of_rows = 'minimums','max_sample_length','max_images_per_example','mp_image_token_length'
     of_pictures = 'max_img_size','splitted_image_size','resize_to_max_side_len'
@@ -223,7 +222,7 @@ PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count 
 PROBED = 1_024 # rows that the estimate for more of them is made from
 
 # %% ../../nbs/16_data.lanes.ipynb #a62e7b54
-def count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[int,int]: # packs, their rows
+def _count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[int,int]: # packs, their rows
     "How long the rest of an epoch is, or a part of about `most` rows; pictures are not decoded."
     packs = rows = 0
     for members,_,drops,_ in planned(lane, state):
@@ -272,7 +271,7 @@ class PackLoader(Loader):
         self.num_workers,self.pin_memory,self.drops,self.most = num_workers,pin_memory,samples.drops,most
         self.kept:int|None = None # packs that are planned
         self.image_token_id = samples.tokenizer.image_token_id
-        numbers = lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
+        numbers = _lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         self.n = len(numbers)*dist.world_size
         require(num_workers<=len(numbers), f'num_workers {num_workers} > {len(numbers)} lanes of a rank '
             '(batch_size x gradient_accumulation_steps): '
@@ -319,7 +318,7 @@ class PackLoader(Loader):
         rows,left = self.source.epoch_rows(),range(self.epoch, epochs)
         if rows is None or not left: return (None, False) if left else (0, True)
         most = inf if rows<=PLANNED else PROBED/self.n
-        found = [count_packs(lane, LaneState(self.epoch), most) for lane in self.lanes]
+        found = [_count_packs(lane, LaneState(self.epoch), most) for lane in self.lanes]
         everywhere,made = zip(*self.dist.gather((found, max(s.before+s.emitted for s in self.states))))
         packs,read = zip(*chain(*everywhere))
         if not sum(packs): return None,False
@@ -330,7 +329,7 @@ class PackLoader(Loader):
         "The positions of the lanes, and what they depend on."
         states = {str(lane.number):list(s) for lane,s in zip(self.lanes, self.states)}
         return dict(lanes=self.n, epoch=self.epoch, rules=asdict(self.rules), source=self.source.describe(),
-                    samples=sizes_of(self.samples), states=states)
+                    samples=_sizes_of(self.samples), states=states)
 
     def load_state_dict(self, state:dict)->None: # of this rank, or of all ranks (`merge_states`)
         "Go on from saved positions; an error if the order of the packs would not be the same."

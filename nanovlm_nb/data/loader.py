@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'rename', 'as_picture', 'read_object', 'text_files', 'text_rows',
-           'local_configs', 'config_names', 'parquet_footer', 'tar_rows', 'tar_files', 'load_config', 'load_configs',
-           'own_rows', 'load_tokenizer', 'shares_of', 'load_sources', 'size_line', 'make_samples', 'pack_loader',
-           'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
+           'local_configs', 'config_names', 'parquet_footer', 'load_config', 'load_configs', 'own_rows',
+           'load_tokenizer', 'load_sources', 'size_line', 'make_samples', 'pack_loader', 'transforms_of',
+           'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,json,logging,os,re,sys,tarfile
@@ -247,7 +247,7 @@ def _sample(parts)->dict: # kind and bytes of its files
 # %% ../../nbs/18_data.loader.ipynb #17c0a006
 _MEMBER = re.compile(r'((?:.*/)?[^./]+)\.(?:[^/]*\.)?([^./]+)') # name of a sample, kind of file
 
-def tar_rows(files:Sequence[str])->Iterator[dict]: # in their order
+def _tar_rows(files:Sequence[str])->Iterator[dict]: # in their order
     "Rows of tars as WebDataset and img2dataset write them."
     for file in files:
         with tarfile.open(file) as tar:
@@ -257,13 +257,13 @@ def tar_rows(files:Sequence[str])->Iterator[dict]: # in their order
                 yield _sample((kind, content(f).read()) for _,kind,f in parts)
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a008
-def tar_files(path:Path)->list[str]: # a file, a folder, or a name on the hub
+def _tar_files(path:Path)->list[str]: # a file, a folder, or a name on the hub
     "The tars of a data set."
     return [str(p) for p in ([path] if path.suffix == '.tar' else sorted(path.glob('*.tar')))]
 
 def _usable(files, written, columns):
     "Rows of tars in one schema; what cannot be used has no turns."
-    for row in tar_rows(files):
+    for row in _tar_rows(files):
         try: row = read_object(row, columns)
         except UnusedColumn: raise
         except (ValueError, TypeError, AttributeError): row = {}
@@ -271,9 +271,9 @@ def _usable(files, written, columns):
 
 def _of_tars(files, cache_dir, streaming, columns):
     "The rows of tars, as a stream in which each is what the tar says."
-    check_unused(rename(next(tar_rows(files), {}), columns), files[0], bool(columns))
+    check_unused(rename(next(_tar_rows(files), {}), columns), files[0], bool(columns))
     if streaming:
-        ds = datasets.IterableDataset.from_generator(tar_rows, gen_kwargs=dict(files=files))
+        ds = datasets.IterableDataset.from_generator(_tar_rows, gen_kwargs=dict(files=files))
         return ds.map(rename, fn_kwargs=dict(columns=columns)) if columns else ds
     written = tuple(os.stat(f).st_mtime_ns for f in files)
     what = dict(files=tuple(files), written=written, columns=tuple(columns))
@@ -322,7 +322,7 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
             raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
         ds = _found(str(folder.resolve()), split, cache_dir, streaming, name=name)
     elif text_files(folder): return _streamed(text_rows(folder, images_path, drops, columns), streaming)
-    elif files := tar_files(folder): return _of_tars(files, cache_dir, streaming, columns)
+    elif files := _tar_files(folder): return _of_tars(files, cache_dir, streaming, columns)
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
@@ -388,7 +388,7 @@ def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree 
     return made
 
 # %% ../../nbs/18_data.loader.ipynb #ef470d02
-def shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `total`; or None for each
+def _shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `total`; or None for each
     "Divide a number of rows by weight."
     if total is None: return [None]*len(weights)
     marks = [round(total*sum(weights[:i])/sum(weights)) for i in range(len(weights)+1)]
@@ -401,7 +401,7 @@ def _mixture(c, data, kind): # of configuration -> rows; of sources
     require(len(names)==len(given),
         f'{len(given)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
     weights = [w for name,w in zip(names, given) if name in data]
-    shares = zip(data.items(), *(shares_of(n, weights) for n in (c.val_size, c.data_cutoff_idx)))
+    shares = zip(data.items(), *(_shares_of(n, weights) for n in (c.val_size, c.data_cutoff_idx)))
     return Mixture([kind({name:ds}, c.seed, *sizes) for (name,ds),*sizes in shares], weights)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Rows', 'RESHARD_BELOW', 'TOGETHER', 'BROKEN', 'VAL_SHARES', 'READ_ROWS', 'Share', 'Permutation', 'MapSource',
-           'shares', 'lane_shares', 'heads', 'read_share', 'StreamSource', 'Mixture']
+           'shares', 'heads', 'StreamSource', 'Mixture']
 
 # %% ../../nbs/15_data.sources.ipynb #4d95c168
 import hashlib,tarfile,zlib
@@ -122,7 +122,7 @@ def shares(ds:datasets.IterableDataset)->list[tuple[datasets.IterableDataset,int
     return [(p, i) for p in pieces for i in range(p.num_shards)]
 
 # %% ../../nbs/15_data.sources.ipynb #1e564547
-def lane_shares(order:list[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
+def _lane_shares(order:list[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
     "What a lane reads of the shares in the order of an epoch."
     whole = len(order)//lanes*lanes
     mine,rest = [(s, 0, 1) for s in order[lane:whole:lanes]],order[whole:]
@@ -143,7 +143,7 @@ READ_ROWS = 32 # that are read at a time
 Share = tuple[str,int,datasets.IterableDataset,int] # configuration, number in it; a stream, number in it
 
 # %% ../../nbs/15_data.sources.ipynb #da3e1c10
-def read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1,
+def _read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=1,
 )->Iterator[tuple[int|None,dict|Dropped]]: # (number, row); None: it is damaged
     "The rows from `start` to `stop` whose number has the remainder `first` by `step`."
     name,number,stream,index = share
@@ -194,9 +194,9 @@ class StreamSource:
         shuffled = Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')
         order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
-        for j,(s,*turn) in enumerate(lane_shares(order, lane, lanes)[done:], start=done):
+        for j,(s,*turn) in enumerate(_lane_shares(order, lane, lanes)[done:], start=done):
             part = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
-            for i,row in read_share(self.shares[s], *part, *turn):
+            for i,row in _read_share(self.shares[s], *part, *turn):
                 if served==most: return
                 if not isinstance(row, Dropped): served += 1
                 yield ([j+1, 0, served] if i is None else [j, i+1, served]),row

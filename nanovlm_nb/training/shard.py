@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHARDINGS', 'ZERO', 'PARAMS', 'SWITCH', 'EQUAL', 'BATCH', 'HALF', 'ALWAYS', 'bytes_per_parameter', 'shard_model',
            'reshard', 'full_weights', 'load_full_weights', 'OffloadedAdamW', 'begin_state', 'run_optimizer', 'flatten',
-           'batch_sizes', 'precision', 'optimizer', 'leftovers', 'translate', 'read_deepspeed']
+           'batch_sizes', 'precision', 'optimizer', 'read_deepspeed']
 
 # %% ../../nbs/42_training.shard.ipynb #40990b30
 import json
@@ -229,7 +229,7 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
 ALWAYS = {f'zero_optimization.{n}' for n in ('allgather_partitions','overlap_comm','reduce_scatter',
     'contiguous_gradients')}
 
-def leftovers(flat:dict)->list[str]: # what no translation has used
+def _leftovers(flat:dict)->list[str]: # what no translation has used
     "Returns lines for the log about what has no equivalent."
     always,unused = [k for k in flat if k in ALWAYS],(False,'auto',None)
     kinds = {'with zero2 and zero3 always so, nothing to set':always,
@@ -238,7 +238,7 @@ def leftovers(flat:dict)->list[str]: # what no translation has used
     return [f"{what}: {', '.join(keys)}" for what,keys in kinds.items() if keys]
 
 # %% ../../nbs/42_training.shard.ipynb #12682eb8
-def translate(
+def _translate(
     settings:dict, train_cfg:TrainConfig, world_size:int, # nested as in the file; the run without it; ranks
 )->tuple[TrainConfig,list[str]]: # the run with it; lines for the log
     "Returns the run with DeepSpeed's settings."
@@ -250,7 +250,7 @@ def translate(
     if clip is not None: fields['max_grad_norm'] = clip or None,'gradient_clipping'
     changed = {n:o for n,o in fields.items() if getattr(train_cfg, n)!=o[0]}
     changes = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
-    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}),changes+leftovers(flat)
+    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}),changes+_leftovers(flat)
 
 # %% ../../nbs/42_training.shard.ipynb #9e50fa88
 def read_deepspeed(
@@ -263,5 +263,5 @@ def read_deepspeed(
         raise UsageError(f'deepspeed_config {path} is no JSON: {e}') from e
     require(isinstance(settings, dict),
         f'deepspeed_config {path} holds a {type(settings).__name__}: give sections in braces')
-    cfg,lines = translate(settings, train_cfg, world_size)
+    cfg,lines = _translate(settings, train_cfg, world_size)
     return cfg,[f'deepspeed_config {path}: {line}' for line in lines]

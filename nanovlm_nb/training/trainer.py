@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['Figures', 'SIGNAL', 'LONG', 'WINDOW', 'LEAST', 'Counters', 'Trainer', 'Hook', 'NoLog', 'make_trainer', 'inputs_of',
-           'accumulate', 'trained', 'is_finished', 'length', 'train_step', 'updates', 'train', 'stopping',
-           'validation_batches', 'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint',
-           'resume']
+           'accumulate', 'trained', 'length', 'train_step', 'updates', 'train', 'stopping', 'validation_batches',
+           'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint', 'resume']
 
 # %% ../../nbs/47_training.trainer.ipynb #30f0d96a
 import gc,json,threading
@@ -225,7 +224,7 @@ def _reached(trainer:Trainer, step:int, samples:int)->bool:
     c = trainer.cfg
     return step>=c.max_training_steps if c.max_training_samples is None else samples>=c.max_training_samples
 
-def is_finished(trainer:Trainer)->bool: # the same on every rank
+def _is_finished(trainer:Trainer)->bool: # the same on every rank
     "Returns whether no update is left, or a hook or a signal has stopped the run."
     t = trainer
     return bool(t.stop) or _reached(t, t.step, t.samples) or t.epoch>=(t.cfg.max_epochs or inf)
@@ -306,7 +305,7 @@ def _blame(trainer:Trainer, loader:Loader)->str|None: # every rank must call
 def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
     "Yields updates, epoch after epoch, until the run is finished."
     t = trainer
-    while not is_finished(t):
+    while not _is_finished(t):
         t.saver.wait() # workers are forked: no thread may hold a lock
         t.feed.begin(t.epoch)
         try:
@@ -318,7 +317,7 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         why = not made and (_blame(t, t.loader) or 'is the training data empty?')
         require(not why, f'an epoch without a single sample: {why}')
         t.epoch += 1
-        if not (t.counted or is_finished(t)): _plan(t, made)
+        if not (t.counted or _is_finished(t)): _plan(t, made)
         for hook in t.hooks: hook.end_epoch(t)
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
