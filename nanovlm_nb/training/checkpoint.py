@@ -32,7 +32,7 @@ from ..model.weights import is_adapter,save_pth
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
-def _flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # unwrapped; in its memory
+def _flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # plain; in its memory
     "Returns what an optimizer knows of each parameter: 'parameter.exp_avg' -> tensor of a dimension or more."
     known = {f'{name}.{key}':torch.as_tensor(value) for name,p in reshard(model).named_parameters()
         for key,value in optimizer.state.get(p, {}).items() if value is not None}
