@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import TINY, environment, record, start_of, updates
+from commands import TINY, environment, record, start_of, updates, wait_for
 
 from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
@@ -50,6 +50,7 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL, ranks=1):
 def is_kept_out(process, args, cwd, env, run):
     "A second start in the directory of a run that holds still is refused in one line, and changes nothing."
     os.killpg(process.pid, signal.SIGSTOP)
+    wait_for(process, lambda: all('State:\tT' in (task/'status').read_text() for task in Path(f'/proc/{process.pid}/task').iterdir()))  # a thread that writes may take a moment
     try:
         before = (files := lambda: {p: p.read_bytes() for p in run.rglob('*') if p.is_file()})()
         second = subprocess.run(args, cwd=cwd, env=env, capture_output=True, text=True)
@@ -82,8 +83,7 @@ def history(cwd, seed, last=12, moves=5):
         here, at = stands(run), min(len(updates(run))+rng.randint(1, 3), last) if how else None
         if move == 'prune': prune(run, rng.choice([1, 2]))
         else:
-            if move == 'back': here = rng.choice([p.name for p in checkpoints(run)])
-            if move == 'back': flags, at, how = ('--load_from', run/here), int(here[5:])+1, signal.SIGKILL
+            if move == 'back': flags, at, how = ('--load_from', run/(here := rng.choice([p.name for p in checkpoints(run)]))), int(here[5:])+1, signal.SIGKILL
             go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *flags, last=last, at=at, how=how, ranks=ranks)
         done.append(f'{move} at {here}, then {stands(run)}')
     assert go(cwd, run.name, '--resume', 'True', last=last) == 0, (seed, done)
