@@ -115,9 +115,10 @@ def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes
             else: d.cut[record['id']] = record['cut']
     return dropped
 
-# %% ../../nbs/12_data.dataset.ipynb #b0de0005
+# %% ../../nbs/12_data.dataset.ipynb #b0de0006
 def _sizes(drops): return {split:(len(d.reasons), len(d.cut)) for split,d in drops.items()}
 
+# %% ../../nbs/12_data.dataset.ipynb #b0de0005
 class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
     def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,_sizes({})
@@ -137,8 +138,7 @@ class DropFile:
 
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Forget what was written later."
-        kept = read_dropped(self.path.parent, size)
-        self.written = _sizes(kept)
+        self.written = _sizes(kept := read_dropped(self.path.parent, size))
         if self.path.is_file(): os.truncate(self.path, self.path.read_bytes()[:size].rfind(b'\n')+1)
         return kept
 

@@ -511,8 +511,7 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
     try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
     except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
     with beside as tmp:
-        inside = Path(tmp)/'new'
-        inside.mkdir()
+        (inside := Path(tmp)/'new').mkdir()
         yield inside
         share_files(inside)
         if path.exists():

@@ -414,8 +414,7 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, devices:tupl
         batch=dict(batch_size=c.batch_size, gpus=gpus, accumulation=c.gradient_accumulation_steps,
                    splits=splits(packs, gpus)),
         disk=dict(checkpoint=checkpoint_bytes(v, c), kept=_checkpoints_kept(c)),
-        epochs=_epochs(c, gpus, pack, packs, samples, epochs),
-        notes=lint(c, ranks=gpus, epochs=epochs))
+        epochs=_epochs(c, gpus, pack, packs, samples, epochs), notes=lint(c, ranks=gpus, epochs=epochs))
 
 # %% ../../nbs/64_tools.plan.ipynb #49ac6fa1
 _NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language model',
