@@ -94,7 +94,7 @@ def _is_log(name):
 def _is_new(name):
     path = Path(name)
     require(not path.is_dir(), f'{name} is a directory: give a file')
-    require(path.absolute().parent.is_dir(), 
+    require(path.absolute().parent.is_dir(),
         f'there is no directory {path.parent}: make it, or give another file')
 
 # %% ../nbs/57_cli.ipynb #9ea5c39e

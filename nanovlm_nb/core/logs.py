@@ -145,7 +145,7 @@ class _AboveBar(logging.Handler):
     def emit(self, record): _show(self.format(record))
 
 # %% ../../nbs/05_core.logs.ipynb #6627b050
-def _live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm: 
+def _live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm:
     "Returns a progress bar with room for figures; `show` None: shown on a terminal and in a notebook."
     from tqdm.auto import tqdm as auto
     if show is None: show = sys.stderr.isatty() or any(c.__module__=='tqdm.notebook' for c in auto.__mro__)

@@ -23,8 +23,8 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require
-from .dataset import COLUMNS,FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,VQADataset
-from .dataset import check_unused,named,place_pictures,read_layout,shapes_dataset,shapes_tokenizer
+from .dataset import (COLUMNS,FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,
+    VQADataset,check_unused,named,place_pictures,read_layout,shapes_dataset,shapes_tokenizer)
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank
