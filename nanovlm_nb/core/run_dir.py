@@ -9,8 +9,8 @@ __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CON
            'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'missing_pieces', 'damage',
            'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
            'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
-           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned',
-           'lock_file', 'holder', 'run_lock', 'find_checkpoint']
+           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'lock_file', 'holder',
+           'run_lock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -291,12 +291,6 @@ def prune_older(run_dir:Path, days:float=7., now:float|None=None)->list[Path]: #
     then = (now or time.time())-86400*days
     return _delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
                                 for p in checkpoints(folder) if written(p)<then])
-
-# %% ../../nbs/01_core.run_dir.ipynb #904efc07
-def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were deleted
-    "Deletes what was set aside."
-    for p in (old := abandoned(run_dir)): remove(p)
-    return old
 
 # %% ../../nbs/01_core.run_dir.ipynb #04a11c03
 def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: nobody can lock it
