@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from PIL import Image
 
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.data.dataset import VQADataset
-from nanovlm_nb.core.dist import Dist, FromGather, seed_worker
+from nanovlm_nb.core.dist import Dist, seed_worker
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.data.lanes import PackLoader, PackRules, merge_states, pack_workers
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
@@ -123,11 +123,9 @@ CASES_EACH = 5
 
 
 @dataclass(frozen=True)
-class Played(FromGather):
+class Played(Dist):
     "One of the ranks that are played in one process; it knows what all of them say."
-    rank: int
-    world_size: int
-    said: list
+    said: list = field(default_factory=list)
 
     def gather(self, obj):
         assert obj == self.said[self.rank]
@@ -147,7 +145,7 @@ def global_updates(loaders, accumulation):
     while True:
         mine = [list(islice(b, accumulation)) for b in batches]
         said = [_report(ms, rank) for rank, ms in enumerate(mine)]
-        updates = [gather_update(ms, Played(r, len(loaders), said), l.idle) for r, (ms, l) in enumerate(zip(mine, loaders))]
+        updates = [gather_update(ms, Played(r, len(loaders), said=said), l.idle) for r, (ms, l) in enumerate(zip(mine, loaders))]
         if None in updates: break
         assert len({(u.digest, u.targets, u.tokens, u.samples, len(u.micro_batches)) for u in updates}) == 1
         yield [p for m in range(accumulation) for u in updates for p in packs_of(u.micro_batches[m])]

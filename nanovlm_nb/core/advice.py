@@ -37,14 +37,6 @@ def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None
     number = 3 if cores is None else max(1, min(cores-1, 16)) # nanoVLM has 3; each holds packs in memory
     return min(number, cfg.batch_size*cfg.gradient_accumulation_steps)
 
-# %% ../../nbs/07_core.advice.ipynb #387bc37c
-_WORKERS = (6, 16, 32) # loader processes to try one after another when data are slow
-
-def _more_workers(cfg:TrainConfig, cores:int|None=None)->int|None: # of a rank
-    "Returns the next number of loader processes to try; None: there is no room for more."
-    packs,now = cfg.batch_size*cfg.gradient_accumulation_steps,loader_workers(cfg, cores)
-    return next((n for w in _WORKERS if (n := min(w, packs, cores or w))>now), None)
-
 # %% ../../nbs/07_core.advice.ipynb #c9f5862b
 def _smaller_pictures(cfg:VLMConfig)->list[int]:
     "Returns ever smaller values of `max_img_size`, down to one tile."
@@ -56,9 +48,10 @@ Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (con
 
 def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a rank
     "Returns what helps a run that waits for data or for other ranks."
-    more,smaller,a = _more_workers(c, cores),_smaller_pictures(v),c.gradient_accumulation_steps
+    now,smaller,a = loader_workers(c, cores),_smaller_pictures(v),c.gradient_accumulation_steps
+    more = min(max(2*now, 6), c.batch_size*a, cores or 32)
     streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
-    return dict(data=[(more, f'num_workers {loader_workers(c, cores)} -> {more}'),
+    return dict(data=[(more>now, f'num_workers {now} -> {more}'),
         (not streamed, 'stream_dataset True, if the disk is slow'),
         (v.resize_to_max_side_len and smaller, 'resize_to_max_side_len False: fewer tiles of small pictures'),
         (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json,logging,os,re,secrets,sys,time
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack,contextmanager,suppress
+from datetime import timedelta
 from importlib.util import find_spec
 from logging.handlers import MemoryHandler
 from math import inf,isfinite,nan
@@ -67,45 +68,20 @@ def describe(metrics:dict, step:int)->str: # figures by name; updates done
     "Returns update and figures in one line."
     return ' | '.join(filter(None, [f'step {step}', _named(metrics)]))
 
-# %% ../../nbs/05_core.logs.ipynb #05a10003
-class _Progress:
-    "How fast a run is, and how long it has left."
-    def __init__(self, total:int|None=None, now:Callable=time.monotonic): # updates of the run; tells seconds
-        self.total,self.now = total,now
-        self.first = self.last = nan,nan # update and time
-
-    def add(self, step:int)->None: # updates done
-        "Counts an update."
-        self.last = step,self.now()
-        if self.first[0]!=self.first[0]: self.first = self.last
-
-    @property
-    def seconds(self)->float: # nan: not known yet
-        "What an update takes, with all that happens between updates."
-        (first,began),(last,now) = self.first,self.last
-        return (now-began)/(last-first) if last>first else nan
-
-    @property
-    def left(self)->str: # e.g. '0:01:28'; '': not known
-        "How long the run will take from here, 0:00:00 if it is longer than foreseen."
-        if not isfinite(s := self.seconds*max((self.total or nan)-self.last[0], 0)): return ''
-        return f'{round(s)//3600}:{round(s)//60%60:02}:{round(s)%60:02}'
-
 # %% ../../nbs/05_core.logs.ipynb #05a10009
-def _progress_of(metrics:dict, pace:_Progress)->list[str]: # e.g. 'loss 0.4123', '0:01:28 left'
+def _progress(metrics:dict, left:float=nan)->list[str]: # seconds to the end of the run; nan: not known
     "Returns what a user wants to see of a run, as far as it is known."
-    rate,left = metrics.get('tokens_per_second'),pace.left
+    rate = metrics.get('tokens_per_second')
     return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
-        *([f'{left} left'] if left else [])]
+        *([f'{timedelta(seconds=round(left))} left'] if isfinite(left) else [])]
 
 # %% ../../nbs/05_core.logs.ipynb #a18be21c
-def _report_line(metrics:dict, step:int, pace:_Progress)->str: # about 100 characters
-    "Returns an update in a short line."
+def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see `_progress`
+    "Returns an update in a short line, of about 100 characters."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
     both = 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (*rates[:1], *rates[-1:])))
-    loss,*rest = _progress_of(metrics, pace)
-    at = f'update {step}'+(f'/{pace.total}' if pace.total else '')
-    return ' | '.join([at, loss, *[both][:len(rates)], *rest])
+    loss,*rest = _progress(metrics, left)
+    return ' | '.join([f'update {at}', loss, *[both][:len(rates)], *rest])
 
 # %% ../../nbs/05_core.logs.ipynb #05a1000d
 _LATER = 'val_loss','best_val_loss','answers/','drops/','epoch_tokens','epoch_duration' # told elsewhere
@@ -120,12 +96,12 @@ def _event_line(metrics:dict, step:int)->str: # figures that are not those of an
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/05_core.logs.ipynb #f0120002
-def _minimind_line(metrics:dict, step:int, pace:_Progress, epochs:int)->str: # passes over the data in the run
-    "Returns an update as MiniMind shows it."
-    size,seconds = max(-(-(pace.total or step)//epochs), 1),pace.seconds
+def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int, pace:float=nan)->str:
+    "Returns an update as MiniMind shows it; `epochs` of the run, `pace`: seconds of an update."
+    size = max(-(-(total or step)//epochs), 1)
     epoch,at = divmod(step-1, size)
     lr = max((float(v) for k,v in metrics.items() if k.startswith('lr_')), default=0.)
-    minutes = 0 if seconds!=seconds else int(seconds*(size-at-1)/60)
+    minutes = int(pace*(size-at-1)/60) if isfinite(pace) else 0
     return (f"Epoch:[{epoch+1}/{epochs}]({at+1}/{size}) "
             f"loss:{float(metrics['batch_loss']):.3f} lr:{lr:.12f} epoch_Time:{minutes}min:")
 
@@ -144,14 +120,6 @@ class _AboveBar(logging.Handler):
     "Shows messages without tearing a bar."
     def emit(self, record): _show(self.format(record))
 
-# %% ../../nbs/05_core.logs.ipynb #6627b050
-def _live_bar(total_steps:int|None=None, step:int=0, show:bool|None=None)->tqdm:
-    "Returns a progress bar with room for figures; `show` None: shown on a terminal and in a notebook."
-    from tqdm.auto import tqdm as auto
-    if show is None: show = sys.stderr.isatty() or any(c.__module__=='tqdm.notebook' for c in auto.__mro__)
-    return auto(total=total_steps, initial=step, disable=not show, dynamic_ncols=True, leave=False,
-        bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
-
 # %% ../../nbs/05_core.logs.ipynb #6661c755
 _REPORT_S = 30. # seconds after which a run says how it is, also between reports
 
@@ -159,13 +127,14 @@ class _Screen:
     "What a user sees of a run: lines, which a text file gets as well, and a bar below them."
     def __init__(self, path:str|Path, total_steps:int|None=None, every:int=100, # updates between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
-        epochs:int|None=None): # report as MiniMind does
+        epochs:int|None=None, now:Callable=time.monotonic): # report as MiniMind does; tells seconds
         self.path,self.file,self.logger = path,MemoryHandler(0),logging.getLogger('nanovlm_nb')
         alone = not (quiet or logging.root.handlers) # nobody else shows warnings
         self.handlers = [self.file, *[_AboveBar(logging.WARNING)]*alone]
         for h in self.handlers: self.logger.addHandler(h)
-        self.pace,self.every,self.quiet,self.epochs = _Progress(total_steps),every,quiet,epochs
-        self.show,self.bar,self.said = None if progress and not quiet else False,None,inf
+        self.total,self.every,self.quiet,self.epochs,self.now = total_steps,every,quiet,epochs,now
+        self.hidden,self.bar = None if progress and not quiet else True,None # None: as the output is
+        self.first,self.said = None,inf # update and time
 
     def open(self)->None:
         "Writes from now on, first what was said so far."
@@ -182,21 +151,26 @@ class _Screen:
 
     def log(self, metrics:dict, step:int)->None: # see `RunLog.log`
         "Shows the figures of an update, or others at once."
-        if self.bar is None: self.bar = _live_bar(self.pace.total, step, self.show)
+        from tqdm.auto import tqdm as auto
+        if self.bar is None: self.bar = auto(total=self.total, initial=step, disable=self.hidden, leave=False,
+            dynamic_ncols=True, bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
         if 'batch_loss' in metrics: self._update(metrics, step)
         elif line := _event_line(metrics, step): self.info(line)
 
     def _update(self, metrics, step):
         "Moves the bar, and writes a line if it is time."
-        self.pace.add(step)
-        now,report = self.pace.last[1],step%self.every==0
+        now,report,total = self.now(),step%self.every==0,self.total
+        first,began = self.first = self.first or (step,now)
         self.said = min(self.said, now)
-        if self.epochs and report: self.info(_minimind_line(metrics, step, self.pace, self.epochs))
-        elif not self.epochs and (report or step==self.pace.first[0]+10 or now-self.said>=_REPORT_S):
-            self.info(_report_line(metrics, step, self.pace), shown=self.bar.disable)
+        pace = (now-began)/(step-first) if step>first else nan # seconds of an update
+        left = pace*max((total or nan)-step, 0)
+        if self.epochs and report: self.info(_minimind_line(metrics, step, total, self.epochs, pace))
+        elif not self.epochs and (report or step==first+10 or now-self.said>=_REPORT_S):
+            at = f'{step}/{total}' if total else f'{step}'
+            self.info(_report_line(metrics, at, left), shown=self.bar.disable)
             self.said = now
-        self.bar.total = self.pace.total
-        self.bar.set_postfix_str(', '.join(_progress_of(metrics, self.pace)), refresh=False)
+        self.bar.total = total
+        self.bar.set_postfix_str(', '.join(_progress(metrics, left)), refresh=False)
         with suppress(OSError): self.bar.update(step-self.bar.n) # on a terminal that was closed
 
     def close(self, failed:bool=False)->None: # whether the run ended with an error
@@ -328,7 +302,7 @@ class RunLog:
 
     def length(self, total_steps:int|None)->None: # updates in the whole run, as far as it is known now
         "Lets the bar and the time left follow another length."
-        if self.screen: self.screen.pace.total = total_steps
+        if self.screen: self.screen.total = total_steps
 
     @property
     def where(self)->str: # e.g. 'checkpoints/r/log.jsonl, nothing is sent'
@@ -430,19 +404,29 @@ def log_axis(ax:Axes)->None: # whose y axis becomes logarithmic
 # panel -> figures
 _CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*', 'gradient norm':'grad_norm'}
 
+def _draw(ax:Axes, records:list[dict], pattern:str, **look:Any)->None: # of names; see `plot`
+    "Draws figures over updates, with gaps where one was not finite."
+    for name in sorted({k for r in records for k in r if re.fullmatch(pattern, k)}):
+        points = [(r['step'], nan if r[name] is None else r[name]) for r in records if name in r]
+        ax.plot(*zip(*points), **dict(marker='o' if name=='val_loss' else None, label=name)|look)
+
+# %% ../../nbs/05_core.logs.ipynb #6046e937
 @styled()
-def plot_curves(records:Iterable[dict], path:str|Path|None=None)->Figure: # from `read_log`; picture to write
-    "Returns loss, learning rates and gradient norm over the updates of a run, as a figure."
+def plot_curves(records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; of several runs, by name
+    path:str|Path|None=None)->Figure: # picture to write
+    "Returns loss, learning rates and gradient norm over the updates of a run, or of several, as a figure."
     from matplotlib.figure import Figure
-    fig,records = Figure(figsize=(8.8, 3.6)),list(records)
+    runs = records if isinstance(records, dict) else {'':list(records)}
+    fig,several = Figure(figsize=(8.8, 3.6)),len(runs)>1
     for ax,(label,pattern) in zip(fig.subplots(1, 3), _CURVES.items()):
-        for name in sorted({k for r in records for k in r if re.fullmatch(pattern, k)}):
-            points = [(r['step'], nan if r[name] is None else r[name]) for r in records if name in r]
-            ax.plot(*zip(*points), marker='o' if name=='val_loss' else None, label=name)
+        for i,(run,lines) in enumerate(runs.items()):
+            _draw(ax, lines, pattern, **dict(label=run, color=f'C{i}', ls='-') if several else {})
         ax.set(xlabel='step', ylabel=label)
         ax.locator_params(axis='x', nbins=3, integer=True) # the layout knows the last label's width
-        if ax.lines: ax.legend(loc='lower left', bbox_to_anchor=(0, 1)) # above: nothing is hidden
+        named = {line.get_label():line for line in ax.lines}
+        if named and (label=='loss' or not several): # above: nothing is hidden
+            ax.legend(named.values(), named, loc='lower left', bbox_to_anchor=(0, 1))
         if ax.lines and label!='gradient norm': log_axis(ax)
-    require(any(ax.lines for ax in fig.axes), f'none of {len(records)} records has a loss, '
+    require(any(ax.lines for ax in fig.axes), f'none of {sum(map(len, runs.values()))} records has a loss, '
         'a learning rate or a gradient norm: is this a log.jsonl?')
     return finished(fig, path)

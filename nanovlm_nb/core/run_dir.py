@@ -6,11 +6,11 @@
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
            'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'fsync', 'write_atomic', 'share_files',
-           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'missing_pieces', 'damage',
-           'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
+           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'missing_pieces', 'read_log',
+           'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
            'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
-           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'delete_abandoned',
-           'lock_file', 'holder', 'run_lock', 'find_checkpoint']
+           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'lock_file', 'holder',
+           'run_lock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -118,11 +118,6 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
     return [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]+[
         f'{n} is not in its manifest' for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
 
-# %% ../../nbs/01_core.run_dir.ipynb #2af50e93
-def damage(folder:Path, needs:Iterable[str]=())->list[str]: # phrases; names that must be listed
-    "Returns all that is wrong with a directory; every byte is read if nothing is missing."
-    return [f'{m} is missing or incomplete' for m in missing_pieces(folder, needs)] or _changed_files(folder)
-
 # %% ../../nbs/01_core.run_dir.ipynb #d1200003
 CONFIG,CLASSIFY = 'config.yaml','classify.yaml' # settings of a run, and of a classifier
 STATUS,LOCK = 'status','lock' # running, done, ...; holder of the directory
@@ -160,7 +155,8 @@ def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))-
 # %% ../../nbs/01_core.run_dir.ipynb #1b413d31
 def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it was written
     "Returns all that is wrong with a checkpoint; every file is read."
-    if (wrong := damage(checkpoint, NEEDED)): return wrong
+    missing = [f'{m} is missing or incomplete' for m in missing_pieces(checkpoint)]
+    if (wrong := missing or _changed_files(checkpoint)): return wrong
     try: step = read_state(checkpoint, ()).get('step')
     except ValueError as e: return [str(e)]
     named = _STEP.fullmatch(checkpoint.resolve().name)
@@ -291,12 +287,6 @@ def prune_older(run_dir:Path, days:float=7., now:float|None=None)->list[Path]: #
     then = (now or time.time())-86400*days
     return _delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
                                 for p in checkpoints(folder) if written(p)<then])
-
-# %% ../../nbs/01_core.run_dir.ipynb #904efc07
-def delete_abandoned(run_dir:Path)->list[Path]: # the directories that were deleted
-    "Deletes what was set aside."
-    for p in (old := abandoned(run_dir)): remove(p)
-    return old
 
 # %% ../../nbs/01_core.run_dir.ipynb #04a11c03
 def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: nobody can lock it

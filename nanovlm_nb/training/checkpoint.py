@@ -6,7 +6,7 @@
 __all__ = ['HOOKS', 'load_optimizer', 'check_checkpoint', 'snapshot', 'Saver', 'export_pth']
 
 # %% ../../nbs/43_training.checkpoint.ipynb #232cc379
-import errno,json,warnings
+import json,warnings
 from collections.abc import Callable
 from concurrent.futures import Future,ThreadPoolExecutor
 from dataclasses import replace
@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor,nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader,HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..core.dist import Dist,on_master,rng_state
+from ..core.dist import Dist,on_all,on_master,rng_state
 from ..core.run_dir import TMP,file_digests,fsync,remove,share_files,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import write_pointer
@@ -130,20 +129,6 @@ def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
     own = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
     return file_digests(tmp, [name for name in own if (tmp/name).is_file()])
 
-# %% ../../nbs/43_training.checkpoint.ipynb #c45e8f62
-def _on_all(dist:Dist, place:Path, action:Callable, # what is written, for the message; without arguments
-)->list: # what it returned, by rank
-    "Does something on every rank; if it fails on one, it fails on all."
-    result = failed = error = None
-    try: result = action()
-    except (OSError, RuntimeError, ValueError, SafetensorError) as e:
-        failed,error = e,(getattr(e, 'errno', None) or errno.EIO, f'{type(e).__name__}: {e}')
-    results,errors = zip(*dist.gather((result, error)))
-    if failed is not None: raise failed
-    for rank,(number,text) in ((r, e) for r,e in enumerate(errors) if e):
-        raise OSError(number, f'rank {rank} could not write its part of {place}: {text}', str(place))
-    return [*results]
-
 # %% ../../nbs/43_training.checkpoint.ipynb #3f8d7c60
 def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on every rank, see `Saver.save`
     "Writes a checkpoint that is complete or absent."
@@ -159,8 +144,7 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         then(final)
     try:
         on_master(dist, lambda: (remove(tmp), tmp.mkdir(parents=True)))
-        write = lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist)
-        digests = _on_all(dist, tmp, write)
+        digests = on_all(dist, lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
         on_master(dist, finish)
     finally:
         if dist.is_master: remove(tmp) # a part is of no use, and fills the disk
