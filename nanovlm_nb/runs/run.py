@@ -12,8 +12,6 @@ from collections.abc import Callable,Iterable,Iterator
 from pathlib import Path
 from argparse import Namespace
 from contextlib import ExitStack,contextmanager,nullcontext
-from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from ..core.usage import require,user_path
 from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,save_yaml,set_env,updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads
 from ..core.logs import RunLog
-from ..core.advice import loader_workers,projector_advice,save_notes
+from ..core.advice import lint,loader_workers
 from ..model.vision import ViT
 from ..data.images import image_processor_of
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
@@ -37,13 +35,8 @@ from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt,keep_base
 from .start import OWN_PARTS,go_back,is_pth,plan_resume,resolve_start
-from .start import weights_of_start,HUB_ERRORS,SAME_SCRIPT,OpenRun,exit_code,go_on,left_line
+from .start import weights_of_start,HUB_ERRORS,SAME_SCRIPT,OpenRun,exit_code,go_on
 from .start import publish,report_run,set_status,where_to_publish,write_record
-
-# %% ../../nbs/56_runs.run.ipynb #abc4841c
-def _tile_key(tile:Tensor)->str: # (3, S, S) bytes or floats; 40 hexadecimal digits
-    "SHA-1 of a tile's pixels and their type."
-    return hashlib.sha1(str(tile.dtype).encode()+tile.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 # %% ../../nbs/56_runs.run.ipynb #467b3d30
 class FeatureCache:
@@ -52,30 +45,28 @@ class FeatureCache:
         self.folder,self.see,self.dtype = Path(folder),see,dtype
         self.hits = self.misses = 0
 
-    def path(self, key:str)->Path: # from `_tile_key`; in one of 256 directories
-        "Returns where the features of a tile are."
+    def path(self, tile:Tensor)->Path: # (3, S, S) bytes or floats; in one of 256 directories
+        "Returns where the features of a tile are: its name is a digest of the pixels and their type."
+        key = hashlib.sha1(str(tile.dtype).encode()+tile.cpu().contiguous().numpy().tobytes()).hexdigest()
         return self.folder/key[:2]/f'{key}.safetensors'
 
     def __call__(self, tiles:Tensor)->Tensor: # (N, 3, S, S), best on the CPU; (N, P, D), there
         "Returns features of tiles, computed where they are not known."
-        keys = [_tile_key(t) for t in tiles]
-        places = {k:self.path(k) for k in keys}
-        known = {k:load_file(p)['features'] for k,p in places.items() if p.is_file()}
-        new = {k:t for k,t in zip(keys, tiles) if k not in known}
-        self.hits,self.misses = self.hits+len(known),self.misses+len(new)
+        paths = [self.path(t) for t in tiles]
+        new = {p:t for p,t in zip(paths, tiles) if not p.is_file()}
+        self.hits,self.misses = self.hits+len({*paths})-len(new),self.misses+len(new)
         made = self.see(torch.stack([*new.values()])).to(self.dtype).cpu() if new else ()
-        for key,features in zip(new, made):
-            places[key].parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(places[key], save(dict(features=features.contiguous())), str(os.getpid()))
-        return torch.stack([(known | dict(zip(new, made)))[k] for k in keys])
+        for path,features in zip(new, made):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, save(dict(features=features.contiguous())), str(os.getpid()))
+        return torch.stack([load_file(p)['features'] for p in paths])
 
 # %% ../../nbs/56_runs.run.ipynb #4ce4c040
 def _keep_features(model:VLMNet, folder:str|Path, dtype:torch.dtype=torch.float32)->FeatureCache:
     """Lets a model with a frozen tower compute the features of each tile once; returns its `features`.
     They lie below `folder`, in the precision of the matrix products."""
-    if trains(model.vision_encoder):
-        raise ValueError("the vision tower trains, so its features change with every update: "
-                         "set lr_vision_backbone to 0, or cache_features to False")
+    require(not trains(model.vision_encoder), 'the vision tower trains, so its features change with every '
+        'update: set lr_vision_backbone to 0, or cache_features to False')
     cfg = model.cfg
     how = dict(normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std], dtype=torch.float64))
     name = f"{weights_sha(model.vision_encoder.state_dict() | how)[:12]}_{str(dtype).removeprefix('torch.')}"
@@ -118,10 +109,9 @@ def run_path(v:VLMConfig, c:TrainConfig, dist:Dist)->Path: # the same on all ran
 
 # %% ../../nbs/56_runs.run.ipynb #4fc7bcc9
 def _keep_config(run_dir:Path, v:VLMConfig, c:TrainConfig, own:list[str], config:str|None=None)->None:
-    "Write the settings of this start, the user's own file as it is, names of own parts, and the page."
-    given = Path(config).read_bytes() if config else None # it may be the file that is replaced
+    "Write the user's own file as it is, the settings of this start, names of own parts, and the page."
+    if config: write_atomic(run_dir/'given.yaml', Path(config).read_bytes()) # it may be replaced now
     save_yaml(run_dir/CONFIG, v, c)
-    if given is not None: write_atomic(run_dir/'given.yaml', given)
     if own: write_atomic(run_dir/OWN_PARTS, '\n'.join(own)+'\n')
     write_record(run_dir, v, c)
 
@@ -149,22 +139,20 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     "Names of those without which the run would learn something else: hooks only watch."
-    own = [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
-    rows = 'rows' in getattr(parts.get('loaders'), 'keywords', {}) # all that is not the library's
-    return ['rows' if rows and n=='loaders' else n for n in own]
+    return [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
 
 # %% ../../nbs/56_runs.run.ipynb #20865497
 def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; all call
-)->tuple[Path,VLMConfig,TrainConfig,str|None,list[str]]: # directory, both configs, repository, log lines
-    "Find what a run starts from and where the best checkpoint is published; nothing is written yet."
-    repo,line = on_master(dist, lambda: where_to_publish(vlm_cfg.hf_repo_name))
+)->tuple[Path,VLMConfig,TrainConfig,list[str]]: # directory, both configs, log lines
+    "Find what a run starts from, and whether its model can be published; nothing is written yet."
+    where_to_publish(vlm_cfg.hf_repo_name)
     v,c,lines = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
     require(not c.lora_rank or c.resume or weights_of_start(v, c), f'lora_rank {c.lora_rank}: adapters stand '
         'beside the weights of a checkpoint that is trained already; '
         'give --load_from CHECKPOINT (a directory, a run, or a hub id)')
-    widths = (v.vit_hidden_dim,v.vit_inter_dim),(v.lm_hidden_dim,v.lm_inter_dim)
-    set_threads(dist, loader_workers(c, cores_of_rank()), max(map(prod, widths)))
-    with user_path(): return run_path(v, c, dist),v,c,repo,[*lines, *[line]*bool(line)]
+    largest = max(v.vit_hidden_dim*v.vit_inter_dim, v.lm_hidden_dim*v.lm_inter_dim)
+    set_threads(dist, loader_workers(c, cores_of_rank()), largest)
+    with user_path(): return run_path(v, c, dist),v,c,lines
 
 # %% ../../nbs/56_runs.run.ipynb #56000008
 def _open_log(run_dir:Path, dist:Dist, v:VLMConfig, c:TrainConfig)->RunLog:
@@ -205,15 +193,15 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
     if dist.is_master: hook.evals = Evaluations(trainer.log.run_dir, c, hook.tasks)
 
 # %% ../../nbs/56_runs.run.ipynb #56000009
-_SMALL_M = 10. # millions of parameters; checkpoints of smaller models need no advice
+_SMALL_M = 10. # millions of parameters; a smaller model is there to try something, and needs no advice
 
 def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own parts
     "What the log begins with."
     c,dist,size = trainer.cfg,trainer.dist,sum(p.numel() for p in trainer.base.parameters())/1e6
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
-        *[f"the script's own: {', '.join(own)}"]*bool(own), *projector_advice(c, dist.world_size),
-        *(save_notes(c) if size>_SMALL_M else [])]
+        *[f"the script's own: {', '.join(own)}"]*bool(own),
+        *(lint(c, ranks=dist.world_size) if size>_SMALL_M else [])]
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
@@ -236,13 +224,13 @@ def _start(run:OpenRun, lines:list[str], config:str|None=None, parts:dict[str,An
     """Decide where the run begins, put its parts together, and restore the checkpoint; every rank calls.
     `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
-    how = [] if run.make_command is go_on else [f'go on with: {run.make_command(run.run_dir, c, dist)}']
-    look = partial(plan_resume, run.run_dir, v, c, dist.world_size, own, *how)
-    checkpoint,resumed = on_master(dist, look)
+    how = f'go on with: {run.make_command(run.run_dir, c, dist)}'
+    plan = lambda: plan_resume(run.run_dir, v, c, dist.world_size, own, how)
+    checkpoint,resumed = on_master(dist, plan)
     t = build_trainer(v, c, log, dist, checkpoint, parts)
     for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
     _use_evals(t)
-    then = partial(_begin, run, t, checkpoint)
+    then = lambda: _begin(run, t, checkpoint)
     resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()
     updates = f'; {total:,} updates' if (total := length(t)) else ''
     log.info(size_line(t.loader.source, t.held_out.source)+updates)
@@ -250,18 +238,17 @@ def _start(run:OpenRun, lines:list[str], config:str|None=None, parts:dict[str,An
     return t
 
 # %% ../../nbs/56_runs.run.ipynb #56000020
-def _sum_up(run:OpenRun, repo:str|None, model:Callable|None)->str: # has trained; a status
+def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
     "Tell what came of a run, and publish its best checkpoint; 'interrupted' if a signal has ended it."
     t,dist,log,f = run.trainer,run.dist,run.log,run.trainer.base.features
     if f: log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
-    if t.stop:
-        log.info(left_line(run))
-        return 'interrupted'
+    if t.stop: return 'interrupted'
     drops = find(t, LeftOut).gather()
     find(t, Meters).report(t) # reads the clocks of all ranks
     if dist.is_master: report_run(t, drops, model)
     dist.barrier()
     find(t, Evaluate).wait(t)
+    repo = where_to_publish(run.vlm_cfg.hf_repo_name)
     if not (repo and dist.is_master): return 'done'
     try: publish(run.run_dir, repo)
     except HUB_ERRORS as e: log.info(f'not published as {repo}: {type(e).__name__}: {e}. Later: from '
@@ -295,7 +282,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     set_env()
     here = nullcontext((dist, stop or threading.Event())) if dist else process_group(train_cfg.timeout_s)
     with here as (dist,stop):
-        run_dir,v,c,repo,lines = plan_run(vlm_cfg, train_cfg, dist)
+        run_dir,v,c,lines = plan_run(vlm_cfg, train_cfg, dist)
         again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
         with ExitStack() as stack:
             on_master(dist, lambda: stack.enter_context(run_lock(run_dir))) # no other run writes there
@@ -305,7 +292,7 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
             t = r.trainer = _start(r, said+lines, getattr(asked, 'config', None), parts)
             t.asked = stop
             log.info('stopped by a signal before the first update') if stopping(t) else train(t)
-            r.status = _sum_up(r, repo, model)
+            r.status = _sum_up(r, model)
         dist.barrier() # the status is written
     return run_dir
 

@@ -19,12 +19,11 @@ from contextlib import nullcontext,suppress
 from copy import copy
 
 import torch
-from huggingface_hub.errors import HFValidationError,HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..core.config import BESIDE_WEIGHTS,CAREFUL,FINE,OF_RUN,REFUSED,TrainConfig,VLMConfig
-from ..core.config import check_configs,evolve,resume_rule,change,code_flags
-from ..core.config import length_of_run,load_yaml
+from ..core.config import check_configs,evolve,resume_rule,code_flags,length_of_run,load_yaml
 from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder
 from ..core.run_dir import find_checkpoint,is_own,last_checkpoint,left_behind,missing_pieces,read_log
 from ..core.run_dir import read_pointer,read_state,set_aside,usable_checkpoint,write_pointer
@@ -53,11 +52,11 @@ def is_pth(load_from:str|None)->bool: # it has weights to begin with, and nothin
     return str(load_from or '').endswith('.pth')
 
 # %% ../../nbs/52_runs.start.ipynb #f5eae82d
-def weights_of_start(v:VLMConfig, c:TrainConfig, say:Callable=str)->str|None: # takes a line: which, and why
+def weights_of_start(v:VLMConfig, c:TrainConfig)->str|None:
     """The checkpoint whose weights a new run takes; of a run, its best.
     None: it begins with backbones, a `.pth` file or random numbers, or it resumes."""
-    if c.resume_from_vlm_checkpoint: return find_checkpoint(v.vlm_checkpoint_path, say)
-    return None if c.resume or not c.load_from or is_pth(c.load_from) else find_checkpoint(c.load_from, say)
+    if c.resume_from_vlm_checkpoint: return find_checkpoint(v.vlm_checkpoint_path)
+    return None if c.resume or not c.load_from or is_pth(c.load_from) else find_checkpoint(c.load_from)
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10008
 def _with_sizes(v:VLMConfig, c:TrainConfig, weights:str|None)->VLMConfig: # from `weights_of_start`
@@ -90,8 +89,7 @@ def origin_of(v:VLMConfig, c:TrainConfig)->str:
 def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1)->tuple[VLMConfig,TrainConfig,list[str]]:
     """Make of what was given what will run: the model, the run, and lines for the log about what is not as
     it was given. A UsageError where it does not fit together."""
-    lines,chosen = list[str](),list[str]()
-    weights = weights_of_start(v, c, chosen.append)
+    lines,weights = list[str](),weights_of_start(v, c)
     sized = _with_sizes(v, c, weights)
     moved = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
     if moved: lines.append(f"from the files that the run begins with: {', '.join(moved)}")
@@ -101,17 +99,16 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1)->tuple[VLMConfig
     check_configs(sized, c)
     if c.resume_from_vlm_checkpoint: sized = evolve(sized, vlm_checkpoint_path=weights)
     elif weights: c = evolve(c, load_from=weights)
-    elif is_pth(c.load_from) and not c.resume: c = evolve(c, load_from=str(pth_path(str(c.load_from), sized)))
-    return sized,c,lines+chosen
+    elif is_pth(c.load_from): c = evolve(c, load_from=str(pth_path(str(c.load_from), sized)))
+    return sized,c,lines
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10011
 def foresee_start(v:VLMConfig, c:TrainConfig, world_size:int=1)->tuple[VLMConfig,TrainConfig,list[str]]:
     "As `resolve_start`; where the backbones cannot be read, sizes are as they were given."
     try: return resolve_start(v, c, world_size)
     except FileNotFoundError as e:
-        if weights_of_start(v, c) or not v.vlm_load_backbone_weights: raise
         note = f'sizes are those that were given, for the backbones cannot be read here: {e}'
-        _,c,lines = resolve_start(evolve(v, vlm_load_backbone_weights=False), c, world_size)
+        _,c,lines = resolve_start(evolve(v, vlm_load_backbone_weights=False), c, world_size) # or raises again
         return v,c,[note, *lines]
 
 # %% ../../nbs/52_runs.start.ipynb #49297080
@@ -151,9 +148,8 @@ def find_resume(run_dir:Path, c:TrainConfig, how:str='--resume True to go on')->
         'one there again, or begin anew: under another --run_name, or here with --resume False, which sets '
         'aside what there is')
     if c.resume: return None,f'Nothing to resume in {run_dir}: the run begins at update 0.'
-    if not load_from: return None,'A new run (resume is False).'
-    weights = Path(find_checkpoint(load_from)).resolve()
-    return None,f'Weights from {weights}; optimizer and data begin anew (resume is False).'
+    weights = f' with the weights of {load_from}' if load_from else ''
+    return None,f'A new run{weights} (resume is False).'
 
 # %% ../../nbs/52_runs.start.ipynb #53000003
 _RECORDS = {'.jsonl','.json','.log','.md','.png','.yaml'} # files of a run that tell what was
@@ -177,23 +173,9 @@ def go_back(run_dir:Path, checkpoint:Path|None)->Path|None: # one of its checkpo
     if folder.is_dir() and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(folder/WANDB_ID)
     return set_aside(run_dir, checkpoint)
 
-# %% ../../nbs/52_runs.start.ipynb #8126d4d6
-def _aside_lines(run_dir:Path, checkpoint:Path|None)->list[str]: # from which it will resume, None: it begins
-    "A line about what going on from there leaves behind, or none."
-    own = checkpoint if is_own(run_dir, checkpoint) else None
-    if not (newer := left_behind(run_dir, own)): return []
-    why = f'not on the way from {own.name}' if own else 'damaged or not complete'
-    names = ', '.join(p.name for p in newer)
-    return [f'{names}: {why}, set aside in {abandoned_folder(run_dir)} with the log of that time']
-
-# %% ../../nbs/52_runs.start.ipynb #faacf8be
+# %% ../../nbs/52_runs.start.ipynb #2dd0caa4
 _UNKNOWN = REFUSED,'no rule says whether it may change'
 
-def _changed(name, was, now, level, why):
-    "What differs, as its level and a line."
-    return level,f"{name}: {was!r} -> {now!r} ({level}{': '*bool(why)}{why})"
-
-# %% ../../nbs/52_runs.start.ipynb #2dd0caa4
 def differences(saved:dict[str,dict], v:VLMConfig, c:TrainConfig)->list[tuple[str,str]]:
     """Level and line of each setting that has changed since a checkpoint was made, refused ones first.
     `saved` are its fields, of 'vlm' and 'train'; packs per update are `split_difference`'s."""
@@ -203,27 +185,26 @@ def differences(saved:dict[str,dict], v:VLMConfig, c:TrainConfig)->list[tuple[st
     for cfg,before in ((v,saved['vlm']), (c,saved['train'])):
         found += [(n, before[n], value, *(resume_rule(n, type(cfg)) or _UNKNOWN))
             for n,value in asdict(cfg).items() if n in before]
-    levels = [REFUSED, CAREFUL, FINE]
-    changed = (d for d in found if d[1]!=d[2])
-    return sorted((_changed(*d) for d in changed), key=lambda d: levels.index(d[0]))
+    changed = [(level, f"{n}: {was!r} -> {now!r} ({level}{': '*bool(why)}{why})")
+        for n,was,now,level,why in found if was!=now]
+    return sorted(changed, key=lambda d: [REFUSED, CAREFUL, FINE].index(d[0]))
 
 # %% ../../nbs/52_runs.start.ipynb #f1cd2db4
-def splits(packs:int, ranks:int|None=None)->list[tuple[int,int,int]]: # of an update; None: any number
+def splits(packs:int, ranks:int)->list[tuple[int,int,int]]: # of an update
     "Every way to split an update: (batch_size, gradient_accumulation_steps, ranks)."
-    return [(b, packs//w//b, w) for w in ([ranks] if ranks else range(1, packs+1)) if packs%w==0
-        for b in range(1, packs//w+1) if packs//w%b==0]
+    return [(b, packs//ranks//b, ranks) for b in range(1, packs//ranks+1) if packs%(ranks*b)==0]
 
 # %% ../../nbs/52_runs.start.ipynb #92221808
 def split_difference(was:int, now:tuple[int,int,int], so_far:str='')->tuple[str,str]|None: # a sentence
     """What follows from another number of packs in an update than `was`; None: it is the same.
     `now` is batch size, accumulation and ranks."""
     packs,ranks = math.prod(now),now[2]
+    if was==packs: return None
     keep = ', '.join(f'{b} x {a}' for b,a,_ in splits(was, ranks)) or f'none with {ranks} ranks'
-    why = (f'{was/packs:.2f} times as many updates per epoch; to keep it, batch_size x '
+    return REFUSED,('packs per update: {} -> {} x {} x {} = {}'.format(was, *now, packs)+
+        f' (refused: {was/packs:.2f} times as many updates per epoch; to keep it, batch_size x '
         f'gradient_accumulation_steps on {ranks} rank{"s"*(ranks>1)} must be one of: {keep}. '
-        f'With force_resume the rest of the epoch is left out, the next begins with {packs} lanes')
-    now_said = '{} x {} x {} = {}'.format(*now, packs)
-    return None if was==packs else _changed('packs per update', was, now_said, REFUSED, why+so_far)
+        f'With force_resume the rest of the epoch is left out, the next begins with {packs} lanes{so_far})')
 
 # %% ../../nbs/52_runs.start.ipynb #123512c2
 def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_steps` of a schedule
@@ -275,25 +256,19 @@ def check_own_parts(place:Path, own:list[str])->None:
     require({*was}<={*own}, f'{place} was made with {" and ".join(was)} of its own, and this start gives '
         f'{" and ".join(own) or "none"}: {how}')
 
-# %% ../../nbs/52_runs.start.ipynb #f72b3cc5
-def _log_of(run_dir): return read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
-
 # %% ../../nbs/52_runs.start.ipynb #db66a507
-def _rate_lines(run_dir:Path, state:dict, c:TrainConfig)->list[tuple[bool,str]]:
-    """Whether the next learning rate is within a factor of two of what the earlier settings give, and a line;
+def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]]: # of a checkpoint
+    """Whether the next learning rate is within a factor of two of the last one, and a line;
     empty if the log does not say."""
-    was,(step,most) = state['configs']['train'],_place_of(state, asdict(c))
+    step,most = _place_of(state, asdict(c))
     if step>=most: return [(True, f"no update is left: the run ends at {state['step']}")]
     name,whose,peak = ('lr_lora','adapters','lr_lora') if c.lora_rank else ('lr_MP','projector','lr_mp')
-    last = [r[name] for r in _log_of(run_dir) if r['step']<=state['step'] and name in r]
+    last = [r[name] for r in log if r['step']<=state['step'] and name in r]
     if not last: return []
     schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
-    after,before = schedule(step, getattr(c, peak), most),last[-1]
-    if was['lr_schedule']==c.lr_schedule: # a name of code in a file is not imported
-        step,most = _place_of(state, was)
-        before = schedule(step, was[peak], most)
-    line = f'learning rate of the {whose}: {last[-1]:.3g} in the last update, {after:.3g} in the next'
-    return [(.5<=after/before<=2 if before else not after, line)]
+    before,after = last[-1],schedule(step, getattr(c, peak), most)
+    line = f'learning rate of the {whose}: {before:.3g} in the last update, {after:.3g} in the next'
+    return [(after<=2*before and before<=2*after, line)]
 
 # %% ../../nbs/52_runs.start.ipynb #53000004
 def plan_resume(run_dir:Path, v:VLMConfig, c:TrainConfig, world_size:int=1,
@@ -301,14 +276,17 @@ def plan_resume(run_dir:Path, v:VLMConfig, c:TrainConfig, world_size:int=1,
     """Decide where a run begins, and compare the settings: the checkpoint to resume from, or None, and lines
     with whether each is in order. `own` names the parts of a script, for `how` see `find_resume`."""
     path,line = find_resume(run_dir, c, how)
-    said = _aside_lines(run_dir, path)
-    if path is None: return None,[(not c.resume, line), *((True, l) for l in said)]
+    found = [(bool(path) or not c.resume, line)]
+    if newer := left_behind(run_dir, path if is_own(run_dir, path) else None):
+        names,folder = ', '.join(p.name for p in newer),abandoned_folder(run_dir)
+        found.append((True, f'{names}: set aside in {folder} with the log of that time'))
+    if path is None: return None,found
     check_own_parts(path.parent, own)
-    state = read_state(path)
+    state,log = read_state(path),read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
     changed = _check_resume(state, v, c, world_size)
-    done = max((r['step'] for r in _log_of(run_dir)), default=0)-state['step']
-    said += [f'{done} updates of the log are made again']*(done>0)+changed
-    return path,[(True, line), *((True, l) for l in said), *_rate_lines(run_dir, state, c)]
+    again = max((r['step'] for r in log), default=0)-state['step']
+    if again>0: found.append((True, f'{again} updates of the log are made again'))
+    return path,[*found, *((True, l) for l in changed), *_rate_lines(state, c, log)]
 
 # %% ../../nbs/52_runs.start.ipynb #c916672a
 _OWN = {'run_name','notes','resume','load_from'} # different in every run
@@ -368,16 +346,13 @@ def training_card(run_dir:str|Path)->str: # Markdown: training, results, limits,
 # what `publish` may raise; the last is that of the client's HTTP library, without connection
 HUB_ERRORS = (OSError, ValueError, HfHubHTTPError.__bases__[0])
 
-def where_to_publish(name:str|None)->tuple[str|None,str]: # owner/name, None: nowhere; a line for the log
-    "Find out before a run where its model is to go; a UsageError says what is wrong with `hf_repo_name`."
-    if not name: return None,''
-    if name==VLMConfig.hf_repo_name:
-        return None,f'nothing will be published: hf_repo_name is {name}, without an owner'
+def where_to_publish(name:str|None)->str|None: # `hf_repo_name`; owner/name, None: nowhere
+    "Find out before a run where its model is to go; a UsageError says what is wrong with the name."
+    if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
-    except HFValidationError as e:
-        raise UsageError(f'hf_repo_name {name!r} is not a name on the hub: give owner/name. {e}') from e
-    return name,f'the best model will be published as {name}'
+    except ValueError as e: raise UsageError(f'hf_repo_name is not owner/name: {e}') from e
+    return name
 
 # %% ../../nbs/52_runs.start.ipynb #43c40d6f
 def publish(run_dir:str|Path, repo_id:str, api:Any=None)->None: # of a run; owner/name; an `HfApi`
@@ -425,7 +400,6 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
 def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
     total,parts = sum(seconds.values()),sorted(seconds.items(), key=lambda o: -o[1])
-    if not total: return 'no time has passed'
     return ', '.join(f'{k} {100*v/total:.0f} %' for k,v in parts if v/total>=.005)+f', {total:.0f} s in all'
 
 # %% ../../nbs/52_runs.start.ipynb #02c964f4
@@ -473,12 +447,11 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     _report_drops(drops, log, t.step)
     plot_curves(read_log(run_dir/LOG), run_dir/'curves.png')
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores))
-    pictures = [str(p) for p in (run_dir/'samples.png', run_dir/'curves.png') if p.is_file()]
     question = next((r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?')
     ask = f'ask it: nanovlm ask {shlex.quote(str(run_dir))} --image PICTURE --prompt {shlex.quote(question)}'
     for line in (f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
-        f'best checkpoint: {find_checkpoint(run_dir)}', f'pictures: {", ".join(pictures)}',
-        *[ask]*(make is None)): log.info(line)
+        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}', *[ask]*(make is None)):
+        log.info(line)
 
 # %% ../../nbs/52_runs.start.ipynb #e0d1000a
 SAME_SCRIPT = 'the same script again, with resume=True'
@@ -543,9 +516,8 @@ def _out_of_memory(error:BaseException|None)->bool: # as it arrived
 def _no_memory(run:OpenRun, error:BaseException|None)->str: # as it arrived
     "What happened, what is left, what helps."
     v,c,ranks,kind = run.vlm_cfg,run.cfg,run.dist.world_size,run.dist.device.type
-    saved = dict(vlm=v.to_dict(), train=c.to_dict())
     def keeps(changes): # the checkpoints of the run
-        return all(level!=REFUSED for level,_ in differences(saved, *change(v, c, changes)))
+        return all((resume_rule(n, type(v)) or _UNKNOWN)[0]!=REFUSED for n in changes)
     lines = advice({}, c, v, oom=True, keeps=keeps, ranks=ranks, device=kind)
     first = next((r.changes for r in memory_remedies(v, c, ranks, kind) if keeps(r.changes)), {})
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -577,7 +549,8 @@ def _end(run:OpenRun, error:BaseException|None)->None: # what leaves its block
     "Says in log and status how a run ends, a known cause in one sentence."
     why = _reason_of(run, error)
     last = RunFailed(why) if why else error
-    if last is error and isinstance(error, Exception) and run.trainer: run.log.info(left_line(run))
+    killed = why or isinstance(error, KeyboardInterrupt) # it says so itself, or is in a hurry
+    if run.trainer and run.status!='done' and not killed: run.log.info(left_line(run))
     if run.log.opened or not isinstance(last, UsageError): # a start that is refused changes nothing
         with suppress(OSError) if run.status=='failed' else nullcontext():
             set_status(run.run_dir, run.status, run.dist)
