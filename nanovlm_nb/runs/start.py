@@ -351,7 +351,7 @@ def where_to_publish(name:str|None)->str|None: # `hf_repo_name`; owner/name, Non
     if name in (None, '', VLMConfig.hf_repo_name): return None
     require('/' in name, f'hf_repo_name {name} has no owner: give owner/{name}')
     try: validate_repo_id(name)
-    except ValueError as e: raise UsageError(f'hf_repo_name is not owner/name: {e}') from e
+    except ValueError as e: raise UsageError(f'hf_repo_name is not allowed, give owner/name: {e}') from e
     return name
 
 # %% ../../nbs/52_runs.start.ipynb #43c40d6f
