@@ -92,56 +92,42 @@ def load_full_weights(model:nn.Module, weights:dict[str,Tensor])->None: # whole 
 # %% ../../nbs/42_training.shard.ipynb #589efaae
 def _on_cpu(t): return t.detach().to('cpu', copy=True)
 
-# %% ../../nbs/42_training.shard.ipynb #2e07595a
-def _options(group): return {k:v for k,v in group.items() if k not in ('params','fused','foreach')}
-
 # %% ../../nbs/42_training.shard.ipynb #590069cc
 class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
     def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
-        copies = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
-        self.worker = torch.optim.AdamW(copies, fused=True)
-        self.register_load_state_dict_post_hook(OffloadedAdamW._take_down)
-
-    def _groups(self): return zip(self.param_groups, self.worker.param_groups)
-
-    def _pairs(self):
-        "Each parameter with its copy."
-        return [pair for ours,its in self._groups() for pair in zip(ours['params'], its['params'])]
 
     @torch.no_grad()
     def step(self, closure=None): # is not called: the gradients are there
-        "Takes weights and gradients down, updates, takes weights up."
-        for ours,its in self._groups(): its.update(_options(ours))
-        for p,c in self._pairs():
-            c.copy_(p) # as it is now
-            c.grad = None if p.grad is None else _on_cpu(p.grad)
-        self.worker.step()
-        for p,c in self._pairs():
-            if c.grad is None: continue
+        "Takes weights, gradients and state down, lets AdamW update them, takes the weights up."
+        copies:dict[Tensor,Tensor] = {}
+        groups = [{k:v for k,v in g.items() if k not in ('fused','foreach')} for g in self.param_groups]
+        for g in groups:
+            moving = {p:_on_cpu(p) for p in g['params'] if p.grad is not None}
+            copies |= moving
+            g['params'] = [*moving.values()]
+        worker = torch.optim.AdamW(groups, fused=True)
+        for p,c in copies.items():
+            c.grad = _on_cpu(p.grad)
+            worker.state[c] = {k:v.cpu() for k,v in self.state[p].items()} # loaded state is beside `p`
+        worker.step()
+        for p,c in copies.items():
             p.copy_(c)
-            self.state[p] = self.worker.state[c]
-        self.worker.zero_grad()
-
-    def _take_down(self): # the state that PyTorch has put beside the parameters
-        for p,c in self._pairs():
-            if p in self.state: self.state[p] = {k:_on_cpu(v) for k,v in self.state[p].items()}
-            if p in self.state: self.worker.state[c] = self.state[p]
+            self.state[p] = worker.state[c]
 
 # %% ../../nbs/42_training.shard.ipynb #93699ff3
 def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameters that had none
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
-    params = [p for g in groups for p in g['params']]
-    new,grads = [p for p in params if p not in optimizer.state],[p.grad for p in params]
+    grads = {p:p.grad for g in groups for p in g['params']}
+    new = [p for p in grads if p not in optimizer.state]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
-    for p in params: p.grad = None
-    for p in new: p.grad = torch.zeros_like(p)
+    for p in grads: p.grad = None if p in optimizer.state else torch.zeros_like(p)
     for g,saved in zip(groups, options): g.update(dict.fromkeys(saved, 0.))
     if new: optimizer.step()
     for g,saved in zip(groups, options): g.update(saved)
-    for p,grad in zip(params, grads): p.grad = grad
+    for p,grad in grads.items(): p.grad = grad
     for state in (optimizer.state.get(p, {}) for p in new):
         if 'step' in state: state['step'] = state['step']*0
     return new
