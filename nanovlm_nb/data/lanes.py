@@ -218,7 +218,7 @@ class _letting_go(AbstractContextManager):
     def __exit__(self, kind, e, tb): clear_frames(tb)
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97752
-PLANNED = 20_000 # rows of an epoch that are all planned before a run, to count its updates
+PLANNED = 20_000 # rows of an epoch that are all planned before a run, to know its updates
 PROBED = 1_024 # rows that the estimate for more of them is made from
 
 # %% ../../nbs/16_data.lanes.ipynb #a62e7b54
@@ -233,7 +233,6 @@ def _count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[
 # %% ../../nbs/16_data.lanes.ipynb #29c97754
 class Loader:
     "This rank's micro-batches of an epoch; a loader of your own overrides what it knows better."
-    n:int|None = None # packs of an update, over all ranks; None: updates cannot be counted beforehand
     source:Any = None # where rows come from; None: nothing is known about them
     idle:Callable[[],Batch]|None = None # makes a micro-batch without effect; None: there is no padding
 
@@ -254,14 +253,11 @@ class Loader:
         "Go on there; a ValueError if other batches would follow."
         raise UsageError('a plain list of batches has no position to go on from: give a loader with a state')
 
-    def updates_left(self, epochs:int)->tuple[int|None,bool]:
-        "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
-        return None,False
+    def epoch_updates(self)->int|None: "Updates of an epoch, about; None: unknown. All ranks must call."
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97764
 class PackLoader(Loader):
     "This rank's micro-batches of an epoch; its position is a small dictionary."
-    n:int # packs of an update, over all ranks
 
     def __init__(self, samples:VQADataset, source, rules:PackRules, # plans, decodes and counts drops; rows
         batch_size:int=1, accumulation:int=1, dist:Dist=Dist(), # packs of a micro-batch; these of an update
@@ -272,7 +268,7 @@ class PackLoader(Loader):
         self.kept:int|None = None # packs that are planned
         self.image_token_id = samples.tokenizer.image_token_id
         numbers = _lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
-        self.n = len(numbers)*dist.world_size
+        self.n = len(numbers)*dist.world_size # packs of an update, over all ranks
         require(num_workers<=len(numbers), f'num_workers {num_workers} > {len(numbers)} lanes of a rank '
             '(batch_size x gradient_accumulation_steps): '
             'lower num_workers, a worker without a lane has nothing to do')
@@ -313,17 +309,14 @@ class PackLoader(Loader):
         packs = [pack([], self.rules.length, self.rules.pad_id)]*self.batch_size
         return collate_packs(packs, self.image_token_id, self.pin_memory)
 
-    def updates_left(self, epochs:int)->tuple[int|None,bool]:
-        "Updates to the end of the last epoch, None: unknown; whether they were counted. All ranks must call."
-        rows,left = self.source.epoch_rows(),range(self.epoch, epochs)
-        if rows is None or not left: return (None, False) if left else (0, True)
+    def epoch_updates(self)->int|None:
+        "Updates of an epoch, about; None: unknown. All ranks must call."
+        if (rows := self.source.epoch_rows()) is None: return None
         most = inf if rows<=PLANNED else PROBED/self.n
         found = [_count_packs(lane, LaneState(self.epoch), most) for lane in self.lanes]
-        everywhere,made = zip(*self.dist.gather((found, max(s.before+s.emitted for s in self.states))))
-        packs,read = zip(*chain(*everywhere))
-        if not sum(packs): return None,False
-        whole = max(packs) if most==inf else ceil(rows*sum(packs)/sum(read)/self.n)
-        return max(whole*len(left)-max(made), 1),most==inf and len(left)==1
+        packs,read = zip(*chain(*self.dist.gather(found)))
+        if not sum(packs): return None
+        return max(packs) if most==inf else ceil(rows*sum(packs)/sum(read)/self.n)
 
     def state_dict(self)->dict: # JSON-able; this rank's lanes
         "The positions of the lanes, and what they depend on."

@@ -27,7 +27,7 @@ from ..core.config import check_configs,evolve,resume_rule,code_flags,length_of_
 from ..core.run_dir import MANIFEST,BEST,CLASSIFY,LOG,WANDB_ID,abandoned_folder
 from ..core.run_dir import find_checkpoint,is_own,last_checkpoint,left_behind,missing_pieces,read_log
 from ..core.run_dir import read_pointer,read_state,set_aside,usable_checkpoint,write_pointer
-from ..core.run_dir import write_atomic,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS
+from ..core.run_dir import write_atomic,step_of,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS
 from ..core.usage import MissingFile,require,UsageError
 from ..model.weights import checkpoint_config,find_tokenizer,language_config,pth_path
 from ..model.weights import resolve_checkpoint,tower_fields,checkpoint_weights,load_weights
@@ -212,9 +212,9 @@ def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_ste
     `state` is a checkpoint's, `train` has the fields of the `TrainConfig` of the run to come."""
     most,samples,step = train.get('max_training_samples'),state.get('samples', 0),state['step']
     if most is not None: return in_samples(samples, samples/max(step, 1), most)
-    length,epochs,known = train['max_training_steps'],train.get('max_epochs'),state.get('planned_for')
-    if epochs and known and state.get('planned') is not None: # of a stream it is not known at first
-        length = min(length, round(state['planned']*epochs/known[0]))
+    length,epochs,planned = train['max_training_steps'],train.get('max_epochs'),state.get('planned')
+    if epochs and planned is not None: # of a stream it is not known at first
+        length = min(length, round(planned*epochs/state['configs']['train']['max_epochs']))
     return step,length
 
 # %% ../../nbs/52_runs.start.ipynb #29f3aff5
@@ -419,7 +419,7 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
     t,name = trainer,'val_loss' if find(trainer, Validate).by is None else 'judged'
     best = 'no validation'
     if t.best_step is not None: best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
-    since = f' since update {t.start[0]}, of the last start' if t.start[0] else ''
+    since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
     asked = ['{}: {} of {} questions right'.format(n, *by_kind['all']) for n,by_kind in scores.items()]
     return [f'{t.step} updates, {t.samples} samples, {t.targets} target tokens', best,
         f'time{since}: {_time_split(find(t, Meters).seconds)}',

@@ -179,7 +179,7 @@ class Meters(Hook):
 
     def end(self, trainer:Trainer)->None:
         "Logs the epoch in which the run has reached its length."
-        if trainer.last=='length' and not trainer.stop: self.end_epoch(trainer)
+        if trainer.last and not trainer.stop: self.end_epoch(trainer)
 
     def state_dict(self)->dict: # JSON-able
         "Returns the sums of the epoch."

@@ -244,8 +244,12 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc
-def _agreed(own:Any, reports:list[Any], idle:Callable[[],Batch]|None)->Any: # as in `gather_update`
-    "Returns the update that follows from the reports, None if there is none, or the error of a rank."
+def gather_update(batches:list[Batch]|Exception, dist:Dist, # this rank's, or why it has none; whom to ask
+    idle:Callable[[],Batch]|None=None, # makes a micro-batch without effect
+)->Update|Exception|None: # None: no rank has a micro-batch left, or, without `idle`, some rank has none
+    "Agrees with all ranks on the next update; if one of them has failed, every rank gets an error instead."
+    own:Any = batches
+    reports = dist.gather(_report(own, dist.rank))
     for failed in (e for e in reports if isinstance(e, Exception)):
         return own if isinstance(own, Exception) else failed
     counts = [len(r) for r in reports]
@@ -253,15 +257,6 @@ def _agreed(own:Any, reports:list[Any], idle:Callable[[],Batch]|None)->Any: # as
     if n<max(counts): logging.getLogger(__name__).warning(f'ranks have {counts} micro-batches: all take {n}')
     padding = [idle() for _ in range(n-len(own))] if idle else []
     return _update_of(own[:n]+padding, reports) if n else None
-
-# %% ../../nbs/41_training.optim.ipynb #45000002
-def gather_update(batches:list[Batch]|Exception, dist:Dist, # this rank's, or why it has none; whom to ask
-    idle:Callable[[],Batch]|None=None, # makes a micro-batch without effect
-)->Update|None: # None: no rank has a micro-batch left; without `idle`, some rank has none
-    "Agrees with all ranks on the next update; if one of them has failed, all raise an error."
-    update = _agreed(batches, dist.gather(_report(batches, dist.rank)), idle)
-    if isinstance(update, Exception): raise update
-    return update
 
 # %% ../../nbs/41_training.optim.ipynb #6cd3434f
 class Feed:
@@ -291,12 +286,12 @@ class Feed:
             stack.push(lambda kind, e, trace: isinstance(e, Exception) and not own.append(e))
             own.append(list(islice(self.batches, self.size)))
         read = self.clock.now()
-        with self.clock('communication'): reports = self.dist.gather(_report(own[0], self.dist.rank))
+        with self.clock('communication'): update = gather_update(own[0], self.dist, self.loader.idle)
         hidden = busy() # all that time
         if hidden:
             self.clock.move('data', 'forward_backward', read-start)
             self.clock.move('communication', 'forward_backward', self.clock.now()-read)
-        self.ahead = _agreed(own[0], reports, self.loader.idle),before,0. if hidden else read-start
+        self.ahead = update,before,0. if hidden else read-start
 
     @property
     def over(self)->bool: # the same on all ranks

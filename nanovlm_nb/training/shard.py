@@ -133,15 +133,14 @@ class OffloadedAdamW(torch.optim.AdamW):
 def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameters that had none
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
-    params = [p for g in groups for p in g['params']]
-    new,grads = [p for p in params if p not in optimizer.state],[p.grad for p in params]
+    grads = {p:p.grad for g in groups for p in g['params']}
+    new = [p for p in grads if p not in optimizer.state]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
-    for p in params: p.grad = None
-    for p in new: p.grad = torch.zeros_like(p)
+    for p in grads: p.grad = None if p in optimizer.state else torch.zeros_like(p)
     for g,saved in zip(groups, options): g.update(dict.fromkeys(saved, 0.))
     if new: optimizer.step()
     for g,saved in zip(groups, options): g.update(saved)
-    for p,grad in zip(params, grads): p.grad = grad
+    for p,grad in grads.items(): p.grad = grad
     for state in (optimizer.state.get(p, {}) for p in new):
         if 'step' in state: state['step'] = state['step']*0
     return new

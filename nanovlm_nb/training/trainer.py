@@ -12,7 +12,7 @@ import gc,json,threading
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack
 from dataclasses import asdict,dataclass,field,fields
-from itertools import islice
+from itertools import dropwhile,islice
 from math import inf,isfinite
 from pathlib import Path
 from statistics import median
@@ -55,12 +55,10 @@ class Counters:
     norms:list[float] = field(default_factory=list) # gradient norms of the last updates that were made
     best_val_loss:float = inf # lowest validation loss
     best_step:int|None = None # update at which it was reached
-    planned:int|None = None # updates that `max_epochs` will come to; None: unknown, or there is none
-    planned_for:list[int]|None = None # `max_epochs` and packs of an update that this was found for
-    counted:bool = True # False: `planned` is an estimate
     began:int = 0 # update at which the epoch began
+    epoch_size:int|None = None # updates of an epoch: the last one, or an estimate; None: unknown
     val_batch:int = 0 # packs that a batch of validation had on all ranks when the run began
-    last:str = '' # 'length' or 'data': what makes `step` the last update of the run
+    last:bool = False # `step` is the last update of the run
     compiled:bool|None = None # whether blocks are compiled; None: not decided yet
 
 # %% ../../nbs/47_training.trainer.ipynb #3e405a1d
@@ -83,13 +81,11 @@ class Trainer(Counters):
     clock:Clock # seconds by kind of work
     feed:Feed # updates of an epoch
     saver:Saver # writes checkpoints
-    start:tuple[int,int] = (0,0) # updates and samples of earlier starts
     checkpoint:Path|None = None # from which this start resumes
     owned:bool = False # whether it lies in the directory of the run
     update:Update|None = None # the one at hand; None: this start has made none
     refused:str|None = None # why it was not made
     overflow:bool = False # of float16: a lower scale may help, and no sample is at fault
-    called:list['Hook'] = field(default_factory=list) # hooks that know of it
     saved:int|None = None # the last update with a checkpoint in the directory of the run
     asked:threading.Event = field(default_factory=threading.Event) # a signal has come to this rank
     stop:str|Exception|None = None # why it ends before its length, the same on all ranks
@@ -230,12 +226,16 @@ def _is_finished(trainer:Trainer)->bool: # the same on every rank
     return bool(t.stop) or _reached(t, t.step, t.samples) or t.epoch>=(t.cfg.max_epochs or inf)
 
 # %% ../../nbs/47_training.trainer.ipynb #f5a2837d
+def _planned(trainer:Trainer)->int|None: # None: there is no `max_epochs`, or its length is unknown
+    "Returns the updates that `max_epochs` come to."
+    t,epochs = trainer,trainer.cfg.max_epochs
+    return t.began+t.epoch_size*(epochs-t.epoch) if epochs and t.epoch_size else None
+
 def length(trainer:Trainer)->int|None: # None: a run that counts samples has made no update yet
     "Returns the updates of the whole run, as far as they are known."
-    t,(step,samples) = trainer,trainer.start
-    size = (t.samples-samples)/(t.step-step) if t.step>step else None
-    most = updates_of_run(t.cfg, size, t.step, t.samples)
-    known = [n for n in (t.planned, most) if n is not None]
+    t = trainer
+    most = updates_of_run(t.cfg, t.samples/t.step if t.step else None, t.step, t.samples)
+    known = [n for n in (_planned(t), most) if n is not None]
     return max(min(known), 1) if known else None
 
 # %% ../../nbs/47_training.trainer.ipynb #76297369
@@ -245,16 +245,11 @@ def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the s
     return (t.step, length(t)) if most is None else in_samples(t.samples, size, most)
 
 # %% ../../nbs/47_training.trainer.ipynb #540932c2
-def _plan(trainer:Trainer, made:int=0)->None: # updates of the epoch that has ended; every rank must call
-    "Estimates or counts the updates of `max_epochs`, unless that is done, and tells the log the length."
+def _plan(trainer:Trainer)->None: # every rank must call
+    "Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run."
     t,epochs = trainer,trainer.cfg.max_epochs
-    known = [epochs, t.loader.n] if epochs and t.loader.n is not None else None
-    if made: t.planned = t.step+made*((epochs or 0)-t.epoch) # better than the first estimate
-    elif t.planned_for!=known:
-        left,t.counted = t.loader.updates_left(epochs) if epochs and known else (None, True)
-        t.planned,t.planned_for = None if left is None else t.step+left,known
-    about = '' if t.counted else 'about '
-    if epochs: t.log.info(f'{epochs} epochs: {about}{t.planned or "an unknown number of"} updates')
+    if epochs and t.epoch_size is None: t.epoch_size = t.loader.epoch_updates()
+    if epochs: t.log.info(f'{epochs} epochs: about {_planned(t) or "an unknown number of"} updates')
     t.log.length(length(t))
 
 # %% ../../nbs/47_training.trainer.ipynb #0939a103
@@ -277,7 +272,7 @@ def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stre
 def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
     t,clock = trainer,trainer.clock
-    t.update,t.called = update,[]
+    t.update = update
     lrs = set_lrs(t.optimizer, t.schedule, *_place(t, update.samples))
     with clock('forward_backward'): loss = accumulate(t, update)
     with clock('optimizer'):
@@ -291,8 +286,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     t.samples += update.samples
     t.targets += update.targets
 
-    t.last = 'length' if _reached(t, t.step, t.samples) else ''
-    if t.feed.over and t.epoch+1==t.cfg.max_epochs: t.last = 'data'
+    t.last = _reached(t, t.step, t.samples) or t.feed.over and t.epoch+1==t.cfg.max_epochs
     return dict(batch_loss=total, grad_norm=size, **lrs, epoch=t.epoch, target_tokens=update.targets,
         tokens=update.tokens, samples=update.samples, batch_digest=update.digest, **update.packing)
 
@@ -313,38 +307,38 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
                 yield update
                 if t.stop or _reached(t, t.step, t.samples): return
         finally: t.feed.close()
-        made,t.began = t.step-t.began,t.step # by earlier starts, too
-        why = not made and (_blame(t, t.loader) or 'is the training data empty?')
+        t.epoch_size,t.began,t.epoch = t.step-t.began,t.step,t.epoch+1 # those of earlier starts are counted
+        why = not t.epoch_size and (_blame(t, t.loader) or 'is the training data empty?')
         require(not why, f'an epoch without a single sample: {why}')
-        t.epoch += 1
-        if not (t.counted or _is_finished(t)): _plan(t, made)
         for hook in t.hooks: hook.end_epoch(t)
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
-def _notify(trainer:Trainer, figures:Figures)->None:
-    "Calls the hooks that do not know of this update yet, in their order."
-    for hook in [hook for hook in trainer.hooks if hook not in trainer.called]:
-        trainer.called.append(hook)
-        hook.after_update(trainer, figures)
+def _owed(trainer:Trainer)->Iterable[Hook]:
+    "Returns the hooks that do not know of the update with which this start begins."
+    if trainer.update: return [] # `train` was called before: all know
+    return dropwhile(lambda hook: trainer.checkpoint and not isinstance(hook, Checkpoint), trainer.hooks)
 
 # %% ../../nbs/47_training.trainer.ipynb #cae6b0f1
 def train(trainer:Trainer)->Trainer: # where the run ended
     "Makes the updates that are left, and calls the hooks."
-    trainer.model.train()
+    t,figures = trainer,Figures()
+    t.model.train()
     with ExitStack() as stack:
-        stack.callback(trainer.saver.wait)
-        _plan(trainer)
-        _compile(trainer)
-        for hook in trainer.hooks:
-            stack.callback(hook.end, trainer)
-            hook.begin(trainer)
+        stack.callback(t.saver.wait)
+        _plan(t)
+        _compile(t)
+        for hook in t.hooks:
+            stack.callback(hook.end, t)
+            hook.begin(t)
         gc.freeze() # what exists now is needed to the end: the garbage collector skips it
         stack.callback(gc.unfreeze)
-        _notify(trainer, {}) # the untrained model, or what an earlier start still owes
-        for update in updates(trainer): _notify(trainer, train_step(trainer, update))
-    if isinstance(trainer.stop, Exception): raise trainer.stop
-    if trainer.stop: trainer.log.info(f'stopped by {trainer.stop} after update {trainer.step}')
-    return trainer
+        for hook in _owed(t): hook.after_update(t, figures)
+        for update in updates(t):
+            figures = train_step(t, update)
+            for hook in t.hooks: hook.after_update(t, figures)
+    if isinstance(t.stop, Exception): raise t.stop
+    if t.stop: t.log.info(f'stopped by {t.stop} after update {t.step}')
+    return t
 
 # %% ../../nbs/47_training.trainer.ipynb #2b0cd218
 def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank must call
@@ -384,7 +378,7 @@ class Log(Hook):
     "Writes the figures of the hooks before it; a hook after it logs its own."
     def after_update(self, trainer:Trainer, figures:Figures)->None: # written as they are
         "Writes a line after an update."
-        if trainer.cfg.max_training_samples is not None: trainer.log.length(length(trainer))
+        trainer.log.length(length(trainer))
         if trainer.update: trainer.log.log(figures, trainer.step)
 
 # %% ../../nbs/47_training.trainer.ipynb #4fa6654f
@@ -479,11 +473,11 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
     "Returns what a run resumes from, besides weights, optimizer and random generators."
     t,position = trainer,trainer.feed.state_dict()
     return {f.name:getattr(t, f.name) for f in fields(Counters)}|dict(
-        epoch=t.epoch+(t.last=='data'), # which the last update ends
+        epoch=t.epoch+(t.last and t.feed.over), planned=_planned(t), # the last update ends its epoch
         data=None if position is None else merge_states(t.dist.gather(position)),
         configs=dict(vlm=asdict(t.base.cfg), train=asdict(t.cfg)),
         precision=str(t.dtype), scaler=t.scaler.state_dict(), log=t.log.position,
-        world_size=t.dist.world_size, called=[type(hook).__name__ for hook in t.called],
+        world_size=t.dist.world_size,
         hooks={name:_saved_state(name, hook) for name,hook in _stateful_hooks(t).items()})
 
 # %% ../../nbs/47_training.trainer.ipynb #abb654a7
@@ -524,7 +518,7 @@ def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it do
         if not force: raise
         t.log.info(f'the rest of epoch {data["epoch"]} is left out: {e}')
         t.loader.set_epoch(data['epoch']+1)
-        state['began'] = state['step']
+        state |= dict(began=state['step'], epoch_size=None)
     state['epoch'] = t.loader.epoch
 
 # %% ../../nbs/47_training.trainer.ipynb #9080a088
@@ -546,7 +540,6 @@ def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trai
     for key,w in (load_file(file) if file.is_file() else {}).items():
         name,_,at = key.partition('.')
         states[name][at] = w
-    t.called = [hook for hook in t.hooks if type(hook).__name__ in state['called']]
     for name in states.keys() & named.keys(): named[name].load_state_dict(states[name])
     for name in sorted(states.keys() ^ named.keys()):
         t.log.info(f'hook {name} begins anew: the checkpoint has no state of it' if name in named else
@@ -556,7 +549,6 @@ def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trai
 def _take_directory(t, state):
     "Makes log and best checkpoint those of the state, if the run's directory is the checkpoint's own."
     if t.owned: t.saved = t.step
-    else: t.called = [hook for hook in t.called if not isinstance(hook, Checkpoint)]
     t.log.cut(state['log'] if t.owned else 0) # what a killed run did later is done again
     best = on_master(t.dist, lambda: best_kept(t.log.run_dir, state)) if t.owned else (inf,None)
     t.best_val_loss,t.best_step = best
@@ -574,7 +566,7 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     _place_data(t, state, force)
     _load_weights(t, checkpoint, state, force)
     for f in fields(Counters): setattr(t, f.name, state[f.name])
-    t.checkpoint,t.start,t.owned = checkpoint,(t.step,t.samples),is_own(t.log.run_dir, checkpoint)
+    t.checkpoint,t.owned = checkpoint,is_own(t.log.run_dir, checkpoint)
     _load_hooks(t, checkpoint, state)
     rng = read(f'rng_{t.dist.rank}.json') if state['world_size']==t.dist.world_size else None
     then()
