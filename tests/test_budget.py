@@ -14,8 +14,8 @@ from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-LINES = {'.': 348, 'answers': 948, 'compat': 90, 'core': 1643, 'data': 1597, 'model': 1489, 'runs': 644, 'tools': 962, 'training': 1349, 'uses': 1003}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 134_016, 574, 6_500, 50
+LINES = {'.': 275, 'answers': 948, 'compat': 90, 'core': 1673, 'data': 1597, 'model': 1489, 'runs': 644, 'tools': 962, 'training': 1349, 'uses': 1003}
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 133_490, 574, 6_500, 50
 OVER_20, SHOWING = .11, .90  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 
