@@ -6,23 +6,23 @@
 __all__ = ['train', 'load', 'evaluate', 'export']
 
 # %% ../nbs/91_api.ipynb #91a10003
-from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from PIL import Image
 
-from .core.config import change, check_known, preset as preset_of
+from .core.config import FIELDS, change, check_known, preset as preset_of
 from .core.dist import pick_device
 from .data.images import open_image
 from .data.loader import get_dataloaders,own_rows
 from .answers.answer import Asker, accuracy, answer_all, questions_of
 from .training.lora import PEFT_CONFIG, read_peft
 from .runs.run import run
-from .cli import does_it, export_parser
+from .cli import export_parser
 
 # %% ../nbs/91_api.ipynb #91a1000d
 def _learning(rate): return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate, lr_language_backbone=rate)
@@ -34,7 +34,7 @@ _FOR_ROWS:dict[str,Any] = dict(train_dataset_path='rows', stream_dataset=False, 
 def _settings(n, preset, given):
     "Configurations for `n` rows of your own; what is not given is as in the preset, or as above."
     vlm_cfg,train_cfg = preset_of(preset)
-    check_known([*given], [f.name for cfg in (vlm_cfg, train_cfg) for f in fields(cfg)], 'setting')
+    check_known(given, FIELDS, 'setting')
     val_size = min(100, max(1, n//10)) if n > 1 else 0
     quarter = given.get('max_training_steps', train_cfg.max_training_steps)//4
     rates = _learning(5e-5) if given.get('load_from') else _learning(1e-3) if preset == 'shapes' else {}
@@ -90,5 +90,5 @@ def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: #
     Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
     checkpoint = model.model.folder if isinstance(model, Asker) else model
     values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
-    does_it('export', values)(values)
+    resolve_name(values.does)(values)
     return Path(folder)

@@ -14,7 +14,7 @@ from PIL import Image
 from commands import TINY, run
 
 from nanovlm_nb.train import main as train_main
-from nanovlm_nb.cli import PARSERS, main
+from nanovlm_nb.cli import COMMANDS, main
 from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, evolve, preset, rule_of
 from nanovlm_nb.core.usage import UsageError
 
@@ -45,7 +45,7 @@ MISUSES = [
     ('classify', '--predict RUN picture.png', 'checkpoints/r cannot sort pictures'),
     ('classify', '--model nowhere/x', 'nowhere/x is no directory, and the hub did not give it'),
     # commands that look at runs
-    ('runs', 'nowhere', 'nowhere is no run: give its directory, or log.jsonl in it'),
+    ('runs', 'nowhere', "runs is 'nowhere': give the directory of a run, or log.jsonl in it"),
 ]
 # `nanovlm train` gets these where the model does not matter: nothing else is looked for
 SMALL = ['--data_cutoff_idx', '20', '--val_size', '4', '--progress_bar', 'False']
@@ -85,13 +85,13 @@ def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys)
     assert {n for n in after.keys() | before.keys() if after.get(n) != before.get(n)} == set()
 
 
-@pytest.mark.parametrize('command', PARSERS)
+@pytest.mark.parametrize('command', COMMANDS)
 def test_every_number_of_a_command_has_bounds(command):
     "Not one that is no number, and none that is not finite."
-    for name in (n for n, p in signature(PARSERS[command]).parameters.items() if rule_of(p.annotation)[0] in (int, float) and p.default is not p.empty):
+    for name in (n for n, p in signature(COMMANDS[command]).parameters.items() if rule_of(p.annotation)[0] in (int, float) and p.default is not p.empty):
         for wrong in ('x', 'nan', 'inf', '-1'):
             places = dict(ask=['a/b'], export=['a/b', 'new'], runs=['.'], replay=['.']).get(command, [])
-            with pytest.raises(UsageError, match=f'{name} is {wrong}: give '): PARSERS[command]().parse_args([*places, f'--{name}={wrong}'])
+            with pytest.raises(UsageError, match=f'{name} is {wrong}: give '): COMMANDS[command]().parse_args([*places, f'--{name}={wrong}'])
 
 
 # --- what is no error of use

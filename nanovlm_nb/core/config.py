@@ -8,8 +8,8 @@ __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Fraction', 'Below1', 'S
            'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE', 'rule_of', 'as_type',
            'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
            'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'code_flags', 'check_code',
-           'load_yaml', 'make_parser', 'parse_args', 'set_env', 'effective_batch_size', 'updates_of_run',
-           'length_of_run', 'load_function', 'get_run_name']
+           'load_yaml', 'SettingsParser', 'parse_args', 'check_run', 'set_env', 'effective_batch_size',
+           'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING,Annotated,Any,ClassVar,Literal,TypeVar,get_args
 
 import yaml
 
-from .run_dir import CONFIG,write_atomic
-from .usage import Parser,UsageError,check_known,require
+from .run_dir import CONFIG,checkpoints,missing_pieces,write_atomic
+from .usage import Parser,UsageError,check_known,require,user_path
 
 # %% ../../nbs/02_core.config.ipynb #6a107bf6
 Pos = Annotated[int, 'a whole number above 0', lambda x: x>0]
@@ -312,7 +312,7 @@ def _tokens_suffice(c):
 # %% ../../nbs/02_core.config.ipynb #a87821c9
 def evolve(cfg:C, **changes)->C:
     "Returns a changed, checked copy in which derived fields follow; what is changed counts as given."
-    check_known(changes, [f.name for f in fields(cfg)], f'field of {type(cfg).__name__}')
+    check_known(changes, cfg.__dataclass_fields__, f'field of {type(cfg).__name__}')
     follow = {n:None for n,v in cfg.derived().items() if getattr(cfg, n)==v}
     new = replace(cfg, **(follow|changes))
     vars(new)['given'] = cfg.given|changes.keys()
@@ -645,15 +645,17 @@ def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
 # %% ../../nbs/02_core.config.ipynb #705f2e54
 def read_sections(path:str|Path, remedy:str)->dict:
     "Returns the sections of a YAML file; `remedy` says what to write else."
-    try: sections = yaml.safe_load(Path(path).read_text(encoding='utf-8')) or {}
+    with user_path(): text = Path(path).read_bytes()
+    try: sections = yaml.safe_load(text.decode()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise UsageError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
     require(isinstance(sections, dict), f'{path} holds no sections: {remedy}')
     return sections
 
 # %% ../../nbs/02_core.config.ipynb #bce314fe
-def _read_yaml(path:str|Path)->tuple[str|None,dict]:
-    "Returns the preset that a YAML file names (or None), and its values by field; all names exist."
+def _read_yaml(path, given):
+    """The preset that a YAML file names (or None), and its values by field, or those given in their place.
+    All names exist; `given` is None if nothing will run, else code that a run's file names is in it again."""
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(sections, ['preset','vlm','train'], f'section in {path}')
     of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
@@ -661,7 +663,9 @@ def _read_yaml(path:str|Path)->tuple[str|None,dict]:
             f'{path}: `vlm` and `train` hold lines of the form `field: value`')
     known = [f'{s}.{n}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for n in c.__dataclass_fields__]
     check_known([f'{s}.{n}' for s,lines in of_class.items() for n in lines], known, f'key in {path}')
-    return sections.get('preset'),of_class['vlm']|of_class['train']
+    values = of_class['vlm']|of_class['train']
+    if given is not None: check_code(path, values, given)
+    return sections.get('preset'),values|(given or {})
 
 # %% ../../nbs/02_core.config.ipynb #4c0de102
 CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fields that name code
@@ -684,10 +688,24 @@ def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
 # %% ../../nbs/02_core.config.ipynb #5fb55ce3
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
-    `given` is code in place of what the file names; None: only to look at, not to run."""
-    inside,values = _read_yaml(path)
-    if given is not None: check_code(path, values, given)
-    return change(*preset(name or inside or 'shapes'), values|(given or {}))
+    `given` is in place of what the file says, and must name code again; None: only to look at, not to run."""
+    inside,values = _read_yaml(path, given)
+    return change(*preset(name or inside or 'shapes'), values)
+
+# %% ../../nbs/02_core.config.ipynb #f1257023
+# fields that say where a start looks, as they are when nothing is given
+_WHERE = {n:FIELDS[n].default for n in ('run_name','resume','load_from','resume_from_vlm_checkpoint',
+    'vlm_checkpoint_path')}
+
+def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
+    "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
+    c = _WHERE|named
+    if c['resume'] is not True or c['resume_from_vlm_checkpoint']: return None
+    run,start = Path(c['vlm_checkpoint_path'], str(c['run_name'])),Path(str(c['load_from']))
+    begun = any(not missing_pieces(p) for p in checkpoints(run)) # else `load_from` says where
+    place = run if begun else start.parent if (start/'config.json').is_file() else start
+    if not (place/CONFIG).is_file(): return None
+    return place/CONFIG,*change(*load_yaml(place/CONFIG, given=named), _WHERE)
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
 def _from_text(text:str, kind:Any)->Any:
@@ -697,36 +715,59 @@ def _from_text(text:str, kind:Any)->Any:
     except yaml.YAMLError: return text
 
 # %% ../../nbs/02_core.config.ipynb #fb59a078
-def _add_field(group, f, default, help):
-    "Adds the flag of a field, and a twin for what is true by default."
+def _add_field(group, f, default, help, common):
+    "Adds the flag of a field, and a twin for what is true by default; the help of a rare one is kept aside."
     base,choices = rule_of(f.type)[0],get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
     how:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if base is list else {}
-    group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type),
-        help=help.replace('%', '%%'), metavar='|'.join(choices) or base.__name__.upper(), **how)
+    action = group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type),
+        help=help if common else SUPPRESS, metavar='|'.join(choices) or base.__name__.upper(), **how)
+    action.whole = help
     if f.type is bool and f.default is True:
         group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const', const=False,
-            default=default, help=help if help is SUPPRESS else f'the same as --{f.name} False')
+            default=default, help=f'the same as --{f.name} False' if common else SUPPRESS)
 
 # %% ../../nbs/02_core.config.ipynb #fb59a079
-def make_parser(prog:str='nanovlm train', everything:bool=False)->Parser:
-    """Returns the parser that follows from the dataclasses: a flag for each field, `--preset`, `--config`.
-    The help shows the values of the preset shapes, and only the common fields, or `everything`."""
-    about,groups,(vlm,train) = described(VLMConfig)|described(TrainConfig),{},preset('shapes')
-    more = sum(not common for *_,common in about.values())
-    parser = Parser(prog=prog, allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter,
-        usage='%(prog)s [--preset NAME] [--config FILE.yaml] [--FIELD VALUE ...]',
-        description='Later wins: preset, then file, then flags. The defaults shown are those of shapes.',
-        epilog=None if everything else f'{more} more settings: --help_all')
-    parser.add_argument('--help_all', action='store_true', help='show every setting')
-    parser.add_argument('--preset', choices=list(PRESETS),
-                        help='configuration to start from; None: the one that the file names, else shapes')
-    parser.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
-    for name,(section,help,common) in about.items():
-        if section not in groups: groups[section] = parser.add_argument_group(section)
-        _add_field(groups[section], FIELDS[name], (vars(vlm)|vars(train))[name],
-            help if everything or common else SUPPRESS)
-    return parser
+class SettingsParser(Parser):
+    """Has a flag for each field, `--preset` and `--config`, and makes configurations of their values.
+    The help shows the values of the preset shapes, and only the common fields, unless --help_all is given."""
+    def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ', takes_run:bool=False, **kwargs):
+        super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]', allow_abbrev=False,
+            formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
+        self.takes_run,about,groups = takes_run,described(VLMConfig)|described(TrainConfig),{}
+        self.add_argument('--help_all', action='help', help='show every setting')
+        self.add_argument('--preset', choices=list(PRESETS),
+                          help='configuration to start from; None: the one that the file names, else shapes')
+        self.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
+        shown = {n:v for cfg in preset('shapes') for n,v in vars(cfg).items()}
+        for name,(section,help,common) in about.items():
+            if section not in groups: groups[section] = self.add_argument_group(section)
+            _add_field(groups[section], FIELDS[name], shown[name], help.replace('%', '%%'), common)
+
+    def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
+        "Returns `vlm_cfg`, `train_cfg`, `saved` (where a resumed run has its own), `run_dir`, and the rest."
+        words = [*map(_underscored, sys.argv[1:] if args is None else args)]
+        if '--help_all' in words:
+            for action in self._actions: action.help = getattr(action, 'whole', action.help)
+        values,rest = self.parse_known_args(words, Namespace(**dict.fromkeys(FIELDS, MISSING)))
+        given = {n:v for n in FIELDS if (v := vars(values).pop(n)) is not MISSING}
+        if self.check: self.check(values)
+        first,values.run_dir = Path(rest[0]) if rest else Path('none'),None
+        if self.takes_run and first.is_dir():
+            values.run_dir,values.config = check_run(rest.pop(0)),str(first/CONFIG)
+            given = dict(load_from=None)|given
+        elif first.suffix in ('.yaml','.yml'): values.config = values.config or str(first); del rest[0]
+        require(not (first/CONFIG).is_file() or values.run_dir,
+            f'`{first}` belongs to no flag: give --config {first/CONFIG}')
+        self.refuse(rest)
+        vars(values).update(_combined(values.preset, values.config, given))
+        return values
+
+# %% ../../nbs/02_core.config.ipynb #974a2954
+def parse_args(argv:list[str]|None=None)->tuple[VLMConfig,TrainConfig,Namespace]: # default: of the process
+    "Returns what preset, file and flags make together: the model, the run, and all values."
+    values = SettingsParser().parse_args(argv)
+    return values.vlm_cfg,values.train_cfg,values
 
 # %% ../../nbs/02_core.config.ipynb #974a2952
 def _underscored(word):
@@ -734,25 +775,25 @@ def _underscored(word):
     name = word.partition('=')[0]
     return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
 
+# %% ../../nbs/02_core.config.ipynb #974a2955
+def check_run(path:str|Path)->Path:
+    "Returns the path of a run's directory; a UsageError if it is none."
+    path,run = Path(path),Path(path).resolve().parent
+    inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
+    require((path/CONFIG).is_file(), f'{path} is a checkpoint: give its run, {run}' if inside else
+        f'{path} holds no {CONFIG}: give the directory of a run')
+    return path
+
 # %% ../../nbs/02_core.config.ipynb #974a2953
-def parse_args(argv:list[str]|None=None, prog:str='nanovlm train', own:Iterable[str]=(),
-    saved:Callable|None=None)->tuple[VLMConfig,TrainConfig,Namespace]:
-    """Returns what preset, file and flags make together: model, run, and `preset`, `config` and `saved`.
-    `own` are flags of the command itself, which one may have meant. `saved(named)` returns a file and both
-    configurations in place of a preset's, or None."""
-    words = map(_underscored, sys.argv[1:] if argv is None else argv)
-    a = make_parser(prog).parse_args([*words], Namespace(**dict.fromkeys(FIELDS, MISSING)), own)
-    if a.help_all: make_parser(prog, everything=True).parse_args(['--help'])
-    given = {n:v for n,v in vars(a).items() if n in FIELDS and v is not MISSING}
-    inside,values = _read_yaml(a.config) if a.config else (None,{})
-    if a.config: check_code(a.config, values, given)
-    named = values|given
-    source,vlm,train = (saved(named) if saved else None) or (None,*preset(a.preset or inside or 'shapes'))
+def _combined(name, config, given):
+    "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
+    inside,named = _read_yaml(config, given) if config else (None,given)
+    source,vlm,train = _own_settings(named) or (None,*preset(name or inside or 'shapes'))
     vlm,train = change(vlm, train, named)
     check_configs(vlm, train)
     require(train.max_training_samples is None or 'max_training_steps' not in given,
             'max_training_steps has no effect beside max_training_samples: give one of them')
-    return vlm,train,Namespace(preset=a.preset, config=a.config, saved=source)
+    return dict(saved=source, vlm_cfg=vlm, train_cfg=train)
 
 # %% ../../nbs/02_core.config.ipynb #22971d6d
 def set_env()->None:
@@ -785,9 +826,9 @@ def length_of_run(train_cfg:TrainConfig)->str:
 # %% ../../nbs/02_core.config.ipynb #e5a20004
 def load_function(name:str, field:str)->Callable:
     "Returns a user's function `module:function`, from a package or from the working directory."
-    module,_,function = name.partition(':')
     # a console script does not search the working directory, `python -m` and `torchrun -m` do
     if '' not in sys.path and os.getcwd() not in sys.path: sys.path.append(os.getcwd())
+    module,_,function = name.partition(':')
     try: imported = import_module(module)
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'

@@ -67,19 +67,22 @@ class Parser(ArgumentParser):
     def __init__(self, *args, check:Callable[[Any],None]|None=None, **kwargs): # `check` raises what is wrong
         super().__init__(*args, **kwargs)
         self.check = check
-        if self.add_help: self.add_argument(DEBUG, action='store_true', help='show the traceback of an error')
+        self.add_argument(DEBUG, action='store_true', help='show the traceback of an error')
 
     def error(self, message:str)->NoReturn:
         "Raises the complaint."
         raise UsageError(message)
 
-    def parse_args(self, args:list[str]|None=None, namespace=None, # type: ignore[override] # has one form
-        known:Iterable[str]=()): # flags of others, which one may have meant
-        "Returns the values; an argument that does not exist is an error with the nearest name."
-        values,rest = self.parse_known_args(args, namespace)
+    def refuse(self, rest:list[str])->None: # words that belong to no argument
+        "Raises a UsageError about the first flag, with the nearest name, or about the first word."
         flags = [word.split('=')[0] for word in rest if word.startswith('-')]
         require(flags or not rest, f"`{' '.join(rest[:1])}` belongs to no flag: write --FLAG VALUE")
-        check_known(flags[:1], [*self._option_string_actions, *known], 'flag')
+        check_known(flags[:1], self._option_string_actions, 'flag')
+
+    def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
+        "Returns the values; an argument that does not exist is an error."
+        values,rest = self.parse_known_args(args, namespace)
+        self.refuse(rest)
         if self.check: self.check(values)
         return values
 
