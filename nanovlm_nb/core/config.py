@@ -8,7 +8,7 @@ __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Fraction', 'Below1', 'S
            'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE', 'rule_of', 'as_type',
            'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
            'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'code_flags', 'check_code',
-           'load_yaml', 'SettingsParser', 'parse_args', 'check_run', 'set_env', 'effective_batch_size',
+           'load_yaml', 'check_run', 'SettingsParser', 'parse_args', 'set_env', 'effective_batch_size',
            'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
@@ -652,21 +652,6 @@ def read_sections(path:str|Path, remedy:str)->dict:
     require(isinstance(sections, dict), f'{path} holds no sections: {remedy}')
     return sections
 
-# %% ../../nbs/02_core.config.ipynb #bce314fe
-def _read_yaml(path, given):
-    """The preset that a YAML file names (or None), and its values by field, or those given in their place.
-    All names exist; `given` is None if nothing will run, else code that a run's file names is in it again."""
-    sections = read_sections(path, 'start it with `train:` or `vlm:`')
-    check_known(sections, ['preset','vlm','train'], f'section in {path}')
-    of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
-    require(all(isinstance(lines, dict) for lines in of_class.values()),
-            f'{path}: `vlm` and `train` hold lines of the form `field: value`')
-    known = [f'{s}.{n}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for n in c.__dataclass_fields__]
-    check_known([f'{s}.{n}' for s,lines in of_class.items() for n in lines], known, f'key in {path}')
-    values = of_class['vlm']|of_class['train']
-    if given is not None: check_code(path, values, given)
-    return sections.get('preset'),values|(given or {})
-
 # %% ../../nbs/02_core.config.ipynb #4c0de102
 CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fields that name code
 
@@ -684,6 +669,21 @@ def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
     again = code_flags({n:v for n,v in values.items() if n not in given})
     require(not again, f'{path} names code, and files of a run are read as data alone: '
         f'add {" ".join(again)} if you trust it')
+
+# %% ../../nbs/02_core.config.ipynb #bce314fe
+def _read_yaml(path, given):
+    """The preset that a YAML file names (or None), and its values by field, or those given in their place.
+    All names exist; `given` is None if nothing will run, else code that a run's file names is in it again."""
+    sections = read_sections(path, 'start it with `train:` or `vlm:`')
+    check_known(sections, ['preset','vlm','train'], f'section in {path}')
+    of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
+    require(all(isinstance(lines, dict) for lines in of_class.values()),
+            f'{path}: `vlm` and `train` hold lines of the form `field: value`')
+    known = [f'{s}.{n}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for n in c.__dataclass_fields__]
+    check_known([f'{s}.{n}' for s,lines in of_class.items() for n in lines], known, f'key in {path}')
+    values = of_class['vlm']|of_class['train']
+    if given is not None: check_code(path, values, given)
+    return sections.get('preset'),values|(given or {})
 
 # %% ../../nbs/02_core.config.ipynb #5fb55ce3
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
@@ -727,6 +727,32 @@ def _add_field(group, f, default, help, common):
         group.add_argument(f'--no_{f.name}', dest=f.name, action='store_const', const=False,
             default=default, help=f'the same as --{f.name} False' if common else SUPPRESS)
 
+# %% ../../nbs/02_core.config.ipynb #974a2952
+def _underscored(word):
+    "A flag with underscores, as all of ours are."
+    name = word.partition('=')[0]
+    return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
+
+# %% ../../nbs/02_core.config.ipynb #974a2955
+def check_run(path:str|Path)->Path:
+    "Returns the path of a run's directory; a UsageError if it is none."
+    path,run = Path(path),Path(path).resolve().parent
+    inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
+    require((path/CONFIG).is_file(), f'{path} is a checkpoint: give its run, {run}' if inside else
+        f'{path} holds no {CONFIG}: give the directory of a run')
+    return path
+
+# %% ../../nbs/02_core.config.ipynb #974a2953
+def _combined(name, config, given):
+    "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
+    inside,named = _read_yaml(config, given) if config else (None,given)
+    source,vlm,train = _own_settings(named) or (None,*preset(name or inside or 'shapes'))
+    vlm,train = change(vlm, train, named)
+    check_configs(vlm, train)
+    require(train.max_training_samples is None or 'max_training_steps' not in given,
+            'max_training_steps has no effect beside max_training_samples: give one of them')
+    return dict(saved=source, vlm_cfg=vlm, train_cfg=train)
+
 # %% ../../nbs/02_core.config.ipynb #fb59a079
 class SettingsParser(Parser):
     """Has a flag for each field, `--preset` and `--config`, and makes configurations of their values.
@@ -768,32 +794,6 @@ def parse_args(argv:list[str]|None=None)->tuple[VLMConfig,TrainConfig,Namespace]
     "Returns what preset, file and flags make together: the model, the run, and all values."
     values = SettingsParser().parse_args(argv)
     return values.vlm_cfg,values.train_cfg,values
-
-# %% ../../nbs/02_core.config.ipynb #974a2952
-def _underscored(word):
-    "A flag with underscores, as all of ours are."
-    name = word.partition('=')[0]
-    return word.replace(name, '--'+name[2:].replace('-', '_'), 1) if name.startswith('--') else word
-
-# %% ../../nbs/02_core.config.ipynb #974a2955
-def check_run(path:str|Path)->Path:
-    "Returns the path of a run's directory; a UsageError if it is none."
-    path,run = Path(path),Path(path).resolve().parent
-    inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
-    require((path/CONFIG).is_file(), f'{path} is a checkpoint: give its run, {run}' if inside else
-        f'{path} holds no {CONFIG}: give the directory of a run')
-    return path
-
-# %% ../../nbs/02_core.config.ipynb #974a2953
-def _combined(name, config, given):
-    "What preset, file and flags make together: the file of a run that goes on, or None, the model, the run."
-    inside,named = _read_yaml(config, given) if config else (None,given)
-    source,vlm,train = _own_settings(named) or (None,*preset(name or inside or 'shapes'))
-    vlm,train = change(vlm, train, named)
-    check_configs(vlm, train)
-    require(train.max_training_samples is None or 'max_training_steps' not in given,
-            'max_training_steps has no effect beside max_training_samples: give one of them')
-    return dict(saved=source, vlm_cfg=vlm, train_cfg=train)
 
 # %% ../../nbs/02_core.config.ipynb #22971d6d
 def set_env()->None:
