@@ -705,7 +705,9 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
     begun = any(not missing_pieces(p) for p in checkpoints(run)) # else `load_from` says where
     place = run if begun else start.parent if (start/'config.json').is_file() else start
     if not (place/CONFIG).is_file(): return None
-    return place/CONFIG,*change(*load_yaml(place/CONFIG, given=named), _WHERE)
+    vlm,train = load_yaml(place/CONFIG, given=None)
+    check_code(place/CONFIG, train.to_dict(), named)
+    return place/CONFIG,*change(vlm, train, _WHERE)
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
 def _from_text(text:str, kind:Any)->Any:
