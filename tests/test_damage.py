@@ -83,7 +83,7 @@ def make(path, text=None):
 # what is done beside the checkpoints: the run goes on from step_4 as if nothing had happened
 BESIDE = {'step_58 with {}': lambda r: make(r/'step_58'/MANIFEST, b'{}'), 'step_58 a file': lambda r: make(r/'step_58', b'x'), 'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'),
           'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'), 'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'),
-          'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'), 'config.yaml torn': lambda r: cut(r/'config.yaml'),
+          'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'),
           'record.md binary': lambda r: garbage(r/'record.md'), 'drops.json zeros': lambda r: zeros(r/'drops.json'), 'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n{"update": 3, "rea'),
           'left-overs': lambda r: [make(r/'step_9.nanovlm.tmp'), make(r/'status.nanovlm.tmp', b'x')],
           'log.jsonl torn at the end': lambda r: (r/'log.jsonl').write_bytes((r/'log.jsonl').read_bytes()+b'{"batch_')}
@@ -177,7 +177,7 @@ BACK = ('--load_from', 'checkpoints/r/step_2', '--resume', 'True')
 FORCED = (*BACK, '--force_resume', 'True')
 LOCKS: list = []
 #: why a start is refused -> what is done before, its flags
-REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')),
+REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')), 'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
            'length': (None, (*BACK, '--max_training_steps', '1')), 'adapters': (None, (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
            'data': (None, (*FORCED, '--train_dataset_path', './nowhere')), 'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
            'sizes': (None, (*FORCED, '--lm_inter_dim', '96')), 'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
@@ -193,6 +193,7 @@ def test_a_refused_start_changes_nothing(trained, tmp_path, monkeypatch, why):
     before = held(run_dir)
     monkeypatch.setitem(sys.modules, 'trackio', None)
     with pytest.raises(UsageError) as error: go(tmp_path, *flags)
+    if why == 'torn config': assert 'r/config.yaml: ' in str(error.value)
     if why == 'all damaged': assert re.search('step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False', str(error.value)), 'what is wrong, and both ways on'
     after = held(run_dir)
     assert {p for p in after.keys() | before.keys() if after.get(p) != before.get(p)} == set()

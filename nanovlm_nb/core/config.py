@@ -690,7 +690,8 @@ def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMC
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
     `given` is in place of what the file says, and must name code again; None: only to look at, not to run."""
     inside,values = _read_yaml(path, given)
-    return change(*preset(name or inside or 'shapes'), values)
+    try: return change(*preset(name or inside or 'shapes'), values)
+    except UsageError as e: raise UsageError(f'{path}: {e}') from e
 
 # %% ../../nbs/02_core.config.ipynb #f1257023
 # fields that say where a start looks, as they are when nothing is given
