@@ -18,6 +18,7 @@ from collections.abc import Callable,Iterable
 from dataclasses import MISSING,asdict,dataclass,field,fields,replace
 from datetime import datetime
 from importlib import import_module
+from itertools import chain,islice
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING,Annotated,Any,ClassVar,Literal,TypeVar,get_args,get_origin,get_type_hints
@@ -297,12 +298,12 @@ def _sizes_divide(c):
 def _tokens_suffice(c):
     "The same for tokens, and for values that follow from others."
     n,smol = c.max_img_size//c.vit_img_size,c.image_convention=='smolvlm'
-    needed = ['image_token']+['fake_image_token','global_image_token']*smol+[
-        f'r{i+1}c{j+1}' for i in range(n) for j in range(n) if n>1]
-    missing = [t for t in needed if t not in c.vlm_extra_tokens]
+    grid = (f'r{i+1}c{j+1}' for i in range(n) for j in range(n) if n>1)
+    needed = chain(['image_token'], ['fake_image_token','global_image_token']*smol, grid)
+    missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # of a huge n, not all n x n
     follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
     return [
-        (not missing, f"vlm_extra_tokens has no {', '.join(missing[:3])}, needed for {n} x {n} tiles with "
+        (not missing, f"vlm_extra_tokens has no {', '.join(missing)}, needed for {n} x {n} tiles with "
             f'image_convention {c.image_convention}: add it, or leave vlm_extra_tokens out'),
         *((now==v or n=='lm_vocab_size' and now>v, f'{n} is {now}, but the other fields make {v}: '
             'leave it out or change them') for n,now,v in follow),

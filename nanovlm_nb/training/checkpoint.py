@@ -55,7 +55,7 @@ def _first(e): return min(e.failures.items())[1][0] # what went wrong on the fir
 def _dcp(action, tensors, dist, **how):
     "Saves or loads with the ranks there are."
     with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='torch.distributed is disabled') # it is meant so
+        warnings.filterwarnings('ignore', message='torch.distributed is disabled') # on one rank
         action(tensors, process_group=dist.cpu_group, **how)
 
 # %% ../../nbs/43_training.checkpoint.ipynb #c4b939bd

@@ -342,7 +342,7 @@ def train(trainer:Trainer)->Trainer: # where the run ended
 
 # %% ../../nbs/47_training.trainer.ipynb #2b0cd218
 def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank must call
-    "Returns whether any rank is asked to end the run; a hook that takes long looks now and then."
+    "Returns whether any rank is asked to end the run; a slow hook asks it now and then."
     if trainer.stop is None and trainer.dist.any(trainer.asked.is_set()): trainer.stop = SIGNAL
     return trainer.stop is not None
 
