@@ -163,7 +163,7 @@ SAMPLES = 200 # rows of training and of validation that a check reads
     usage='[CONFIG.yaml | RUN] [--rows N] [--gpus N] [--smoke [N]] ')
 def check_parser(rows:Count = 0, # samples of training to show, with what is learned
     gpus:Pos|None = None, # ranks on this machine; None: its GPUs, else 1
-    # also train so many updates (without a number 3)
+    # also train so many updates (3 if no number is given)
     smoke:Count = 0):
     """What would happen if a run began: machine, cost, data, start.
 
@@ -190,7 +190,7 @@ def plan_parser(gpus:Pos = 1, # GPUs of the run
 def runs_parser(runs:list[Logged], # directory of a run, or its log.jsonl
     curves:Picture|None = None, # only draw the curves of the runs into this picture
     pth:Text|None = None, # also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth
-    # first delete checkpoints of so many days, except the best, where the run stands, and those in evaluation
+    # first delete checkpoints older than so many days, except the best, the newest and those in evaluation
     delete_older_than:CountF|None = None,
     delete_abandoned:bool = False, # first delete what was set aside when the run went back
     follow:bool = False): # then a line for each new checkpoint and figure until the run ends or Ctrl-C

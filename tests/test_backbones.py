@@ -127,7 +127,7 @@ def test_fresh_clip(tmp_path, act, whole):
                                             (LlamaForCausalLM, LlamaConfig, dict(head_dim=20)), (LlamaForCausalLM, LlamaConfig, {})])
 def test_fresh_language_models(tmp_path, kind, conf, more, tied):
     "Llama, biases of Qwen2, norms of Qwen3, heads of any width; also with a cache."
-    model = shaken(kind(conf(**LANGUAGE, **more, rope_parameters=dict(rope_theta=1e6, rope_type='default'), tie_word_embeddings=tied)), tmp_path)
+    model = shaken(kind(conf(**LANGUAGE, **more, rope_theta=1e6, rope_parameters=dict(rope_theta=1e6, rope_type='default'), tie_word_embeddings=tied)), tmp_path)
     lm = load_lm(tmp_path)
     assert (lm.cfg.lm_tie_weights, lm.cfg.lm_re_base, lm.cfg.head_width) == (tied, 1000000, more.get('head_dim', 8))
     assert error(lm, model) <= 1e-5

@@ -34,7 +34,7 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[i
     return dict(cu=cu, documents=documents, positions=positions.view(-1, T)*(documents>0))
 
 # %% ../../nbs/09_core.layout.ipynb #326b7a43
-def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; a GPU is waited for
+def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; waits for a GPU
     "Raises a ValueError for a target that is no token."
     low,high = (int(x) for x in targets.aminmax()) if len(targets) else (0,0)
     require(0<=low<=high<vocab_size, f'targets from {low} to {high} do not fit a vocabulary of {vocab_size}: '
@@ -124,7 +124,7 @@ class Layout:
         return replace(self, **{name:change(x) for name in TENSORS if (x := getattr(self, name)) is not None})
 
     def to(self, device:str|torch.device)->'Layout': # itself if its tensors are there
-        "The same layout on a device; to a GPU without waiting."
+        "The same layout on a device; from pinned memory to a GPU without waiting."
         device = torch.device(device)
         if all(x is None or x.device==device for x in (self.cu, self.slots, self.at)): return self
         return self.once(('to',device),

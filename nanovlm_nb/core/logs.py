@@ -393,7 +393,7 @@ def finished(fig:Figure, path:str|Path|None=None)->Figure: # where to save it; N
 
 # %% ../../nbs/05_core.logs.ipynb #13b08687
 def log_axis(ax:Axes)->None: # whose y axis becomes logarithmic
-    "Labels a logarithmic axis with plain numbers: 0.6, not 6e-01 or a power of ten."
+    "Labels a logarithmic axis with numbers, plain where they are short: 0.6, not 6e-01."
     from matplotlib.ticker import LogFormatter
     class Plain(LogFormatter):
         def __call__(self, x, pos=None): return f'{x:g}' if super().__call__(x, pos) else ''

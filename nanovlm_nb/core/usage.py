@@ -104,7 +104,7 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: o
 # %% ../../nbs/00_core.usage.ipynb #fb82db6c
 @contextmanager
 def one_line_errors(prog:str, debug:bool=False)->Iterator[None]: # name of the command
-    """Inside, a user error or a full disk ends the command with one line and exit code 2, Ctrl-C with none.
+    """Inside, a user error or a full disk ends the command with one line and exit code 2, Ctrl-C with 130.
     `debug` shows the traceback instead."""
     try: yield
     except (UsageError, KeyboardInterrupt, OSError) as e:

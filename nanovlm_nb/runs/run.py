@@ -93,7 +93,7 @@ def get_vision_model(vlm_cfg:VLMConfig)->tuple[ViT,Callable]: # picture -> (uint
 
 # %% ../../nbs/56_runs.run.ipynb #a17c0a65
 def run_path(v:VLMConfig, c:TrainConfig, dist:Dist)->Path: # the same on all ranks; need not be there
-    "Where a run keeps its files: of one that begins with a checkpoint, beside the run that made it."
+    "Where a run keeps its files: with `resume_from_vlm_checkpoint`, beside the run that made it."
     folder = Path(v.vlm_checkpoint_path)
     if c.resume and not c.run_name:
         require(c.load_from and not is_pth(c.load_from),

@@ -42,7 +42,7 @@ def _lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of 
 
 # %% ../../nbs/48_training.lora.ipynb #10ad480f
 def add_adapters(
-    model:Any, rank:int, alpha:float|None=None, # changed in place; adapters count alpha/rank times
+    model:Any, rank:int, alpha:float|None=None, # changed in place; adapters are scaled by alpha/rank
     targets:Sequence[str]=('decoder',), base:dict[str,str]|None=None, # `path` and `sha256` of the model
 )->list[str]: # names of the layers
     "Puts an adapter beside every layer that targets name, see `_lora_layers`."

@@ -217,7 +217,7 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
     "Returns the learning rates."
     kind,mode = _take(flat, 'optimizer.type') or 'AdamW',flat.pop(PARAMS+'adam_w_mode', True)
     require(str(kind).lower() in ('adam','adamw') and mode is not False,
-        f'optimizer.type {kind} (adam_w_mode {mode}) is not there: this trainer has AdamW; '
+        f'optimizer.type {kind} (adam_w_mode {mode}) is not available: this trainer has AdamW; '
         'give AdamW, or leave out the section')
     lr = _take(flat, PARAMS+'lr')
     components = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones'

@@ -409,7 +409,7 @@ class Validate(Hook):
         return None if loss is None else dict(val_loss=loss)
 
     def note(self, trainer:Trainer, found:Figures)->bool:
-        "Adds the best so far, and returns whether this is it: what a run begins with is none of its results."
+        "Adds the best so far, and returns whether this is it; the untrained model does not count."
         t,name = trainer,'judged' if self.by else 'val_loss'
         if self.by: found[name] = t.dist.broadcast(self.by(t)) # one judgement for all ranks
         best = t.step>0 and found[name]<t.best_val_loss
