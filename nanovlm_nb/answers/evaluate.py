@@ -593,20 +593,15 @@ def _task_manager(include_path):
     from lmms_eval.tasks import TaskManager
     return TaskManager('WARNING', include_path=include_path, model_name='nanovlm_nb')
 
-# %% ../../nbs/36_answers.evaluate.ipynb #c133ed4f
-_Found = tuple[dict[str,float],dict[str,int]] # figures; samples of each task
-
 # %% ../../nbs/36_answers.evaluate.ipynb #026f1948
-def _through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
-    args:Namespace, dist:Dist, # see `cli_evaluate`; every rank must call
-)->_Found|None: # None on other ranks than 0
+def _through_lmms_eval(asker:Asker, task:str, args:Namespace)->tuple[dict,dict]|None: # see `_evaluate_task`
     "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
     from lmms_eval.evaluator import simple_evaluate
     manager,chance = _task_manager(args.include_path),rng_state()
     require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
     model = NanoVLM(asker=asker, batch_size=args.batch_size, prompts=args.prompts)
-    launcher = 'accelerate' if dist.world_size==1 else 'torchrun'
+    launcher = 'accelerate' if args.dist.world_size==1 else 'torchrun'
     try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
         device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
         process_docs_parallel=1, distributed_executor_backend=launcher)
@@ -616,20 +611,20 @@ def _through_lmms_eval(asker:Asker, task:str, # a task, a group or a tag
 
 # %% ../../nbs/36_answers.evaluate.ipynb #7f5cdd11
 def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
-    args:Namespace, dist:Dist, # see `cli_evaluate`; every rank must call
-)->_Found|None: # None on other ranks than 0
+    args:Namespace, # see `cli_evaluate`; every rank must call
+)->tuple[dict[str,float],dict[str,int]]|None: # figures; samples of each task; None on other ranks than 0
     "Evaluates one task: a question file by ourselves, all others with lmms-eval."
     path,why = _task_file(task, args.include_path),why_not(task, args.include_path)
     require(not why, why.format(task))
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
-        return _through_lmms_eval(asker, task, args, dist)
-    share,n = exact_match(asker, path, args.limit, args.batch_size, dist)
-    return ({f'{path.stem}_exact_match':share},{path.stem:n}) if dist.is_master else None
+        return _through_lmms_eval(asker, task, args)
+    share,n = exact_match(asker, path, args.limit, args.batch_size, args.dist)
+    return ({f'{path.stem}_exact_match':share},{path.stem:n}) if args.dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #f411817e
-def _add(all_of, task, asker, args, dist):
+def _add(all_of, task, asker, args):
     "Evaluates a task and notes what came of it."
-    try: new = _evaluate_task(asker, task, args, dist)
+    try: new = _evaluate_task(asker, task, args)
     except UsageError as e: all_of['failed'][task] = str(e)
     except Exception as e: # whatever the code of a task does wrong
         logger.exception('task %s failed', task)
@@ -644,13 +639,13 @@ def _add(all_of, task, asker, args, dist):
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
     "Returns `_result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
-    model,was,dist = args.model.to(args.device),args.model.training,args.dist
+    model,was = args.model.to(args.device),args.model.training
     all_of:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
     try:
         asker = Asker.from_model(model)
-        for task in task_names(args.tasks): _add(all_of, task, asker, args, dist)
+        for task in task_names(args.tasks): _add(all_of, task, asker, args)
     finally: model.train(was)
-    return all_of if dist.is_master else None
+    return all_of if args.dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
 def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_result_values`
