@@ -104,19 +104,14 @@ def writers(log:Path)->list[int]: # process groups, without this process's own
             if os.readlink(out)==os.path.realpath(log): groups.add(os.getpgid(int(out.parts[2])))
     return sorted(groups-{os.getpgrp()})
 
-# %% ../../nbs/36_answers.evaluate.ipynb #7c0d5a02
+# %% ../../nbs/36_answers.evaluate.ipynb #7c0d5a04
 VISIBLE = 'CUDA_VISIBLE_DEVICES' # which GPUs a program may use
 
-def _visible_cards()->list[str]: # names as `CUDA_VISIBLE_DEVICES` has them
-    "Returns the GPUs that this process may use."
-    if VISIBLE in os.environ: return [n.strip() for n in os.environ[VISIBLE].split(',') if n.strip()]
-    return [str(i) for i in range(torch.cuda.device_count())]
-
-# %% ../../nbs/36_answers.evaluate.ipynb #7c0d5a04
-def _evaluator_cards(asked:str|None, # `eval_gpus`
-    cards:list[str], ranks:int, # from `_visible_cards`; of the training on this machine, which have the first
+def _evaluator_cards(asked:str|None, ranks:int, # `eval_gpus`; of the training here, which have the first GPUs
 )->tuple[dict[str,str],str]: # variables for an evaluator; a few words for the log, if there is a GPU
     "Returns where an evaluator computes: as asked, else on the last GPU that no rank has, else on none."
+    names = os.environ.get(VISIBLE, ','.join(map(str, range(torch.cuda.device_count()))))
+    cards = [n.strip() for n in names.split(',') if n.strip()]
     if asked is None and not cards: return {},''
     card = asked if asked is not None else (cards[ranks:] or [''])[-1]
     return {VISIBLE:card},f', on card {card}' if card else ', on the CPU, slowly: see --eval_gpus'
@@ -277,7 +272,7 @@ def _begin(evals, step)->str:
     with todo.open('a') as f: f.write('.')
     if evals.backend=='subprocess':
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-        variables,where = _evaluator_cards(evals.cfg.eval_gpus, _visible_cards(), ranks)
+        variables,where = _evaluator_cards(evals.cfg.eval_gpus, ranks)
     command = evals.command(evals.run_dir, evals.cfg, evals.tasks, step)
     child = _start_process(command, evals.file(step, 'log'), **variables)
     if child is None: return f'evaluation of step {step} is under way already'
