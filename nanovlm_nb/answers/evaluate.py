@@ -6,8 +6,8 @@
 __all__ = ['VISIBLE', 'MISSING', 'LOGIN', 'logger', 'result_files', 'write_json', 'writers', 'has_lmms_eval', 'task_names',
            'why_not', 'benchmarks', 'choose_eval_backend', 'possible_tasks', 'Evaluations', 'missing_tasks',
            'ask_for_eval', 'take_over_evals', 'collect_evals', 'keep_results', 'wait_for_evals', 'flat',
-           'as_nanovlm_asks', 'batches', 'NanoVLM', 'manifest', 'digit_pictures', 'write_tasks', 'read_rows',
-           'exact_match', 'flat_figures', 'cli_evaluate', 'main']
+           'as_nanovlm_asks', 'NanoVLM', 'manifest', 'digit_pictures', 'write_tasks', 'read_rows', 'exact_match',
+           'flat_figures', 'cli_evaluate', 'main']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aca7a662
 import json,logging,math,os,re,shutil,signal,subprocess,sys,time,tempfile
@@ -430,8 +430,7 @@ def as_nanovlm_asks(task:str, question:str)->tuple[str,str]: # of lmms-eval; que
     return question+change['after'],change['answer']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #7f99bdb5
-def batches(requests:list, size:int, # of lmms-eval; most of a batch
-    key=lambda request: None, # only requests with equal keys share a batch
+def _batches(requests:list, size:int, key:Callable, # of lmms-eval; most of a batch; equal within a batch
 )->Iterator[list[int]]: # numbers of requests
     "Yields requests in batches, in their order."
     groups = {}
@@ -450,7 +449,7 @@ class NanoVLM(lmms):
     is_simple = True # questions are texts with pictures, not conversations
 
     def __init__(self,
-        pretrained:str|None=None, # what `find_checkpoint` understands: a checkpoint, a run, a hub id
+        pretrained:str|None=None, # a checkpoint, a run (its best is taken), or a hub id
         device:str|None=None, # default: the best there is, one for each process
         batch_size:int|str=1, # questions answered at a time
         max_new_tokens:int=50, # longest answer in tokens where a task does not say
@@ -461,7 +460,7 @@ class NanoVLM(lmms):
         require((pretrained is None)!=(asker is None), 'give a checkpoint: --model_args pretrained=DIR')
         require(prompts in PROMPTS, f"prompts is {prompts!r}: give {' or '.join(PROMPTS)}")
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        if pretrained is not None: asker = Asker.from_checkpoint(find_checkpoint(pretrained), device)
+        if pretrained is not None: asker = Asker.from_checkpoint(pretrained, device)
         self.asker:Any = asker
         self.prompts,self.batch_size,self.max_new_tokens = prompts,int(batch_size),int(max_new_tokens)
 
@@ -478,7 +477,7 @@ class NanoVLM(lmms):
         "Answers questions, in their order."
         answers = ['']*len(requests)
         def kind(r): return _asked_as(r.args[4], self.prompts),repr(sorted(r.args[1].items()))
-        for part in batches(requests, self.batch_size, kind):
+        for part in _batches(requests, self.batch_size, kind):
             options,plain = requests[part[0]].args[1],kind(requests[part[0]])[0]=='plain'
             def words(args): return (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
             asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
@@ -495,9 +494,8 @@ class NanoVLM(lmms):
             pictures = [] if len(args)==2 else self.pictures(*args[2:6])
             answer = args[1](self.task_dict[args[4]][args[5]][args[3]]) if callable(args[1]) else args[1]
             return pictures,args[0],str(answer).strip()
-        turns = [turn(r.args) for r in requests]
-        return [wrapped(o) for part in batches(turns, self.batch_size)
-                for o in answer_losses(self.asker, [turns[i] for i in part])]
+        turns,n = [turn(r.args) for r in requests],self.batch_size
+        return [wrapped(o) for i in range(0, len(turns), n) for o in answer_losses(self.asker, turns[i:i+n])]
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
         "Raises an error: this is not possible."
