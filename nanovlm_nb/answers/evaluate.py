@@ -64,13 +64,12 @@ def _read_result(path:Path)->dict[str,float]: # figures by name, as they are log
 # %% ../../nbs/36_answers.evaluate.ipynb #424b68ba
 _NOTHING:dict = dict(tasks=[], results={}, samples={}, prompts={}) # is evaluated yet
 
-def _result_values(head:dict, # `global_step`, `checkpoint`, `limit`
+def _result_values(old:dict, # what the file holds: `global_step`, `checkpoint`, `limit`, and as `new`
     new:dict, # `tasks` (names), `results` (figures), and of each task `samples` and `prompts`
-    old:dict=_NOTHING, # what the file holds of the same evaluation
 )->dict: # what it is to hold
     "Returns the results of a file with new ones."
     both = {k:dict(sorted((old[k]|new[k]).items())) for k in ('results','samples','prompts')}
-    return head|dict(tasks=[*dict.fromkeys(old['tasks']+new['tasks'])])|both
+    return old|dict(tasks=[*dict.fromkeys(old['tasks']+new['tasks'])])|both
 
 # %% ../../nbs/36_answers.evaluate.ipynb #25911849
 _LAUNCHER = re.compile(r'MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|'
@@ -389,7 +388,7 @@ def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 
     for task,why in results['failed'].items(): log.info(f'evaluation of step {step}: {task} failed, {why}')
     checkpoint = str(evals.run_dir/f'step_{step}')
     head = dict(global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit)
-    write_json(evals.file(step, 'json'), _result_values(head, results))
+    write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
 
 # %% ../../nbs/36_answers.evaluate.ipynb #3a7c0e07
 _PAUSE_S,_ASK_SLURM_EVERY = 1.,30 # seconds between two looks; looks between two questions to Slurm
@@ -651,15 +650,15 @@ def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_r
     return before|head
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e1
-def _evaluate_into(args:Namespace, head:dict, # see `cli_evaluate`, `_result_values`
+def _evaluate_into(args:Namespace, values:dict, # see `cli_evaluate`; from `_result_before`
     out:Path|None=None, # result file; None: none is written
 )->tuple[dict,dict[str,str]]: # what the file holds; messages of tasks that failed
     "Evaluates the tasks that a result file lacks, and writes each into it as soon as it is done."
-    values,failed = _result_before(out, head),{}
+    failed:dict[str,str] = {}
     for task in task_names(args.tasks):
         if values['prompts'].get(task)==_asked_as(task, args.prompts): continue
         results:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
-        values,failed = _result_values(head, results, values),failed|results['failed']
+        values,failed = _result_values(values, results),failed|results['failed']
         if out: write_json(out, values)
     return values,failed
 
@@ -688,14 +687,14 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     checkpoint,out,names = find_checkpoint(a.checkpoint),Path(a.out) if a.out else None,task_names(a.tasks)
     step = _step_in_name(checkpoint) if a.step is None else a.step
     head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
-    _result_before(out, head) # before a model is read
+    before = _result_before(out, head) # before a model is read
     own = [] if a.include_path else [t for t in names if t in _OWN_TASKS] # their questions are made here
     asker = Asker.from_checkpoint(checkpoint, a.device)
     args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
         process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
     with tempfile.TemporaryDirectory() as folder:
         if own: args.include_path = str(write_tasks(folder, names=own))
-        results,failed = _evaluate_into(args, head, out)
+        results,failed = _evaluate_into(args, before, out)
     sys.stdout.write(_results_table(results)+'\n')
     for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
     return int(bool(failed))
