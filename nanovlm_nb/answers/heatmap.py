@@ -79,20 +79,10 @@ class Heat:
         mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side)
         return cls(whole, mosaic, (rows,cols))
 
-    @property
-    def share(self)->float: # 0 to 1
-        "Returns what the picture got in all."
-        return self.tiles.sum().item()+(0 if self.whole is None else self.whole.sum().item())
-
     def draw(self, width:int, height:int)->Tensor: # (height, width)
         "Returns the sum of all spots."
         parts = [p for p in (self.whole,self.tiles) if p is not None]
         return sum(_spots(height, p.shape[0]) @ p @ _spots(width, p.shape[1]).T for p in parts)
-
-    def peak(self, width:int, height:int)->tuple[int,int]: # x and y
-        "Returns the hottest pixel."
-        y,x = divmod(self.draw(width, height).argmax().item(), width)
-        return x,y
 
 # %% ../../nbs/32_answers.heatmap.ipynb #311f1677
 def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
