@@ -276,6 +276,15 @@ def _shaped(name, w):
     "Positions and the class token have two axes more here than theirs."
     return w.view(1, -1, w.shape[-1]) if name.endswith(('position_embedding','cls_token')) else w
 
+# %% ../../nbs/26_model.weights.ipynb #7bcd47f1
+def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]: # our name -> theirs, a list
+    "Returns copies of our tensors under their names, without those that have none."
+    theirs = {}
+    for k,w in state.items():
+        names,w = names_of(k),w[0] if k.endswith('position_embedding') else w
+        theirs |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names) or 1))}
+    return theirs
+
 # %% ../../nbs/26_model.weights.ipynb #0cca7779
 def _prefixed(state, prefix):
     "A checkpoint of the part alone has no prefix: give it one."
@@ -410,13 +419,8 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
     "Returns a whole model in the format of transformers."
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
                  'this model cannot be written as one, but with --format nanovlm')
-    tensors:dict = {}
-    for k,w in state.items():
-        names = smolvlm_names(k, cfg)
-        if not names: continue # a tied head is written too: MLX looks for it
-        w = w[0] if k.endswith('position_embedding') else w
-        tensors |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names)))}
-    return _smolvlm_config(cfg, kind),tensors
+    # a tied head is written too: MLX looks for it
+    return _smolvlm_config(cfg, kind),_their_tensors(state, partial(smolvlm_names, cfg=cfg))
 
 # %% ../../nbs/26_model.weights.ipynb #8cdca1b4
 def _extra_tokens(folder, image_id):
@@ -486,9 +490,8 @@ def _from_smolvlm(folder, cfg):
     if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs['model.text_model.embed_tokens.weight'])
     with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                             decoder=LanguageModel(cfg))
-    state = _our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
+    return _our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
         partial(smolvlm_names, cfg=cfg), ('*.inv_freq','*.position_ids'), str(folder))
-    return state
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
@@ -782,11 +785,9 @@ def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whos
     _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
-    kind,out = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias',{}
-    for k,w in state.items():
-        w = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
-        out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in _minimind_names(k, kind)}
-    return out
+    kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
+    known = {k:w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w for k,w in state.items()}
+    return _their_tensors(known, partial(_minimind_names, kind=kind))
 
 # %% ../../nbs/26_model.weights.ipynb #65e137df
 def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if needed; of a whole model
