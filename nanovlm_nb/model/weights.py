@@ -147,11 +147,10 @@ FAMILIES = dict(siglip=SIGLIP, siglip_vision_model=SIGLIP, clip=CLIP, clip_visio
 def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the table
     "Returns the tensors of a checkpoint that make one of ours; none if it comes from nowhere."
     for ours,theirs in family.names.items():
-        match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
-        if not match: continue
-        patterns = [theirs] if isinstance(theirs, str) else theirs
-        put_in = partial(reduce, lambda their,part: their.replace('*', part, 1), match.groups())
-        return [t[1:] if t[0]=='/' else family.prefix+t for t in map(put_in, patterns)]
+        if match := re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name):
+            patterns = [theirs] if isinstance(theirs, str) else theirs
+            put_in = partial(reduce, lambda their,part: their.replace('*', part, 1), match.groups())
+            return [t[1:] if t[0]=='/' else family.prefix+t for t in map(put_in, patterns)]
     return []
 
 # %% ../../nbs/26_model.weights.ipynb #44355539
@@ -571,10 +570,9 @@ def _merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, 
 # %% ../../nbs/26_model.weights.ipynb #3301fcba
 def _wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its adapters
     "Returns the same weights; those of adapted layers have the names of `base_layer`."
-    split = {k: k.rpartition('.') for k in state}
     adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
-    return {f'{layer}.base_layer.{last}' if layer in adapted else k: state[k]
-            for k,(layer,_,last) in split.items()}
+    return {f'{layer}.base_layer.{last}' if layer in adapted else k: w
+            for k,w in state.items() for layer,_,last in [k.rpartition('.')]}
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0106
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
