@@ -255,8 +255,7 @@ def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # 
     for k,w in tensors.items():
         require(w.shape==state[k].shape, f"{source}: {k} has shape {tuple(state[k].shape)}, "
             f"the model wants {tuple(w.shape)}; compare the configurations")
-    with torch.no_grad():
-        for k,w in tensors.items(): w.copy_(state[k])
+    module.load_state_dict(state)
 
 # %% ../../nbs/26_model.weights.ipynb #63387cd9
 def _our_tensors(
