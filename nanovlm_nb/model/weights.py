@@ -8,8 +8,8 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'Family', 'their_names',
            'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
            'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type',
-           'to_smolvlm', 'smolvlm_config', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter',
-           'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
+           'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'base_digest', 'noted_base',
+           'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -348,7 +348,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     folder = resolve_checkpoint(name)
     config = _json(folder, 'config.json')
     theirs = config.get('model_type')
-    if theirs in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
+    if theirs in WHOLE: return kind.from_dict(_read_smolvlm_config(folder).to_dict())
     require(not theirs, f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
@@ -462,23 +462,22 @@ AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.al
             "{% endfor %}{% set messages = ns.all %}") # before a chat template that expects contents as lists
 
 # %% ../../nbs/26_model.weights.ipynb #573575ad
-def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolVLM or Idefics3
+def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
-    folder = resolve_checkpoint(name)
     if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
     theirs = _their_config(folder)
     text = FAMILIES.get(theirs.text_config.model_type)
     if text is None or 'lm_hidden_dim' not in text.fields:
-        raise UsageError(f"{name} has a {theirs.text_config.model_type} inside: "
+        raise UsageError(f"{folder} has a {theirs.text_config.model_type} inside: "
                          "only llama, qwen2 and qwen3 are built here")
     first,extra = _extra_tokens(folder, theirs.image_token_id)
     vision = _our_fields(SIGLIP, theirs.vision_config)
     smol = {'fake_image_token','global_image_token'} <= extra.keys()
-    return VLMConfig(**vision | _decoder_fields(text, theirs.text_config, name)
+    return VLMConfig(**vision | _decoder_fields(text, theirs.text_config, folder)
         | _picture_fields(folder, vision['vit_img_size']) | _chat_fields(folder) | dict(
         lm_base_vocab_size=first, lm_vocab_size=theirs.text_config.vocab_size, vlm_extra_tokens=extra,
         lm_tie_weights=theirs.tie_word_embeddings, image_convention='smolvlm' if smol else 'nanovlm',
-        mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(name), lm_model_type=str(name),
+        mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(folder), lm_model_type=str(folder),
         hf_repo_name=None))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff287
