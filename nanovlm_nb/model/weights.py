@@ -295,8 +295,8 @@ TAKE_OVER = "take the fields of the backbone's own configuration"
 def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
     "Loads the weights of a vision backbone."
     folder,wanted = resolve_checkpoint(name),vit.state_dict()
-    family,_ = _family(folder, 'vit_hidden_dim')
-    _check_fields(vit.cfg, vision_config(folder), f'{name} has', TAKE_OVER)
+    family,part = _family(folder, 'vit_hidden_dim')
+    _check_fields(vit.cfg, _our_fields(family, part), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
     state = _our_tensors(wanted.keys()-zeros, _prefixed(_read_tensors(folder), family.prefix),
                        partial(their_names, family=family), family.ignore, str(name))
