@@ -170,13 +170,14 @@ def _their_config(folder):
     except ValueError as e: raise UsageError(f'{folder} is no model that transformers knows: {e}') from e
 
 # %% ../../nbs/26_model.weights.ipynb #68741116
+def _families(wanted): return {kind:f for kind,f in FAMILIES.items() if wanted in f.fields} # a field of ours
+
 def _family(folder, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
-    config = _their_config(folder)
-    family = FAMILIES.get(config.model_type)
-    if family is None or wanted not in family.fields:
-        raise UsageError(f"{folder} is a checkpoint of type {config.model_type!r}: types that can be read "
-                         f"here are {', '.join(k for k,f in FAMILIES.items() if wanted in f.fields)}")
+    config,known = _their_config(folder),_families(wanted)
+    require(config.model_type in known, f"{folder} is a checkpoint of type {config.model_type!r}: "
+        f"types that can be read here are {', '.join(known)}")
+    family = known[config.model_type]
     part = getattr(config, family.part, config) if family.part else config
     _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another backbone')
     return family,part
@@ -466,14 +467,12 @@ def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
     if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
     theirs = _their_config(folder)
-    text = FAMILIES.get(theirs.text_config.model_type)
-    if text is None or 'lm_hidden_dim' not in text.fields:
-        raise UsageError(f"{folder} has a {theirs.text_config.model_type} inside: "
-                         "only llama, qwen2 and qwen3 are built here")
+    kind,known = theirs.text_config.model_type,_families('lm_hidden_dim')
+    require(kind in known, f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here")
     first,extra = _extra_tokens(folder, theirs.image_token_id)
     vision = _our_fields(SIGLIP, theirs.vision_config)
     smol = {'fake_image_token','global_image_token'} <= extra.keys()
-    return VLMConfig(**vision | _decoder_fields(text, theirs.text_config, folder)
+    return VLMConfig(**vision | _decoder_fields(known[kind], theirs.text_config, folder)
         | _picture_fields(folder, vision['vit_img_size']) | _chat_fields(folder) | dict(
         lm_base_vocab_size=first, lm_vocab_size=theirs.text_config.vocab_size, vlm_extra_tokens=extra,
         lm_tie_weights=theirs.tie_word_embeddings, image_convention='smolvlm' if smol else 'nanovlm',
