@@ -9,6 +9,7 @@ __all__ = ['VIEWS', 'panel_table', 'main']
 import json,sys
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -85,12 +86,9 @@ def _look_panel(read:Callable[[Batch],Tensor], # a batch -> scores (B, T, V)
     return panel|{f'look/accuracy{n}':t[2]/t[3] for n,t in total.items()}|{'look/answers':int(total[''][3])}
 
 # %% ../../nbs/31_answers.look.ipynb #df587ccc
-def _reader(model:VisionLanguageModel)->Callable[[Any],Tensor]: # in eval mode; for `_look_panel`
-    "Returns what scores the tokens of a batch."
-    def read(batch):
-        hidden,_ = model(batch['input_ids'].to(model.device), batch['images'], doc_lens=batch['doc_lens'])
-        return hidden.cpu()
-    return read
+def _read(model:VisionLanguageModel, batch:Any)->Tensor: # in eval mode; (B, T, V)
+    "Returns the scores of a batch's tokens; for `_look_panel`."
+    return model(batch['input_ids'].to(model.device), batch['images'], doc_lens=batch['doc_lens'])[0].cpu()
 
 # %% ../../nbs/31_answers.look.ipynb #8cdb8a77
 def panel_table(panel:dict[str,float])->str: # from `_look_panel`; a line for each view
@@ -104,12 +102,12 @@ def panel_table(panel:dict[str,float])->str: # from `_look_panel`; a line for ea
 def main(values:Namespace)->None: # from `cli.eval_parser`
     "Command `nanovlm eval` without tasks: loss and right answers with right, other and blank pictures."
     asker = Asker.from_checkpoint(values.checkpoint, values.device)
-    given = {} if values.config else None # of the run's own file, data is read alone
     config:Any = values.config or asker.run_dir and asker.run_dir/CONFIG
     require(config, f'{values.checkpoint} is of no run: give a file with --config')
-    _,cfg = load_yaml(config, given=given)
+    # of the run's own file, data is read alone
+    _,cfg = load_yaml(config, given={} if values.config else None)
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
     batches = islice(val, values.batches or cfg.max_val_batches)
-    with torch.inference_mode(): panel = _look_panel(_reader(asker.model), batches, asker.model.cfg)
+    with torch.inference_mode(): panel = _look_panel(partial(_read, asker.model), batches, asker.model.cfg)
     sys.stdout.write((json.dumps(panel) if values.json else panel_table(panel))+'\n')
