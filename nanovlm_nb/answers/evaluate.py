@@ -518,9 +518,8 @@ def _shape_questions(n:int)->list[dict]: # scenes, one to four questions each; r
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc4
 def digit_pictures(n:int|None=None)->list[tuple[Image.Image,int]]: # None: all 1,797
     "Returns scikit-learn's handwritten digits, grey pictures of 8 x 8 pixels, in their order."
-    try: from sklearn.datasets import load_digits # only here
-    except ImportError as e:
-        raise UsageError('the digits come with scikit-learn: pip install scikit-learn') from e
+    require(find_spec('sklearn'), 'the digits come with scikit-learn: pip install scikit-learn')
+    from sklearn.datasets import load_digits # only here
     data = load_digits()
     pictures = map(Image.fromarray, (data.images*255/16).round().astype(np.uint8))
     return [*islice(zip(pictures, data.target.tolist()), n)]
