@@ -334,14 +334,13 @@ LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of a
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
 
-def _write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
-    "Writes `config.json` and `model.safetensors`."
-    tied = cfg.lm_tie_weights and {HEAD,EMBED} <= state.keys()
+def _write_weights(folder:Path, state:dict[str,Tensor], tied:bool)->None: # there; of a whole model
+    "Writes `model.safetensors`; `tied` is `lm_tie_weights`."
+    tied = tied and {HEAD,EMBED} <= state.keys()
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
             f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
     keep = {k:w.detach().cpu().contiguous() for k,w in state.items() if not (tied and k==EMBED)}
     save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
-    cfg.save(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
@@ -591,10 +590,10 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
 def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
-    cfg:VLMConfig, note:dict[str,Any], # of the model; `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
+    note:dict[str,Any], # `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
     known_as:str|Path, # where the directory will be
 )->None:
-    "Writes adapters, their note, and the configuration of the model that they make."
+    "Writes adapters and their note."
     base = note['base']
     require(base is not None, "these adapters were put on a model in memory, and their base has no name: "
         "merge_adapters(model) before it is saved")
@@ -604,7 +603,6 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
     save_file(adapters, folder/LORA_WEIGHTS, metadata=dict(format='pt'))
     text = json.dumps(note | dict(base=base | dict(beside=beside)), indent=1)+'\n'
     (folder/LORA_NOTE).write_text(text, encoding='utf-8')
-    cfg.save(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #49311d04
 class Pretrained(nn.Module):
@@ -673,8 +671,9 @@ class Pretrained(nn.Module):
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
         state = self.state_dict() if state is None else state
         with written_at_once(save_directory, OWNED) as tmp:
-            if self.lora_note: _write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
-            else: _write_weights(tmp, state, cfg)
+            cfg.save(tmp/'config.json')
+            if self.lora_note: _write_adapters(tmp, state, self.lora_note, known_as or save_directory)
+            else: _write_weights(tmp, state, cfg.lm_tie_weights)
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
     def push_to_hub(self, repo_id:str, private:bool=False, # e.g. 'name/my-vlm', made if missing; if new
