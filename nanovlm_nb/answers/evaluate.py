@@ -559,16 +559,6 @@ def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a sha
     rows = datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True)
     return list(islice(rows, n))
 
-# %% ../../nbs/36_answers.evaluate.ipynb #f04b922d
-def _exact_match(asker:Asker, path:str|Path, limit:float|None=None, # question file; see `read_rows`
-    batch_size:int=64, dist:Dist=Dist(), # questions answered at a time; every rank must call
-)->tuple[float,int]: # share of right answers, 0..1; questions
-    "Asks the questions of a file."
-    questions = questions_of(read_rows(path, limit))
-    answers = answer_all(asker, questions[dist.rank::dist.world_size], batch_size)
-    require(questions, f'{path} holds no question')
-    return dist.sum(sum(r.right for r in answers))/len(questions),len(questions)
-
 # %% ../../nbs/36_answers.evaluate.ipynb #ab49d7f7
 def flat_figures(results:dict)->dict[str,float]: # of lmms-eval: task -> name -> value; 'task_name' -> value
     "Returns the figures of lmms-eval's tasks, without standard errors and what is no number."
@@ -608,8 +598,11 @@ def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
     require(not why, why.format(task))
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
         return _through_lmms_eval(asker, task, args)
-    share,n = _exact_match(asker, path, args.limit, args.batch_size, args.dist)
-    return ({f'{path.stem}_exact_match':share},{path.stem:n}) if args.dist.is_master else None
+    questions,dist = questions_of(read_rows(path, args.limit)),args.dist
+    require(questions, f'{path} holds no question')
+    answers = answer_all(asker, questions[dist.rank::dist.world_size], args.batch_size)
+    share = dist.sum(sum(r.right for r in answers))/len(questions)
+    return ({f'{path.stem}_exact_match':share},{path.stem:len(questions)}) if dist.is_master else None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #f411817e
 def _add(all_of, task, asker, args):
