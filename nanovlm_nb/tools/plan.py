@@ -354,15 +354,14 @@ _WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(s
     'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)} # columns of the table
 
 def _memory_table(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int)->dict[str,dict[str,float]]:
-    "Returns memory for each way to share it: column -> part -> GiB, with `together` and `recomputed`."
+    "Returns memory for each way to share it: column -> part -> bytes, with `together` and `recomputed`."
     base = evolve(c, sharding='ddp', eval_backend='auto', offload_optimizer=False, offload_params=False)
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     alone = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     table = {}
     for name,how in (_WAYS if gpus>1 and not c.cache_features else alone).items():
         m,less = (memory(vlm_cfg, evolve(cfg, **how), gpus) for cfg in (base, recompute))
-        parts = m._asdict()|dict(together=m.total, recomputed=less.total)
-        table[name] = {part:n/GB for part,n in parts.items()}
+        table[name] = m._asdict()|dict(together=m.total, recomputed=less.total)
     return table
 
 # %% ../../nbs/64_tools.plan.ipynb #92531777
@@ -434,9 +433,9 @@ def _parameters_text(plan):
 # %% ../../nbs/64_tools.plan.ipynb #91b19973
 def _memory_text(plan):
     table = plan['memory']
-    unit,size = fitting_unit(GB*max(row['together'] for row in table.values()), BYTES)
+    unit,size = fitting_unit(max(row['together'] for row in table.values()), BYTES)
     title = f"{unit} on each of {plan['gpus']} GPUs" if plan['gpus']>1 else unit
-    rows = [(_NAMES.get(part, part), *(f'{row[part]*GB/size:.1f}' for row in table.values()))
+    rows = [(_NAMES.get(part, part), *(f'{row[part]/size:.1f}' for row in table.values()))
             for part in next(iter(table.values()))]
     return [*_rows([(title, *table), *rows]),
         f"  as configured ({plan['setting']}): {with_unit(plan['needed']*GB, BYTES)}, for packs of "
