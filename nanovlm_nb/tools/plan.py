@@ -419,9 +419,9 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, devices:tupl
 _NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language model',
     copies='16-bit and gathered copies', rest='loss, backward pass', recomputed='all recomputed')
 
-def _rows(rows, first=28):
+def _rows(rows):
     "Lines of a table: a name and numbers that are aligned to the right."
-    return [f'  {name:<{first}}'+''.join(f'{x:>12}' for x in cells) for name,*cells in rows]
+    return [f'  {name:<28}'+''.join(f'{x:>12}' for x in cells) for name,*cells in rows]
 
 # %% ../../nbs/64_tools.plan.ipynb #e6b6a9e5
 def _parameters_text(plan):
@@ -454,11 +454,6 @@ def _device_text(name, d):
     return lines if d['fits'] or enough else [*lines,
         '      and still too small: take a larger GPU or a smaller model']
 
-# %% ../../nbs/64_tools.plan.ipynb #e4f017bc
-def _devices_text(plan):
-    return [*_rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')]),
-            *(line for name,d in plan['devices'].items() for line in _device_text(name, d))]
-
 # %% ../../nbs/64_tools.plan.ipynb #49ac6fa3
 def _work_text(plan):
     w,p,b,updates = plan['work'],plan['pack'],plan['batch'],plan['updates']
@@ -490,16 +485,17 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     d = plan['disk']
     disk = [f"Disk: {d['kept']} checkpoint{'s'*(d['kept']>1)} at most, "
         f"each of {with_unit(d['checkpoint'], STORED)}: {with_unit(d['kept']*d['checkpoint'], STORED)}"]
+    devices = _rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')])
+    devices += [line for name,d in plan['devices'].items() for line in _device_text(name, d)]
     start = [f"Starts from {plan['start']}"] if 'start' in plan else []
     end = [*_work_text(plan), *disk, *_epochs_text(plan), *(f'Note: {n}' for n in plan['notes'])]
-    sections = start+_parameters_text(plan),_memory_text(plan),_devices_text(plan),end
+    sections = start+_parameters_text(plan),_memory_text(plan),devices,end
     return '\n\n'.join('\n'.join(s) for s in sections)
 
 # %% ../../nbs/64_tools.plan.ipynb #64aa0002
-def main(values:Namespace)->int: # from `cli.plan_parser`; 0
+def main(values:Namespace)->None: # from `cli.plan_parser`
     "Command `nanovlm plan`: what a run will cost."
     v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, None, values.samples, values.epochs)
     plan = dict(start=origin_of(v, t))|plan|dict(notes=[*lines, *plan['notes']])
     sys.stdout.write(_plan_text(plan)+'\n')
-    return 0
