@@ -43,7 +43,7 @@ def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token i
     return tuple(torch.tensor(x, device=device) for x in zip(*rows))
 
 # %% ../../nbs/30_answers.answer.ipynb #a5e40001
-def _picture_uri(picture:Image.Image, side:int=96)->str: # pixels of the copy's longest side; a data: URI
+def _picture_uri(picture:Image.Image, side:int)->str: # pixels of the copy's longest side; a data: URI
     "Returns a small copy of a picture, for HTML."
     small,out = picture.copy(),io.BytesIO()
     small.thumbnail((side,side))
