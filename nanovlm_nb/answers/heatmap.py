@@ -7,7 +7,7 @@ __all__ = ['Heat', 'default_blocks', 'answer_heat', 'overlay']
 
 # %% ../../nbs/32_answers.heatmap.ipynb #5691975e
 from collections.abc import Iterator,Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from dataclasses import dataclass
 from math import isqrt
 
@@ -41,10 +41,9 @@ def _record_attention(decoder:LanguageModel, # reads without a cache
     def keep(module, args):
         q,k,_ = module.heads(*args[:3])
         weights[module.index] = _attention_weights(q[:,:,rows], k, rows)
-    hooks = [decoder.blocks[b].attn.register_forward_pre_hook(keep) for b in blocks]
-    try: yield weights
-    finally:
-        for h in hooks: h.remove()
+    with ExitStack() as hooks: # each goes with it
+        for b in blocks: hooks.enter_context(decoder.blocks[b].attn.register_forward_pre_hook(keep))
+        yield weights
 
 # %% ../../nbs/32_answers.heatmap.ipynb #6724eeae
 _SPREAD = .75 # width (standard deviation) of a token's spot, in sides of its square
