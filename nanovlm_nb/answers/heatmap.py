@@ -88,12 +88,6 @@ def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
     "Returns the first two thirds, rounded up."
     return list(range((2*n+2)//3))
 
-# %% ../../nbs/32_answers.heatmap.ipynb #69cd0961
-def _taken(model, ids, tiles, rows, blocks):
-    "What some rows take from each position, on average over rows, blocks and heads."
-    with _record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
-    return torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))
-
 # %% ../../nbs/32_answers.heatmap.ipynb #69cd0960
 @torch.no_grad()
 def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or more
@@ -108,10 +102,10 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     ids = torch.tensor([prompt+answered], device=asker.device)
     slots = (ids[0]==c.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
-    # the last token is generated and not read
-    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
+    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device) # the last is not read
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
-    taken = _taken(model, ids, tiles, rows, blocks)[slots].cpu()
+    with _record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
+    taken = torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))[slots].cpu()
     per_picture = taken.split([len(t)*c.mp_image_token_length for t in tiles])
     grids = [asker.image_processor.grid(*image_size(im)) for im in images]
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
