@@ -373,10 +373,9 @@ def collect_evals(evals:Evaluations|None, log:RunLog, step:int, # None: not rank
     "Moves evaluations on, and logs one result if there is any."
     if evals is None: return False
     for line in _poll_evals(evals, thorough): log.info(line)
-    for of_step,figures in islice(_new_results(evals, step), 1):
-        log.log(figures|{EVAL_AXIS:of_step}, step)
-        return True
-    return False
+    new = next(_new_results(evals, step), None)
+    if new: log.log(new[1]|{EVAL_AXIS:new[0]}, step)
+    return new is not None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #bf658ed7
 def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 0; updates behind the model
@@ -531,10 +530,9 @@ def _digit_questions(n:int|None)->list[dict]: # see `digit_pictures`; rows with 
         texts=[dict(user='Which digit is this?', assistant=str(d))]) for im,d in digit_pictures(n)]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #1d27216b
-def _write_rows(path:str|Path, rows:list[dict])->Path: # with `images`, `texts`, `kinds`, `source`; `path`
+def _write_rows(path:str|Path, rows:list[dict])->None: # with `images`, `texts`, `kinds`, `source`
     "Writes a question file."
     datasets.Dataset.from_list(rows, features=_ROW).to_parquet(path)
-    return Path(path)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #a6330b3e
 def write_tasks(folder:str|Path, # made if needed
