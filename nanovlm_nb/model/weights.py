@@ -329,7 +329,8 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
-WHOLE = ('smolvlm','idefics3') # types of whole models in transformers that can be read and written
+# whole models in transformers that can be read and written: type -> class
+WHOLE = {k:f'{name}ForConditionalGeneration' for k,name in (('smolvlm','SmolVLM'),('idefics3','Idefics3'))}
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
@@ -405,8 +406,7 @@ def _smolvlm_config(cfg, kind):
         head_dim=cfg.head_width, max_position_embeddings=cfg.lm_max_position_embeddings, hidden_act='silu',
         rope_theta=base, rope_parameters=dict(rope_type='default', rope_theta=base),
         tie_word_embeddings=cfg.lm_tie_weights)
-    title = dict(smolvlm='SmolVLM', idefics3='Idefics3')[kind]
-    return dict(model_type=kind, architectures=[f'{title}ForConditionalGeneration'],
+    return dict(model_type=kind, architectures=[WHOLE[kind]],
         image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
         tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3),
         text_config=decoder)
