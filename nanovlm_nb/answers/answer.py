@@ -43,7 +43,7 @@ def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token i
     return tuple(torch.tensor(x, device=device) for x in zip(*rows))
 
 # %% ../../nbs/30_answers.answer.ipynb #a5e40001
-def _picture_uri(picture:Image.Image, side:int=96)->str: # pixels of the copy's longest side; a data: URI
+def _picture_uri(picture:Image.Image, side:int)->str: # pixels of the copy's longest side; a data: URI
     "Returns a small copy of a picture, for HTML."
     small,out = picture.copy(),io.BytesIO()
     small.thumbnail((side,side))
@@ -233,8 +233,7 @@ class Chat:
 
     def shared(self, ids:list[int])->int: # of the whole conversation; tokens: all image tokens, or none
         "Returns how many tokens at the beginning were read before."
-        if self.reader is None: return 0
-        most = min(len(ids)-1, len(self.known))
+        most = max(min(len(ids)-1, len(self.known)), 0)
         n = next((i for i in range(most) if ids[i]!=self.known[i]), most)
         return 0 if self.asker.model.cfg.image_token_id in ids[n:] else n
 

@@ -7,7 +7,7 @@ __all__ = ['Heat', 'default_blocks', 'answer_heat', 'overlay']
 
 # %% ../../nbs/32_answers.heatmap.ipynb #5691975e
 from collections.abc import Iterator,Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from dataclasses import dataclass
 from math import isqrt
 
@@ -41,10 +41,9 @@ def _record_attention(decoder:LanguageModel, # reads without a cache
     def keep(module, args):
         q,k,_ = module.heads(*args[:3])
         weights[module.index] = _attention_weights(q[:,:,rows], k, rows)
-    hooks = [decoder.blocks[b].attn.register_forward_pre_hook(keep) for b in blocks]
-    try: yield weights
-    finally:
-        for h in hooks: h.remove()
+    with ExitStack() as hooks: # each goes with it
+        for b in blocks: hooks.enter_context(decoder.blocks[b].attn.register_forward_pre_hook(keep))
+        yield weights
 
 # %% ../../nbs/32_answers.heatmap.ipynb #6724eeae
 _SPREAD = .75 # width (standard deviation) of a token's spot, in sides of its square
@@ -79,31 +78,15 @@ class Heat:
         mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side)
         return cls(whole, mosaic, (rows,cols))
 
-    @property
-    def share(self)->float: # 0 to 1
-        "Returns what the picture got in all."
-        return self.tiles.sum().item()+(0 if self.whole is None else self.whole.sum().item())
-
     def draw(self, width:int, height:int)->Tensor: # (height, width)
         "Returns the sum of all spots."
         parts = [p for p in (self.whole,self.tiles) if p is not None]
         return sum(_spots(height, p.shape[0]) @ p @ _spots(width, p.shape[1]).T for p in parts)
 
-    def peak(self, width:int, height:int)->tuple[int,int]: # x and y
-        "Returns the hottest pixel."
-        y,x = divmod(self.draw(width, height).argmax().item(), width)
-        return x,y
-
 # %% ../../nbs/32_answers.heatmap.ipynb #311f1677
 def default_blocks(n:int)->list[int]: # blocks of the decoder; numbers of blocks
     "Returns the first two thirds, rounded up."
     return list(range((2*n+2)//3))
-
-# %% ../../nbs/32_answers.heatmap.ipynb #69cd0961
-def _taken(model, ids, tiles, rows, blocks):
-    "What some rows take from each position, on average over rows, blocks and heads."
-    with _record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
-    return torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))
 
 # %% ../../nbs/32_answers.heatmap.ipynb #69cd0960
 @torch.no_grad()
@@ -119,10 +102,10 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     ids = torch.tensor([prompt+answered], device=asker.device)
     slots = (ids[0]==c.image_token_id).nonzero().flatten()
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
-    # the last token is generated and not read
-    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device)
+    rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device) # the last is not read
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
-    taken = _taken(model, ids, tiles, rows, blocks)[slots].cpu()
+    with _record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
+    taken = torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))[slots].cpu()
     per_picture = taken.split([len(t)*c.mp_image_token_length for t in tiles])
     grids = [asker.image_processor.grid(*image_size(im)) for im in images]
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]

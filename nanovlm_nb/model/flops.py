@@ -54,11 +54,10 @@ def _vision_flops(
     "Returns the cost of the vision tower."
     P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
     passed = trained or adapters>0
-    patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False)
+    patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(_matrix_flops(adapters, True, True))
     block = _matrix_flops(4*D*D + 2*D*I, trained, passed)
     mixing = _Flops(4*P*D, 8*P*D*passed)
     again = _Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
-    patch = patch.plus(_matrix_flops(adapters, True, True))
     return patch.times(cfg.n_patches).plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P))
 
 # %% ../../nbs/29_model.flops.ipynb #45dda643
@@ -82,20 +81,20 @@ def _block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplie
     return 2*D*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + gated
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c2
-def _language_flops(cfg:VLMConfig, trains:Iterable[str]=COMPONENTS, # sizes; components that learn
-    last_blocks:int|None=None, # only so many blocks learn, or have adapters; None: all
-    checkpointing:bool=False, adapters:dict[str,int]|None=None, # recomputed; numbers in each one's adapters
+def _language_flops(cfg:VLMConfig, trains:set[str], # sizes; components that learn
+    last_blocks:int|None, # only so many blocks learn, or have adapters; None: all
+    checkpointing:bool, adapters:dict[str,int], # recomputed; numbers in each one's adapters
 )->dict[str,_Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "Returns the cost of the language model."
     L,D,W = cfg.lm_n_blocks,cfg.lm_hidden_dim,cfg.lm_n_heads*cfg.head_width
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
-    below = whole or {'MP','vision_encoder'} & {*trains, *(adapters or {})}
+    below = whole or {'MP','vision_encoder'} & {*trains, *adapters}
     passed = L if below else (last_blocks or L) if adapters else learning
     w,again = _block_weights(cfg), passed*checkpointing
     # with experts, the mixture of their answers needs these
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
-    beside = _matrix_flops((adapters or {}).get('decoder', 0), True, True)
+    beside = _matrix_flops(adapters.get('decoder', 0), True, True)
     return dict(blocks=_Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside),
         attention=_Flops(4*W*L, 8*W*passed, again*4*W), head=_matrix_flops(D*cfg.lm_vocab_size, whole, True))
 

@@ -8,8 +8,8 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'Family', 'their_names',
            'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
            'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type',
-           'to_smolvlm', 'smolvlm_config', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter',
-           'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
+           'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'base_digest', 'noted_base',
+           'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -147,11 +147,10 @@ FAMILIES = dict(siglip=SIGLIP, siglip_vision_model=SIGLIP, clip=CLIP, clip_visio
 def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the table
     "Returns the tensors of a checkpoint that make one of ours; none if it comes from nowhere."
     for ours,theirs in family.names.items():
-        match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
-        if not match: continue
-        patterns = [theirs] if isinstance(theirs, str) else theirs
-        put_in = partial(reduce, lambda their,part: their.replace('*', part, 1), match.groups())
-        return [t[1:] if t[0]=='/' else family.prefix+t for t in map(put_in, patterns)]
+        if match := re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name):
+            patterns = [theirs] if isinstance(theirs, str) else theirs
+            put_in = partial(reduce, lambda their,part: their.replace('*', part, 1), match.groups())
+            return [t[1:] if t[0]=='/' else family.prefix+t for t in map(put_in, patterns)]
     return []
 
 # %% ../../nbs/26_model.weights.ipynb #44355539
@@ -171,13 +170,14 @@ def _their_config(folder):
     except ValueError as e: raise UsageError(f'{folder} is no model that transformers knows: {e}') from e
 
 # %% ../../nbs/26_model.weights.ipynb #68741116
+def _families(wanted): return {kind:f for kind,f in FAMILIES.items() if wanted in f.fields} # a field of ours
+
 def _family(folder, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
-    config = _their_config(folder)
-    family = FAMILIES.get(config.model_type)
-    if family is None or wanted not in family.fields:
-        raise UsageError(f"{folder} is a checkpoint of type {config.model_type!r}: types that can be read "
-                         f"here are {', '.join(k for k,f in FAMILIES.items() if wanted in f.fields)}")
+    config,known = _their_config(folder),_families(wanted)
+    require(config.model_type in known, f"{folder} is a checkpoint of type {config.model_type!r}: "
+        f"types that can be read here are {', '.join(known)}")
+    family = known[config.model_type]
     part = getattr(config, family.part, config) if family.part else config
     _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another backbone')
     return family,part
@@ -256,8 +256,7 @@ def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # 
     for k,w in tensors.items():
         require(w.shape==state[k].shape, f"{source}: {k} has shape {tuple(state[k].shape)}, "
             f"the model wants {tuple(w.shape)}; compare the configurations")
-    with torch.no_grad():
-        for k,w in tensors.items(): w.copy_(state[k])
+    module.load_state_dict(state)
 
 # %% ../../nbs/26_model.weights.ipynb #63387cd9
 def _our_tensors(
@@ -276,6 +275,15 @@ def _shaped(name, w):
     "Positions and the class token have two axes more here than theirs."
     return w.view(1, -1, w.shape[-1]) if name.endswith(('position_embedding','cls_token')) else w
 
+# %% ../../nbs/26_model.weights.ipynb #7bcd47f1
+def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]: # our name -> theirs, a list
+    "Returns copies of our tensors under their names, without those that have none."
+    theirs = {}
+    for k,w in state.items():
+        names,w = names_of(k),w[0] if k.endswith('position_embedding') else w
+        theirs |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names) or 1))}
+    return theirs
+
 # %% ../../nbs/26_model.weights.ipynb #0cca7779
 def _prefixed(state, prefix):
     "A checkpoint of the part alone has no prefix: give it one."
@@ -288,8 +296,8 @@ TAKE_OVER = "take the fields of the backbone's own configuration"
 def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
     "Loads the weights of a vision backbone."
     folder,wanted = resolve_checkpoint(name),vit.state_dict()
-    family,_ = _family(folder, 'vit_hidden_dim')
-    _check_fields(vit.cfg, vision_config(folder), f'{name} has', TAKE_OVER)
+    family,part = _family(folder, 'vit_hidden_dim')
+    _check_fields(vit.cfg, _our_fields(family, part), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
     state = _our_tensors(wanted.keys()-zeros, _prefixed(_read_tensors(folder), family.prefix),
                        partial(their_names, family=family), family.ignore, str(name))
@@ -321,19 +329,19 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
-WHOLE = ('smolvlm','idefics3') # types of whole models in transformers that can be read and written
+# whole models in transformers that can be read and written: type -> class
+WHOLE = {k:f'{name}ForConditionalGeneration' for k,name in (('smolvlm','SmolVLM'),('idefics3','Idefics3'))}
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
 
-def _write_weights(folder:Path, state:dict[str,Tensor], cfg:VLMConfig)->None: # there; of a whole model
-    "Writes `config.json` and `model.safetensors`."
-    tied = cfg.lm_tie_weights and {HEAD,EMBED} <= state.keys()
+def _write_weights(folder:Path, state:dict[str,Tensor], tied:bool)->None: # there; of a whole model
+    "Writes `model.safetensors`; `tied` is `lm_tie_weights`."
+    tied = tied and {HEAD,EMBED} <= state.keys()
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
             f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
     keep = {k:w.detach().cpu().contiguous() for k,w in state.items() if not (tied and k==EMBED)}
     save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
-    cfg.save(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
@@ -341,7 +349,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     folder = resolve_checkpoint(name)
     config = _json(folder, 'config.json')
     theirs = config.get('model_type')
-    if theirs in WHOLE: return kind.from_dict(smolvlm_config(folder).to_dict())
+    if theirs in WHOLE: return kind.from_dict(_read_smolvlm_config(folder).to_dict())
     require(not theirs, f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
@@ -398,8 +406,7 @@ def _smolvlm_config(cfg, kind):
         head_dim=cfg.head_width, max_position_embeddings=cfg.lm_max_position_embeddings, hidden_act='silu',
         rope_theta=base, rope_parameters=dict(rope_type='default', rope_theta=base),
         tie_word_embeddings=cfg.lm_tie_weights)
-    title = dict(smolvlm='SmolVLM', idefics3='Idefics3')[kind]
-    return dict(model_type=kind, architectures=[f'{title}ForConditionalGeneration'],
+    return dict(model_type=kind, architectures=[WHOLE[kind]],
         image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
         tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3),
         text_config=decoder)
@@ -410,13 +417,8 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
     "Returns a whole model in the format of transformers."
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
                  'this model cannot be written as one, but with --format nanovlm')
-    tensors:dict = {}
-    for k,w in state.items():
-        names = smolvlm_names(k, cfg)
-        if not names: continue # a tied head is written too: MLX looks for it
-        w = w[0] if k.endswith('position_embedding') else w
-        tensors |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names)))}
-    return _smolvlm_config(cfg, kind),tensors
+    # a tied head is written too: MLX looks for it
+    return _smolvlm_config(cfg, kind),_their_tensors(state, partial(smolvlm_names, cfg=cfg))
 
 # %% ../../nbs/26_model.weights.ipynb #8cdca1b4
 def _extra_tokens(folder, image_id):
@@ -460,23 +462,20 @@ AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.al
             "{% endfor %}{% set messages = ns.all %}") # before a chat template that expects contents as lists
 
 # %% ../../nbs/26_model.weights.ipynb #573575ad
-def smolvlm_config(name:str|Path)->VLMConfig: # directory or hub name of a SmolVLM or Idefics3
+def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
-    folder = resolve_checkpoint(name)
     if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
     theirs = _their_config(folder)
-    text = FAMILIES.get(theirs.text_config.model_type)
-    if text is None or 'lm_hidden_dim' not in text.fields:
-        raise UsageError(f"{name} has a {theirs.text_config.model_type} inside: "
-                         "only llama, qwen2 and qwen3 are built here")
+    kind,known = theirs.text_config.model_type,_families('lm_hidden_dim')
+    require(kind in known, f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here")
     first,extra = _extra_tokens(folder, theirs.image_token_id)
     vision = _our_fields(SIGLIP, theirs.vision_config)
     smol = {'fake_image_token','global_image_token'} <= extra.keys()
-    return VLMConfig(**vision | _decoder_fields(text, theirs.text_config, name)
+    return VLMConfig(**vision | _decoder_fields(known[kind], theirs.text_config, folder)
         | _picture_fields(folder, vision['vit_img_size']) | _chat_fields(folder) | dict(
         lm_base_vocab_size=first, lm_vocab_size=theirs.text_config.vocab_size, vlm_extra_tokens=extra,
         lm_tie_weights=theirs.tie_word_embeddings, image_convention='smolvlm' if smol else 'nanovlm',
-        mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(name), lm_model_type=str(name),
+        mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(folder), lm_model_type=str(folder),
         hf_repo_name=None))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff287
@@ -486,9 +485,8 @@ def _from_smolvlm(folder, cfg):
     if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs['model.text_model.embed_tokens.weight'])
     with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
                                             decoder=LanguageModel(cfg))
-    state = _our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
+    return _our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
         partial(smolvlm_names, cfg=cfg), ('*.inv_freq','*.position_ids'), str(folder))
-    return state
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
@@ -568,10 +566,9 @@ def _merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, 
 # %% ../../nbs/26_model.weights.ipynb #3301fcba
 def _wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its adapters
     "Returns the same weights; those of adapted layers have the names of `base_layer`."
-    split = {k: k.rpartition('.') for k in state}
     adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
-    return {f'{layer}.base_layer.{last}' if layer in adapted else k: state[k]
-            for k,(layer,_,last) in split.items()}
+    return {f'{layer}.base_layer.{last}' if layer in adapted else k: w
+            for k,w in state.items() for layer,_,last in [k.rpartition('.')]}
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0106
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
@@ -593,10 +590,10 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
 def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
-    cfg:VLMConfig, note:dict[str,Any], # of the model; `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
+    note:dict[str,Any], # `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
     known_as:str|Path, # where the directory will be
 )->None:
-    "Writes adapters, their note, and the configuration of the model that they make."
+    "Writes adapters and their note."
     base = note['base']
     require(base is not None, "these adapters were put on a model in memory, and their base has no name: "
         "merge_adapters(model) before it is saved")
@@ -606,7 +603,6 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
     save_file(adapters, folder/LORA_WEIGHTS, metadata=dict(format='pt'))
     text = json.dumps(note | dict(base=base | dict(beside=beside)), indent=1)+'\n'
     (folder/LORA_NOTE).write_text(text, encoding='utf-8')
-    cfg.save(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #49311d04
 class Pretrained(nn.Module):
@@ -675,8 +671,9 @@ class Pretrained(nn.Module):
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
         state = self.state_dict() if state is None else state
         with written_at_once(save_directory, OWNED) as tmp:
-            if self.lora_note: _write_adapters(tmp, state, cfg, self.lora_note, known_as or save_directory)
-            else: _write_weights(tmp, state, cfg)
+            cfg.save(tmp/'config.json')
+            if self.lora_note: _write_adapters(tmp, state, self.lora_note, known_as or save_directory)
+            else: _write_weights(tmp, state, cfg.lm_tie_weights)
             if not from_hub: save_tokenizer(tokenizer, tmp)
 
     def push_to_hub(self, repo_id:str, private:bool=False, # e.g. 'name/my-vlm', made if missing; if new
@@ -782,11 +779,9 @@ def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whos
     _check_fields(cfg, can, 'minimind has', 'this model cannot be written as one')
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
-    kind,out = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias',{}
-    for k,w in state.items():
-        w = w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w
-        out |= {theirs:w.detach().cpu().contiguous().clone() for theirs in _minimind_names(k, kind)}
-    return out
+    kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
+    known = {k:w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w for k,w in state.items()}
+    return _their_tensors(known, partial(_minimind_names, kind=kind))
 
 # %% ../../nbs/26_model.weights.ipynb #65e137df
 def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if needed; of a whole model
