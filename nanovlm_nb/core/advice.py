@@ -10,16 +10,15 @@ from typing import Any,NamedTuple
 from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
 
 # %% auto #0
-__all__ = ['Table', 'grouped', 'loader_workers', 'if_it_waits', 'stability_advice', 'Remedy', 'memory_remedies', 'remedy_line',
-           'advice', 'checkpoints_written', 'save_notes', 'projector_advice', 'lint']
+__all__ = ['Table', 'loader_workers', 'if_it_waits', 'stability_advice', 'Remedy', 'memory_remedies', 'advice',
+           'checkpoints_written', 'lint']
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
-_MOST = dict(data=.10, communication=.15, other=.05) # share of the time that a kind of waiting may take
-_LEAST_COMPUTE = .70 # share of the time that belongs to forward and backward
+_MOST = dict(data=.10, communication=.15, other=.05) # shares of the time, all else is computing
 # finer parts of the time -> what they belong to
 _SHARE = dict(forward_backward='compute', optimizer='other', validation='other', checkpoint='other')
 
-def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
+def _grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
     parts:dict[str,float] = {}
     for name,v in shares.items(): parts[_SHARE.get(name, name)] = parts.get(_SHARE.get(name, name), 0)+v
@@ -27,8 +26,8 @@ def grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the name
 
 # %% ../../nbs/07_core.advice.ipynb #d45bb6a6
 def _over_budget(shares:dict[str,float])->dict[str,float]:
-    "Returns the shares of the time that are not as they should be, see `grouped`."
-    return {k:v for k,v in grouped(shares).items() if (v<_LEAST_COMPUTE if k=='compute' else v>_MOST[k])}
+    "Returns the shares of the time that are larger than they should be, see `_grouped`."
+    return {k:v for k,v in _grouped(shares).items() if v>_MOST.get(k, 1)}
 
 # %% ../../nbs/07_core.advice.ipynb #017bf0b4
 def loader_workers(cfg:TrainConfig, cores:int|None=None)->int: # of a rank; None: unknown
@@ -91,6 +90,10 @@ class Remedy(NamedTuple):
     changes:dict # field -> new value
     price:str # what comes with it
 
+    def __str__(self):
+        "Returns the settings and the price in words."
+        return ', '.join(f'{k} {v}' for k,v in self.changes.items())+f' ({self.price})'
+
 def _smaller_batches(cfg:TrainConfig)->list[dict]:
     "Returns other splits of the same update, down to micro-batches of one pack."
     b,a = cfg.batch_size,cfg.gradient_accumulation_steps
@@ -115,29 +118,21 @@ def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cu
         (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True), 'updates are slow')]
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 
-# %% ../../nbs/07_core.advice.ipynb #93e6c4ff
-def remedy_line(remedy:Remedy)->str:
-    "Returns the settings and the price of a remedy in words."
-    return ', '.join(f'{k} {v}' for k,v in remedy.changes.items())+f' ({remedy.price})'
-
 # %% ../../nbs/07_core.advice.ipynb #effcae7d
-_GO_FASTER = 'the time is well spent; to go faster'
-
 def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     oom:bool=False, unstable:bool=False, # memory ran out; the loss or the gradient norm jumped
     keeps:Callable=lambda changes: True, # may a run resume with them?
     cpus:int|None=None, ranks:int=1, device:str='cuda')->list[str]: # of the machine on which it computes
-    "Returns a line for each thing that is not in order, with what to change; for `shares` see `grouped`."
-    v,missed,cores = v or VLMConfig(),_over_budget(shares),cpus and max(cpus//ranks, 1)
+    "Returns a line for each thing that is not in order, with what to change; for `shares` see `_grouped`."
+    v,over,cores = v or VLMConfig(),_over_budget(shares),cpus and max(cpus//ranks, 1)
     remedies = memory_remedies(v, c, ranks, device) if oom else []
-    said = {'out of memory':[remedy_line(r) for r in remedies if keeps(r.changes)],
-        'only in a new run':[remedy_line(r) for r in remedies if not keeps(r.changes)],
+    said = {'out of memory':[str(r) for r in remedies if keeps(r.changes)],
+        'only in a new run':[str(r) for r in remedies if not keeps(r.changes)],
         'unstable':stability_advice(c) if unstable else []}
-    for kind,rows in (if_it_waits(v, c, cores)|_if_it_works(c, shares)).items():
-        if kind in missed or kind=='compute' and shares and not missed:
-            least = f'{_LEAST_COMPUTE:.0%} or more' if kind=='compute' else f'{_MOST[kind]:.0%} at most'
-            why = f'{kind} takes {missed[kind]:.0%} of the time, {least} is fine' if missed else _GO_FASTER
-            said[why] = [s for ok,s in rows if ok]
+    why = {k:f'{k} takes {v:.0%} of the time, {_MOST[k]:.0%} at most is fine' for k,v in over.items()}
+    if shares and not over: why = dict(compute='the time is well spent; to go faster')
+    tables = if_it_waits(v, c, cores)|_if_it_works(c, shares)
+    said |= {why[kind]:[s for ok,s in rows if ok] for kind,rows in tables.items() if kind in why}
     return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
@@ -148,7 +143,7 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
     return len({updates, *(u for i in intervals for u in range(i, updates+1, i))})+cfg.eval_in_epochs
 
 # %% ../../nbs/07_core.advice.ipynb #ba6542eb
-def save_notes(c:TrainConfig)->list[str]:
+def _save_notes(c:TrainConfig)->list[str]:
     "Returns what is odd about the checkpoints, a line for each."
     updates,every = updates_of_run(c),c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
     if not every: return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
@@ -161,7 +156,7 @@ def save_notes(c:TrainConfig)->list[str]:
     return [s for ok,s in rows if ok]
 
 # %% ../../nbs/07_core.advice.ipynb #23799a3d
-def projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
+def _projector_advice(c:TrainConfig, ranks:int=1, epochs:float|None=None)->list[str]: # None: `max_epochs`
     "Returns a line for each number that is unusual in a run that trains only the projector."
     if any(c.lr_backbone_pair) or c.lora_rank: return []
     rows = [('max_epochs', epochs or c.max_epochs, 4, 6), ('lr_mp', c.lr_mp, 1e-4, 5e-4),
@@ -176,4 +171,4 @@ def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)
     most = n if cpus is None else min(n, max(cpus//ranks, 1))
     workers = (f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
         f'{most} at most, more only hinder each other')
-    return save_notes(c)+projector_advice(c, ranks, epochs)+[workers]*(most<n)
+    return _save_notes(c)+_projector_advice(c, ranks, epochs)+[workers]*(most<n)
