@@ -313,7 +313,7 @@ _WAIT_S = 10. # seconds to wait for the process that holds a directory
 
 def _is_at(path, file):
     "Whether the name still means this file."
-    with suppress(OSError): return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    with suppress(OSError): return os.path.samefile(path, file.fileno())
 
 def _locked(path): # None: another process has locked it
     "The open file, locked."
