@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 'SECTIONS', 'GUIDE', 'digits_splits',
            'shapes_splits', 'load_splits', 'split_pair', 'load_classes', 'ClassConfig', 'VLMClassifier',
-           'make_classifier', 'confusion', 'plot_confusion', 'ValidateClasses', 'sorted_in', 'Settings', 'configs_of',
-           'classify_on', 'main']
+           'make_classifier', 'plot_confusion', 'ValidateClasses', 'sorted_in', 'Settings', 'configs_of', 'classify_on',
+           'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import random,json,os,re,sys,threading
@@ -301,7 +301,7 @@ class _Judged(NamedTuple):
     loss:float # minus the logarithm of the probability of its class
 
 # %% ../../nbs/81_uses.classify.ipynb #89336fc7
-def confusion(judged:Iterable[_Judged], n:int)->np.ndarray: # (n, n)
+def _confusion(judged:Iterable[_Judged], n:int)->np.ndarray: # (n, n)
     "Returns how many pictures of each class (row) were taken for each class (column)."
     return np.bincount([j.label*n+j.predicted for j in judged], minlength=n*n).reshape(n, n)
 
@@ -317,7 +317,7 @@ def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
 
 # %% ../../nbs/81_uses.classify.ipynb #5da4084d
 @styled()
-def plot_confusion(matrix:np.ndarray, names:list[str], # from `confusion`; of the classes
+def plot_confusion(matrix:np.ndarray, names:list[str], # from `_confusion`; of the classes
     path:str|Path|None=None, title:str='', # file to write
 )->Figure: # shares of each row, the counts written in where there are few classes
     "Draws a confusion matrix."
@@ -382,7 +382,7 @@ class ValidateClasses(Validate):
         found |= self.best
         if better and t.dist.is_master:
             names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
-            plot_confusion(confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
+            plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
         return better
 
     def after_update(self, trainer:Trainer, figures:dict[str,float])->None:
