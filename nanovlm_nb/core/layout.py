@@ -8,7 +8,6 @@ __all__ = ['check_targets', 'slot_error', 'Layout']
 # %% ../../nbs/09_core.layout.ipynb #08a10003
 from collections.abc import Callable,Sequence
 from dataclasses import dataclass,field,replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,16 +68,15 @@ class Layout:
     bare:'Layout|None' = _aside(False)
 
     def __post_init__(self):
-        keep = partial(object.__setattr__, self)
-        keep('is_full', all(lens==(self.T,) for lens in self.doc_lens))
+        own = vars(self) # it is frozen
+        own['is_full'] = all(lens==(self.T,) for lens in self.doc_lens)
         if self.slots is not None or self.at is not None:
-            keep('bare', replace(self, slots=None, at=None, targets=None))
+            own['bare'] = replace(self, slots=None, at=None, targets=None)
         if self.cu is not None: return
         for b,(lens,start) in enumerate(zip(self.doc_lens, self.starts, strict=True)):
             if min((start+1, *lens))<1 or start+sum(lens)>self.T: raise ValueError(
                 f'row {b}: documents of {lens} positions from {start} on do not fit {self.T}')
-        for name,x in _document_tensors(self.doc_lens, self.T, self.starts).items():
-            keep(name, x)
+        own.update(_document_tensors(self.doc_lens, self.T, self.starts))
 
     @classmethod
     def from_doc_lens(cls, doc_lens:Sequence[Sequence[int]], T:int)->'Layout': # per row; positions of a row
