@@ -12,7 +12,6 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 
 import random,json,os,re,sys,threading
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
-from math import ceil
 from pathlib import Path
 from typing import NamedTuple,Any
 from argparse import Namespace
@@ -126,7 +125,7 @@ def split_pair(splits:dict[str,datasets.Dataset], # from `load_splits`
     test = next((s for s in TEST_SPLITS if s in splits), None)
     if test: return dict(train=splits['train'], **{test:splits[test]})
     n = len(splits['train'])
-    require(0<ceil(val_share*n)<n, f'val_share {val_share} of {n} pictures leaves none for training or for '
+    require(0<val_share*n<=n-1, f'val_share {val_share} of {n} pictures leaves none for training or for '
         'evaluation: give another share, or more pictures')
     parts = splits['train'].train_test_split(test_size=val_share, seed=seed)
     return dict(train=parts['train'], held=parts['test'])
@@ -603,11 +602,9 @@ def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dic
     "Returns model, data and hooks of a run that classifies."
     def loaders(c, cfg, dist, tokenizer):
         _check_run(settings, c)
-        def loader(rows, changes, shuffle, workers):
-            source,samples = MapSource(rows, c.seed, shuffle=shuffle),_ClassSamples(cfg, tokenizer, changes)
-            return pack_loader(source, samples, cfg, c, dist, shuffle, workers)
-        return [loader(data.train, transforms_of(c), True, c.num_workers),
-                loader(data.val, (), False, c.val_workers)]
+        parts = [(data.train, transforms_of(c), True, c.num_workers), (data.val, (), False, c.val_workers)]
+        return [pack_loader(MapSource(rows, c.seed, shuffle=shuffle), _ClassSamples(cfg, tokenizer, changes),
+            cfg, c, dist, shuffle, workers) for rows,changes,shuffle,workers in parts]
     hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
     return dict(model=make_classifier, loaders=loaders, hooks=hooks)
 
