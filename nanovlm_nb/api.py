@@ -10,7 +10,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from PIL import Image
@@ -28,7 +27,7 @@ from .cli import export_parser
 def _learning(rate): return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate, lr_language_backbone=rate)
 
 # %% ../nbs/91_api.ipynb #91a10006
-_FOR_ROWS:dict[str,Any] = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
+_FOR_ROWS = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
     num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False, use_lmms_eval=False, hf_repo_name=None)
 
 def _settings(n, preset, given):

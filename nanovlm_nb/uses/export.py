@@ -11,7 +11,7 @@ import copy,json,sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING,Any
+from typing import Any
 
 import numpy as np
 from safetensors.torch import save_file
@@ -26,8 +26,6 @@ from ..model.weights import LORA_NOTE,OWN_CONFIG,OWNED,WHOLE,to_smolvlm,written_
 from ..model.weights import neighbours,text_type,their_names
 from ..model.vlm import VisionLanguageModel
 from ..training.lora import PEFT_CONFIG,read_adapted,read_peft,save_peft
-
-if TYPE_CHECKING: from gguf import GGMLQuantizationType
 
 # %% ../../nbs/80_uses.export.ipynb #f2180e4f
 HAIR = 2**-24 # what a black pixel becomes
@@ -221,7 +219,7 @@ _WHOLE = (_PLACES,'v.patch_embd.weight') # f32 in every file
 
 def _stored(name:str, w:Tensor, # llama.cpp's name of a tensor; its values, of any dtype
     outtype:str, # f32, f16 or q8_0
-)->tuple[np.ndarray,'GGMLQuantizationType']: # bytes or numbers, and what they are
+)->tuple[np.ndarray,Any]: # bytes or numbers, and what they are, a `GGMLQuantizationType`
     "Returns a tensor as it is kept in the file."
     from gguf import GGMLQuantizationType,quantize
     array = w.detach().float().cpu().contiguous().numpy()

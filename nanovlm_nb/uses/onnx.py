@@ -8,7 +8,7 @@ __all__ = ['LOW', 'Axes', 'OPSET', 'OWN_NOTE', 'Read', 'client_note', 'write_gra
 # %% ../../nbs/83_uses.onnx.ipynb #73a00004
 import json,logging,warnings
 from pathlib import Path
-from typing import TYPE_CHECKING,Any
+from typing import Any
 
 import torch
 from torch import Tensor,nn
@@ -18,8 +18,6 @@ from ..model.weights import written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..data.prompts import get_image_string,to_messages
 from .export import save_json,write_form
-
-if TYPE_CHECKING: from onnx import ModelProto # loaded where a file is written
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0000a
 class _See(nn.Module):
@@ -100,7 +98,7 @@ _KINDS = dict(pixel_attention_mask=torch.bool)|dict.fromkeys(
     ('input_ids','attention_mask','position_ids','num_logits_to_keep'), torch.int64) # all others are float32
 
 # %% ../../nbs/83_uses.onnx.ipynb #93c800a8
-def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->'ModelProto': # see `_axes_of`
+def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`; a `ModelProto`
     "Returns the graph of a module, with its weights."
     example = {name:torch.ones([_LENGTHS.get(a, a) for a in axes], dtype=_KINDS.get(name, torch.float32))
                for name,axes in inputs.items()}

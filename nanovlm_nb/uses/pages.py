@@ -17,7 +17,6 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import PIL
-from packaging.version import Version
 from PIL import Image
 
 from ..core.usage import UsageError,require,user_path
@@ -126,7 +125,7 @@ PAGE_FILES = 'index.html','page.js','style.css'
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00014
 # Pillow begins with the height of a picture that loses much of it
-TALL_FIRST = Version(PIL.__version__).major>=13
+TALL_FIRST = int(PIL.__version__.partition('.')[0])>=13
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00017
 RUNTIME = 'https://registry.npmjs.org/onnxruntime-web/-/onnxruntime-web-1.30.0.tgz'
