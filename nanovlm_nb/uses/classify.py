@@ -182,10 +182,9 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
     short = [Path(p).name for p in paths]
     require(len({*short})==len(short),
         f'data sets {short} have equal names: rename a folder, metrics go by these names')
-    pairs = {name:split_pair(load_splits(p), val_share, seed) for name,p in zip(short, paths)}
-    names = list(dict.fromkeys(n for pair in pairs.values() for n in _names_of(pair.values())))
-    rows = [{(name,split):ds for name,pair in pairs.items() for split,ds in [[*pair.items()][k]]}
-            for k in (0,1)]
+    pairs = {name:[*split_pair(load_splits(p), val_share, seed).items()] for name,p in zip(short, paths)}
+    names = list(dict.fromkeys(n for pair in pairs.values() for n in _names_of(ds for _,ds in pair)))
+    rows = [{(name,pair[k][0]):pair[k][1] for name,pair in pairs.items()} for k in (0,1)]
     return _ClassData(names, *(_ClassRows(splits, names) for splits in rows))
 
 # %% ../../nbs/81_uses.classify.ipynb #d2f78192

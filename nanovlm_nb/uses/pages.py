@@ -156,11 +156,10 @@ def _offered_rows()->list[dict]: # of `shapes_dataset`
 # %% ../../nbs/84_uses.pages.ipynb #2e833c14
 def _page_note(texts:list[str], side:int)->dict[str,Any]: # about each scene; of a tile, pixels; for page.json
     "Returns what the page offers."
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
+    from matplotlib import colormaps,colors
     return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text) for i,text in enumerate(texts)],
         questions=[questions[0] for questions in QUESTIONS.values()], most_tokens=MOST_TOKENS, sheet=4*side,
-        colours=''.join(to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
+        colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00020
 LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
