@@ -168,8 +168,7 @@ class _ClassRows(ConcatDataset):
         return {f'{name}/{row_id}':(i, name, label) for i,(name,row_id,label) in enumerate(self.notes)}
 
 # %% ../../nbs/81_uses.classify.ipynb #80ab0007
-@dataclass
-class _ClassData:
+class _ClassData(NamedTuple):
     "Pictures to train on and pictures to evaluate on, with one list of classes."
     names:list[str] # of the classes
     train:_ClassRows # of all data sets
