@@ -10,7 +10,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from PIL import Image
@@ -20,15 +19,15 @@ from .core.dist import pick_device
 from .data.images import open_image
 from .data.loader import get_dataloaders,own_rows
 from .answers.answer import Asker, accuracy, answer_all, questions_of
-from .training.lora import PEFT_CONFIG, read_peft
 from .runs.run import run
+from .uses.export import open_model
 from .cli import export_parser
 
 # %% ../nbs/91_api.ipynb #91a1000d
 def _learning(rate): return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate, lr_language_backbone=rate)
 
 # %% ../nbs/91_api.ipynb #91a10006
-_FOR_ROWS:dict[str,Any] = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
+_FOR_ROWS = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
     num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False, use_lmms_eval=False, hf_repo_name=None)
 
 def _settings(n, preset, given):
@@ -56,10 +55,11 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     **settings)->Asker: # any field of `VLMConfig` or `TrainConfig`; the best model of the run
     """Trains a model on rows of your own, and returns it, ready for `model.ask(picture, question)`.
 
-    A row is a dictionary with `image`, `question` and `answer`; the picture is a path, a PIL image or an
-    array. Rows are a list, a generator, a data set or a DataFrame with these columns. Settings are fields
-    of `TrainConfig` and `VLMConfig`, such as `max_training_steps=200` and `run_name='mine'`; checkpoints and
-    log are in `checkpoints/RUN_NAME`, the model's `run_dir`."""
+    A row is a dictionary with `image`, `question` and `answer`, or a tuple of these three; the picture is
+    a path, a PIL image or an array. Rows are a list, a tuple or a generator of such rows, or a data set or a
+    DataFrame with these columns. Settings are fields of `TrainConfig` and `VLMConfig`, such as
+    `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in `checkpoints/RUN_NAME`, the
+    model's `run_dir`."""
     given = (dict(console_line='none') if quiet else {}) | settings
     own = own_rows(rows, given.get('columns', ()))
     vlm_cfg,train_cfg = _settings(len(own), preset, given)
@@ -72,8 +72,7 @@ def train(rows, # pictures, questions and answers, see `own_rows`
 def load(checkpoint:str|Path, device:torch.device|None=None)->Asker: # default: the best there is
     """Returns a trained model, ready to be asked; of a run its best checkpoint.
     `checkpoint` is a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id."""
-    if not (Path(checkpoint)/PEFT_CONFIG).is_file(): return Asker.from_checkpoint(checkpoint, device)
-    return Asker.from_model(read_peft(checkpoint).to(device or pick_device()))
+    return Asker.from_model(open_model(checkpoint).to(device or pick_device()))
 
 # %% ../nbs/91_api.ipynb #91a1001a
 def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes; as for `train`

@@ -14,7 +14,7 @@ __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CON
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
-from collections.abc import Callable,Iterable,Iterator
+from collections.abc import Iterable,Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager,suppress
 from pathlib import Path
@@ -106,7 +106,7 @@ def missing_pieces(folder:Path, needs:Iterable[str]=NEEDED)->list[str]: # names 
     "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
     if not (listed := _read_manifest(folder)): return [MANIFEST]
     there = file_sizes(folder)
-    return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} of {size} bytes)'
+    return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} instead of {size} bytes)'
             for n,(size,_) in listed.items() if there.get(n)!=size)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
@@ -155,7 +155,7 @@ def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))-
 # %% ../../nbs/01_core.run_dir.ipynb #1b413d31
 def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it was written
     "Returns all that is wrong with a checkpoint; every file is read."
-    missing = [f'{m} is missing or incomplete' for m in missing_pieces(checkpoint)]
+    missing = [f'{m} is missing or was changed' for m in missing_pieces(checkpoint)]
     if (wrong := missing or _changed_files(checkpoint)): return wrong
     try: step = read_state(checkpoint, ()).get('step')
     except ValueError as e: return [str(e)]
@@ -282,9 +282,9 @@ def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -
     return _delete_old(run_dir, [p for p in checkpoints(run_dir) if step_of(p)<=step_of(last)][:-keep])
 
 # %% ../../nbs/01_core.run_dir.ipynb #6c0e7d25
-def prune_older(run_dir:Path, days:float=7., now:float|None=None)->list[Path]: # age; seconds since 1970
+def prune_older(run_dir:Path, days:float=7.)->list[Path]: # age
     "Deletes checkpoints that were written long ago; returns them."
-    then = (now or time.time())-86400*days
+    then = time.time()-86400*days
     return _delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
                                 for p in checkpoints(folder) if written(p)<then])
 
@@ -313,7 +313,7 @@ _WAIT_S = 10. # seconds to wait for the process that holds a directory
 
 def _is_at(path, file):
     "Whether the name still means this file."
-    with suppress(OSError): return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    with suppress(OSError): return os.path.samefile(path, file.fileno())
 
 def _locked(path): # None: another process has locked it
     "The open file, locked."
@@ -345,7 +345,7 @@ def run_lock(run_dir:Path)->Iterator[None]: # made if need be
         file.close()
 
 # %% ../../nbs/01_core.run_dir.ipynb #86b1b53c
-def find_checkpoint(name:str|Path, say:Callable=logger.info)->str: # takes a line: which is taken, and why
+def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why
     "Returns what `from_pretrained` can load: a checkpoint, a hub id, of a run the best, else the last."
     path = Path(name)
     if not path.is_dir() or (path/'config.json').is_file(): return str(name)
@@ -353,5 +353,5 @@ def find_checkpoint(name:str|Path, say:Callable=logger.info)->str: # takes a lin
     if best is None or not step_of(best) or missing_pieces(best):
         best,why = last_checkpoint(path),'the last one: no validated update is known as the best'
     if best is None: raise MissingFile(f'{name} holds no checkpoint: give one, or a run that has one')
-    say(f'{path}: {best.name} is taken, {why}')
+    logger.info('%s: %s is taken, %s', path, best.name, why)
     return str(best)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOT_ANSWERED', 'OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'TALL_FIRST', 'RUNTIME', 'RUNTIME_SHA256', 'RUNTIME_FILES',
-           'SCENES', 'MOST_TOKENS', 'LICENCES', 'heard', 'main', 'main_graphs']
+           'SCENES', 'MOST_TOKENS', 'LICENCES', 'main', 'main_graphs']
 
 # %% ../../nbs/84_uses.pages.ipynb #1e5356b8
 import io,json,shlex,shutil,sys,tarfile
@@ -17,7 +17,6 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import PIL
-from packaging.version import Version
 from PIL import Image
 
 from ..core.usage import UsageError,require,user_path
@@ -33,7 +32,7 @@ from .onnx import OWN_NOTE,client_note,export_onnx,write_graphs
 # %% ../../nbs/84_uses.pages.ipynb #56edd373
 NOT_ANSWERED = 'Not answered: ' # begins a reply that says what went wrong
 
-def heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradio has them; files, turns
+def _heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradio has them; files, turns
     "Returns the pictures and the turns of a conversation."
     files,turns = [],[]
     for asked,reply in zip(history[::2], history[1::2]):
@@ -50,7 +49,7 @@ class _Talk:
 
     def about(self, asker:Asker, files:list, turns:list[dict])->Chat: # all pictures; what was said before
         "Returns the conversation about some pictures."
-        if files!=self.files or self.chat is None:
+        if files!=self.files:
             self.images = [open_image(f) for f in files]
             self.files,self.chat = files,Chat(asker, self.images)
         self.chat.turns = turns
@@ -58,11 +57,11 @@ class _Talk:
 
 # %% ../../nbs/84_uses.pages.ipynb #9708fa98
 def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
-    message:dict, history:list[dict], # `text` and `files`; what was said before, see `heard`
+    message:dict, history:list[dict], # `text` and `files`; what was said before, see `_heard`
     temperature:float=0., max_new_tokens:int=64, # 0 takes the most likely token; of the longest answer
 )->Iterator[tuple[str,Image.Image|None]]: # the answer so far; the heat map, at the end
     "Answers, piece by piece."
-    (files,turns),text,question = heard(history),'',message['text'].strip() or DESCRIBE
+    (files,turns),text,question = _heard(history),'',message['text'].strip() or DESCRIBE
     how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
     try:
         chat = talk.about(asker, [*files, *message['files']], turns)
@@ -126,7 +125,7 @@ PAGE_FILES = 'index.html','page.js','style.css'
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00014
 # Pillow begins with the height of a picture that loses much of it
-TALL_FIRST = Version(PIL.__version__).major>=13
+TALL_FIRST = int(PIL.__version__.partition('.')[0])>=13
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00017
 RUNTIME = 'https://registry.npmjs.org/onnxruntime-web/-/onnxruntime-web-1.30.0.tgz'
@@ -157,11 +156,10 @@ def _offered_rows()->list[dict]: # of `shapes_dataset`
 # %% ../../nbs/84_uses.pages.ipynb #2e833c14
 def _page_note(texts:list[str], side:int)->dict[str,Any]: # about each scene; of a tile, pixels; for page.json
     "Returns what the page offers."
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
+    from matplotlib import colormaps,colors
     return dict(scenes=[dict(file=f'scenes/{i+1}.png', text=text) for i,text in enumerate(texts)],
         questions=[questions[0] for questions in QUESTIONS.values()], most_tokens=MOST_TOKENS, sheet=4*side,
-        colours=''.join(to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
+        colours=''.join(colors.to_hex(colormaps['inferno'](i))[1:] for i in range(256)))
 
 # %% ../../nbs/84_uses.pages.ipynb #74a00020
 LICENCES = 'LICENSE','ThirdPartyNotices.txt' # of ONNX Runtime
