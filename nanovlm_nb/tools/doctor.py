@@ -21,6 +21,7 @@ from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
 from ..core.usage import UsageError,require
 from ..answers.evaluate import possible_tasks,task_names
+from .runs import gpu_lines
 
 # %% ../../nbs/61_tools.doctor.ipynb #463ced20
 PASS,FAIL,SKIP = 'pass','FAIL','skip'
@@ -104,11 +105,8 @@ def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|Non
 # %% ../../nbs/61_tools.doctor.ipynb #570c042f
 def _driver_version(command:str='nvidia-smi')->str|None: # None: there is no driver that answers
     "Returns the version of the GPUs' driver."
-    if shutil.which(command) is None: return None
-    ask = [command, '--query-gpu=driver_version', '--format=csv,noheader']
-    done = subprocess.run(ask, capture_output=True, text=True, timeout=30)
-    match = re.match(r'\d+\.\d+', done.stdout.strip())
-    return match[0] if match and not done.returncode else None
+    match = re.search(r'\d+\.\d+', ' '.join(gpu_lines('driver_version', command)))
+    return match and match[0]
 
 # %% ../../nbs/61_tools.doctor.ipynb #7cfb0dde
 def _check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees

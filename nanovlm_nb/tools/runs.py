@@ -81,13 +81,14 @@ def _follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # seconds between tw
     yield f'the run has ended: {_state_of(run_dir)}'
 
 # %% ../../nbs/60_tools.runs.ipynb #d79728e2
-def gpu_lines(command:str='nvidia-smi')->list[str]: # what to ask
-    "Returns how busy the GPUs of this machine are, a line for each; none where there is none."
+def gpu_lines(fields:str='index,name,utilization.gpu,memory.used,memory.total', # that nvidia-smi knows
+    command:str='nvidia-smi')->list[str]: # what to ask
+    "Returns the fields of the GPUs of this machine, a line for each; none where there is none."
     if shutil.which(command) is None: return []
-    ask = [command, '--format=csv,noheader',
-           '--query-gpu=index,name,utilization.gpu,memory.used,memory.total']
+    ask = [command, f'--query-gpu={fields}', '--format=csv,noheader']
     done = subprocess.run(ask, capture_output=True, text=True, timeout=20)
-    return [f'GPU {line}' for line in done.stdout.splitlines() if line.count(',')==4]
+    lines = [] if done.returncode else done.stdout.splitlines()
+    return [f'GPU {line}' for line in lines if line.count(',')==fields.count(',')]
 
 # %% ../../nbs/60_tools.runs.ipynb #e5590701
 def _standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `cli.runs_parser`
