@@ -6,7 +6,7 @@
 __all__ = ['open_data', 'sample_text', 'look', 'check_rows', 'check_left_out', 'data_findings', 'main']
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
-import json,math,re,sys,tempfile
+import math,re,sys,tempfile
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass,field,replace
 from itertools import groupby,islice
@@ -22,12 +22,12 @@ from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
 from ..data.loader import get_dataloaders,size_line
 from ..data.lanes import PackLoader,naming
-from ..data.packing import Batch,collate_packs,pack,unpack
+from ..data.packing import collate_packs,pack,unpack
 from ..data.prompts import answer_frame
 from ..cli import SAMPLES
 from .doctor import PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
-from ..core.run_dir import CONFIG,LOG,TRAINER_STATE,checkpoints,missing_pieces,read_state
+from ..core.run_dir import CONFIG,LOG,checkpoints,missing_pieces,read_state
 from ..core.run_dir import read_log,step_of
 from ..core.logs import RunLog
 from ..training.optim import clip_gradients,Update
@@ -170,29 +170,15 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
                              'let it write message.role in front of each message')
     return f'an answer ends with {end!r}'
 
-# %% ../../nbs/62_tools.inspect.ipynb #f818a277
-def _first_batches(loader:PackLoader, n:int=4)->list[Batch]: # from `open_data`
-    "Returns the first micro-batches of training, of one pack each."
-    loader.set_epoch(0)
-    return list(islice(loader, n))
-
 # %% ../../nbs/62_tools.inspect.ipynb #0e2bd8d0
 def _check_packs(loader:PackLoader)->str: # from `open_data`
     "Returns how full the first packs are; raises when there is none."
-    batches = _first_batches(loader)
+    batches = list(islice(loader, 4))
     require(batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}')
     length,samples = batches[0]['labels'].shape[1],[len(b['ids'][0]) for b in batches]
     used = sum(sum(b['doc_lens'][0]) for b in batches)/length/len(batches)
     packs = f'{len(batches)} packs of {length} tokens'
     return f'{used:.1%} of {packs} are used, with {_value_range(samples)} samples'
-
-# %% ../../nbs/62_tools.inspect.ipynb #85188924
-def _shown_samples(seen:_Seen)->Iterator[str]: # from `look`
-    "Yields samples as text."
-    for sample in seen.shown:
-        tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
-        yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
-        yield sample_text(sample, seen.loader.samples.tokenizer)
 
 # %% ../../nbs/62_tools.inspect.ipynb #417d9689
 def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:int=0)->Iterator[Finding|str]:
@@ -211,7 +197,10 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
     yield tried('left out', check_left_out, seen, held)
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
-    if show: yield from _shown_samples(seen)
+    for sample in seen.shown:
+        tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
+        yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
+        yield sample_text(sample, train.samples.tokenizer)
 
 # %% ../../nbs/62_tools.inspect.ipynb #bf2db93f
 def _checkpoint_before(run_dir:Path, update:int)->Path: # of a run; from 1
@@ -230,22 +219,19 @@ def _alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs o
         ask_samples=0)
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6a
-def _settings_then(run_dir, update):
-    "Settings, by name, of the start that made an update: the next checkpoint has them."
-    later = next((p for p in checkpoints(run_dir) if step_of(p)>=update and not missing_pieces(p)), None)
-    configs = read_state(later)['configs'] if later else dict(vlm={}, train={})
-    return configs['vlm']|configs['train']
-
 def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConfig]: # see `_trainer_before`
-    "Returns the settings of a run; a UsageError if it has not made the update, or cannot be repeated."
+    """Returns the settings of a run; a UsageError if it has not made the update, or cannot be repeated.
+    They are those of the start that made the update: the next checkpoint has them."""
     check_own_parts(run_dir, [])
     unused = dict(eval_script=TrainConfig.eval_script, eval_include_path=None)
     vlm_cfg,train_cfg = load_yaml(run_dir/CONFIG, given=unused|code)
     most = updates_of_run(train_cfg)
     require(most is None or update<=most, f'update {update} was never made: the run has {most}')
-    then = {n:v for n,v in _settings_then(run_dir, update).items() if n not in CODE}
+    later = next((p for p in checkpoints(run_dir) if step_of(p)>=update and not missing_pieces(p)), None)
+    then = read_state(later)['configs'] if later else dict(vlm={}, train={})
     now = vlm_cfg.to_dict()|train_cfg.to_dict()
-    return change(vlm_cfg, train_cfg, {n:v for n,v in then.items() if v!=now.get(n, v)})
+    changed = {n:v for n,v in (then['vlm']|then['train']).items() if n not in CODE and v!=now.get(n, v)}
+    return change(vlm_cfg, train_cfg, changed)
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6b
 @contextmanager
@@ -254,9 +240,8 @@ def _trainer_before(run_dir:Path, update:int, code:dict={})->Iterator[tuple[Trai
     `code` has the run's `lr_schedule` and `custom_transforms`, if it had some."""
     vlm_cfg,train_cfg = _settings_of(run_dir, update, code)
     checkpoint = _checkpoint_before(run_dir, update)
-    state = json.loads((checkpoint/TRAINER_STATE).read_text(encoding='utf-8'))
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
-        cfg = _alone(train_cfg, state['data']['lanes'])
+        cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
         trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint)
         resume(trainer, checkpoint)
         trainer.model.train()
