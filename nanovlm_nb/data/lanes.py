@@ -188,10 +188,9 @@ def _lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[
 # %% ../../nbs/16_data.lanes.ipynb #bf3f6e55
 def _sizes_of(samples:VQADataset)->dict: # JSON-able
     "What decides which rows stay, and how long they are."
-    of_rows = 'minimums','max_sample_length','max_images_per_example','mp_image_token_length'
-    of_pictures = 'max_img_size','splitted_image_size','resize_to_max_side_len'
-    parts = (samples, of_rows),(samples.image_processor, of_pictures)
-    return {name:getattr(part, name) for part,names in parts for name in names}
+    limits = 'minimums','max_sample_length','max_images_per_example','mp_image_token_length'
+    sizes = 'max_img_size','splitted_image_size','resize_to_max_side_len'
+    return {n:getattr(samples, n) for n in limits}|{n:getattr(samples.image_processor, n) for n in sizes}
 
 # %% ../../nbs/16_data.lanes.ipynb #8256f5fd
 def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every rank
@@ -265,13 +264,9 @@ class PackLoader(Loader):
         most:int|None=None): # packs of all ranks in an epoch, always the same, planned once; None: all
         self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
         self.num_workers,self.pin_memory,self.drops,self.most = num_workers,pin_memory,samples.drops,most
-        self.kept:int|None = None # packs that are planned
         self.image_token_id = samples.tokenizer.image_token_id
         numbers = _lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         self.n = len(numbers)*dist.world_size # packs of an update, over all ranks
-        require(num_workers<=len(numbers), f'num_workers {num_workers} > {len(numbers)} lanes of a rank '
-            '(batch_size x gradient_accumulation_steps): '
-            'lower num_workers, a worker without a lane has nothing to do')
         if num_workers: check_socket_room()
         self.lanes = [Lane(samples, source, rules, k, self.n) for k in numbers]
         self.set_epoch(0)
@@ -298,8 +293,8 @@ class PackLoader(Loader):
 
     def keep(self, packs:int)->None: # of all ranks, asked for from now on
         "Plan all that is asked for, if that is always the same; without effect when it was done."
-        if self.most is None or self.kept==packs: return
-        self.most = self.kept = packs
+        if self.most is None or self.most==packs and self.lanes[0].kept is not None: return
+        self.most = packs
         for lane in self.lanes: # the later ones may have one pack less to give
             lane.most = max(-(-(packs-lane.number)//self.n), 0)
             lane.kept = list(planned(lane))
