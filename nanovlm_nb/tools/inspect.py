@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from ..core.config import CODE,IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml,updates_of_run
 from ..core.usage import UsageError,nearest,require,MissingFile
-from ..data.dataset import COLUMNS,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
+from ..data.dataset import FEATURES,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
 from ..data.loader import get_dataloaders,size_line
 from ..data.lanes import PackLoader,naming
@@ -27,8 +27,7 @@ from ..data.prompts import answer_frame
 from ..cli import SAMPLES
 from .doctor import PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
-from ..core.run_dir import CONFIG,LOG,checkpoints,missing_pieces,read_state
-from ..core.run_dir import read_log,step_of
+from ..core.run_dir import CONFIG,LOG,checkpoints,missing_pieces,read_log,read_state,step_of
 from ..core.logs import RunLog
 from ..training.optim import clip_gradients,Update
 from ..training.trainer import Trainer,accumulate,resume,train_step,trained,updates
@@ -56,19 +55,17 @@ def _why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; w
     return str(error) if isinstance(error, UsageError) else f'{type(error).__name__}: {error}'
 
 # %% ../../nbs/62_tools.inspect.ipynb #373a4bdb
-_MARKS = dict(learned=('[[', ']]'), wrong=('!!', '!!'))
-
 def sample_text(sample:dict, tokenizer:Any)->str: # from `finish`
     "Returns a sample as text, in which what is learned is marked."
     ids,labels = sample['input_ids'].tolist(),[IGNORE,*sample['labels'].tolist()]
-    states = [('' if l==IGNORE else 'learned' if l==i else 'wrong', i) for i,l in zip(ids, labels)]
+    marks = ['' if l==IGNORE else '[[' if l==i else '!!' for i,l in zip(ids, labels)]
     text,image = '',re.escape(tokenizer.image_token)
-    for state,run in groupby(states, lambda x: x[0]):
+    for mark,run in groupby(zip(marks, ids), lambda x: x[0]):
         piece = tokenizer.decode([i for _,i in run])
         piece = re.sub(f'({image})+', lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ', piece)
         piece = ''.join(c if c.isprintable() or c=='\n' else '·' for c in piece)
-        before,after = _MARKS.get(state, ('', ''))
-        text += before+piece.replace('\n', '↵')+after+'\n'*(piece[-1:]=='\n') if state else piece
+        if mark: piece = mark+piece.replace('\n', '↵')+mark.replace('[', ']')+'\n'*(piece[-1:]=='\n')
+        text += piece
     return text.rstrip()
 
 # %% ../../nbs/62_tools.inspect.ipynb #9780ef40
@@ -119,11 +116,10 @@ _FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_
 
 def _left_out(drops:Drops, reason:str, most:int=5)->str: # a key of `drops.counts`; ids to name
     "Returns which samples were left out for a reason, what is wrong with the first, and what helps."
-    first,*others = drops.ids(reason)
+    _,*others = drops.ids(reason)
     also = f", and {', '.join(others[:most-1])}" if others else ''
     more = f' and {len(others)-most+1} more' if len(others)>=most else ''
-    remedy = f'; {REMEDIES[reason]}' if reason in REMEDIES else ''
-    return f'{reason}: {drops.first.get(reason, first)}{also}{more}{remedy}'
+    return f'{reason}: {drops.first[reason]}{also}{more}; {REMEDIES[reason]}'
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e4
 def check_left_out(*seen:_Seen)->str: # of training, of validation
@@ -151,8 +147,8 @@ def _check_columns(train_cfg:TrainConfig)->str:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
         flagged = (c.partition('=')[2] for c in train_cfg.columns)
         read = {*(named(columns, what) for what in LAYOUTS), *flagged}
-        for column in {*columns}-read-{*COLUMNS, 'id', 'kinds', 'scene'}:
-            meant = nearest(column, {*COLUMNS}-{*columns})
+        for column in {*columns}-read-{*FEATURES, 'id', 'kinds', 'scene'}:
+            meant = nearest(column, {*FEATURES}-{*columns})
             require(not meant, f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
             unread.add(column)
     return 'all are read' if not unread else f"ignored: {', '.join(sorted(unread))}"
