@@ -6,8 +6,8 @@
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'MARK', 'DESCRIBE', 'GIVE', 'FEATURES', 'COLOURS', 'SHAPES', 'PLACES',
            'SORTS', 'QUESTIONS', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'named', 'as_list', 'pair_turns',
            'settle_marks', 'place_pictures', 'read_layout', 'UnusedColumn', 'check_unused', 'to_row', 'Plan',
-           'VQADataset', 'Thing', 'Scene', 'make_scene', 'held_out', 'draw_scene', 'pair_turn', 'shapes_dataset',
-           'shapes_tokenizer', 'best_blind_guess']
+           'VQADataset', 'make_scene', 'held_out', 'draw_scene', 'pair_turn', 'shapes_dataset', 'shapes_tokenizer',
+           'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
@@ -404,7 +404,7 @@ _SIZES = dict(small=(8.5,10.), large=(14.,16.)) # range of the radius, pixels
 PLACES = ('top left', 'top', 'top right', 'left', 'middle', 'right', 'bottom left', 'bottom', 'bottom right')
 _NUMBERS = ('none', 'one', 'two', 'three')
 
-class Thing(NamedTuple):
+class _Thing(NamedTuple):
     "One thing in a picture: keys of COLOURS, SHAPES, _SIZES and PLACES."
     colour:str
     shape:str
@@ -416,27 +416,27 @@ class Thing(NamedTuple):
 # %% ../../nbs/12_data.dataset.ipynb #4890d163
 SORTS = dict(one=.72, group=.18, pair=.03, text=.07) # share of each sort of scene
 
-class Scene(NamedTuple):
+class _Scene(NamedTuple):
     "What a picture shows, or a text tells."
     sort:str # a key of SORTS
-    things:tuple[Thing,...] # one to three
+    things:tuple[_Thing,...] # one to three
 
     def __str__(self): return '; '.join(map(str, self.things))
 
 # %% ../../nbs/12_data.dataset.ipynb #b4122a8a
-def make_scene(sort:str, rng:random.Random)->Scene: # a key of SORTS
+def make_scene(sort:str, rng:random.Random)->_Scene: # a key of SORTS
     "Think of a scene; all values are equally likely."
     (c,c2), (s,s2) = rng.sample(list(COLOURS), 2), rng.sample(SHAPES, 2)
     if sort == 'group':
         places = sorted(rng.sample(range(9), rng.randint(1, 3)))
-        return Scene(sort, tuple(Thing(c, s, 'small', PLACES[p]) for p in places))
+        return _Scene(sort, tuple(_Thing(c, s, 'small', PLACES[p]) for p in places))
     if sort == 'pair':
         left, right = (PLACES[3*rng.randrange(3)+column] for column in (0, 2))
-        return Scene(sort, (Thing(c, s, 'small', left), Thing(c2, s2, 'small', right)))
-    return Scene(sort, (Thing(c, s, rng.choice(list(_SIZES)), rng.choice(PLACES)),))
+        return _Scene(sort, (_Thing(c, s, 'small', left), _Thing(c2, s2, 'small', right)))
+    return _Scene(sort, (_Thing(c, s, rng.choice(list(_SIZES)), rng.choice(PLACES)),))
 
 # %% ../../nbs/12_data.dataset.ipynb #0549d776
-def held_out(scene:Scene)->bool: # drawn or described; True: validation
+def held_out(scene:_Scene)->bool: # drawn or described; True: validation
     "Which side of the split a scene is on."
     return int(hashlib.sha1(str(scene).encode()).hexdigest(), 16)%8 == 0
 
@@ -456,7 +456,7 @@ _OUTLINES = dict(circle=[_ring(40)], ring=[_ring(40), _ring(40, .55)], square=[_
 def _tint(rgb, rng, by): return tuple(max(0, min(255, c+rng.randint(-by, by))) for c in rgb)
 
 # %% ../../nbs/12_data.dataset.ipynb #b0ae972c
-def draw_scene(scene:Scene, rng:random.Random, side:int=64)->Image.Image: # RGB; pixels
+def draw_scene(scene:_Scene, rng:random.Random, side:int=64)->Image.Image: # RGB; pixels
     "Draw a scene, smoothly, on a dark ground; exact position, size and tint are random."
     unit, ground = 4*side/64, _tint((16,16,16), rng, 8)
     first, step, scale = (12,20,.85) if scene.sort == 'group' else (16,16,1.)
@@ -481,7 +481,7 @@ QUESTIONS = dict(
 _Turn = tuple[str,str,str] # what it asks for (a key of QUESTIONS, yes_no, pair or text), question, answer
 
 # %% ../../nbs/12_data.dataset.ipynb #5a3dbfa9
-def _plain_turn(kind:str, scene:Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
+def _plain_turn(kind:str, scene:_Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
     "A question about what is there, or what the text says; things differ in nothing but their place."
     thing, question = scene.things[0], rng.choice(QUESTIONS[kind])
     answers = thing._asdict() | dict(count=_NUMBERS[len(scene.things)], describe=f'a {thing}')
@@ -493,7 +493,7 @@ _CLAIMS:dict[str,dict] = dict( # what it is about -> question -> does the scene 
     size={f'Is it {size}?':lambda scene, size=size: scene.things[0].size == size for size in _SIZES},
     count={'Is there more than one shape?':lambda scene: len(scene.things) > 1})
 
-def _yes_no_turn(about:str, scene:Scene, rng:random.Random)->_Turn: # a key of _CLAIMS
+def _yes_no_turn(about:str, scene:_Scene, rng:random.Random)->_Turn: # a key of _CLAIMS
     "A question about whether something is so; the answer is yes about as often as no."
     true = [q for q,holds in _CLAIMS[about].items() if holds(scene)]
     false = [q for q in _CLAIMS[about] if q not in true]
@@ -501,7 +501,7 @@ def _yes_no_turn(about:str, scene:Scene, rng:random.Random)->_Turn: # a key of _
     return ('yes_no', rng.choice(true if yes else false), 'yes' if yes else 'no')
 
 # %% ../../nbs/12_data.dataset.ipynb #4bbc2162
-def pair_turn(side:str, scene:Scene, rng:random.Random)->_Turn: # 'left' or 'right'; the left thing is first
+def pair_turn(side:str, scene:_Scene, rng:random.Random)->_Turn: # 'left' or 'right'; the left thing is first
     "A question about one of two things."
     kind = rng.choice(('colour', 'shape'))
     return ('pair', f'Which {kind} is on the {side}?', getattr(scene.things[side == 'right'], kind))
@@ -509,11 +509,11 @@ def pair_turn(side:str, scene:Scene, rng:random.Random)->_Turn: # 'left' or 'rig
 # %% ../../nbs/12_data.dataset.ipynb #d568f815
 def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its first argument) of each
     "Decide what a conversation about a scene of this sort will ask, in random order."
-    if sort == 'text': return [(_plain_turn, k) for k in rng.sample(Thing._fields, 2)]
+    if sort == 'text': return [(_plain_turn, k) for k in rng.sample(_Thing._fields, 2)]
     if sort == 'pair': return [(pair_turn, side) for side in rng.sample(('left', 'right'), 2)]
     if sort == 'one' and rng.random() < .2: return [(_plain_turn, 'describe')]
     group = sort == 'group'
-    kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(Thing._fields, 4)
+    kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(_Thing._fields, 4)
     claim = rng.choice([k for k in kinds if k in _CLAIMS]) if rng.random() < (.2 if group else .3) else None
     return [(_yes_no_turn if k == claim else _plain_turn, k) for k in kinds]
 
