@@ -75,7 +75,6 @@ class _Seen:
     loader:PackLoader # from `open_data`
     rows:int=0 # that were read
     plans:list[Plan] = field(default_factory=list) # of those that are used
-    targets:list[int] = field(default_factory=list) # of each sample
     shown:list[dict] = field(default_factory=list) # samples
 
 # %% ../../nbs/62_tools.inspect.ipynb #d803c975
@@ -91,7 +90,6 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
             samples.drops.add(d)
             continue
         seen.plans.append(plan)
-        seen.targets.append(int((sample['labels']!=IGNORE).sum()))
         if len(seen.shown)<show: seen.shown.append(sample)
     return seen
 
@@ -105,9 +103,9 @@ def _value_range(values:Sequence[int])->str: # one or more
 def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
     "Returns the sizes of the samples; raises when no row is used."
     require(seen.plans, f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
-    p = seen.plans
+    p,targets = seen.plans,[int((plan.labels!=IGNORE).sum()) for plan in seen.plans]
     return (f'{len(p)} of {seen.rows} rows of training and {len(held.plans)} of {held.rows} of validation: '
-            f'{_value_range([x.tokens for x in p])} tokens, {_value_range(seen.targets)} targets, '
+            f'{_value_range([x.tokens for x in p])} tokens, {_value_range(targets)} targets, '
             f'{_value_range([x.tiles for x in p])} tiles')
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e3
