@@ -23,7 +23,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require
-from .dataset import (COLUMNS,FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,
+from .dataset import (FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,
     VQADataset,check_unused,named,place_pictures,read_layout,shapes_dataset,shapes_tokenizer)
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
@@ -109,7 +109,7 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
         row[column] = [names] if whole else [name for name in names.split(',') if name.strip()]
     pictures,texts = read_layout(row)
     images = [_find(p, folders) if folders else as_picture(p) for p in pictures]
-    return {c:row[c] for c in (*COLUMNS, 'kinds') if c in row}|dict(images=images, texts=texts)
+    return {c:row[c] for c in (*FEATURES, 'kinds') if c in row}|dict(images=images, texts=texts)
 
 # %% ../../nbs/18_data.loader.ipynb #a8807ea8
 PIECE = 10_000 # lines that are Python objects at the same time
@@ -257,10 +257,6 @@ def _tar_rows(files:Sequence[str])->Iterator[dict]: # in their order
                 yield _sample((kind, content(f).read()) for _,kind,f in parts)
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a008
-def _tar_files(path:Path)->list[str]: # a file, a folder, or a name on the hub
-    "The tars of a data set."
-    return [str(p) for p in ([path] if path.suffix == '.tar' else sorted(path.glob('*.tar')))]
-
 def _usable(files, written, columns):
     "Rows of tars in one schema; what cannot be used has no turns."
     for row in _tar_rows(files):
@@ -307,7 +303,7 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
         f'the columns are {", ".join(types)}; {GIVE}. Pictures with a class are for `nanovlm classify`')
     check_unused(types, where, bool(columns))
     read = [named(types, what) for what in LAYOUTS]
-    ds = ds.select_columns([c for c in types if c in (*read, *COLUMNS)])
+    ds = ds.select_columns([c for c in types if c in (*read, *FEATURES)])
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8d
@@ -322,11 +318,11 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
             raise MissingFile(f'no folder {name} in {path}; there are {local_configs(path)}')
         ds = _found(str(folder.resolve()), split, cache_dir, streaming, name=name)
     elif text_files(folder): return _streamed(text_rows(folder, images_path, drops, columns), streaming)
-    elif files := _tar_files(folder): return _of_tars(files, cache_dir, streaming, columns)
+    elif tars := [folder] if folder.suffix == '.tar' else sorted(folder.glob('*.tar')):
+        return _of_tars([str(t) for t in tars], cache_dir, streaming, columns)
     elif _is_saved(folder): ds = _saved(folder, split, streaming)
     elif folder.exists(): ds = _files(folder, split, cache_dir, streaming)
     else:
-        check_hub_name(path)
         ds = _found(str(path), split, cache_dir, streaming, name=name)
     source = folder.stem if folder.is_file() else name
     return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns)

@@ -70,15 +70,13 @@ def _time_line(plan:dict)->str: # from `make_plan`
 # %% ../../nbs/68_tools.check.ipynb #68aa0003
 def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator[Finding]: # ranks
     "Yields what the checks of the cost find."
-    cuda = torch.cuda.is_available()
-    gpu = find_gpu(torch.cuda.get_device_name()) if cuda else None
-    gib = torch.cuda.get_device_properties(0).total_memory/GB if cuda else None
-    name = torch.cuda.get_device_name() if gpu else 'H100'
+    card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    name = card.name if card and find_gpu(card.name) else 'H100'
     try: plan = make_plan(vlm_cfg, train_cfg, gpus, (name,))
     except WRONG as e:
         yield failed('plan', e)
         return
-    yield tried('memory', _check_memory, plan, gib)
+    yield tried('memory', _check_memory, plan, card and card.total_memory/GB)
     yield tried('time', _time_line, plan)
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path, plan['disk']['checkpoint'],
                 plan['disk']['kept'])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PASS', 'FAIL', 'SKIP', 'WRONG', 'PACKAGE_FLOORS', 'CUDA_FLOOR', 'FLASH_FLOORS', 'Finding', 'Skip', 'failed', 'tried',
-           'installed', 'check_disk', 'check_short_run', 'machine_findings']
+           'check_disk', 'check_short_run', 'machine_findings']
 
 # %% ../../nbs/61_tools.doctor.ipynb #eaf72857
 import os,platform,re,shutil,subprocess,sys,tempfile
@@ -21,6 +21,7 @@ from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
 from ..core.usage import UsageError,require
 from ..answers.evaluate import possible_tasks,task_names
+from .runs import gpu_lines
 
 # %% ../../nbs/61_tools.doctor.ipynb #463ced20
 PASS,FAIL,SKIP = 'pass','FAIL','skip'
@@ -53,7 +54,7 @@ def tried(name:str, check:Callable[...,str], *args)->Finding: # on the screen; t
     except WRONG as e: return failed(name, e)
 
 # %% ../../nbs/61_tools.doctor.ipynb #de8d6d44
-def installed(name:str)->str|None: # None: it is not there
+def _installed(name:str)->str|None: # None: it is not there
     "Returns the version of a package."
     try: return metadata.version(name)
     except metadata.PackageNotFoundError: return None
@@ -69,7 +70,7 @@ PACKAGE_FLOORS = dict(torch='2.0', transformers='4.35')
 
 def _check_packages()->str:
     "Raises unless torch and transformers are new enough."
-    old = _too_old({name:installed(name) for name in PACKAGE_FLOORS}, PACKAGE_FLOORS)
+    old = _too_old({name:_installed(name) for name in PACKAGE_FLOORS}, PACKAGE_FLOORS)
     require(not old, f"{', '.join(old)}: pip install -U {' '.join(PACKAGE_FLOORS)}")
     return 'torch and transformers are new enough'
 
@@ -104,11 +105,8 @@ def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|Non
 # %% ../../nbs/61_tools.doctor.ipynb #570c042f
 def _driver_version(command:str='nvidia-smi')->str|None: # None: there is no driver that answers
     "Returns the version of the GPUs' driver."
-    if shutil.which(command) is None: return None
-    ask = [command, '--query-gpu=driver_version', '--format=csv,noheader']
-    done = subprocess.run(ask, capture_output=True, text=True, timeout=30)
-    match = re.match(r'\d+\.\d+', done.stdout.strip())
-    return match[0] if match and not done.returncode else None
+    match = re.search(r'\d+\.\d+', ' '.join(gpu_lines('driver_version', command)))
+    return match and match[0]
 
 # %% ../../nbs/61_tools.doctor.ipynb #7cfb0dde
 def _check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
@@ -202,7 +200,7 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3, tim
 def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ranks here
     "Yields what the checks of the machine find, one after the other."
     seen,cuda = torch.cuda.device_count(),torch.version.cuda
-    wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,installed('flash-attn')
+    wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,_installed('flash-attn')
     checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
         ('CUDA', _check_cuda, seen, cuda, _driver_version()), ('flash-attn', _check_flash, *wheels),
         ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
