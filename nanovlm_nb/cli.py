@@ -87,7 +87,7 @@ def train_parser(): # of `nanovlm train`
     "Train a model, as a preset, a file and flags say."
 
 # %% ../nbs/57_cli.ipynb #19a000d6
-@command('uses.classify:main', allow_abbrev=False)
+@command('uses.classify:main')
 def classify_parser(pictures:list[str]|None, # files to sort
     config:str|None = None, # YAML file of all settings, in sections `model`, `training` and `monitor`
     model:str|None = None, # what to begin with, in place of `name` in the file

@@ -495,8 +495,6 @@ def _parts_fit(c):
     return [
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
             'name blocks in lora_targets instead, such as decoder.blocks.31'),
-        (not (c.cache_features and c.custom_transforms),
-            'cache_features and custom_transforms, which change a picture each time: leave one out'),
         (not c.cache_features or rank or c.lr_backbone_pair[0]==0,
             'cache_features needs a frozen vision tower: set lr_vision_backbone (or lr_backbones) to 0'),
         (ddp or not c.cache_features, f'cache_features {alone} set sharding to ddp'),
@@ -762,7 +760,7 @@ class SettingsParser(Parser):
     """Has a flag for each field, `--preset` and `--config`, and makes configurations of their values.
     The help shows the values of the preset shapes, and only the common fields, unless --help_all is given."""
     def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ', takes_run:bool=False, **kwargs):
-        super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]', allow_abbrev=False,
+        super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
             formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
         self.takes_run,about,groups = takes_run,described(VLMConfig)|described(TrainConfig),{}
         self.add_argument('--help_all', action='help', help='show every setting')

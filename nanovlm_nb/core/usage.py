@@ -65,7 +65,7 @@ DEBUG = '--debug' # flag of every command: show the traceback of a user error
 class Parser(ArgumentParser):
     "The parser of a command, which raises a UsageError."
     def __init__(self, *args, check:Callable[[Any],None]|None=None, **kwargs): # `check` raises what is wrong
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs|dict(allow_abbrev=False)) # a short form may mean two flags one day
         self.check = check
         self.add_argument(DEBUG, action='store_true', help='show the traceback of an error')
 
