@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Figures', 'SIGNAL', 'LONG', 'WINDOW', 'LEAST', 'Counters', 'Trainer', 'Hook', 'NoLog', 'make_trainer', 'inputs_of',
            'accumulate', 'trained', 'length', 'train_step', 'updates', 'train', 'stopping', 'validation_batches',
-           'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint', 'resume']
+           'over_validation', 'validation_loss', 'Log', 'Validate', 'Guard', 'state_dict', 'save', 'Checkpoint',
+           'resume']
 
 # %% ../../nbs/47_training.trainer.ipynb #30f0d96a
 import gc,json,threading
@@ -356,21 +357,27 @@ def validation_batches(trainer:Trainer)->Iterator[Batch]: # the same each time; 
     most = -(-packs//(t.cfg.batch_size*t.dist.world_size)) # the same packs, however they are split
     return islice(synchronized_batches(t.held_out, t.dist, t.held_out.idle), most)
 
-# %% ../../nbs/47_training.trainer.ipynb #89a6c2ad
+# %% ../../nbs/47_training.trainer.ipynb #89a6c2ac
 @torch.no_grad()
-def validation_loss(trainer:Trainer)->float|None: # None: there is no target, or the run is stopped
-    "Returns the mean loss of the held-out targets of all ranks."
-    t,losses,n = trainer,[],0
+def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None: # None: the run is stopped
+    "Returns what `look(batch, inputs)` returned for each held-out micro-batch; every rank must call."
+    t,found = trainer,[]
     if t.dist.device.type=='cuda': torch.cuda.empty_cache()
     t.model.eval()
     for batch in validation_batches(t):
         if stopping(t): break
-        inputs = inputs_of(t, batch)
-        with autocast(t.dist.device, t.dtype): losses.append(t.base(**inputs, reduction='sum')[1])
-        n += tally(batch)['targets']
+        with autocast(t.dist.device, t.dtype): found.append(look(batch, inputs_of(t, batch)))
     t.model.train()
-    if stopping(t): return None
-    total,targets = t.dist.sum(sum(_read_once(*losses)) if losses else 0.),t.dist.sum(n)
+    return None if stopping(t) else found
+
+# %% ../../nbs/47_training.trainer.ipynb #89a6c2ad
+def validation_loss(trainer:Trainer)->float|None: # None: there is no target, or the run is stopped
+    "Returns the mean loss of the held-out targets of all ranks."
+    t = trainer
+    look = lambda batch, inputs: (t.base(**inputs, reduction='sum')[1], tally(batch)['targets'])
+    if (found := over_validation(t, look)) is None: return None
+    total = t.dist.sum(sum(_read_once(*(loss for loss,_ in found))) if found else 0.)
+    targets = t.dist.sum(sum(n for _,n in found))
     return total/targets if targets else None
 
 # %% ../../nbs/47_training.trainer.ipynb #3702b16b

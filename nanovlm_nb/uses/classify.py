@@ -42,8 +42,7 @@ from ..data.sources import MapSource
 from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
 from ..answers.evaluate import digit_pictures
-from ..training.optim import autocast
-from ..training.trainer import Hook,Trainer,Validate,inputs_of,stopping,validation_batches
+from ..training.trainer import Hook,Trainer,Validate,over_validation
 from ..runs.start import exit_code,relaunch
 from ..runs.run import process_group,run
 
@@ -344,27 +343,20 @@ class ValidateClasses(Validate):
         if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
         super().begin(trainer)
 
-    def judge(self, trainer:Trainer, batch:Batch)->list[_Judged]:
+    def judge(self, trainer:Trainer, batch:Batch, inputs:dict)->list[_Judged]: # see `inputs_of`
         "Returns what the model thinks of the pictures of a micro-batch."
         rows = [self.labels[i] for pack in batch['ids'] for i in pack]
-        inputs = inputs_of(trainer, batch)
         logits,_ = trainer.base(**inputs, reduction='sum', return_logits=True)
         scores = logits.flatten(0, 1)[inputs['layout'].at].float().log_softmax(-1).cpu()
         return [_Judged(place, name, label, int(s.argmax()), -float(s[label]))
             for (place,name,label),s in zip(rows, scores)]
 
-    @torch.no_grad()
     def measure(self, trainer:Trainer)->dict[str,float]|None: # every rank calls; None: stopped, or no picture
         "Evaluates every picture once, over all ranks; `val_loss` is the mean loss."
-        t,judged = trainer,[]
-        t.model.eval()
-        with autocast(t.dist.device, t.dtype):
-            for batch in validation_batches(t):
-                if stopping(t): break
-                judged += self.judge(t, batch)
-        t.model.train()
-        if stopping(t): return None
-        self.judged = sorted(j for part in t.dist.gather(judged) for j in part)
+        t = trainer
+        found = over_validation(t, lambda batch, inputs: self.judge(t, batch, inputs))
+        if found is None: return None
+        self.judged = sorted(j for rank in t.dist.gather(found) for batch in rank for j in batch)
         if not self.judged: return None
         figures = _metrics_of(self.judged)
         return figures|dict(val_loss=figures['eval/overall_loss'])
