@@ -44,9 +44,9 @@ def nearest(name:str, known:Iterable[str])->str|None: # None: no name is near
     "Returns the known name that was probably meant."
     bare,name = {k.lstrip('-'):k for k in known},name.lstrip('-')
     words = lambda text: {*text.split('_')}
-    holding = [k for k in bare if words(name)<words(k) or words(k)<words(name)]
-    near = difflib.get_close_matches(name, bare, n=1, cutoff=.72) # of 1, the similarity
-    near += sorted(holding, key=lambda k: len(words(k)^words(name)))
+    near = sorted((k for k in bare if words(name)<words(k)), key=lambda k: len(words(k)))
+    near += difflib.get_close_matches(name, bare, n=1, cutoff=.72) # of 1, the similarity
+    near += sorted((k for k in bare if words(k)<words(name)), key=lambda k: -len(words(k)))
     return bare[near[0]] if near else None
 
 # %% ../../nbs/00_core.usage.ipynb #a2bd2182
