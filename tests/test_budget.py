@@ -15,7 +15,7 @@ from test_docs import NBS, ROOT, cells
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 LINES = {'.': 273, 'answers': 919, 'compat': 90, 'core': 1654, 'data': 1577, 'model': 1477, 'runs': 615, 'tools': 883, 'training': 1327, 'uses': 981}
-TOKENS, PUBLIC, TEST_LINES, NUMBERED = 130_652, 529, 6_499, 50
+TOKENS, PUBLIC, TEST_LINES, NUMBERED = 130_634, 529, 6_499, 50
 OVER_20, SHOWING = .11, .90  # cells that define more than 20 lines, at most; visible cells that show something, at least
 
 

@@ -233,7 +233,7 @@ class Chat:
 
     def shared(self, ids:list[int])->int: # of the whole conversation; tokens: all image tokens, or none
         "Returns how many tokens at the beginning were read before."
-        most = max(min(len(ids)-1, len(self.known)), 0)
+        most = min(len(ids)-1, len(self.known))
         n = next((i for i in range(most) if ids[i]!=self.known[i]), most)
         return 0 if self.asker.model.cfg.image_token_id in ids[n:] else n
 

@@ -330,7 +330,7 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
 # whole models in transformers that can be read and written: type -> class
-WHOLE = {k:f'{name}ForConditionalGeneration' for k,name in (('smolvlm','SmolVLM'),('idefics3','Idefics3'))}
+WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration', idefics3='Idefics3ForConditionalGeneration')
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)

@@ -87,8 +87,8 @@ def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm
 def open_model(name:str|Path, unmerged:bool=False)->VisionLanguageModel: # only adapters will do, apart
     "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
     if (Path(name)/PEFT_CONFIG).is_file() and not unmerged: return read_peft(name)
+    if not unmerged: return VisionLanguageModel.from_pretrained(name)
     folder = Path(find_checkpoint(name))
-    if not unmerged: return VisionLanguageModel.from_pretrained(folder)
     require((folder/LORA_NOTE).is_file(), 'it holds no adapters: format peft is for a run with lora_rank')
     check_files(folder)
     return read_adapted(folder)
