@@ -153,7 +153,7 @@ _ROLES = dict(system='system', developer='system', user='user', human='user', as
 MARK = '<image>' # where a picture belongs in a question
 DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a caption
 GIVE = ('give image, question and answer, or images and texts, or images and messages; '
-        'other names by a flag, as in `--columns image=img question=q answer=a`')
+        'other names in columns, as `image=img question=q answer=a`')
 
 def named(row:Collection[str], what:str)->str|None: # names of its columns; a key of `LAYOUTS`
     "The column of a row that holds its pictures, conversation, question or answer; None if it has none."
@@ -307,7 +307,7 @@ def check_unused(columns:dict|pa.Schema, where:str, # a row, or the types of a t
         ours,kinds = ('image', ('images',)) if lost == 'pictures' else ('messages', ('texts', 'answer'))
         if lost and not (chosen and any(used[k] for k in kinds)):
             raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
-                               f'name it, as in `--columns {ours}={name}`, or remove it')
+                               f'name it in columns, as `{ours}={name}`, or remove it')
 
 # %% ../../nbs/12_data.dataset.ipynb #f0156043
 def to_row(r:pa.Table|dict, place:int|str, # its number

@@ -367,7 +367,7 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         note = noted_base(folder)
         base = resolve_checkpoint(note['base']['path'])
         require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
-            "weights than their base had: put that back, or begin a new run with --load_from")
+            "weights than their base had: put that back, or begin a new run with load_from")
         state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
         plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
         return checkpoint_config(folder, kind),plain
@@ -416,7 +416,7 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
 )->tuple[dict,dict]: # their config.json and their tensors
     "Returns a whole model in the format of transformers."
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
-                 'this model cannot be written as one, but with --format nanovlm')
+                 'this model cannot be written as one, but with format nanovlm')
     # a tied head is written too: MLX looks for it
     return _smolvlm_config(cfg, kind),_their_tensors(state, partial(smolvlm_names, cfg=cfg))
 

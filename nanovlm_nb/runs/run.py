@@ -149,7 +149,7 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     v,c,lines = on_master(dist, lambda: resolve_start(vlm_cfg, train_cfg, dist.world_size))
     require(not c.lora_rank or c.resume or weights_of_start(v, c), f'lora_rank {c.lora_rank}: adapters stand '
         'beside the weights of a checkpoint that is trained already; '
-        'give --load_from CHECKPOINT (a directory, a run, or a hub id)')
+        'give load_from, a checkpoint (a directory, a run, or a hub id)')
     largest = max(v.vit_hidden_dim*v.vit_inter_dim, v.lm_hidden_dim*v.lm_inter_dim)
     set_threads(dist, loader_workers(c, cores_of_rank()), largest)
     with user_path(): return run_path(v, c, dist),v,c,lines

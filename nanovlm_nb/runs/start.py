@@ -42,7 +42,7 @@ from ..model.vlm import VisionLanguageModel
 from ..data.dataset import Drops,best_blind_guess
 from ..data.loader import first_rows
 from ..answers.answer import LONGEST,Asker,accuracy,accuracy_table,answer_all,plot_answers
-from ..answers.answer import questions_of
+from ..answers.answer import keep_example,questions_of
 from ..training.hooks import Unstable,Meters,find
 from ..training.trainer import Trainer,Validate
 
@@ -128,13 +128,13 @@ def _resume_given(run_dir, load_from, own):
     "The checkpoint that was named, which must not be mixed up with what the run has."
     path = given_checkpoint(load_from)
     require(not own or is_own(run_dir, path), f'{run_dir} stands at {own and own.name}, and load_from names '
-        f'{path}, which is not in it: give --load_from None to go on, or another run_name')
+        f'{path}, which is not in it: set load_from to None to go on, or another run_name')
     advice = '' if Path(load_from).is_absolute() else (
         f' load_from {load_from} is relative to {Path.cwd()}: give the absolute path in a job script.')
     return path,f'Resumed from the checkpoint {path}.{advice}'
 
 # %% ../../nbs/52_runs.start.ipynb #53000001
-def find_resume(run_dir:Path, c:TrainConfig, how:str='--resume True to go on')->tuple[Path|None,str]:
+def find_resume(run_dir:Path, c:TrainConfig, how:str='set resume to True to go on')->tuple[Path|None,str]:
     """The checkpoint to resume from, or None, and a line for the log; a UsageError where the command
     contradicts what is there. `how` is what to do instead of giving another name."""
     own,passed = usable_checkpoint(run_dir, thorough=True)
@@ -145,7 +145,7 @@ def find_resume(run_dir:Path, c:TrainConfig, how:str='--resume True to go on')->
     wrong = '. '.join([f'{p.name} is {why}' for p,why in passed.items() if any(p.iterdir())][:3])
     if own: return own,f'{wrong and f"PASSED OVER: {wrong}. "}Auto resumed from the latest checkpoint {own}.'
     require(not (wrong and c.resume), f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy '
-        'one there again, or begin anew: under another --run_name, or here with --resume False, which sets '
+        'one there again, or begin anew: under another run_name, or here with resume False, which sets '
         'aside what there is')
     if c.resume: return None,f'Nothing to resume in {run_dir}: the run begins at update 0.'
     weights = f' with the weights of {load_from}' if load_from else ''
@@ -221,14 +221,14 @@ def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_ste
 def progress(state:dict, packs:int, train:dict)->str: # see `_place_of`
     "A sentence: the progress of a run in updates and samples, and what that is with `packs` in an update."
     step,samples,was,before = state['step'],state['samples'],state['data']['lanes'],state['configs']['train']
-    length,epochs = _place_of(state, before)[1],' --max_epochs None' if before.get('max_epochs') else ''
+    length,epochs = _place_of(state, before)[1],' and max_epochs None' if before.get('max_epochs') else ''
     if (most := train.get('max_training_samples')) is not None: return (
         f'So far {samples} of {most} samples ({100*samples/most:.1f} %) in {step} updates; with {packs} '
         f'packs in an update the rest takes about {max(most-samples, 0)*step*was/samples/packs:.0f} more')
     return (f'So far {step} of {length} updates ({100*step/length:.1f} %) and {samples} samples; with '
         f'{packs} packs in an update as many samples take {step*was/packs:.0f} updates, and update {step} '
         f'stands for {samples*packs/was:.0f} samples ({100*step*packs/was/length:.1f} % of those planned). A '
-        f'schedule in samples would go on here: --max_training_samples {samples*length/step:.0f}{epochs}')
+        f'schedule in samples would go on here: max_training_samples {samples*length/step:.0f}{epochs}')
 
 # %% ../../nbs/52_runs.start.ipynb #02f93b30
 def _check_resume(state:dict, v:VLMConfig, c:TrainConfig, world_size:int)->list[str]: # of a checkpoint
@@ -272,7 +272,7 @@ def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]
 
 # %% ../../nbs/52_runs.start.ipynb #53000004
 def plan_resume(run_dir:Path, v:VLMConfig, c:TrainConfig, world_size:int=1,
-    own:list[str]=[], how:str='--resume True to go on')->tuple[Path|None,list[tuple[bool,str]]]:
+    own:list[str]=[], how:str='set resume to True to go on')->tuple[Path|None,list[tuple[bool,str]]]:
     """Decide where a run begins, and compare the settings: the checkpoint to resume from, or None, and lines
     with whether each is in order. `own` names the parts of a script, for `how` see `find_resume`."""
     path,line = find_resume(run_dir, c, how)
@@ -330,7 +330,7 @@ def write_record(run_dir:Path, v:VLMConfig, c:TrainConfig, results:list[str]=['s
     before,changed = _changes_since(run_dir, v, c)
     since = f' since {before}' if before else ''
     page = [f'# {run_dir.name}', f'## Changed{since}', _bullets(changed), _MINE,
-        c.notes or '(no notes: give --notes "what this run tries")',
+        c.notes or '(no notes: give notes, what this run tries)',
         _bullets(_data_lines(v, c)), '## Results', _bullets(results), _LIMITS,
         text[text.index(YOURS):] if YOURS in text else _UNWRITTEN]
     return write_atomic(path, '\n\n'.join(page))
@@ -449,8 +449,15 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores))
     question = next((r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?')
     ask = f'ask it: nanovlm ask {shlex.quote(str(run_dir))} --image PICTURE --prompt {shlex.quote(question)}'
+    asks = [ask]
+    example = next((row for row in rows if len(row['images'] or ())==1), None)
+    if example:
+        keep_example(run_dir, example)
+        newest = run_dir.absolute().parent==Path('checkpoints').absolute()
+        words = ['nanovlm','ask'] if newest else ['nanovlm','ask',str(run_dir)]
+        asks.append(f'or about a held-out picture: {shlex.join(words)}')
     for line in (f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
-        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}', *[ask]*(make is None)):
+        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}', *(asks if make is None else [])):
         log.info(line)
 
 # %% ../../nbs/52_runs.start.ipynb #e0d1000a
