@@ -22,7 +22,7 @@ from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import MissingFile,UsageError,check_hub_name,require
+from ..core.usage import MissingFile,Unreachable,UsageError,check_hub_name,near_path,require
 from .dataset import (FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,
     VQADataset,check_unused,named,place_pictures,read_layout,shapes_dataset,shapes_tokenizer)
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
@@ -330,13 +330,24 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
 # %% ../../nbs/18_data.loader.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 
+def _not_given(path, error):
+    "What to say of a data set that is neither here nor came from the hub."
+    kind = Unreachable if isinstance(error, ConnectionError) else MissingFile
+    return kind(f'train_dataset_path {path}: there is no such file or folder here{near_path(path)}; '
+        f'the hub did not give it: {str(error).strip().partition(chr(10))[0]}')
+
 def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: # see `load_config`
     "Configurations by name, `all` (or `shards`): every one; a failed one is a warning that names it."
     data,why = {},[]
-    for name in config_names(path, names):
+    try: chosen = config_names(path, names)
+    except UsageError: raise
+    except LOAD_ERRORS as e: raise _not_given(path, e) from e
+    for name in chosen:
         try: data[name] = load_config(path, name, **how)
-        except (ConnectionError, UnusedColumn): raise # it was not looked at, or not to the end
+        except UnusedColumn: raise # it was not looked at to the end
+        except ConnectionError as e: raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
+            if not Path(path).exists() and len(chosen)==1: raise _not_given(path, e) from e
             cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])

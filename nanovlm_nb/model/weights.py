@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 from ..core.config import VLMConfig, evolve
 from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files
 from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
-from ..core.usage import MissingFile, UsageError, require
+from ..core.usage import MissingFile, UsageError, near_path, require
 from .vision import ViT,ModalityProjector
 from .language import LanguageModel
 
@@ -50,8 +50,8 @@ def resolve_checkpoint(name:str|Path)->Path: # directory of a checkpoint or of a
     if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
     try: return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError,ValueError) as e:
-        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
-                          "check the name and the connection") from e
+        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
+                          f"{near_path(name) or ': check the name and the connection'}") from e
 
 # %% ../../nbs/26_model.weights.ipynb #6df93827
 def _json(folder, *names):
