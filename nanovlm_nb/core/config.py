@@ -865,7 +865,9 @@ def set_env()->None:
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     names = 'PYTORCH_CUDA_ALLOC_CONF','PYTORCH_ALLOC_CONF' # torch 2.9 reads the first, and warns of it alone
     if not os.environ.keys()&names: os.environ.update(dict.fromkeys(names, 'expandable_segments:True'))
-    if 'torch' not in sys.modules: os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+    if 'torch' not in sys.modules and 'OMP_WAIT_POLICY' not in os.environ:
+        os.environ['OMP_WAIT_POLICY'] = 'PASSIVE'
+        os.environ.setdefault('GOMP_SPINCOUNT', '10000') # a tenth of a millisecond, then it sleeps
     home = os.path.expanduser('~')
     if home=='~': return # a user without a name and a home, as in a container
     os.environ.setdefault('TORCHINDUCTOR_CACHE_DIR', f'{home}/.cache/nanovlm_nb/compiled')

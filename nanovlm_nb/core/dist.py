@@ -317,11 +317,13 @@ def cores_of_rank()->int: # at least 1
     return max(1, allowed//int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
 
 # %% ../../nbs/03_core.dist.ipynb #da8cd72f
-_PER_THREAD = 65_536 # numbers of a weight matrix that are worth a thread
+_PER_THREAD = 24_576 # numbers of a weight matrix that are worth a thread
 
 def set_threads(dist:Dist, num_workers:int, largest:int)->None: # on a GPU nothing is changed
     """Computes on all cores that pay, if threads sleep while they wait; else leaves one to each loader
     worker. `largest`: numbers of the largest matrix of a block."""
+    if dist.device.type!='cpu' or 'OMP_NUM_THREADS' in os.environ: return
     sleeping = os.environ.get('OMP_WAIT_POLICY', '').upper()=='PASSIVE'
-    threads = min(cores_of_rank()-(0 if sleeping else num_workers), largest//_PER_THREAD)
-    if dist.device.type=='cpu' and 'OMP_NUM_THREADS' not in os.environ: torch.set_num_threads(max(1, threads))
+    cores = cores_of_rank()-(0 if sleeping else num_workers)
+    worth = largest//_PER_THREAD if sleeping else largest//(3*_PER_THREAD) # one that spins stands in the way
+    torch.set_num_threads(max(1, min(cores, worth)))
