@@ -1,18 +1,22 @@
-# make train   install into .venv, then train the embedded default and let the model answer
+# make train   install into .venv what that takes, then train the embedded default and let the model answer
 # make test    install into .venv, then the gate: clean, export, no difference, notebook tests, pytest
 # make notebooks  install into .venv, then open the notebooks in Jupyter
 # make readme  write README.md from nbs/index.ipynb, and the pictures of the home page
 # make docs    build the site in _docs with Quarto, and check its links
 # make demo    train the embedded default, and put the page of its model in _demo, from where `make docs` takes it; needs npm
 # make figures make the saved figures of the notebooks small
-# PYTHON=python3.13 chooses an interpreter. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
+# PYTHON=python3.13 chooses an interpreter; where none fits, uv fetches one. Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves gigabytes.
 
 fits := import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 # of the gate: one more than cores, since each waits now and then for processes that it has started; at most four
 WORKERS := $(shell echo $$(( $(CORES)<4 ? $(CORES)+1 : 4 )))
+# what a training needs, and what the gate needs besides
+BASE := .venv/.trains
 STAMP := .venv/.installed
+VENV := $(if $(PYTHON),$(PYTHON) -m venv,uv venv --seed --python 3.13)
+PIP := .venv/bin/python -m pip install --no-compile --disable-pip-version-check -c constraints.txt
 ADDRESS := $(shell sed -n 's/^ *site-url: "\(.*\)"/\1/p' nbs/nbdev.yml)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # what one process has compiled the others load, also where the environment says otherwise
@@ -21,26 +25,33 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: train test notebooks gate generated install readme docs demo figures clean
 .NOTPARALLEL:
 
-train: install
+train: $(BASE)
 	nanovlm train $(ARGS)
+	@$(if $(ARGS),true,echo 'paste this: .venv/bin/nanovlm ask')
 
 test: install
 	@$(MAKE) --no-print-directory gate
 
 notebooks: install
-	.venv/bin/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[notebooks]'
+	$(PIP) -q --no-build-isolation -e '.[notebooks]'
 	jupyter lab --ServerApp.root_dir=. $(ARGS) nbs/00_one_page.ipynb
 
 install: $(STAMP)
 
-$(STAMP): settings.ini setup.py constraints.txt
-	@test -n "$(PYTHON)" || { echo "missing: Python 3.10 to 3.13 (python3 on PATH, or make PYTHON=/path/to/python)"; exit 1; }
-	@$(PYTHON) -c '$(fits)' 2>/dev/null || { echo "missing: Python 3.10 to 3.13, $(PYTHON) is not one of them"; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -q -c constraints.txt pip setuptools wheel || { echo "missing: a package index that pip can reach (pip config list)"; exit 1; }
-	.venv/bin/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[dev,test]'
+$(BASE): settings.ini setup.py constraints.txt
+	@test -n "$(PYTHON)" || command -v uv >/dev/null || { echo "missing: Python 3.10 to 3.13. Install one and give make PYTHON=/path/to/it, or install uv, with which this fetches one: https://docs.astral.sh/uv"; exit 1; }
+	@test -z "$(PYTHON)" || $(PYTHON) -c '$(fits)' 2>/dev/null || { echo "missing: Python 3.10 to 3.13, $(PYTHON) is not one of them"; exit 1; }
+	@test -z "$(PYTHON)" || $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "missing: the venv module of $(PYTHON) (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	test -x .venv/bin/python || $(VENV) .venv
+	@.venv/bin/python -c '$(fits)' || { echo "wrong: the Python of .venv is not 3.10 to 3.13: remove it (make clean) and try again"; exit 1; }
+	$(PIP) -q pip setuptools wheel || { echo "missing: a package index that pip can reach (pip config list)"; exit 1; }
+	@echo "PyTorch, transformers, datasets and what they need are installed into .venv: some minutes, once"
+	$(PIP) --no-build-isolation -e .
 	.venv/bin/python -c 'import nanovlm_nb.runs.run, torch._dynamo' # compiles what is used, a sixth of all
+	touch $@
+
+$(STAMP): $(BASE)
+	$(PIP) --no-build-isolation -e '.[dev,test]'
 	touch $@
 
 gate: generated
