@@ -6,7 +6,6 @@
 __all__ = ['train', 'load', 'evaluate', 'export']
 
 # %% ../nbs/91_api.ipynb #91a10003
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,10 +13,10 @@ from pkgutil import resolve_name
 import torch
 from PIL import Image
 
-from .core.config import FIELDS, change, check_known, preset as preset_of
+from .core.config import FIELDS, Pos, as_type, change, check_known, preset as preset_of
 from .core.dist import pick_device
 from .data.images import open_image
-from .data.loader import get_dataloaders,own_rows
+from .data.loader import get_dataloaders,load_configs,own_rows
 from .answers.answer import Asker, accuracy, answer_all, questions_of
 from .runs.run import run
 from .uses.export import open_model
@@ -28,18 +27,19 @@ def _learning(rate): return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=ra
 
 # %% ../nbs/91_api.ipynb #91a10006
 _FOR_ROWS = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
-    num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False, use_lmms_eval=False, hf_repo_name=None)
+    num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False, use_lmms_eval=False, hf_repo_name=None,
+    long_run_name=False)
 
 def _settings(n, preset, given):
     "Configurations for `n` rows of your own; what is not given is as in the preset, or as above."
     vlm_cfg,train_cfg = preset_of(preset)
     check_known(given, FIELDS, 'setting')
     val_size = min(100, max(1, n//10)) if n > 1 else 0
-    quarter = given.get('max_training_steps', train_cfg.max_training_steps)//4
+    steps = given.get('max_training_steps', train_cfg.max_training_steps)
+    quarter = as_type('max_training_steps', steps, Pos)//4
     rates = _learning(5e-5) if given.get('load_from') else _learning(1e-3) if preset == 'shapes' else {}
     usual = _FOR_ROWS | rates | dict(val_size=val_size, ask_samples=val_size,
-        eval_in_epochs=n > 1, eval_interval=max(1, min(quarter, train_cfg.eval_interval)),
-        run_name=f'{preset}_{datetime.now():%m%d-%H%M%S}')
+        eval_in_epochs=n > 1, eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
     return change(vlm_cfg, train_cfg, usual | given)
 
 # %% ../nbs/91_api.ipynb #91a1000c
@@ -57,22 +57,31 @@ def train(rows, # pictures, questions and answers, see `own_rows`
 
     A row is a dictionary with `image`, `question` and `answer`, or a tuple of these three; the picture is
     a path, a PIL image or an array. Rows are a list, a tuple or a generator of such rows, or a data set or a
-    DataFrame with these columns. Settings are fields of `TrainConfig` and `VLMConfig`, such as
+    DataFrame with these columns; or the path of a file or folder, or a name of the hub, as the command
+    `nanovlm train --train_dataset_path` takes it. Settings are fields of `TrainConfig` and `VLMConfig`, such as
     `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in `checkpoints/RUN_NAME`, the
     model's `run_dir`."""
     given = (dict(console_line='none') if quiet else {}) | settings
-    own = own_rows(rows, given.get('columns', ()))
-    vlm_cfg,train_cfg = _settings(len(own), preset, given)
+    own,size = None,0
+    if isinstance(rows, (str,Path)):
+        given = dict(train_dataset_path=str(rows)) | given
+        of_files = {n:given[n] for n in ('columns','images_path') if n in given}
+        names = given.get('train_dataset_name', ['default'])
+        size = sum(map(len, load_configs(rows, names, **of_files).values()))
+    else:
+        own = own_rows(rows, given.get('columns', ()))
+        size = len(own)
+    vlm_cfg,train_cfg = _settings(size, preset, given)
     same = train_cfg.custom_transforms or train_cfg.cache_features
     loaders = partial(get_dataloaders, rows=own, transforms=() if same else [_jitter])
     def again(run_dir, *_): return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
     return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again))
 
 # %% ../nbs/91_api.ipynb #91a10012
-def load(checkpoint:str|Path, device:torch.device|None=None)->Asker: # default: the best there is
+def load(checkpoint:str|Path, device:str|torch.device|None=None)->Asker: # default: the best there is
     """Returns a trained model, ready to be asked; of a run its best checkpoint.
     `checkpoint` is a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id."""
-    return Asker.from_model(open_model(checkpoint).to(device or pick_device()))
+    return Asker.from_model(open_model(checkpoint).to(pick_device(device)))
 
 # %% ../nbs/91_api.ipynb #91a1001a
 def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes; as for `train`

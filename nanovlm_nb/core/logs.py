@@ -279,7 +279,7 @@ class RunLog:
         self.run_dir,self.trackers,self.about = Path(run_dir),[*trackers],about
         for name in self.trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
-                f'pip install {name}, or leave it out of --tracker')
+                f'pip install {name}, or leave it out of tracker')
         self.sinks:list[Any] = []
         self.screen = _Screen(self.run_dir/TEXT_LOG, **shown) if dist.is_master else None
         if opened: self.open()

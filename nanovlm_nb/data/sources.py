@@ -60,7 +60,7 @@ class MapSource:
         self.rows,self.names,self.parts = rows,list(parts),[*map(_encoded, parts.values())]
         self.ends = list(accumulate(map(len, self.parts)))
         n,self.seed,self.shuffle,self.start,self.val_size = self.ends[-1],seed,shuffle,val_size,val_size
-        require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it')
+        require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it, to {n//10} for example')
         self.stop = n if limit is None else min(n, val_size+limit)
         whole = (self.start, self.stop)==(0, n)
         self.split:range|_Permutation = range(n) if whole else _Permutation(n, f'split {seed}')
