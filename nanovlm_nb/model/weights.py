@@ -13,6 +13,7 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
+import io
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve
-from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files
+from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files,system_errors,write_atomic
 from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
 from ..core.usage import MissingFile, UsageError, require
 from .vision import ViT,ModalityProjector
@@ -508,7 +509,7 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
     place = path if path.is_dir() else path.parent # what a kill leaves goes with its directory
     try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
     except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
-    with beside as tmp:
+    with beside as tmp, system_errors(path):
         (inside := Path(tmp)/'new').mkdir()
         yield inside
         share_files(inside)
@@ -789,5 +790,6 @@ def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if n
     "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(_to_minimind(state, cfg), path)
-    return path
+    content = io.BytesIO() # torch does not say what went wrong with a file
+    torch.save(_to_minimind(state, cfg), content)
+    return write_atomic(path, content.getvalue())
