@@ -261,4 +261,5 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__' and '__file__' in globals(): # a notebook is `__main__` too, and has no file
+    sys.exit(main())
