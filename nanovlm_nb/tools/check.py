@@ -6,7 +6,6 @@
 __all__ = ['foreseen', 'main']
 
 # %% ../../nbs/68_tools.check.ipynb #211a45b1
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 
 from ..core.config import TrainConfig,VLMConfig,evolve
 from ..core.dist import Dist
-from ..core.usage import MissingFile,require
+from ..core.usage import MissingFile,require,say
 from ..model.flops import BYTES,find_gpu,with_unit
 from ..runs.start import check_own_parts,foresee_start,is_pth,origin_of,plan_resume,resolve_start
 from ..runs.run import run_path
@@ -102,8 +101,7 @@ def main(values:Namespace)->int: # from `cli.check_parser`; 1 if something fails
     if values.run_dir: check_own_parts(values.run_dir, [])
     found = _check_all(values.vlm_cfg, values.train_cfg, gpus, values.run_dir, values.rows, values.smoke)
     for line in found:
-        sys.stdout.write(f'{line}\n')
-        sys.stdout.flush()
+        say(str(line))
         if isinstance(line, Finding): count[line.state] += 1
-    sys.stdout.write('\n'+', '.join(f'{count[s]} {s}' for s in (PASS,FAIL,SKIP))+'\n')
+    say('\n'+', '.join(f'{count[s]} {s}' for s in (PASS,FAIL,SKIP)))
     return int(count[FAIL]>0)

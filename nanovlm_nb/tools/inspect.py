@@ -6,7 +6,7 @@
 __all__ = ['open_data', 'sample_text', 'look', 'check_rows', 'check_left_out', 'data_findings', 'main']
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
-import math,re,sys,tempfile
+import math,re,tempfile
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass,field,replace
 from itertools import groupby,islice
@@ -17,7 +17,7 @@ from argparse import Namespace
 from contextlib import contextmanager
 
 from ..core.config import CODE,IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml,updates_of_run
-from ..core.usage import UsageError,nearest,require,MissingFile
+from ..core.usage import UsageError,nearest,require,MissingFile,say
 from ..data.dataset import FEATURES,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
 from ..data.loader import get_dataloaders,size_line
@@ -312,5 +312,5 @@ def main(values:Namespace)->int: # from `cli.replay_parser`; 1 if a sample is su
         (loss,norm),verdicts = _loss_and_norm(trainer, update),_judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
     lines = _replay_lines(update, was, loss, norm, verdicts, values.worst)
-    sys.stdout.write(f'update {n}: '+'\n'.join(lines)+'\n')
+    say(f'update {n}: '+'\n'.join(lines))
     return int(any(v.suspect for v in verdicts))

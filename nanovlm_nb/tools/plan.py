@@ -8,7 +8,7 @@ __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'LikeCuda', 'like_cuda', 'e
            'checkpoint_bytes', 'make_plan', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
-import weakref,sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from argparse import Namespace
@@ -28,7 +28,7 @@ from ..model.vlm import VLMNet,stack_tiles
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of,training_groups
 from ..training.lora import add_adapters
-from ..core.usage import UsageError,require
+from ..core.usage import UsageError,require,say
 from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
@@ -498,4 +498,4 @@ def main(values:Namespace)->None: # from `cli.plan_parser`
     v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, None, values.samples, values.epochs)
     plan = dict(start=origin_of(v, t))|plan|dict(notes=[*lines, *plan['notes']])
-    sys.stdout.write(_plan_text(plan)+'\n')
+    say(_plan_text(plan))

@@ -9,7 +9,7 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 
            'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
-import random,json,os,re,sys,threading
+import random,json,os,re,threading
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor,nn
 from torch.utils.data import ConcatDataset
 
-from ..core.usage import MissingFile,UsageError,check_hub_name,require,user_path
+from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
 from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
@@ -655,4 +655,4 @@ def _sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory;
             'give a checkpoint of nanovlm classify') from e
     labels,probs = model.predict(pictures)
     for file,label,p in zip(pictures, labels, probs.amax(1).tolist()):
-        sys.stdout.write(f'{file}\t{label}\t{p:.3f}\n')
+        say(f'{file}\t{label}\t{p:.3f}')
