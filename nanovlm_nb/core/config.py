@@ -339,7 +339,8 @@ class TrainConfig(Config):
     # linear layers that get an adapter, each a part of their names: decoder, q_proj,
     # vision_encoder.blocks.*.mlp
     lora_targets:list[Text] = many('decoder')
-    lr_lora:PosF = 2e-4 # learning rate of the adapters; beside it the other rates do not count
+    # learning rate of the adapters; beside it the other rates do not count, but lr_mp for what is new in the model
+    lr_lora:PosF = 2e-4
     weight_decay:CountF = 0.01 # * AdamW weight decay
     betas:list[Below1] = many(0.9, 0.999) # AdamW averages of gradient and squared gradient
     max_grad_norm:CountF|None = 1. # * clip the gradient to this norm; None or 0: do not clip

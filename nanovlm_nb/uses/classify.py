@@ -43,6 +43,7 @@ from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
 from ..answers.evaluate import digit_pictures
 from ..training.trainer import Hook,Trainer,Validate,over_validation
+from ..training.trainer import length as updates_of
 from ..runs.start import exit_code,relaunch
 from ..runs.run import process_group,run
 
@@ -521,17 +522,22 @@ _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False, 
     max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0, use_lmms_eval=False,
     wandb_entity=None)
 
+# %% ../../nbs/81_uses.classify.ipynb #81aa0012
+def _warmup_steps(s:Settings, updates:int)->int: # of the run
+    "Returns the updates in which the learning rate rises: as asked, or a tenth of a run that is not as long."
+    return s.warmup_steps if s.warmup_steps<updates else updates//10
+
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
 def _train_config(s:Settings, data:_ClassData, world_size:int, # ranks
     longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
     "Returns the run that the file asks for."
     lanes = s.batch_size*s.gradient_accumulation_steps
     updates = s.epochs*-(-len(data.train)//(lanes*world_size))
-    require(s.warmup_steps<updates, f'warmup_steps {s.warmup_steps}, but {s.epochs} epochs '
-        f'are {updates} updates: lower it, or train longer')
+    length = min(updates, s.train.get('max_training_steps', updates))
+    warmup = _warmup_steps(s, length)
     workers = min(s.dataloader_num_workers, lanes, os.cpu_count() or 1) # at most one a core, and one a lane
     computed:dict[str,Any] = dict(lr_mp=s.learning_rate, max_training_steps=updates,
-        warmup_ratio=s.warmup_steps/updates, max_sample_length=longest, max_val_batches=len(data.val),
+        warmup_ratio=warmup/length, max_sample_length=longest, max_val_batches=len(data.val),
         num_workers=workers, val_workers=min(workers, 2), load_from=weights)
     same = {k:getattr(s, key) for k,key in _SAME.items()}
     return evolve(TrainConfig(**same, **_ALWAYS, **computed), **s.train)
@@ -567,7 +573,12 @@ class _ClassHook(Hook):
         asked = f'{workers} workers for training (asked for {s.dataloader_num_workers})'
         what = f'{len(self.data.names)} classes; {sizes}; {asked}'
         freq = f'training, speed and memory are reported together, every {s.report_freq} updates'
-        for line in [*s.translations, what, freq]: log.info(line)
+        lines = [*s.translations, what, freq]
+        length = updates_of(trainer) or s.warmup_steps+1
+        warmup = _warmup_steps(s, length)
+        if warmup<s.warmup_steps: lines.append(f'warmup_steps {s.warmup_steps}, but the run has {length} updates: '
+            f'the learning rate rises in {warmup} of them')
+        for line in lines: log.info(line)
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
 def _classify_again(run_dir:Path, train_cfg:TrainConfig, # of the run; the file has all but names of code
@@ -625,6 +636,9 @@ def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its
 def _asked_settings(v:Namespace)->Settings: # values from `cli.classify_parser`
     "Returns the settings of the file, changed by flags."
     s = Settings.load(v.config) if v.config else Settings()
+    require(not v.config or v.datasets or 'datasets' in s.given, f'{v.config} names no pictures: write '
+        '`datasets: [FOLDER]` in its section training, or give --datasets; a folder, a name on the hub, '
+        'digits or shapes')
     again = {n:code for n in ('lr_schedule','custom_transforms') if (code := getattr(v, n))}
     if v.config: check_code(v.config, s.train, again)
     if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
