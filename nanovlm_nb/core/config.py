@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Fraction', 'Below1', 'Seed', 'Vocabulary', 'Keep', 'Text', 'Place',
-           'OneName', 'Function', 'SCHEDULES', 'Schedule', 'IGNORE', 'C', 'CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE',
-           'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE', 'rule_of', 'as_type',
-           'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described',
-           'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_sections', 'code_flags', 'check_code',
-           'load_yaml', 'check_run', 'SettingsParser', 'parse_args', 'set_env', 'effective_batch_size',
-           'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
+           'OneName', 'Function', 'WITH_WARMUP', 'SCHEDULES', 'Schedule', 'IGNORE', 'C', 'CHAT_TEMPLATE', 'PROMPTS',
+           'FIELDS', 'FINE', 'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE',
+           'rule_of', 'as_type', 'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig',
+           'check_configs', 'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml',
+           'read_sections', 'code_flags', 'check_code', 'load_yaml', 'check_run', 'SettingsParser', 'parse_args',
+           'set_env', 'effective_batch_size', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,sys
@@ -44,7 +44,8 @@ Place = Annotated[str, 'a path in full: only a shell replaces ~', lambda x: x.st
 OneName = Annotated[str, 'the name of one directory: no / or \\, and not . or ..',
     lambda x: x.strip() and x not in ('.','..') and not {*'/\\\0'}&{*x}]
 Function = Annotated[str, 'module:function', lambda x: all(x.partition(':')[::2])]
-SCHEDULES = 'cosine','wsd','minimind','minimind_seed' # those of `schedule`
+WITH_WARMUP = 'cosine','wsd' # schedules that `warmup_ratio` and `min_lr_ratio` count for
+SCHEDULES = *WITH_WARMUP,'minimind','minimind_seed' # those of `schedule`
 Schedule = Annotated[str, f"one of {', '.join(SCHEDULES)}, or module:function of your own",
     lambda x: x in SCHEDULES or ':' in x]
 

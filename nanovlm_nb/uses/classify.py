@@ -338,7 +338,6 @@ class ValidateClasses(Validate):
 
     def begin(self, trainer:Trainer)->None:
         "Keeps the best of an earlier start, unless it was left behind, or is another run's."
-        trainer.base.tokenizer = trainer.tokenizer
         self.labels = trainer.held_out.source.rows.answers()
         found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
         if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
