@@ -97,6 +97,9 @@ def classify_parser(pictures:list[str]|None, # files to sort
     deepspeed_config:str|None = None, # JSON file, a DeepSpeed configuration, translated
     lr_schedule:str|None = None, # MODULE:FUNCTION, in place of that in the file
     custom_transforms:list[str]|None = None, # likewise, one or several
+    tracker:str|None = None, # where figures go, likewise: wandb, trackio, tensorboard, none
+    wandb_entity:str|None = None, # whose account there, likewise
+    wandb_project:str|None = None, # project there, likewise
     # do not train, but sort pictures with this checkpoint or the best of this run
     predict:Checkpoint|None = None):
     "Train a classifier, or sort pictures with one."
@@ -262,4 +265,5 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__' and '__file__' in globals(): # a notebook is `__main__` too, and has no file
+    sys.exit(main())

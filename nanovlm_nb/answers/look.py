@@ -104,8 +104,7 @@ def main(values:Namespace)->None: # from `cli.eval_parser`
     asker = Asker.from_checkpoint(values.checkpoint, values.device)
     config:Any = values.config or asker.run_dir and asker.run_dir/CONFIG
     require(config, f'{values.checkpoint} is of no run: give a file with --config')
-    # of the run's own file, data is read alone
-    _,cfg = load_yaml(config, given={} if values.config else None)
+    _,cfg = load_yaml(config, given=None) # data is read alone
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
     batches = islice(val, values.batches or cfg.max_val_batches)

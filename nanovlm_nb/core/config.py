@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['Pos', 'PosF', 'Count', 'CountF', 'Above1F', 'Seconds', 'Waiting', 'Layers', 'Fraction', 'Below1', 'Seed',
-           'Vocabulary', 'Keep', 'Text', 'Place', 'OneName', 'Function', 'SCHEDULES', 'Schedule', 'Names', 'Betas',
-           'Means', 'Deviations', 'IGNORE', 'C', 'CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE', 'CAREFUL', 'REFUSED',
-           'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'CODE', 'rule_of', 'as_type', 'kinds_of', 'Config',
-           'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs', 'described', 'rules',
-           'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_yaml', 'read_sections', 'code_flags',
-           'check_code', 'load_yaml', 'check_run', 'SettingsParser', 'parse_args', 'set_env', 'effective_batch_size',
-           'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
+           'Vocabulary', 'Keep', 'Text', 'Place', 'OneName', 'Function', 'WITH_WARMUP', 'SCHEDULES', 'Schedule',
+           'Names', 'Betas', 'Means', 'Deviations', 'IGNORE', 'C', 'CHAT_TEMPLATE', 'PROMPTS', 'FIELDS', 'FINE',
+           'CAREFUL', 'REFUSED', 'OF_RUN', 'BESIDE_WEIGHTS', 'OWN_FIELDS', 'PRESETS', 'TRUSTED', 'rule_of', 'as_type',
+           'kinds_of', 'Config', 'many', 'image_tokens', 'VLMConfig', 'evolve', 'TrainConfig', 'check_configs',
+           'described', 'rules', 'resume_rule', 'preset', 'change', 'tiny', 'save_yaml', 'read_yaml', 'read_sections',
+           'trust_flags', 'check_trust', 'load_yaml', 'run_path', 'check_run', 'SettingsParser', 'parse_args',
+           'set_env', 'effective_batch_size', 'updates_of_run', 'length_of_run', 'load_function', 'get_run_name']
 
 # %% ../../nbs/02_core.config.ipynb #58358344
 import json,linecache,math,os,re,reprlib,sys
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING,Annotated,Any,ClassVar,Literal,TypeVar,get_args
 
 import yaml
 
-from .run_dir import CONFIG,checkpoints,missing_pieces,write_atomic
+from .run_dir import CONFIG,STATUS,TRAINER_STATE,checkpoints,missing_pieces,read_state,run_of
+from .run_dir import write_atomic
 from .usage import Parser,UsageError,check_known,require,user_path
 
 # %% ../../nbs/02_core.config.ipynb #6a107bf6
@@ -49,7 +50,8 @@ Place = Annotated[str, 'a path in full: only a shell replaces ~', lambda x: x.st
 OneName = Annotated[str, 'the name of one directory, in letters that can be seen: no / or \\, not . or ..',
     lambda x: x.strip() and x not in ('.','..') and x.isprintable() and not {*'/\\'}&{*x}]
 Function = Annotated[str, 'module:function', lambda x: all(x.partition(':')[::2])]
-SCHEDULES = 'cosine','wsd','minimind','minimind_seed' # those of `schedule`
+WITH_WARMUP = 'cosine','wsd' # schedules that `warmup_ratio` and `min_lr_ratio` count for
+SCHEDULES = *WITH_WARMUP,'minimind','minimind_seed' # those of `schedule`
 Schedule = Annotated[str, f"one of {', '.join(SCHEDULES)}, or module:function of your own",
     lambda x: x in SCHEDULES or ':' in x]
 # of lists: what they hold, and a rule for the whole
@@ -372,7 +374,8 @@ class TrainConfig(Config):
     # linear layers that get an adapter, each a part of their names: decoder, q_proj,
     # vision_encoder.blocks.*.mlp
     lora_targets:Names = many('decoder')
-    lr_lora:PosF = 2e-4 # learning rate of the adapters; beside it the other rates do not count
+    # learning rate of the adapters; beside it the other rates do not count, but lr_mp for what is new in the model
+    lr_lora:PosF = 2e-4
     weight_decay:CountF = 0.01 # * AdamW weight decay
     betas:Betas = many(0.9, 0.999) # AdamW averages of gradient and squared gradient
     max_grad_norm:CountF|None = 1. # * clip the gradient to this norm; None or 0: do not clip
@@ -707,27 +710,45 @@ def read_sections(path:str|Path, remedy:str)->dict:
     return sections
 
 # %% ../../nbs/02_core.config.ipynb #4c0de102
-CODE = 'lr_schedule','custom_transforms','eval_include_path','eval_script' # fields that name code
+# field that names code, or where results are sent -> values that name neither
+TRUSTED:dict[str,tuple] = dict(
+    lr_schedule=SCHEDULES,
+    custom_transforms=([],),
+    eval_include_path=(None,),
+    eval_script=(TrainConfig.eval_script,),
+    hf_repo_name=(None, '', VLMConfig.hf_repo_name),
+    tracker=('auto', 'none', 'tensorboard'),
+    wandb_entity=(None, TrainConfig.wandb_entity),
+    wandb_project=(TrainConfig.wandb_project, 'nanovlm_classify')) # that of a classifier, too
 
-def code_flags(values:dict)->list[str]: # settings of a run
+def trust_flags(values:dict)->list[str]: # settings of a run
     "Returns what has to be typed again with each command that goes on with a run: `--lr_schedule mine:rate`."
-    usual = TrainConfig.eval_script,*SCHEDULES
-    code = {n:v for n,v in values.items() if n in CODE and v and v not in usual}
-    return [word for n,v in code.items() for word in (f'--{n}', *([v] if isinstance(v, str) else v))]
+    words = []
+    for name,usual in TRUSTED.items():
+        value = values.get(name, usual[0])
+        if value in usual: continue
+        words.append(f'--{name}')
+        words += value if isinstance(value, list) else [str(value)]
+    return words
 
 # %% ../../nbs/02_core.config.ipynb #28b26c75
-def check_code(path:str|Path, values:dict, given:Iterable[str])->None:
-    """Raises a UsageError where a setting in a file of a run names code and the user has not named it again.
-    A file is one of a run if it lies in its directory, or one below, even if it is a user's own."""
-    if not any((p/CONFIG).is_file() for p in Path(path).absolute().parents[:2]): return
-    again = code_flags({n:v for n,v in values.items() if n not in given})
-    require(not again, f'{path} names code, and files of a run are read as data alone: '
-        f'add {" ".join(again)} if you trust it')
+def _of_run(path):
+    "Whether a file comes with a run: by its name, or since its directory, or the one above, is that of a run."
+    if Path(path).name in (CONFIG,TRAINER_STATE): return True
+    folders = Path(path).absolute().parents[:2]
+    return any(checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file() for p in folders)
+
+def check_trust(path:str|Path, values:dict, given:Iterable[str])->None:
+    """Raises a UsageError where a file of a run names code, or where results are sent, and the user has not
+    named it again. `values` are its settings, `given` the names of those that the user gives."""
+    again = trust_flags({n:v for n,v in values.items() if n not in given})
+    require(not again or not _of_run(path), f'{path} names code, or where results are sent, and files of a '
+        f'run are read as data alone: add {" ".join(again)} if you trust it')
 
 # %% ../../nbs/02_core.config.ipynb #bce314fe
 def _read_yaml(path, given):
     """The preset that a YAML file names (or None), and its values by field, or those given in their place.
-    All names exist; `given` is None if nothing will run, else code that a run's file names is in it again."""
+    All names exist; `given` is None if nothing will run, else what a run's file may not name is in it again."""
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(sections, ['preset','vlm','train'], f'section in {path}')
     of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
@@ -740,13 +761,13 @@ def _read_yaml(path, given):
     kinds = kinds_of(VLMConfig)|kinds_of(TrainConfig)
     try: values = {n:as_type(n, v, kinds[n]) for n,v in values.items()}
     except UsageError as e: raise UsageError(f'{path}: {e}') from e
-    if given is not None: check_code(path, values, given)
+    if given is not None: check_trust(path, values, given)
     return sections.get('preset'),values|(given or {})
 
 # %% ../../nbs/02_core.config.ipynb #5fb55ce3
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
-    `given` is in place of what the file says, and must name code again; None: only to look at, not to run."""
+    `given` is in place of what the file says, and must name again what a run's file may not name; None: only to look."""
     inside,values = _read_yaml(path, given)
     try: return change(*preset(name or inside or 'shapes'), values)
     except UsageError as e: raise UsageError(f'{path}: {e}') from e
@@ -756,17 +777,40 @@ def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMC
 _WHERE = {n:FIELDS[n].default for n in ('run_name','resume','load_from','resume_from_vlm_checkpoint',
     'vlm_checkpoint_path')}
 
+def _beside(checkpoint, name, resume):
+    "The directory of a run that begins with a checkpoint of nanoVLM's kind."
+    folders = [checkpoint, *checkpoint.parents[:2], Path(VLMConfig.vlm_checkpoint_path)]
+    begun = next((f/name for f in folders if resume and checkpoints(f/name)), None)
+    if begun: return begun
+    made = next((p for p in folders[:2] if (p/CONFIG).is_file()), None) # a run
+    return (made.parent if made else folders[-1])/name
+
+def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False, load_from:str|None=None,
+    resume_from_vlm_checkpoint:bool=False, **others)->Path|None: # `others` are not looked at
+    "Returns the directory of the run that some settings name; None: a new one that has no name yet."
+    if not run_name: return run_of(load_from) if resume and load_from else None
+    folder = Path(vlm_checkpoint_path)
+    return _beside(folder, run_name, resume) if resume_from_vlm_checkpoint else folder/run_name
+
+# %% ../../nbs/02_core.config.ipynb #f1257028
 def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
-    c = _WHERE|named
-    if c['resume'] is not True or c['resume_from_vlm_checkpoint']: return None
-    run,start = Path(c['vlm_checkpoint_path'], str(c['run_name'])),Path(str(c['load_from']))
-    begun = any(not missing_pieces(p) for p in checkpoints(run)) # else `load_from` says where
-    place = run if begun else start.parent if (start/'config.json').is_file() else start
-    if not (place/CONFIG).is_file(): return None
-    vlm,train = load_yaml(place/CONFIG, given=None)
-    check_code(place/CONFIG, train.to_dict(), named)
-    return place/CONFIG,*change(vlm, train, _WHERE)
+    where = _WHERE|{n:str(v) if isinstance(v, Path) else v for n,v in named.items() if n in _WHERE}
+    run = run_path(**where)
+    if where['resume'] is not True or run is None: return None
+    complete = [p for p in checkpoints(run) if not missing_pieces(p)]
+    if not complete: return None
+    place = run/CONFIG
+    if place.is_file(): vlm,train = load_yaml(place, given=None)
+    else: # the checkpoint was copied here
+        place = complete[-1]/TRAINER_STATE
+        configs = read_state(complete[-1], ['configs'])['configs']
+        vlm,train = preset('shapes')
+        usual = vlm.to_dict()|train.to_dict()
+        values = configs['vlm']|configs['train']
+        vlm,train = change(vlm, train, {n:values[n] for n in FIELDS if values.get(n, usual[n])!=usual[n]})
+    check_trust(place, vlm.to_dict()|train.to_dict(), named)
+    return place,*change(vlm, train, _WHERE)
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
 def _from_text(text:str, kind:Any)->Any:
@@ -843,7 +887,6 @@ class SettingsParser(Parser):
         first,values.run_dir = Path(rest[0]) if rest else Path('none'),None
         if self.takes_run and first.is_dir():
             values.run_dir,values.config = check_run(rest.pop(0)),str(first/CONFIG)
-            given = dict(load_from=None)|given
         elif first.suffix in ('.yaml','.yml'): values.config = values.config or str(first); del rest[0]
         require(not (first/CONFIG).is_file() or values.run_dir,
             f'`{first}` belongs to no flag: give --config {first/CONFIG}')

@@ -490,7 +490,7 @@ def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sh
     t,seconds = trainer,find(trainer, Meters).seconds
     if (total := sum(seconds.values()))<_ADVICE_AFTER_S: return []
     return advice({k:v/total for k,v in seconds.items()}, evolve(t.cfg, compile=bool(t.compiled)), t.base.cfg,
-        unstable=t.skipped>0, cpus=os.cpu_count(), ranks=t.dist.world_size)
+        unstable=t.skipped>0, cpus=os.cpu_count(), ranks=t.dist.world_size, device=t.dist.device.type)
 
 # %% ../../nbs/52_runs.start.ipynb #55000008
 def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)->None: # of all ranks

@@ -27,7 +27,7 @@ from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoi
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
 from ..model.vlm import VisionLanguageModel
-from ..model.weights import is_adapter,save_pth
+from ..model.weights import beside_base,save_pth
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
@@ -104,7 +104,7 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
     adapters = getattr(model, 'lora_note', None)
     weights = full_weights(model, trained=bool(adapters)) # all ranks give their pieces
-    if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
+    if adapters: weights = {k:w for k,w in weights.items() if beside_base(k, adapters)}
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
     if optimizer is None: return parts
     stateless = begin_state(optimizer)
