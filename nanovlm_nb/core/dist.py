@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as c10d
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.spawn import start_processes
@@ -111,12 +110,17 @@ def launch(job:Callable[[Dist],Any], world_size:int=2, timeout_s:float=60.)->lis
         return [pickle.loads(Path(folder, f'result_{r}').read_bytes()) for r in range(world_size)]
 
 # %% ../../nbs/03_core.dist.ipynb #1bf3ac82
+def _portable(error:Exception)->Exception:
+    "Returns an error that can be sent to another process: itself, or what it says."
+    try: return pickle.loads(pickle.dumps(error)) and error
+    except Exception: return RuntimeError(f'{type(error).__name__}: {error}')
+
 def on_all(dist:Dist, fn:Callable[[],Any])->list: # every rank must call
     "Returns what `fn` returned on each rank; if it failed on one, all raise their own error or the first."
     result = error = None
     try: result = fn()
-    except (OSError, RuntimeError, ValueError, SafetensorError) as e: error = e
-    results,errors = zip(*dist.gather((result, error)))
+    except Exception as e: error = e
+    results,errors = zip(*dist.gather((result, error and _portable(error))))
     if (failed := [e for e in (error, *errors) if e is not None]): raise failed[0]
     return [*results]
 
@@ -241,11 +245,16 @@ def no_sync(model:Any, active:bool=True)->AbstractContextManager: # False: the l
 # %% ../../nbs/03_core.dist.ipynb #9bf7dbf5
 def synchronized_batches(loader:Iterable, dist:Dist, idle:Callable|None=None)->Iterator:
     """Yields batches until the first rank has no more, or, with `idle`, until the last has none.
-    `idle` makes a batch without effect for ranks that have run out."""
+    `idle` makes a batch without effect for ranks that have run out. An error of one rank reaches all."""
     batches = (b for b in loader if b is not None and len(b))
-    while True:
+    batch = None
+    def read():
+        nonlocal batch
         batch = next(batches, None)
-        if dist.any(batch is None) if idle is None else not dist.any(batch is not None): return
+        return batch is not None
+    while True:
+        found = on_all(dist, read)
+        if not (all(found) if idle is None else any(found)): return
         yield idle() if batch is None and idle else batch
 
 # %% ../../nbs/03_core.dist.ipynb #7a1c0e02

@@ -28,9 +28,9 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[i
     ends,size = lens.cumsum(0),max(len(runs)+1, len(doc_lens)*T//_CU_STEP)
     cu = torch.full((-(-size//_CU_STEP)*_CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
     cu[:1],cu[1:len(runs)+1] = 0,ends
-    documents = numbers.repeat_interleave(lens).view(-1, T)
+    documents = numbers.repeat_interleave(lens).view(len(doc_lens), T)
     positions = torch.arange(len(doc_lens)*T)-(ends-lens).repeat_interleave(lens)
-    return dict(cu=cu, documents=documents, positions=positions.view(-1, T)*(documents>0))
+    return dict(cu=cu, documents=documents, positions=positions.view_as(documents)*(documents>0))
 
 # %% ../../nbs/09_core.layout.ipynb #326b7a43
 def check_targets(targets:Tensor, vocab_size:int)->None: # of a `Layout`; waits for a GPU
@@ -90,8 +90,9 @@ class Layout:
         gaps = mask.diff(dim=1, prepend=0*mask[:,:1]).clamp(0).sum(1)>1 # a row rises more than once
         if gaps.any(): raise ValueError(f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
             'padding must be on the left or on the right')
-        starts,lens = mask.argmax(1).tolist(),mask.sum(1).tolist()
-        return cls(tuple((n,)*(n>0) for n in lens), mask.shape[1], tuple(starts))
+        starts = (mask.cumsum(1)==0).sum(1)*mask.any(1)
+        lens = mask.sum(1).tolist()
+        return cls(tuple((n,)*(n>0) for n in lens), mask.shape[1], tuple(starts.tolist()))
 
     @classmethod
     def of(cls, input_ids:Tensor, image_token_id:int|None=None, # (B, T); marks the slots, None: not sought

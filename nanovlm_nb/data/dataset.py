@@ -25,7 +25,7 @@ from PIL import Image,ImageDraw
 from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import UsageError,require
-from ..core.run_dir import DROPPED
+from ..core.run_dir import DROPPED,open_own
 from ..core.tokenizer import train_tokenizer
 from .images import ImageProcessor,UnreadableImage,image_size
 from .prompts import answer_frame,encode_chat,get_image_string,special_pattern
@@ -128,7 +128,7 @@ class DropFile:
         lines = [json.dumps({'split':split, 'id':id, kind:value}).encode()+b'\n' for split,d in new.items()
                  for kind,ids in (('reason', d.reasons), ('cut', d.cut)) for id,value in ids.items()]
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
-        with self.path.open('ab') as f:
+        with open_own(self.path, 'ab') as f:
             f.write(b''.join(lines))
             f.flush()
             os.fsync(f.fileno())
@@ -138,7 +138,8 @@ class DropFile:
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Forget what was written later."
         self.written = _sizes(kept := read_dropped(self.path.parent, size))
-        if self.path.is_file(): os.truncate(self.path, self.path.read_bytes()[:size].rfind(b'\n')+1)
+        if self.path.is_file():
+            with open_own(self.path, 'r+b') as f: f.truncate(f.read(size).rfind(b'\n')+1)
         return kept
 
 # %% ../../nbs/12_data.dataset.ipynb #d1a00002

@@ -8,8 +8,8 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'Family', 'their_names',
            'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
            'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type',
-           'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'base_digest', 'noted_base',
-           'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
+           'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'beside_base', 'base_digest',
+           'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -368,7 +368,11 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         base = resolve_checkpoint(note['base']['path'])
         require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with --load_from")
-        state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
+        own = kind.__dataclass_fields__.keys()-VLMConfig.__dataclass_fields__.keys()
+        known = own & _json(base, 'config.json').keys() # or the base is a plain model
+        state = checkpoint_weights(base, kind if known else VLMConfig)[1]
+        for name in note.get('without', ()): state.pop(name, None)
+        state |= read_file(folder/LORA_WEIGHTS)
         plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
         return checkpoint_config(folder, kind),plain
     cfg = checkpoint_config(folder, kind)
@@ -553,6 +557,10 @@ def is_adapter(name:str)->bool: # of a tensor
     "Returns whether a tensor belongs to an adapter, and not to the base."
     return name.endswith((LORA_A, LORA_B))
 
+def beside_base(name:str, note:dict[str,Any])->bool: # of a tensor; see `add_adapters`
+    "Returns whether a tensor is saved with adapters: theirs, and those of parts that are new in the model."
+    return is_adapter(name) or name.partition('.')[0] in note.get('new_parts', ())
+
 # %% ../../nbs/26_model.weights.ipynb #4406cc2c
 def _merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
 )->dict[str,Tensor]: # of a plain model; adapted matrices are float32
@@ -590,7 +598,7 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
 def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
-    note:dict[str,Any], # `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
+    note:dict[str,Any], # see `add_adapters`; its `base` has `path` and `sha256`
     known_as:str|Path, # where the directory will be
 )->None:
     "Writes adapters and their note."
@@ -599,7 +607,7 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
         "merge_adapters(model) before it is saved")
     here = Path(base['path']).is_dir()
     beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
-    adapters = {k: w.detach().cpu().contiguous() for k,w in state.items() if is_adapter(k)}
+    adapters = {k: w.detach().cpu().contiguous() for k,w in state.items() if beside_base(k, note)}
     save_file(adapters, folder/LORA_WEIGHTS, metadata=dict(format='pt'))
     text = json.dumps(note | dict(base=base | dict(beside=beside)), indent=1)+'\n'
     (folder/LORA_NOTE).write_text(text, encoding='utf-8')

@@ -264,7 +264,6 @@ class Evaluate(Hook):
         "Evaluates the model as it is, unless its results are there; every rank must call."
         t,c,base = trainer,trainer.cfg,trainer.base
         if self.ask is None or not t.dist.any(bool(self.evals and missing_tasks(self.evals, t.step))): return
-        if t.tokenizer is not None: base.tokenizer = t.tokenizer
         features,base.features = base.features,None # the pictures of a benchmark are not those of the run
         asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
         args = Namespace(model=base, tasks=self.tasks, include_path=c.eval_include_path,

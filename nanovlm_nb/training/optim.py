@@ -40,10 +40,10 @@ def _component_lrs(train_cfg:TrainConfig)->dict[str,float]: # component -> peak 
 # %% ../../nbs/41_training.optim.ipynb #75ac61c9
 def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with `name` and `max_lr`
     """Returns groups for an optimizer; what is in none is frozen. Beside `MP`, `vision_encoder` and `decoder`
-    a model may name `new_parts`, which train like the projector, as new as they are."""
+    a model may name `new_parts`, which train like the projector, as new as they are, also beside adapters."""
     c,n = train_cfg,train_cfg.language_last_blocks
-    lrs = _component_lrs(c)|{name:c.lr_mp for name in getattr(model, 'new_parts', ())}
-    if c.lora_rank: lrs = dict(lora=c.lr_lora)
+    lrs = dict(lora=c.lr_lora) if c.lora_rank else _component_lrs(c)
+    lrs |= {name:c.lr_mp for name in getattr(model, 'new_parts', ())}
     require(any(lrs.values()), f'every learning rate is 0 ({lrs}): nothing would train')
     require(not n or n<=len(model.decoder.blocks), f'language_last_blocks is {n}, but the language model has '
         f'{n and len(model.decoder.blocks)} blocks: give fewer, or None to train all of it')

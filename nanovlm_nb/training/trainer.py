@@ -142,6 +142,7 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     "Puts the parts of a run together."
     dtype,clock,loader = amp_dtype(dist.device, cfg.dtype),Clock(),as_loader(loader)
     base = _assemble(model, cfg, dist, dtype)
+    if tokenizer is not None: base.tokenizer = tokenizer # so that a hook can ask the model
     made = run_optimizer(base, cfg, dist, optimizer)
     names,most = {g['name'] for g in made.param_groups},cfg.max_training_samples or cfg.max_training_steps
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
@@ -274,6 +275,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
     t,clock = trainer,trainer.clock
     t.update = update
+    if not t.base.training: t.model.train() # a hook or a judge has asked the model something
     lrs = set_lrs(t.optimizer, t.schedule, *_place(t, update.samples))
     with clock('forward_backward'): loss = accumulate(t, update)
     with clock('optimizer'):

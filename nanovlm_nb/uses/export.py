@@ -7,7 +7,7 @@ __all__ = ['HAIR', 'AS_TEXT', 'PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES'
            'open_model', 'need', 'pre_tokenizer', 'export_gguf', 'main']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
-import copy,json,sys
+import copy,json
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from torch import Tensor
 
-from ..core.usage import require,user_path
+from ..core.usage import require,say,user_path
 from ..core.config import VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
@@ -299,4 +299,4 @@ def main(values:Namespace)->None: # from `cli.export_parser`
         else: export_smolvlm(model, out, kind)
     bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
     note = ' without a processor: transformers cannot write our prompts, see image_convention'*bare
-    sys.stdout.write(f'{out}: {kind}{note}\n')
+    say(f'{out}: {kind}{note}')
