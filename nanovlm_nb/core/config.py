@@ -29,7 +29,7 @@ import yaml
 
 from .run_dir import CONFIG,STATUS,TRAINER_STATE,checkpoints,missing_pieces,read_state,run_of
 from .run_dir import write_atomic
-from .usage import Parser,UsageError,check_known,require,user_path
+from .usage import Parser,UsageError,check_known,own_words,require,user_path
 
 # %% ../../nbs/02_core.config.ipynb #6a107bf6
 Pos = Annotated[int, 'a whole number above 0', lambda x: x>0]
@@ -140,6 +140,7 @@ class Config:
     resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
     def __new__(cls, *args, **kwargs):
+        check_known(kwargs, cls.__dataclass_fields__, f'field of {cls.__name__}')
         cfg = super().__new__(cls)
         vars(cfg)['given'] = {f.name for f,_ in zip(fields(cls), args)}|kwargs.keys()
         return cfg
@@ -164,7 +165,6 @@ class Config:
     def from_dict(cls:type[C], values:dict)->C:
         "Returns the configuration with these values; an unknown name is an error."
         require(isinstance(values, dict), f'a {cls.__name__} is {values!r}: give a dictionary')
-        check_known(values, cls.__dataclass_fields__, f'field of {cls.__name__}')
         return cls(**values)
 
     def to_json(self)->str:
@@ -348,7 +348,6 @@ def _tokens_suffice(c):
 # %% ../../nbs/02_core.config.ipynb #a87821c9
 def evolve(cfg:C, **changes)->C:
     "Returns a changed, checked copy in which derived fields follow; what is changed counts as given."
-    check_known(changes, cfg.__dataclass_fields__, f'field of {type(cfg).__name__}')
     follow = {n:None for n,v in cfg.derived().items() if getattr(cfg, n)==v}
     new = replace(cfg, **(follow|changes))
     vars(new)['given'] = cfg.given|changes.keys()
@@ -878,7 +877,7 @@ class SettingsParser(Parser):
 
     def parse_args(self, args:list[str]|None=None, namespace=None): # type: ignore[override] # has one form
         "Returns `vlm_cfg`, `train_cfg`, `saved` (where a resumed run has its own), `run_dir`, and the rest."
-        words = [*map(_underscored, sys.argv[1:] if args is None else args)]
+        words = [*map(_underscored, own_words(args))]
         if '--help_all' in words:
             for action in self._actions: action.help = getattr(action, 'whole', action.help)
         values,rest = self.parse_known_args(words, Namespace(**dict.fromkeys(FIELDS, MISSING)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OTHER_WORDS', 'DEBUG', 'UsageError', 'require', 'MissingFile', 'user_path', 'nearest', 'check_known', 'printable',
-           'say', 'PrintableFormatter', 'Parser', 'check_hub_name', 'without_debug', 'one_line_errors',
+           'say', 'PrintableFormatter', 'Parser', 'check_hub_name', 'own_words', 'without_debug', 'one_line_errors',
            'begin_training']
 
 # %% ../../nbs/00_core.usage.ipynb #e5b10003
@@ -151,10 +151,17 @@ def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set
     if path and not text.startswith(('hf://','buckets/')):
         raise MissingFile(f'{name}: No such file or directory, give another path')
 
+# %% ../../nbs/00_core.usage.ipynb #e62e6c02
+def own_words(argv:list[str]|None=None)->list[str]: # default: of the process
+    "Returns the arguments without the `--local_rank=N` of a launcher."
+    words = sys.argv[1:] if argv is None else argv
+    if 'LOCAL_RANK' not in os.environ: return words
+    return [word for word in words if not word.startswith(('--local_rank=','--local-rank='))]
+
 # %% ../../nbs/00_core.usage.ipynb #e62e6c03
 def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: of the process
     "Returns the arguments without `--debug`, and whether it was there; NANOVLM_DEBUG=1 has the same effect."
-    argv = sys.argv[1:] if argv is None else argv
+    argv = own_words(argv)
     debug = DEBUG in argv or os.environ.get('NANOVLM_DEBUG', '0') not in ('','0')
     return [a for a in argv if a!=DEBUG],debug
 
