@@ -273,6 +273,11 @@ class VLMConfig(Config):
         return self.image_convention=='qwen'
 
     @property
+    def tiles_per_window(self)->int:
+        "Tiles along a side of a window."
+        return self.vit_window_size//self.vit_img_size
+
+    @property
     def most_tiles(self)->int:
         "Tiles of the largest picture, the view of the whole included."
         if self.native: return max(self.max_pixels//self.vit_img_size**2, 1)

@@ -117,7 +117,7 @@ class Layout:
     def _with_grids(self, slots, grids, window):
         n = sum(rows*columns for rows,columns in grids)
         if len(slots)!=n: raise ValueError(slot_error('the batch', len(slots), n, 1))
-        positions = mrope_positions(self.positions, slots, grids)
+        positions = mrope_positions(self.positions, slots.cpu(), grids)
         return replace(self, positions=positions, tiles=Tiles.of(grids, window))
 
     def longer(self, T:int)->'Layout': # positions, no fewer than now

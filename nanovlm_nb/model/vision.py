@@ -135,7 +135,7 @@ class ViTBlock(nn.Module):
 def init_weights(module:nn.Module, # a part of the model; others are left alone
     std:float=.02)->None: # standard deviation of matrices
     "Fresh weights for one module; `ViT` and `LanguageModel` apply it to all of their own."
-    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
         if getattr(module, 'bias', None) is not None: nn.init.zeros_(module.bias)
     if isinstance(module, ViTPatchEmbeddings):
