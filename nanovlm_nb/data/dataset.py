@@ -303,7 +303,7 @@ def check_unused(columns:dict|pa.Schema, where:str, # a row, or the types of a t
     if isinstance(columns, pa.Schema): columns = dict(zip(columns.names, columns.types))
     used = {what:named(columns, what) for what in LAYOUTS}
     for name in columns.keys()-{*used.values(), *FEATURES}:
-        lost = _held(columns[name]) or ('pictures' if 'image' in name.lower() and not used['images'] else '')
+        lost = _held(columns[name]) or ('pictures' if re.search('image|video', name.lower()) and not used['images'] else '')
         ours,kinds = ('image', ('images',)) if lost == 'pictures' else ('messages', ('texts', 'answer'))
         if lost and not (chosen and any(used[k] for k in kinds)):
             raise UnusedColumn(f'column `{name}` of {where} may hold {lost}, and would not be read: '
@@ -366,7 +366,7 @@ class VQADataset(torch.utils.data.Dataset):
         except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        tiles = sum(r*c + (r*c > 1) for r,c in grids)
+        tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf): raise Dropped(id, 'too_long', f'{tokens} tokens')
         ids,labels = (x.numpy().astype(np.int32) for x in (ids, labels))
