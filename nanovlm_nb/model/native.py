@@ -36,7 +36,7 @@ class FramePatches(nn.Module):
 # %% ../../nbs/23_model.native.ipynb #23e1000d
 class WindowAttention(ViTMultiHeadAttention):
     "Self-attention among the patches of a document: a window, or a whole picture."
-    def forward(self, x:Tensor, # (1, P, D) normed patches
+    def forward(self, x:Tensor, # type: ignore[override] # (1, P, D) normed patches
         cos:Tensor, sin:Tensor, # (1, 1, P, head width) cosines and sines of their places
         layout:Layout, # where the documents are
     )->Tensor: # (1, P, D) what each patch gathered

@@ -570,7 +570,7 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
                  'this model cannot be written as one, but with --format nanovlm')
     text = _text_config(cfg, 'qwen2_5_vl_text')
     text['rope_parameters']['mrope_section'] = cfg.lm_mrope_sections
-    text |= dict(rope_scaling=text['rope_parameters']|dict(type='default'), use_sliding_window=False)
+    text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
     vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
     tokens = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)}
