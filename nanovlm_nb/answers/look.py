@@ -27,12 +27,12 @@ from .answer import Asker
 
 # %% ../../nbs/31_answers.look.ipynb #e0f74990
 def _grids_of(doc:Document, cfg:VLMConfig, # from `unpack`
-)->list[tuple]: # of each picture: the tokens that name its tiles; -1 where a sample begins with a tile
+)->list[tuple]: # of each picture: shape, and the tokens that name its tiles; -1: a sample begins with a tile
     "Returns what makes two pictures exchangeable."
     ids,per_tile = [-1, *doc.input_ids.tolist()],cfg.mp_image_token_length
     first = [i for i,token in enumerate(ids) if token==cfg.image_token_id][::per_tile]
     names = iter([ids[i-1] for i in first])
-    return [tuple(islice(names, len(tiles))) for tiles in doc.images]
+    return [(*shape, *islice(names, shape.numel())) for shape in (tiles.shape[:-3] for tiles in doc.images)]
 
 # %% ../../nbs/31_answers.look.ipynb #de688ccc
 def _exchange(batch:Batch, cfg:VLMConfig, # of validation
