@@ -33,7 +33,7 @@ from ..core.run_dir import open_own,write_atomic,LOG,RESULTS,lock_file,read_log,
 from ..core.config import TrainConfig,PROMPTS
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.logs import EVAL_AXIS,RunLog
-from ..core.usage import require,UsageError,user_path
+from ..core.usage import printable,require,say,UsageError,user_path
 from .answer import Asker,answer_losses,answer_all,questions_of
 from ..data.dataset import shapes_dataset
 
@@ -671,7 +671,7 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     "Command `nanovlm eval`: evaluates a checkpoint."
     a = values
     if a.write_tasks:
-        with user_path(): sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
+        with user_path(): say(str(write_tasks(a.write_tasks)))
         return 0
     checkpoint,out,names = find_checkpoint(a.checkpoint),Path(a.out) if a.out else None,task_names(a.tasks)
     step = _step_in_name(checkpoint) if a.step is None else a.step
@@ -684,6 +684,6 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     with tempfile.TemporaryDirectory() as folder:
         if own: args.include_path = str(write_tasks(folder, names=own))
         results,failed = _evaluate_into(args, before, out)
-    sys.stdout.write(_results_table(results)+'\n')
-    for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
+    say(_results_table(results))
+    for task,why in failed.items(): sys.stderr.write(printable(f'{task} failed: {why}\n'))
     return int(bool(failed))

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING,Any
 
 from tqdm import tqdm
 
-from .run_dir import open_own,write_atomic,LOG,TENSORBOARD,TEXT_LOG,WANDB_ID,read_log
-from .usage import UsageError,require
+from .run_dir import open_own,write_atomic,LOG,TENSORBOARD,TEXT_LOG,WANDB_ID
+from .run_dir import read_log
+from .usage import UsageError,require,PrintableFormatter,printable
 from .dist import Dist
 
 if TYPE_CHECKING: # loaded where something is drawn
@@ -114,7 +115,8 @@ class _TextFile(logging.FileHandler):
 # %% ../../nbs/05_core.logs.ipynb #8cbf546c
 def _show(text:str)->None:
     "Writes above a bar, also if the terminal was closed; in Jupyter stderr would look like an error."
-    with suppress(OSError): tqdm.write(text, file=sys.stdout if 'ipykernel' in sys.modules else sys.stderr)
+    stream = sys.stdout if 'ipykernel' in sys.modules else sys.stderr
+    with suppress(OSError): tqdm.write(printable(text), file=stream)
 
 # %% ../../nbs/05_core.logs.ipynb #fbb864fa
 class _AboveBar(logging.Handler):
@@ -141,7 +143,7 @@ class _Screen:
         "Writes from now on, first what was said so far."
         if self.file.target: return
         file = _TextFile(self.path, encoding='utf-8')
-        file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+        file.setFormatter(PrintableFormatter('%(asctime)s %(levelname)s %(message)s'))
         self.file.setTarget(file)
         self.file.flush()
 

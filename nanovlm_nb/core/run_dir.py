@@ -9,9 +9,9 @@ __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CON
            'system_errors', 'share_files', 'remove', 'check_plain', 'open_own', 'file_digest', 'file_digests',
            'file_sizes', 'write_manifest', 'missing_pieces', 'read_log', 'read_state', 'damaged_pieces', 'check_files',
            'step_of', 'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer',
-           'best_kept', 'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'why_kept',
-           'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir', 'check_way',
-           'find_checkpoint']
+           'best_kept', 'todo_of', 'abandoned', 'is_own', 'run_of', 'left_behind', 'abandoned_folder', 'set_aside',
+           'why_kept', 'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir',
+           'check_way', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,stat,time
@@ -272,6 +272,13 @@ def abandoned(run_dir:Path)->list[Path]: # the oldest first
 def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
     "Returns whether a checkpoint lies in a run's directory."
     return checkpoint is not None and Path(checkpoint).resolve().parent==Path(run_dir).resolve()
+
+# %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fd
+def run_of(path:str|Path)->Path: # a checkpoint or a run; need not be there
+    "Returns the run that is meant, as an absolute path; of a checkpoint that was set aside, its run."
+    run = Path(path).resolve()
+    if _STEP.fullmatch(run.name): run = run.parent
+    return run.parent if run.name.startswith('abandoned_') else run
 
 # %% ../../nbs/01_core.run_dir.ipynb #fc0af26d
 def left_behind(run_dir:Path, checkpoint:Path|None)->list[Path]: # one of its own; None: its beginning
