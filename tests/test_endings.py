@@ -154,7 +154,7 @@ EACH = [*SHORT, '--save_interval', '1', '--run_name', 'run']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kilobytes', range(150, 4150, 200))
+@pytest.mark.parametrize('kilobytes', range(150, 3550, 170))
 def test_a_disk_that_fills_up_at_any_point_ends_in_a_sentence(tmp_path, all_kept, kilobytes):
     "Whichever library has met it, in whichever file; with more room the run goes on as if nothing had been."
     disk = tmp_path/'disk'
