@@ -79,7 +79,8 @@ def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes
     """Returns right answers and questions of some rows, with the pictures and with blank ones:
     'answers' and 'blank image' -> kind of question, or 'all' -> (right, asked)."""
     asker = model if isinstance(model, Asker) else load(model)
-    seen = [r | dict(images=[open_image(p) for p in r['images'] or []]) for r in own_rows(rows)]
+    white = asker.model.cfg.pixel_max
+    seen = [r | dict(images=[open_image(p, white) for p in r['images'] or []]) for r in own_rows(rows)]
     return {name:accuracy(answer_all(asker, questions_of(seen, blank)))
             for name,blank in (('answers', False), ('blank image', True))}
 

@@ -241,6 +241,8 @@ class VLMConfig(Config):
     pixel_std:list[PosF] = many(1.) # every pixel is divided by it, one number or three; SigLIP: 0.5
     # how pictures are cut and announced in the text, each with its own vlm_extra_tokens
     image_convention:Literal['nanovlm','smolvlm'] = 'nanovlm'
+    # value that is white in pictures of more than 8 bits a pixel, such as 4095 for 12 of 16; None: 65535
+    pixel_max:PosF|None = None
 
     @property
     def head_width(self)->int:
@@ -558,10 +560,10 @@ _CAREFUL = rules(CAREFUL, {
 OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name attn_backend init_std
     loss_chunk_size'''.split()}
 BESIDE_WEIGHTS = {*'''vit_dropout vit_model_type lm_dropout moe_top_k moe_aux_weight lm_model_type
-    lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len pixel_mean pixel_std'''.split()}
+    lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len pixel_mean pixel_std pixel_max'''.split()}
 OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation lm_head_dim lm_qkv_bias
     lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind attn_backend init_std
-    loss_chunk_size pixel_mean pixel_std image_convention'''.split()}
+    loss_chunk_size pixel_mean pixel_std pixel_max image_convention'''.split()}
 
 def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:
     """Returns level and reason of what a change means for a run that is resumed; None: nothing is known.

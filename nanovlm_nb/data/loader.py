@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require
 from .dataset import (FEATURES,GIVE,LAYOUTS,RATINGS,Dropped,Drops,UnusedColumn,
-    VQADataset,check_unused,named,place_pictures,read_layout,shapes_dataset,shapes_tokenizer)
+    VQADataset,check_unused,named,read_layout,shapes_dataset,shapes_tokenizer)
 from .sources import READ_ROWS,MapSource,Mixture,StreamSource
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank
@@ -352,7 +352,7 @@ def _own_row(row, i, columns):
         own = read_object(row, columns)
         require(own['texts'], f'it has no turns: {GIVE}')
     except ValueError as e: raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|own|dict(texts=place_pictures(own['texts'], len(own['images'])))
+    return dict(row_id=i)|own
 
 # %% ../../nbs/18_data.loader.ipynb #29d70013
 def _plain(x):
@@ -495,7 +495,8 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
         if isinstance(row, Dropped): continue
         try:
             if samples is not None: samples.plan_row(row)
-            result.append(row|dict(images=[open_image(im) for im in row['images']]))
+            white = samples and samples.image_processor.pixel_max
+            result.append(row|dict(images=[open_image(im, white) for im in row['images']]))
         except UnreadableImage: continue
         except Dropped as d:
             if samples is not None: samples.drops.add(d)

@@ -23,7 +23,7 @@ from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,te
 from ..data.loader import get_dataloaders,size_line
 from ..data.lanes import PackLoader,naming
 from ..data.packing import collate_packs,pack,unpack
-from ..data.prompts import answer_frame
+from ..data.prompts import answer_frame,render_chat
 from ..cli import SAMPLES
 from .doctor import PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
@@ -110,23 +110,18 @@ def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e3
 # other reasons are choices
-_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','too_long')
-
-def _left_out(drops:Drops, reason:str, most:int=5)->str: # a key of `drops.counts`; ids to name
-    "Returns which samples were left out for a reason, what is wrong with the first, and what helps."
-    _,*others = drops.ids(reason)
-    also = f", and {', '.join(others[:most-1])}" if others else ''
-    more = f' and {len(others)-most+1} more' if len(others)>=most else ''
-    return f'{reason}: {drops.first[reason]}{also}{more}; {REMEDIES[reason]}'
+_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','template','too_long')
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e4
 def check_left_out(*seen:_Seen)->str: # of training, of validation
     "Returns what is left out by choice; raises when something is wrong with a row that is left out."
     drops = Drops()
     for s in seen: drops.merge(s.loader.drops)
-    wrong = [_left_out(drops, r) for r in drops.counts if r in _FAULTY]
-    require(not wrong, '; '.join(wrong))
-    return ', '.join(f'{n} {reason}' for reason,n in drops.counts.items()) or 'nothing'
+    chosen = [f'{n} {reason}' for reason,n in drops.reported.items() if reason not in _FAULTY]
+    wrong = [f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}' for reason in drops.counts
+             if reason in _FAULTY]
+    require(not wrong, '; '.join(wrong+chosen))
+    return ', '.join(chosen) or 'nothing'
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
 def _stored_columns(path:str, name:str)->list[str]: # of a configuration
@@ -159,7 +154,7 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
                                         f'let it write {tokenizer.eos_token}, the end of a turn')
     words = ('xzyvd','dvyzx','yvxdz')
     chat = [dict(role=r, content=w) for r,w in zip(('user','assistant','user'), words)]
-    _,asked,answered,_ = re.split('|'.join(words), tokenizer.apply_chat_template(chat, tokenize=False))
+    _,asked,answered,_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     require(asked!=answered, 'lm_chat_template writes a user and an assistant alike: '
                              'let it write message.role in front of each message')
     return f'an answer ends with {end!r}'
