@@ -24,13 +24,12 @@ from ..core.usage import UsageError,require
 # %% ../../nbs/11_data.prompts.ipynb #a394fd96
 def image_strings(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
     splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; slots of a tile
-    convention:str='nanovlm')->list[str]: # or smolvlm: `image_convention` of the model
+    convention:str='nanovlm')->list[str]: # `image_convention` of the model
     "The placeholders of each picture of a sample; an error names a missing token."
-    smolvlm = convention == 'smolvlm'
-    numbered = len(splitted_image_counts) > 1 and not smolvlm
+    numbered = len(splitted_image_counts) > 1 and convention == 'nanovlm'
     texts, slots = [], tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
-        try: texts.append(f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, smolvlm))
+        try: texts.append(f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, convention))
         except AttributeError as e:
             raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
                 '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
@@ -41,8 +40,10 @@ def get_image_string(*args, **kwargs)->str: # see `image_strings`
     return ''.join(image_strings(*args, **kwargs))
 
 # %% ../../nbs/11_data.prompts.ipynb #962f8d05
-def _picture(tokenizer, rows, cols, slots, smolvlm):
+def _picture(tokenizer, rows, cols, slots, convention):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
+    if convention == 'qwen': return tokenizer.vision_start_token + slots*rows*cols + tokenizer.vision_end_token
+    smolvlm = convention == 'smolvlm'
     fake, several = tokenizer.fake_image_token if smolvlm else '', rows*cols > 1
     bare = not several and not hasattr(tokenizer, 'global_image_token')
     whole = ('' if bare else tokenizer.global_image_token) + slots
