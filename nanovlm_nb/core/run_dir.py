@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
-           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'fsync', 'write_atomic', 'share_files',
-           'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest', 'missing_pieces', 'read_log',
-           'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints', 'usable_checkpoint',
-           'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own',
-           'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'lock_file', 'holder',
-           'run_lock', 'find_checkpoint']
+           'KEPT_ROWS', 'KEPT_HELD_OUT', 'OWN_PARTS', 'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger',
+           'fsync', 'write_atomic', 'share_files', 'remove', 'file_digest', 'file_digests', 'file_sizes',
+           'write_manifest', 'missing_pieces', 'own_parts_of', 'read_log', 'read_state', 'damaged_pieces',
+           'check_files', 'step_of', 'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer',
+           'read_pointer', 'best_kept', 'todo_of', 'abandoned', 'is_own', 'left_behind', 'abandoned_folder',
+           'set_aside', 'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,time
@@ -126,7 +126,15 @@ LOG,TEXT_LOG,WANDB_ID = 'log.jsonl','train.log','wandb_id' # figures, lines, the
 # what was left out, and skipped
 DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
+KEPT_ROWS,KEPT_HELD_OUT = 'rows.parquet','held_out.parquet' # rows of your own, see `data.kept`
+OWN_PARTS = 'own_parts' # names of the parts that a run's script has made
 RESULTS,FEATURE_CACHE,TENSORBOARD = 'eval_results','features','tensorboard' # folders
+
+# %% ../../nbs/01_core.run_dir.ipynb #d1200011
+def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
+    "Returns the names of the parts that a run's script has made."
+    file = run_dir/OWN_PARTS
+    return file.read_text(encoding='utf-8').split() if file.is_file() else []
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
 def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has

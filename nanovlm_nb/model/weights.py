@@ -8,8 +8,8 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'Family', 'their_names',
            'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
            'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type',
-           'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'beside_base', 'base_digest',
-           'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
+           'export_line', 'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'beside_base',
+           'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -414,6 +414,15 @@ def _smolvlm_config(cfg, kind):
         image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
         tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3),
         text_config=decoder)
+
+# %% ../../nbs/26_model.weights.ipynb #26a00001
+def export_line(cfg:VLMConfig)->str: # of a model to be trained
+    "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
+    odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items() if getattr(cfg, name)!=v]
+    if odd: return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
+    if cfg.image_convention=='smolvlm': return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'
+    return ('as nanovlm, onnx or web; for transformers without a processor, for llama.cpp not at all: '
+        'image_convention smolvlm would allow both')
 
 # %% ../../nbs/26_model.weights.ipynb #d3e39434
 def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
