@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Annotated,Any,Literal,get_args
 
 from .core.usage import Parser,begin_training,check_hub_name,check_known,one_line_errors,require
-from .core.usage import user_path,without_debug
+from .core.usage import PrintableFormatter,say,user_path,without_debug
 from .core.config import Count,CountF,Fraction,Pos,PosF,SettingsParser,Text,as_type,check_run
 from .core.config import rule_of,set_env
 from .core.run_dir import CONFIG
@@ -97,6 +97,9 @@ def classify_parser(pictures:list[str]|None, # files to sort
     deepspeed_config:str|None = None, # JSON file, a DeepSpeed configuration, translated
     lr_schedule:str|None = None, # MODULE:FUNCTION, in place of that in the file
     custom_transforms:list[str]|None = None, # likewise, one or several
+    tracker:str|None = None, # where figures go, likewise: wandb, trackio, tensorboard, none
+    wandb_entity:str|None = None, # whose account there, likewise
+    wandb_project:str|None = None, # project there, likewise
     # do not train, but sort pictures with this checkpoint or the best of this run
     predict:Checkpoint|None = None):
     "Train a classifier, or sort pictures with one."
@@ -248,10 +251,11 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
     name = words[0] if words else '--help'
     if name in ('-h','--help','--help_all','-V','--version'):
         version = f"nanovlm_nb {import_module('nanovlm_nb').__version__}"
-        sys.stdout.write(f"{version if name in ('-V','--version') else _overview()}\n")
+        say(version if name in ('-V','--version') else _overview())
         return 0
     with one_line_errors('nanovlm', debug): check_known([name], COMMANDS, 'command')
     logging.lastResort = logging.StreamHandler()
+    logging.lastResort.setFormatter(PrintableFormatter())
     logging.getLogger('nanovlm_nb.core.run_dir').setLevel(logging.INFO) # which checkpoint is taken
     with one_line_errors(f'nanovlm {name}', debug):
         with user_path(): values = COMMANDS[name]().parse_args(words[1:])
@@ -261,4 +265,5 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__' and '__file__' in globals(): # a notebook is `__main__` too, and has no file
+    sys.exit(main())

@@ -6,7 +6,7 @@
 __all__ = ['other_pictures', 'compare_answers', 'verdict', 'held_out_rows', 'main']
 
 # %% ../../nbs/31_answers.look.ipynb #68227659
-import json,sys
+import json
 from argparse import Namespace
 from copy import copy
 from math import sqrt
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.config import TrainConfig,VLMConfig,evolve,load_yaml
 from ..core.run_dir import CONFIG
-from ..core.usage import require
+from ..core.usage import require,say
 from ..data.dataset import blind_guesses
 from ..data.kept import held_out_loader
 from ..data.loader import first_rows
@@ -102,12 +102,11 @@ def main(values:Namespace)->None: # from `cli.eval_parser`
     asker = Asker.from_checkpoint(values.checkpoint, values.device)
     config:Any = values.config or asker.run_dir and asker.run_dir/CONFIG
     require(config, f'{values.checkpoint} is of no run: give a file with --config')
-    # of the run's own file, data is read alone
-    _,cfg = load_yaml(config, given={} if values.config else None)
+    _,cfg = load_yaml(config, given=None) # data is read alone
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     val = held_out_loader(cfg, asker.model.cfg, asker.tokenizer, Path(config).parent)
     rows = held_out_rows(val, values.rows or cfg.ask_samples or TrainConfig.ask_samples, asker.model.cfg)
     require(rows, f'{config}: no held-out row can be asked about: {val.drops.blame or "val_size is 0"}')
     scores,_ = compare_answers(asker, rows, values.batch_size)
-    if values.json: sys.stdout.write(json.dumps(scores)+'\n')
-    else: sys.stdout.write('\n'.join(filter(None, [accuracy_table(scores), verdict(scores)]))+'\n')
+    if values.json: say(json.dumps(scores))
+    else: say('\n'.join(filter(None, [accuracy_table(scores), verdict(scores)])))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.config import IGNORE
-from ..core.layout import Layout,slot_error
+from ..core.layout import Layout,PackedMask,slot_error
 from ..core.usage import UsageError
 
 # %% ../../nbs/14_data.packing.ipynb #23d58b4b
@@ -162,7 +162,8 @@ def collate_packs(packs:list[dict], # of one length, from `pack`
                  for k,v in packs[0].items()}
     layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
     if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
-    return batch | dict(layout=layout)
+    mask = PackedMask.of(batch['attention_mask'], batch['doc_lens'])
+    return batch | dict(layout=layout, attention_mask=mask)
 
 # %% ../../nbs/14_data.packing.ipynb #d0c00001
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'LikeCuda', 'like_cuda', 'e
            'checkpoint_bytes', 'make_plan', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
-import weakref,sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from argparse import Namespace
@@ -28,12 +28,12 @@ from ..model.vlm import VLMNet,stack_tiles
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of,training_groups
 from ..training.lora import add_adapters
-from ..core.usage import UsageError,require
+from ..core.usage import UsageError,require,say
 from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
 from ..training.shard import bytes_per_parameter
-from ..runs.start import foresee_start,origin_of,splits
+from ..runs.start import foresee_start,splits
 from ..cli import DEVICES,MFU
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0011
@@ -495,7 +495,7 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
 # %% ../../nbs/64_tools.plan.ipynb #64aa0002
 def main(values:Namespace)->None: # from `cli.plan_parser`
     "Command `nanovlm plan`: what a run will cost."
-    v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
+    begin,v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, None, values.samples, values.epochs)
-    plan = dict(start=origin_of(v, t))|plan|dict(notes=[*lines, *plan['notes']])
-    sys.stdout.write(_plan_text(plan)+'\n')
+    plan = dict(start=begin.origin)|plan|dict(notes=[*lines, *plan['notes']])
+    say(_plan_text(plan))

@@ -124,7 +124,7 @@ def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
         model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=parts['weights'])
         named = ((f'{hook}.{k}', v) for hook,s in state.get('hooks', {}).items() for k,v in s.items())
         if (tensors := {k:v for k,v in named if isinstance(v, Tensor)}): save_file(tensors, tmp/HOOKS)
-        text = json.dumps(state, indent=1, sort_keys=True, default=lambda tensor: None)
+        text = json.dumps(state, indent=1, default=lambda tensor: None)
         (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
     own = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
     return file_digests(tmp, [name for name in own if (tmp/name).is_file()])

@@ -7,7 +7,7 @@ __all__ = ['HAIR', 'AS_TEXT', 'NO_PROCESSOR', 'CARD', 'PRE_TOKENIZERS', 'LANGUAG
            'write_form', 'export_smolvlm', 'open_model', 'need', 'pre_tokenizer', 'export_gguf', 'main']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
-import copy,json,sys
+import copy,json
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from torch import Tensor
 
-from ..core.usage import require,user_path
+from ..core.usage import require,say,user_path
 from ..core.config import VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
@@ -322,5 +322,5 @@ def main(values:Namespace)->None: # from `cli.export_parser`
         elif kind=='gguf': export_gguf(model, out, values.outtype or 'f16')
         else: export_smolvlm(model, out, kind)
     bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
-    sys.stdout.write(f'{out}: {kind}\n')
+    say(f'{out}: {kind}')
     if bare: sys.stderr.write(f'{out}: {NO_PROCESSOR}\n')
