@@ -213,15 +213,15 @@ def replay_parser(run_dir:Text, # directory of the run
     check_run(run_dir)
 
 # %% ../nbs/57_cli.ipynb #19a00018
-Format = Literal['smolvlm','idefics3','nanovlm','peft','onnx','web','gguf'] # what can be written
+Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web','gguf'] # what can be written
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../nbs/57_cli.ipynb #4723afab
 @command('uses.export:main')
-def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM or Idefics3, a hub id, adapters of peft
+def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM, Idefics3 or Qwen2.5-VL, a hub id, adapters of peft
     out:str, # directory to write
-    # smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
-    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six with adapters
+    # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
+    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     int8:bool = False, # with onnx: each file also with one byte a weight

@@ -201,10 +201,12 @@ CHAT_TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + "
                  "message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
-def image_tokens(smolvlm:bool=False)->dict[str,str]: # those with which transformers can prepare pictures
-    "Returns nanoVLM's tokens for an image token, the whole picture and each tile of a grid, or SmolVLM's."
+def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_convention`; those of transformers
+    "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
+    if convention=='qwen': return {'image_token':'<|image_pad|>', 'vision_start_token':'<|vision_start|>',
+        'vision_end_token':'<|vision_end|>', 'video_token':'<|video_pad|>'}
     grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i in range(1,9) for j in range(1,9)}
-    if not smolvlm: return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
+    if convention=='nanovlm': return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
     fixed = {'fake_image_token':'<fake_token_around_image>', 'end_of_utterance_token':'<end_of_utterance>'}
     return {'image_token':'<image>', 'global_image_token':'<global-img>'} | grid | fixed
 
@@ -280,7 +282,15 @@ class VLMConfig(Config):
     pixel_mean:Means = many(0.)
     pixel_std:Deviations = many(1.) # every pixel is divided by it, one number or three; SigLIP: 0.5
     # how pictures are cut and announced in the text, each with its own vlm_extra_tokens
-    image_convention:Literal['nanovlm','smolvlm'] = 'nanovlm'
+    image_convention:Literal['nanovlm','smolvlm','qwen'] = 'nanovlm'
+    # --- pictures that keep their shape: image_convention qwen
+    min_pixels:Pos = 3136 # a smaller picture is enlarged to so many pixels
+    # * a larger picture is shrunk to so many; vit_img_size x vit_img_size of them are one token
+    max_pixels:Pos = 1003520
+    vit_window_size:Pos = 112 # side in pixels of the windows inside which patches attend to each other
+    vit_full_blocks:list[Count] = many() # blocks in which all patches of a picture do
+    # how many pairs of a head turn by time, by row and by column (M-RoPE)
+    lm_mrope_sections:list[Pos] = many()
 
     @property
     def head_width(self)->int:
@@ -298,6 +308,23 @@ class VLMConfig(Config):
         return self.patches_per_side**2
 
     @property
+    def native(self)->bool:
+        "Whether pictures keep their shape, and a tile is one image token."
+        return self.image_convention=='qwen'
+
+    @property
+    def tiles_per_window(self)->int:
+        "Tiles along a side of a window."
+        return self.vit_window_size//self.vit_img_size
+
+    @property
+    def most_tiles(self)->int:
+        "Tiles of the largest picture, the view of the whole included."
+        if self.native: return max(self.max_pixels//self.vit_img_size**2, 1)
+        side = self.max_img_size//self.vit_img_size
+        return side*side+(side>1)
+
+    @property
     def image_token_id(self)->int:
         "Id of the token that image embeddings replace: extra tokens follow the text's in their order."
         return self.lm_base_vocab_size + list(self.vlm_extra_tokens).index('image_token')
@@ -311,13 +338,13 @@ class VLMConfig(Config):
 
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
-        smol = self.image_convention=='smolvlm'
-        if self.vlm_extra_tokens==image_tokens(not smol): vars(self)['vlm_extra_tokens'] = image_tokens(smol)
+        if self.vlm_extra_tokens in map(image_tokens, ('nanovlm','smolvlm','qwen')):
+            vars(self)['vlm_extra_tokens'] = image_tokens(self.image_convention)
         for name,value in self.derived().items():
             if getattr(self, name) is None: vars(self)[name] = value
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
             if (v := getattr(self, name))==3*v[:1]: vars(self)[name] = v[:1]
-        for ok,message in (*_sizes_divide(self), *_tokens_suffice(self)): require(ok, message)
+        for ok,message in (*_sizes_divide(self), *_tokens_suffice(self), *_shape_stays(self)): require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
 def _sizes_divide(c):
@@ -335,9 +362,11 @@ def _sizes_divide(c):
 # %% ../../nbs/02_core.config.ipynb #8b05fcba
 def _tokens_suffice(c):
     "The same for tokens, and for values that follow from others."
-    n,smol = c.max_img_size//c.vit_img_size,c.image_convention=='smolvlm'
+    n = c.max_img_size//c.vit_img_size
+    around = dict(nanovlm=[], smolvlm=['fake_image_token','global_image_token'],
+                  qwen=['vision_start_token','vision_end_token'])
     grid = (f'r{i+1}c{j+1}' for i in range(n) for j in range(n) if n>1)
-    needed = chain(['image_token'], ['fake_image_token','global_image_token']*smol, grid)
+    needed = chain(['image_token'], around[c.image_convention], grid)
     missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # of a huge n, not all n x n
     follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
     return [
@@ -347,6 +376,23 @@ def _tokens_suffice(c):
             'leave it out or change them') for n,now,v in follow),
         (c.lm_max_length>c.mp_image_token_length, f'lm_max_length {c.lm_max_length} leaves no room beside '
             f'the {c.mp_image_token_length} tokens of a picture: raise it')]
+
+# %% ../../nbs/02_core.config.ipynb #8b05fcbb
+def _shape_stays(c):
+    "The same for a model whose pictures keep their shape."
+    if not c.native: return []
+    pairs,head = c.head_width//2,c.vit_hidden_dim//c.vit_n_heads
+    return [
+        (c.mp_image_token_length==1, f'a tile makes {c.mp_image_token_length} image tokens, but 1 with '
+            'image_convention qwen: set vit_img_size to vit_patch_size x mp_pixel_shuffle_factor'),
+        (c.max_img_size==c.vit_img_size, f'max_img_size is {c.max_img_size}, but with image_convention qwen '
+            f'pictures keep their shape: set it to {c.vit_img_size}, and max_pixels to what you want'),
+        (c.min_pixels<=c.max_pixels, f'min_pixels {c.min_pixels} > max_pixels {c.max_pixels}: lower it'),
+        (c.vit_window_size%c.vit_img_size==0, f'vit_window_size {c.vit_window_size} is no multiple of '
+            f'vit_img_size {c.vit_img_size}: change it'),
+        (head%4==0, f'heads of {head} numbers cannot turn by row and column: change vit_n_heads'),
+        (len(c.lm_mrope_sections)==3 and sum(c.lm_mrope_sections)==pairs,
+            f'lm_mrope_sections is {c.lm_mrope_sections}: give three numbers that add up to {pairs}')]
 
 # %% ../../nbs/02_core.config.ipynb #a87821c9
 def evolve(cfg:C, **changes)->C:
@@ -557,6 +603,8 @@ def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     picture,lanes = vlm_cfg.mp_image_token_length+1,c.batch_size*c.gradient_accumulation_steps
     require(length<=most, f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
     require(picture<length, f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
+    require(not (vlm_cfg.native and c.cache_features), 'cache_features keeps the features of single tiles, but '
+        'with image_convention qwen a tile sees the whole picture: set cache_features to False')
     for name in ('num_workers','val_workers'):
         n = getattr(c, name) or 0
         require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '
@@ -608,10 +656,12 @@ _CAREFUL = rules(CAREFUL, {
 OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name attn_backend init_std
     loss_chunk_size'''.split()}
 BESIDE_WEIGHTS = {*'''vit_dropout vit_model_type lm_dropout moe_top_k moe_aux_weight lm_model_type
-    lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len pixel_mean pixel_std'''.split()}
+    lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len min_pixels
+    max_pixels pixel_mean pixel_std'''.split()}
 OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation lm_head_dim lm_qkv_bias
     lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind attn_backend init_std
-    loss_chunk_size pixel_mean pixel_std image_convention'''.split()}
+    loss_chunk_size pixel_mean pixel_std image_convention min_pixels max_pixels vit_window_size
+    vit_full_blocks lm_mrope_sections'''.split()}
 
 def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:
     """Returns level and reason of what a change means for a run that is resumed; None: nothing is known.

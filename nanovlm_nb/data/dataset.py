@@ -526,7 +526,7 @@ class VQADataset(torch.utils.data.Dataset):
         except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        tiles = sum(r*c + (r*c > 1) for r,c in grids)
+        tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf): raise Dropped(id, 'too_long', f'{tokens} tokens')
         ids,labels = (x.numpy().astype(np.int32) for x in (ids, labels))

@@ -366,8 +366,9 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
     vision,language = c.lr_backbone_pair
     rates = f'learning rates: projector {c.lr_mp}, vision {vision}, language {language}'
     if c.lora_rank: rates = f'adapters of rank {c.lora_rank} of {c.load_from}, learning rate {c.lr_lora}'
+    largest = f'{v.max_pixels} pixels' if v.native else f'{v.max_img_size} pixels a side'
     return [f'data: {c.train_dataset_path}{names}{first}', rates,
-        f'pictures of at most {v.max_img_size} pixels a side, packs of {v.lm_max_length} tokens',
+        f'pictures of at most {largest}, packs of {v.lm_max_length} tokens',
         f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to '
         f'{length_of_run(c)}, seed {c.seed}']
 

@@ -194,7 +194,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
     for sample in seen.shown:
-        tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
+        tiles = ' + '.join(str(t.shape[:-3].numel()) for t in sample['images']) or 'no'
         yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
         yield sample_text(sample, train.samples.tokenizer)
 

@@ -195,7 +195,7 @@ def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     out,kind = values.out,values.format
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     with user_path():
-        model = open_model(values.checkpoint)
+        model = open_model(values.checkpoint, kind)
         standard_processor(model) # or a UsageError
         if kind=='onnx': export_onnx(model, out, values.int8)
         else: _export_web(model, out, values.web_runtime)
