@@ -203,7 +203,8 @@ def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_conventio
     if convention=='qwen': return {'image_token':'<|image_pad|>', 'vision_start_token':'<|vision_start|>',
         'vision_end_token':'<|vision_end|>', 'video_token':'<|video_pad|>'}
     grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i in range(1,9) for j in range(1,9)}
-    if convention=='nanovlm': return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
+    if convention=='nanovlm':
+        return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
     fixed = {'fake_image_token':'<fake_token_around_image>', 'end_of_utterance_token':'<end_of_utterance>'}
     return {'image_token':'<image>', 'global_image_token':'<global-img>'} | grid | fixed
 
@@ -341,7 +342,8 @@ class VLMConfig(Config):
             if getattr(self, name) is None: vars(self)[name] = value
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
             if (v := getattr(self, name))==3*v[:1]: vars(self)[name] = v[:1]
-        for ok,message in (*_sizes_divide(self), *_tokens_suffice(self), *_shape_stays(self)): require(ok, message)
+        conditions = *_sizes_divide(self),*_tokens_suffice(self),*_shape_stays(self)
+        for ok,message in conditions: require(ok, message)
 
 # %% ../../nbs/02_core.config.ipynb #8b05fcb7
 def _sizes_divide(c):
@@ -595,8 +597,8 @@ def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     picture,lanes = vlm_cfg.mp_image_token_length+1,c.batch_size*c.gradient_accumulation_steps
     require(length<=most, f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
     require(picture<length, f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
-    require(not (vlm_cfg.native and c.cache_features), 'cache_features keeps the features of single tiles, but '
-        'with image_convention qwen a tile sees the whole picture: set cache_features to False')
+    require(not (vlm_cfg.native and c.cache_features), 'cache_features keeps the features of single tiles, '
+        'but with image_convention qwen a tile sees the whole picture: set cache_features to False')
     for name in ('num_workers','val_workers'):
         n = getattr(c, name) or 0
         require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '

@@ -288,7 +288,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     others = unread()
     read['images'] = _picture_columns(row, by_name['images'], others, folders, chosen)
     if read['images'] or _shows(row, read): return read
-    for name in (name for group in others for name in group if 'image' in name.lower()):
+    for name in (name for group in others for name in group if re.search('image|video', name.lower())):
         if is_filled(row[name]) and row[name] != 0: _refuse(name, 'pictures', ())
     return read
 

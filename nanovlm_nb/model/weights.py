@@ -535,7 +535,8 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     text.tie_word_embeddings = theirs.tie_word_embeddings # the hub's file has it at the top
     for part,family in ((vision,QWEN2_5_VL), (text,QWEN2)):
         _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another model')
-    require(rules, f'{folder} has no preprocessor_config.json, which says what is done to pictures: copy it there')
+    require(rules, f'{folder} has no preprocessor_config.json, which says how pictures are prepared: '
+            'copy it there')
     size = rules.get('size') or {}
     limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
                   max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
@@ -578,8 +579,8 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
     vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
-    tokens = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)}
-    named = {k:tokens[k] for k in map('{}_token_id'.format, ('image','video','vision_start','vision_end')) if k in tokens}
+    named = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)
+             if name in image_tokens('qwen')}
     config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']], text_config=text,
         vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)
     # a tied head is written once
