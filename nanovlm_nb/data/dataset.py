@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'DESCRIBE', 'LEFT_OUT', 'GIVE', 'FEATURES', 'COLOURS', 'SHAPES', 'PLACES',
-           'SORTS', 'QUESTIONS', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'columns_by_name', 'UnusedColumn',
-           'columns_of', 'unread_of', 'pair_turns', 'read_layout', 'to_row', 'Plan', 'VQADataset', 'make_scene',
-           'held_out', 'draw_scene', 'pair_turn', 'shapes_dataset', 'shapes_tokenizer', 'best_blind_guess']
+           'SORTS', 'QUESTIONS', 'OFTEN', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'columns_by_name',
+           'UnusedColumn', 'columns_of', 'unread_of', 'pair_turns', 'read_layout', 'to_row', 'Plan', 'VQADataset',
+           'make_scene', 'held_out', 'draw_scene', 'pair_turn', 'shapes_dataset', 'shapes_tokenizer', 'blind_guesses',
+           'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
@@ -181,7 +182,7 @@ _ROLES = dict(system='system', developer='system', user='user', human='user', as
 DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a caption
 LEFT_OUT = 'left_out' # column of tables of ours: why a row cannot be used
 GIVE = ('give image, question and answer, or images and texts, or images and messages; '
-        'other names by a flag, as in `--columns image=img question=q answer=a`')
+        'other names in columns, as `image=img question=q answer=a`')
 _TEXT,_RATED = datasets.Value('string'),datasets.List(datasets.Value('float64'))
 FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()), # how rows of ours are stored
     texts=datasets.List(dict(user=_TEXT, assistant=_TEXT)), **{f'{r}_ratings':_RATED for r in RATINGS},
@@ -306,7 +307,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     others = unread()
     read['images'] = _picture_columns(row, by_name['images'], others, folders, chosen)
     if read['images'] or _shows(row, read): return read
-    for name in (name for group in others for name in group if 'image' in name.lower()):
+    for name in (name for group in others for name in group if re.search('image|video', name.lower())):
         if is_filled(row[name]) and row[name] != 0: _refuse(name, 'pictures', ())
     return read
 
@@ -734,12 +735,21 @@ def shapes_tokenizer(extra_special_tokens:dict[str,str]|None=None, chat_template
     return train_tokenizer(_conversations(), vocab_size, extra_special_tokens, chat_template)
 
 # %% ../../nbs/12_data.dataset.ipynb #e0341cc6
-def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # kind, or 'all' -> share guessed
-    "Exact match of the commonest answer to the very same question."
+OFTEN = 5 # a question that is asked so many times has a guess of its own
+
+def blind_guesses(turns:list[tuple[str,str,str]])->list[str]: # kind, question and answer of each; a guess for each
+    "The best constant answer to each question: the commonest to it, or to the rare questions of its kind."
+    asked = Counter(question for _,question,_ in turns)
+    groups = [('question', q) if asked[q] >= OFTEN else ('kind', kind) for kind,q,_ in turns]
+    answers:dict = defaultdict(Counter)
+    for group,(_,_,answer) in zip(groups, turns): answers[group][answer] += 1
+    return [answers[group].most_common(1)[0][0] for group in groups]
+
+def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # with `kinds`; kind, or 'all' -> share guessed
+    "Exact match of `blind_guesses`."
     turns = [(k, t['user'], t['assistant']) for row in rows
              for k,t in zip(row['kinds'], row['texts'], strict=True)]
-    answers, right = defaultdict(Counter), defaultdict(list)
-    for _,question,answer in turns: answers[question][answer] += 1
-    for kind,question,answer in turns:
-        for k in (kind, 'all'): right[k].append(answer == answers[question].most_common(1)[0][0])
+    right = defaultdict(list)
+    for (kind,_,answer),guess in zip(turns, blind_guesses(turns)):
+        for k in (kind, 'all'): right[k].append(answer == guess)
     return {k:sum(right[k])/len(right[k]) for k in (*sorted(right.keys()-{'all'}), 'all')}

@@ -278,7 +278,8 @@ class ImageProcessor:
         "Tile grid of a picture of this size."
         side, tile = self.max_img_size, self.splitted_image_size
         if self.convention == 'smolvlm': w, h = _smolvlm_sizes(width, height, side, tile)[1]
-        elif self.convention == 'qwen': h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
+        elif self.convention == 'qwen':
+            h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
         else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 

@@ -6,10 +6,10 @@
 __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_for', 'group_samples', 'renamed', 'rename',
            'as_picture', 'read_object', 'text_files', 'text_rows', 'local_configs', 'config_names', 'parquet_footer',
            'picture_folders', 'load_config', 'load_configs', 'own_rows', 'load_tokenizer', 'load_sources', 'size_line',
-           'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
+           'make_samples', 'pack_loader', 'random_part', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
-import csv,io,json,logging,os,re,shutil,sys,tarfile,tempfile
+import csv,io,json,logging,os,random,re,shutil,sys,tarfile,tempfile
 from collections import Counter
 from collections.abc import Iterable,Iterator,Sequence,Callable
 from contextlib import suppress
@@ -31,7 +31,7 @@ from .dataset import (FEATURES,GIVE,LAYOUTS,LEFT_OUT,RATINGS,Dropped,Drops,Unuse
     VQADataset,columns_by_name,columns_of,read_layout,shapes_dataset,shapes_tokenizer,unread_of)
 from .sources import BROKEN,READ,READ_ROWS,MapSource,Mixture,StreamSource
 from .sources import _is_damage,columns_read,head_rows
-from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
+from ..core.config import CHAT_TEMPLATE,OWN_ROWS,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
@@ -632,6 +632,8 @@ def load_sources(train_cfg:TrainConfig, # names the data set, if there are no ro
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
     if rows is None and c.train_dataset_path=='shapes': return _scenes_pair(c)
+    require(rows is not None or c.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the rows '
+        'that a run was given in Python: give the file in its directory, RUN/rows.parquet')
     if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=c.columns)
     if rows is None: train = _training_source(c, drops)
     else: train = MapSource(rows, c.seed, c.val_size, c.data_cutoff_idx)
@@ -666,11 +668,20 @@ def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainCo
                       dist.device.type=='cuda', most)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e97
+def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Image: # of the same size
+    "A random part of a picture, with at least this share of each side, enlarged."
+    w,h = picture.size
+    side = rng.uniform(least, 1)
+    x = rng.uniform(0, 1-side)*w
+    y = rng.uniform(0, 1-side)*h
+    return picture.resize((w, h), Image.Resampling.BILINEAR, (x, y, x+side*w, y+side*h))
+
 def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callable]: # instead of its own
     "How training pictures are changed, each as `transform(picture, rng) -> picture`."
     transforms = list(own) or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
-    require(not transforms or not train_cfg.cache_features, 'cache_features with custom_transforms: '
-        'changed pictures are new ones in each epoch, and keeping their features fills the disk; '
+    if train_cfg.random_crop: transforms.append(partial(random_part, least=train_cfg.random_crop))
+    require(not transforms or not train_cfg.cache_features, 'cache_features with custom_transforms or '
+        'random_crop: changed pictures are new ones in each epoch, and keeping their features fills the disk; '
         'leave one of them out')
     return transforms
 

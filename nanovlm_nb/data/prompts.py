@@ -42,7 +42,8 @@ def get_image_string(*args, **kwargs)->str: # see `image_strings`
 # %% ../../nbs/11_data.prompts.ipynb #962f8d05
 def _picture(tokenizer, rows, cols, slots, convention):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
-    if convention == 'qwen': return tokenizer.vision_start_token + slots*rows*cols + tokenizer.vision_end_token
+    if convention == 'qwen':
+        return tokenizer.vision_start_token + slots*rows*cols + tokenizer.vision_end_token
     smolvlm = convention == 'smolvlm'
     fake, several = tokenizer.fake_image_token if smolvlm else '', rows*cols > 1
     bare = not several and not hasattr(tokenizer, 'global_image_token')

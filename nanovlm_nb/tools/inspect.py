@@ -23,6 +23,7 @@ from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan
 from ..data.sources import columns_read,head_rows
 from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,picture_folders,rename,text_files
 from ..data.loader import get_dataloaders,size_line
+from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
 from ..data.packing import collate_packs,pack,unpack
 from ..data.prompts import answer_frame,render_chat
@@ -236,7 +237,8 @@ def _trainer_before(run_dir:Path, update:int, code:dict={})->Iterator[tuple[Trai
     checkpoint = _checkpoint_before(run_dir, update)
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
-        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint)
+        parts = dict(loaders=loaders_of(cfg, run_dir))
+        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint, parts)
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)
