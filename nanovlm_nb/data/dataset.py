@@ -12,7 +12,7 @@ __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'MARK', 'DESCRIBE', 'LEFT
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
 from collections import Counter,defaultdict
-from collections.abc import Callable,Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
@@ -465,13 +465,12 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     return pictures or inside,turns
 
 # %% ../../nbs/12_data.dataset.ipynb #f0156043
-def to_row(r:pa.Table|dict|Callable[[],dict], place:int|str, # or what reads the row; its number
+def to_row(r:pa.Table|dict, place:int|str, # its number
     name:str|None=None, marks:bool=False, # its configuration; keep one `<image>` a picture
     folders:Folders=None)->Any: # of pictures that it names, see `find_picture`
     "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{place}"
     try:
-        if callable(r): r = r()
         if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
         own,source = r.get('row_id'),r.get('source')
         names = map(str, filter(None, (name or source or 'sample', own is not None and source)))

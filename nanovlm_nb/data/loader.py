@@ -11,9 +11,9 @@ __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,io,json,logging,os,re,shutil,sys,tarfile,tempfile
 from collections import Counter
-from collections.abc import Iterable,Iterator,Sequence,Callable
+from collections.abc import Callable,Iterable,Iterator,Mapping,Sequence
 from contextlib import suppress
-from functools import lru_cache,partial
+from functools import cached_property,lru_cache,partial
 from itertools import islice
 from pathlib import Path
 from typing import Any,IO,NamedTuple
@@ -29,7 +29,7 @@ from ..core.usage import MissingFile,UsageError,check_hub_name,require
 from .values import Folders,names_picture
 from .dataset import (FEATURES,GIVE,LAYOUTS,LEFT_OUT,RATINGS,Dropped,Drops,UnusedColumn,
     VQADataset,columns_by_name,columns_of,place_pictures,read_layout,shapes_dataset,shapes_tokenizer,unread_of)
-from .sources import BROKEN,READ,READ_ROWS,MapSource,Mixture,StreamSource
+from .sources import BROKEN,READ_ROWS,MapSource,Mixture,StreamSource
 from .sources import _is_damage,columns_read,head_rows
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank
@@ -413,19 +413,32 @@ def _read_sample(tar, parts, columns, folders, unread=None):
     try: return read_object(_sample(data), columns, folders, unread)
     except (TypeError, AttributeError, RecursionError) as e: raise UsageError(f'{type(e).__name__}: {e}') from e
 
-def _tar_rows(files:Sequence[str], columns:Sequence[str], folders:Folders)->Iterator[dict[str,Callable]]:
-    "The samples of tars, in their order, as functions that read them."
+class _Sample(Mapping):
+    "A row of a tar that is read when it is looked at: to skip it costs nothing."
+    def __init__(self, read:Callable[...,dict]): self.read = read
+
+    @cached_property
+    def row(self)->dict: # in our columns, or with the reason why it cannot be used
+        try: return self.read()
+        except ValueError as e: return {LEFT_OUT: str(e)}
+
+    def __getitem__(self, name): return self.row[name]
+
+    def __iter__(self): return iter(self.row)
+
+    def __len__(self): return len(self.row)
+
+def _tar_rows(files:Sequence[str], columns:Sequence[str], folders:Folders)->Iterator[_Sample]:
+    "The samples of tars, in their order."
     for path in files:
         tar = _index(path, os.stat(path).st_mtime_ns)
-        for parts in tar.samples: yield {READ: partial(_read_sample, tar, parts, columns, folders)}
+        for parts in tar.samples: yield _Sample(partial(_read_sample, tar, parts, columns, folders))
         if tar.damage: raise tarfile.ReadError(tar.damage)
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a008
 def _usable(files, written, columns, folders):
     "Rows of tars in one schema; of what cannot be used the reason."
-    for sample in _tar_rows(files, columns, folders):
-        try: row = sample[READ]()
-        except ValueError as e: row = {LEFT_OUT: str(e)}
+    for row in _tar_rows(files, columns, folders):
         yield {name:row.get(name) for name in (*FEATURES, LEFT_OUT)}
 
 def _check_tar(files, columns, folders):
@@ -433,7 +446,7 @@ def _check_tar(files, columns, folders):
     unread,lost,usable = set(),None,False
     with suppress(tarfile.TarError): # damage is named when it is met
         for sample in islice(_tar_rows(files, columns, folders), 8):
-            try: usable = sample[READ](unread=unread) and True
+            try: usable = bool(sample.read(unread=unread))
             except UnusedColumn as e: lost = e
             except ValueError: continue
     if lost and not usable: raise UnusedColumn(f'{files[0]}: {lost}')
