@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Annotated,Any,Literal,get_args
 
 from .core.usage import Parser,begin_training,check_hub_name,check_known,one_line_errors,require
-from .core.usage import user_path,without_debug
+from .core.usage import PrintableFormatter,say,user_path,without_debug
 from .core.config import Count,CountF,Fraction,Pos,PosF,SettingsParser,Text,as_type,check_run
 from .core.config import rule_of,set_env
 from .core.run_dir import CONFIG
@@ -97,6 +97,9 @@ def classify_parser(pictures:list[str]|None, # files to sort
     deepspeed_config:str|None = None, # JSON file, a DeepSpeed configuration, translated
     lr_schedule:str|None = None, # MODULE:FUNCTION, in place of that in the file
     custom_transforms:list[str]|None = None, # likewise, one or several
+    tracker:str|None = None, # where figures go, likewise: wandb, trackio, tensorboard, none
+    wandb_entity:str|None = None, # whose account there, likewise
+    wandb_project:str|None = None, # project there, likewise
     # do not train, but sort pictures with this checkpoint or the best of this run
     predict:Checkpoint|None = None):
     "Train a classifier, or sort pictures with one."
@@ -210,15 +213,15 @@ def replay_parser(run_dir:Text, # directory of the run
     check_run(run_dir)
 
 # %% ../nbs/57_cli.ipynb #19a00018
-Format = Literal['smolvlm','idefics3','nanovlm','peft','onnx','web','gguf'] # what can be written
+Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web','gguf'] # what can be written
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../nbs/57_cli.ipynb #4723afab
 @command('uses.export:main')
-def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM or Idefics3, a hub id, adapters of peft
+def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM, Idefics3 or Qwen2.5-VL, a hub id, adapters of peft
     out:str, # directory to write
-    # smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
-    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six with adapters
+    # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
+    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     int8:bool = False, # with onnx: each file also with one byte a weight
@@ -248,10 +251,11 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
     name = words[0] if words else '--help'
     if name in ('-h','--help','--help_all','-V','--version'):
         version = f"nanovlm_nb {import_module('nanovlm_nb').__version__}"
-        sys.stdout.write(f"{version if name in ('-V','--version') else _overview()}\n")
+        say(version if name in ('-V','--version') else _overview())
         return 0
     with one_line_errors('nanovlm', debug): check_known([name], COMMANDS, 'command')
     logging.lastResort = logging.StreamHandler()
+    logging.lastResort.setFormatter(PrintableFormatter())
     logging.getLogger('nanovlm_nb.core.run_dir').setLevel(logging.INFO) # which checkpoint is taken
     with one_line_errors(f'nanovlm {name}', debug):
         with user_path(): values = COMMANDS[name]().parse_args(words[1:])
@@ -261,4 +265,5 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__' and '__file__' in globals(): # a notebook is `__main__` too, and has no file
+    sys.exit(main())

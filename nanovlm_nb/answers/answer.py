@@ -55,11 +55,13 @@ class Reply(str):
     "An answer, which Jupyter shows below its pictures and its question."
     images:Sequence[Image.Image] = () # what it is about
     question:str|list[dict] = '' # text, or turns
+    cut:bool = False # it has max_new_tokens, and would have gone on
 
     def _repr_html_(self):
         asked = self.question if isinstance(self.question, str) else self.question[-1]['user']
         pictures = ''.join(f'<img alt="a picture" src="{_picture_uri(im, 160)}"> ' for im in self.images)
-        return f'<p>{pictures}</p><p>{escape(asked)}<br><b>{escape(self)}</b></p>'
+        more = ' (cut at max_new_tokens)' if self.cut else ''
+        return f'<p>{pictures}</p><p>{escape(asked)}<br><b>{escape(self)}</b>{more}</p>'
 
 # %% ../../nbs/30_answers.answer.ipynb #64304044
 @dataclass(repr=False)
@@ -123,12 +125,8 @@ class Asker:
         "Returns how tokens are picked: greedily, unless a rule for drawing is given."
         return how if how.keys()&{'temperature','top_k','top_p'} else dict(greedy=True)|how
 
-    def stream(self, questions:list[tuple], # (pictures, question or turns[, how the answer begins])
-        max_new_tokens:int=32, stop:Sequence[str|int]=(), # longest answer in tokens; see `ends`
-        shorten:bool=False, # make fewer where the model has no positions left, in place of an error
-        **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
-    )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
-        "Answers several questions in one batch, piece by piece."
+    def _streams(self, questions, max_new_tokens, stop, shorten, sampling):
+        "Yields the texts of a batch after each token, and when they are complete; see `stream`."
         require(questions, 'no question: give a list of (pictures, question) pairs')
         prompts,tiles = zip(*(self.prompt(*q) for q in questions))
         longest = max(map(len, prompts))
@@ -139,17 +137,28 @@ class Asker:
         streams = TextStreams(self.tokenizer, len(questions), texts, tokens)
         for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens, eos_token_id=tokens, ended=streams,
                                    **self.sampling(sampling)):
-            yield streams.pieces
-        yield streams.finish()
+            yield streams
+        streams.finish()
+        yield streams
+
+    def stream(self, questions:list[tuple], # (pictures, question or turns[, how the answer begins])
+        max_new_tokens:int=32, stop:Sequence[str|int]=(), # longest answer in tokens; see `ends`
+        shorten:bool=False, # make fewer where the model has no positions left, in place of an error
+        **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
+    )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
+        "Answers several questions in one batch, piece by piece."
+        for streams in self._streams(questions, max_new_tokens, stop, shorten, sampling): yield streams.pieces
 
     def __call__(self, questions:list[tuple]|Image.Image, # see `stream`; or a picture, its question behind it
         max_new_tokens:int|str=32, # longest answer in tokens; behind a picture the question
         stop:Sequence[str|int]=(), **sampling, # see `stream`
-    )->list[str]: # answers without special tokens
+    )->list[Reply]: # answers without special tokens
         "Answers several questions in one batch, or one about one picture."
         if isinstance(max_new_tokens, str): return self([(questions, max_new_tokens)], stop=stop, **sampling)
-        streamed = self.stream(questions, max_new_tokens, stop, **sampling)
-        return [''.join(pieces).strip() for pieces in zip(*streamed)]
+        *_,streams = self._streams(questions, max_new_tokens, stop, False, sampling)
+        replies = [Reply(text.strip()) for text in streams.texts]
+        for reply,ended in zip(replies, streams.done): reply.cut = not ended
+        return replies
 
     def score(self, images:Iterable[Image.Image], question:str|list[dict], # as in `prompt`
         choices:Sequence[str], # possible answers
@@ -164,10 +173,14 @@ class Asker:
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
         images = [open_image(as_picture(p)) for p in as_list(pictures)]
-        require(choices is None or choices and not isinstance(choices, str),
+        require(choices is None or len(choices) and not isinstance(choices, str),
             f'choices are {choices!r}: give a list of possible answers')
-        if choices is None: reply = Reply(self([(images, question)], max_new_tokens, **sampling)[0])
-        else: reply = Reply(max(zip(self.score(images, question, choices), choices), key=lambda s: s[0])[1])
+        if choices is None:
+            reply = self([(images, question)], max_new_tokens, **sampling)[0]
+        else:
+            texts = [str(c) for c in choices] # numbers, too
+            scores = self.score(images, question, texts)
+            reply = Reply(texts[scores.index(max(scores))])
         reply.images,reply.question = images,question
         return reply
 
@@ -354,7 +367,10 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
         how = dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
     for i in range(0, len(questions), _TOGETHER):
         part = questions[i:i+_TOGETHER]
-        for q,text in zip(part, asker([(images,q) for q in part], a.max_new_tokens, a.stop, **how)):
-            if a.json: text = json.dumps(dict(images=a.image, prompt=q, answer=text), ensure_ascii=False)
-            sys.stdout.write(text+'\n')
+        answers = asker([(images,q) for q in part], a.max_new_tokens, a.stop, **how)
+        for q,reply in zip(part, answers):
+            told = dict(images=a.image, prompt=q, answer=reply, cut=reply.cut)
+            sys.stdout.write((json.dumps(told, ensure_ascii=False) if a.json else reply)+'\n')
         sys.stdout.flush()
+        if any(reply.cut for reply in answers) and not a.json:
+            sys.stderr.write(f'cut after {a.max_new_tokens} tokens: --max_new_tokens allows more\n')

@@ -6,7 +6,7 @@
 __all__ = ['VIEWS', 'panel_table', 'main']
 
 # %% ../../nbs/31_answers.look.ipynb #68227659
-import json,sys
+import json
 from argparse import Namespace
 from collections.abc import Callable,Iterable,Iterator
 from functools import partial
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..core.config import IGNORE,VLMConfig,evolve,load_yaml
 from ..core.run_dir import CONFIG
-from ..core.usage import require
+from ..core.usage import require,say
 from ..data.loader import get_dataloaders
 from ..data.packing import Batch,Document,unpack
 from ..model.vlm import VisionLanguageModel
@@ -27,12 +27,12 @@ from .answer import Asker
 
 # %% ../../nbs/31_answers.look.ipynb #e0f74990
 def _grids_of(doc:Document, cfg:VLMConfig, # from `unpack`
-)->list[tuple]: # of each picture: the tokens that name its tiles; -1 where a sample begins with a tile
+)->list[tuple]: # of each picture: shape, and the tokens that name its tiles; -1: a sample begins with a tile
     "Returns what makes two pictures exchangeable."
     ids,per_tile = [-1, *doc.input_ids.tolist()],cfg.mp_image_token_length
     first = [i for i,token in enumerate(ids) if token==cfg.image_token_id][::per_tile]
     names = iter([ids[i-1] for i in first])
-    return [tuple(islice(names, len(tiles))) for tiles in doc.images]
+    return [(*shape, *islice(names, shape.numel())) for shape in (tiles.shape[:-3] for tiles in doc.images)]
 
 # %% ../../nbs/31_answers.look.ipynb #de688ccc
 def _exchange(batch:Batch, cfg:VLMConfig, # of validation
@@ -104,10 +104,9 @@ def main(values:Namespace)->None: # from `cli.eval_parser`
     asker = Asker.from_checkpoint(values.checkpoint, values.device)
     config:Any = values.config or asker.run_dir and asker.run_dir/CONFIG
     require(config, f'{values.checkpoint} is of no run: give a file with --config')
-    # of the run's own file, data is read alone
-    _,cfg = load_yaml(config, given={} if values.config else None)
+    _,cfg = load_yaml(config, given=None) # data is read alone
     cfg = evolve(cfg, val_workers=0, num_workers=0, cache_features=False, custom_transforms=[])
     _,val = get_dataloaders(cfg, asker.model.cfg, tokenizer=asker.tokenizer)
     batches = islice(val, values.batches or cfg.max_val_batches)
     with torch.inference_mode(): panel = _look_panel(partial(_read, asker.model), batches, asker.model.cfg)
-    sys.stdout.write((json.dumps(panel) if values.json else panel_table(panel))+'\n')
+    say(json.dumps(panel) if values.json else panel_table(panel))

@@ -6,7 +6,6 @@
 __all__ = ['foreseen', 'main']
 
 # %% ../../nbs/68_tools.check.ipynb #211a45b1
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -14,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ..core.config import TrainConfig,VLMConfig,evolve
-from ..core.dist import Dist
-from ..core.usage import MissingFile,require
+from ..core.config import TrainConfig,VLMConfig,evolve,run_path
+from ..core.usage import MissingFile,require,say
 from ..model.flops import BYTES,find_gpu,with_unit
-from ..runs.start import check_own_parts,foresee_start,is_pth,origin_of,plan_resume,resolve_start
-from ..runs.run import run_path
+from ..runs.start import check_own_parts,foresee_start,plan_resume,resolve_start,start_of
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
 from .doctor import machine_findings,tried
 from .inspect import data_findings
@@ -28,22 +25,24 @@ from .plan import GB,USABLE,make_plan
 # %% ../../nbs/68_tools.check.ipynb #1ff81e21
 def foreseen(v:VLMConfig, c:TrainConfig, gpus:int=1)->tuple[VLMConfig,TrainConfig]: # as given; ranks
     "Returns what a run will be, as far as that can be known."
-    try: return foresee_start(v, c, gpus)[:2]
+    try: return foresee_start(v, c, gpus)[1:3]
     except (OSError, ValueError): return v,c
 
 # %% ../../nbs/68_tools.check.ipynb #55579ca1
 def _start_findings(v:VLMConfig, c:TrainConfig, gpus:int=1, run_dir:Path|None=None)->Iterator[Finding]:
     """Yields what a start would do, and each line of what a resume would do.
     `run_dir` is of a run that is to resume; without it the settings say whether one is."""
+    if run_dir: c = evolve(c, resume=True)
+    place = run_dir or run_path(**v.to_dict()|c.to_dict())
     try:
-        v,c,_ = resolve_start(v, evolve(c, resume=True) if run_dir else c, gpus)
-        place = run_dir or run_path(v, c, Dist())
-        if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
+        start = start_of(place, v, c)
+        v,c,_ = resolve_start(v, c, gpus, start)
+        if start.kind=='file' and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
-        lines = plan_resume(place, v, c, gpus)[1]
+        lines = plan_resume(place or Path(v.vlm_checkpoint_path), start, v, c, gpus)
     except WRONG as e: yield failed('start', e)
     else:
-        if not c.resume: yield Finding('start', PASS, f'from {origin_of(v, c)}')
+        if start.kind!='resume': yield Finding('start', PASS, f'from {start.origin}')
         for ok,line in lines if c.resume else ():
             yield Finding('resume', PASS if ok else FAIL, line.replace('Auto resumed', 'would resume'))
 
@@ -102,8 +101,7 @@ def main(values:Namespace)->int: # from `cli.check_parser`; 1 if something fails
     if values.run_dir: check_own_parts(values.run_dir, [])
     found = _check_all(values.vlm_cfg, values.train_cfg, gpus, values.run_dir, values.rows, values.smoke)
     for line in found:
-        sys.stdout.write(f'{line}\n')
-        sys.stdout.flush()
+        say(str(line))
         if isinstance(line, Finding): count[line.state] += 1
-    sys.stdout.write('\n'+', '.join(f'{count[s]} {s}' for s in (PASS,FAIL,SKIP))+'\n')
+    say('\n'+', '.join(f'{count[s]} {s}' for s in (PASS,FAIL,SKIP)))
     return int(count[FAIL]>0)

@@ -27,7 +27,7 @@ from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoi
 from ..core.run_dir import write_pointer
 from ..core.usage import MissingFile,UsageError,require
 from ..model.vlm import VisionLanguageModel
-from ..model.weights import is_adapter,save_pth
+from ..model.weights import beside_base,save_pth
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
@@ -104,7 +104,7 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
     adapters = getattr(model, 'lora_note', None)
     weights = full_weights(model, trained=bool(adapters)) # all ranks give their pieces
-    if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
+    if adapters: weights = {k:w for k,w in weights.items() if beside_base(k, adapters)}
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
     if optimizer is None: return parts
     stateless = begin_state(optimizer)
@@ -124,7 +124,7 @@ def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
         model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=parts['weights'])
         named = ((f'{hook}.{k}', v) for hook,s in state.get('hooks', {}).items() for k,v in s.items())
         if (tensors := {k:v for k,v in named if isinstance(v, Tensor)}): save_file(tensors, tmp/HOOKS)
-        text = json.dumps(state, indent=1, sort_keys=True, default=lambda tensor: None)
+        text = json.dumps(state, indent=1, default=lambda tensor: None)
         (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
     own = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
     return file_digests(tmp, [name for name in own if (tmp/name).is_file()])

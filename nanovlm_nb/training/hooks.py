@@ -144,7 +144,8 @@ class Meters(Hook):
         "Adds up what was learnt and computed, and from time to time reports."
         t,u = trainer,trainer.update
         if u is None: return
-        seconds,flops = self.time(t.clock, u),count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets)
+        seconds = self.time(t.clock, u)
+        flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets, u.window_pairs, u.picture_pairs)
         figures['tokens_per_second'] = u.tokens/seconds
         new:Any = dict(updates=1, samples=u.samples, flops=flops, tokens=u.tokens, seconds=seconds)
         if t.refused is None: new |= dict(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets,
@@ -264,7 +265,6 @@ class Evaluate(Hook):
         "Evaluates the model as it is, unless its results are there; every rank must call."
         t,c,base = trainer,trainer.cfg,trainer.base
         if self.ask is None or not t.dist.any(bool(self.evals and missing_tasks(self.evals, t.step))): return
-        if t.tokenizer is not None: base.tokenizer = t.tokenizer
         features,base.features = base.features,None # the pictures of a benchmark are not those of the run
         asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
         args = Namespace(model=base, tasks=self.tasks, include_path=c.eval_include_path,

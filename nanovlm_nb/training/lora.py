@@ -21,7 +21,7 @@ from torch import nn
 from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,remove
 from ..core.usage import require
-from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,LORA_A,LORA_B
+from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,HEAD,LORA_A,LORA_B
 from ..model.weights import noted_base,read_file,resolve_checkpoint,smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
@@ -51,7 +51,9 @@ def add_adapters(
     alpha,names = 2.*rank if alpha is None else alpha,_lora_layers(model, targets)
     how:dict[str,Any] = dict(r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names)))
     inject_adapter_in_model(LoraConfig(**how), model)
-    model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base)
+    model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
+        new_parts=[*getattr(model, 'new_parts', ())], # train completely, and are saved with the adapters
+        without=[HEAD]*(HEAD not in model.state_dict())) # of the base, what the model has no place for
     return names
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4820
@@ -100,6 +102,8 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
     "Writes adapters for peft."
     from peft import LoraConfig
     state,note,tensors = model.state_dict(),model.lora_note or {},{}
+    require(not note.get('new_parts'), f'{note.get("new_parts")} trained completely beside the adapters, '
+        'and would be lost: export with --format smolvlm or nanovlm, which have everything')
     for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
         pairs,rows = _pairs(f'{name}.weight', model.cfg),state[name+LORA_B]
         require(pairs, f'{name} has an adapter, and SmolVLM has no such layer')

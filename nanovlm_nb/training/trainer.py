@@ -25,6 +25,7 @@ from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..core.usage import UsageError,require
+from ..core.grids import grids_of
 from ..core.config import TrainConfig,updates_of_run
 from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
 from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
@@ -142,6 +143,7 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     "Puts the parts of a run together."
     dtype,clock,loader = amp_dtype(dist.device, cfg.dtype),Clock(),as_loader(loader)
     base = _assemble(model, cfg, dist, dtype)
+    if tokenizer is not None: base.tokenizer = tokenizer # so that a hook can ask the model
     made = run_optimizer(base, cfg, dist, optimizer)
     names,most = {g['name'] for g in made.param_groups},cfg.max_training_samples or cfg.max_training_steps
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
@@ -159,8 +161,9 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
     base,device = trainer.base,trainer.dist.device
     ids,layout = batch['input_ids'],batch.get('layout')
-    if layout is None or layout.slots is None:
-        layout = base.layout_of(ids, targets=batch['labels'], doc_lens=batch['doc_lens'])
+    grids = grids_of(batch['images'])
+    if layout is None or layout.slots is None or bool(grids)!=bool(layout.tiles):
+        layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'], batch['images'])
     # a cache of features reads pixels on the CPU
     images = stack_tiles(batch['images'], 'cpu' if base.features else device)
     return dict(input_ids=ids.to(device, non_blocking=True), images=images, layout=layout.to(device))
@@ -274,6 +277,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
     t,clock = trainer,trainer.clock
     t.update = update
+    if not t.base.training: t.model.train() # a hook or a judge has asked the model something
     lrs = set_lrs(t.optimizer, t.schedule, *_place(t, update.samples))
     with clock('forward_backward'): loss = accumulate(t, update)
     with clock('optimizer'):

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['HAIR', 'AS_TEXT', 'PRE_TOKENIZERS', 'LANGUAGE_NAMES', 'VISION_NAMES', 'save_json', 'write_form', 'export_smolvlm',
-           'open_model', 'need', 'pre_tokenizer', 'export_gguf', 'main']
+           'export_qwen', 'open_model', 'need', 'pre_tokenizer', 'export_gguf', 'main']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
-import copy,json,sys
+import copy,json
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,27 +18,33 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from torch import Tensor
 
-from ..core.usage import require,user_path
+from ..core.usage import require,say,user_path
 from ..core.config import VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
-from ..model.weights import LORA_NOTE,OWN_CONFIG,OWNED,WHOLE,to_smolvlm,written_at_once,Family
-from ..model.weights import neighbours,text_type,their_names
+from ..model.weights import LORA_NOTE,OWN_CONFIG,OWNED,WHOLE,to_qwen,to_smolvlm,written_at_once,Family
+from ..model.weights import checkpoint_config,neighbours,text_type,their_names
 from ..model.vlm import VisionLanguageModel
 from ..training.lora import PEFT_CONFIG,read_adapted,read_peft,save_peft
 
 # %% ../../nbs/80_uses.export.ipynb #f2180e4f
 HAIR = 2**-24 # what a black pixel becomes
 
-def _picture_rules(cfg:VLMConfig)->dict: # reads `max_img_size`, `vit_img_size`, `pixel_mean`, `pixel_std`
+def _picture_rules(cfg:VLMConfig)->dict: # reads sizes of pictures and tiles, `pixel_mean`, `pixel_std`
     "Returns the contents of preprocessor_config.json: what transformers does to a picture."
-    side = dict(longest_edge=cfg.max_img_size)
     means,stds = (v*3 if len(v)==1 else v for v in (cfg.pixel_mean, cfg.pixel_std))
+    rules = dict(do_convert_rgb=True, do_resize=True, do_rescale=True, rescale_factor=1/255,
+        do_normalize=True, image_std=[*stds])
+    if cfg.native:
+        limits = dict(min_pixels=cfg.min_pixels, max_pixels=cfg.max_pixels) # as transformers 4 reads them
+        return rules|limits|dict(image_processor_type='Qwen2VLImageProcessor',
+            processor_class='Qwen2_5_VLProcessor', resample=3, image_mean=[*means],
+            size=dict(shortest_edge=cfg.min_pixels, longest_edge=cfg.max_pixels),
+            patch_size=cfg.vit_patch_size, merge_size=cfg.mp_pixel_shuffle_factor, temporal_patch_size=2)
     means = [m-HAIR*float(m*255).is_integer() for m in means]
-    return dict(image_processor_type='Idefics3ImageProcessor', processor_class='Idefics3Processor',
-        do_convert_rgb=True, do_resize=True, size=side, resample=1, do_image_splitting=True,
-        max_image_size=dict(longest_edge=cfg.vit_img_size), do_rescale=True, rescale_factor=1/255,
-        do_normalize=True, image_mean=means, image_std=[*stds], do_pad=True)
+    return rules|dict(image_processor_type='Idefics3ImageProcessor', processor_class='Idefics3Processor',
+        size=dict(longest_edge=cfg.max_img_size), resample=1, do_image_splitting=True,
+        max_image_size=dict(longest_edge=cfg.vit_img_size), image_mean=means, do_pad=True)
 
 # %% ../../nbs/80_uses.export.ipynb #a835ae79
 AS_TEXT = (
@@ -51,8 +57,11 @@ AS_TEXT = (
 
 def _template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose own it is if `cfg` has none
     "Returns the Jinja template for transformers, which takes texts and lists of parts."
-    image = repr(cfg.vlm_extra_tokens['image_token'])
-    return AS_TEXT.replace('IMAGE', image) + (cfg.lm_chat_template or tokenizer.chat_template)
+    tokens,template = cfg.vlm_extra_tokens,cfg.lm_chat_template or tokenizer.chat_template
+    image = tokens['image_token']
+    if cfg.native and image in template: return template # it takes lists itself
+    if cfg.native: image = tokens['vision_start_token']+image+tokens['vision_end_token']
+    return AS_TEXT.replace('IMAGE', repr(image)) + template
 
 # %% ../../nbs/80_uses.export.ipynb #61584279
 def save_json(path:Path, values:dict)->None:
@@ -60,19 +69,19 @@ def save_json(path:Path, values:dict)->None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n', encoding='utf-8')
 
 # %% ../../nbs/80_uses.export.ipynb #022e0f9d
-def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # smolvlm or idefics3
+def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WHOLE`
     "Writes all but the weights: configuration, tokenizer, image processor."
     cfg,tokenizer = model.cfg,copy.deepcopy(model.tokenizer)
-    config,_ = to_smolvlm({}, cfg, kind)
+    config,_ = to_qwen({}, cfg) if kind=='qwen2_5_vl' else to_smolvlm({}, cfg, kind)
     ends = {f'{name}_token_id':getattr(tokenizer, f'{name}_token_id') for name in ('eos','pad','bos')}
     tokenizer.chat_template = _template(cfg, tokenizer)
     save_tokenizer(tokenizer, folder)
     save_json(folder/'config.json', config|dict(text_config=config['text_config']|ends))
     save_json(folder/'generation_config.json', ends)
     cfg.save(folder/OWN_CONFIG)
-    if cfg.image_convention!='smolvlm': return
+    if cfg.image_convention=='nanovlm': return
     save_json(folder/'preprocessor_config.json', _picture_rules(cfg))
-    save_json(folder/'processor_config.json',
+    if not cfg.native: save_json(folder/'processor_config.json',
               dict(processor_class='Idefics3Processor', image_seq_len=cfg.mp_image_token_length))
 
 # %% ../../nbs/80_uses.export.ipynb #67e67e56
@@ -83,11 +92,22 @@ def export_smolvlm(model:VisionLanguageModel, folder:str|Path, kind:str='smolvlm
         write_form(model, tmp, kind)
         save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
 
+# %% ../../nbs/80_uses.export.ipynb #69e80002
+def export_qwen(model:VisionLanguageModel, folder:str|Path)->None: # of `image_convention` qwen
+    "Writes a Qwen2.5-VL for transformers."
+    _,tensors = to_qwen(model.state_dict(), model.cfg)
+    with written_at_once(folder, OWNED) as tmp:
+        write_form(model, tmp, 'qwen2_5_vl')
+        save_file(tensors, tmp/'model.safetensors', metadata=dict(format='pt'))
+
 # %% ../../nbs/80_uses.export.ipynb #3c4481dd
-def open_model(name:str|Path, unmerged:bool=False)->VisionLanguageModel: # only adapters will do, apart
+def open_model(name:str|Path, kind:str='nanovlm')->VisionLanguageModel: # format to write
     "Returns what is to be exported, in eval mode: a checkpoint, a run, a hub id, or adapters of peft."
-    if (Path(name)/PEFT_CONFIG).is_file() and not unmerged: return read_peft(name)
-    if not unmerged: return VisionLanguageModel.from_pretrained(name)
+    if (Path(name)/PEFT_CONFIG).is_file() and kind!='peft': return read_peft(name)
+    cfg = checkpoint_config(name)
+    if kind=='qwen2_5_vl': to_qwen({}, cfg) # refuses another model before a tensor is read
+    elif cfg.native and kind!='nanovlm': to_smolvlm({}, cfg) # likewise
+    if kind!='peft': return VisionLanguageModel.from_pretrained(name)
     folder = Path(find_checkpoint(name))
     require((folder/LORA_NOTE).is_file(), 'it holds no adapters: format peft is for a run with lora_rank')
     check_files(folder)
@@ -291,12 +311,13 @@ def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export`, for all formats but onnx and web."
     out,kind = values.out,values.format
     if kind=='gguf': need('gguf', 'gguf')
-    model = open_model(values.checkpoint, kind=='peft')
+    model = open_model(values.checkpoint, kind)
     with user_path():
         if kind=='nanovlm': model.save_pretrained(out)
         elif kind=='peft': save_peft(model, out)
         elif kind=='gguf': export_gguf(model, out, values.outtype or 'f16')
+        elif kind=='qwen2_5_vl': export_qwen(model, out)
         else: export_smolvlm(model, out, kind)
-    bare = kind in WHOLE and model.cfg.image_convention!='smolvlm'
+    bare = kind in WHOLE and model.cfg.image_convention=='nanovlm'
     note = ' without a processor: transformers cannot write our prompts, see image_convention'*bare
-    sys.stdout.write(f'{out}: {kind}{note}\n')
+    say(f'{out}: {kind}{note}')

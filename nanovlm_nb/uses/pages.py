@@ -7,7 +7,7 @@ __all__ = ['NOT_ANSWERED', 'OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'TALL_FIRST
            'SCENES', 'MOST_TOKENS', 'LICENCES', 'main', 'main_graphs']
 
 # %% ../../nbs/84_uses.pages.ipynb #1e5356b8
-import io,json,shlex,shutil,sys,tarfile
+import io,json,shlex,shutil,tarfile
 from argparse import Namespace
 from hashlib import sha256
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import PIL
 from PIL import Image
 
-from ..core.usage import UsageError,require,user_path
+from ..core.usage import UsageError,require,say,user_path
 from ..data.images import open_image
 from ..answers.answer import Asker,Chat
 from ..answers.heatmap import answer_heat,overlay,default_blocks
@@ -195,9 +195,9 @@ def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     out,kind = values.out,values.format
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     with user_path():
-        model = open_model(values.checkpoint)
+        model = open_model(values.checkpoint, kind)
         if kind=='onnx': export_onnx(model, out, values.int8)
         else: _export_web(model, out, values.web_runtime)
     how = dict(onnx=f'{OWN_NOTE} says how pictures are cut and announced',
                web=f'python -m http.server -d {shlex.quote(out)} shows it')
-    sys.stdout.write(f'{out}: {kind}; {how[kind]}\n')
+    say(f'{out}: {kind}; {how[kind]}')
