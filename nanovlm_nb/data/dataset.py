@@ -25,8 +25,8 @@ import datasets, numpy as np, pyarrow as pa, torch
 from PIL import Image,ImageDraw
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import MissingFile,UsageError,require
-from ..core.run_dir import DROPPED
+from ..core.usage import UsageError,require,MissingFile
+from ..core.run_dir import DROPPED,open_own
 from ..core.tokenizer import train_tokenizer
 from .values import Folders,as_list,first_of as _first,is_base64,is_filled,listed
 from .values import options_of,picture_evidence,pictures_of,pick_option,find_picture
@@ -131,7 +131,7 @@ class DropFile:
         lines = [json.dumps({'split':split, 'id':id, kind:value}).encode()+b'\n' for split,d in new.items()
                  for kind,ids in (('reason', d.reasons), ('cut', d.cut)) for id,value in ids.items()]
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
-        with self.path.open('ab') as f:
+        with open_own(self.path, 'ab') as f:
             f.write(b''.join(lines))
             f.flush()
             os.fsync(f.fileno())
@@ -141,7 +141,8 @@ class DropFile:
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Forget what was written later."
         self.written = _sizes(kept := read_dropped(self.path.parent, size))
-        if self.path.is_file(): os.truncate(self.path, self.path.read_bytes()[:size].rfind(b'\n')+1)
+        if self.path.is_file():
+            with open_own(self.path, 'r+b') as f: f.truncate(f.read(size).rfind(b'\n')+1)
         return kept
 
 # %% ../../nbs/12_data.dataset.ipynb #d1a00002
@@ -524,7 +525,7 @@ class VQADataset(torch.utils.data.Dataset):
         except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
         pictures = get_image_string(self.tokenizer, grids, 1, self.image_processor.convention)
         ids,labels = encode_chat(self.tokenizer, turns, pictures, frame=self.frame, special=self.special)
-        tiles = sum(r*c + (r*c > 1) for r,c in grids)
+        tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf): raise Dropped(id, 'too_long', f'{tokens} tokens')
         ids,labels = (x.numpy().astype(np.int32) for x in (ids, labels))

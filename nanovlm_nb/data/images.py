@@ -7,7 +7,7 @@ __all__ = ['Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', '
            'split_tiles', 'global_view', 'smart_resize', 'ImageProcessor', 'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
-import io,math,os,random,re,struct,warnings,zlib
+import io,math,os,random,re,stat,struct,warnings,zlib
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +55,8 @@ _MAX_PIXELS = 1024**3//4//3 # of a picture, 89,478,485: where Pillow begins to w
 # %% ../../nbs/10_data.images.ipynb #e10c0004
 Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # `datasets`' dictionary {'bytes', 'path'}
 
+_NO_FILES = {stat.S_IFIFO, stat.S_IFCHR, stat.S_IFSOCK} # to read them may wait for ever
+
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     im:Any = src
@@ -66,6 +68,8 @@ def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are kn
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
         try:
             if isinstance(im, str) and im.startswith('data:'): im = b64decode(im.partition(',')[2]+'==')
+            elif isinstance(im, (str, os.PathLike)) and stat.S_IFMT(os.stat(im).st_mode) in _NO_FILES:
+                raise UnreadableImage(f'{im} is a pipe or a device: give a file')
             im = Image.open(io.BytesIO(im) if isinstance(im, (bytes, bytearray, memoryview)) else im)
         except _BROKEN_FILE as e: _refuse(e, im)
     w, h = im.size

@@ -32,7 +32,7 @@ from .dataset import (FEATURES,GIVE,LAYOUTS,LEFT_OUT,RATINGS,Dropped,Drops,Unuse
 from .sources import BROKEN,READ_ROWS,MapSource,Mixture,StreamSource
 from .sources import _is_damage,columns_read,head_rows
 from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
-from ..core.dist import Dist,cores_of_rank
+from ..core.dist import Dist,cores_of_rank,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
 from .images import UnreadableImage,image_processor_of,open_image
@@ -688,12 +688,13 @@ def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callab
     return transforms
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e98
-def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist=Dist(), # this rank
+def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=None, # default: `this_rank()`
     tokenizer:PreTrainedTokenizerBase|None=None, rows:Any=None, # default: the config's; see `load_sources`
     transforms:Sequence[Callable]=(), processor:Callable=image_processor_of, # changes; how pictures are cut
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
     c = train_cfg
+    dist = dist or this_rank()
     check_configs(vlm_cfg, c)
     changes,tokenizer = transforms_of(c, transforms),tokenizer or load_tokenizer(vlm_cfg)
     samples = [make_samples(c, vlm_cfg, tokenizer, (), t, processor) for t in (changes, ())]
