@@ -20,7 +20,6 @@ from typing import Any,IO,NamedTuple
 
 import datasets, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from PIL import Image
-from datasets.data_files import DataFilesDict,get_data_patterns
 from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
 from transformers import PreTrainedTokenizerBase
@@ -337,12 +336,14 @@ def _features(files:Iterable[Path])->datasets.Features|None:
 # %% ../../nbs/18_data.loader.ipynb #17c00005
 def _data_files(folder, split):
     "The data files of a folder that has pictures, too: `datasets` would take it for a folder of pictures."
-    kinds = {ending(f) for f in folder.rglob('*') if f.is_file()}
-    found = [kind for kind in ('.parquet', '.arrow') if kind in kinds]
-    if not found or not any(map(names_picture, kinds)) or (folder/'README.md').exists(): return {}
-    patterns = get_data_patterns(str(folder.resolve()))
-    files = DataFilesDict.from_patterns(patterns, str(folder.resolve())).filter(extensions=found[:1])
-    return dict(path=FILES[found[0]], data_files={name:[*map(str, part)] for name,part in files.items() if part})
+    files = [f for f in sorted(folder.rglob('*')) if f.is_file()]
+    for kind in ('.parquet', '.arrow'):
+        data = [f for f in files if ending(f) == kind]
+        words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower()) for f in data}
+        chosen = [f for f in data if split in words[f]] or [f for f in data if not _SPLIT_FOLDERS & {*words[f]}]
+        if chosen and any(names_picture(f.name) for f in files) and not (folder/'README.md').exists():
+            return dict(path=FILES[kind], data_files={split: [*map(str, chosen)]})
+    return {}
 
 def _files(path, split, cache_dir, streaming):
     "The rows of one file, or of a folder that `datasets` can read."
