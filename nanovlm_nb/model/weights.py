@@ -426,6 +426,7 @@ def _smolvlm_config(cfg, kind):
 # %% ../../nbs/26_model.weights.ipynb #26a00001
 def export_line(cfg:VLMConfig)->str: # of a model to be trained
     "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
+    if cfg.native: return 'as nanovlm, or as the Qwen2.5-VL that it is'
     odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items() if getattr(cfg, name)!=v]
     if odd: return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
     if cfg.image_convention=='smolvlm': return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from ..core.config import IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml
 from ..core.config import updates_of_run,TRUSTED
 from ..core.usage import UsageError,nearest,require,MissingFile,say
-from ..data.dataset import FEATURES,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
+from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan,columns_by_name
 from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
 from ..data.loader import get_dataloaders,size_line
 from ..data.kept import loaders_of
@@ -146,7 +146,8 @@ def _check_columns(train_cfg:TrainConfig)->str:
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
         flagged = (c.partition('=')[2] for c in train_cfg.columns)
-        read = {*(named(columns, what) for what in LAYOUTS), *flagged}
+        named = columns_by_name((*columns,))
+        read = {c for kind,groups in named.items() if kind for group in groups for c in group}|{*flagged}
         for column in {*columns}-read-{*FEATURES, 'id', 'kinds', 'scene'}:
             meant = nearest(column, {*FEATURES}-{*columns})
             require(not meant, f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
