@@ -124,12 +124,12 @@ def ask_parser(checkpoint:Checkpoint, # directory with config.json and model.saf
     return 'uses.pages:main' if page else None
 
 # %% ../nbs/57_cli.ipynb #19a000d7
-def _check_eval(checkpoint, tasks, write_tasks, config, batches, json, device, batch_size, prompts, **others):
+def _check_eval(checkpoint, tasks, write_tasks, config, rows, json, device, batch_size, prompts, **others):
     "Raises a UsageError where the arguments of an evaluation contradict each other."
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
-    require(not tasks or not (config or batches or json),
-        '--config, --batches and --json are for an evaluation without --tasks')
-    for flag,value in (others|dict(batch_size=batch_size!=64, prompts=prompts!='nanovlm')).items():
+    require(not tasks or not (config or rows or json),
+        '--config, --rows and --json are for an evaluation without --tasks')
+    for flag,value in (others|dict(prompts=prompts!='nanovlm')).items():
         require(tasks or write_tasks or value is None or value is False,
             f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out')
     files = [t.strip() for t in tasks.split(',') if t.strip().endswith('.parquet')]
@@ -149,12 +149,12 @@ def eval_parser(checkpoint:Checkpoint|None, # with config.json and model.safeten
     device:str|None = None, # default: the best there is
     write_tasks:Text|None = None, # write the tasks shapes, digits and digits_choice there, and end
     config:Text|None = None, # without --tasks: YAML that names the validation data; default: the run's
-    batches:Pos|None = None, # likewise: batches to read; default: as the configuration says
+    rows:Pos|None = None, # likewise: held-out rows to ask about; default: the ask_samples of the run
     json:bool = False): # likewise: a line of JSON instead of a table
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
-    Without --tasks: loss and right answers on the validation data of its run,
-    with the right picture, another one, and a blank one."""
+    Without --tasks: right answers about held-out rows of its run, beside those about the picture of
+    another row and the best guess without looking."""
     _check_eval(**locals())
     return None if tasks or write_tasks else 'answers.look:main'
 
@@ -213,15 +213,15 @@ def replay_parser(run_dir:Text, # directory of the run
     check_run(run_dir)
 
 # %% ../nbs/57_cli.ipynb #19a00018
-Format = Literal['smolvlm','idefics3','nanovlm','peft','onnx','web','gguf'] # what can be written
+Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web','gguf'] # what can be written
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../nbs/57_cli.ipynb #4723afab
 @command('uses.export:main')
-def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM or Idefics3, a hub id, adapters of peft
+def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM, Idefics3 or Qwen2.5-VL, a hub id, adapters of peft
     out:str, # directory to write
-    # smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
-    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six with adapters
+    # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
+    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     int8:bool = False, # with onnx: each file also with one byte a weight

@@ -182,7 +182,8 @@ def test_a_column_that_is_named_hides_no_other(tmp_path, cache, stream):
     found = load_configs(tmp_path/'d', cache_dir=cache, streaming=stream, columns=['image=photo', 'question=q', 'answer=a'])['default']
     row = to_row(next(iter(found)), 0)  # the thumbnail was not chosen, and `json` is a text
     assert len(row['images']) == 1 and row['texts'] == [dict(user='What?', assistant='This.')]
-    with pytest.raises(UnusedColumn): read_object(dict(photo=png(), q='What?', a='This.'), ['question=q', 'answer=a'])
+    with pytest.raises(UnusedColumn): read_object(dict(photo=png(), small=png(4), q='What?', a='This.'), ['question=q', 'answer=a'])
+    assert read_object(dict(photo=png(), q='What?', a='This.'), ['question=q', 'answer=a'])['images'] == [png()]
     assert read_object(dict(photo=png(), small=png(4), q='What?', a='This.'), ['image=photo', 'question=q', 'answer=a'])['images'] == [png()]
 
 

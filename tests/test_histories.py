@@ -14,7 +14,7 @@ from commands import TINY, environment, record, start_of, updates, wait_for
 
 from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
-from nanovlm_nb.runs.start import plan_resume
+from nanovlm_nb.runs import start as runs_start
 
 
 def starts(run):
@@ -64,7 +64,7 @@ def stands(run):
     name = last_checkpoint(run).name
     assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
     vlm_cfg, train_cfg = load_yaml(run/'config.yaml', given=None)
-    said = ' '.join(line for _, line in plan_resume(run, vlm_cfg, evolve(train_cfg, load_from=None, resume=True), 2//train_cfg.batch_size)[1])
+    said = runs_start.start_of(run, vlm_cfg, evolve(train_cfg, resume=True)).line
     assert re.search(r'Auto resumed from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
     return name
 

@@ -6,12 +6,12 @@
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
            'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'ASIDE', 'fsync', 'write_atomic',
-           'share_files', 'remove', 'check_plain', 'open_own', 'file_digest', 'file_digests', 'file_sizes',
-           'write_manifest', 'missing_pieces', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of',
-           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
-           'todo_of', 'abandoned', 'is_own', 'run_of', 'left_behind', 'abandoned_folder', 'set_aside', 'why_kept',
-           'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir', 'check_way',
-           'find_checkpoint']
+           'system_errors', 'share_files', 'remove', 'check_plain', 'open_own', 'file_digest', 'file_digests',
+           'file_sizes', 'write_manifest', 'missing_pieces', 'read_log', 'read_state', 'damaged_pieces', 'check_files',
+           'step_of', 'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer',
+           'best_kept', 'todo_of', 'abandoned', 'is_own', 'run_of', 'left_behind', 'abandoned_folder', 'set_aside',
+           'why_kept', 'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir',
+           'check_way', 'find_checkpoint']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,stat,time
@@ -46,6 +46,16 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
     except OSError:
         with suppress(OSError): tmp.unlink() # a full disk needs the room
         raise
+
+# %% ../../nbs/01_core.run_dir.ipynb #b7c40a12
+@contextmanager
+def system_errors(path:str|Path)->Iterator[None]: # that is written
+    "Inside, an error of the operating system is an OSError, also if a library written in Rust has met it."
+    try: yield
+    except Exception as error:
+        number = re.search(r'\(os error (\d+)\)', str(error))
+        if number is None or isinstance(error, OSError): raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 # %% ../../nbs/01_core.run_dir.ipynb #f11e0005
 def share_files(folder:Path)->None:
@@ -401,7 +411,7 @@ def check_run_dir(run_dir:Path)->None: # need not be there
         for path in folder.glob('*'):
             if folder!=run_dir or not aside.fullmatch(path.name): check_plain(path)
 
-def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; update that ends the run
+def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
     "Raises a UsageError that names what stands where a run will write a checkpoint, and is not of a run."
     begin = -1 if checkpoint is None else step_of(checkpoint)
     ours = left_behind(run_dir, checkpoint) # will be set aside

@@ -172,7 +172,7 @@ def one_line_errors(prog:str, debug:bool=False)->Iterator[None]: # name of the c
     `debug` shows the traceback instead."""
     try: yield
     except (UsageError, KeyboardInterrupt, OSError) as e:
-        full = getattr(e, 'errno', None)==errno.ENOSPC
+        full = getattr(e, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) # of the disk, or of a user
         if debug or not (full or isinstance(e, (UsageError, KeyboardInterrupt))): raise
         if isinstance(e, KeyboardInterrupt): raise SystemExit(130) from None # as from a shell
         message = ' '.join(str(e).split())

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size', 'open_image',
-           'split_tiles', 'global_view', 'ImageProcessor', 'image_processor_of']
+           'split_tiles', 'global_view', 'smart_resize', 'ImageProcessor', 'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
-import io,os,random,re,struct,warnings,zlib
+import io,math,os,random,re,struct,warnings,zlib
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,6 +169,20 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
     return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts])
 
+# %% ../../nbs/10_data.images.ipynb #a10c0002
+def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[int,int]: # of the picture
+    "(height, width) in pixels, in whole tiles, of a picture that keeps its proportions."
+    if max(w, h) > 200*min(w, h):
+        raise UnreadableImage(f'{w} x {h} pixels, more than 200 times as long as wide: cut it')
+    rows, cols = round(h/tile), round(w/tile)
+    if rows*cols*tile*tile > max_pixels:
+        shrink = math.sqrt(w*h/max_pixels)
+        rows, cols = (max(1, math.floor(side/shrink/tile)) for side in (h, w))
+    elif rows*cols*tile*tile < min_pixels:
+        grow = math.sqrt(min_pixels/(w*h))
+        rows, cols = (math.ceil(side*grow/tile) for side in (h, w))
+    return rows*tile, cols*tile
+
 # %% ../../nbs/10_data.images.ipynb #e10c0022
 def _augment(p, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
@@ -189,17 +203,23 @@ class ImageProcessor:
     splitted_image_size:int # side of a tile, pixels: the vision tower's `vit_img_size`
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
-    convention:str='nanovlm' # or smolvlm: as transformers cuts pictures for SmolVLM
+    convention:str='nanovlm' # or smolvlm, qwen: as transformers prepares pictures for these models
+    min_pixels:int=3136 # of a picture after resizing, see `smart_resize`
+    max_pixels:int=1003520 # likewise
+    window:int=0 # tiles along a window of the tower, for the layout of a batch
 
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
         side, tile = self.max_img_size, self.splitted_image_size
         if self.convention == 'smolvlm': w, h = _smolvlm_sizes(width, height, side, tile)[1]
+        elif self.convention == 'qwen':
+            h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
         else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 
     def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
-        "Tiles (n, 3, S, S) in uint8 and grid; without `rng` augmentations are always the same."
+        """Tiles (n, 3, S, S), or (rows, columns, 3, S, S) with convention qwen, in uint8, and the grid.
+        Without `rng` augmentations are always the same."""
         im, s = open_image(image), self.splitted_image_size
         rows, cols = self.grid(*im.size)
         if self.custom_transforms: # a picture of the caller's stays as it is
@@ -207,6 +227,7 @@ class ImageProcessor:
         if self.convention == 'smolvlm': return _smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
         x = torch.from_numpy(np.stack(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC).split()))
         tiles = split_tiles(x, s)
+        if self.convention == 'qwen': return tiles.unflatten(0, (rows, cols)), (rows, cols)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
 
 # %% ../../nbs/10_data.images.ipynb #92dfa853
@@ -215,4 +236,4 @@ get_image_processor = ImageProcessor # nanoVLM's name
 def image_processor_of(cfg:VLMConfig, custom_transforms:tuple[Callable,...]=())->ImageProcessor:
     "What a model's pictures go through, in training and ever after."
     return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms,
-                          cfg.image_convention)
+                          cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window)

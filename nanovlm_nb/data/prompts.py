@@ -22,21 +22,23 @@ from ..core.usage import UsageError,require
 # %% ../../nbs/11_data.prompts.ipynb #a394fd96
 def get_image_string(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as attributes
     splitted_image_counts:list[tuple[int,int]], mp_image_token_length:int, # tile grids; slots of a tile
-    convention:str='nanovlm')->str: # or smolvlm: `image_convention` of the model
+    convention:str='nanovlm')->str: # `image_convention` of the model
     "The placeholders of a sample's pictures, before its first question; an error names a missing token."
-    smolvlm = convention == 'smolvlm'
-    numbered = len(splitted_image_counts) > 1 and not smolvlm
+    numbered = len(splitted_image_counts) > 1 and convention == 'nanovlm'
     text, slots = '', tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
-        try: text += f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, smolvlm)
+        try: text += f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, convention)
         except AttributeError as e:
             raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
                 '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
     return text
 
 # %% ../../nbs/11_data.prompts.ipynb #962f8d05
-def _picture(tokenizer, rows, cols, slots, smolvlm):
+def _picture(tokenizer, rows, cols, slots, convention):
     "Placeholders of one picture; one without an announcement is MiniMind-V's."
+    if convention == 'qwen':
+        return tokenizer.vision_start_token + slots*rows*cols + tokenizer.vision_end_token
+    smolvlm = convention == 'smolvlm'
     fake, several = tokenizer.fake_image_token if smolvlm else '', rows*cols > 1
     bare = not several and not hasattr(tokenizer, 'global_image_token')
     whole = ('' if bare else tokenizer.global_image_token) + slots

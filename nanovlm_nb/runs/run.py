@@ -190,11 +190,22 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
 # %% ../../nbs/56_runs.run.ipynb #56000009
 _SMALL_M = 10. # millions of parameters; a smaller model is there to try something, and needs no advice
 
-def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own parts
+def _frozen_tokens(trainer:Trainer, begins:bool)->list[str]: # whether this is the first start of the run
+    "A line if new rows of a pretrained embedding stay random; what a checkpoint has may have been trained."
+    model = trainer.base
+    trained = trainer.cfg.load_from or trainer.cfg.resume_from_vlm_checkpoint
+    pretrained = model.cfg.vlm_load_backbone_weights and model.cfg.extra_token_amount>0
+    if not begins or trained or not pretrained or trains(model.decoder.token_embedding): return []
+    return [f'the embedding of the language model is frozen: the {model.cfg.extra_token_amount} tokens for '
+        'pictures that were added to it keep random vectors, and the projector learns to work with them '
+        '(lr_language_backbone above 0, without language_last_blocks, trains them)']
+
+def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: # names of its own parts
     "What the log begins with."
     c,dist,size = trainer.cfg,trainer.dist,sum(p.numel() for p in trainer.base.parameters())/1e6
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
+        *_frozen_tokens(trainer, begins and 'model' not in own),
         *[f"the script's own: {', '.join(own)}"]*bool(own),
         *(lint(c, ranks=dist.world_size) if size>_SMALL_M else [])]
 
@@ -207,8 +218,8 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
         cache = _keep_features(t.base, run_dir/FEATURE_CACHE, t.dtype)
         log.info(f'features of tiles are kept in {cache.folder}')
     dist.barrier() # every rank has read
+    if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
     on_master(dist, lambda: go_back(run_dir, checkpoint))
-    if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base']))
     log.open()
     set_status(run_dir, 'running', dist)
     if checkpoint is None: log.cut(0) # what an earlier start has left is done again
@@ -222,7 +233,8 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
     t = build_trainer(v, c, log, dist, checkpoint, parts)
-    for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
+    first = _first_lines(t, own, checkpoint is None)
+    for line in (*first, *lines, *(line for _,line in resumed)): log.info(line)
     _use_evals(t)
     then = lambda: _begin(run, t, checkpoint)
     resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()

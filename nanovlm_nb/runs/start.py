@@ -9,7 +9,7 @@ __all__ = ['OWN_PARTS', 'YOURS', 'HUB_ERRORS', 'SAME_SCRIPT', 'INTERRUPTED', 'is
            'report_run', 'relaunch', 'go_on', 'OpenRun', 'left_line', 'RunFailed', 'set_status', 'exit_code']
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10003
-import math,shutil,json,os,shlex
+import math,json,os,shlex
 from collections.abc import Callable,Iterable
 from dataclasses import asdict,fields,dataclass
 from pathlib import Path
@@ -23,10 +23,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..core.config import BESIDE_WEIGHTS,CAREFUL,FINE,OF_RUN,REFUSED,TrainConfig,VLMConfig
 from ..core.config import check_configs,evolve,resume_rule,trust_flags,length_of_run,load_yaml,run_path
-from ..core.run_dir import BEST,CLASSIFY,LOG,TRAINER_STATE,WANDB_ID,abandoned_folder
+from ..core.run_dir import ASIDE,BEST,CLASSIFY,LOG,TRAINER_STATE,WANDB_ID,abandoned_folder
 from ..core.run_dir import find_checkpoint,last_checkpoint,left_behind,missing_pieces,read_log,run_of
-from ..core.run_dir import read_pointer,read_state,set_aside,usable_checkpoint,write_pointer
-from ..core.run_dir import write_atomic,step_of,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS
+from ..core.run_dir import check_run_dir,check_way,open_own,read_pointer,read_state,set_aside,usable_checkpoint
+from ..core.run_dir import write_pointer,write_atomic,step_of,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS
 from ..core.usage import MissingFile,require,UsageError
 from ..model.weights import checkpoint_config,find_tokenizer,language_config,pth_path
 from ..model.weights import resolve_checkpoint,tower_fields,checkpoint_weights,load_weights
@@ -209,11 +209,12 @@ def _best_before(run_dir, checkpoint):
 # %% ../../nbs/52_runs.start.ipynb #82279779
 def go_back(run_dir:Path, checkpoint:Path|None)->Path|None: # one of its checkpoints, None: the beginning
     "Make a checkpoint the current one of a run that is locked; returns where newer ones were set aside."
-    newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
+    newer = left_behind(run_dir, checkpoint)
+    folder = run_dir/ASIDE
     if newer:
         folder.mkdir(exist_ok=True)
         for p in (p for p in run_dir.iterdir() if p.is_file() and p.suffix in _RECORDS):
-            if not (folder/p.name).exists(): Path(shutil.copy2(p, folder/'part')).replace(folder/p.name)
+            if not (folder/p.name).exists(): write_atomic(folder/p.name, p.read_bytes())
     if (best := read_pointer(run_dir, BEST)) in newer: write_pointer(folder, BEST, best)
     write_pointer(run_dir, BEST, checkpoint and _best_before(run_dir, checkpoint))
     if folder.is_dir() and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(folder/WANDB_ID)
@@ -331,6 +332,8 @@ def plan_resume(run_dir:Path, start:Start, v:VLMConfig, c:TrainConfig, world_siz
     """What a start changes in the directory of its run, and which settings have changed; a UsageError where
     the checkpoint does not fit them. `own` names the parts of a script."""
     checkpoint = start.path if start.kind=='resume' else None
+    check_run_dir(run_dir)
+    check_way(run_dir, checkpoint, math.inf if c.max_training_samples else c.max_training_steps)
     found = [(checkpoint is not None or not c.resume, start.line)]
     if newer := left_behind(run_dir, checkpoint):
         names,folder = ', '.join(p.name for p in newer),abandoned_folder(run_dir)
@@ -348,7 +351,8 @@ _OWN = {'run_name','notes','resume','load_from'} # different in every run
 
 def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str]]:
     "Name of the run beside this one that was configured last, or '', and a line for each field that differs."
-    others = [p for p in run_dir.absolute().parent.glob(f'*/{CONFIG}') if p.parent.name!=run_dir.name]
+    others = [p for p in run_dir.absolute().parent.glob(f'*/{CONFIG}')
+        if p.parent.name!=run_dir.name and p.is_file()] # what is no file may never end
     if not others: return '',['the first run of its folder']
     latest = max(others, key=lambda p: p.stat().st_mtime)
     try: before = load_yaml(latest, given=None)
@@ -370,8 +374,9 @@ def _data_lines(v:VLMConfig, c:TrainConfig)->list[str]: # of a run
     vision,language = c.lr_backbone_pair
     rates = f'learning rates: projector {c.lr_mp}, vision {vision}, language {language}'
     if c.lora_rank: rates = f'adapters of rank {c.lora_rank} of {c.load_from}, learning rate {c.lr_lora}'
+    largest = f'{v.max_pixels} pixels' if v.native else f'{v.max_img_size} pixels a side'
     return [f'data: {c.train_dataset_path}{names}{first}', rates,
-        f'pictures of at most {v.max_img_size} pixels a side, packs of {v.lm_max_length} tokens',
+        f'pictures of at most {largest}, packs of {v.lm_max_length} tokens',
         f'{c.batch_size} x {c.gradient_accumulation_steps} packs an update on a rank, up to '
         f'{length_of_run(c)}, seed {c.seed}']
 
@@ -596,7 +601,8 @@ def set_status(run_dir:Path, status:str, dist:Dist)->None: # of the run; 'runnin
     "Write the status of a run; on a full disk there is still the room of the word before."
     if not dist.is_master: return
     try: write_atomic(run_dir/STATUS, status+'\n')
-    except OSError: (run_dir/STATUS).write_text(status+'\n', encoding='utf-8')
+    except OSError:
+        with open_own(run_dir/STATUS, 'w') as file: file.write(status+'\n')
 
 # %% ../../nbs/52_runs.start.ipynb #65bce8fd
 def exit_code(run_dir:Path)->int: # of a run that has ended; 0, or `INTERRUPTED`

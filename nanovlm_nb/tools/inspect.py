@@ -22,6 +22,7 @@ from ..core.usage import UsageError,nearest,require,MissingFile,say
 from ..data.dataset import FEATURES,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
 from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
 from ..data.loader import get_dataloaders,size_line
+from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
 from ..data.packing import collate_packs,pack,unpack
 from ..data.prompts import answer_frame
@@ -193,7 +194,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
     for sample in seen.shown:
-        tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
+        tiles = ' + '.join(str(t.shape[:-3].numel()) for t in sample['images']) or 'no'
         yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
         yield sample_text(sample, train.samples.tokenizer)
 
@@ -239,7 +240,8 @@ def _trainer_before(run_dir:Path, update:int, code:dict={})->Iterator[tuple[Trai
     checkpoint = _checkpoint_before(run_dir, update)
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
-        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint)
+        parts = dict(loaders=loaders_of(cfg, run_dir))
+        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint, parts)
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)

@@ -368,7 +368,7 @@ class ValidateClasses(Validate):
         if not t.step: return False
         better = before is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
-        found |= self.best
+        found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and t.dist.is_master:
             names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
             plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
@@ -400,8 +400,9 @@ def _links(folder, wanted):
     "Lets a folder hold exactly these links."
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        if old.is_symlink(): old.unlink()
-    for name,target in wanted.items(): (folder/name).symlink_to(target)
+        if old.is_symlink() and os.readlink(old).startswith('../'): old.unlink() # one of ours
+    for name,target in wanted.items():
+        if not os.path.lexists(folder/name): (folder/name).symlink_to(target)
 
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from ..core.usage import UsageError,require,say,user_path
 from ..data.images import open_image
-from ..answers.answer import Asker,Chat
+from ..answers.answer import Asker,Chat,standard_processor
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
@@ -195,7 +195,8 @@ def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     out,kind = values.out,values.format
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     with user_path():
-        model = open_model(values.checkpoint)
+        model = open_model(values.checkpoint, kind)
+        standard_processor(model) # or a UsageError
         if kind=='onnx': export_onnx(model, out, values.int8)
         else: _export_web(model, out, values.web_runtime)
     how = dict(onnx=f'{OWN_NOTE} says how pictures are cut and announced',
