@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FEW', 'LONGEST', 'left_pad', 'Reply', 'standard_processor', 'Asker', 'answer_losses', 'Chat', 'Result',
-           'questions_of', 'answer_all', 'tally_kinds', 'accuracy', 'accuracy_table', 'plot_answers', 'main']
+           'questions_of', 'answer_all', 'tally_kinds', 'accuracy', 'accuracy_table', 'plot_answers', 'keep_example',
+           'main']
 
 # %% ../../nbs/30_answers.answer.ipynb #b908693b
 import base64,io,json,sys
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING,Any
 import torch
 from PIL import Image
 
-from ..core.usage import require
+from ..core.usage import require,say
 from ..core.config import IGNORE
 from ..core.dist import pick_device
-from ..core.run_dir import CONFIG,own_parts_of
+from ..core.run_dir import CONFIG,own_parts_of,EXAMPLE,EXAMPLE_PICTURE,newest_run,read_example
+from ..core.run_dir import write_atomic
 from ..core.logs import finished,styled
 from ..model.generate import TextStreams
 from ..model.language import Reader
@@ -95,7 +97,7 @@ class Asker:
     )->'Asker':
         "Returns an `Asker` around a saved model."
         model = VisionLanguageModel.from_pretrained(checkpoint)
-        return cls.from_model(model.to(device or pick_device()), processor=processor)
+        return cls.from_model(model.to(pick_device(device)), processor=processor)
 
     @property
     def device(self)->torch.device:
@@ -376,13 +378,27 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
     return finished(fig, path)
 
 # %% ../../nbs/30_answers.answer.ipynb #761a09fe
+def keep_example(run_dir:Path, row:dict)->None: # held out, with one picture; see `read_example`
+    "Writes picture, question and right answer of a row into a run's directory."
+    png,turn = io.BytesIO(),row['texts'][0]
+    row['images'][0].convert('RGB').save(png, 'PNG')
+    write_atomic(run_dir/EXAMPLE_PICTURE, png.getvalue())
+    text = json.dumps(dict(question=turn['user'], answer=turn['assistant']), ensure_ascii=False)
+    write_atomic(run_dir/EXAMPLE, text+'\n')
+
 _TOGETHER = 16 # questions that are read in one batch
 
 def main(values:Namespace)->None: # from `cli.ask_parser`
-    "Command `nanovlm ask`: answers questions about some pictures."
+    "Command `nanovlm ask`: answers questions about some pictures, or the one that a run keeps."
     a = values
-    questions = [line.strip() for line in sys.stdin if line.strip()] if a.prompt=='-' else [a.prompt]
-    images,asker = [open_image(p) for p in a.image],Asker.from_checkpoint(a.checkpoint)
+    checkpoint,right = a.checkpoint or newest_run(),None
+    questions,pictures = [a.prompt],a.image
+    if a.prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
+    elif a.prompt is None:
+        picture,question,right = read_example(checkpoint)
+        questions,pictures = [question],[str(picture)]
+    images = [open_image(p) for p in pictures]
+    asker = Asker.from_checkpoint(checkpoint)
     how:dict = {}
     if a.temperature:
         chance = torch.Generator(asker.device).manual_seed(a.seed)
@@ -391,8 +407,11 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
         part = questions[i:i+_TOGETHER]
         answers = asker([(images,q) for q in part], a.max_new_tokens, a.stop, **how)
         for q,reply in zip(part, answers):
-            told = dict(images=a.image, prompt=q, answer=reply, cut=reply.cut)
-            sys.stdout.write((json.dumps(told, ensure_ascii=False) if a.json else reply)+'\n')
-        sys.stdout.flush()
+            text = str(reply)
+            if a.json:
+                told = dict(images=pictures, prompt=q, answer=text, cut=reply.cut)
+                text = json.dumps(told, ensure_ascii=False)
+            elif right is not None: text = f'{pictures[0]}: {q}\n{text}\n(the right answer: {right})'
+            say(text)
         if any(reply.cut for reply in answers) and not a.json:
             sys.stderr.write(f'cut after {a.max_new_tokens} tokens: --max_new_tokens allows more\n')

@@ -87,7 +87,8 @@ def check_known(names:Iterable[str], known:Iterable[str], what:str)->None: # wha
         if name in known: continue
         near = nearest(name, known)
         told = OTHER_WORDS.get(name.lstrip('-').rpartition('.')[2], '')
-        options = f"give one of {', '.join(known)}" if len(known)<=12 else '--help shows those that exist'
+        lists = '--help shows' if what=='flag' else 'nanovlm train --help_all shows'
+        options = f"give one of {', '.join(known)}" if len(known)<=12 else f'{lists} those that exist'
         if ' ' in told: options = told
         elif near: options = f'did you mean `{near}`?'
         raise UsageError(f'unknown {what} `{name}`: {options}')
@@ -106,9 +107,13 @@ def printable(text:str)->str:
 
 # %% ../../nbs/00_core.usage.ipynb #794a10e2
 def say(text:str='')->None:
-    "Writes a line of a command's output, at once."
-    sys.stdout.write(printable(text)+'\n')
-    sys.stdout.flush()
+    "Writes a line of a command's output, at once; ends the command when nobody reads it any more."
+    try:
+        sys.stdout.write(printable(text)+'\n')
+        sys.stdout.flush()
+    except BrokenPipeError: # Python would write the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None # as from a shell
 
 class PrintableFormatter(logging.Formatter):
     "Log lines that a terminal shows as they are."
@@ -166,18 +171,24 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: o
     return [a for a in argv if a!=DEBUG],debug
 
 # %% ../../nbs/00_core.usage.ipynb #fb82db6c
+def _of_machine(error:BaseException)->str: # empty: it is another error
+    "Returns what to say of an error that comes of a full disk or of too little memory."
+    if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT): return f'{error}: free some'
+    memory = type(error).__name__ in ('MemoryError','OutOfMemoryError') or "can't allocate memory" in str(error)
+    return f'memory ran out ({error}): take a smaller model or batch, or another machine' if memory else ''
+
 @contextmanager
 def one_line_errors(prog:str, debug:bool=False)->Iterator[None]: # name of the command
-    """Inside, a user error or a full disk ends the command with one line and exit code 2, Ctrl-C with 130.
-    `debug` shows the traceback instead."""
+    """Inside, a user error, a full disk or too little memory ends the command with one line and exit code 2,
+    Ctrl-C with 130. `debug` shows the traceback instead."""
     try: yield
-    except (UsageError, KeyboardInterrupt, OSError) as e:
-        full = getattr(e, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) # of the disk, or of a user
-        if debug or not (full or isinstance(e, (UsageError, KeyboardInterrupt))): raise
-        if isinstance(e, KeyboardInterrupt): raise SystemExit(130) from None # as from a shell
-        message = ' '.join(str(e).split())
-        if full: message += ': free some'
-        sys.stderr.write(printable(f'{prog}: error: {message}\n'))
+    except KeyboardInterrupt:
+        if debug: raise
+        raise SystemExit(130) from None # as from a shell
+    except (UsageError, OSError, RuntimeError, MemoryError) as e:
+        message = str(e) if isinstance(e, UsageError) else _of_machine(e)
+        if debug or not message: raise
+        sys.stderr.write(printable(f"{prog}: error: {' '.join(message.split())}\n"))
         raise SystemExit(2) from e
 
 # %% ../../nbs/00_core.usage.ipynb #05a10041

@@ -163,7 +163,7 @@ MARK = '<image>' # where a picture belongs in a question
 DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a caption
 LEFT_OUT = 'left_out' # column of tables of ours: why a row cannot be used
 GIVE = ('give image, question and answer, or images and texts, or images and messages; '
-        'other names by a flag, as in `--columns image=img question=q answer=a`')
+        'other names in columns, as `image=img question=q answer=a`')
 _TEXT,_RATED = datasets.Value('string'),datasets.List(datasets.Value('float64'))
 FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()), # how rows of ours are stored
     texts=datasets.List(dict(user=_TEXT, assistant=_TEXT)), **{f'{r}_ratings':_RATED for r in RATINGS},
@@ -288,7 +288,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     others = unread()
     read['images'] = _picture_columns(row, by_name['images'], others, folders, chosen)
     if read['images'] or _shows(row, read): return read
-    for name in (name for group in others for name in group if 'image' in name.lower()):
+    for name in (name for group in others for name in group if re.search('image|video', name.lower())):
         if is_filled(row[name]) and row[name] != 0: _refuse(name, 'pictures', ())
     return read
 

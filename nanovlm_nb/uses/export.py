@@ -284,18 +284,18 @@ def _check_carried(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase, # of a mode
     to_smolvlm({}, cfg)
     require(cfg.image_convention=='smolvlm', f'image_convention is {cfg.image_convention}, but llama.cpp '
         'cuts and announces pictures as smolvlm does: train with image_convention smolvlm, '
-        'or take --format onnx')
+        'or take format onnx')
     require(cfg.vit_activation in _ACTIVATION_KEYS, f"vit_activation is {cfg.vit_activation}, but "
-        f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take --format onnx")
+        f"llama.cpp's towers have {' and '.join(_ACTIVATION_KEYS)}: take format onnx")
     for name,token in cfg.vlm_extra_tokens.items():
         require(_announced(name) in (None, token), f'vlm_extra_tokens has {token} for {name}, '
             f'but llama.cpp looks for {_announced(name)}: train with that')
     require(cfg.max_img_size!=cfg.vit_img_size, f'max_img_size is {cfg.max_img_size}, one tile, but '
         'llama.cpp shows every picture in tiles and as a whole: train with two tiles a side or more, '
-        'or take --format onnx')
+        'or take format onnx')
     require(len(tokenizer.encode('\n\n', add_special_tokens=False))==1,
         'the tokenizer has no token for a blank line, which llama.cpp puts before the view of the whole: '
-        "take a tokenizer with one (SmolLM2's has), or --format onnx")
+        "take a tokenizer with one (SmolLM2's has), or format onnx")
 
 # %% ../../nbs/80_uses.export.ipynb #85a0001f
 _FILE_TYPES = dict(f32=0, f16=1, q8_0=7) # llama.cpp's number of a file's kind
