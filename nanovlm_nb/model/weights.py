@@ -869,8 +869,10 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
-        raise MissingFile(f"there is no file {path}: "
-                          "train a language model first, or give load_from another file")
+        of_xtuner = Path(path).name.startswith('iter_')
+        remedy = ('iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
+            if of_xtuner else 'train a language model first, or give load_from another file')
+        raise MissingFile(f'there is no file {path}: {remedy}')
     cfg,tensors,state = model.decoder.cfg,model.state_dict(),_unwrapped(path)
     if not any(k.startswith('decoder.') for k in state): state = _from_minimind(state, model, path)
     for k in (EMBED,HEAD):
