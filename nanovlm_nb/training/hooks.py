@@ -146,7 +146,8 @@ class Meters(Hook):
         t,u = trainer,trainer.update
         if u is None: return
         seconds = self.time(t.clock, u)
-        flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets, u.window_pairs, u.picture_pairs)
+        flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets,
+                            u.window_pairs, u.picture_pairs)
         figures['tokens_per_second'] = u.tokens/seconds
         new:Any = dict(updates=1, samples=u.samples, flops=flops, tokens=u.tokens, seconds=seconds)
         if t.refused is None: new |= dict(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets,

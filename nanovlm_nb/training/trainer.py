@@ -427,7 +427,7 @@ class Validate(Hook):
         t,size = trainer,trainer.cfg.val_size
         if t.checkpoint or any(t.dist.sum(tally(b)['targets']) for b in validation_batches(t)): return
         require(size==0, f'no usable validation row among val_size {size}: '
-            f'{_blame(t, t.held_out) or "raise val_size"}; or give --val_size 0 to train without validation')
+            f'{_blame(t, t.held_out) or "raise val_size"}; or set val_size to 0 to train without validation')
         t.log.info('no validation: val_size is 0, and the last checkpoint counts as the best')
 
     def measure(self, trainer:Trainer)->Figures|None: # None: nothing to measure, or stopped
@@ -558,7 +558,7 @@ def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->Non
     else: load_optimizer(checkpoint/'optimizer', t.base, t.optimizer, t.dist)
     t.scaler.load_state_dict(state['scaler'])
     before,now = state['precision'],str(t.dtype)
-    if before!=now: t.log.info(f'trained in {before} so far, from here in {now} (--dtype changes it)')
+    if before!=now: t.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
 
 # %% ../../nbs/47_training.trainer.ipynb #c8a1d72d
 def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trainer_state.json`
