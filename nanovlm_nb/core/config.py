@@ -461,7 +461,7 @@ class TrainConfig(Config):
     train_dataset_weights:list[PosF] = many()
     stream_dataset:bool = True # * read the data while training, without a download first
     data_cutoff_idx:Pos|None = None # * use at most so many training samples; None: all
-    val_size:Count = 50000 # * samples set aside for validation
+    val_size:Count = 50000 # * samples set aside for validation, over all ranks together
     max_images_per_example:Pos = 4 # * samples with more images are dropped
     max_images_per_knapsack:Pos = 18 # images of a pack at most
     max_tiles_per_knapsack:Pos|None = None # tiles of a pack at most, what the tower sees; None: no limit

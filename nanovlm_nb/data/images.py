@@ -7,7 +7,7 @@ __all__ = ['Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', '
            'split_tiles', 'global_view', 'smart_resize', 'ImageProcessor', 'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
-import io,math,os,random,re,struct,warnings,zlib
+import io,math,os,random,re,stat,struct,warnings,zlib
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
