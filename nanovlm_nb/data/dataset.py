@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['RATINGS', 'logger', 'REMEDIES', 'LAYOUTS', 'DESCRIBE', 'LEFT_OUT', 'GIVE', 'FEATURES', 'COLOURS', 'SHAPES', 'PLACES',
-           'SORTS', 'QUESTIONS', 'OFTEN', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'columns_by_name',
-           'UnusedColumn', 'columns_of', 'unread_of', 'pair_turns', 'read_layout', 'to_row', 'Plan', 'VQADataset',
-           'make_scene', 'held_out', 'draw_scene', 'pair_turn', 'shapes_dataset', 'shapes_tokenizer', 'blind_guesses',
-           'best_blind_guess']
+           'SORTS', 'QUESTIONS', 'OFTEN', 'Dropped', 'Drops', 'read_dropped', 'DropFile', 'is_caption',
+           'columns_by_name', 'UnusedColumn', 'columns_of', 'unread_of', 'pair_turns', 'read_layout', 'to_row', 'Plan',
+           'VQADataset', 'make_scene', 'held_out', 'draw_scene', 'pair_turn', 'shapes_dataset', 'shapes_tokenizer',
+           'blind_guesses', 'best_blind_guess']
 
 # %% ../../nbs/12_data.dataset.ipynb #d7ed6922
 import copy,hashlib,io,json,logging,math,os,random,re
 from collections import Counter,defaultdict
-from collections.abc import Callable,Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
@@ -172,11 +172,11 @@ LAYOUTS = dict(
     texts=('texts', 'messages', 'conversations', 'conversation'),
     question=('question', 'query', 'prompt', 'prefix', 'instruction', 'questions'),
     answer=('answer', 'answers', 'response', 'completion', 'suffix', 'output', 'multiple_choice_answer',
-        'direct_answers', 'correct_answer', 'caption', 'captions', 'sentences', 'text', 'txt'),
+        'direct_answers', 'correct_answer', 'caption', 'captions', 'sentences', 'sentences_raw',
+        'annotations_captions', 'caption_str', 'reference_strs', 'text', 'txt'),
     options=('options', 'choices', 'multiple_choices'),
     choice=('choice', 'correct_choice_idx', 'answer_index', 'answer_idx', 'correct_index', 'label'),
     system=('system',), context=('context', 'hint'), input=('input',), history=('history',))
-_CAPTIONS = {'caption', 'captions', 'sentences', 'text', 'txt'}
 _ROLES = dict(system='system', developer='system', user='user', human='user', assistant='assistant',
     gpt='assistant', model='assistant') # who speaks -> what a chat template calls it
 DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a caption
@@ -196,6 +196,8 @@ def _place(column):
     "Where a column stands among those that differ in a number or a letter."
     number = ''.join(re.findall(r'\d', column))
     return int(number or 0),column
+
+def is_caption(column:str)->bool: return bool(re.search('caption|sentence|^te?xt|reference_strs', column.lower()))
 
 @lru_cache(maxsize=1024)
 def columns_by_name(columns:tuple[str,...])->dict[str,list[tuple[str,...]]]:
@@ -294,7 +296,10 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     read = {kind:_filled(row, by_name[kind]) for kind in LAYOUTS if kind != 'images'}
     for kind in ('system', 'context', 'input'):
         if not all(isinstance(row[name], str) for name in read[kind]): read[kind] = ()
-    if not read['options'] or not read['question']: read['options'] = read['choice'] = ()
+    if not read['options'] or not read['question']:
+        words = [name for name in read['choice'] if not isinstance(row[name], (int, float))]
+        if read['question']: read['answer'] = read['answer'] or tuple(words)
+        read['options'] = read['choice'] = ()
     if read['texts']: read = dict.fromkeys(read, ())|{kind:read[kind] for kind in ('texts', 'system')}
     def unread():
         used = {name for columns in read.values() for name in columns}
@@ -316,7 +321,7 @@ def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `column
     used = {name for columns in read.values() for name in columns}
     used |= {*FEATURES, 'id', 'kinds'}
     found = [name for name in row if name not in used and is_filled(row[name])]
-    people = [] if not read['question'] else [name for name in read['answer'] if name not in _CAPTIONS]
+    people = [] if not read['question'] else [name for name in read['answer'] if not is_caption(name)]
     several = (name for name in people if len(as_list(listed(row[name]))) > 1 and not _is_conversation(row[name]))
     return found+[f'all but the commonest of `{name}`' for name in several]
 
@@ -409,7 +414,7 @@ def _question_turns(row, read, pictures, inside):
         f'`{question[0] if question else ""}` has {len(asked)} questions for {len(said) or 1} answers: give one for each')
     if read['options']: return [_choice_turn(asked[0], row, read)]
     if len(asked) > 1: pass
-    elif answer[0].lower() in _CAPTIONS or not question: asked *= len(said)
+    elif is_caption(answer[0]) or not question: asked *= len(said)
     else: said = [_commonest(said)]
     return [dict(user=q, assistant=a) for q,a in zip(asked, said)]
 
@@ -464,13 +469,12 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     return pictures or inside,turns
 
 # %% ../../nbs/12_data.dataset.ipynb #f0156043
-def to_row(r:pa.Table|dict|Callable[[],dict], place:int|str, # or what reads the row; its number
+def to_row(r:pa.Table|dict, place:int|str, # its number
     name:str|None=None, marks:bool=False, # its configuration; leave marks as they are
     folders:Folders=None)->Any: # of pictures that it names, see `find_picture`
     "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{place}"
     try:
-        if callable(r): r = r()
         if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
         own,source = r.get('row_id'),r.get('source')
         names = map(str, filter(None, (name or source or 'sample', own is not None and source)))

@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from ..core.config import IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml
 from ..core.config import updates_of_run,TRUSTED
 from ..core.usage import UsageError,nearest,require,MissingFile,say
-from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan
+from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan,columns_by_name
 from ..data.sources import columns_read,head_rows
-from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,picture_folders,rename,text_files
+from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,picture_folders
+from ..data.loader import rename,text_files
 from ..data.loader import get_dataloaders,size_line
 from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
