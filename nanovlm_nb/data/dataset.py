@@ -29,7 +29,7 @@ from ..core.usage import UsageError,require,MissingFile
 from ..core.run_dir import DROPPED,open_own
 from ..core.tokenizer import train_tokenizer
 from .values import Folders,as_list,first_of as _first,is_base64,is_filled,listed
-from .values import options_of,picture_evidence,pictures_of,pick_option,find_picture
+from .values import options_of,picture_evidence,pictures_of,pick_option,find_picture,_find
 from .images import ImageProcessor,UnreadableImage,image_size
 from .prompts import MARK,answer_frames,encode_chat,image_strings,number_marks,place_pictures
 from .prompts import special_pattern
@@ -485,7 +485,8 @@ def to_row(r:pa.Table|dict, place:int|str, # its number
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
     spare = number_marks(texts, len(images))[1]
     if not marks: texts = place_pictures(texts, len(images))
-    return r|dict(id=id, images=images, texts=texts, spare_marks=spare)
+    if spare: r = r|dict(spare_marks=spare)
+    return r|dict(id=id, images=images, texts=texts)
 
 # %% ../../nbs/12_data.dataset.ipynb #d5f582a4
 @dataclass(slots=True)
