@@ -79,7 +79,8 @@ def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes
     'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
     (right, asked)."""
     asker = model if isinstance(model, Asker) else load(model)
-    seen = [r | dict(images=[open_image(p) for p in r['images'] or []]) for r in own_rows(rows)]
+    white = asker.model.cfg.pixel_max
+    seen = [r | dict(images=[open_image(p, white) for p in r['images'] or []]) for r in own_rows(rows)]
     return compare_answers(asker, seen)[0]
 
 # %% ../nbs/91_api.ipynb #91a1001e

@@ -29,8 +29,8 @@ from ..core.logs import finished,styled
 from ..model.generate import TextStreams
 from ..model.language import Reader
 from ..model.vlm import VisionLanguageModel
-from ..data.images import ImageProcessor,image_processor_of,open_image
-from ..data.prompts import encode_chat,encode_prompt,get_image_string
+from ..data.images import ImageProcessor,image_processor_of,image_size,open_image
+from ..data.prompts import encode_chat,encode_prompt,image_strings,place_pictures
 from ..data.dataset import as_list
 from ..data.loader import as_picture
 
@@ -81,7 +81,7 @@ class Asker:
     model:VisionLanguageModel # in eval mode
     tokenizer:Any # with nanoVLM's image tokens
     image_processor:ImageProcessor # picture -> (tiles, grid)
-    numbered:bool = True # several pictures are numbered in the text, as in training
+    numbered:bool = True # pictures are numbered and placed as in training; else they come first, see `NanoVLM`
 
     @classmethod
     def from_model(cls, model:VisionLanguageModel, tokenizer=None, # default: the model's own
@@ -104,24 +104,28 @@ class Asker:
         "Returns where the model is."
         return self.model.device
 
+    @property
+    def inline(self)->bool:
+        "Returns whether pictures stand at their marks in the text."
+        return self.numbered and self.image_processor.convention!='nanovlm'
+
     def tiles(self, images:Iterable[Image.Image]|Image.Image, # pictures, may be none; or one
-    )->tuple[list,str]: # one stack of uint8 tiles per picture; their placeholders in the text
+    )->tuple[list,list[str]|str]: # one stack of uint8 tiles per picture; their placeholders, see `to_messages`
         "Returns what the model sees of some pictures."
         images = [images] if isinstance(images, Image.Image) else list(images)
         if not images: return [],''
         tiles,grids = zip(*map(self.image_processor, images))
         a_tile,convention = self.model.cfg.mp_image_token_length,self.image_processor.convention
-        together = [[*grids]] if self.numbered else [[g] for g in grids]
-        texts = (get_image_string(self.tokenizer, g, a_tile, convention) for g in together)
-        return [*tiles],''.join(texts)
+        if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], a_tile, convention)
+        return [*tiles],''.join(image_strings(self.tokenizer, [g], a_tile, convention)[0] for g in grids)
 
     def prompt(self, images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
         start:str='', # how the answer begins; it is not repeated in the answer
     )->tuple[list[int],list]: # token ids, one stack of uint8 tiles per picture
         "Returns token ids and tiles of one question."
-        tiles,image_string = self.tiles(images)
-        return encode_prompt(self.tokenizer, question, image_string, start=start).tolist(),tiles
+        tiles,pictures = self.tiles(images)
+        return encode_prompt(self.tokenizer, question, pictures, start, self.inline).tolist(),tiles
 
     def check_length(self, n:int, max_new_tokens:int)->None: # tokens of the longest prompt, and of its answer
         "Raises a UsageError where prompt and answer need more positions than the model has."
@@ -187,7 +191,8 @@ class Asker:
         max_new_tokens:int=32, **sampling, # see `stream`
     )->Reply: # the text; Jupyter shows it beside the pictures
         "Answers one question, freely or with the most likely of some choices."
-        images = [open_image(as_picture(p)) for p in as_list(pictures)]
+        white = self.model.cfg.pixel_max
+        images = [open_image(as_picture(p), white) for p in as_list(pictures)]
         require(choices is None or len(choices) and not isinstance(choices, str),
             f'choices are {choices!r}: give a list of possible answers')
         if choices is None:
@@ -224,9 +229,11 @@ def _with_answers(asker, turns, template):
         images = [images] if isinstance(images, Image.Image) else list(images)
         key = tuple(map(id, images))
         if key not in known: known[key] = *asker.tiles(images),images # they live as long as their ids count
-        tiles,image_string,_ = known[key]
-        ids,labels = encode_chat(tokenizer, [*before, last|dict(assistant=answer)], image_string)
-        if before: labels[:len(encode_prompt(tokenizer, [*before, last], image_string))-1] = IGNORE
+        tiles,pictures,_ = known[key]
+        ids,labels = encode_chat(tokenizer, [*before, last|dict(assistant=answer)], pictures, asker.inline)
+        if before:
+            prompt = encode_prompt(tokenizer, [*before, last], pictures, inline=asker.inline)
+            labels[:len(prompt)-1] = IGNORE
         ends = (labels==tokenizer.eos_token_id).nonzero()
         if len(ends) and not template: labels[ends[-1]+1:] = IGNORE
         yield ids,labels,tiles
@@ -255,7 +262,7 @@ class Chat:
     "A conversation about some pictures, in which nothing is read twice."
     def __init__(self, asker:Asker, images:Iterable[Image.Image]=()): # the model; what it is about
         self.asker,self.turns = asker,[]
-        self.tiles,self.image_string = asker.tiles(images)
+        self.tiles,self.pictures = asker.tiles(images)
         self.known = []                # token ids that the reader has read
         self.reader:Reader|None = None # none has begun
 
@@ -269,7 +276,7 @@ class Chat:
     )->Iterator[str]: # pieces of the answer; the arguments are those of `Asker.stream`
         "Asks the next question, and yields the answer; only an answer heard to its end is remembered."
         a,turns = self.asker,[*self.turns, dict(user=question)]
-        unread = ids = encode_prompt(a.tokenizer, turns, self.image_string).tolist()
+        unread = ids = encode_prompt(a.tokenizer, turns, self.pictures, inline=a.inline).tolist()
         a.check_length(len(ids), max_new_tokens)
         n = self.shared(ids)
         if n and self.reader: self.reader.go_back(n, len(ids)-n+max_new_tokens)
@@ -309,7 +316,7 @@ FEW = 8 # different questions, each of which is a kind of its own
 def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perhaps `kinds` or `source`
 )->list[Result]: # not yet answered
     "Returns every turn of every sample as a question."
-    rows,out = list(rows),[]
+    rows,out = [row|dict(texts=place_pictures(row['texts'], len(row['images'] or []))) for row in rows],[]
     asked = {t['user'] for row in rows for t in row['texts']}
     for row in rows:
         images = list(row['images'] or [])
@@ -397,8 +404,9 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
     elif a.prompt is None:
         picture,question,right = read_example(checkpoint)
         questions,pictures = [question],[str(picture)]
-    images = [open_image(p) for p in pictures]
+    for path in pictures: image_size(path) # before a model is read
     asker = Asker.from_checkpoint(checkpoint)
+    images = [open_image(path, asker.model.cfg.pixel_max) for path in pictures]
     how:dict = {}
     if a.temperature:
         chance = torch.Generator(asker.device).manual_seed(a.seed)

@@ -286,6 +286,8 @@ class VLMConfig(Config):
     pixel_std:Deviations = many(1.) # every pixel is divided by it, one number or three; SigLIP: 0.5
     # how pictures are cut and announced in the text, each with its own vlm_extra_tokens
     image_convention:Literal['nanovlm','smolvlm','qwen'] = 'nanovlm'
+    # value that is white in pictures of more than 8 bits a pixel, such as 4095 for 12 of 16; None: 65535
+    pixel_max:PosF|None = None
     # --- pictures that keep their shape: image_convention qwen
     min_pixels:Pos = 3136 # a smaller picture is enlarged to so many pixels
     # * a larger picture is shrunk to so many; vit_img_size x vit_img_size of them are one token
@@ -459,7 +461,7 @@ class TrainConfig(Config):
     train_dataset_weights:list[PosF] = many()
     stream_dataset:bool = True # * read the data while training, without a download first
     data_cutoff_idx:Pos|None = None # * use at most so many training samples; None: all
-    val_size:Count = 50000 # * samples set aside for validation
+    val_size:Count = 50000 # * samples set aside for validation, over all ranks together
     max_images_per_example:Pos = 4 # * samples with more images are dropped
     max_images_per_knapsack:Pos = 18 # images of a pack at most
     max_tiles_per_knapsack:Pos|None = None # tiles of a pack at most, what the tower sees; None: no limit
@@ -661,10 +663,10 @@ OF_RUN = {*'''lm_max_length vlm_load_backbone_weights vlm_checkpoint_path hf_rep
     loss_chunk_size'''.split()}
 BESIDE_WEIGHTS = {*'''vit_dropout vit_model_type lm_dropout moe_top_k moe_aux_weight lm_model_type
     lm_tokenizer lm_chat_template max_img_size resize_to_max_side_len min_pixels
-    max_pixels pixel_mean pixel_std'''.split()}
+    max_pixels pixel_mean pixel_std pixel_max'''.split()}
 OWN_FIELDS = {*'''vit_keep_patches vit_pre_norm vit_post_norm vit_activation lm_head_dim lm_qkv_bias
     lm_qk_norm use_moe moe_experts moe_top_k moe_shared_experts moe_aux_weight mp_kind attn_backend init_std
-    loss_chunk_size pixel_mean pixel_std image_convention min_pixels max_pixels vit_window_size
+    loss_chunk_size pixel_mean pixel_std pixel_max image_convention min_pixels max_pixels vit_window_size
     vit_full_blocks lm_mrope_sections'''.split()}
 
 def resume_rule(name:str, cls:type[Config]=Config)->tuple[str,str]|None:

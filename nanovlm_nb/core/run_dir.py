@@ -171,7 +171,8 @@ EXAMPLE,EXAMPLE_PICTURE = 'example.json','example.png' # a held-out question, it
 def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
     "Returns the names of the parts that a run's script has made."
     file = run_dir/OWN_PARTS
-    return file.read_text(encoding='utf-8').split() if file.is_file() else []
+    if not file.is_file(): return []
+    with open_own(file, 'r', encoding='utf-8') as f: return f.read().split()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
 def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has

@@ -16,7 +16,7 @@ from typing import Any
 import datasets, pyarrow as pa, pyarrow.parquet as pq
 
 from ..core.config import OWN_ROWS,TrainConfig,VLMConfig
-from ..core.run_dir import KEPT_HELD_OUT,KEPT_ROWS,own_parts_of,write_atomic
+from ..core.run_dir import KEPT_HELD_OUT,KEPT_ROWS,check_plain,own_parts_of,write_atomic
 from ..core.usage import MissingFile,UsageError,require
 from .dataset import FEATURES,Dropped,to_row
 from .images import UnreadableImage,open_image
@@ -83,7 +83,7 @@ def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for
 def kept_file(run_dir:Path, name:str=KEPT_ROWS)->Path|None: # None: there is none
     "The file in which a run keeps rows."
     file = run_dir/name
-    require(not file.is_symlink(), f'{file} is a link, which is not followed: put the file there')
+    check_plain(file) # of a run from elsewhere
     return file if file.is_file() else None
 
 def kept_rows(run_dir:Path)->Path: # of a run whose `train_dataset_path` is `OWN_ROWS`

@@ -11,25 +11,24 @@ __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,io,json,logging,os,random,re,shutil,sys,tarfile,tempfile
 from collections import Counter
-from collections.abc import Iterable,Iterator,Sequence,Callable
+from collections.abc import Callable,Iterable,Iterator,Mapping,Sequence
 from contextlib import suppress
-from functools import lru_cache,partial
+from functools import cached_property,lru_cache,partial
 from itertools import islice
 from pathlib import Path
 from typing import Any,IO,NamedTuple
 
 import datasets, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 from PIL import Image
-from datasets.data_files import DataFilesDict,get_data_patterns
 from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import MissingFile,UsageError,check_hub_name,require
+from ..core.usage import MissingFile,Unreachable,UsageError,check_hub_name,near_path,require
 from .values import Folders,names_picture
 from .dataset import (FEATURES,GIVE,LAYOUTS,LEFT_OUT,RATINGS,Dropped,Drops,UnusedColumn,
-    VQADataset,columns_by_name,columns_of,place_pictures,read_layout,shapes_dataset,shapes_tokenizer,unread_of)
-from .sources import BROKEN,READ,READ_ROWS,MapSource,Mixture,StreamSource
+    VQADataset,columns_by_name,columns_of,read_layout,shapes_dataset,shapes_tokenizer,unread_of)
+from .sources import BROKEN,READ_ROWS,MapSource,Mixture,StreamSource
 from .sources import _is_damage,columns_read,head_rows
 from ..core.config import CHAT_TEMPLATE,OWN_ROWS,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank,this_rank
@@ -337,12 +336,14 @@ def _features(files:Iterable[Path])->datasets.Features|None:
 # %% ../../nbs/18_data.loader.ipynb #17c00005
 def _data_files(folder, split):
     "The data files of a folder that has pictures, too: `datasets` would take it for a folder of pictures."
-    kinds = {ending(f) for f in folder.rglob('*') if f.is_file()}
-    found = [kind for kind in ('.parquet', '.arrow') if kind in kinds]
-    if not found or not any(map(names_picture, kinds)) or (folder/'README.md').exists(): return {}
-    patterns = get_data_patterns(str(folder.resolve()))
-    files = DataFilesDict.from_patterns(patterns, str(folder.resolve())).filter(extensions=found[:1])
-    return dict(path=FILES[found[0]], data_files={name:[*map(str, part)] for name,part in files.items() if part})
+    files = [f for f in sorted(folder.rglob('*')) if f.is_file()]
+    for kind in ('.parquet', '.arrow'):
+        data = [f for f in files if ending(f) == kind]
+        words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower()) for f in data}
+        chosen = [f for f in data if split in words[f]] or [f for f in data if not _SPLIT_FOLDERS & {*words[f]}]
+        if chosen and any(names_picture(f.name) for f in files) and not (folder/'README.md').exists():
+            return dict(path=FILES[kind], data_files={split: [*map(str, chosen)]})
+    return {}
 
 def _files(path, split, cache_dir, streaming):
     "The rows of one file, or of a folder that `datasets` can read."
@@ -413,19 +414,32 @@ def _read_sample(tar, parts, columns, folders, unread=None):
     try: return read_object(_sample(data), columns, folders, unread)
     except (TypeError, AttributeError, RecursionError) as e: raise UsageError(f'{type(e).__name__}: {e}') from e
 
-def _tar_rows(files:Sequence[str], columns:Sequence[str], folders:Folders)->Iterator[dict[str,Callable]]:
-    "The samples of tars, in their order, as functions that read them."
+class _Sample(Mapping):
+    "A row of a tar that is read when it is looked at: to skip it costs nothing."
+    def __init__(self, read:Callable[...,dict]): self.read = read
+
+    @cached_property
+    def row(self)->dict: # in our columns, or with the reason why it cannot be used
+        try: return self.read()
+        except ValueError as e: return {LEFT_OUT: str(e)}
+
+    def __getitem__(self, name): return self.row[name]
+
+    def __iter__(self): return iter(self.row)
+
+    def __len__(self): return len(self.row)
+
+def _tar_rows(files:Sequence[str], columns:Sequence[str], folders:Folders)->Iterator[_Sample]:
+    "The samples of tars, in their order."
     for path in files:
         tar = _index(path, os.stat(path).st_mtime_ns)
-        for parts in tar.samples: yield {READ: partial(_read_sample, tar, parts, columns, folders)}
+        for parts in tar.samples: yield _Sample(partial(_read_sample, tar, parts, columns, folders))
         if tar.damage: raise tarfile.ReadError(tar.damage)
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a008
 def _usable(files, written, columns, folders):
     "Rows of tars in one schema; of what cannot be used the reason."
-    for sample in _tar_rows(files, columns, folders):
-        try: row = sample[READ]()
-        except ValueError as e: row = {LEFT_OUT: str(e)}
+    for row in _tar_rows(files, columns, folders):
         yield {name:row.get(name) for name in (*FEATURES, LEFT_OUT)}
 
 def _check_tar(files, columns, folders):
@@ -433,7 +447,7 @@ def _check_tar(files, columns, folders):
     unread,lost,usable = set(),None,False
     with suppress(tarfile.TarError): # damage is named when it is met
         for sample in islice(_tar_rows(files, columns, folders), 8):
-            try: usable = sample[READ](unread=unread) and True
+            try: usable = bool(sample.read(unread=unread))
             except UnusedColumn as e: lost = e
             except ValueError: continue
     if lost and not usable: raise UnusedColumn(f'{files[0]}: {lost}')
@@ -528,13 +542,24 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
 # %% ../../nbs/18_data.loader.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 
+def _not_given(path, error):
+    "What to say of a data set that is neither here nor came from the hub."
+    kind = Unreachable if isinstance(error, ConnectionError) else MissingFile
+    return kind(f'train_dataset_path {path}: there is no such file or folder here{near_path(path)}; '
+        f'the hub did not give it: {str(error).strip().partition(chr(10))[0]}')
+
 def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: # see `load_config`
     "Configurations by name, `all` (or `shards`): every one; a failed one is a warning that names it."
     data,why = {},[]
-    for name in config_names(path, names):
+    try: chosen = config_names(path, names)
+    except UsageError: raise
+    except LOAD_ERRORS as e: raise _not_given(path, e) from e
+    for name in chosen:
         try: data[name] = load_config(path, name, **how)
-        except (ConnectionError, UnusedColumn): raise # it was not looked at, or not to the end
+        except UnusedColumn: raise # it was not looked at to the end
+        except ConnectionError as e: raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
+            if not Path(path).exists() and len(chosen)==1: raise _not_given(path, e) from e
             cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
@@ -550,7 +575,7 @@ def _own_row(row, i, columns):
         own = read_object(row, columns)
         require(own['texts'], f'it has no turns: {GIVE}')
     except ValueError as e: raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|own|dict(texts=place_pictures(own['texts'], len(own['images'])))
+    return dict(row_id=i)|own
 
 # %% ../../nbs/18_data.loader.ipynb #29d70013
 def _plain(x):
@@ -710,7 +735,8 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
         if isinstance(row, Dropped): continue
         try:
             if samples is not None: samples.plan_row(row)
-            result.append(row|dict(images=[open_image(im) for im in row['images']]))
+            white = samples and samples.image_processor.pixel_max
+            result.append(row|dict(images=[open_image(im, white) for im in row['images']]))
         except UnreadableImage: continue
         except Dropped as d:
             if samples is not None: samples.drops.add(d)

@@ -39,7 +39,7 @@ from tokenizers import Tokenizer
 from ..core.config import VLMConfig, evolve, image_tokens
 from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files,system_errors,write_atomic
 from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
-from ..core.usage import MissingFile, UsageError, require
+from ..core.usage import MissingFile,UsageError,require,near_path
 from .vision import ViT
 from .language import LanguageModel
 from .native import build_parts
@@ -53,8 +53,8 @@ def resolve_checkpoint(name:str|Path)->Path: # directory of a checkpoint or of a
     if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
     try: return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError,ValueError) as e:
-        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
-                          "check the name and the connection") from e
+        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
+                          f"{near_path(name) or ': check the name and the connection'}") from e
 
 # %% ../../nbs/26_model.weights.ipynb #6df93827
 def _json(folder, *names):
@@ -426,6 +426,7 @@ def _smolvlm_config(cfg, kind):
 # %% ../../nbs/26_model.weights.ipynb #26a00001
 def export_line(cfg:VLMConfig)->str: # of a model to be trained
     "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
+    if cfg.native: return 'as nanovlm, or as the Qwen2.5-VL that it is'
     odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items() if getattr(cfg, name)!=v]
     if odd: return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
     if cfg.image_convention=='smolvlm': return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'

@@ -480,11 +480,11 @@ def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward
 # %% ../../nbs/52_runs.start.ipynb #02c964f4
 def _report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
     "Counts of what was left out by reason into the log, ids into `drops.json`."
-    counts = {f'drops/{split}_{reason}':n for split,d in drops.items()
-        for reason,n in (d.counts|dict(cut_turns=sum(d.cut.values()))).items() if n}
-    if counts:
-        log.info('left out: '+', '.join(f'{k[6:]} {n}' for k,n in counts.items()))
-        log.log(counts, step)
+    counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in d.reported.items()}
+    for split,d in drops.items():
+        for reason,n in d.reported.items():
+            log.info(f'left out: {split}_{reason} {n}, e.g. {" ".join(d.examples(reason).split()):.300}')
+    if counts: log.log(counts, step)
     reasons = {split:d.reasons for split,d in drops.items()}
     write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
 

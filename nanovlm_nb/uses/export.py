@@ -7,7 +7,7 @@ __all__ = ['HAIR', 'AS_TEXT', 'NO_PROCESSOR', 'CARD', 'PRE_TOKENIZERS', 'LANGUAG
            'write_form', 'export_smolvlm', 'export_qwen', 'open_model', 'need', 'pre_tokenizer', 'export_gguf', 'main']
 
 # %% ../../nbs/80_uses.export.ipynb #85a00004
-import copy,json
+import copy,json,sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path

@@ -50,7 +50,7 @@ class _Talk:
     def about(self, asker:Asker, files:list, turns:list[dict])->Chat: # all pictures; what was said before
         "Returns the conversation about some pictures."
         if files!=self.files:
-            self.images = [open_image(f) for f in files]
+            self.images = [open_image(f, asker.model.cfg.pixel_max) for f in files]
             self.files,self.chat = files,Chat(asker, self.images)
         self.chat.turns = turns
         return self.chat
