@@ -97,7 +97,8 @@ class VLMNet(nn.Module):
         cfg,image_id = self.cfg,self.cfg.image_token_id
         require(not cfg.native or len(grids)==len(flat_pictures(images)), 'a picture of this model is a grid of '
             'tiles, (rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
-        layout = Layout.of(input_ids, image_id, targets, attention_mask, doc_lens, grids, cfg.tiles_per_window)
+        layout = Layout.of(input_ids, image_id, targets, attention_mask, doc_lens,
+                           grids, cfg.tiles_per_window)
         if layout.targets is not None: check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
 
