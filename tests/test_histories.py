@@ -154,3 +154,17 @@ def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
     log = (run/'train.log').read_text()
     assert log.count('a new run begins at update 0 with the weights of') == 3 and 'Auto resumed' not in log
     ended(place, run, place/'checkpoints'/name, history(place, run, seed, begun=('--resume', 'True', *command)))
+
+
+@pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_dropout_goes_on_with_the_same_random_numbers(tmp_path, ranks):
+    "What is left out in an update is drawn: a run that was killed draws what the other has drawn, on each rank."
+    flags, how = ('--lm_dropout', .1), signal.SIGKILL if ranks == 1 else signal.SIGTERM
+    assert go(tmp_path, 'whole', *flags, last=8, ranks=ranks) == 0
+    go(tmp_path, 'killed', *flags, last=8, ranks=ranks, at=5, how=how)
+    killed = tmp_path/'checkpoints'/'killed'
+    assert len(updates(killed)) < 8
+    assert go(tmp_path, 'killed', *flags, '--resume', 'True', last=8, ranks=ranks) == 0
+    whole = record(tmp_path/'checkpoints'/'whole')
+    assert record(killed) == whole
+    assert go(tmp_path, 'other', *flags, '--seed', 1, last=8, ranks=ranks) == 0 and record(tmp_path/'checkpoints'/'other') != whole

@@ -132,8 +132,9 @@ NO_VALUE = {int: (-2, 1.5, math.inf, '1.5', True), float: (math.inf, -math.inf, 
 @pytest.mark.parametrize('name', KINDS)
 def test_a_wrong_value_is_refused_with_the_rule_in_words(name):
     "-2 is below all that counts can be; an empty text is a variable that a script forgot to set; only a few texts may be empty."
-    many = get_origin(KINDS[name]) is list
-    kind = get_args(KINDS[name])[0] if many else KINDS[name]
+    many = rule_of(KINDS[name])[0] is list
+    whole = KINDS[name] if get_origin(KINDS[name]) is list or not many else get_args(KINDS[name])[0]
+    kind = get_args(whole)[0] if many else whole
     base, words, _ = rule_of(kind)
     empty = ('', ' ') if Text in (kind, *get_args(kind)) or base is not str else ()
     wrong = ('{',) if base is dict else (*NO_VALUE[base], *empty, object())

@@ -29,11 +29,11 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from pyarrow.parquet import read_metadata
 from PIL import Image
 
-from ..core.run_dir import write_atomic,LOG,RESULTS,lock_file,read_log,find_checkpoint
+from ..core.run_dir import open_own,write_atomic,LOG,RESULTS,lock_file,read_log,find_checkpoint
 from ..core.config import TrainConfig,PROMPTS
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.logs import EVAL_AXIS,RunLog
-from ..core.usage import require,UsageError,user_path
+from ..core.usage import printable,require,say,UsageError,user_path
 from .answer import Asker,answer_losses,answer_all,questions_of
 from ..data.dataset import shapes_dataset
 
@@ -81,7 +81,7 @@ def _start_process(command:list[str], # program and arguments
 )->subprocess.Popen|None: # does not end with this process; None: another program writes that log
     "Starts a program that has its log locked as long as it lives."
     inherited = {k:v for k,v in os.environ.items() if not _LAUNCHER.fullmatch(k)}
-    with log.open('ab', buffering=0) as f:
+    with open_own(log, 'ab', buffering=0) as f:
         if lock_file(f) is False: return None
         f.write(_BEGINS.encode())
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=f,
@@ -91,7 +91,7 @@ def _start_process(command:list[str], # program and arguments
 def _is_running(log:Path)->bool: # started by this process or by another
     "Returns whether the program lives that writes a log."
     if not log.is_file(): return False
-    with log.open('ab') as f: return lock_file(f, shared=True) is False
+    with open_own(log, 'ab') as f: return lock_file(f, shared=True) is False
 
 # %% ../../nbs/36_answers.evaluate.ipynb #25911852
 def _writers(log:Path)->list[int]: # process groups, without this process's own
@@ -112,11 +112,11 @@ def _evaluator_cards(asked:str|None, ranks:int, # `eval_gpus`; of the training h
     cards = [n.strip() for n in names.split(',') if n.strip()]
     if asked is None and not cards: return {},''
     card = asked if asked is not None else (cards[ranks:] or [''])[-1]
-    return {VISIBLE:card},f', on card {card}' if card else ', on the CPU, slowly: see --eval_gpus'
+    return {VISIBLE:card},f', on card {card}' if card else ', on the CPU, slowly: see eval_gpus'
 
 # %% ../../nbs/36_answers.evaluate.ipynb #df27cf1c
 _OWN_TASKS = ('shapes','digits','digits_choice') # that come with the package
-_WRITE_THEM = '{} needs its questions: nanovlm eval --write_tasks DIR, then --eval_include_path DIR'
+_WRITE_THEM = '{} needs its questions: nanovlm eval --write_tasks DIR, then give eval_include_path DIR'
 MISSING = "lmms-eval is not installed: {} cannot be evaluated here. pip install 'nanovlm_nb[eval]'"
 
 def has_lmms_eval()->bool: # without importing it
@@ -267,7 +267,7 @@ def _is_at_work(evals, step, thorough)->bool:
 def _begin(evals, step)->str:
     "Starts an evaluator; returns a line for the log."
     todo,variables,where = evals.file(step, 'todo'),{},''
-    with todo.open('a') as f: f.write('.')
+    with open_own(todo, 'a') as f: f.write('.')
     if evals.backend=='subprocess':
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
         variables,where = _evaluator_cards(evals.cfg.eval_gpus, ranks)
@@ -291,7 +291,7 @@ def _settle(evals, step)->list[str]:
     if evals.backend=='in_process' or not todo.stat().st_size: return [] # it waits
     words = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
     why = f'job {job} has left the queue' if job else f'exit code {code}, {words}' if code>=0 else 'killed'
-    with todo.open('a') as f: f.write('x'*(why!='killed')) # a start is a dot
+    with open_own(todo, 'a') as f: f.write('x'*(why!='killed')) # a start is a dot
     told = todo.read_text()
     line = f'evaluation of step {step} ended without {left}: {why} (see {evals.file(step, "log")})'
     if told.count('.')<_MOST_STARTS and told.count('x')<_MOST_FAILURES: return [line]
@@ -403,7 +403,7 @@ def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # No
         if not dist.any(bool(left()) and time.monotonic()<=end and not stopped()): break
         time.sleep(_PAUSE_S)
     if evals and left(): log.info(f'evaluations of steps {left()} are not waited for: '
-        f'their results will be in {evals.run_dir/RESULTS}, --resume collects them')
+        f'their results will be in {evals.run_dir/RESULTS}, a start with resume collects them')
 
 # %% ../../nbs/36_answers.evaluate.ipynb #86c2605f
 def _flat(visuals)->list: # pictures in lists of any depth; None: there are none
@@ -631,8 +631,11 @@ def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
 def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_result_values`
     "Returns the results to go on with; a UsageError if the file has those of another evaluation."
-    if out is None or not out.exists(): return head|_NOTHING
-    before = json.loads(out.read_text(encoding='utf-8'))
+    if out is None or not out.is_file(): return head|_NOTHING
+    try: before = json.loads(out.read_text(encoding='utf-8'))
+    except (ValueError, RecursionError): before = None
+    known = isinstance(before, dict) and all(type(before.get(k)) is type(v) for k,v in _NOTHING.items())
+    require(known, f'--out {out} is not the result of an evaluation: give another --out')
     def end(path): return Path(str(path)).parts[-2:] # a checkpoint may have been moved with its run
     require(all(before.get(k)==v or end(before.get(k))==end(v) for k,v in head.items()),
         f'--out {out} holds the result of another evaluation: give another --out')
@@ -671,7 +674,7 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     "Command `nanovlm eval`: evaluates a checkpoint."
     a = values
     if a.write_tasks:
-        with user_path(): sys.stdout.write(f'{write_tasks(a.write_tasks)}\n')
+        with user_path(): say(str(write_tasks(a.write_tasks)))
         return 0
     checkpoint,out,names = find_checkpoint(a.checkpoint),Path(a.out) if a.out else None,task_names(a.tasks)
     step = _step_in_name(checkpoint) if a.step is None else a.step
@@ -684,6 +687,6 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     with tempfile.TemporaryDirectory() as folder:
         if own: args.include_path = str(write_tasks(folder, names=own))
         results,failed = _evaluate_into(args, before, out)
-    sys.stdout.write(_results_table(results)+'\n')
-    for task,why in failed.items(): sys.stderr.write(f'{task} failed: {why}\n')
+    say(_results_table(results))
+    for task,why in failed.items(): sys.stderr.write(printable(f'{task} failed: {why}\n'))
     return int(bool(failed))

@@ -86,8 +86,12 @@ def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
     n,base,extra = len(tokenizer),vlm_cfg.lm_base_vocab_size,vlm_cfg.vlm_extra_tokens
     require(n<=vlm_cfg.lm_vocab_size, f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
         f'set lm_base_vocab_size to {n-len(extra)}')
+    ids = {name:getattr(tokenizer, f'{name}_id', None) for name in extra}
     for i,(name,token) in enumerate(extra.items(), base):
-        got = getattr(tokenizer, f'{name}_id', None)
+        got = ids[name]
         require(got is not None, f'the tokenizer lacks {name} ({token}): pass it vlm_extra_tokens')
+        require(got==i or {*ids.values()}!={*range(base, base+len(extra))}, f'the tokenizer has {token} at '
+            f'id {got}, the model expects {i}: write vlm_extra_tokens as a list in the order of their ids, '
+            f'{", ".join(sorted(ids, key=lambda name: ids[name])[:3])}, ...')
         require(got==i, f'the tokenizer has {token} at id {got}, the model expects {i}: '
             f'set lm_base_vocab_size to {(got or 0)-i+base}')

@@ -6,7 +6,6 @@
 __all__ = ['foreseen', 'main']
 
 # %% ../../nbs/68_tools.check.ipynb #211a45b1
-import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ..core.config import TrainConfig,VLMConfig,evolve,run_path
-from ..core.usage import MissingFile,require
+from ..core.config import OWN_ROWS,TrainConfig,VLMConfig,evolve,run_path
+from ..core.usage import MissingFile,require,say
+from ..data.kept import kept_rows
+from ..model.weights import export_line
 from ..model.flops import BYTES,find_gpu,with_unit
 from ..runs.start import check_own_parts,foresee_start,plan_resume,resolve_start,start_of
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
@@ -44,6 +45,7 @@ def _start_findings(v:VLMConfig, c:TrainConfig, gpus:int=1, run_dir:Path|None=No
     except WRONG as e: yield failed('start', e)
     else:
         if start.kind!='resume': yield Finding('start', PASS, f'from {start.origin}')
+        yield Finding('export', PASS, export_line(v))
         for ok,line in lines if c.resume else ():
             yield Finding('resume', PASS if ok else FAIL, line.replace('Auto resumed', 'would resume'))
 
@@ -87,6 +89,7 @@ def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding
     yield 'start'
     yield from _start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     v,c = foreseen(vlm_cfg, train_cfg, gpus)
+    if run_dir and c.train_dataset_path==OWN_ROWS: c = evolve(c, train_dataset_path=str(kept_rows(run_dir)))
     yield from ('', 'machine')
     yield from machine_findings(c, gpus)
     yield from ('', 'cost')
@@ -102,8 +105,7 @@ def main(values:Namespace)->int: # from `cli.check_parser`; 1 if something fails
     if values.run_dir: check_own_parts(values.run_dir, [])
     found = _check_all(values.vlm_cfg, values.train_cfg, gpus, values.run_dir, values.rows, values.smoke)
     for line in found:
-        sys.stdout.write(f'{line}\n')
-        sys.stdout.flush()
+        say(str(line))
         if isinstance(line, Finding): count[line.state] += 1
-    sys.stdout.write('\n'+', '.join(f'{count[s]} {s}' for s in (PASS,FAIL,SKIP))+'\n')
+    say('\n'+', '.join(f'{count[s]} {s}' for s in (PASS,FAIL,SKIP)))
     return int(count[FAIL]>0)

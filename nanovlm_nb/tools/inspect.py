@@ -6,7 +6,7 @@
 __all__ = ['LEARNED', 'open_data', 'sample_text', 'look', 'check_rows', 'check_left_out', 'data_findings', 'main']
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
-import math,re,sys,tempfile
+import math,re,tempfile
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass,field,replace
 from itertools import groupby,islice
@@ -16,15 +16,18 @@ from typing import Any
 from argparse import Namespace
 from contextlib import contextmanager
 
-from ..core.config import IGNORE,TRUSTED,TrainConfig,VLMConfig,change,evolve,load_yaml
-from ..core.config import updates_of_run
-from ..core.usage import UsageError,nearest,require,MissingFile
-from ..data.dataset import FEATURES,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
-from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
+from ..core.config import IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml
+from ..core.config import updates_of_run,TRUSTED
+from ..core.usage import UsageError,nearest,require,MissingFile,say
+from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan,columns_by_name
+from ..data.sources import columns_read,head_rows
+from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,picture_folders
+from ..data.loader import rename,text_files
 from ..data.loader import get_dataloaders,size_line
+from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
 from ..data.packing import collate_packs,pack,unpack
-from ..data.prompts import answer_frame
+from ..data.prompts import answer_frame,render_chat
 from ..cli import SAMPLES
 from .doctor import PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
@@ -111,29 +114,27 @@ def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e3
 # other reasons are choices
-_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','too_long')
-
-def _left_out(drops:Drops, reason:str, most:int=5)->str: # a key of `drops.counts`; ids to name
-    "Returns which samples were left out for a reason, what is wrong with the first, and what helps."
-    _,*others = drops.ids(reason)
-    also = f", and {', '.join(others[:most-1])}" if others else ''
-    more = f' and {len(others)-most+1} more' if len(others)>=most else ''
-    return f'{reason}: {drops.first[reason]}{also}{more}; {REMEDIES[reason]}'
+_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','template','too_long')
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e4
 def check_left_out(*seen:_Seen)->str: # of training, of validation
     "Returns what is left out by choice; raises when something is wrong with a row that is left out."
     drops = Drops()
     for s in seen: drops.merge(s.loader.drops)
-    wrong = [_left_out(drops, r) for r in drops.counts if r in _FAULTY]
-    require(not wrong, '; '.join(wrong))
-    return ', '.join(f'{n} {reason}' for reason,n in drops.counts.items()) or 'nothing'
+    chosen = [f'{n} {reason}' for reason,n in drops.reported.items() if reason not in _FAULTY]
+    wrong = [f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}' for reason in drops.counts
+             if reason in _FAULTY]
+    require(not wrong, '; '.join(wrong+chosen))
+    return ', '.join(chosen) or 'nothing'
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
-def _stored_columns(path:str, name:str)->list[str]: # of a configuration
-    "Returns the columns as they are stored."
-    stored = load_config(path, name, streaming=True, as_stored=True).with_format('arrow')
-    return next(iter(stored.iter(batch_size=1))).column_names
+def _unread_columns(train_cfg:TrainConfig, name:str)->set[str]: # a configuration
+    "Returns the columns, as they are stored, that training does not read."
+    path,columns = train_cfg.train_dataset_path,train_cfg.columns
+    rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
+    renamed = [rename(row, columns) for row in rows]
+    read,unread = columns_read(renamed, name, picture_folders(path, name, train_cfg.images_path), bool(columns))
+    return unread-{column.partition('=')[2] for column in columns}-{'scene'}
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
 def _check_columns(train_cfg:TrainConfig)->str:
@@ -141,15 +142,13 @@ def _check_columns(train_cfg:TrainConfig)->str:
     path,unread = train_cfg.train_dataset_path,set()
     if path=='shapes' or text_files(path): raise Skip('drawn, or read line by line')
     for name in config_names(path, train_cfg.train_dataset_name):
-        try: columns = _stored_columns(path, name)
+        try: found = _unread_columns(train_cfg, name)
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
-        flagged = (c.partition('=')[2] for c in train_cfg.columns)
-        read = {*(named(columns, what) for what in LAYOUTS), *flagged}
-        for column in {*columns}-read-{*FEATURES, 'id', 'kinds', 'scene'}:
-            meant = nearest(column, {*FEATURES}-{*columns})
+        for column in found:
+            meant = nearest(column, FEATURES)
             require(not meant, f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
-            unread.add(column)
+        unread |= found
     return 'all are read' if not unread else f"ignored: {', '.join(sorted(unread))}"
 
 # %% ../../nbs/62_tools.inspect.ipynb #3ebd09db
@@ -160,7 +159,7 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
                                         f'let it write {tokenizer.eos_token}, the end of a turn')
     words = ('xzyvd','dvyzx','yvxdz')
     chat = [dict(role=r, content=w) for r,w in zip(('user','assistant','user'), words)]
-    _,asked,answered,_ = re.split('|'.join(words), tokenizer.apply_chat_template(chat, tokenize=False))
+    _,asked,answered,_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     require(asked!=answered, 'lm_chat_template writes a user and an assistant alike: '
                              'let it write message.role in front of each message')
     return f'an answer ends with {end!r}'
@@ -193,7 +192,7 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
     for sample in seen.shown:
-        tiles = ' + '.join(str(len(t)) for t in sample['images']) or 'no'
+        tiles = ' + '.join(str(t.shape[:-3].numel()) for t in sample['images']) or 'no'
         yield f"\n{sample['id']}: {len(sample['labels'])} tokens, {tiles} tiles"
         yield sample_text(sample, train.samples.tokenizer)
 
@@ -239,7 +238,8 @@ def _trainer_before(run_dir:Path, update:int, code:dict={})->Iterator[tuple[Trai
     checkpoint = _checkpoint_before(run_dir, update)
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
-        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint)
+        parts = dict(loaders=loaders_of(cfg, run_dir))
+        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint, parts)
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)
@@ -315,5 +315,5 @@ def main(values:Namespace)->int: # from `cli.replay_parser`; 1 if a sample is su
         (loss,norm),verdicts = _loss_and_norm(trainer, update),_judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
     lines = _replay_lines(update, was, loss, norm, verdicts, values.worst)
-    sys.stdout.write(f'update {n}: '+'\n'.join(lines)+'\n')
+    say(f'update {n}: '+'\n'.join(lines))
     return int(any(v.suspect for v in verdicts))
