@@ -119,7 +119,7 @@ def test_begun_with_weights_stopped_twice_identical(slurm, root, tmp_path, more,
         last = len(updates(run))
         assert 4 <= last < 40
         if start == 1: (tmp_path/'checkpoints'/'base').rename(tmp_path/'gone')
-        slurm('scontrol', 'update', f'JobId={job}', 'StartTime=now')
+        slurm('scontrol', 'update', f'JobId={job}', 'StartTime=now+5')  # of itself it would wait two minutes
     until(slurm, job, 'COMPLETED', 300, tmp_path)
     log = (run/'train.log').read_text()
     assert slurm.job(job)['Restarts'] == '2' and log.count('a new run begins at update 0 with the weights of checkpoints/base/step_') == 1

@@ -112,11 +112,11 @@ def _evaluator_cards(asked:str|None, ranks:int, # `eval_gpus`; of the training h
     cards = [n.strip() for n in names.split(',') if n.strip()]
     if asked is None and not cards: return {},''
     card = asked if asked is not None else (cards[ranks:] or [''])[-1]
-    return {VISIBLE:card},f', on card {card}' if card else ', on the CPU, slowly: see --eval_gpus'
+    return {VISIBLE:card},f', on card {card}' if card else ', on the CPU, slowly: see eval_gpus'
 
 # %% ../../nbs/36_answers.evaluate.ipynb #df27cf1c
 _OWN_TASKS = ('shapes','digits','digits_choice') # that come with the package
-_WRITE_THEM = '{} needs its questions: nanovlm eval --write_tasks DIR, then --eval_include_path DIR'
+_WRITE_THEM = '{} needs its questions: nanovlm eval --write_tasks DIR, then give eval_include_path DIR'
 MISSING = "lmms-eval is not installed: {} cannot be evaluated here. pip install 'nanovlm_nb[eval]'"
 
 def has_lmms_eval()->bool: # without importing it
@@ -403,7 +403,7 @@ def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # No
         if not dist.any(bool(left()) and time.monotonic()<=end and not stopped()): break
         time.sleep(_PAUSE_S)
     if evals and left(): log.info(f'evaluations of steps {left()} are not waited for: '
-        f'their results will be in {evals.run_dir/RESULTS}, --resume collects them')
+        f'their results will be in {evals.run_dir/RESULTS}, a start with resume collects them')
 
 # %% ../../nbs/36_answers.evaluate.ipynb #86c2605f
 def _flat(visuals)->list: # pictures in lists of any depth; None: there are none
@@ -631,8 +631,11 @@ def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch
 # %% ../../nbs/36_answers.evaluate.ipynb #0dc413e0
 def _result_before(out:Path|None, head:dict)->dict: # need not be there; see `_result_values`
     "Returns the results to go on with; a UsageError if the file has those of another evaluation."
-    if out is None or not out.exists(): return head|_NOTHING
-    before = json.loads(out.read_text(encoding='utf-8'))
+    if out is None or not out.is_file(): return head|_NOTHING
+    try: before = json.loads(out.read_text(encoding='utf-8'))
+    except (ValueError, RecursionError): before = None
+    known = isinstance(before, dict) and all(type(before.get(k)) is type(v) for k,v in _NOTHING.items())
+    require(known, f'--out {out} is not the result of an evaluation: give another --out')
     def end(path): return Path(str(path)).parts[-2:] # a checkpoint may have been moved with its run
     require(all(before.get(k)==v or end(before.get(k))==end(v) for k,v in head.items()),
         f'--out {out} holds the result of another evaluation: give another --out')

@@ -28,10 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 from .usage import require
 
 # %% ../../nbs/03_core.dist.ipynb #a90099df
-def pick_device()->torch.device: # `cuda`, `mps` or `cpu`
-    "Returns the best device of this machine."
+def pick_device(name:str|torch.device|None=None)->torch.device: # such as `cuda:1`; default: the best
+    "Returns a device of this machine, or raises a UsageError that names those that it has."
+    if isinstance(name, torch.device): return name
     kinds = dict(cuda=torch.cuda, mps=torch.backends.mps)
-    return torch.device(next((kind for kind,it in kinds.items() if it.is_available()), 'cpu'))
+    there = [kind for kind,it in kinds.items() if it.is_available()]+['cpu']
+    if name is None: return torch.device(there[0])
+    kind,_,number = name.partition(':')
+    last = torch.cuda.device_count()-1 if kind=='cuda' else 0
+    known = kind in there and number in ('', *map(str, range(last+1)))
+    require(known, f'device is {name!r}, this machine has {", ".join(there)}: give one of them')
+    return torch.device(name)
 
 # %% ../../nbs/03_core.dist.ipynb #e13d74f9
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ class Layout:
         targets:Tensor|None=None, # (B, T) the id that follows each position, -100 where none is to be learnt
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; see `PackedMask`
         doc_lens:Sequence[Sequence[int]]|None=None, # of each row; wins over the mask
-        grids:tuple=(), window:int=0)->'Layout': # (rows, columns) of pictures; tiles along a window of the tower
+        grids:tuple=(), window:int=0, # (rows, columns) of pictures; tiles along a window of the tower
+    )->'Layout':
         "Returns the layout of a whole batch; without mask and lengths each row is one document."
         B,T = input_ids.shape
         if targets is not None and targets.shape!=input_ids.shape: raise ValueError(

@@ -200,7 +200,7 @@ class _Tracker:
         if kind is None or not issubclass(kind, Exception): return False
         if not self.failed: logging.getLogger('nanovlm_nb').warning(
             f'{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); log.jsonl '
-            f"has all figures. {'Try WANDB_MODE=offline, or '*(self.name=='wandb')}--tracker none drops it")
+            f"has all figures. {'Try WANDB_MODE=offline, or '*(self.name=='wandb')}tracker none drops it")
         self.failed = True
         return True
 

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
-           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'MEANT', 'logger', 'ASIDE', 'fsync', 'write_atomic',
-           'share_files', 'remove', 'check_plain', 'open_own', 'file_digest', 'file_digests', 'file_sizes',
-           'write_manifest', 'missing_pieces', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of',
+           'KEPT_ROWS', 'KEPT_HELD_OUT', 'OWN_PARTS', 'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'EXAMPLE',
+           'EXAMPLE_PICTURE', 'MEANT', 'logger', 'ASIDE', 'fsync', 'write_atomic', 'system_errors', 'share_files',
+           'remove', 'check_plain', 'open_own', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest',
+           'missing_pieces', 'own_parts_of', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of',
            'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
            'todo_of', 'abandoned', 'is_own', 'run_of', 'left_behind', 'abandoned_folder', 'set_aside', 'why_kept',
            'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir', 'check_way',
-           'find_checkpoint']
+           'find_checkpoint', 'last_written', 'runs_in', 'newest_run', 'read_example']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,stat,time
@@ -46,6 +47,16 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
     except OSError:
         with suppress(OSError): tmp.unlink() # a full disk needs the room
         raise
+
+# %% ../../nbs/01_core.run_dir.ipynb #b7c40a12
+@contextmanager
+def system_errors(path:str|Path)->Iterator[None]: # that is written
+    "Inside, an error of the operating system is an OSError, also if a library written in Rust has met it."
+    try: yield
+    except Exception as error:
+        number = re.search(r'\(os error (\d+)\)', str(error))
+        if number is None or isinstance(error, OSError): raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 # %% ../../nbs/01_core.run_dir.ipynb #f11e0005
 def share_files(folder:Path)->None:
@@ -151,7 +162,17 @@ LOG,TEXT_LOG,WANDB_ID = 'log.jsonl','train.log','wandb_id' # figures, lines, the
 # what was left out, and skipped
 DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
+KEPT_ROWS,KEPT_HELD_OUT = 'rows.parquet','held_out.parquet' # rows of your own, see `data.kept`
+OWN_PARTS = 'own_parts' # names of the parts that a run's script has made
 RESULTS,FEATURE_CACHE,TENSORBOARD = 'eval_results','features','tensorboard' # folders
+EXAMPLE,EXAMPLE_PICTURE = 'example.json','example.png' # a held-out question, its answer, its picture
+
+# %% ../../nbs/01_core.run_dir.ipynb #d1200011
+def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
+    "Returns the names of the parts that a run's script has made."
+    file = run_dir/OWN_PARTS
+    if not file.is_file(): return []
+    with open_own(file, 'r', encoding='utf-8') as f: return f.read().split()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
 def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has
@@ -401,7 +422,7 @@ def check_run_dir(run_dir:Path)->None: # need not be there
         for path in folder.glob('*'):
             if folder!=run_dir or not aside.fullmatch(path.name): check_plain(path)
 
-def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; update that ends the run
+def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
     "Raises a UsageError that names what stands where a run will write a checkpoint, and is not of a run."
     begin = -1 if checkpoint is None else step_of(checkpoint)
     ours = left_behind(run_dir, checkpoint) # will be set aside
@@ -422,3 +443,33 @@ def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why
     if best is None: raise MissingFile(f'{name} holds no checkpoint: give one, or a run that has one')
     logger.info('%s: %s is taken, %s', path, best.name, why)
     return str(best)
+
+# %% ../../nbs/01_core.run_dir.ipynb #6500c042
+def last_written(run_dir:Path)->float: # seconds since 1970
+    "Returns when a run has written something last."
+    files = [run_dir/name for name in (CONFIG,LOG,STATUS)]
+    return max(file.stat().st_mtime for file in files if file.is_file())
+
+def runs_in(folder:str|Path)->list[Path]: # may not be there
+    "Returns the directories of runs in a folder, the newest first."
+    found = [path.parent for path in Path(folder).glob(f'*/{CONFIG}') if path.is_file()]
+    return sorted(found, key=last_written, reverse=True)
+
+def newest_run(folder:str|Path='checkpoints')->Path:
+    "Returns the run in a folder that was written to last and has a complete checkpoint."
+    found = (run_dir for run_dir in runs_in(folder) if last_checkpoint(run_dir))
+    if newest := next(found, None): return newest
+    raise MissingFile(f'there is no trained run in {folder}: name a checkpoint, or train one first')
+
+# %% ../../nbs/01_core.run_dir.ipynb #9bf8aa62
+def read_example(checkpoint:str|Path)->tuple[Path,str,str]: # a run, or a checkpoint in it
+    "Returns picture, question and right answer that a run keeps."
+    places = Path(checkpoint),Path(checkpoint).absolute().parent
+    place = next((place for place in places if (place/EXAMPLE).is_file()), None)
+    if place is None: raise MissingFile(f'{checkpoint} keeps no picture to ask about: '
+        'give --image PICTURE and --prompt QUESTION, or --page to ask in the browser')
+    try:
+        said = json.loads((place/EXAMPLE).read_text(encoding='utf-8'))
+        return place/EXAMPLE_PICTURE,str(said['question']),str(said['answer'])
+    except (ValueError, LookupError, TypeError, RecursionError) as e:
+        raise UsageError(f'{place/EXAMPLE} is damaged: give --image and --prompt') from e

@@ -6,10 +6,10 @@
 __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_for', 'group_samples', 'renamed', 'rename',
            'as_picture', 'read_object', 'text_files', 'text_rows', 'local_configs', 'config_names', 'parquet_footer',
            'picture_folders', 'load_config', 'load_configs', 'own_rows', 'load_tokenizer', 'load_sources', 'size_line',
-           'make_samples', 'pack_loader', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
+           'make_samples', 'pack_loader', 'random_part', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
-import csv,io,json,logging,os,re,shutil,sys,tarfile,tempfile
+import csv,io,json,logging,os,random,re,shutil,sys,tarfile,tempfile
 from collections import Counter
 from collections.abc import Callable,Iterable,Iterator,Mapping,Sequence
 from contextlib import suppress
@@ -24,13 +24,13 @@ from datasets.exceptions import DatasetsError
 from pyarrow.dataset import ParquetFragmentScanOptions
 from transformers import PreTrainedTokenizerBase
 
-from ..core.usage import MissingFile,UsageError,check_hub_name,require
+from ..core.usage import MissingFile,Unreachable,UsageError,check_hub_name,near_path,require
 from .values import Folders,names_picture
 from .dataset import (FEATURES,GIVE,LAYOUTS,LEFT_OUT,RATINGS,Dropped,Drops,UnusedColumn,
-    VQADataset,columns_by_name,place_pictures,read_layout,shapes_dataset,shapes_tokenizer)
+    VQADataset,columns_by_name,read_layout,shapes_dataset,shapes_tokenizer)
 from .sources import BROKEN,READ_ROWS,MapSource,Mixture,StreamSource
 from .sources import _is_damage,columns_read,head_rows
-from ..core.config import CHAT_TEMPLATE,TrainConfig,VLMConfig,check_configs,load_function
+from ..core.config import CHAT_TEMPLATE,OWN_ROWS,TrainConfig,VLMConfig,check_configs,load_function
 from ..core.dist import Dist,cores_of_rank,this_rank
 from ..core.tokenizer import check_tokenizer,get_tokenizer
 from ..core.advice import loader_workers
@@ -541,13 +541,24 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
 # %% ../../nbs/18_data.loader.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)
 
+def _not_given(path, error):
+    "What to say of a data set that is neither here nor came from the hub."
+    kind = Unreachable if isinstance(error, ConnectionError) else MissingFile
+    return kind(f'train_dataset_path {path}: there is no such file or folder here{near_path(path)}; '
+        f'the hub did not give it: {str(error).strip().partition(chr(10))[0]}')
+
 def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: # see `load_config`
     "Configurations by name, `all` (or `shards`): every one; a failed one is a warning that names it."
     data,why = {},[]
-    for name in config_names(path, names):
+    try: chosen = config_names(path, names)
+    except UsageError: raise
+    except LOAD_ERRORS as e: raise _not_given(path, e) from e
+    for name in chosen:
         try: data[name] = load_config(path, name, **how)
-        except (ConnectionError, UnusedColumn): raise # it was not looked at, or not to the end
+        except UnusedColumn: raise # it was not looked at to the end
+        except ConnectionError as e: raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
+            if not Path(path).exists() and len(chosen)==1: raise _not_given(path, e) from e
             cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
@@ -563,7 +574,7 @@ def _own_row(row, i, columns):
         own = read_object(row, columns)
         require(own['texts'], f'it has no turns: {GIVE}')
     except ValueError as e: raise UsageError(f'row {i}: {e}') from None
-    return dict(row_id=i)|own|dict(texts=place_pictures(own['texts'], len(own['images'])))
+    return dict(row_id=i)|own
 
 # %% ../../nbs/18_data.loader.ipynb #29d70013
 def _plain(x):
@@ -645,6 +656,8 @@ def load_sources(train_cfg:TrainConfig, # names the data set, if there are no ro
     c = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
     if rows is None and c.train_dataset_path=='shapes': return _scenes_pair(c)
+    require(rows is not None or c.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the rows '
+        'that a run was given in Python: give the file in its directory, RUN/rows.parquet')
     if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=c.columns)
     if rows is None: train = _training_source(c, drops)
     else: train = MapSource(rows, c.seed, c.val_size, c.data_cutoff_idx)
@@ -679,11 +692,20 @@ def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainCo
                       dist.device.type=='cuda', most)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e97
+def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Image: # of the same size
+    "A random part of a picture, with at least this share of each side, enlarged."
+    w,h = picture.size
+    side = rng.uniform(least, 1)
+    x = rng.uniform(0, 1-side)*w
+    y = rng.uniform(0, 1-side)*h
+    return picture.resize((w, h), Image.Resampling.BILINEAR, (x, y, x+side*w, y+side*h))
+
 def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callable]: # instead of its own
     "How training pictures are changed, each as `transform(picture, rng) -> picture`."
     transforms = list(own) or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
-    require(not transforms or not train_cfg.cache_features, 'cache_features with custom_transforms: '
-        'changed pictures are new ones in each epoch, and keeping their features fills the disk; '
+    if train_cfg.random_crop: transforms.append(partial(random_part, least=train_cfg.random_crop))
+    require(not transforms or not train_cfg.cache_features, 'cache_features with custom_transforms or '
+        'random_crop: changed pictures are new ones in each epoch, and keeping their features fills the disk; '
         'leave one of them out')
     return transforms
 
@@ -712,7 +734,8 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
         if isinstance(row, Dropped): continue
         try:
             if samples is not None: samples.plan_row(row)
-            result.append(row|dict(images=[open_image(im) for im in row['images']]))
+            white = samples and samples.image_processor.pixel_max
+            result.append(row|dict(images=[open_image(im, white) for im in row['images']]))
         except UnreadableImage: continue
         except Dropped as d:
             if samples is not None: samples.drops.add(d)

@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 # %% ../../nbs/22_model.language.ipynb #148f9c9b
 class RotaryEmbedding(nn.Module):
     "Cosines and sines of the angles at given positions."
-    def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, `lm_attn_scaling`, `lm_mrope_sections`
+    def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, and fields of rotary embedding
         super().__init__()
         width = cfg.head_width
         self.register_buffer('inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))

@@ -17,7 +17,7 @@ from ..core.config import VLMConfig
 from ..core.layout import Layout,Tiles
 from .attention import attention
 from .language import LanguageModel,RMSNorm,apply_rotary
-from .vision import ModalityProjector,ViT,ViTMultiHeadAttention,init_weights
+from .vision import ModalityProjector,ViT,init_weights
 
 # %% ../../nbs/23_model.native.ipynb #23e1000a
 class FramePatches(nn.Module):
@@ -34,9 +34,15 @@ class FramePatches(nn.Module):
         return F.conv2d(images, kernel, stride=self.conv.stride[1:]).flatten(2).transpose(1,2)
 
 # %% ../../nbs/23_model.native.ipynb #23e1000d
-class WindowAttention(ViTMultiHeadAttention):
+class WindowAttention(nn.Module):
     "Self-attention among the patches of a document: a window, or a whole picture."
-    def forward(self, x:Tensor, # type: ignore[override] # (1, P, D) normed patches
+    def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `vit_n_heads`, `vit_dropout`, `attn_backend`
+        super().__init__()
+        self.n_heads,self.dropout,self.backend = cfg.vit_n_heads,cfg.vit_dropout,cfg.attn_backend
+        self.qkv_proj = nn.Linear(cfg.vit_hidden_dim, 3*cfg.vit_hidden_dim)
+        self.out_proj = nn.Linear(cfg.vit_hidden_dim, cfg.vit_hidden_dim)
+
+    def forward(self, x:Tensor, # (1, P, D) normed patches
         cos:Tensor, sin:Tensor, # (1, 1, P, head width) cosines and sines of their places
         layout:Layout, # where the documents are
     )->Tensor: # (1, P, D) what each patch gathered
@@ -45,7 +51,7 @@ class WindowAttention(ViTMultiHeadAttention):
         q,k = (apply_rotary(y.float(), cos, sin).to(v.dtype) for y in (q,k))
         dropout = self.dropout*self.training
         out = attention(q, k, v, layout, causal=False, backend=self.backend, dropout_p=dropout)
-        return self.resid_dropout(self.out_proj(out.transpose(1,2).flatten(2)))
+        return self.out_proj(out.transpose(1,2).flatten(2))
 
 # %% ../../nbs/23_model.native.ipynb #23e1000f
 class GatedMLP(nn.Module):

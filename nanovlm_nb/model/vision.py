@@ -23,7 +23,7 @@ from ..core.usage import require
 from .attention import attention
 
 # %% ../../nbs/21_model.vision.ipynb #2026a3af
-def _flatten_tiles(images)->list[Tensor]: # None, a tile, a stack (N, 3, S, S), a grid of tiles, or lists of them
+def _flatten_tiles(images)->list[Tensor]: # None, a tile, a stack (N, 3, S, S), a grid, or lists of them
     "Returns the stacks of tiles in `images`, each (n, 3, S, S), in reading order."
     stacks = [picture.reshape(-1, *picture.shape[-3:]) for picture in flat_pictures(images)]
     return [stack for stack in stacks if len(stack)]

@@ -8,12 +8,13 @@ __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES',
            'MODEL_CARD', 'UNTOLD', 'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file',
            'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights',
            'load_vision_backbone', 'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names',
-           'text_type', 'to_smolvlm', 'qwen_names', 'to_qwen', 'weights_sha', 'written_at_once', 'find_tokenizer',
-           'is_adapter', 'beside_base', 'base_digest', 'noted_base', 'Pretrained', 'pth_path', 'neighbours', 'load_pth',
-           'save_pth']
+           'text_type', 'export_line', 'to_smolvlm', 'qwen_names', 'to_qwen', 'weights_sha', 'written_at_once',
+           'find_tokenizer', 'is_adapter', 'beside_base', 'base_digest', 'noted_base', 'Pretrained', 'pth_path',
+           'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
+import io
 import json
 import logging
 import os
@@ -36,13 +37,12 @@ from torch import Tensor, nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve, image_tokens
-from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files
+from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files,system_errors,write_atomic
 from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
-from ..core.usage import MissingFile, UsageError, require
+from ..core.usage import MissingFile,UsageError,require,near_path
 from .vision import ViT
 from .language import LanguageModel
 from .native import build_parts
-
 
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
@@ -53,8 +53,8 @@ def resolve_checkpoint(name:str|Path)->Path: # directory of a checkpoint or of a
     if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
     try: return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
     except (OSError,ValueError) as e:
-        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__}): "
-                          "check the name and the connection") from e
+        raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
+                          f"{near_path(name) or ': check the name and the connection'}") from e
 
 # %% ../../nbs/26_model.weights.ipynb #6df93827
 def _json(folder, *names):
@@ -371,7 +371,7 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         note = noted_base(folder)
         base = resolve_checkpoint(note['base']['path'])
         require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
-            "weights than their base had: put that back, or begin a new run with --load_from")
+            "weights than their base had: put that back, or begin a new run with load_from")
         own = kind.__dataclass_fields__.keys()-VLMConfig.__dataclass_fields__.keys()
         known = own & _json(base, 'config.json').keys() # or the base is a plain model
         state = checkpoint_weights(base, kind if known else VLMConfig)[1]
@@ -423,6 +423,16 @@ def _smolvlm_config(cfg, kind):
         tie_word_embeddings=cfg.lm_tie_weights, vision_config=_named(cfg, SIGLIP)|dict(num_channels=3),
         text_config=_text_config(cfg, text_type(cfg)))
 
+# %% ../../nbs/26_model.weights.ipynb #26a00001
+def export_line(cfg:VLMConfig)->str: # of a model to be trained
+    "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
+    if cfg.native: return 'as nanovlm, or as the Qwen2.5-VL that it is'
+    odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items() if getattr(cfg, name)!=v]
+    if odd: return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
+    if cfg.image_convention=='smolvlm': return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'
+    return ('as nanovlm, onnx or web; for transformers without a processor, for llama.cpp not at all: '
+        'image_convention smolvlm would allow both')
+
 # %% ../../nbs/26_model.weights.ipynb #d3e39434
 def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
 )->tuple[dict,dict]: # their config.json and their tensors
@@ -430,7 +440,7 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
     require(not cfg.native, 'image_convention is qwen, and such a model is a Qwen2.5-VL: take --format '
             'qwen2_5_vl, or nanovlm')
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
-                 'this model cannot be written as one, but with --format nanovlm')
+                 'this model cannot be written as one, but with format nanovlm')
     # a tied head is written too: MLX looks for it
     return _smolvlm_config(cfg, kind),_their_tensors(state, partial(smolvlm_names, cfg=cfg))
 
@@ -535,7 +545,8 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     text.tie_word_embeddings = theirs.tie_word_embeddings # the hub's file has it at the top
     for part,family in ((vision,QWEN2_5_VL), (text,QWEN2)):
         _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another model')
-    require(rules, f'{folder} has no preprocessor_config.json, which says what is done to pictures: copy it there')
+    require(rules, f'{folder} has no preprocessor_config.json, which says how pictures are prepared: '
+            'copy it there')
     size = rules.get('size') or {}
     limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
                   max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
@@ -578,8 +589,8 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
     vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
-    tokens = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)}
-    named = {k:tokens[k] for k in map('{}_token_id'.format, ('image','video','vision_start','vision_end')) if k in tokens}
+    named = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)
+             if name in image_tokens('qwen')}
     config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']], text_config=text,
         vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)
     # a tied head is written once
@@ -606,7 +617,7 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
     place = path if path.is_dir() else path.parent # what a kill leaves goes with its directory
     try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
     except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
-    with beside as tmp:
+    with beside as tmp, system_errors(path):
         (inside := Path(tmp)/'new').mkdir()
         yield inside
         share_files(inside)
@@ -859,8 +870,10 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
-        raise MissingFile(f"there is no file {path}: "
-                          "train a language model first, or give load_from another file")
+        of_xtuner = Path(path).name.startswith('iter_')
+        remedy = ('iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
+            if of_xtuner else 'train a language model first, or give load_from another file')
+        raise MissingFile(f'there is no file {path}: {remedy}')
     cfg,tensors,state = model.decoder.cfg,model.state_dict(),_unwrapped(path)
     if not any(k.startswith('decoder.') for k in state): state = _from_minimind(state, model, path)
     for k in (EMBED,HEAD):
@@ -891,5 +904,6 @@ def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if n
     "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(_to_minimind(state, cfg), path)
-    return path
+    content = io.BytesIO() # torch does not say what went wrong with a file
+    torch.save(_to_minimind(state, cfg), content)
+    return write_atomic(path, content.getvalue())

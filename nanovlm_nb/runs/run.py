@@ -12,30 +12,33 @@ from collections.abc import Callable,Iterable,Iterator
 from pathlib import Path
 from argparse import Namespace
 from contextlib import ExitStack,contextmanager,nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors.torch import load_file,save
 from torch import Tensor
 
-from ..core.run_dir import write_atomic,CONFIG,FEATURE_CACHE,run_lock
+from ..core.run_dir import OWN_PARTS,write_atomic,CONFIG,FEATURE_CACHE,run_lock
 from ..model.vlm import VLMNet,trains,VisionLanguageModel
 from ..model.weights import weights_sha,find_tokenizer,load_vision_backbone,noted_base,with_tower
 from ..core.usage import require,user_path
-from ..core.config import TrainConfig,VLMConfig,evolve,get_run_name,run_path,save_yaml,set_env
+from ..core.config import OWN_ROWS,TrainConfig,VLMConfig,evolve,get_run_name,run_path,save_yaml,set_env
 from ..core.config import updates_of_run
 from ..core.dist import Dist,cores_of_rank,destroy_dist,init_dist,on_master,set_seed,set_threads
 from ..core.logs import RunLog
 from ..core.advice import lint,loader_workers
 from ..model.vision import ViT
+from ..data.dataset import VQADataset
 from ..data.images import image_processor_of
+from ..data.kept import keep_rows,loaders_of
 from ..data.loader import get_dataloaders,load_tokenizer,size_line
 from ..answers.evaluate import Evaluations,choose_eval_backend,possible_tasks,cli_evaluate
 from ..training.optim import same_bits,trainable_line
 from ..training.trainer import Trainer,length,make_trainer,resume,stopping,train
 from ..training.hooks import Evaluate,LeftOut,Meters,find,hooks_of
 from ..training.lora import adapt,keep_base
-from .start import OWN_PARTS,Start,go_back,is_pth,plan_resume,resolve_start,start_of
+from .start import Start,go_back,is_pth,plan_resume,resolve_start,start_of
 from .start import weights_of_start,HUB_ERRORS,SAME_SCRIPT,OpenRun,exit_code,go_on
 from .start import publish,report_run,set_status,where_to_publish,write_record
 
@@ -122,9 +125,28 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
         for s,handler in old.items(): signal.signal(s, handler)
 
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
+def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
+    "What a `partial` of `get_dataloaders` was given of a script's own: rows, transforms, processor."
+    ours = isinstance(loaders, partial) and loaders.func is get_dataloaders and not loaders.args
+    return loaders.keywords if ours else {}
+
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
-    "Names of those without which the run would learn something else: hooks only watch."
-    return [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
+    """Names of those without which the run would learn something else: hooks only watch, and rows are kept
+    with the run."""
+    given = _given_data(parts.get('loaders'))
+    names = [n for n in ('model','loaders','optimizer','schedule','loss','judge') if parts.get(n)]
+    if given: names.remove('loaders')
+    return names+[n for n in ('transforms','processor') if given.get(n)]
+
+def _keep_data(trainer:Trainer, run_dir:Path, own:list[str])->list[str]: # of a run with own loaders; rank 0
+    "Keep what the commands need of a script's own data; the names of its parts."
+    t = trainer
+    samples = getattr(t.held_out, 'samples', None)
+    if type(samples) is not VQADataset: return own # they ask no questions
+    train = t.loader.source if t.cfg.train_dataset_path==OWN_ROWS else None
+    t.log.info(keep_rows(run_dir, train, t.held_out.source))
+    standard = samples.image_processor==image_processor_of(t.base.cfg)
+    return own if standard or 'processor' in own else [*own, 'processor']
 
 # %% ../../nbs/56_runs.run.ipynb #20865497
 def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; all call
@@ -190,11 +212,22 @@ def _use_evals(trainer:Trainer)->None: # every rank must call
 # %% ../../nbs/56_runs.run.ipynb #56000009
 _SMALL_M = 10. # millions of parameters; a smaller model is there to try something, and needs no advice
 
-def _first_lines(trainer:Trainer, own:list[str])->list[str]: # names of its own parts
+def _frozen_tokens(trainer:Trainer, begins:bool)->list[str]: # whether this is the first start of the run
+    "A line if new rows of a pretrained embedding stay random; what a checkpoint has may have been trained."
+    model = trainer.base
+    trained = trainer.cfg.load_from or trainer.cfg.resume_from_vlm_checkpoint
+    pretrained = model.cfg.vlm_load_backbone_weights and model.cfg.extra_token_amount>0
+    if not begins or trained or not pretrained or trains(model.decoder.token_embedding): return []
+    return [f'the embedding of the language model is frozen: the {model.cfg.extra_token_amount} tokens for '
+        'pictures that were added to it keep random vectors, and the projector learns to work with them '
+        '(lr_language_backbone above 0, without language_last_blocks, trains them)']
+
+def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: # names of its own parts
     "What the log begins with."
     c,dist,size = trainer.cfg,trainer.dist,sum(p.numel() for p in trainer.base.parameters())/1e6
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
+        *_frozen_tokens(trainer, begins and 'model' not in own),
         *[f"the script's own: {', '.join(own)}"]*bool(own),
         *(lint(c, ranks=dist.world_size) if size>_SMALL_M else [])]
 
@@ -207,8 +240,8 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
         cache = _keep_features(t.base, run_dir/FEATURE_CACHE, t.dtype)
         log.info(f'features of tiles are kept in {cache.folder}')
     dist.barrier() # every rank has read
+    if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
     on_master(dist, lambda: go_back(run_dir, checkpoint))
-    if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base']))
     log.open()
     set_status(run_dir, 'running', dist)
     if checkpoint is None: log.cut(0) # what an earlier start has left is done again
@@ -221,14 +254,21 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
+    own_run = checkpoint is None or checkpoint.parent.resolve()==run.run_dir.resolve()
+    kept = not parts.get('loaders') # nothing of Python's is to be kept
+    if c.train_dataset_path==OWN_ROWS and kept:
+        parts = parts|dict(loaders=loaders_of(c, run.run_dir if own_run else checkpoint.parent))
+        kept = own_run
     t = build_trainer(v, c, log, dist, checkpoint, parts)
-    for line in (*_first_lines(t, own), *lines, *(line for _,line in resumed)): log.info(line)
+    first = _first_lines(t, own, checkpoint is None)
+    for line in (*first, *lines, *(line for _,line in resumed)): log.info(line)
     _use_evals(t)
     then = lambda: _begin(run, t, checkpoint)
     resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()
     updates = f'; {total:,} updates' if (total := length(t)) else ''
     log.info(size_line(t.loader.source, t.held_out.source)+updates)
-    on_master(dist, lambda: _keep_config(run.run_dir, v, c, own, config))
+    def keep(): _keep_config(run.run_dir, v, c, own if kept else _keep_data(t, run.run_dir, own), config)
+    on_master(dist, keep)
     return t
 
 # %% ../../nbs/56_runs.run.ipynb #56000020
@@ -274,8 +314,9 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
         judge=judge, hooks=hooks)
     said = getattr(asked, 'saved', None) and [f'what was not given is as in {asked.saved}'] or []
     set_env()
+    if 'rows' in _given_data(loaders): train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
     here = nullcontext((dist, stop or threading.Event())) if dist else process_group(train_cfg.timeout_s)
-    again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) else go_on)
+    again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) or loaders else go_on)
     with here as (dist,stop):
         with ExitStack() as stack:
             def hold(run_dir): # no other run writes there

@@ -7,6 +7,7 @@ __all__ = ['LEARNED', 'open_data', 'sample_text', 'look', 'check_rows', 'check_l
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
 import math,re,tempfile
+from collections import Counter
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass,field,replace
 from itertools import groupby,islice
@@ -19,14 +20,18 @@ from contextlib import contextmanager
 from ..core.config import IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml
 from ..core.config import updates_of_run,TRUSTED
 from ..core.usage import UsageError,nearest,require,MissingFile,say
-from ..data.dataset import FEATURES,LAYOUTS,REMEDIES,Dropped,Drops,Plan,named
-from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,text_files
+from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan,columns_by_name
+from ..data.sources import columns_read,head_rows
+from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,picture_folders
+from ..data.loader import rename,text_files
 from ..data.loader import get_dataloaders,size_line
+from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
 from ..data.packing import collate_packs,pack,unpack
-from ..data.prompts import answer_frame
+from ..data.images import UnreadableImage,open_header
+from ..data.prompts import answer_frame,render_chat
 from ..cli import SAMPLES
-from .doctor import PASS,WRONG,Finding,Skip,failed,tried
+from .doctor import FAIL,PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
 from ..core.run_dir import CONFIG,LOG,checkpoints,missing_pieces,read_log,read_state,step_of
 from ..core.logs import RunLog
@@ -77,8 +82,17 @@ class _Seen:
     rows:int=0 # that were read
     plans:list[Plan] = field(default_factory=list) # of those that are used
     shown:list[dict] = field(default_factory=list) # samples
+    asked:list[list[str]] = field(default_factory=list) # questions of each row that is used
+    ranges:list[tuple] = field(default_factory=list) # least and largest value of pictures of over 8 bits
 
 # %% ../../nbs/62_tools.inspect.ipynb #d803c975
+def _range_of(picture:Any)->list[tuple]: # as `open_image` takes it
+    "Returns the least and the largest value of a picture of more than 8 bits a pixel; none of another."
+    try:
+        opened = open_header(picture)
+        return [opened.getextrema()] if opened.mode.startswith(('I','F')) else []
+    except (UnreadableImage, OSError): return [] # it will be named
+
 def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; samples to keep
     "Returns the first rows of a loader, planned and decoded as a lane does it."
     seen,samples = _Seen(loader),loader.samples
@@ -86,11 +100,14 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
         seen.rows += 1
         try:
             if isinstance(row, Dropped): raise row
+            for picture in row['images']: seen.ranges += _range_of(picture)
             with naming(row['id']): sample = samples.finish(plan := samples.plan_row(row), row['images'])
         except Dropped as d:
             samples.drops.add(d)
             continue
+        if plan.cut: samples.drops.cut[plan.id] = plan.cut
         seen.plans.append(plan)
+        seen.asked.append([turn['user'] for turn in row['texts']])
         if len(seen.shown)<show: seen.shown.append(sample)
     return seen
 
@@ -111,29 +128,51 @@ def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e3
 # other reasons are choices
-_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','too_long')
-
-def _left_out(drops:Drops, reason:str, most:int=5)->str: # a key of `drops.counts`; ids to name
-    "Returns which samples were left out for a reason, what is wrong with the first, and what helps."
-    _,*others = drops.ids(reason)
-    also = f", and {', '.join(others[:most-1])}" if others else ''
-    more = f' and {len(others)-most+1} more' if len(others)>=most else ''
-    return f'{reason}: {drops.first[reason]}{also}{more}; {REMEDIES[reason]}'
+_FAULTY = ('unreadable_image','missing_image','unreadable_shard','bad_row','bad_line','template','too_long')
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e4
 def check_left_out(*seen:_Seen)->str: # of training, of validation
     "Returns what is left out by choice; raises when something is wrong with a row that is left out."
     drops = Drops()
     for s in seen: drops.merge(s.loader.drops)
-    wrong = [_left_out(drops, r) for r in drops.counts if r in _FAULTY]
-    require(not wrong, '; '.join(wrong))
-    return ', '.join(f'{n} {reason}' for reason,n in drops.counts.items()) or 'nothing'
+    chosen = [f'{n} {reason}' for reason,n in drops.reported.items() if reason not in _FAULTY]
+    wrong = [f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}' for reason in drops.counts
+             if reason in _FAULTY]
+    require(not wrong, '; '.join(wrong+chosen))
+    return ', '.join(chosen) or 'nothing'
+
+# %% ../../nbs/62_tools.inspect.ipynb #a1b0c051
+def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; the setting
+    "Returns the values of pictures of more than 8 bits a pixel; raises when they come out dark, or cut."
+    low,high = min(low for low,_ in ranges),max(high for _,high in ranges)
+    white = pixel_max or 65535
+    bits = 2**max(8, math.ceil(math.log2(high+1)))-1 if high>0 else 255
+    meant = bits if 1<high<=65535 else math.ceil(max(high, 1))
+    text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
+    require(high<=white, f'{text}: all above {white:g} is white, set pixel_max to {meant}')
+    require(pixel_max or high>white/4, f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set '
+                                       f'pixel_max to {meant}')
+    return text
+
+_ALWAYS,_ENOUGH = .9,10 # share of rows; rows with several questions
+
+def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
+    "Returns the questions that nearly every row with several asks in the same order, and the remedy."
+    several = [questions for questions in asked if len(questions)>1]
+    first = [Counter(questions[n] for questions in several).most_common(1) for n in (0, 1)]
+    same = [text for [(text,n)] in first if n>=_ALWAYS*len(several)] if len(several)>=_ENOUGH else []
+    if len({*same})<2: return ''
+    return (f'{len(several)} rows with several questions ask {same[0]!r:.60}, then {same[1]!r:.60}: a model can '
+            'learn the order and ignore the question. Shuffle the turns of each row, or make a row for each')
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
-def _stored_columns(path:str, name:str)->list[str]: # of a configuration
-    "Returns the columns as they are stored."
-    stored = load_config(path, name, streaming=True, as_stored=True).with_format('arrow')
-    return next(iter(stored.iter(batch_size=1))).column_names
+def _unread_columns(train_cfg:TrainConfig, name:str)->set[str]: # a configuration
+    "Returns the columns, as they are stored, that training does not read."
+    path,columns = train_cfg.train_dataset_path,train_cfg.columns
+    rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
+    renamed = [rename(row, columns) for row in rows]
+    read,unread = columns_read(renamed, name, picture_folders(path, name, train_cfg.images_path), bool(columns))
+    return unread-{column.partition('=')[2] for column in columns}-{'scene'}
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
 def _check_columns(train_cfg:TrainConfig)->str:
@@ -141,15 +180,13 @@ def _check_columns(train_cfg:TrainConfig)->str:
     path,unread = train_cfg.train_dataset_path,set()
     if path=='shapes' or text_files(path): raise Skip('drawn, or read line by line')
     for name in config_names(path, train_cfg.train_dataset_name):
-        try: columns = _stored_columns(path, name)
+        try: found = _unread_columns(train_cfg, name)
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
-        flagged = (c.partition('=')[2] for c in train_cfg.columns)
-        read = {*(named(columns, what) for what in LAYOUTS), *flagged}
-        for column in {*columns}-read-{*FEATURES, 'id', 'kinds', 'scene'}:
-            meant = nearest(column, {*FEATURES}-{*columns})
+        for column in found:
+            meant = nearest(column, FEATURES)
             require(not meant, f'{name}: column `{column}` is ignored: did you mean `{meant}`?')
-            unread.add(column)
+        unread |= found
     return 'all are read' if not unread else f"ignored: {', '.join(sorted(unread))}"
 
 # %% ../../nbs/62_tools.inspect.ipynb #3ebd09db
@@ -160,7 +197,7 @@ def _check_template(tokenizer:Any)->str: # from `load_tokenizer`
                                         f'let it write {tokenizer.eos_token}, the end of a turn')
     words = ('xzyvd','dvyzx','yvxdz')
     chat = [dict(role=r, content=w) for r,w in zip(('user','assistant','user'), words)]
-    _,asked,answered,_ = re.split('|'.join(words), tokenizer.apply_chat_template(chat, tokenize=False))
+    _,asked,answered,_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     require(asked!=answered, 'lm_chat_template writes a user and an assistant alike: '
                              'let it write message.role in front of each message')
     return f'an answer ends with {end!r}'
@@ -188,8 +225,11 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
         yield failed('data', e)
         return
     yield tried('samples', check_rows, seen, held)
+    if seen.ranges and not seen.plans: yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
     if not seen.plans: return
     yield tried('left out', check_left_out, seen, held)
+    if seen.ranges: yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
+    if text := _fixed_order(seen.asked): yield Finding('questions', FAIL, text)
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
     for sample in seen.shown:
@@ -239,7 +279,8 @@ def _trainer_before(run_dir:Path, update:int, code:dict={})->Iterator[tuple[Trai
     checkpoint = _checkpoint_before(run_dir, update)
     with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
         cfg = _alone(train_cfg, read_state(checkpoint)['data']['lanes'])
-        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint)
+        parts = dict(loaders=loaders_of(cfg, run_dir))
+        trainer = build_trainer(vlm_cfg, cfg, log, Dist(device=pick_device()), checkpoint, parts)
         resume(trainer, checkpoint)
         trainer.model.train()
         guard = find(trainer, Guard)

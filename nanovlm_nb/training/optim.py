@@ -251,7 +251,8 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     packing = dict(utilisation=total['tokens']/total['positions'])
     packing |= {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
     ids = [i for o in told for i in o['ids']]
-    counts = {k:total[k] for k in ('targets','tokens','tiles','pairs','window_pairs','picture_pairs','filled')}
+    known = 'targets','tokens','tiles','pairs','window_pairs','picture_pairs','filled'
+    counts = {k:total[k] for k in known}
     return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc

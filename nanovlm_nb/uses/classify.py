@@ -27,7 +27,7 @@ from torch.utils.data import ConcatDataset
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
-from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint
+from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint,last_checkpoint,read_state,run_of
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
 from ..core.config import TRUSTED,TrainConfig,VLMConfig,check_known,check_trust,evolve,run_path
 from ..core.config import many,preset,read_sections,rules
@@ -368,7 +368,7 @@ class ValidateClasses(Validate):
         if not t.step: return False
         better = before is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
-        found |= self.best
+        found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and t.dist.is_master:
             names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
             plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
@@ -400,8 +400,9 @@ def _links(folder, wanted):
     "Lets a folder hold exactly these links."
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        if old.is_symlink(): old.unlink()
-    for name,target in wanted.items(): (folder/name).symlink_to(target)
+        if old.is_symlink() and os.readlink(old).startswith('../'): old.unlink() # one of ours
+    for name,target in wanted.items():
+        if not os.path.lexists(folder/name): (folder/name).symlink_to(target)
 
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:
@@ -642,6 +643,8 @@ def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
     if latest: return replace(s, train=s.train|dict(resume=True))
     if not checkpoint.exists(): checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
+    require(not s.run_name or run_of(checkpoint)==run_dir.resolve(), f'cannot resume: {checkpoint} is of another '
+        f'run than {run_dir}. Leave run_name out to go on with its own, or begin with its weights: --model')
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d

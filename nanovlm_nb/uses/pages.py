@@ -21,7 +21,7 @@ from PIL import Image
 
 from ..core.usage import UsageError,require,say,user_path
 from ..data.images import open_image
-from ..answers.answer import Asker,Chat
+from ..answers.answer import Asker,Chat,standard_processor
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
@@ -50,7 +50,7 @@ class _Talk:
     def about(self, asker:Asker, files:list, turns:list[dict])->Chat: # all pictures; what was said before
         "Returns the conversation about some pictures."
         if files!=self.files:
-            self.images = [open_image(f) for f in files]
+            self.images = [open_image(f, asker.model.cfg.pixel_max) for f in files]
             self.files,self.chat = files,Chat(asker, self.images)
         self.chat.turns = turns
         return self.chat
@@ -196,6 +196,7 @@ def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     with user_path():
         model = open_model(values.checkpoint, kind)
+        standard_processor(model) # or a UsageError
         if kind=='onnx': export_onnx(model, out, values.int8)
         else: _export_web(model, out, values.web_runtime)
     how = dict(onnx=f'{OWN_NOTE} says how pictures are cut and announced',
