@@ -150,8 +150,8 @@ def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; 
     meant = bits if 1<high<=65535 else math.ceil(max(high, 1))
     text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
     require(high<=white, f'{text}: all above {white:g} is white, set pixel_max to {meant}')
-    require(pixel_max or high>white/4, f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set '
-                                       f'pixel_max to {meant}')
+    require(pixel_max or high>white/4,
+        f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set pixel_max to {meant}')
     return text
 
 _ALWAYS,_ENOUGH = .9,10 # share of rows; rows with several questions
@@ -171,7 +171,8 @@ def _unread_columns(train_cfg:TrainConfig, name:str)->set[str]: # a configuratio
     path,columns = train_cfg.train_dataset_path,train_cfg.columns
     rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
     renamed = [rename(row, columns) for row in rows]
-    read,unread = columns_read(renamed, name, picture_folders(path, name, train_cfg.images_path), bool(columns))
+    folders = picture_folders(path, name, train_cfg.images_path)
+    _,unread = columns_read(renamed, name, folders, bool(columns))
     return unread-{column.partition('=')[2] for column in columns}-{'scene'}
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
