@@ -9,7 +9,7 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 
            'main']
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
-import random,json,os,re,sys,threading
+import random,json,os,re,threading
 from collections.abc import Callable,Iterable
 from dataclasses import dataclass,field,fields,replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor,nn
 from torch.utils.data import ConcatDataset
 
-from ..core.usage import MissingFile,UsageError,check_hub_name,require,user_path
+from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
 from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint,last_checkpoint,read_state,run_of
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
@@ -43,6 +43,7 @@ from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
 from ..answers.evaluate import digit_pictures
 from ..training.trainer import Hook,Trainer,Validate,over_validation
+from ..training.trainer import length as updates_of
 from ..runs.start import exit_code,relaunch
 from ..runs.run import process_group,run
 
@@ -337,7 +338,6 @@ class ValidateClasses(Validate):
 
     def begin(self, trainer:Trainer)->None:
         "Keeps the best of an earlier start, unless it was left behind, or is another run's."
-        trainer.base.tokenizer = trainer.tokenizer
         self.labels = trainer.held_out.source.rows.answers()
         found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
         if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
@@ -368,7 +368,7 @@ class ValidateClasses(Validate):
         if not t.step: return False
         better = before is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
-        found |= self.best
+        found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and t.dist.is_master:
             names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
             plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
@@ -400,8 +400,9 @@ def _links(folder, wanted):
     "Lets a folder hold exactly these links."
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        if old.is_symlink(): old.unlink()
-    for name,target in wanted.items(): (folder/name).symlink_to(target)
+        if old.is_symlink() and os.readlink(old).startswith('../'): old.unlink() # one of ours
+    for name,target in wanted.items():
+        if not os.path.lexists(folder/name): (folder/name).symlink_to(target)
 
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:
@@ -532,17 +533,22 @@ _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False, 
     max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0, use_lmms_eval=False,
     wandb_entity=None)
 
+# %% ../../nbs/81_uses.classify.ipynb #81aa0012
+def _warmup_steps(s:Settings, updates:int)->int: # of the run
+    "Returns the updates in which the learning rate rises: as asked, or a tenth of a run that is not as long."
+    return s.warmup_steps if s.warmup_steps<updates else updates//10
+
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
 def _train_config(s:Settings, data:_ClassData, world_size:int, # ranks
     longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
     "Returns the run that the file asks for."
     lanes = s.batch_size*s.gradient_accumulation_steps
     updates = s.epochs*-(-len(data.train)//(lanes*world_size))
-    require(s.warmup_steps<updates, f'warmup_steps {s.warmup_steps}, but {s.epochs} epochs '
-        f'are {updates} updates: lower it, or train longer')
+    length = min(updates, s.train.get('max_training_steps', updates))
+    warmup = _warmup_steps(s, length)
     workers = min(s.dataloader_num_workers, lanes, os.cpu_count() or 1) # at most one a core, and one a lane
     computed:dict[str,Any] = dict(lr_mp=s.learning_rate, max_training_steps=updates,
-        warmup_ratio=s.warmup_steps/updates, max_sample_length=longest, max_val_batches=len(data.val),
+        warmup_ratio=warmup/length, max_sample_length=longest, max_val_batches=len(data.val),
         num_workers=workers, val_workers=min(workers, 2), load_from=weights)
     same = {k:getattr(s, key) for k,key in _SAME.items()}
     return evolve(TrainConfig(**same, **_ALWAYS, **computed), **s.train)
@@ -580,7 +586,12 @@ class _ClassHook(Hook):
         asked = f'{workers} workers for training (asked for {s.dataloader_num_workers})'
         what = f'{len(self.data.names)} classes; {sizes}; {asked}'
         freq = f'training, speed and memory are reported together, every {s.report_freq} updates'
-        for line in [*s.translations, what, freq]: log.info(line)
+        lines = [*s.translations, what, freq]
+        length = updates_of(trainer) or s.warmup_steps+1
+        warmup = _warmup_steps(s, length)
+        if warmup<s.warmup_steps: lines.append(f'warmup_steps {s.warmup_steps}, but the run has {length} updates: '
+            f'the learning rate rises in {warmup} of them')
+        for line in lines: log.info(line)
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
 def _classify_again(run_dir:Path, settings:dict, # of the run; its fields
@@ -640,6 +651,9 @@ def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its
 def _asked_settings(v:Namespace)->Settings: # values from `cli.classify_parser`
     "Returns the settings of the file, changed by flags."
     s = Settings.load(v.config) if v.config else Settings()
+    require(not v.config or v.datasets or 'datasets' in s.given, f'{v.config} names no pictures: write '
+        '`datasets: [FOLDER]` in its section training, or give --datasets; a folder, a name on the hub, '
+        'digits or shapes')
     again = {n:getattr(v, n) for n in TRUSTED if getattr(v, n, None)} # what a file of a run may not name
     if v.config: check_trust(v.config, dict(wandb_project=s.project)|s.train, again)
     if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
@@ -670,4 +684,4 @@ def _sort_files(checkpoint:str, pictures:list[str])->None: # or a run directory;
             'give a checkpoint of nanovlm classify') from e
     labels,probs = model.predict(pictures)
     for file,label,p in zip(pictures, labels, probs.amax(1).tolist()):
-        sys.stdout.write(f'{file}\t{label}\t{p:.3f}\n')
+        say(f'{file}\t{label}\t{p:.3f}')
