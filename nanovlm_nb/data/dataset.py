@@ -485,7 +485,8 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
         f'{len(inside)} in the messages: give them in one place')
     numbered,marks = number_marks(turns, len(pictures or inside))
     kind = MARK if any(MARK in (t['user'] or '') for t in turns) else 'the mark of a picture'
-    require(pictures or inside or not marks, f'{kind} in a question, but no picture: name it, or take the mark out')
+    require(pictures or inside or not marks,
+        f'{kind} in a question, but no picture: name it, or take the mark out')
     drawn = not marks and numbered == turns and any(MARK in (t['assistant'] or '') for t in turns)
     require(not drawn or not (pictures or inside),
         f'{MARK} in an answer: pictures can be part of a question only, take the mark out')
