@@ -80,7 +80,7 @@ class Asker:
     "A model with the tokenizer and the image processor it was trained with."
     model:VisionLanguageModel # in eval mode
     tokenizer:Any # with nanoVLM's image tokens
-    image_processor:ImageProcessor # picture -> (tiles, grid)
+    image_processor:Any # picture -> (tiles, grid), as an `ImageProcessor`
     numbered:bool = True # pictures stand as in training; else before the text, see `NanoVLM`
 
     @classmethod

@@ -507,7 +507,7 @@ def to_row(r:pa.Table|dict, place:int|str, # its number
         own,source = r.get('row_id'),r.get('source')
         names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-        require(not r.get(LEFT_OUT), r.get(LEFT_OUT))
+        require(not r.get(LEFT_OUT), str(r.get(LEFT_OUT)))
         images,texts = read_layout(r, folders)
     except MissingFile as e: return Dropped(id, 'missing_image', str(e))
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too

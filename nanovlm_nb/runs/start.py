@@ -115,7 +115,7 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
     if not c.resume: return _new_start(v, c, run_dir)
     begun = read_state(own)['configs']['train'].get('load_from') if own else None # of a run that was renamed
     within = given and given!=begun and run_of(given)==run_dir.resolve()
-    if within and Path(given).resolve()!=run_dir.resolve():
+    if given and within and Path(given).resolve()!=run_dir.resolve():
         path = _checkpoint_within(run_dir, given)
         relative = '' if Path(given).is_absolute() else (
             f' load_from {given} is relative to {Path.cwd()}: give the absolute path in a job script.')
