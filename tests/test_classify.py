@@ -173,8 +173,10 @@ def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole)
     assert [known[k] for k in best] == [state[k] for k in best]
     run(command(place/'whole.yaml', '--resume_from', 'checkpoint-6'), place)
     assert 'Resumed from the checkpoint' in (whole/'train.log').read_text() and record(whole)[0] == before
-    done = run(command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6'), place, check=False)
-    assert done.returncode == 2 and 'cannot resume' in done.stderr and 'class_names' in done.stderr
+    fewer = command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6')
+    for more, said in ((['--run_name', 'whole'], 'class_names'), ([], 'is of another run than outputs/fewer')):
+        done = run([*fewer, *more], place, check=False)
+        assert done.returncode == 2 and 'cannot resume' in done.stderr and said in done.stderr
 
 
 def test_what_is_best_after_going_back(place):

@@ -21,7 +21,7 @@ from nanovlm_nb.runs import start as runs_start
 def starts(run):
     "How often a run has said where it begins."
     log = run/'train.log'
-    return len(re.findall(r'Auto resumed|Resumed from|A new run', log.read_text())) if log.is_file() else 0
+    return len(re.findall(r'Auto resumed|Resumed from|[Aa] new run', log.read_text())) if log.is_file() else 0
 
 
 def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL, ranks=1):

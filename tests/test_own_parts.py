@@ -119,7 +119,7 @@ def test_files_of_a_run_name_no_code_and_no_place(tmp_path, monkeypatch, capsys,
         with pytest.raises(SystemExit) as stopped: main(words)
         said = capsys.readouterr().err
         assert stopped.value.code == 2 and 'names code' in said and f'add {" ".join(flags)} if you trust it' in said, (words, said)
-    for words in (['runs', '.'], ['runs', '.', '--curves', str(tmp_path/'c.png')], ['eval', step, '--batches', '1'], ['ask', step, '--prompt', 'x']): main(words)
+    for words in (['runs', '.'], ['runs', '.', '--curves', str(tmp_path/'c.png')], ['eval', step, '--rows', '2'], ['ask', step, '--prompt', 'x']): main(words)
     assert not ran.exists()
 
 

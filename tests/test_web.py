@@ -3,6 +3,7 @@
 The first part needs Node. The others (slow) need playwright and a Chromium; the exported page needs onnxruntime-web (NANOVLM_WEB_RUNTIME names
 its package, else it is fetched), the chat page gradio."""
 import functools
+import http.client
 import http.server
 import json
 import os
@@ -230,16 +231,37 @@ def server(asker):
     process.wait(30)
 
 
+def listening(port):
+    "Wait until somebody answers there."
+    end = time.monotonic() + 180
+    while socket.socket().connect_ex(('127.0.0.1', port)):
+        assert time.monotonic() < end
+        time.sleep(.5)
+
+
+@pytest.mark.slow
+def test_the_chat_page_answers_under_its_own_names_alone(server):
+    "A site whose name leads to 127.0.0.1 gets nothing: neither the page nor its functions."
+    listening(server)
+    def status(method, path, name):
+        connection = http.client.HTTPConnection('127.0.0.1', server, timeout=60)
+        connection.request(method, path, headers={'Host': name})
+        return connection.getresponse().status
+    ways = [('GET', '/'), ('GET', '/config'), ('POST', '/gradio_api/queue/join'), ('GET', '/gradio_api/info')]
+    ours = [f'{name}:{server}' for name in ('localhost', '127.0.0.1', '[::1]')]
+    assert [status('GET', path, name) for name in ours for path in ('/', '/config')] == [200]*6
+    theirs = (f'evil.example:{server}', 'localhost.evil.example', '')
+    assert {status(*way, name) for way in ways for name in theirs} == {403}
+
+
 @pytest.mark.slow
 def test_the_chat_page_answers_as_python_does(browser, server, asker, tmp_path):
     "Upload, ask, read the answer, see where it looked; a second question keeps the first, also when it is taken back and asked again. No other machine can do so."
     expect = pytest.importorskip('playwright.sync_api').expect
     picture, question = Image.effect_noise((60, 40), 90), 'Which colour do you see?'
     picture.save(tmp_path/'noise.png')
-    page, end = browser.new_page(viewport=dict(width=1200, height=1100)), time.monotonic() + 180
-    while socket.socket().connect_ex(('127.0.0.1', server)):
-        assert time.monotonic() < end
-        time.sleep(.5)
+    page = browser.new_page(viewport=dict(width=1200, height=1100))
+    listening(server)
     with pytest.raises(ConnectionRefusedError): socket.create_connection(('127.0.0.2', server), timeout=9)
     page.goto(f'http://127.0.0.1:{server}')
     page.locator('#question input[type=file]').first.set_input_files(str(tmp_path/'noise.png'))

@@ -80,8 +80,8 @@ class Asker:
     "A model with the tokenizer and the image processor it was trained with."
     model:VisionLanguageModel # in eval mode
     tokenizer:Any # with nanoVLM's image tokens
-    image_processor:ImageProcessor # picture -> (tiles, grid)
-    numbered:bool = True # pictures are numbered and placed as in training; else they come first, see `NanoVLM`
+    image_processor:Any # picture -> (tiles, grid), as an `ImageProcessor`
+    numbered:bool = True # pictures stand as in training; else before the text, see `NanoVLM`
 
     @classmethod
     def from_model(cls, model:VisionLanguageModel, tokenizer=None, # default: the model's own
@@ -110,7 +110,7 @@ class Asker:
         return self.numbered and self.image_processor.convention!='nanovlm'
 
     def tiles(self, images:Iterable[Image.Image]|Image.Image, # pictures, may be none; or one
-    )->tuple[list,list[str]|str]: # one stack of uint8 tiles per picture; their placeholders, see `to_messages`
+    )->tuple[list,list[str]|str]: # uint8 tiles of each picture; placeholders, see `to_messages`
         "Returns what the model sees of some pictures."
         images = [images] if isinstance(images, Image.Image) else list(images)
         if not images: return [],''

@@ -56,7 +56,8 @@ OTHER_WORDS = dict( # of MiniMind-V, xtuner, transformers and nanoVLM -> our fie
     clip_grad='max_grad_norm',
     learning_rate=_RATES, lr=_RATES, param_scheduler='lr_schedule', lr_scheduler_type='lr_schedule',
     warmup_steps='warmup_ratio', warmup_iters='warmup_ratio', save_steps='save_interval',
-    save_total_limit='max_keep_ckpts', max_keep_checkpoints='max_keep_ckpts', log_interval='stats_log_interval',
+    save_total_limit='max_keep_ckpts', max_keep_checkpoints='max_keep_ckpts',
+    log_interval='stats_log_interval',
     logging_steps='stats_log_interval', eval_steps='eval_interval', use_wandb='log_wandb',
     dataloader_num_workers='num_workers', data_path='train_dataset_path', max_seq_len='lm_max_length',
     max_length='lm_max_length', dim='lm_hidden_dim', hidden_size='lm_hidden_dim', n_layers='lm_n_blocks',
@@ -66,7 +67,8 @@ OTHER_WORDS = dict( # of MiniMind-V, xtuner, transformers and nanoVLM -> our fie
     ddp=_RANKS, launcher=_RANKS, nproc_per_node=_RANKS, num_gpus=_RANKS, local_rank=_RANKS,
     work_dir=_PLACE, out_dir=_PLACE, save_dir=_PLACE, output_dir=_PLACE,
     device='a GPU is taken if there is one; CUDA_VISIBLE_DEVICES= hides it',
-    by_epoch='save_interval counts updates, as all intervals do', runner_type='there is one trainer: leave it out',
+    by_epoch='save_interval counts updates, as all intervals do',
+    runner_type='there is one trainer: leave it out',
     cfg_options='each field is a flag of its own: `--batch_size 4`')
 
 # %% ../../nbs/00_core.usage.ipynb #e5b1000e

@@ -29,7 +29,7 @@ from ..core.usage import UsageError,require,MissingFile
 from ..core.run_dir import DROPPED,open_own
 from ..core.tokenizer import train_tokenizer
 from .values import Folders,as_list,first_of as _first,is_base64,is_filled,listed
-from .values import options_of,picture_evidence,pictures_of,pick_option,find_picture
+from .values import options_of,picture_evidence,pictures_of,pick_option,find_picture,_find
 from .images import ImageProcessor,UnreadableImage,image_size
 from .prompts import MARK,answer_frames,encode_chat,image_strings,number_marks,place_pictures
 from .prompts import special_pattern
@@ -197,7 +197,9 @@ def _place(column):
     number = ''.join(re.findall(r'\d', column))
     return int(number or 0),column
 
-def is_caption(column:str)->bool: return bool(re.search('caption|sentence|^te?xt|reference_strs', column.lower()))
+def is_caption(column:str)->bool:
+    "Whether a column is called like one for captions, of which all are learned."
+    return bool(re.search(r'caption|sentence|^te?xt\d*$|reference_strs', column.lower()))
 
 @lru_cache(maxsize=1024)
 def columns_by_name(columns:tuple[str,...])->dict[str,list[tuple[str,...]]]:
@@ -219,7 +221,7 @@ def columns_by_name(columns:tuple[str,...])->dict[str,list[tuple[str,...]]]:
 def _filled(row, groups):
     "The columns of the first group that a row fills."
     for group in groups:
-        columns = tuple(name for name in group if is_filled(row[name]))
+        columns = tuple([name for name in group if is_filled(row[name])])
         if columns: return columns
     return ()
 
@@ -234,7 +236,8 @@ def _is_id(row, group): return _IS_ID.fullmatch(group[0]) and isinstance(row[gro
 
 def _is_conversation(value):
     "Whether a value is a list of messages, or of questions and answers."
-    if isinstance(value, str) and re.match(r'\s*\[\s*\{', value): value = listed(value)
+    if value is None or isinstance(value, (int, float)): return False
+    if isinstance(value, str) and value[:1] == '[': value = listed(value)
     several = isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object
     if not several or not len(value) or not isinstance(value[0], dict): return False
     pairs = {'from', 'value'}, {'role', 'content'}, {'user', 'assistant'}, {'question', 'answer'}
@@ -293,28 +296,50 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     chosen:bool=False)->dict[str,tuple[str,...]]: # by `--columns`: others of a kind that is read are left
     "The columns of a row that are read: key of `LAYOUTS` -> names; an `UnusedColumn` if one would be lost."
     by_name = columns_by_name(tuple(row))
-    read = {kind:_filled(row, by_name[kind]) for kind in LAYOUTS if kind != 'images'}
+    read = _NOTHING.copy()
+    read['texts'] = _filled(row, by_name['texts'])
+    for kind in ('system',) if read['texts'] else _ASKED: read[kind] = _filled(row, by_name[kind])
+    if not read['texts']: _settle(row, read)
+    others = _others(row, read)
+    if not others and len(by_name['images']) < 2:
+        read['images'] = _filled(row, by_name['images'])
+        return read
+    spoken = [name for group in others for name in group if _is_conversation(row[name])]
+    told = read['texts'] or read['answer']
+    if spoken and not told and len(spoken) == 1:
+        read['texts'] = tuple(spoken)
+        others = _others(row, read)
+    elif spoken and not (chosen and told): _refuse(spoken[0], 'a conversation', told)
+    read['images'] = _picture_columns(row, by_name['images'], others, folders, chosen)
+    if not read['images']: _check_lost(row, read, others)
+    return read
+
+_NOTHING:dict[str,tuple[str,...]] = dict.fromkeys(LAYOUTS, ())
+_ASKED = [*LAYOUTS][2:] # kinds of a row that is no conversation
+
+def _settle(row, read):
+    "Decide what is read of a row with questions: options need one, and a label without options may answer."
     for kind in ('system', 'context', 'input'):
         if not all(isinstance(row[name], str) for name in read[kind]): read[kind] = ()
-    if not read['options'] or not read['question']:
-        words = [name for name in read['choice'] if not isinstance(row[name], (int, float))]
-        if read['question']: read['answer'] = read['answer'] or tuple(words)
-        read['options'] = read['choice'] = ()
-    if read['texts']: read = dict.fromkeys(read, ())|{kind:read[kind] for kind in ('texts', 'system')}
-    def unread():
-        used = {name for columns in read.values() for name in columns}
-        return [group for kind,groups in by_name.items() for group in groups
-                if kind != 'images' and not used & {*group}]
-    spoken = [name for group in unread() for name in group if _is_conversation(row[name])]
-    told = read['texts'] or read['answer']
-    if len(spoken) == 1 and not told: read['texts'] = tuple(spoken)
-    elif spoken and not (chosen and told): _refuse(spoken[0], 'a conversation', told)
-    others = unread()
-    read['images'] = _picture_columns(row, by_name['images'], others, folders, chosen)
-    if read['images'] or _shows(row, read): return read
-    for name in (name for group in others for name in group if re.search('image|video', name.lower())):
-        if is_filled(row[name]) and row[name] != 0: _refuse(name, 'pictures', ())
-    return read
+    if read['options'] and read['question']: return
+    words = tuple(name for name in read['choice'] if not isinstance(row[name], (int, float)))
+    if read['question']: read['answer'] = read['answer'] or words
+    read['options'] = read['choice'] = ()
+
+@lru_cache(maxsize=1024)
+def _groups(columns):
+    "All groups of columns but those that are called like pictures."
+    return [group for kind,groups in columns_by_name(columns).items() if kind != 'images' for group in groups]
+
+def _others(row, read):
+    "The groups of columns of which nothing is read."
+    used = {columns[0] for columns in read.values() if columns}
+    return [group for group in _groups(tuple(row)) if used.isdisjoint(group)]
+
+def _check_lost(row, read, others):
+    "Raise an error about a column that is called like one for pictures, of a row that has none."
+    for name in [name for group in others for name in group if re.search('image|video', name.lower())]:
+        if is_filled(row[name]) and row[name] != 0 and not _shows(row, read): _refuse(name, 'pictures', ())
 
 def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `columns_of`
     "The columns of a row that are not read, for the log."
@@ -437,15 +462,17 @@ def _earlier(row, columns, inside):
     return [dict(user=question, assistant=answer) for question,answer in said]
 
 def read_layout(row:dict, folders:Folders=None, # of pictures that are named, see `find_picture`
-    chosen:bool=False)->tuple[list, list[dict]]: # see `columns_of`; for `open_image`; {user, assistant}
+    chosen:bool=False, unread:set[str]|None=None # see `columns_of`; gets the columns that nothing reads
+    )->tuple[list, list[dict]]: # for `open_image`; {user, assistant}
     "The pictures and the turns of a row in one of the known layouts; a UsageError says what is wrong."
     read = columns_of(row, folders, chosen)
+    if unread is not None: unread.update(unread_of(row, read))
     pictures = [picture for name in read['images'] for picture in pictures_of(row[name], folders)]
     inside:list = []
     if read['texts']: turns = _spoken_turns(row, read['texts'][0], inside)
     elif columns_by_name(tuple(row))['texts'] and not read['answer']: turns = []
     else: turns = _question_turns(row, read, pictures, inside)
-    if turns:
+    if turns and any(read[kind] for kind in ('system', 'context', 'input', 'history')):
         first = dict(user=_around(turns[0]['user'] or '', row, read))
         turns = _earlier(row, read['history'], inside)+[turns[0]|first]+turns[1:]
     try: ''.join(t[k] for t in turns for k in ('user', 'assistant') if t[k] is not None).encode()
@@ -458,7 +485,8 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
         f'{len(inside)} in the messages: give them in one place')
     numbered,marks = number_marks(turns, len(pictures or inside))
     kind = MARK if any(MARK in (t['user'] or '') for t in turns) else 'the mark of a picture'
-    require(pictures or inside or not marks, f'{kind} in a question, but no picture: name it, or take the mark out')
+    require(pictures or inside or not marks,
+        f'{kind} in a question, but no picture: name it, or take the mark out')
     drawn = not marks and numbered == turns and any(MARK in (t['assistant'] or '') for t in turns)
     require(not drawn or not (pictures or inside),
         f'{MARK} in an answer: pictures can be part of a question only, take the mark out')
@@ -479,13 +507,14 @@ def to_row(r:pa.Table|dict, place:int|str, # its number
         own,source = r.get('row_id'),r.get('source')
         names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-        require(not r.get(LEFT_OUT), r.get(LEFT_OUT))
+        require(not r.get(LEFT_OUT), str(r.get(LEFT_OUT)))
         images,texts = read_layout(r, folders)
     except MissingFile as e: return Dropped(id, 'missing_image', str(e))
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
     spare = number_marks(texts, len(images))[1]
     if not marks: texts = place_pictures(texts, len(images))
-    return r|dict(id=id, images=images, texts=texts, spare_marks=spare)
+    if spare: r = r|dict(spare_marks=spare)
+    return r|dict(id=id, images=images, texts=texts)
 
 # %% ../../nbs/12_data.dataset.ipynb #d5f582a4
 @dataclass(slots=True)

@@ -39,11 +39,13 @@ _HEIC = (b'ftypheic', b'ftypheix', b'ftyphevc', b'ftypheim', b'ftypheis', b'ftyp
 _KINDS = ( # where in a file, one of which bytes -> what it is
     (4, _HEIC, 'a HEIC picture: convert it to JPEG'),
     (4, (b'ftypavif', b'ftypavis'), 'an AVIF picture: update Pillow, or convert it to JPEG'),
-    (4, (b'ftyp', b'moov'), 'a video: save pictures of it'), (0, (b'\x1aE\xdf\xa3',), 'a video: save pictures of it'),
+    (4, (b'ftyp', b'moov'), 'a video: save pictures of it'),
+    (0, (b'\x1aE\xdf\xa3',), 'a video: save pictures of it'),
     (8, (b'AVI ',), 'a video: save pictures of it'), (128, (b'DICM',), 'DICOM: save its pixels as PNG'),
     (0, (b'\xff\x0a', b'\0\0\0\x0cJXL '), 'a JPEG XL picture: convert it to JPEG'),
     (0, (b'%PDF',), 'a PDF: save its pages as PNG'), (0, (b'\x93NUMPY',), 'an array of NumPy: save it as PNG'),
-    (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'), 'packed: unpack it'),
+    (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'),
+        'packed: unpack it'),
     (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'))
 
 def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
@@ -54,8 +56,9 @@ def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     if b'<svg' in start: return 'an SVG drawing: save it as PNG'
     if start.startswith((b'<!doctype html', b'<html')): return 'a web page: download the picture again'
     if not head.strip(b'\0'): return 'zeros: download it again' if head else 'empty: download it again'
-    text = head[:40].decode('utf-8', 'replace')
-    return f'text, {text!r}' if text.isprintable() or text.isascii() and text.split() else f'unknown, {head[:8].hex(" ")}'
+    text = ' '.join(head[:40].decode('utf-8', 'replace').split())
+    if text.isprintable(): return f'text, {text!r}'
+    return f'unknown, {head[:8].hex(" ")}'
 
 # %% ../../nbs/10_data.images.ipynb #d9afd4c9
 _BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
@@ -77,7 +80,7 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
     raise UnreadableImage(message) from e
 
 # %% ../../nbs/10_data.images.ipynb #384766f5
-_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps how a picture is turned
+_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps its turn
 _MOST_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL gets of such chunks of a PNG
 
 def _lean_png(file:io.BufferedIOBase)->bytes|None: # at its beginning; None: it is no PNG, or lean already
@@ -160,8 +163,8 @@ def _rgb(im, pixel_max=None):
     "Any mode to RGB; what is transparent shows white."
     if im.mode == 'RGB' and not im.has_transparency_data: return im
     if im.mode == 'F' and pixel_max is None:
-        raise UsageError('mode F (floating point) has no agreed range: give pixel_max, the value that is white, '
-                         'or convert the picture to 8 bits')
+        raise UsageError('mode F (floating point) has no agreed range: give pixel_max, the value that is '
+                         'white, or convert the picture to 8 bits')
     if im.mode.startswith(('I', 'F')):
         white = pixel_max or 65535
         x = np.asarray(im)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core.usage import MissingFile,Unreachable,UsageError,check_hub_name,near_path,require
 from .values import Folders,names_picture
 from .dataset import (FEATURES,GIVE,LAYOUTS,LEFT_OUT,RATINGS,Dropped,Drops,UnusedColumn,
-    VQADataset,columns_by_name,columns_of,read_layout,shapes_dataset,shapes_tokenizer,unread_of)
+    VQADataset,columns_by_name,read_layout,shapes_dataset,shapes_tokenizer)
 from .sources import BROKEN,READ_ROWS,MapSource,Mixture,StreamSource
 from .sources import _is_damage,columns_read,head_rows
 from ..core.config import CHAT_TEMPLATE,OWN_ROWS,TrainConfig,VLMConfig,check_configs,load_function
@@ -196,8 +196,7 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
     require(isinstance(row, dict), f'it is {row!r:.60}: {GIVE}')
     require(None not in row, 'it has more fields than the header: put quotes around a text with commas')
     row = rename(row, columns)
-    pictures,texts = read_layout(row, folders, bool(columns))
-    if unread is not None: unread.update(unread_of(row, columns_of(row, folders, bool(columns))))
+    pictures,texts = read_layout(row, folders, bool(columns), unread)
     images = [as_picture(picture) for picture in pictures] if folders is None else pictures
     return {c:row[c] for c in (*FEATURES, 'kinds') if c in row}|dict(images=images, texts=texts)
 
@@ -490,7 +489,7 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
         ds = ds.rename_columns({theirs:ours for theirs,ours in names.items() if theirs != ours})
     read,unread = columns_read(head_rows(ds), where, folders, bool(columns))
     by_name = columns_by_name(tuple(ds.column_names))
-    told = read.get('texts') or read.get('choice') or by_name['texts'] or by_name['answer']
+    told = any(read.get(kind) for kind in ('texts', 'answer', 'choice')) or by_name['texts'] or by_name['answer']
     require(told, f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)

@@ -11,7 +11,7 @@ __all__ = ['MARK', 'AnswerFrame', 'image_strings', 'get_image_string', 'special_
 import re
 from functools import lru_cache
 from itertools import chain,count,product
-from typing import TypeAlias
+from typing import Any,TypeAlias
 
 import numpy as np, torch
 from jinja2 import Environment,TemplateError
@@ -103,8 +103,8 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
     return numbered, spare
 
 # %% ../../nbs/11_data.prompts.ipynb #a1b0c005
-_LEAD = re.compile(r'((?:\s*<image: \d+>)*)(\s*)')
-_TRAIL = re.compile(r'(?<!\s)(\s*)((?:<image: \d+>\s*)+)\Z')
+_ABOVE = re.compile(r'((?:\s*<image: \d+>)*)(\s*)') # marks, and what is between them and the text
+_BELOW = re.compile(r'(?<!\s)(\s*)((?:<image: \d+>\s*)+)\Z|\Z')
 
 def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures
     "The turns with numbers for the marks that are part of a sentence; unchanged where no place is marked."
@@ -114,14 +114,15 @@ def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures
     order = [int(k) for k in _NUMBER.findall(text)]
     with_numbers = any(mark[1] for mark in _MARKS.finditer(turns[0]['user'] or ''))
     if order != [*range(len(order))] or with_numbers and len(order) < n: return numbered
-    lead = _LEAD.match(text)
-    rest = text[lead.end():]
-    trail = _TRAIL.search(rest)
-    said = rest[:trail.start()] if trail else rest
-    front = lead[1] and (len(order) == lead[1].count('<') or '\n' in lead[2])
-    back = trail and (len(order) == trail[2].count('<') or '\n' in trail[1])
-    if not front: said = lead[0]+said
-    if trail and not back: said += trail[0]
+    above:Any = _ABOVE.match(text)
+    rest = text[above.end():]
+    below:Any = _BELOW.search(rest)
+    marks = below[2] or ''
+    said = rest[:below.start()]
+    front = above[1] and (len(order) == above[1].count('<') or '\n' in above[2])
+    back = marks and (len(order) == marks.count('<') or '\n' in below[1])
+    if not front: said = above[0]+said
+    if not back: said += below[0]
     return [numbered[0]|dict(user=said), *numbered[1:]]
 
 # %% ../../nbs/11_data.prompts.ipynb #9da96e57
@@ -139,9 +140,10 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
     inline:bool=False)->list[dict]: # pictures stand at their marks
     "Turns as messages {'role', 'content'} for a chat template, without special tokens of their own."
     if not texts: raise UsageError('a conversation needs at least one turn')
-    if isinstance(pictures, list): texts = place_pictures(texts, len(pictures))
-    head, places = _places(texts, pictures) if inline else (''.join(pictures), {})
-    messages = []
+    head, places, messages = ''.join(pictures), {}, []
+    if isinstance(pictures, list):
+        texts = place_pictures(texts, len(pictures))
+        if inline: head, places = _places(texts, pictures)
     for k,turn in enumerate(texts):
         parts = _NUMBER.split(turn['user']) if places else [turn['user']] # texts, and numbers between them
         asked = [places[int(part)] if i%2 else neutralise(part, tokenizer) for i,part in enumerate(parts)]
@@ -153,7 +155,8 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
     return messages
 
 # %% ../../nbs/11_data.prompts.ipynb #2abb23ce
-_FAILS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError)
+_FAILS = (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError,
+    MemoryError)
 _MOST_STEPS = 100_000 # of all loops and macros of a chat template, for one conversation
 _BUDGET = f'{{% set steps = namespace(left={_MOST_STEPS}) %}}\n'
 _STEP = ("{% set steps.left = steps.left-1 %}{% if steps.left < 0 %}"
@@ -221,7 +224,8 @@ def _answer_spans(text:str, messages:list[dict], frames:list[AnswerFrame])->list
     spans, cursor = [], 0
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
-        asked, said = (dict.fromkeys((m['content'], m['content'].strip())) for m in (question, answer)) # some templates trim
+        # some templates trim
+        asked, said = (dict.fromkeys((m['content'], m['content'].strip())) for m in (question, answer))
         found = [] # -start of the answer, its end: the first is the largest, the longest of them
         for (between,end,lead),q,a in product(frames, asked, said):
             head, body = q+between, lead+a+end

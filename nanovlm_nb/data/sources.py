@@ -227,10 +227,10 @@ class StreamSource:
         shuffled = _Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')
         order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
-        for j,(s,*turn) in enumerate(_lane_shares(order, lane, lanes)[done:], start=done):
-            part = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
+        for j,(s,first,step) in enumerate(_lane_shares(order, lane, lanes)[done:], start=done):
+            begin,end = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
             share = self.shares[s]
-            for i,row in _read_share(share, *part, *turn, self.folders.get(share[0])):
+            for i,row in _read_share(share, begin, end, first, step, self.folders.get(share[0])):
                 if served==most: return
                 if not isinstance(row, Dropped): served += 1
                 yield ([j+1, 0, served] if i is None else [j, i+1, served]),row

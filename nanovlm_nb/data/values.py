@@ -27,28 +27,33 @@ def first_of(x:dict, *keys:str)->Any: # None: it has none of them
     return next((x[k] for k in keys if x.get(k) is not None), None)
 
 # %% ../../nbs/08_data.values.ipynb #0800a008
+_NULL = dict(bytes=None, path=None)
+
 def as_list(x)->list: # a value, several, or None
     "A list without nulls; a picture of arrow with neither bytes nor path is one."
     several = isinstance(x, (list, tuple)) or getattr(x, 'dtype', None) == object
-    null = dict(bytes=None, path=None)
-    return [v for v in (x if several else [x]) if not (v is None or isinstance(v, dict) and v == null)]
+    return [v for v in (x if several else [x]) if not (v is None or isinstance(v, dict) and v == _NULL)]
 
 # %% ../../nbs/08_data.values.ipynb #0800a009
 def is_filled(value:Any)->bool:
     "Whether there is something in a value; a text of blanks is nothing."
-    if isinstance(value, str): return bool(value.strip())
-    return any(v.strip() if isinstance(v, str) else True for v in as_list(value))
+    if isinstance(value, str): return bool(value) and not value.isspace()
+    if isinstance(value, dict): return value != _NULL
+    if isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object:
+        return any(map(is_filled, value))
+    return value is not None
 
 # %% ../../nbs/08_data.values.ipynb #d1a00b04
 _ENDINGS = {*'jpg jpeg jpe jfif png webp gif bmp tif tiff heic heif avif jp2 jxl ppm pgm pbm pnm tga svg'.split()}
 # how the bytes of pictures begin; `ftyp` are HEIC and AVIF
 _HEADS = re.compile(rb'\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP|BM....\0\0\0\0|II[*+]\0|MM\0[*+]|P[1-6]\s|'
                     rb'\0\0\0\x0c(?:jP|JXL)|\xff\x0a|\0\0[\1\2]\0|\0\0..ftyp(?:hei|hev|mif|avi)', re.DOTALL)
+_BASE64 = re.compile('[A-Za-z0-9+/]{64}')
 
 def is_base64(text:str)->bool:
     "Whether a text is a picture in base64, with or without `data:` in front."
     if text.startswith('data:'): return True
-    if not re.match('[A-Za-z0-9+/]{64}', text): return False
+    if len(text) < 64 or not _BASE64.match(text): return False
     return bool(_HEADS.match(b64decode(text[:64])))
 
 def names_picture(text:str)->bool:
@@ -112,6 +117,7 @@ def _guess(name, folders):
 def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
     "A picture as `open_image` takes it; a `MissingFile` says what may be meant by the name."
     held = picture.get('bytes') if isinstance(picture, dict) else picture
+    if isinstance(held, bytes): return picture
     if isinstance(held, str) and is_base64(held): return held if held.startswith('data:') else b64decode(held)
     name = first_of(picture, 'path', 'url') if held is None else held
     if folders is None: return picture
@@ -138,7 +144,7 @@ def listed(value:Any)->Any:
 
 def pictures_of(value:Any, folders:Folders)->list: # see `find_picture`
     "The pictures of a value; a text may name several, with commas."
-    value = listed(value)
+    if isinstance(value, str): value = listed(value)
     if isinstance(value, str) and folders is not None and not is_base64(value):
         names = [name for name in value.split(',') if name.strip()]
         if all(map(names_picture, names)) and not _find(value.strip(), folders): value = names

@@ -95,8 +95,9 @@ class VLMNet(nn.Module):
         "Returns what a loader would have said of a batch; a GPU is waited for."
         grids = grids_of(images)
         cfg,image_id = self.cfg,self.cfg.image_token_id
-        require(not cfg.native or len(grids)==len(flat_pictures(images)), 'a picture of this model is a grid of '
-            'tiles, (rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
+        all_grids = len(grids)==len(flat_pictures(images))
+        require(all_grids or not cfg.native, 'a picture of this model is a grid of tiles, '
+            '(rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
         layout = Layout.of(input_ids, image_id, targets, attention_mask, doc_lens,
                            grids, cfg.tiles_per_window)
         if layout.targets is not None: check_targets(layout.targets, self.n_outputs)
@@ -115,8 +116,9 @@ class VLMNet(nn.Module):
         if not n:
             nothing = self._nothing(x)
             return x if nothing is None else x+nothing
-        if self.cfg.native and not layout.tiles: raise ValueError('the layout has no grids: make it with those '
-            'of the pictures, as layout_of(input_ids, images=...) does')
+        if self.cfg.native and not layout.tiles:
+            raise ValueError('the layout has no grids: make it with those of the pictures, '
+                             'as layout_of(input_ids, images=...) does')
         seen = self.see(tiles, layout.tiles) if self.features is None else self.features(tiles).to(x)
         return fill_slots(x, slots, self.MP(seen))
 

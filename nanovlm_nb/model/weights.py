@@ -23,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from functools import partial,reduce
 from pathlib import Path
@@ -372,10 +372,10 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         base = resolve_checkpoint(note['base']['path'])
         require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with load_from")
-        own = kind.__dataclass_fields__.keys()-VLMConfig.__dataclass_fields__.keys()
+        own = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
         known = own & _json(base, 'config.json').keys() # or the base is a plain model
         state = checkpoint_weights(base, kind if known else VLMConfig)[1]
-        for name in note.get('without', ()): state.pop(name, None)
+        for new in note.get('without', ()): state.pop(new, None)
         state |= read_file(folder/LORA_WEIGHTS)
         plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
         return checkpoint_config(folder, kind),plain

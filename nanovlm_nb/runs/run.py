@@ -127,8 +127,8 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
     "What a `partial` of `get_dataloaders` was given of a script's own: rows, transforms, processor."
-    ours = isinstance(loaders, partial) and loaders.func is get_dataloaders and not loaders.args
-    return loaders.keywords if ours else {}
+    if not isinstance(loaders, partial) or loaders.func is not get_dataloaders or loaders.args: return {}
+    return loaders.keywords
 
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     """Names of those without which the run would learn something else: hooks only watch, and rows are kept
@@ -167,7 +167,8 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     set_threads(dist, loader_workers(c, cores_of_rank()), largest)
     if run_dir is None:
         name = dist.broadcast(get_run_name(c, v, dist.world_size))
-        run_dir = Path(run_path(**v.to_dict()|c.to_dict()|dict(run_name=name)))
+        run_dir = run_path(**v.to_dict()|c.to_dict()|dict(run_name=name))
+        assert run_dir # it has a name now
         hold(run_dir)
     return run_dir,start,v,c,lines
 
@@ -257,7 +258,7 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     own_run = checkpoint is None or checkpoint.parent.resolve()==run.run_dir.resolve()
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
-        parts = parts|dict(loaders=loaders_of(c, run.run_dir if own_run else checkpoint.parent))
+        parts = parts|dict(loaders=loaders_of(c, checkpoint.parent if checkpoint else run.run_dir))
         kept = own_run
     t = build_trainer(v, c, log, dist, checkpoint, parts)
     first = _first_lines(t, own, checkpoint is None)

@@ -115,7 +115,7 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
     if not c.resume: return _new_start(v, c, run_dir)
     begun = read_state(own)['configs']['train'].get('load_from') if own else None # of a run that was renamed
     within = given and given!=begun and run_of(given)==run_dir.resolve()
-    if within and Path(given).resolve()!=run_dir.resolve():
+    if given and within and Path(given).resolve()!=run_dir.resolve():
         path = _checkpoint_within(run_dir, given)
         relative = '' if Path(given).is_absolute() else (
             f' load_from {given} is relative to {Path.cwd()}: give the absolute path in a job script.')
@@ -291,9 +291,9 @@ def _check_resume(state:dict, v:VLMConfig, c:TrainConfig, world_size:int)->list[
     so_far = f'. {progress(state, math.prod(now), asdict(c))}' if data and state.get('samples') else ''
     if data and (split := split_difference(data['lanes'], now, so_far)):
         changes.insert(0, split)
-        remedy = f"{split_remedy(data['lanes'], now)}: "
+        remedy = f"{split_remedy(data['lanes'], now)}, else this "
     refused = '; '.join(line for level,line in changes if level==REFUSED)
-    require(not refused or c.force_resume, f'{remedy}cannot resume, {refused}. Set these as they were, '
+    require(not refused or c.force_resume, f'{remedy}cannot resume: {refused}. Set these as they were, '
         'begin a new run with the weights (load_from and another run_name), or give force_resume')
     require(made<=c.max_training_steps or c.max_training_samples, f'cannot resume: the checkpoint has made '
         f'{made} updates, max_training_steps is {c.max_training_steps}: give more, or an earlier checkpoint')

@@ -6,10 +6,13 @@
 __all__ = ['foreseen', 'main']
 
 # %% ../../nbs/68_tools.check.ipynb #211a45b1
+import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -23,6 +26,10 @@ from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,fail
 from .doctor import machine_findings,tried
 from .inspect import data_findings
 from .plan import GB,USABLE,make_plan
+from ..core.dist import Dist
+from ..core.logs import RunLog
+from ..training.trainer import train_step,updates
+from ..runs.run import build_trainer
 
 # %% ../../nbs/68_tools.check.ipynb #1ff81e21
 def foreseen(v:VLMConfig, c:TrainConfig, gpus:int=1)->tuple[VLMConfig,TrainConfig]: # as given; ranks
@@ -61,13 +68,53 @@ def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a
     return text
 
 # %% ../../nbs/68_tools.check.ipynb #68aa0001
+_TIMES = {'h':3600, 'min':60, 's':1, 'ms':.001}
+
 def _time_line(plan:dict)->str: # from `make_plan`
     "Returns how long the run takes, on each kind of GPU."
-    units = {'h':3600, 'min':60, 's':1, 'ms':.001}
-    each = ', '.join(f"{with_unit(3600*d['hours'], units)} on {plan['gpus']} {name}"
+    each = ', '.join(f"{with_unit(3600*d['hours'], _TIMES)} on {plan['gpus']} {name}"
                      for name,d in plan['devices'].items())
     length = f"{plan['updates']} updates of {plan['work']['packs']} packs"
     return f"{length}: {each}, at {plan['mfu']:.0%} of the peak"
+
+# %% ../../nbs/68_tools.check.ipynb #a1b0c061
+_LONGEST_PACK,_LARGEST = 10.,2**31 # seconds; bytes of the weights, of what is tried here
+
+def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
+    "Returns how long the second of two updates of one pack takes here, with random weights."
+    with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
+        v = evolve(vlm_cfg, vlm_load_backbone_weights=False, vlm_checkpoint_path=tmp, hf_repo_name=None)
+        c = evolve(train_cfg, train_dataset_path='shapes', train_dataset_name=['default'], columns=[],
+            train_dataset_weights=[], stream_dataset=False, data_cutoff_idx=512, val_size=2, batch_size=1,
+            gradient_accumulation_steps=1, num_workers=0, val_workers=0, load_from=None, resume=False,
+            resume_from_vlm_checkpoint=False, sharding='ddp', offload_params=False, deepspeed_config=None,
+            tracker='none', progress_bar=False, cache_features=False)
+        trainer = build_trainer(v, c, log, Dist())
+        trainer.hooks = []
+        for update in islice(updates(trainer), 2):
+            begin = perf_counter()
+            train_step(trainer, update)
+            seconds = perf_counter()-begin
+    return seconds
+
+def _time_here(vlm_cfg:VLMConfig, train_cfg:TrainConfig, plan:dict)->str: # from `make_plan`
+    "Returns how long the run takes on this machine, which has no GPU; of a large model the estimate for one."
+    x = torch.ones(512, 512)
+    begin = perf_counter()
+    for _ in range(4): x @ x
+    speed = 4*2*512**3/(perf_counter()-begin) # operations a second
+    packs = plan['work']['packs']
+    expected = plan['work']['all']/packs/speed
+    weights = 4*sum(part['total'] for part in plan['parameters'].values())
+    elsewhere = f'{_time_line(plan)}, an estimate: there is no GPU here'
+    if plan['gpus']>1: return elsewhere
+    if expected>_LONGEST_PACK or weights>_LARGEST:
+        return f'{elsewhere}, and a pack would take this machine about {with_unit(expected, _TIMES)}'
+    try: seconds = _seconds_of_pack(vlm_cfg, train_cfg)
+    except WRONG: return elsewhere # what is wrong has a line of its own
+    length = f"{plan['updates']} updates of {packs} packs"
+    whole = with_unit(plan['updates']*packs*seconds, _TIMES)
+    return f'{length}: about {whole} on this machine, where a pack takes {with_unit(seconds, _TIMES)}'
 
 # %% ../../nbs/68_tools.check.ipynb #68aa0003
 def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator[Finding]: # ranks
@@ -79,7 +126,7 @@ def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator
         yield failed('plan', e)
         return
     yield tried('memory', _check_memory, plan, card and card.total_memory/GB)
-    yield tried('time', _time_line, plan)
+    yield tried('time', _time_line if card else _time_here, *(plan,) if card else (vlm_cfg, train_cfg, plan))
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path, plan['disk']['checkpoint'],
                 plan['disk']['kept'])
 

@@ -7,6 +7,7 @@ __all__ = ['LEARNED', 'open_data', 'sample_text', 'look', 'check_rows', 'check_l
 
 # %% ../../nbs/62_tools.inspect.ipynb #4fb972eb
 import math,re,tempfile
+from collections import Counter
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass,field,replace
 from itertools import groupby,islice
@@ -27,9 +28,10 @@ from ..data.loader import get_dataloaders,size_line
 from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
 from ..data.packing import collate_packs,pack,unpack
+from ..data.images import UnreadableImage,open_header
 from ..data.prompts import answer_frame,render_chat
 from ..cli import SAMPLES
-from .doctor import PASS,WRONG,Finding,Skip,failed,tried
+from .doctor import FAIL,PASS,WRONG,Finding,Skip,failed,tried
 from ..core.dist import Dist,pick_device
 from ..core.run_dir import CONFIG,LOG,checkpoints,missing_pieces,read_log,read_state,step_of
 from ..core.logs import RunLog
@@ -80,8 +82,17 @@ class _Seen:
     rows:int=0 # that were read
     plans:list[Plan] = field(default_factory=list) # of those that are used
     shown:list[dict] = field(default_factory=list) # samples
+    asked:list[list[str]] = field(default_factory=list) # questions of each row that is used
+    ranges:list[tuple] = field(default_factory=list) # least and largest value of pictures of over 8 bits
 
 # %% ../../nbs/62_tools.inspect.ipynb #d803c975
+def _range_of(picture:Any)->list[tuple]: # as `open_image` takes it
+    "Returns the least and the largest value of a picture of more than 8 bits a pixel; none of another."
+    try:
+        opened = open_header(picture)
+        return [opened.getextrema()] if opened.mode.startswith(('I','F')) else []
+    except (UnreadableImage, OSError): return [] # it will be named
+
 def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; samples to keep
     "Returns the first rows of a loader, planned and decoded as a lane does it."
     seen,samples = _Seen(loader),loader.samples
@@ -89,11 +100,14 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
         seen.rows += 1
         try:
             if isinstance(row, Dropped): raise row
+            for picture in row['images']: seen.ranges += _range_of(picture)
             with naming(row['id']): sample = samples.finish(plan := samples.plan_row(row), row['images'])
         except Dropped as d:
             samples.drops.add(d)
             continue
+        if plan.cut: samples.drops.cut[plan.id] = plan.cut
         seen.plans.append(plan)
+        seen.asked.append([turn['user'] for turn in row['texts']])
         if len(seen.shown)<show: seen.shown.append(sample)
     return seen
 
@@ -127,13 +141,38 @@ def check_left_out(*seen:_Seen)->str: # of training, of validation
     require(not wrong, '; '.join(wrong+chosen))
     return ', '.join(chosen) or 'nothing'
 
+# %% ../../nbs/62_tools.inspect.ipynb #a1b0c051
+def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; the setting
+    "Returns the values of pictures of more than 8 bits a pixel; raises when they come out dark, or cut."
+    low,high = min(low for low,_ in ranges),max(high for _,high in ranges)
+    white = pixel_max or 65535
+    bits = 2**max(8, math.ceil(math.log2(high+1)))-1 if high>0 else 255
+    meant = bits if 1<high<=65535 else math.ceil(max(high, 1))
+    text = f'{len(ranges)} pictures of more than 8 bits a pixel, with values from {low:g} to {high:g}'
+    require(high<=white, f'{text}: all above {white:g} is white, set pixel_max to {meant}')
+    require(pixel_max or high>white/4,
+        f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set pixel_max to {meant}')
+    return text
+
+_ALWAYS,_ENOUGH = .9,10 # share of rows; rows with several questions
+
+def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
+    "Returns the questions that nearly every row with several asks in the same order, and the remedy."
+    several = [questions for questions in asked if len(questions)>1]
+    first = [Counter(questions[n] for questions in several).most_common(1) for n in (0, 1)]
+    same = [text for [(text,n)] in first if n>=_ALWAYS*len(several)] if len(several)>=_ENOUGH else []
+    if len({*same})<2: return ''
+    return (f'{len(several)} rows with several questions ask {same[0]!r:.60}, then {same[1]!r:.60}: a model can '
+            'learn the order and ignore the question. Shuffle the turns of each row, or make a row for each')
+
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
 def _unread_columns(train_cfg:TrainConfig, name:str)->set[str]: # a configuration
     "Returns the columns, as they are stored, that training does not read."
     path,columns = train_cfg.train_dataset_path,train_cfg.columns
     rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
     renamed = [rename(row, columns) for row in rows]
-    read,unread = columns_read(renamed, name, picture_folders(path, name, train_cfg.images_path), bool(columns))
+    folders = picture_folders(path, name, train_cfg.images_path)
+    _,unread = columns_read(renamed, name, folders, bool(columns))
     return unread-{column.partition('=')[2] for column in columns}-{'scene'}
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
@@ -187,8 +226,11 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
         yield failed('data', e)
         return
     yield tried('samples', check_rows, seen, held)
+    if seen.ranges and not seen.plans: yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
     if not seen.plans: return
     yield tried('left out', check_left_out, seen, held)
+    if seen.ranges: yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
+    if text := _fixed_order(seen.asked): yield Finding('questions', FAIL, text)
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
     for sample in seen.shown:

@@ -27,7 +27,7 @@ from torch.utils.data import ConcatDataset
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
-from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint
+from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint,last_checkpoint,read_state,run_of
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
 from ..core.config import TRUSTED,TrainConfig,VLMConfig,check_known,check_trust,evolve,run_path
 from ..core.config import many,preset,read_sections,rules
@@ -643,6 +643,8 @@ def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
     if latest: return replace(s, train=s.train|dict(resume=True))
     if not checkpoint.exists(): checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
+    require(not s.run_name or run_of(checkpoint)==run_dir.resolve(), f'cannot resume: {checkpoint} is of another '
+        f'run than {run_dir}. Leave run_name out to go on with its own, or begin with its weights: --model')
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d

@@ -7,19 +7,21 @@ __all__ = ['NOT_ANSWERED', 'OTHER_TOKENIZERS', 'PAGE', 'PAGE_FILES', 'TALL_FIRST
            'SCENES', 'MOST_TOKENS', 'LICENCES', 'main', 'main_graphs']
 
 # %% ../../nbs/84_uses.pages.ipynb #1e5356b8
-import io,json,shlex,shutil,tarfile
+import io,ipaddress,json,shlex,shutil,socket,tarfile
 from argparse import Namespace
 from hashlib import sha256
-from collections.abc import Iterator
+from collections.abc import Callable,Iterator
 from typing import Any
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import PIL
 from PIL import Image
 
-from ..core.usage import UsageError,require,say,user_path
+from ..core.run_dir import newest_run,read_example
+from ..core.usage import MissingFile,UsageError,require,say,user_path
 from ..data.images import open_image
 from ..answers.answer import Asker,Chat,standard_processor
 from ..answers.heatmap import answer_heat,overlay,default_blocks
@@ -73,15 +75,40 @@ def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
     heat = answer_heat(asker, talk.images, [*turns, dict(user=question)], text.strip())[-1]
     yield text,overlay(talk.images[-1], heat)
 
+# %% ../../nbs/84_uses.pages.ipynb #00c23014
+def _is_address(name:str)->bool: # such as 192.168.0.7
+    try: return bool(ipaddress.ip_address(name))
+    except ValueError: return False
+
+def _is_meant(header:str, host:str)->bool: # the header `Host`; address on which the page listens
+    "Returns whether a request names this machine."
+    try: name = urlsplit(f'//{header}').hostname or ''
+    except ValueError: return False
+    if name in ('localhost','127.0.0.1','::1',host.lower()): return True
+    everywhere = host in ('0.0.0.0','::')
+    return everywhere and (_is_address(name) or name==socket.gethostname().lower())
+
+class _OnlyHere:
+    "An ASGI middleware: requests under a name of somebody else get 403."
+    def __init__(self, app:Callable, host:str): self.app,self.host = app,host
+
+    async def __call__(self, scope, receive, send):
+        header = dict(scope.get('headers', ())).get(b'host', b'').decode('latin-1')
+        if scope['type']=='lifespan' or _is_meant(header, self.host): return await self.app(scope, receive, send)
+        text = f'This page is at localhost and at {self.host}. For another name, start it with --host NAME.'
+        await send(dict(type='http.response.start', status=403, headers=[(b'content-type', b'text/plain')]))
+        await send(dict(type='http.response.body', body=text.encode()))
+
 # %% ../../nbs/84_uses.pages.ipynb #cfc432ed
 def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
-): # a `gradio.Blocks`, to be launched
+    example:tuple|None=None): # picture and question that are offered; returns a `gradio.Blocks`, to be launched
     "Returns the page."
     import gradio as gr
     def ask(message, history, temperature, talk):
         yield from _respond(asker, talk, message, history, temperature, max_new_tokens)
     heat = gr.Image(label='Where question and answer looked', interactive=False, elem_id='heat', height=400,
-                    render=False)
+                    render=False, buttons=['fullscreen','download'])
+    offered = [[dict(text=example[1], files=[str(example[0])])]] if example else None
     warmth = gr.Slider(0, 2, 0, label='0 takes the most likely word', render=False)
     with gr.Blocks(title=title, analytics_enabled=False) as page:
         gr.ChatInterface(ask, multimodal=True, title=title, additional_outputs=heat,
@@ -89,7 +116,9 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
                                buttons=['copy','copy_all']),
             textbox=gr.MultimodalTextbox(file_types=['image'], file_count='multiple', elem_id='question',
                                          placeholder='A picture, and a question about it'),
-            additional_inputs=[warmth, gr.State(_Talk)], additional_inputs_accordion='Temperature')
+            examples=offered, cache_examples=False, run_examples_on_click=False,
+            additional_inputs=[warmth, gr.State(_Talk)],
+            additional_inputs_accordion=gr.Accordion('Temperature', open=False))
         heat.render()
     return page
 
@@ -97,11 +126,16 @@ def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longes
 def main(values:Namespace)->None: # from `cli.ask_parser`
     "Command `nanovlm ask --page`: talk with a model about pictures, in the browser."
     need('demo', 'gradio')
-    name,where = values.checkpoint,dict(server_name=values.host, server_port=values.port)
-    page = _build_page(Asker.from_checkpoint(name), f'nanovlm_nb: {name}', values.max_new_tokens)
-    try: page.queue().launch(**where, share=False)
+    name = values.checkpoint or newest_run()
+    try: example = read_example(name)[:2]
+    except MissingFile: example = None
+    page = _build_page(Asker.from_checkpoint(name), f'nanovlm_nb: {name}', values.max_new_tokens, example)
+    try: _,address,_ = page.queue().launch(server_name=values.host, server_port=values.port, share=False,
+        quiet=True, prevent_thread_lock=True, app_kwargs=dict(middleware=[(_OnlyHere, (values.host,), {})]))
     except (OSError, OverflowError) as e:
         raise UsageError(f'port {values.port} of {values.host}: {e}; give another --port or --host') from e
+    say(f'{address} shows the page, Ctrl-C ends it')
+    page.block_thread()
 
 # %% ../../nbs/84_uses.pages.ipynb #74a0000e
 OTHER_TOKENIZERS = 'the page has no other: export with --format onnx, for transformers.js'
