@@ -230,7 +230,7 @@ class StreamSource:
         for j,(s,*turn) in enumerate(_lane_shares(order, lane, lanes)[done:], start=done):
             part = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
             share = self.shares[s]
-            for i,row in _read_share(share, *part, *turn, self.folders.get(share[0])):
+            for i,row in _read_share(share, *part, *turn, folders=self.folders.get(share[0])):
                 if served==most: return
                 if not isinstance(row, Dropped): served += 1
                 yield ([j+1, 0, served] if i is None else [j, i+1, served]),row
