@@ -362,7 +362,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     return kind.load(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #c8d84bd9
-def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the configuration
+def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
 )->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
     "Reads a checkpoint, and what adapters are for from their base."
@@ -375,7 +375,7 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         own = kind.__dataclass_fields__.keys()-VLMConfig.__dataclass_fields__.keys()
         known = own & _json(base, 'config.json').keys() # or the base is a plain model
         state = checkpoint_weights(base, kind if known else VLMConfig)[1]
-        for name in note.get('without', ()): state.pop(name, None)
+        for key in note.get('without', ()): state.pop(key, None)
         state |= read_file(folder/LORA_WEIGHTS)
         plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
         return checkpoint_config(folder, kind),plain

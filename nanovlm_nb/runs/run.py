@@ -127,8 +127,8 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
     "What a `partial` of `get_dataloaders` was given of a script's own: rows, transforms, processor."
-    ours = isinstance(loaders, partial) and loaders.func is get_dataloaders and not loaders.args
-    return loaders.keywords if ours else {}
+    if not isinstance(loaders, partial) or loaders.func is not get_dataloaders or loaders.args: return {}
+    return loaders.keywords
 
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     """Names of those without which the run would learn something else: hooks only watch, and rows are kept
@@ -254,11 +254,11 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
-    own_run = checkpoint is None or checkpoint.parent.resolve()==run.run_dir.resolve()
+    place = run.run_dir if checkpoint is None else checkpoint.parent
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
-        parts = parts|dict(loaders=loaders_of(c, run.run_dir if own_run else checkpoint.parent))
-        kept = own_run
+        parts = parts|dict(loaders=loaders_of(c, place))
+        kept = place.resolve()==run.run_dir.resolve()
     t = build_trainer(v, c, log, dist, checkpoint, parts)
     first = _first_lines(t, own, checkpoint is None)
     for line in (*first, *lines, *(line for _,line in resumed)): log.info(line)

@@ -430,7 +430,7 @@ def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train
 # %% ../../nbs/52_runs.start.ipynb #55000004
 def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,dict]: # the best model
     "Ask held-out questions, see `compare_answers`: heading of the table -> kind -> (right, asked)."
-    log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about the pictures of others')
+    log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
     scores,seen = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
     log.log({f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}, step)
@@ -445,7 +445,8 @@ def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
     rows = t.loader.source.epoch_rows()
     kinds = len(scores['answers'])-1
     helps = ['more pictures' if rows is None else f'more pictures (there are {rows:.0f} rows for training)']
-    if t.best_step==t.step: helps.insert(0, f'more updates than {t.step}: the validation loss was still falling')
+    if t.best_step==t.step:
+        helps.insert(0, f'more updates than {t.step}: the validation loss was still falling')
     if not (c.load_from or t.base.cfg.vlm_load_backbone_weights):
         helps.append('weights to begin with (load_from HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8) '
             'in place of random numbers')
@@ -467,9 +468,9 @@ def _overfitting(records:list[dict])->str: # of the log; empty: validation has n
         return sum(found)/max(len(found), 1)
     before,after = mean_before(at),mean_before(end)
     if after>=before: return ''
-    return (f'the validation loss has risen from {best:.4g} at update {at} to {last:.4g} at update {end}, while '
-        f'the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by heart. The '
-        f'best checkpoint is kept; what helps: more rows, or fewer updates (about {at})')
+    return (f'the validation loss has risen from {best:.4g} at update {at} to {last:.4g} at update {end}, '
+        f'while the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by '
+        f'heart. The best checkpoint is kept; what helps: more rows, or fewer updates (about {at})')
 
 # %% ../../nbs/52_runs.start.ipynb #75ce5462
 def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
@@ -537,7 +538,8 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
         words = ['nanovlm','ask'] if newest else ['nanovlm','ask',str(run_dir)]
         asks.append(f'or about a held-out picture: {shlex.join(words)}')
     for line in (f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
-        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}', *(asks if make is None else []), *warnings):
+        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}',
+        *(asks if make is None else []), *warnings):
         log.info(line)
 
 # %% ../../nbs/52_runs.start.ipynb #e0d1000a
