@@ -75,7 +75,7 @@ def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` a
         (c.language_checkpointing or c.vision_checkpointing,
             'language_checkpointing and vision_checkpointing False, if the memory allows it'),
         (gpu and c.batch_size<4 and a%2==0, f'batch_size {c.batch_size} -> {2*c.batch_size} and '
-            f'gradient_accumulation_steps {a} -> {a//2}, if the memory allows it: the update stays the same')])
+            f'gradient_accumulation_steps {a} -> {a//2}, if the memory allows it: the same update')])
 
 # %% ../../nbs/07_core.advice.ipynb #eedaaff6
 def stability_advice(c:TrainConfig)->list[str]:

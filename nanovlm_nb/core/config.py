@@ -428,7 +428,8 @@ class TrainConfig(Config):
     # linear layers that get an adapter, each a part of their names: decoder, q_proj,
     # vision_encoder.blocks.*.mlp
     lora_targets:Names = many('decoder')
-    # learning rate of the adapters; beside it the other rates do not count, but lr_mp for what is new in the model
+    # learning rate of the adapters; beside it the other rates do not count, but lr_mp for what is new in the
+    # model
     lr_lora:PosF = 2e-4
     weight_decay:CountF = 0.01 # * AdamW weight decay
     betas:Betas = many(0.9, 0.999) # AdamW averages of gradient and squared gradient
@@ -472,8 +473,8 @@ class TrainConfig(Config):
     columns:list[Text] = many()
     # changes of training pictures, each as module:function, called with a picture and a random.Random
     custom_transforms:list[Function] = many()
-    # * show a random part of each training picture, with at least this share of each side, enlarged to the size
-    # of the whole; None: the whole picture
+    # * show a random part of each training picture, with at least this share of each side, enlarged to the
+    # size of the whole; None: the whole picture
     random_crop:Share|None = None
     num_of_sequences:Pos = 128 # packs of a lane that are planned together
     # * loader processes of a rank for training; None: one for each core of the rank but one, at most 16 and a

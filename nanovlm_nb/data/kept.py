@@ -26,7 +26,9 @@ from .loader import get_dataloaders
 # %% ../../nbs/19_data.kept.ipynb #19a1c006
 def _picture_bytes(picture:Any)->bytes: # what `open_image` takes; empty: it cannot be read
     "The file of a picture."
-    if isinstance(picture, dict): picture = picture['path'] if picture.get('bytes') is None else picture['bytes']
+    if isinstance(picture, dict):
+        inside = picture.get('bytes')
+        picture = picture['path'] if inside is None else inside
     if isinstance(picture, (bytes, bytearray)): return bytes(picture)
     if isinstance(picture, (str, os.PathLike)) and Path(picture).is_file(): return Path(picture).read_bytes()
     out = io.BytesIO()
@@ -74,7 +76,8 @@ def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for
         return f'its rows are kept in {run_dir/KEPT_ROWS}, {len(file)/1e6:.1f} MB'
     read = (row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
     file = _table(_kept_row(row, i) for i,row in enumerate(read))
-    why = f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of your own'
+    why = (f'not all rows are kept: they are more than {KEEP_BYTES/1e6:g} MB, a stream, or of loaders of '
+        'your own')
     if file is None: return f'{why}; nanovlm eval, check and replay need them in Python'
     write_atomic(run_dir/KEPT_HELD_OUT, file)
     return f'{why}; held-out ones are in {run_dir/KEPT_HELD_OUT} for nanovlm eval, {len(file)/1e6:.1f} MB'
@@ -90,8 +93,8 @@ def kept_rows(run_dir:Path)->Path: # of a run whose `train_dataset_path` is `OWN
     "The file of all rows of a run; a MissingFile says what to do without."
     file = kept_file(run_dir)
     if file is None: raise MissingFile(f'{run_dir} has no {KEPT_ROWS}: its rows were given in Python and are '
-        'not kept there, so start it again with them, as in train(rows, resume=True), or give the file of another '
-        'run, --train_dataset_path RUN/rows.parquet')
+        'not kept there, so start it again with them, as in train(rows, resume=True), or give the file of '
+        'another run, --train_dataset_path RUN/rows.parquet')
     return file
 
 def _read_kept(file:Path)->datasets.Dataset:
@@ -107,14 +110,14 @@ def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_datalo
     train = MapSource(_read_kept(kept_rows(run_dir)), c.seed, c.val_size, c.data_cutoff_idx)
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
-def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any, run_dir:Path)->Any: # of its config
+def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any, run_dir:Path)->Any:
     "The loader of a run's held-out rows."
     alone = kept_file(run_dir, KEPT_HELD_OUT)
     if alone:
         held_out = MapSource(_read_kept(alone), train_cfg.seed, shuffle=False)
         loaders:Callable = partial(get_dataloaders, rows=(held_out, held_out))
     else:
-        require('loaders' not in own_parts_of(run_dir), f'the loaders of {run_dir} are its script\'s own, and '
+        require('loaders' not in own_parts_of(run_dir), f'the loaders of {run_dir} are of its script, and '
             'its held-out rows are not kept there: ask in the script, as compare_answers does')
         loaders = loaders_of(train_cfg, run_dir)
     return loaders(train_cfg, vlm_cfg, tokenizer=tokenizer)[1]

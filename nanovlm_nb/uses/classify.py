@@ -589,8 +589,8 @@ class _ClassHook(Hook):
         lines = [*s.translations, what, freq]
         length = updates_of(trainer) or s.warmup_steps+1
         warmup = _warmup_steps(s, length)
-        if warmup<s.warmup_steps: lines.append(f'warmup_steps {s.warmup_steps}, but the run has {length} updates: '
-            f'the learning rate rises in {warmup} of them')
+        if warmup<s.warmup_steps: lines.append(f'warmup_steps {s.warmup_steps}, but the run has {length} '
+            f'updates: the learning rate rises in {warmup} of them')
         for line in lines: log.info(line)
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008

@@ -70,8 +70,9 @@ def save_json(path:Path, values:dict)->None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False)+'\n', encoding='utf-8')
 
 # %% ../../nbs/80_uses.export.ipynb #80a00001
-NO_PROCESSOR = ('It has no processor: its prompts follow nanoVLM\'s convention, which transformers cannot write. '
-    'Train with image_convention smolvlm, or export with --format nanovlm, onnx or web, which need none.')
+NO_PROCESSOR = ('It has no processor: its prompts follow the convention of nanoVLM, which transformers '
+    'cannot write. Train with image_convention smolvlm, or export with --format nanovlm, onnx or web, which '
+    'need none.')
 CARD = """---
 pipeline_tag: image-text-to-text
 library_name: transformers
