@@ -167,7 +167,7 @@ def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; al
     set_threads(dist, loader_workers(c, cores_of_rank()), largest)
     if run_dir is None:
         name = dist.broadcast(get_run_name(c, v, dist.world_size))
-        run_dir = Path(run_path(**v.to_dict()|c.to_dict()|dict(run_name=name)))
+        run_dir = Path(str(run_path(**v.to_dict()|c.to_dict()|dict(run_name=name))))
         hold(run_dir)
     return run_dir,start,v,c,lines
 
@@ -254,11 +254,9 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
-    own_run = checkpoint is None or checkpoint.parent.resolve()==run.run_dir.resolve()
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
-        parts = parts|dict(loaders=loaders_of(c, run.run_dir if own_run else checkpoint.parent))
-        kept = own_run
+        parts = parts|dict(loaders=loaders_of(c, run.run_dir))
     t = build_trainer(v, c, log, dist, checkpoint, parts)
     first = _first_lines(t, own, checkpoint is None)
     for line in (*first, *lines, *(line for _,line in resumed)): log.info(line)

@@ -103,7 +103,7 @@ def _checkpoint_within(run_dir, load_from):
 def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume to True to go on')->Start:
     """Where a start begins; a UsageError where the command contradicts what is there. `run_dir` is None for
     a new run without a name; `how` is what to do instead of giving another name."""
-    given = c.load_from
+    given = c.load_from or ''
     require(not given or is_pth(given) or not Path(given).is_file(), f'load_from is the file {given}: '
         'give the directory of the checkpoint that holds it')
     if run_dir is None:
@@ -129,8 +129,8 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
     require(not wrong, f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy '
         'one there again, or begin anew: under another run_name, or here with resume False, which sets '
         'aside what there is')
-    require(not within, f'load_from {given}: no checkpoint of a run is there to resume from. Correct the path; '
-        'for a new run with these weights give a run_name, or leave resume out')
+    require(not within, f'load_from {given}: no checkpoint of a run is there to resume from. Correct the '
+        'path; for a new run with these weights give a run_name, or leave resume out')
     return _new_start(v, c, run_dir)
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10008
@@ -247,8 +247,8 @@ def split_difference(was:int, now:tuple[int,int,int], so_far:str='')->tuple[str,
     packs = math.prod(now)
     if was==packs: return None
     return REFUSED,('packs per update: {} -> {} x {} x {} = {}'.format(was, *now, packs)+
-        f' (refused: {was/packs:.2f} times as many updates per epoch; with force_resume the rest of the epoch '
-        f'is left out, and the next begins with {packs} lanes{so_far})')
+        f' (refused: {was/packs:.2f} times as many updates per epoch; with force_resume the rest of the '
+        f'epoch is left out, and the next begins with {packs} lanes{so_far})')
 
 def split_remedy(was:int, now:tuple[int,int,int])->str: # as above
     "The flags that keep the packs of an update, those first that keep `batch_size`."
@@ -561,7 +561,7 @@ def relaunch(command:str, words:Iterable, settings:dict, dist:Dist)->str: # its 
     return f'torchrun {meet} --nproc_per_node {local} -m nanovlm_nb.cli {words}'
 
 # %% ../../nbs/52_runs.start.ipynb #9e6e9b34
-def go_on(run_dir:Path, settings:dict, dist:Dist=Dist(), changes:dict={})->str: # fields of both configs; ranks
+def go_on(run_dir:Path, settings:dict, dist:Dist=Dist(), changes:dict={})->str: # fields of both; ranks
     "The line for the shell that resumes a run, with other values of some fields."
     words = ['--config', run_dir/CONFIG, '--run_name', run_dir.name, '--resume', True]
     for name,value in changes.items(): words += [f'--{name}', value]
