@@ -161,7 +161,8 @@ def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
     why = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
     needed = train_cfg.use_lmms_eval and choose_eval_backend(train_cfg)=='slurm'
     if not needed: raise Skip(f'{why}; nothing here needs it: start runs with torchrun')
-    raise UsageError(f'{why}, and evaluations need it: ask the administrators, or give --eval_backend subprocess')
+    raise UsageError(f'{why}, and evaluations need it: ask the administrators, or give '
+        '--eval_backend subprocess')
 
 # %% ../../nbs/61_tools.doctor.ipynb #19573343
 def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
