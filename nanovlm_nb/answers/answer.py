@@ -10,7 +10,7 @@ __all__ = ['FEW', 'LONGEST', 'left_pad', 'Reply', 'standard_processor', 'Asker',
 # %% ../../nbs/30_answers.answer.ipynb #b908693b
 import base64,io,json,sys
 from argparse import Namespace
-from collections.abc import Callable,Iterable,Iterator,Sequence
+from collections.abc import Iterable,Iterator,Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -85,7 +85,7 @@ class Asker:
 
     @classmethod
     def from_model(cls, model:VisionLanguageModel, tokenizer=None, # default: the model's own
-        processor:Callable|None=None)->'Asker': # cuts pictures; default: as the model's config says
+        processor:Any=None)->'Asker': # cuts pictures; default: as the model's config says
         "Returns an `Asker` around a model in memory."
         if processor is None: processor = standard_processor(model)
         return cls(model.eval(), tokenizer or model.tokenizer, processor)
@@ -93,7 +93,7 @@ class Asker:
     @classmethod
     def from_checkpoint(cls, checkpoint:str|Path, # a checkpoint, a run (its best is taken), or a hub id
         device:torch.device|str|None=None, # default: the best there is
-        processor:Callable|None=None, # see `from_model`
+        processor:Any=None, # see `from_model`
     )->'Asker':
         "Returns an `Asker` around a saved model."
         model = VisionLanguageModel.from_pretrained(checkpoint)

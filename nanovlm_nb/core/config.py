@@ -797,7 +797,7 @@ def trust_flags(values:dict)->list[str]: # settings of a run
 
 # %% ../../nbs/02_core.config.ipynb #28b26c75
 def _of_run(path):
-    "Whether a file comes with a run: by its name, or since its directory, or the one above, is that of a run."
+    "Whether a file comes with a run: by its name, or because it lies in a run's directory, or one below."
     if Path(path).name in (CONFIG,TRAINER_STATE): return True
     folders = Path(path).absolute().parents[:2]
     return any(checkpoints(p) or (p/CONFIG).is_file() and (p/STATUS).is_file() for p in folders)
@@ -812,7 +812,7 @@ def check_trust(path:str|Path, values:dict, given:Iterable[str])->None:
 # %% ../../nbs/02_core.config.ipynb #bce314fe
 def _read_yaml(path, given):
     """The preset that a YAML file names (or None), and its values by field, or those given in their place.
-    All names exist; `given` is None if nothing will run, else what a run's file may not name is in it again."""
+    All names exist; `given` is None if nothing will run, else it names again what a run's file may not."""
     sections = read_sections(path, 'start it with `train:` or `vlm:`')
     check_known(sections, ['preset','vlm','train'], f'section in {path}')
     of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
@@ -831,7 +831,7 @@ def _read_yaml(path, given):
 # %% ../../nbs/02_core.config.ipynb #5fb55ce3
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
-    `given` is in place of what the file says, and must name again what a run's file may not name; None: only to look."""
+    `given` is in place of what the file says, and names again what a run's file may not; None: only to look."""
     inside,values = _read_yaml(path, given)
     try: return change(*preset(name or inside or 'shapes'), values)
     except UsageError as e: raise UsageError(f'{path}: {e}') from e

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core.usage import UsageError,require,MissingFile
 from ..core.run_dir import DROPPED,open_own
 from ..core.tokenizer import train_tokenizer
-from .values import Folders,as_list,first_of as _first,is_base64,is_filled,listed
+from .values import Folders,as_list,first_of as _first,is_conversation,is_filled,listed,names_of
 from .values import options_of,picture_evidence,pictures_of,pick_option,find_picture,_find
 from .images import ImageProcessor,UnreadableImage,image_size
 from .prompts import MARK,answer_frames,encode_chat,image_strings,number_marks,place_pictures
@@ -234,26 +234,10 @@ _IS_ID = re.compile(r'(?:.*_)?id|index|__.*')
 
 def _is_id(row, group): return _IS_ID.fullmatch(group[0]) and isinstance(row[group[0]], str)
 
-def _is_conversation(value):
-    "Whether a value is a list of messages, or of questions and answers."
-    if value is None or isinstance(value, (int, float)): return False
-    if isinstance(value, str) and value[:1] == '[': value = listed(value)
-    several = isinstance(value, (list, tuple)) or getattr(value, 'dtype', None) == object
-    if not several or not len(value) or not isinstance(value[0], dict): return False
-    pairs = {'from', 'value'}, {'role', 'content'}, {'user', 'assistant'}, {'question', 'answer'}
-    return any(names <= value[0].keys() for names in pairs)
-
-def _called(value):
-    "What the pictures of a column are called, without folders; None: it has no name."
-    for picture in as_list(listed(value)):
-        name = _first(picture, 'path', 'url') if isinstance(picture, dict) else picture
-        named = isinstance(name, str) and not is_base64(name)
-        yield os.path.basename(name.strip()) if named else None
-
 def _is_same(row, columns, others):
     "Whether columns hold the pictures that others hold, or their names."
-    one = [name for column in columns for name in _called(row[column])]
-    two = [name for column in others for name in _called(row[column])]
+    one = [name for column in columns for name in names_of(row[column])]
+    two = [name for column in others for name in names_of(row[column])]
     if None not in one+two: return one == two
     return None not in one and any(map(_OWN_NAME.fullmatch, columns))
 
@@ -304,7 +288,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     if not others and len(by_name['images']) < 2:
         read['images'] = _filled(row, by_name['images'])
         return read
-    spoken = [name for group in others for name in group if _is_conversation(row[name])]
+    spoken = [name for group in others for name in group if is_conversation(row[name])]
     told = read['texts'] or read['answer']
     if spoken and not told and len(spoken) == 1:
         read['texts'] = tuple(spoken)
@@ -347,7 +331,7 @@ def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `column
     used |= {*FEATURES, 'id', 'kinds'}
     found = [name for name in row if name not in used and is_filled(row[name])]
     people = [] if not read['question'] else [name for name in read['answer'] if not is_caption(name)]
-    several = (name for name in people if len(as_list(listed(row[name]))) > 1 and not _is_conversation(row[name]))
+    several = (name for name in people if len(as_list(listed(row[name]))) > 1 and not is_conversation(row[name]))
     return found+[f'all but the commonest of `{name}`' for name in several]
 
 # %% ../../nbs/12_data.dataset.ipynb #94f25764
@@ -507,7 +491,7 @@ def to_row(r:pa.Table|dict, place:int|str, # its number
         own,source = r.get('row_id'),r.get('source')
         names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-        require(not r.get(LEFT_OUT), str(r.get(LEFT_OUT)))
+        if r.get(LEFT_OUT): raise UsageError(r[LEFT_OUT])
         images,texts = read_layout(r, folders)
     except MissingFile as e: return Dropped(id, 'missing_image', str(e))
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too

@@ -362,7 +362,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     return kind.load(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #c8d84bd9
-def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the configuration
+def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
 )->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
     "Reads a checkpoint, and what adapters are for from their base."

@@ -255,11 +255,9 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
-    own_run = checkpoint is None or checkpoint.parent.resolve()==run.run_dir.resolve()
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
-        parts = parts|dict(loaders=loaders_of(c, checkpoint.parent if checkpoint else run.run_dir))
-        kept = own_run
+        parts = parts|dict(loaders=loaders_of(c, run.run_dir))
     t = build_trainer(v, c, log, dist, checkpoint, parts)
     first = _first_lines(t, own, checkpoint is None)
     for line in (*first, *lines, *(line for _,line in resumed)): log.info(line)

@@ -103,7 +103,7 @@ def _checkpoint_within(run_dir, load_from):
 def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume to True to go on')->Start:
     """Where a start begins; a UsageError where the command contradicts what is there. `run_dir` is None for
     a new run without a name; `how` is what to do instead of giving another name."""
-    given = c.load_from
+    given = c.load_from or ''
     require(not given or is_pth(given) or not Path(given).is_file(), f'load_from is the file {given}: '
         'give the directory of the checkpoint that holds it')
     if run_dir is None:
@@ -129,8 +129,8 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
     require(not wrong, f'cannot resume: no checkpoint in {run_dir} can be used. {wrong}. Copy '
         'one there again, or begin anew: under another run_name, or here with resume False, which sets '
         'aside what there is')
-    require(not within, f'load_from {given}: no checkpoint of a run is there to resume from. Correct the path; '
-        'for a new run with these weights give a run_name, or leave resume out')
+    require(not within, f'load_from {given}: no checkpoint of a run is there to resume from. Correct the '
+        'path; for a new run with these weights give a run_name, or leave resume out')
     return _new_start(v, c, run_dir)
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10008
@@ -247,8 +247,8 @@ def split_difference(was:int, now:tuple[int,int,int], so_far:str='')->tuple[str,
     packs = math.prod(now)
     if was==packs: return None
     return REFUSED,('packs per update: {} -> {} x {} x {} = {}'.format(was, *now, packs)+
-        f' (refused: {was/packs:.2f} times as many updates per epoch; with force_resume the rest of the epoch '
-        f'is left out, and the next begins with {packs} lanes{so_far})')
+        f' (refused: {was/packs:.2f} times as many updates per epoch; with force_resume the rest of the '
+        f'epoch is left out, and the next begins with {packs} lanes{so_far})')
 
 def split_remedy(was:int, now:tuple[int,int,int])->str: # as above
     "The flags that keep the packs of an update, those first that keep `batch_size`."
@@ -430,7 +430,7 @@ def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train
 # %% ../../nbs/52_runs.start.ipynb #55000004
 def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,dict]: # the best model
     "Ask held-out questions, see `compare_answers`: heading of the table -> kind -> (right, asked)."
-    log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about the pictures of others')
+    log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
     scores,seen = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
     log.log({f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}, step)
@@ -445,7 +445,8 @@ def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
     rows = t.loader.source.epoch_rows()
     kinds = len(scores['answers'])-1
     helps = ['more pictures' if rows is None else f'more pictures (there are {rows:.0f} rows for training)']
-    if t.best_step==t.step: helps.insert(0, f'more updates than {t.step}: the validation loss was still falling')
+    if t.best_step==t.step:
+        helps.insert(0, f'more updates than {t.step}: the validation loss was still falling')
     if not (c.load_from or t.base.cfg.vlm_load_backbone_weights):
         helps.append('weights to begin with (load_from HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8) '
             'in place of random numbers')
@@ -467,9 +468,9 @@ def _overfitting(records:list[dict])->str: # of the log; empty: validation has n
         return sum(found)/max(len(found), 1)
     before,after = mean_before(at),mean_before(end)
     if after>=before: return ''
-    return (f'the validation loss has risen from {best:.4g} at update {at} to {last:.4g} at update {end}, while '
-        f'the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by heart. The '
-        f'best checkpoint is kept; what helps: more rows, or fewer updates (about {at})')
+    return (f'the validation loss has risen from {best:.4g} at update {at} to {last:.4g} at update {end}, '
+        f'while the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by '
+        f'heart. The best checkpoint is kept; what helps: more rows, or fewer updates (about {at})')
 
 # %% ../../nbs/52_runs.start.ipynb #75ce5462
 def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
@@ -537,7 +538,8 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
         words = ['nanovlm','ask'] if newest else ['nanovlm','ask',str(run_dir)]
         asks.append(f'or about a held-out picture: {shlex.join(words)}')
     for line in (f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
-        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}', *(asks if make is None else []), *warnings):
+        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}',
+        *(asks if make is None else []), *warnings):
         log.info(line)
 
 # %% ../../nbs/52_runs.start.ipynb #e0d1000a
@@ -561,7 +563,7 @@ def relaunch(command:str, words:Iterable, settings:dict, dist:Dist)->str: # its 
     return f'torchrun {meet} --nproc_per_node {local} -m nanovlm_nb.cli {words}'
 
 # %% ../../nbs/52_runs.start.ipynb #9e6e9b34
-def go_on(run_dir:Path, settings:dict, dist:Dist=Dist(), changes:dict={})->str: # fields of both configs; ranks
+def go_on(run_dir:Path, settings:dict, dist:Dist=Dist(), changes:dict={})->str: # fields of both; ranks
     "The line for the shell that resumes a run, with other values of some fields."
     words = ['--config', run_dir/CONFIG, '--run_name', run_dir.name, '--resume', True]
     for name,value in changes.items(): words += [f'--{name}', value]
