@@ -43,7 +43,8 @@ _KINDS = ( # where in a file, one of which bytes -> what it is
     (0, (b'\x1aE\xdf\xa3',), 'a video: save pictures of it'),
     (8, (b'AVI ',), 'a video: save pictures of it'), (128, (b'DICM',), 'DICOM: save its pixels as PNG'),
     (0, (b'\xff\x0a', b'\0\0\0\x0cJXL '), 'a JPEG XL picture: convert it to JPEG'),
-    (0, (b'%PDF',), 'a PDF: save its pages as PNG'), (0, (b'\x93NUMPY',), 'an array of NumPy: save it as PNG'),
+    (0, (b'%PDF',), 'a PDF: save its pages as PNG'),
+    (0, (b'\x93NUMPY',), 'an array of NumPy: save it as PNG'),
     (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'),
         'packed: unpack it'),
     (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'))
@@ -57,7 +58,7 @@ def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     if start.startswith((b'<!doctype html', b'<html')): return 'a web page: download the picture again'
     if not head.strip(b'\0'): return 'zeros: download it again' if head else 'empty: download it again'
     text = ' '.join(head[:40].decode('utf-8', 'replace').split())
-    if text.isprintable(): return f'text, {text!r}'
+    if text.isprintable() and '\ufffd' not in text[:-1]: return f'text, {text!r}'
     return f'unknown, {head[:8].hex(" ")}'
 
 # %% ../../nbs/10_data.images.ipynb #d9afd4c9
@@ -177,7 +178,7 @@ def _rgb(im, pixel_max=None):
 
 # %% ../../nbs/10_data.images.ipynb #e10c0020
 def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; None: 65535
-    pixel_max:float|None=None)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if nothing is to do
+    pixel_max:float|None=None)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if that is all
     "Decode a picture."
     im = open_header(src)
     turn, size = _orientation(im), im.size
@@ -305,4 +306,4 @@ get_image_processor = ImageProcessor # nanoVLM's name
 def image_processor_of(cfg:VLMConfig, custom_transforms:tuple[Callable,...]=())->ImageProcessor:
     "What a model's pictures go through, in training and ever after."
     return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms,
-                          cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window, cfg.pixel_max)
+        cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window, cfg.pixel_max)

@@ -73,9 +73,10 @@ def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str
 MARK = '<image>' # where a picture belongs in a question
 # of MiniGPT-4, DeepSeek-VL, LMDeploy, Qwen-VL, Llama, Gemma and Pixtral
 _OTHERS = ('<IMAGE>', '<Image>', '<ImageHere>', '<image_placeholder>', '<IMAGE_TOKEN>', '<|image_pad|>',
-    '<|image|>', '<start_of_image>', '[IMG]')
+    '<|image|>', '<start_of_image>')
 _MARKS = re.compile(r'(?:<Img>|<Image>|<\|vision_start\|>)?'
-    rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}|<img>[^<>]*</img>|{'|'.join(map(re.escape, _OTHERS))}))"
+    rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}|<img>[^<>]*</img>|{'|'.join(map(re.escape, _OTHERS))}|"
+    r'\[IMG\](?![^\[]*\[/IMG\])))' # with an end it is a forum's
     r'(?:</Img>|</Image>|<\|vision_end\|>)?') # a number, or a mark without
 _NUMBER = re.compile(r'<image: (\d{1,3})>') # what becomes of a mark
 
@@ -85,21 +86,23 @@ def _kind(mark): # '': it has a number
 
 def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; marks that have none
     "Turns in which `<image: k>` stands for the mark of picture k."
-    found = [mark for turn in turns for mark in _MARKS.finditer(turn['user'] or '')]
-    kinds = [_kind(mark) for mark in found]
-    plain = next((kind for kind in ('<image', *kinds) if kind in kinds and kind), None)
-    if plain == '[IMG]' and kinds.count(plain) != n: plain = None # forums write it, too
-    first = min([1, *(int(mark[1]) for mark in found if mark[1])])
-    ahead = count()
+    users = [turn['user'] or '' for turn in turns]
+    found = [[*_MARKS.finditer(user)] for user in users]
+    first = min([1, *(int(mark[1]) for marks in found for mark in marks if mark[1])])
+    ahead, plain = count(), ''
     spare = 0
     def number(mark):
         nonlocal spare
         if mark[1]: k = int(mark[1])-first
         elif _kind(mark) == plain: k = next(ahead)
-        else: return mark[0]
+        else: return mark[0] # a turn that has marks of one kind speaks of the others
         spare += k >= n
         return f'<image: {k}>' if k < n else ''
-    numbered = [turn|dict(user=_MARKS.sub(number, turn['user'] or '')) for turn in turns]
+    numbered = []
+    for turn,user,marks in zip(turns, users, found):
+        kinds = [_kind(mark) for mark in marks]
+        plain = next((kind for kind in ('<image', *kinds) if kind and kind in kinds), '')
+        numbered.append(turn|dict(user=_MARKS.sub(number, user)))
     return numbered, spare
 
 # %% ../../nbs/11_data.prompts.ipynb #a1b0c005
@@ -219,7 +222,8 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
     return [last]+[earlier]*(earlier != last)
 
 # %% ../../nbs/11_data.prompts.ipynb #a298d5af
-def _answer_spans(text:str, messages:list[dict], frames:list[AnswerFrame])->list[tuple[int,int]]: # in characters
+def _answer_spans(text:str, messages:list[dict], # rendered; as they were
+    frames:list[AnswerFrame])->list[tuple[int,int]]: # in characters
     "(start, end) of each answer in a rendered conversation, from the spaces before it to its end-of-turn."
     spans, cursor = [], 0
     for question,answer in zip(messages, messages[1:]):
@@ -241,7 +245,8 @@ def _answer_spans(text:str, messages:list[dict], frames:list[AnswerFrame])->list
 # %% ../../nbs/11_data.prompts.ipynb #b49f3663
 def encode_chat(tokenizer:PreTrainedTokenizerBase, texts:list[dict], # fast, with a chat template; turns
     pictures:list[str]|str='', inline:bool=False, # see `to_messages`
-    frames:list[AnswerFrame]|None=None, special:re.Pattern|None=None)->tuple[Tensor,Tensor]: # of the tokenizer
+    frames:list[AnswerFrame]|None=None, special:re.Pattern|None=None # of the tokenizer
+)->tuple[Tensor,Tensor]:
     "Ids and labels (T,) of a conversation, labels shifted by one and -100 where nothing is learned."
     messages = to_messages(special or tokenizer, texts, pictures, inline)
     text = render_chat(tokenizer, messages)
