@@ -18,7 +18,8 @@ if TYPE_CHECKING: # what editors and type checkers see
     from .core.dist import dist_mean_scalar as dist_mean_scalar, get_rank as get_rank
     from .core.dist import get_world_size as get_world_size, init_dist as init_dist, is_dist as is_dist
     from .core.dist import is_master as is_master, seed_worker as seed_worker
-    from .core.dist import synchronized_dataloader_step as synchronized_dataloader_step, wrap_model as wrap_model
+    from .core.dist import synchronized_dataloader_step as synchronized_dataloader_step
+    from .core.dist import wrap_model as wrap_model
     from .core.logs import plot_curves as plot_curves
     from .core.run_dir import read_log as read_log
     from .core.tokenizer import get_tokenizer as get_tokenizer
@@ -61,7 +62,8 @@ __all__ = list(_WHERE)
 _ELSEWHERE = { # names of other projects -> what does the same here
     'MiniMindVLM': 'VisionLanguageModel is the model, preset("minimind") has its sizes, '
         'VisionLanguageModel.from_pth reads its files',
-    'init_model': 'make_model(vlm_cfg, train_cfg) of nanovlm_nb.runs.run gives the model, load_tokenizer(vlm_cfg) '
+    'init_model': 'make_model(vlm_cfg, train_cfg) of nanovlm_nb.runs.run gives the model, '
+        'load_tokenizer(vlm_cfg) '
         'of nanovlm_nb.data.loader the tokenizer; load_from="out/lm_512.pth" names the weights',
     'train_epoch': 'run(vlm_cfg, train_cfg) trains, max_epochs says how long',
     'init_distributed_mode': 'init_dist() joins the ranks that torchrun has started',
@@ -76,7 +78,8 @@ def __getattr__(name):
     if name in _ELSEWHERE: raise ImportError(f'{__name__} has no {name}: {_ELSEWHERE[name]}', name=name)
     if name not in _WHERE: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     try: return getattr(import_module(f'.{_WHERE[name]}', __name__), name)
-    except AttributeError as e: raise ImportError(f'{__name__}.{name} cannot be imported: {e}', name=name) from e # python would hide it
+    except AttributeError as e: # python would hide it
+        raise ImportError(f'{__name__}.{name} cannot be imported: {e}', name=name) from e
 
 def __dir__(): return sorted(__all__)
 

@@ -107,10 +107,12 @@ def classify_parser(pictures:list[str]|None, # files to sort
 # %% ../nbs/57_cli.ipynb #a044a99b
 @command('answers.answer:main')
 def ask_parser(
-    # directory with config.json and model.safetensors, a run, or a hub id; default: the newest run in checkpoints
+    # directory with config.json and model.safetensors, a run, or a hub id
+    # default: the newest run in checkpoints
     checkpoint:Checkpoint|None,
     image:list[str] = [], # picture file; may be given several times, all questions are about all
-    # the question; -: each line of the standard input is one; default: one that the run keeps, with its picture
+    # the question; -: each line of the standard input is one
+    # default: one that the run keeps, with its picture
     prompt:str|None = None,
     max_new_tokens:Pos = 64, # longest answer in tokens
     temperature:CountF = 0., # 0 takes the most likely token
@@ -195,7 +197,7 @@ def plan_parser(gpus:Pos = 1, # GPUs of the run
 
 # %% ../nbs/57_cli.ipynb #01c7d8b9
 @command('tools.runs:main')
-def runs_parser(runs:list[Logged]|None, # directory of a run, or its log.jsonl, or of several; default: checkpoints
+def runs_parser(runs:list[Logged]|None, # directory of one run or several, or a log.jsonl; default: checkpoints
     curves:Picture|None = None, # only draw the curves of the runs into this picture
     pth:Text|None = None, # also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth
     # first delete checkpoints older than so many days, except the best, the newest and those in evaluation
@@ -203,7 +205,8 @@ def runs_parser(runs:list[Logged]|None, # directory of a run, or its log.jsonl, 
     delete_abandoned:bool = False, # first delete what was set aside when the run went back
     follow:bool = False): # then a line for each new checkpoint and figure until the run ends or Ctrl-C
     "List runs, or show how one stands and its checkpoints, draw curves; follow a run, or tidy up."
-    require(runs or Path('checkpoints').is_dir(), 'there is no folder checkpoints here: name a run, or train one')
+    require(runs or Path('checkpoints').is_dir(),
+        'there is no folder checkpoints here: name a run, or train one')
     listed = [name for name in runs or ['checkpoints'] if runs_in(name)]
     require(len(runs or listed)==1 or not (follow or pth), '--follow and --pth are for a single run')
     others = pth or follow or delete_older_than is not None or delete_abandoned
@@ -226,10 +229,10 @@ Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../nbs/57_cli.ipynb #4723afab
 @command('uses.export:main')
-def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM, Idefics3 or Qwen2.5-VL, a hub id, adapters of peft
+def export_parser(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hub id, adapters of peft
     out:str, # directory to write
-    # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
-    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
+    # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours;
+    # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     int8:bool = False, # with onnx: each file also with one byte a weight
@@ -253,9 +256,11 @@ def _overview()->str:
     return '\n'.join(['usage: nanovlm COMMAND [arguments]    (nanovlm COMMAND --help says which)', *about])
 
 # %% ../nbs/57_cli.ipynb #421acdf0
-_MEANT = dict(ask='generate predict chat infer inference describe caption', # command -> words of other programs
+# command -> words of other programs
+_MEANT = dict(ask='generate predict chat infer inference describe caption',
     eval='test val valid validate validation evaluate benchmark score', export='convert save merge',
-    train='fit finetune fine_tune pretrain sft lora tune', runs='list ls log logs status show plot curves tensorboard',
+    train='fit finetune fine_tune pretrain sft lora tune',
+    runs='list ls log logs status show plot curves tensorboard',
     check='doctor env info', plan='estimate cost memory params', replay='inspect debug') | {
     'ask --page':'demo serve web ui gradio app', 'train --run_name NAME --resume True':'resume continue'}
 

@@ -152,7 +152,8 @@ class Config:
 
     def __setattr__(self, name, value):
         kinds = kinds_of(type(self))
-        if name not in kinds: check_known([name], self.__dataclass_fields__, f'field of {type(self).__name__}')
+        if name not in kinds:
+            check_known([name], self.__dataclass_fields__, f'field of {type(self).__name__}')
         if name in vars(self): self.given.add(name)
         super().__setattr__(name, as_type(name, value, kinds[name]))
 
@@ -578,7 +579,8 @@ def _sizes_fit(c):
     packs = c.batch_size*c.gradient_accumulation_steps
     return [
         (packs<=_MOST_PACKS, f'batch_size {c.batch_size} x gradient_accumulation_steps '
-            f'{c.gradient_accumulation_steps}: {packs} packs of a rank in an update, give {_MOST_PACKS} at most'),
+            f'{c.gradient_accumulation_steps}: {packs} packs of a rank in an update, give {_MOST_PACKS} at '
+            'most'),
         (None in (c.max_training_samples,c.max_epochs), f'max_training_samples {c.max_training_samples} and '
             f'max_epochs {c.max_epochs} both end the run: set one of them to None'),
         (images<=c.max_images_per_knapsack, f'max_images_per_example {images} does not fit into '
@@ -831,7 +833,8 @@ def _read_yaml(path, given):
 # %% ../../nbs/02_core.config.ipynb #5fb55ce3
 def load_yaml(path:str|Path, name:str|None=None, given:dict|None={})->tuple[VLMConfig,TrainConfig]:
     """Returns the configurations that a file describes, over the preset that it names, or `name`.
-    `given` is in place of what the file says, and names again what a run's file may not; None: only to look."""
+    `given` is in place of what the file says, and names again what a run's file may not;
+    None: only to look."""
     inside,values = _read_yaml(path, given)
     try: return change(*preset(name or inside or 'shapes'), values)
     except UsageError as e: raise UsageError(f'{path}: {e}') from e

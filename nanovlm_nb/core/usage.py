@@ -163,12 +163,14 @@ def near_path(name:str|Path)->str: # that does not exist; empty: nothing beside 
     return f', did you mean {path.with_name(near)}?' if near else ''
 
 # a name of the hub does not end like this
-_OF_FILES = {*'.json .jsonl .csv .tsv .parquet .arrow .tar .zip .txt .yaml .safetensors .pth .png .jpg'.split()}
+_OF_FILES = {*'.json .jsonl .csv .tsv .parquet .arrow .tar .zip .txt .yaml'.split(),
+    *'.safetensors .pth .png .jpg'.split()}
 
 def check_hub_name(name:str|Path)->None: # of a model, a tokenizer or a data set that is not here
     "Raises a MissingFile about what can only be a path."
     text = str(name)
-    path = text.startswith(('.','/','~')) or '\\' in text or text.count('/')>1 or Path(text).suffix in _OF_FILES
+    path = text.startswith(('.','/','~')) or '\\' in text or text.count('/')>1
+    path = path or Path(text).suffix in _OF_FILES
     if path and not text.startswith(('hf://','buckets/')):
         raise MissingFile(f"{name}: No such file or directory{near_path(name) or ', give another path'}")
 
@@ -190,7 +192,8 @@ def without_debug(argv:list[str]|None=None)->tuple[list[str],bool]: # default: o
 def _of_machine(error:BaseException)->str: # empty: it is another error
     "Returns what to say of an error that comes of a full disk or of too little memory."
     if getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT): return f'{error}: free some'
-    memory = type(error).__name__ in ('MemoryError','OutOfMemoryError') or "can't allocate memory" in str(error)
+    memory = type(error).__name__ in ('MemoryError','OutOfMemoryError')
+    memory = memory or "can't allocate memory" in str(error)
     return f'memory ran out ({error}): take a smaller model or batch, or another machine' if memory else ''
 
 @contextmanager

@@ -77,7 +77,8 @@ def lines_for(whole:dict, name:str)->str: # name of the file; '': none are neede
     if isinstance(said, dict) and 'caption' in said and 'images' in first: lines = _COCO.replace('NAME', name)
     elif isinstance(said, dict) and 'question_id' in said: lines = _VQA.replace('ANNOTATIONS.json', name)
     elif isinstance(asked, dict) and 'image_id' in asked: lines = _VQA.replace('QUESTIONS.json', name)
-    elif isinstance(inner, dict) and {'imageId', 'question'} <= inner.keys(): lines = _GQA.replace('NAME', name)
+    elif isinstance(inner, dict) and {'imageId', 'question'} <= inner.keys():
+        lines = _GQA.replace('NAME', name)
     return lines and lines+_SAVE
 
 def _rows_of(whole, file):
@@ -87,7 +88,8 @@ def _rows_of(whole, file):
     lists = [rows for rows in whole.values() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
     named = columns_by_name(tuple(whole))
     if not lines and (named['texts'] or named['answer'] or named['question'] or not lists): return [whole]
-    require(not lines and len(lists) == 1, f'{file} is an object with {", ".join([*whole][:5])}, not a list of '
+    require(not lines and len(lists) == 1,
+        f'{file} is an object with {", ".join([*whole][:5])}, not a list of '
         'rows: '+('make one of it with the lines above' if lines else 'make one of it'))
     return lists[0]
 
@@ -339,7 +341,8 @@ def _data_files(folder, split):
     for kind in ('.parquet', '.arrow'):
         data = [f for f in files if ending(f) == kind]
         words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower()) for f in data}
-        chosen = [f for f in data if split in words[f]] or [f for f in data if not _SPLIT_FOLDERS & {*words[f]}]
+        chosen = [f for f in data if split in words[f]]
+        if not chosen: chosen = [f for f in data if not _SPLIT_FOLDERS & {*words[f]}]
         if chosen and any(names_picture(f.name) for f in files) and not (folder/'README.md').exists():
             return dict(path=FILES[kind], data_files={split: [*map(str, chosen)]})
     return {}
@@ -411,7 +414,8 @@ def _read_sample(tar, parts, columns, folders, unread=None):
     for kind,_,size in parts: require(size >= 0, f'its {kind} is sparse: write the tar without --sparse')
     data = [(kind, os.pread(tar.file.fileno(), size, start)) for kind,start,size in parts]
     try: return read_object(_sample(data), columns, folders, unread)
-    except (TypeError, AttributeError, RecursionError) as e: raise UsageError(f'{type(e).__name__}: {e}') from e
+    except (TypeError, AttributeError, RecursionError) as e:
+        raise UsageError(f'{type(e).__name__}: {e}') from e
 
 class _Sample(Mapping):
     "A row of a tar that is read when it is looked at: to skip it costs nothing."
@@ -489,11 +493,13 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
         ds = ds.rename_columns({theirs:ours for theirs,ours in names.items() if theirs != ours})
     read,unread = columns_read(head_rows(ds), where, folders, bool(columns))
     by_name = columns_by_name(tuple(ds.column_names))
-    told = any(read.get(kind) for kind in ('texts', 'answer', 'choice')) or by_name['texts'] or by_name['answer']
+    told = [*by_name['texts'], *by_name['answer'], *(read.get(kind) for kind in ('texts', 'answer', 'choice'))]
+    told = any(told)
     require(told, f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)
-    others = {c for kind in ('images', 'texts', 'question', 'answer') for group in by_name[kind] for c in group}
+    kinds = ('images', 'texts', 'question', 'answer')
+    others = {column for kind in kinds for group in by_name[kind] for column in group}
     aside = {'id', 'kinds', *unread}-others # a row may fill another column of a name that is known
     ds = ds.select_columns([c for c in ds.column_names if c not in aside])
     return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
@@ -705,7 +711,8 @@ def transforms_of(train_cfg:TrainConfig, own:Sequence[Callable]=())->list[Callab
     transforms = list(own) or [load_function(t, 'custom_transforms') for t in train_cfg.custom_transforms]
     if train_cfg.random_crop: transforms.append(partial(random_part, least=train_cfg.random_crop))
     require(not transforms or not train_cfg.cache_features, 'cache_features with custom_transforms or '
-        'random_crop: changed pictures are new ones in each epoch, and keeping their features fills the disk; '
+        'random_crop: changed pictures are new ones in each epoch, and keeping their features fills the '
+        'disk; '
         'leave one of them out')
     return transforms
 

@@ -65,7 +65,8 @@ def head_rows(rows)->list[dict]: # a table, a stream, or what gives rows
 
 def columns_read(rows:list[dict], where:str, # from `head_rows`; whose they are, for messages
     folders:Folders=None, chosen:bool=False)->tuple[dict[str,set[str]],set[str]]: # see `columns_of`
-    "Key of `LAYOUTS` -> the columns that a row reads; those that none reads. Raises if all rows lose something."
+    """Key of `LAYOUTS` -> the columns that a row reads; those that none reads.
+    Raises if all rows lose something."""
     found,unread,lost = {},set(),None
     for row in rows:
         try: read = columns_of(row, folders, chosen)
@@ -94,7 +95,7 @@ class MapSource:
         self.split:range|_Permutation = range(n) if whole else _Permutation(n, f'split {seed}')
 
     def _encoded(self, name, rows):
-        "Rows that are tables of arrow where they can be, so that no picture is decoded; no column may be lost."
+        "Rows as tables of arrow where they can be, so that no picture is decoded; no column may be lost."
         columns_read(head_rows(rows), 'the rows', self.folders.get(name))
         return rows.with_format('arrow') if isinstance(rows, datasets.Dataset) else rows
 

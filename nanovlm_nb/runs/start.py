@@ -25,7 +25,8 @@ from ..core.config import check_configs,evolve,resume_rule,trust_flags,length_of
 from ..core.run_dir import ASIDE,BEST,CLASSIFY,LOG,TRAINER_STATE,WANDB_ID,abandoned_folder
 from ..core.run_dir import own_parts_of
 from ..core.run_dir import find_checkpoint,last_checkpoint,left_behind,missing_pieces,read_log,run_of
-from ..core.run_dir import check_run_dir,check_way,open_own,read_pointer,read_state,set_aside,usable_checkpoint
+from ..core.run_dir import check_run_dir,check_way,open_own,read_pointer,read_state,set_aside
+from ..core.run_dir import usable_checkpoint
 from ..core.run_dir import write_pointer,write_atomic,step_of,ANSWER_TABLE,CONFIG,DROP_LIST,RECORD,STATUS
 from ..core.usage import MissingFile,require,UsageError
 from ..model.weights import checkpoint_config,find_tokenizer,language_config,pth_path

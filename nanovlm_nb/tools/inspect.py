@@ -163,7 +163,8 @@ def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
     same = [text for [(text,n)] in first if n>=_ALWAYS*len(several)] if len(several)>=_ENOUGH else []
     if len({*same})<2: return ''
     return (f'{len(several)} rows with several questions ask {same[0]!r:.60}, then {same[1]!r:.60}: '
-            'a model can learn the order and ignore the question. Shuffle the turns of each row, or make a row for each')
+            'a model can learn the order and ignore the question. Shuffle the turns of each row, or make '
+            'a row for each')
 
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
 def _unread_columns(train_cfg:TrainConfig, name:str)->set[str]: # a configuration

@@ -56,7 +56,8 @@ _SHOWN = ('batch_loss','val_loss','grad_norm','epoch','tokens_per_second') # fig
 def _state_of(run_dir:Path)->str:
     "Returns what a run says of itself, or what became of it."
     path = run_dir/STATUS
-    text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else 'unknown (no status file)'
+    if path.is_file(): text = path.read_text(encoding='utf-8', errors='replace')
+    else: text = 'unknown (no status file)'
     status = ' '.join(text.split())
     if status!='running': return status
     return f'running, {who}' if (who := holder(run_dir)) else 'killed (nobody holds its directory)'

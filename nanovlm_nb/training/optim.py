@@ -49,7 +49,9 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
     require(not n or n<=len(model.decoder.blocks), f'language_last_blocks is {n}, but the language model has '
         f'{n and len(model.decoder.blocks)} blocks: give fewer, or None to train all of it')
     last = {p for block in model.decoder.blocks[-n:] for p in block.parameters()} if n else None
-    groups:dict[str,dict] = {name:dict(name=name, params=[], lr=lr, max_lr=lr) for name,lr in lrs.items() if lr>0}
+    groups:dict[str,dict] = {}
+    for name,lr in lrs.items():
+        if lr>0: groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
     for name,p in model.named_parameters():
         part = 'lora' if is_adapter(name) else name.partition('.')[0]
         p.requires_grad_(part in groups and (last is None or part!='decoder' or p in last))

@@ -644,7 +644,8 @@ def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its
     if latest: return replace(s, train=s.train|dict(resume=True))
     if not checkpoint.exists(): checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
     require(not s.run_name or run_of(checkpoint)==run_dir.resolve(), f'cannot resume: {checkpoint} is of '
-        f'another run than {run_dir}. Leave run_name out to go on with its own, or begin with its weights: --model')
+        f'another run than {run_dir}. Leave run_name out to go on with its own, '
+        'or begin with its weights: --model')
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d

@@ -94,14 +94,15 @@ class _OnlyHere:
 
     async def __call__(self, scope, receive, send):
         header = dict(scope.get('headers', ())).get(b'host', b'').decode('latin-1')
-        if scope['type']=='lifespan' or _is_meant(header, self.host): return await self.app(scope, receive, send)
+        if scope['type']=='lifespan' or _is_meant(header, self.host):
+            return await self.app(scope, receive, send)
         text = f'This page is at localhost and at {self.host}. For another name, start it with --host NAME.'
         await send(dict(type='http.response.start', status=403, headers=[(b'content-type', b'text/plain')]))
         await send(dict(type='http.response.body', body=text.encode()))
 
 # %% ../../nbs/84_uses.pages.ipynb #cfc432ed
 def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
-    example:tuple|None=None): # picture and question that are offered; returns a `gradio.Blocks`, to be launched
+    example:tuple|None=None): # picture and question that are offered; a `gradio.Blocks`, to be launched
     "Returns the page."
     import gradio as gr
     def ask(message, history, temperature, talk):
