@@ -14,10 +14,16 @@ OWN = re.compile(r'(?<![\w\'"])__main__\.(?=[A-Za-z_])')  # of a type that the n
 SIGNATURE = re.compile(r'<div class="sourceCode" id="[^"]+"><pre class="sourceCode python[^"]*">.*?</pre></div>\n?', re.S)
 SOURCE = re.compile(r'<summary>Exported source</summary>\s*<div class="sourceCode cell-code".*?</pre></div>', re.S)
 NAME = re.compile(r'<a href="([^"#]*)#([^"]+)"><code>([^<]*)</code></a>')  # a name that nbdev has linked
+NESTED = re.compile(r'\[(<code>[^<]*</code>)\]\(https?://[^)\s"<>]+\)')  # the same in a sentence, inside a link of ours
 AMBIGUOUS = ('main', 'logger')  # every module may have one
-# what Quarto loads from another host for widgets, wherever an output is HTML; no page has one
-WIDGETS = re.compile(r'<script src="https://cdnjs\.cloudflare\.com/ajax/libs/(?:require\.js|jquery)/[^>]*></script>|'
+# what Quarto loads from another host for widgets, wherever an output is HTML, and for formulas of old browsers; no page needs it
+WIDGETS = re.compile(r'<script src="https://cdnjs\.cloudflare\.com/[^>]*></script>|'
                      r'<script type="application/javascript">define\(\'jquery\'.*?</script>')
+FONTS = re.compile(r'@import\s*(?:url\(\s*)?(?:"https?://[^"]*"|\'https?://[^\']*\'|https?://[^)]*)\s*\)?\s*;')  # of a style; the browser has its own
+# what a browser loads when it shows a page, or a style, if it lies on another host
+ELSEWHERE = re.compile(r'<(?:script|img|iframe|source|video|audio)\b[^>]*?\bsrc="(?:https?:)?//([^/"]+)|'
+                       r'<link\b(?=[^>]*\brel="(?:stylesheet|preload|icon)")[^>]*?\bhref="(?:https?:)?//([^/"]+)|'
+                       r'(?:url\(\s*["\']?|@import\s*["\'])(?:https?:)?//([^/"\')]+)')
 HEADING = re.compile(r'<h3 class="anchored" data-anchor-id="[^"]+">([^<]+)</h3>\s*\Z')
 
 
@@ -66,16 +72,32 @@ def linked_names(page: str, name: str, known: dict[str, set[str]]) -> str:
 
 def finish(page: str, name: str, address: str) -> str:
     "The text of one page without what stands twice, with links that are relative."
-    page = RAW.sub(r'<a href="\2">\1</a>', OWN.sub('', one_signature(WIDGETS.sub('', page))))
+    page = RAW.sub(r'<a href="\2">\1</a>', OWN.sub('', one_signature(NESTED.sub(r'\1', WIDGETS.sub('', page)))))
     return relative(page, name, address)
 
 
+def hosts(text: str) -> set[str]:
+    "Other hosts that a browser asks for parts of a page or a style."
+    return {host for found in ELSEWHERE.findall(text) for host in found if host}
+
+
+def finish_styles(root: Path) -> None:
+    "Styles without the fonts of other hosts."
+    for style in root.rglob('*.css'):
+        text = style.read_text(encoding='utf-8')
+        if FONTS.search(text): style.write_text(FONTS.sub('', text), encoding='utf-8')
+
+
 def finish_site(root: Path, address: str) -> None:
-    "All pages of a folder, and the index of the search, in which there are no links."
+    "All pages of a folder, their styles, and the index of the search, in which there are no links; an error if another host is asked."
+    finish_styles(root)
     pages = {p.relative_to(root).as_posix(): p for p in sorted(root.rglob('*.html'))}
     texts = {name: finish(p.read_text(encoding='utf-8'), name, address) for name, p in pages.items()}
     known = {name: anchors(text) for name, text in texts.items()}
     for name, text in texts.items(): pages[name].write_text(linked_names(text, name, known), encoding='utf-8')
+    files = [*pages.values(), *root.rglob('*.css')]
+    asked = {str(f.relative_to(root)): found for f in files if (found := hosts(f.read_text(encoding='utf-8')))}
+    if asked: raise SystemExit(f'a page asks another host: {asked}')
     if not (index := root/'search.json').exists(): return
     index.write_text(RAW.sub(r'\1', OWN.sub('', index.read_text(encoding='utf-8'))), encoding='utf-8')
 

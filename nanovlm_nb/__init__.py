@@ -10,22 +10,76 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING: # what editors and type checkers see
     from .answers.answer import Asker as Asker
     from .api import evaluate as evaluate, export as export, load as load, train as train
-    from .core.config import TrainConfig as TrainConfig, VLMConfig as VLMConfig, preset as preset
+    from .compat.nanovlm import ConstantLengthDataset as ConstantLengthDataset, VQACollator as VQACollator
+    from .compat.padded import VLMDataset as VLMDataset
+    from .core.config import TrainConfig as TrainConfig, VLMConfig as VLMConfig, get_run_name as get_run_name
+    from .core.config import preset as preset
+    from .core.dist import destroy_dist as destroy_dist, dist_gather as dist_gather
+    from .core.dist import dist_mean_scalar as dist_mean_scalar, get_rank as get_rank
+    from .core.dist import get_world_size as get_world_size, init_dist as init_dist, is_dist as is_dist
+    from .core.dist import is_master as is_master, seed_worker as seed_worker
+    from .core.dist import synchronized_dataloader_step as synchronized_dataloader_step
+    from .core.dist import wrap_model as wrap_model
     from .core.logs import plot_curves as plot_curves
     from .core.run_dir import read_log as read_log
+    from .core.tokenizer import get_tokenizer as get_tokenizer
+    from .data.dataset import VQADataset as VQADataset
+    from .data.images import get_image_processor as get_image_processor
+    from .data.loader import get_dataloaders as get_dataloaders
+    from .data.prompts import get_image_string as get_image_string
+    from .model.language import LanguageModel as LanguageModel
+    from .model.vision import ModalityProjector as ModalityProjector, ViT as ViT
     from .model.vlm import VisionLanguageModel as VisionLanguageModel
-    from .runs.run import run as run
+    from .runs.run import get_vision_model as get_vision_model, run as run
+    from .training.schedule import get_lr as get_lr
     from .training.trainer import Hook as Hook
+    PG_CPU: object
 
-_WHERE = dict(train='api', load='api', evaluate='api', export='api', run='runs.run', preset='core.config', VLMConfig='core.config',
-    TrainConfig='core.config', VisionLanguageModel='model.vlm', Asker='answers.answer', Hook='training.trainer',
-    plot_curves='core.logs', read_log='core.run_dir')
+_NAMES = { # module -> what of it is offered
+    'answers.answer': 'Asker',
+    'api': 'evaluate export load train',
+    'compat.nanovlm': 'ConstantLengthDataset PG_CPU VQACollator',
+    'compat.padded': 'VLMDataset',
+    'core.config': 'TrainConfig VLMConfig get_run_name preset',
+    'core.dist': 'destroy_dist dist_gather dist_mean_scalar get_rank get_world_size init_dist is_dist '
+                 'is_master seed_worker synchronized_dataloader_step wrap_model',
+    'core.logs': 'plot_curves',
+    'core.run_dir': 'read_log',
+    'core.tokenizer': 'get_tokenizer',
+    'data.dataset': 'VQADataset',
+    'data.images': 'get_image_processor',
+    'data.loader': 'get_dataloaders',
+    'data.prompts': 'get_image_string',
+    'model.language': 'LanguageModel',
+    'model.vision': 'ModalityProjector ViT',
+    'model.vlm': 'VisionLanguageModel',
+    'runs.run': 'get_vision_model run',
+    'training.schedule': 'get_lr',
+    'training.trainer': 'Hook'}
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_WHERE)
 
+_ELSEWHERE = { # names of other projects -> what does the same here
+    'MiniMindVLM': 'VisionLanguageModel is the model, preset("minimind") has its sizes, '
+        'VisionLanguageModel.from_pth reads its files',
+    'init_model': 'make_model(vlm_cfg, train_cfg) of nanovlm_nb.runs.run gives the model, '
+        'load_tokenizer(vlm_cfg) '
+        'of nanovlm_nb.data.loader the tokenizer; load_from="out/lm_512.pth" names the weights',
+    'train_epoch': 'run(vlm_cfg, train_cfg) trains, max_epochs says how long',
+    'init_distributed_mode': 'init_dist() joins the ranks that torchrun has started',
+    'Logger': 'figures are in log.jsonl of a run, see read_log; console_line="minimind" shows its line',
+    'Runner': 'run(vlm_cfg, train_cfg) trains; what you add to it is a Hook',
+    'CheckpointHook': 'each run keeps checkpoints: save_interval says when, max_keep_ckpts how many',
+    'DeepSpeedStrategy': 'sharding="zero2" or "zero3" of TrainConfig, or deepspeed_config="ds.json"',
+    'LinearLR': 'lr_schedule="cosine" begins with a linear rise, warmup_ratio says how long',
+    'CosineAnnealingLR': 'lr_schedule="cosine" of TrainConfig, min_lr_ratio says where it ends'}
+
 def __getattr__(name):
+    if name in _ELSEWHERE: raise ImportError(f'{__name__} has no {name}: {_ELSEWHERE[name]}', name=name)
     if name not in _WHERE: raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     try: return getattr(import_module(f'.{_WHERE[name]}', __name__), name)
-    except AttributeError as e: raise ImportError(f'{__name__}.{name} cannot be imported: {e}', name=name) from e # python would hide it
+    except AttributeError as e: # python would hide it
+        raise ImportError(f'{__name__}.{name} cannot be imported: {e}', name=name) from e
 
 def __dir__(): return sorted(__all__)
 

@@ -6,18 +6,21 @@
 __all__ = ['train', 'load', 'evaluate', 'export']
 
 # %% ../nbs/91_api.ipynb #91a10003
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 
 import torch
-from PIL import Image
 
-from .core.config import FIELDS, Pos, as_type, change, check_known, preset as preset_of
+from .core.config import FIELDS,OWN_ROWS,Pos,as_type,change,check_known,preset as preset_of
 from .core.dist import pick_device
-from .data.images import open_image
+from .core.usage import require
+from .data.images import image_processor_of,open_image
 from .data.loader import get_dataloaders,load_configs,own_rows
-from .answers.answer import Asker, accuracy, answer_all, questions_of
+from .answers.answer import Asker
+from .answers.look import compare_answers
 from .runs.run import run
 from .uses.export import open_model
 from .cli import export_parser
@@ -26,7 +29,7 @@ from .cli import export_parser
 def _learning(rate): return dict(batch_size=4, lr_mp=rate, lr_vision_backbone=rate, lr_language_backbone=rate)
 
 # %% ../nbs/91_api.ipynb #91a10006
-_FOR_ROWS = dict(train_dataset_path='rows', stream_dataset=False, data_cutoff_idx=None,
+_FOR_ROWS = dict(train_dataset_path=OWN_ROWS, stream_dataset=False, data_cutoff_idx=None,
     num_workers=0, val_workers=0, max_keep_ckpts=1, log_wandb=False, use_lmms_eval=False, hf_repo_name=None,
     long_run_name=False)
 
@@ -38,16 +41,11 @@ def _settings(n, preset, given):
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
     rates = _learning(5e-5) if given.get('load_from') else _learning(1e-3) if preset == 'shapes' else {}
-    usual = _FOR_ROWS | rates | dict(val_size=val_size, ask_samples=val_size,
+    same = given.get('custom_transforms') or given.get('cache_features')
+    usual = _FOR_ROWS | rates | dict(random_crop=None if same else .7,
+        val_size=val_size, ask_samples=val_size,
         eval_in_epochs=n > 1, eval_interval=max(1, min(quarter, train_cfg.eval_interval)))
     return change(vlm_cfg, train_cfg, usual | given)
-
-# %% ../nbs/91_api.ipynb #91a1000c
-def _jitter(picture, rng):
-    "A random part of a picture, at least 70 % of each side."
-    (w,h),side = picture.size, rng.uniform(.7, 1)
-    x,y = rng.uniform(0, 1-side)*w, rng.uniform(0, 1-side)*h
-    return picture.resize((w, h), Image.Resampling.BILINEAR, (x, y, x+side*w, y+side*h))
 
 # %% ../nbs/91_api.ipynb #91a10011
 def train(rows, # pictures, questions and answers, see `own_rows`
@@ -60,43 +58,50 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     DataFrame with these columns; or the path of a file or folder, or a name of the hub, as the command
     `nanovlm train --train_dataset_path` takes it. Settings are fields of `TrainConfig` and `VLMConfig`, such as
     `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in `checkpoints/RUN_NAME`, the
-    model's `run_dir`."""
+    model's `run_dir`, with the rows, so that `nanovlm eval RUN_DIR` and other commands work."""
     given = (dict(console_line='none') if quiet else {}) | settings
-    own,size = None,0
+    loaders:Callable|None = None # those of the command
     if isinstance(rows, (str,Path)):
         given = dict(train_dataset_path=str(rows)) | given
-        of_files = {n:given[n] for n in ('columns','images_path') if n in given}
-        names = given.get('train_dataset_name', ['default'])
-        size = sum(map(len, load_configs(rows, names, **of_files).values()))
+        how = {n:given[n] for n in ('columns','images_path') if n in given}
+        size = sum(map(len, load_configs(rows, given.get('train_dataset_name', ['default']), **how).values()))
     else:
         own = own_rows(rows, given.get('columns', ()))
-        size = len(own)
+        size,loaders = len(own),partial(get_dataloaders, rows=own)
     vlm_cfg,train_cfg = _settings(size, preset, given)
-    same = train_cfg.custom_transforms or train_cfg.cache_features
-    loaders = partial(get_dataloaders, rows=own, transforms=() if same else [_jitter])
     def again(run_dir, *_): return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
-    return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again))
+    return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again if loaders else None))
 
 # %% ../nbs/91_api.ipynb #91a10012
-def load(checkpoint:str|Path, device:str|torch.device|None=None)->Asker: # default: the best there is
+def load(checkpoint:str|Path, device:str|torch.device|None=None, # default: the best there is
+    processor:Callable|None=None)->Asker: # cuts pictures, of a run that had one of its own
     """Returns a trained model, ready to be asked; of a run its best checkpoint.
     `checkpoint` is a run, one of its checkpoints, an export, a SmolVLM, adapters of peft, or a hub id."""
-    return Asker.from_model(open_model(checkpoint).to(pick_device(device)))
+    model = open_model(checkpoint)
+    return Asker.from_model(model.to(pick_device(device)), processor=processor)
 
 # %% ../nbs/91_api.ipynb #91a1001a
 def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes; as for `train`
-    """Returns right answers and questions of some rows, with the pictures and with blank ones:
-    'answers' and 'blank image' -> kind of question, or 'all' -> (right, asked)."""
+    """Returns right answers and questions of some rows, beside what can be had without the right picture:
+    'answers', 'another picture', 'blind guess', 'picture helps' -> kind of question, or 'all' ->
+    (right, asked)."""
     asker = model if isinstance(model, Asker) else load(model)
-    seen = [r | dict(images=[open_image(p) for p in r['images'] or []]) for r in own_rows(rows)]
-    return {name:accuracy(answer_all(asker, questions_of(seen, blank)))
-            for name,blank in (('answers', False), ('blank image', True))}
+    white = asker.model.cfg.pixel_max
+    seen = [r | dict(images=[open_image(p, white) for p in r['images'] or []]) for r in own_rows(rows)]
+    return compare_answers(asker, seen)[0]
 
 # %% ../nbs/91_api.ipynb #91a1001e
 def export(model:Asker|str|Path, folder:str|Path, format:str='smolvlm')->Path: # or what `load` takes
-    """Writes a model for other programs, and returns the directory that it wrote.
-    Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
-    checkpoint = model.model.folder if isinstance(model, Asker) else model
-    values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
-    resolve_name(values.does)(values)
+    """Writes a model for other programs, and returns the directory that it wrote; of a model in memory its
+    weights as they are. Formats are smolvlm, idefics3, nanovlm, peft, onnx, web and gguf."""
+    with TemporaryDirectory() as tmp:
+        checkpoint = model
+        if isinstance(model, Asker):
+            standard = model.image_processor==image_processor_of(model.model.cfg)
+            require(standard, 'this model has an image processor of its own, which no other program has: '
+                'write the weights alone with model.model.save_pretrained(FOLDER)')
+            checkpoint = Path(tmp)/'model'
+            model.model.save_pretrained(checkpoint, model.tokenizer)
+        values = export_parser().parse_args([str(checkpoint), str(folder), '--format', format])
+        resolve_name(values.does)(values)
     return Path(folder)

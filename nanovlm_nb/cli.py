@@ -97,6 +97,9 @@ def classify_parser(pictures:list[str]|None, # files to sort
     deepspeed_config:str|None = None, # JSON file, a DeepSpeed configuration, translated
     lr_schedule:str|None = None, # MODULE:FUNCTION, in place of that in the file
     custom_transforms:list[str]|None = None, # likewise, one or several
+    tracker:str|None = None, # where figures go, likewise: wandb, trackio, tensorboard, none
+    wandb_entity:str|None = None, # whose account there, likewise
+    wandb_project:str|None = None, # project there, likewise
     # do not train, but sort pictures with this checkpoint or the best of this run
     predict:Checkpoint|None = None):
     "Train a classifier, or sort pictures with one."
@@ -104,10 +107,12 @@ def classify_parser(pictures:list[str]|None, # files to sort
 # %% ../nbs/57_cli.ipynb #a044a99b
 @command('answers.answer:main')
 def ask_parser(
-    # directory with config.json and model.safetensors, a run, or a hub id; default: the newest run in checkpoints
+    # directory with config.json and model.safetensors, a run, or a hub id
+    # default: the newest run in checkpoints
     checkpoint:Checkpoint|None,
     image:list[str] = [], # picture file; may be given several times, all questions are about all
-    # the question; -: each line of the standard input is one; default: one that the run keeps, with its picture
+    # the question; -: each line of the standard input is one
+    # default: one that the run keeps, with its picture
     prompt:str|None = None,
     max_new_tokens:Pos = 64, # longest answer in tokens
     temperature:CountF = 0., # 0 takes the most likely token
@@ -126,12 +131,12 @@ def ask_parser(
     return 'uses.pages:main' if page else None
 
 # %% ../nbs/57_cli.ipynb #19a000d7
-def _check_eval(checkpoint, tasks, write_tasks, config, batches, json, device, batch_size, prompts, **others):
+def _check_eval(checkpoint, tasks, write_tasks, config, rows, json, device, batch_size, prompts, **others):
     "Raises a UsageError where the arguments of an evaluation contradict each other."
     require(write_tasks or checkpoint, 'give a checkpoint, or --write_tasks DIR')
-    require(not tasks or not (config or batches or json),
-        '--config, --batches and --json are for an evaluation without --tasks')
-    for flag,value in (others|dict(batch_size=batch_size!=64, prompts=prompts!='nanovlm')).items():
+    require(not tasks or not (config or rows or json),
+        '--config, --rows and --json are for an evaluation without --tasks')
+    for flag,value in (others|dict(prompts=prompts!='nanovlm')).items():
         require(tasks or write_tasks or value is None or value is False,
             f'--{flag} is for an evaluation on tasks: give --tasks, or leave it out')
     files = [t.strip() for t in tasks.split(',') if t.strip().endswith('.parquet')]
@@ -151,12 +156,12 @@ def eval_parser(checkpoint:Checkpoint|None, # with config.json and model.safeten
     device:Device|None = None, # default: the best there is
     write_tasks:Text|None = None, # write the tasks shapes, digits and digits_choice there, and end
     config:Text|None = None, # without --tasks: YAML that names the validation data; default: the run's
-    batches:Pos|None = None, # likewise: batches to read; default: as the configuration says
+    rows:Pos|None = None, # likewise: held-out rows to ask about; default: the ask_samples of the run
     json:bool = False): # likewise: a line of JSON instead of a table
     """Evaluate a checkpoint on tasks, or whether it uses its pictures.
 
-    Without --tasks: loss and right answers on the validation data of its run,
-    with the right picture, another one, and a blank one."""
+    Without --tasks: right answers about held-out rows of its run, beside those about the picture of
+    another row and the best guess without looking."""
     _check_eval(**locals())
     return None if tasks or write_tasks else 'answers.look:main'
 
@@ -192,7 +197,7 @@ def plan_parser(gpus:Pos = 1, # GPUs of the run
 
 # %% ../nbs/57_cli.ipynb #01c7d8b9
 @command('tools.runs:main')
-def runs_parser(runs:list[Logged]|None, # directory of a run, or its log.jsonl, or of several; default: checkpoints
+def runs_parser(runs:list[Logged]|None, # directory of one run or several, or a log.jsonl; default: checkpoints
     curves:Picture|None = None, # only draw the curves of the runs into this picture
     pth:Text|None = None, # also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth
     # first delete checkpoints older than so many days, except the best, the newest and those in evaluation
@@ -200,7 +205,8 @@ def runs_parser(runs:list[Logged]|None, # directory of a run, or its log.jsonl, 
     delete_abandoned:bool = False, # first delete what was set aside when the run went back
     follow:bool = False): # then a line for each new checkpoint and figure until the run ends or Ctrl-C
     "List runs, or show how one stands and its checkpoints, draw curves; follow a run, or tidy up."
-    require(runs or Path('checkpoints').is_dir(), 'there is no folder checkpoints here: name a run, or train one')
+    require(runs or Path('checkpoints').is_dir(),
+        'there is no folder checkpoints here: name a run, or train one')
     listed = [name for name in runs or ['checkpoints'] if runs_in(name)]
     require(len(runs or listed)==1 or not (follow or pth), '--follow and --pth are for a single run')
     others = pth or follow or delete_older_than is not None or delete_abandoned
@@ -218,15 +224,15 @@ def replay_parser(run_dir:Text, # directory of the run
     check_run(run_dir)
 
 # %% ../nbs/57_cli.ipynb #19a00018
-Format = Literal['smolvlm','idefics3','nanovlm','peft','onnx','web','gguf'] # what can be written
+Format = Literal['smolvlm','idefics3','qwen2_5_vl','nanovlm','peft','onnx','web','gguf'] # what can be written
 Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 
 # %% ../nbs/57_cli.ipynb #4723afab
 @command('uses.export:main')
-def export_parser(checkpoint:Checkpoint, # or a run, a SmolVLM or Idefics3, a hub id, adapters of peft
+def export_parser(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hub id, adapters of peft
     out:str, # directory to write
-    # smolvlm and idefics3: for transformers; nanovlm: a checkpoint of ours; onnx: for ONNX Runtime and
-    # transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all six with adapters
+    # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours;
+    # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     int8:bool = False, # with onnx: each file also with one byte a weight
@@ -250,9 +256,11 @@ def _overview()->str:
     return '\n'.join(['usage: nanovlm COMMAND [arguments]    (nanovlm COMMAND --help says which)', *about])
 
 # %% ../nbs/57_cli.ipynb #421acdf0
-_MEANT = dict(ask='generate predict chat infer inference describe caption', # command -> words of other programs
+# command -> words of other programs
+_MEANT = dict(ask='generate predict chat infer inference describe caption',
     eval='test val valid validate validation evaluate benchmark score', export='convert save merge',
-    train='fit finetune fine_tune pretrain sft lora tune', runs='list ls log logs status show plot curves tensorboard',
+    train='fit finetune fine_tune pretrain sft lora tune',
+    runs='list ls log logs status show plot curves tensorboard',
     check='doctor env info', plan='estimate cost memory params', replay='inspect debug') | {
     'ask --page':'demo serve web ui gradio app', 'train --run_name NAME --resume True':'resume continue'}
 
@@ -290,4 +298,5 @@ def main(argv:list[str]|None=None)->int|None: # default: those of the command li
 
 # %% ../nbs/57_cli.ipynb #90c0000d
 #| eval: false
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__' and '__file__' in globals(): # a notebook is `__main__` too, and has no file
+    sys.exit(main())

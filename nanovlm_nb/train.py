@@ -18,4 +18,5 @@ def main(argv:list[str]|None=None, # arguments; default: those of the command li
 
 # %% ../nbs/58_train.ipynb #95e5c272
 #| eval: false
-if __name__=='__main__': sys.exit(main())
+if __name__=='__main__' and '__file__' in globals(): # a notebook is `__main__` too, and has no file
+    sys.exit(main())

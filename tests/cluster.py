@@ -29,7 +29,8 @@ ProctrackType=proctrack/linuxproc
 ReturnToService=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 Gres=gpu:1 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 '''
 
@@ -66,6 +67,7 @@ class Slurm:
         conf = self.folder/'slurm.conf'
         host = socket.gethostname().split('.')[0]
         conf.write_text(CONF.format(folder=self.folder, host=host, port=port, slurmd_port=slurmd_port, cpus=os.cpu_count()))
+        (self.folder/'gres.conf').write_text('Name=gpu File=/dev/null\n')  # stands for a GPU: Slurm gives it to the jobs that ask for one
         self.env = {**os.environ, 'PATH': PATH, 'SLURM_CONF': str(conf)}
         try:
             f = self.folder

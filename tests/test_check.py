@@ -1,10 +1,13 @@
 "`nanovlm check`: machines that nobody has as values, this machine as it is, and the command."
+import json
 import os
 import re
 import sys
 
+import numpy as np
 import pytest
 from commands import TINY, nanovlm, run
+from PIL import Image
 from test_docs import NBS, cells
 
 from nanovlm_nb.cli import main
@@ -94,3 +97,26 @@ def test_an_update_is_made_again_with_the_settings_of_its_start(tmp_path):
         said = nanovlm(['replay', tmp_path/'checkpoints'/'r', update], tmp_path, check=False).stdout
         loss, norm, *logged = re.search(r'loss ([\d.]+), gradient norm ([\d.]+) \(in the log ([\d.]+) and ([\d.]+)\)', said).groups()
         assert [loss, norm] == logged
+
+
+def test_what_spoils_the_data_without_leaving_it_out(tmp_path):
+    "Pictures of 12 bits in files of 16, and two questions that are always asked in the same order; the reasons of all rows that are left out; the time of this machine."
+    noise = np.random.default_rng(0)
+    lines = []
+    for i in range(24):
+        Image.fromarray(noise.integers(0, 4096, (64, 64), dtype=np.uint16)).save(tmp_path/f'{i}.png')
+        lines.append(dict(image=f'{i}.png', texts=[dict(user='What is it?', assistant='a slice'), dict(user='Is it bright?', assistant='no'), dict(user='Sure?', assistant='')]))
+    lines[1] |= dict(image='gone.png')
+    lines[2] |= dict(image='page.jpg')
+    lines[3] |= dict(texts=[dict(user='q', assistant=' ')])
+    (tmp_path/'page.jpg').write_text('<html>404</html>')
+    (tmp_path/'t.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    data = ['--train_dataset_path', 't.jsonl', '--val_size', '2', '--stream_dataset', 'False', '--data_cutoff_idx', '99']
+    code, _, found = checked(tmp_path, *SMALL, *data, PATH=os.path.dirname(sys.executable))
+    assert code == 1 and {n for n, (state, _) in found.items() if state == FAIL} == {'left out', 'pixels', 'questions'}
+    assert 'come out dark, 16 of 255 at most; set pixel_max to 4095' in found['pixels'][1]
+    assert "ask 'What is it?', then 'Is it bright?'" in found['questions'][1]
+    assert all(said in found['left out'][1] for said in ('t/2: no file', 't/3: UnidentifiedImageError', 'a web page: download', '1 no_turns', 'cut_no_answer'))
+    assert 'on this machine, where a pack takes' in found['time'][1] and 'H100' not in found['time'][1]
+    _, _, found = checked(tmp_path, *SMALL, *data, '--pixel_max', '4095', PATH=os.path.dirname(sys.executable))
+    assert found['pixels'] == ('pass', '20 pictures of more than 8 bits a pixel, with values from 0 to 4095')  # 24 without two that cannot be read and two of validation

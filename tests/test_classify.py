@@ -1,6 +1,7 @@
 "Classification as a user runs it: own processes, several ranks, kills. That metrics are scikit-learn's is in 81_uses.classify."
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -136,6 +137,35 @@ def test_kill_and_resume_of_what_began_as_another_model(place, kind):
     assert [r['step'] for r in log_of(folder) if 'batch_loss' in r] == [*range(1, UPDATES+1)] and 'best accuracy ' in (folder/'record.md').read_text()
 
 
+@pytest.mark.parametrize('kind', ['smolvlm', 'nanovlm'])
+def test_a_new_head_trains_beside_adapters_and_is_saved_with_them(place, kind):
+    "The log names both; the best sorts pictures, and the run goes on bit for bit, also on a base of transformers' form."
+    pytest.importorskip('peft')
+    model, begun = small_model(), place/f'{kind}_adapted_model'
+    model.save_pretrained(begun) if kind == 'nanovlm' else export_smolvlm(model, begun)
+    file = settings(place, f'{kind}_adapted', dict(name=str(begun)), datasets=['numerals'], lora_rank=2)
+    run(command(file), place)
+    folder = place/'outputs'/file.stem
+    said = (folder/'train.log').read_text()
+    assert re.search(r'trainable: .*\(lora [\d.]+, score [\d.]+\)', said)
+    first, last = (load_file(folder/step/'lora.safetensors') for step in ('step_0', 'step_12'))
+    assert {k for k in last if 'lora_' not in k} == {'score.weight'} and not first['score.weight'].equal(last['score.weight'])
+    digits_splits()['test'][0]['image'].save(place/'digit.png')
+    assert nanovlm(['classify', '--predict', folder, 'digit.png'], place).stdout.startswith('digit.png\t')
+    before = record(folder)
+    run(command(file, '--resume_from', 'checkpoint-6'), place)
+    assert record(folder) == before
+
+
+def test_a_run_that_is_shorter_than_its_warm_up_trains(place):
+    "A tenth of the updates is warm-up then, and a line says so."
+    file = settings(place, 'short', datasets=['numerals'], warmup_steps=100)
+    run(command(file), place)
+    assert 'warmup_steps 100, but the run has 12 updates: the learning rate rises in 1 of them' in (place/'outputs'/'short'/'train.log').read_text()
+    rates = [r['lr_score'] for r in log_of(place/'outputs'/'short') if 'lr_score' in r]
+    assert max(rates) == pytest.approx(3e-3, rel=.03) and rates[-1] < rates[2]
+
+
 def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole):
     best, before = ('best_overall_accuracy', 'best_model_step'), record(whole)[0]
     state = json.loads((whole/'step_6'/'trainer_state.json').read_text())['hooks']['ValidateClasses']
@@ -143,8 +173,10 @@ def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole)
     assert [known[k] for k in best] == [state[k] for k in best]
     run(command(place/'whole.yaml', '--resume_from', 'checkpoint-6'), place)
     assert 'Resumed from the checkpoint' in (whole/'train.log').read_text() and record(whole)[0] == before
-    done = run(command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6'), place, check=False)
-    assert done.returncode == 2 and 'cannot resume' in done.stderr and 'class_names' in done.stderr
+    fewer = command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6')
+    for more, said in ((['--run_name', 'whole'], 'class_names'), ([], 'is of another run than outputs/fewer')):
+        done = run([*fewer, *more], place, check=False)
+        assert done.returncode == 2 and 'cannot resume' in done.stderr and said in done.stderr
 
 
 def test_what_is_best_after_going_back(place):

@@ -13,6 +13,7 @@ from transformers import Qwen2_5_VLConfig
 
 from commands import log_of, run
 from nanovlm_nb import VisionLanguageModel
+from nanovlm_nb.cli import main
 from nanovlm_nb.uses.classify import Settings, VLMClassifier, configs_of, make_classifier, load_classes
 from nanovlm_nb.core.usage import UsageError
 
@@ -56,6 +57,11 @@ def test_the_guides_file_is_understood(place, monkeypatch, tmp_path):
         assert model.eval().predict([Image.new('RGB', (16, 16))])[1].shape == (1, 101)
     Qwen2_5_VLConfig().save_pretrained('mine')
     with pytest.raises(UsageError, match="is a model of type 'qwen2_5_vl'"): configs_of(replace(s, name='mine'), data)
+
+
+def test_a_file_without_pictures_is_told_what_it_lacks(place, capsys):
+    with pytest.raises(SystemExit) as stopped: main(['classify', '--config', str(place/'guide.yaml')])
+    assert stopped.value.code == 2 and 'guide.yaml names no pictures: write `datasets: [FOLDER]`' in capsys.readouterr().err
 
 
 @pytest.mark.slow

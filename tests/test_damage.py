@@ -20,7 +20,7 @@ from nanovlm_nb.uses.classify import Settings
 from nanovlm_nb.core.config import load_yaml, parse_args
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.training.optim import make_optimizer
-from nanovlm_nb.runs.start import find_resume, given_checkpoint
+from nanovlm_nb.runs.start import start_of
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
@@ -113,11 +113,10 @@ def stopped(trained, tmp_path):
     return run_dir
 
 
-def planned(run_dir):
+def planned(run_dir, *flags):
     "The checkpoint that a start would take."
-    train_cfg = parse_args([*FLAGS, '--resume', 'True'])[1]
     os.chdir(run_dir.parent.parent)
-    return find_resume(run_dir, train_cfg)[0]
+    return start_of(run_dir, *parse_args([*FLAGS, '--resume', 'True', *flags])[:2]).path
 
 
 @pytest.mark.parametrize('name', IN_CHECKPOINT)
@@ -128,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_passed_over_and_refused(stopped, caplog, 
     spoil(stopped)
     with caplog.at_level(logging.WARNING): assert planned(stopped) == stopped/'step_2'
     assert named in caplog.text and 'step_4' in caplog.text
-    with pytest.raises((ValueError, FileNotFoundError)) as e: given_checkpoint(stopped/'step_4')
+    with pytest.raises((ValueError, FileNotFoundError)) as e: planned(stopped, '--load_from', str(stopped/'step_4'))
     assert named in str(e.value) and len(str(e.value).splitlines()) == 1
 
 
@@ -177,10 +176,13 @@ BACK = ('--load_from', 'checkpoints/r/step_2', '--resume', 'True')
 FORCED = (*BACK, '--force_resume', 'True')
 LOCKS: list = []
 #: why a start is refused -> what is done before, its flags
-REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')), 'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
+REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')), 'all damaged, and weights named': (spoil_all, ('--resume', 'True', '--load_from', 'me/model')), 'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
            'length': (None, (*BACK, '--max_training_steps', '1')), 'adapters': (None, (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
            'data': (None, (*FORCED, '--train_dataset_path', './nowhere')), 'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
            'sizes': (None, (*FORCED, '--lm_inter_dim', '96')), 'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
+           'no random numbers': (lambda r: [(r/'step_2'/'rng_0.json').unlink(), write_manifest(r/'step_2')], BACK),
+           'empty random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{}\n'), write_manifest(r/'step_2')], BACK),
+           'half random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{"python": [3, [], null], "numpy": 1, "torch": [300]}'), write_manifest(r/'step_2')], BACK),
            'optimizer': (unreadable, BACK), 'weights': (lambda r: unreadable(r, 'model.safetensors'), BACK), 'tracker': (None, (*BACK, '--tracker', 'trackio'))}
 
 
@@ -194,7 +196,8 @@ def test_a_refused_start_changes_nothing(trained, tmp_path, monkeypatch, why):
     monkeypatch.setitem(sys.modules, 'trackio', None)
     with pytest.raises(UsageError) as error: go(tmp_path, *flags)
     if why == 'torn config': assert 'r/config.yaml: ' in str(error.value)
-    if why == 'all damaged': assert re.search('step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False', str(error.value)), 'what is wrong, and both ways on'
+    if why.startswith('all damaged'): assert re.search('step_4 is damaged, model.safetensors .* step_2 is damaged, .*--run_name.*--resume False', str(error.value)), 'what is wrong, and both ways on'
+    if 'random numbers' in why: assert 'r/step_2 is damaged, rng_0.json holds no random numbers' in str(error.value)
     after = held(run_dir)
     assert {p for p in after.keys() | before.keys() if after.get(p) != before.get(p)} == set()
 
@@ -207,6 +210,16 @@ def test_who_begins_anew_on_purpose_loses_nothing(trained, stopped):
     aside = held(stopped/'abandoned_1')
     assert all(aside[p] == raw for p, raw in before.items() if str(p).startswith('step_') or p.name == 'log.jsonl')
     assert 'set aside in' in (stopped/'train.log').read_text()
+
+
+def test_a_checkpoint_that_lacks_a_counter_goes_on(trained, stopped):
+    "One of an earlier release: what was not counted then has its default."
+    file = stopped/'step_4'/'trainer_state.json'
+    state = json.loads(file.read_text())
+    for name in ('compiled', 'last', 'val_batch', 'bad_in_a_row'): del state[name]
+    file.write_text(json.dumps(state))
+    write_manifest(file.parent)
+    assert go(stopped.parent.parent, '--resume', 'True') == trained[1]
 
 
 # --- somebody else's checkpoint: complete, with a manifest of its own, and made to run code

@@ -182,18 +182,19 @@ def test_a_column_that_is_named_hides_no_other(tmp_path, cache, stream):
     found = load_configs(tmp_path/'d', cache_dir=cache, streaming=stream, columns=['image=photo', 'question=q', 'answer=a'])['default']
     row = to_row(next(iter(found)), 0)  # the thumbnail was not chosen, and `json` is a text
     assert len(row['images']) == 1 and row['texts'] == [dict(user='What?', assistant='This.')]
-    with pytest.raises(UnusedColumn): read_object(dict(photo=png(), q='What?', a='This.'), ['question=q', 'answer=a'])
+    with pytest.raises(UnusedColumn): read_object(dict(photo=png(), small=png(4), q='What?', a='This.'), ['question=q', 'answer=a'])
+    assert read_object(dict(photo=png(), q='What?', a='This.'), ['question=q', 'answer=a'])['images'] == [png()]
     assert read_object(dict(photo=png(), small=png(4), q='What?', a='This.'), ['image=photo', 'question=q', 'answer=a'])['images'] == [png()]
 
 
-def test_only_what_ratings_take_is_cut():
+def test_turns_that_are_cut_are_counted_by_reason():
     turns = [dict(user='q', assistant=a) for a in ('yes', '', 'no')]
     row = dict(images=[dict(bytes=png(), path=None)], texts=turns, relevance_ratings=[5, 5, 1])
     broken = row | dict(images=[dict(bytes=png(64)[:50], path=None)])  # its header can be read
     cfg = tiny(relevance_min_rating=2)
     samples = make_samples(cfg[1], cfg[0], load_tokenizer(cfg[0]), [row, broken])
     assert samples[0] and samples[1] is None
-    assert samples.drops.cut == {'sample/0': 1} and samples.drops.reasons == {'sample/1': 'unreadable_image'}
+    assert samples.drops.cut == {'sample/0': dict(ratings=1, no_answer=1)} and samples.drops.reasons == {'sample/1': 'unreadable_image'}
 
 
 def test_rows_of_two_files_of_a_configuration_have_two_ids(tmp_path):

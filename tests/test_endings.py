@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, environment, record, train, updates, wait_for
+from commands import SHORT, TINY, environment, record, train, updates, wait_for
 
 from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
 from nanovlm_nb.core.config import parse_args
@@ -140,6 +140,36 @@ def test_a_full_disk_leaves_the_last_checkpoint(small_disk, quiet_run, update, r
     assert (run/'status').read_text() == 'failed\n' and not list(run.glob('*.tmp'))
     (small_disk/'ballast').unlink()
     assert record(in_process(small_disk, *keep, '--resume', 'True')) == quiet_run
+
+
+@pytest.fixture(scope='module')
+def all_kept(tmp_path_factory):
+    "A run that saves after each update and keeps it all, undisturbed."
+    folder = tmp_path_factory.mktemp('all_kept')
+    train([*EACH, '--vlm_checkpoint_path', folder], folder)
+    return record(folder/'run')
+
+
+EACH = [*SHORT, '--save_interval', '1', '--run_name', 'run']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kilobytes', range(150, 3550, 170))
+def test_a_disk_that_fills_up_at_any_point_ends_in_a_sentence(tmp_path, all_kept, kilobytes):
+    "Whichever library has met it, in whichever file; with more room the run goes on as if nothing had been."
+    disk = tmp_path/'disk'
+    disk.mkdir()
+    size = f'size={kilobytes}k'
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'tmpfs', disk], capture_output=True).returncode: pytest.skip('no disk may be mounted here')
+    try:
+        ended = train([*EACH, '--vlm_checkpoint_path', disk], tmp_path, check=False)
+        said = ended.stderr.splitlines()
+        assert ended.returncode == 2 and 'No space left on device' in said[-1] and said[-1].endswith('free some') and 'Traceback' not in ended.stderr, ended.stderr[-3000:]
+        subprocess.run(['mount', '-o', 'remount,size=64m', disk], check=True)
+        train([*EACH, '--vlm_checkpoint_path', disk, '--resume', 'True'], tmp_path)
+        assert record(disk/'run') == all_kept
+        assert not list((disk/'run').rglob('*.tmp'))
+    finally: subprocess.run(['umount', '-l', disk], check=True)
 
 
 LOSES = """

@@ -2,6 +2,7 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,13 @@ from commands import TINY, environment, record, start_of, updates, wait_for
 
 from nanovlm_nb.core.config import evolve, load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
-from nanovlm_nb.runs.start import plan_resume
+from nanovlm_nb.runs import start as runs_start
 
 
 def starts(run):
     "How often a run has said where it begins."
     log = run/'train.log'
-    return len(re.findall(r'Auto resumed|Resumed from|A new run', log.read_text())) if log.is_file() else 0
+    return len(re.findall(r'Auto resumed|Resumed from|[Aa] new run', log.read_text())) if log.is_file() else 0
 
 
 def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL, ranks=1):
@@ -64,7 +65,7 @@ def stands(run):
     name = last_checkpoint(run).name
     assert all(not missing_pieces(p) for p in checkpoints(run)), 'a checkpoint is complete or absent'
     vlm_cfg, train_cfg = load_yaml(run/'config.yaml', given=None)
-    said = ' '.join(line for _, line in plan_resume(run, vlm_cfg, evolve(train_cfg, load_from=None, resume=True), 2//train_cfg.batch_size)[1])
+    said = runs_start.start_of(run, vlm_cfg, evolve(train_cfg, resume=True)).line
     assert re.search(r'Auto resumed from the latest checkpoint \S*/(step_\d+)\.', said)[1] == name, said
     return name
 
@@ -74,19 +75,19 @@ MOVES = {'kill': (signal.SIGKILL, (), 1), 'signal': (signal.SIGTERM, (), 1), 'wo
          'second start': (signal.SIGSTOP, (), 1), 'back': (None, (), 1), 'prune': (None, (), 1)}
 
 
-def history(cwd, seed, last=12, moves=5):
-    "A run of `last` updates to which things happen; after each of them the newest checkpoint is announced. What happened."
-    rng, run, done = random.Random(seed), Path(cwd)/'checkpoints'/f'r{seed}', []
-    go(cwd, run.name, last=last, at=rng.randint(3, 6))
+def history(cwd, run, seed, last=12, moves=5, begun=()):
+    "A run of `last` updates to which things happen; after each of them the newest checkpoint is announced. `begun` are flags of every start. What happened."
+    rng, done = random.Random(seed), []
+    go(cwd, run.name, *begun, last=last, at=rng.randint(3, 6))
     for move in rng.sample([*MOVES], moves):
         how, flags, ranks = MOVES[move]
         here, at = stands(run), min(len(updates(run))+rng.randint(1, 3), last) if how else None
         if move == 'prune': prune(run, rng.choice([1, 2]))
         else:
             if move == 'back': flags, at, how = ('--load_from', run/(here := rng.choice([p.name for p in checkpoints(run)]))), int(here[5:])+1, signal.SIGKILL
-            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *flags, last=last, at=at, how=how, ranks=ranks)
+            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *begun, *flags, last=last, at=at, how=how, ranks=ranks)
         done.append(f'{move} at {here}, then {stands(run)}')
-    assert go(cwd, run.name, '--resume', 'True', last=last) == 0, (seed, done)
+    assert go(cwd, run.name, '--resume', 'True', *begun, last=last) == 0, (run.name, done)
     return done
 
 
@@ -115,11 +116,55 @@ def place(tmp_path_factory):
     return cwd
 
 
+def ended(cwd, run, whole, done):
+    "Nothing is left at work, and the run is as the one that was never touched; after other ranks the figures to a thousandth."
+    end = time.monotonic()+20
+    while at_work(cwd) and time.monotonic() < end: time.sleep(.1)
+    assert not at_work(cwd)
+    assert is_as(run, whole, not any('ranks' in d for d in done)), done
+
+
 @pytest.mark.parametrize('seed', [n if n < 2 else pytest.param(n, marks=pytest.mark.slow) for n in range(20)])
 def test_any_history_ends_as_no_history(place, seed):
     "Figures of every update and weights, bit for bit; after other ranks the same samples, and figures to a thousandth."
-    done = history(place, seed)
-    end = time.monotonic()+20
-    while at_work(place) and time.monotonic() < end: time.sleep(.1)
-    assert not at_work(place)
-    assert is_as(place/'checkpoints'/f'r{seed}', place/'checkpoints'/'whole', not any('ranks' in d for d in done)), done
+    run = place/'checkpoints'/f'r{seed}'
+    ended(place, run, place/'checkpoints'/'whole', history(place, run, seed))
+
+
+@pytest.fixture(scope='module', params=[(), pytest.param(('--lora_rank', 2), marks=pytest.mark.slow)], ids=['weights', 'adapters'])
+def begun(place, request):
+    "Name and flags of a run that began with weights of another, and was never touched."
+    name, flags = f'begun{len(request.param)}', request.param
+    assert go(place, name, *flags, '--load_from', 'checkpoints/whole/step_4', last=12) == 0
+    return name, flags
+
+
+@pytest.mark.parametrize('seed', [n if n < 1 else pytest.param(n, marks=pytest.mark.slow) for n in range(6)])
+def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
+    "Killed before its first checkpoint, it begins with the weights again; killed, stopped, sent back or pruned later, it does not need them any more."
+    name, flags = begun
+    run, lender = place/'checkpoints'/f'{name}_{seed}', place/f'lender{name}_{seed}'
+    shutil.copytree(place/'checkpoints'/'whole'/'step_4', lender/'step_4')
+    command = ('--load_from', lender/'step_4', *flags)
+    for _ in range(2):
+        go(place, run.name, '--resume', 'True', *command, '--eval_in_epochs', 'False', '--save_interval', 0, last=12, at=2)
+        assert not checkpoints(run) and 'a new run begins at update 0 with the weights of' in (run/'train.log').read_text()
+    go(place, run.name, '--resume', 'True', *command, last=12, at=3)
+    shutil.rmtree(lender)
+    log = (run/'train.log').read_text()
+    assert log.count('a new run begins at update 0 with the weights of') == 3 and 'Auto resumed' not in log
+    ended(place, run, place/'checkpoints'/name, history(place, run, seed, begun=('--resume', 'True', *command)))
+
+
+@pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_dropout_goes_on_with_the_same_random_numbers(tmp_path, ranks):
+    "What is left out in an update is drawn: a run that was killed draws what the other has drawn, on each rank."
+    flags, how = ('--lm_dropout', .1), signal.SIGKILL if ranks == 1 else signal.SIGTERM
+    assert go(tmp_path, 'whole', *flags, last=8, ranks=ranks) == 0
+    go(tmp_path, 'killed', *flags, last=8, ranks=ranks, at=5, how=how)
+    killed = tmp_path/'checkpoints'/'killed'
+    assert len(updates(killed)) < 8
+    assert go(tmp_path, 'killed', *flags, '--resume', 'True', last=8, ranks=ranks) == 0
+    whole = record(tmp_path/'checkpoints'/'whole')
+    assert record(killed) == whole
+    assert go(tmp_path, 'other', *flags, '--seed', 1, last=8, ranks=ranks) == 0 and record(tmp_path/'checkpoints'/'other') != whole

@@ -1,7 +1,9 @@
 "Every kind of picture: what becomes of it, or why it is refused; pixels of the faster ways."
 import io
+import os
 import pickle
 import struct
+import tracemalloc
 import warnings
 import zlib
 from pathlib import Path
@@ -215,3 +217,55 @@ def test_view_of_every_grid():
         view = F.interpolate(x[None].float(), size=(8, 8), mode='bilinear', antialias=True, align_corners=False)
         assert (global_view(x, 8) - view).abs().max() < .5 + 1e-3
         assert global_view(torch.full_like(x, 255), 8).eq(255).all()
+
+
+# --- what is no picture, and what costs more than it should
+
+NO_PICTURES = dict(  # first bytes -> what the message says
+    heic=(b'\0\0\0\x18ftypheic\0\0\0\0mif1heic', 'HEIC picture: convert'), video=(b'\0\0\0\x18ftypmp42' + b'x'*99, 'a video'), pdf=(b'%PDF-1.7\n', 'a PDF'), page=(b'\n<!DOCTYPE html><html>', 'a web page'),
+    json=(b'{"error": "rate limit"}', 'rate limit'), lfs=(b'version https://git-lfs.github.com/spec/v1\n', 'git lfs pull'), gzip=(b'\x1f\x8b\x08', 'unpack'), zip=(b'PK\3\4', 'unpack'), svg=(b'<?xml version="1.0"?><svg/>', 'SVG'),
+    dicom=(b'\0'*128 + b'DICM', 'DICOM'), zeros=(b'\0'*99, 'zeros'), empty=(b'', 'empty'), noise=(bytes(range(128, 160)), 'unknown, 80 81'))
+
+
+@pytest.mark.parametrize('name', NO_PICTURES)
+def test_the_first_bytes_tell(tmp_path, name):
+    head, said = NO_PICTURES[name]
+    (file := tmp_path/'a.jpg').write_bytes(head)
+    for src in (head, str(file), file):
+        with pytest.raises(UnreadableImage) as e: image_size(src)
+        assert said in str(e.value).partition('; it is ')[2]
+
+
+def test_a_pipe_is_no_picture(tmp_path):
+    "To open it would wait for somebody to write."
+    os.mkfifo(pipe := tmp_path/'a.png')
+    for src in (pipe, str(pipe), dict(bytes=None, path=str(pipe)), '/dev/zero'):
+        for f in (image_size, open_image):
+            with pytest.raises(UnreadableImage, match='pipe or a device'): f(src)
+
+
+@pytest.mark.parametrize('kind', [b'tEXt', b'zTXt', b'iTXt', b'iCCP'])
+def test_long_texts_of_a_png_are_not_read(tmp_path, kind):
+    "30 MB of text, before the pixels and behind them, cost their file at most; the flag in a text still turns the picture."
+    words = b'word '*6_000_000
+    packed = zlib.compress(words)
+    body = dict(tEXt=b'page\0' + words, zTXt=b'page\0\0' + packed, iTXt=b'page\0\1\0\0\0' + packed, iCCP=b'page\0\0' + packed + bytes(40_000))[kind.decode()]
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt('XML:com.adobe.xmp', '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>')
+    plain = encode(FOUR.resize((40, 24)), pnginfo=info)
+    at = plain.index(b'IDAT') - 4
+    full = plain[:at] + chunk(kind, body) + plain[at:-12] + (chunk(kind, body) if kind != b'iCCP' else b'') + plain[-12:]
+    (file := tmp_path/'a.png').write_bytes(full)
+    tracemalloc.start()
+    for src in (full, file):
+        assert image_size(src) == (24, 40) and np.array_equal(np.asarray(open_image(src)), np.asarray(open_image(plain)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2*len(full) + 2**20 and not open_header(full).info.keys() & {'page', 'icc_profile'}
+
+
+def test_no_open_file_is_closed():
+    "A number is no picture, though a file may have it."
+    with open(__file__) as f:
+        with pytest.raises(UnreadableImage, match='is no picture'): image_size(f.fileno())
+        assert f.read(1)

@@ -13,7 +13,8 @@ from PIL import Image
 import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.dataset import Drops, VQADataset, MARK, place_pictures, settle_marks, to_row
+from nanovlm_nb.data.dataset import Drops, VQADataset, to_row
+from nanovlm_nb.data.prompts import MARK, number_marks, place_pictures
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, jsonl_loader
 from nanovlm_nb.data.loader import text_rows
@@ -116,17 +117,21 @@ def test_pieces(tmp_path, monkeypatch):
 
 
 def test_marks_at_random():
-    "Any questions and any number of pictures: one mark a picture, and no other character is lost or moved."
+    "Any questions and any number of pictures: a number for each mark that has a picture, and no other character is lost or moved."
     rng = random.Random(0)
     for _ in range(500):
         users = [''.join(rng.choice([MARK, MARK, 'a', ' ', '\n', '<image', '?']) for _ in range(rng.randint(0, 6))) for _ in range(rng.randint(1, 3))]
         n = rng.randint(0, 4)
-        settled = settle_marks([dict(user=u, assistant='a') for u in users], n)
-        assert sum(t['user'].count(MARK) for t in settled) == n
-        assert [t['user'].replace(MARK, '') for t in settled] == [u.replace(MARK, '') for u in users]
-        named = place_pictures(settled, n)
-        assert not any(MARK in t['user'] for t in named)
-        without = [''.join(re.sub(r'<image: \d+>', '', t['user']).split()) for t in named]
+        turns = [dict(user=u, assistant='a') for u in users]
+        marks = sum(u.count(MARK) for u in users)
+        numbered, spare = number_marks(turns, n)
+        found = re.findall(r'<image: (\d)>', ''.join(t['user'] for t in numbered))
+        assert found == [str(k) for k in range(min(n, marks))] and spare == max(marks - n, 0)
+        assert [re.sub(r'<image: \d>', '', t['user']) for t in numbered] == [u.replace(MARK, '') for u in users]
+        if not n: continue
+        placed = place_pictures(turns, n)
+        assert not any(MARK in t['user'] for t in placed) and place_pictures(placed, n) == placed
+        without = [''.join(re.sub(r'<image: \d+>', '', t['user']).split()) for t in placed]
         assert without == [''.join(u.replace(MARK, '').split()) for u in users]
 
 

@@ -13,7 +13,11 @@ from PIL import Image
 from nanovlm_nb.core.config import IGNORE, evolve, tiny
 from nanovlm_nb.data.dataset import Dropped, Drops
 from nanovlm_nb.data.loader import get_dataloaders, load_configs, load_tokenizer, own_rows, text_rows
-from nanovlm_nb.data.prompts import encode_chat
+from nanovlm_nb.answers.answer import Asker, questions_of
+from nanovlm_nb.data.dataset import VQADataset, to_row
+from nanovlm_nb.data.images import image_processor_of
+from nanovlm_nb.data.prompts import answer_frames, encode_chat, encode_prompt, render_chat
+from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.data.sources import MapSource, StreamSource
 from nanovlm_nb.core.tokenizer import get_tokenizer
 
@@ -151,3 +155,73 @@ def test_a_template_with_the_date_writes_the_same_every_day(tmp_path):
         again = get_tokenizer(str(tmp_path))
         assert again.apply_chat_template([dict(role='user', content='q')], tokenize=False).startswith('26 Jul 2024\n') and again.chat_template.count('macro strftime_now') == 1
         again.save_pretrained(tmp_path)
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ODD_TEMPLATES = {  # what it does with an answer -> Jinja for the content, an answer that it changes
+    'takes out thinking': ("m['content'].split('</think>')[-1]", '<think>x</think>a'), 'joins lines': ("m['content'] | replace('\n\n', '\n')", 'a\n\nb'),
+    'refuses': ("m['content'] if m['content'] | length < 40 else raise_exception('too long for me')", 'a'*60), 'fails': ("m['content'] if (9//(m['content'] | length - 3)) is number else ''", 'yes')}
+
+
+@pytest.mark.parametrize('name', ODD_TEMPLATES)
+def test_a_row_that_the_template_changes_costs_itself(name):
+    "The rows before and behind it are used; a run ends only if none is left."
+    vlm, cfg = tiny(val_size=1, max_epochs=1, num_workers=0, val_workers=0)
+    content, answer = ODD_TEMPLATES[name]
+    vlm = evolve(vlm, lm_chat_template=CHATML.replace('CONTENT', content))
+    rows = own_rows([dict(question='1', answer=answer if i == 7 else '22') for i in range(12)])
+    train, _ = get_dataloaders(cfg, vlm, tokenizer=load_tokenizer(vlm), rows=rows)
+    assert sum(len(ids) for b in train for ids in b['ids']) == 10 and train.drops.counts == {'template': 1}
+    train, _ = get_dataloaders(cfg, vlm, tokenizer=load_tokenizer(vlm), rows=own_rows([dict(question='1', answer=answer)]*4))
+    assert not list(train) and "of 3 rows that were left out are 'template'" in train.drops.blame
+
+
+LAST = {  # templates that write more around the last answer than around those before it: Phi-3, Qwen3
+    'phi': "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    'qwen': "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if loop.last and m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"}
+
+
+@pytest.mark.parametrize('name', LAST)
+def test_the_last_answer_may_have_another_frame(name):
+    tok = load_tokenizer(evolve(tiny()[0], lm_chat_template=LAST[name]))
+    turns = [dict(user='a', assistant='b'), dict(user='a', assistant='b'), dict(user='a', assistant='b')]
+    ids, labels = encode_chat(tok, turns)
+    learned = tok.decode(labels[labels != IGNORE])
+    assert len(answer_frames(tok)) == 2 and learned.startswith(dict(phi='b<|end|>\n', qwen='b<|im_end|>\n')[name]*3) and 'think' not in learned
+    prompt = encode_prompt(tok, [*turns[:2], dict(user='a')])
+    assert ids[:len(prompt)].equal(prompt)
+
+
+MARKED = ('<image>\nWhat is it?', 'What is it?\n<image>', 'Is <image> darker than <image>?', '<image1><image2>\nWhich?', 'First <image_2>, then <image_1>.', '<|vision_start|><|image_pad|><|vision_end|>What?', '<ImageHere>What?',
+          'Picture 1: <img>a.png</img>\nPicture 2: <img>b.png</img>\nSame?', '<image>\n<image>\nIs <image_2> darker?', 'No mark.', '<image> and <image> and <image>', 'What does <|image|> mean?')
+
+
+@pytest.mark.parametrize('convention', ['nanovlm', 'smolvlm'])
+def test_a_question_is_asked_as_it_was_learned(convention):
+    "With one, two and three pictures, alone and in a conversation; no mark is left as text, each picture is there once."
+    vlm = evolve(tiny()[0], image_convention=convention)
+    tok = load_tokenizer(vlm)
+    asker = Asker.from_model(VisionLanguageModel(vlm, load_backbone=False), tok)
+    samples = VQADataset([], tok, image_processor_of(vlm), vlm.mp_image_token_length)
+    for question in MARKED:
+        for n in (1, 2, 3):
+            pictures = [Image.new('RGB', (64, 64), (80*k, 0, 0)) for k in range(n)]
+            turns = [dict(user=question, assistant='yes'), dict(user='And <image>?' if n > 2 else 'Sure?', assistant='no')]
+            row = to_row(dict(images=pictures, texts=turns), 0)
+            learned = samples.load_row(row)['input_ids'].tolist()
+            slots = vlm.mp_image_token_length*n
+            assert learned.count(tok.image_token_id) == slots, question
+            for asked in (turns[:1], turns, row['texts']):
+                prompt, _ = asker.prompt(pictures, [*asked[:-1], dict(user=asked[-1]['user'])])
+                assert prompt.count(tok.image_token_id) == slots and (convention == 'smolvlm' and n > 2 and len(asked) == 1 or learned[:len(prompt)] == prompt), (question, n)
+            text = tok.decode(learned)
+            assert not any(mark in text.replace(tok.image_token, '') for mark in ('<image>', '<image1>', '<image_1>', 'image_pad', 'ImageHere', '<img>')), text
+            first = questions_of([row])[0]
+            assert asker.prompt(pictures, first.question)[0] == learned[:len(asker.prompt(pictures, first.question)[0])] or n > 2
+
+
+def test_a_template_that_does_not_end():
+    "It is stopped by a count of its steps, whatever the clock says."
+    tok = load_tokenizer(tiny()[0])
+    tok.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match='the chat template fails: TemplateError: it does not end'): render_chat(tok, [dict(role='user', content='q')])

@@ -85,21 +85,23 @@ def test_a_plain_command_says_what_such_a_run_needs(words, capsys):
 
 # --- whom one trusts
 
-HOSTILE = dict(custom_transforms=['hostile:f'], lr_schedule='hostile:f', eval_script='hostile.sh', eval_include_path='hostile')
+HOSTILE = dict(custom_transforms=['hostile:f'], lr_schedule='hostile:f', eval_script='hostile.sh', eval_include_path='hostile',
+               hf_repo_name='thief/loot', tracker='wandb', wandb_entity='thief', wandb_project='loot')
 
 
 @pytest.mark.parametrize('field', HOSTILE)
-def test_files_of_a_run_name_no_code(tmp_path, monkeypatch, capsys, field):
-    "Whatever its files say, a run from elsewhere executes nothing, even if one stands in its directory; the user may name the same code."
+def test_files_of_a_run_name_no_code_and_no_place(tmp_path, monkeypatch, capsys, field):
+    "Whatever its files say, a run from elsewhere executes nothing and sends nothing, even if one stands in its directory; the user may name the same."
     run_dir = tmp_path/'runs'/'begun'
     if not Path('checkpoints/begun').is_dir(): assert main(['train', *SHORT, '--run_name', 'begun']) == 0
     shutil.copytree('checkpoints/begun', run_dir)
     config, states = yaml.safe_load((run_dir/'config.yaml').read_text()), list(run_dir.glob('step_*/trainer_state.json'))
-    config['train'][field] = HOSTILE[field]
+    section = 'vlm' if field in config['vlm'] else 'train'
+    config[section][field] = HOSTILE[field]
     (run_dir/'config.yaml').write_text(yaml.safe_dump(config))
     for file in states:
         state = json.loads(file.read_text())
-        state['configs']['train'][field] = HOSTILE[field]
+        state['configs'][section][field] = HOSTILE[field]
         file.write_text(json.dumps(state))
         write_manifest(file.parent)
     ran = tmp_path/'ran'
@@ -108,11 +110,29 @@ def test_files_of_a_run_name_no_code(tmp_path, monkeypatch, capsys, field):
     monkeypatch.chdir(run_dir)
     flags, step = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)], str(sorted(states)[-1].parent)
     again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps', '5']
-    refused = [['check', '.'], ['train', *again], *([c, '--config', 'config.yaml'] for c in ('plan', 'check')), ['train', '--resume', 'True', '--load_from', step]]
+    (Path('..')/'copied').mkdir()
+    shutil.copytree(Path(step), Path('..')/'copied'/Path(step).name)  # a checkpoint alone: its state has the settings
+    copied = ['--run_name', 'copied', *again[2:]]
+    refused = [['check', '.'], ['train', *copied], ['train', *again], *([c, '--config', 'config.yaml'] for c in ('plan', 'check')), ['train', '--resume', 'True', '--load_from', step]]
     for words in refused:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped: main(words)
         said = capsys.readouterr().err
         assert stopped.value.code == 2 and 'names code' in said and f'add {" ".join(flags)} if you trust it' in said, (words, said)
-    for words in (['runs', '.'], ['runs', '.', '--curves', str(tmp_path/'c.png')], ['eval', step, '--batches', '1'], ['ask', step, '--prompt', 'x']): main(words)
+    for words in (['runs', '.'], ['runs', '.', '--curves', str(tmp_path/'c.png')], ['eval', step, '--rows', '2'], ['ask', step, '--prompt', 'x']): main(words)
     assert not ran.exists()
+
+
+def test_a_file_of_your_own_names_places_and_the_printed_command_repeats_them(tmp_path, monkeypatch, capsys):
+    "What goes into the run by `--config`, by whichever name, is typed again by the command that a refused start prints; without it the run is refused."
+    monkeypatch.chdir(tmp_path)
+    Path('mine.yaml').write_text('train: {tracker: "tensorboard,none", wandb_entity: me, wandb_project: mine}\nvlm: {hf_repo_name: ""}\n')
+    assert main(['train', *SHORT, '--config', 'mine.yaml', '--run_name', 'r']) == 0
+    with pytest.raises(SystemExit): main(['train', *SHORT, '--config', 'mine.yaml', '--run_name', 'r'])
+    command = capsys.readouterr().err.partition('go on with: nanovlm ')[2].split()
+    assert command == [*'train --config checkpoints/r/config.yaml --run_name r --resume True --tracker tensorboard,none --wandb_entity me --wandb_project mine'.split()]
+    with pytest.raises(SystemExit): main(command[:7])
+    assert 'add --tracker tensorboard,none --wandb_entity me --wandb_project mine if you trust it' in capsys.readouterr().err
+    assert main([*command, '--max_training_steps', '5']) == 0
+    with pytest.raises(SystemExit): main(['replay', 'checkpoints/r', '99'])
+    assert 'update 99 was never made' in capsys.readouterr().err, 'to repeat an update, nothing of this is asked for'

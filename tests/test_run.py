@@ -10,7 +10,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
-from nanovlm_nb.answers.look import VIEWS
 from nanovlm_nb.core.config import load_yaml
 from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.dataset import shapes_dataset
@@ -120,9 +119,13 @@ def test_a_held_out_row_that_is_too_long_is_left_out(tmp_path):
 
 
 def test_the_panel_of_a_checkpoint_asks_whether_it_looks(one):
-    panel = json.loads(nanovlm(['eval', one/'step_6', '--json'], one).stdout)
-    assert {k for k in panel if k.startswith('look/')} == {'look/answers'} | {f'look/{what}{v}' for what in ('val_loss', 'accuracy') for v in VIEWS}
-    assert all(0 <= panel[f'look/accuracy{v}'] <= 1 for v in VIEWS) and panel['look/answers'] > 0
+    table = json.loads(nanovlm(['eval', one, '--json'], one).stdout)
+    assert table == json.loads((one/'answers.json').read_text()), 'the table of the end of the run'
+    assert {*table} == {'answers', 'another picture', 'blind guess', 'picture helps'}
+    asked = table['answers']['all'][1]
+    assert [table[name]['all'][1] for name in ('another picture', 'blind guess')] == [asked]*2
+    said = (one/'train.log').read_text()
+    assert 'the answers do not beat guessing: ' in said and 'what may help: ' in said
 
 
 # --- publishing

@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 from test_docs import COURSE, NOTEBOOKS, ROOT, by_name, cells, script
 
 ADDRESS = 'https://nanovlm-nb.github.io/nanovlm_nb'
@@ -42,6 +43,28 @@ def test_links_are_relative_and_lead_to_an_entry(tmp_path):
     assert '<a href="b.html#main"><code>main</code></a>' in (tmp_path/'b.html').read_text()
     assert (tmp_path/'search.json').read_text() == '"As pack makes Batch"'
     assert links(tmp_path, ADDRESS) == []
+
+
+def test_no_page_asks_another_host(tmp_path):
+    "Scripts and fonts that Quarto takes from elsewhere go; what stays and asks another host is an error that names it. A link may lead anywhere."
+    finish = script('site').finish_site
+    polyfill = '<script src="https://cdnjs.cloudflare.com/polyfill/v3/polyfill.min.js?features=es6"></script>'
+    link = f'<a href="https://x.org/"><code>x</code></a><p>a <a href="b.html">[<code>check_known</code>]({ADDRESS}/b.html#check_known)</a>'
+    style, page = tmp_path/'own.css', tmp_path/'a.html'
+    style.write_text('@import"https://fonts.googleapis.com/css2?family=Source+Sans+Pro:wght@300;400;700&display=swap";@import url(https://fonts.x.org/a.css);p{color:red}')
+    page.write_text(f'<link rel="stylesheet" href="own.css">{polyfill}{link}')
+    finish(tmp_path, ADDRESS)
+    assert style.read_text() == 'p{color:red}'
+    assert page.read_text() == '<link rel="stylesheet" href="own.css"><a href="https://x.org/"><code>x</code></a><p>a <a href="b.html"><code>check_known</code></a>'
+    for part in ('<script async src="https://cdn.x.org/m.js"></script>', '<link href="//cdn.x.org/m.css" rel="stylesheet">', '<img alt="" src="http://cdn.x.org/m.png">',
+                 '<style>p{background:url("https://cdn.x.org/m.png")}</style>'):
+        page.write_text(part)
+        with pytest.raises(SystemExit, match=re.escape("{'a.html': {'cdn.x.org'}}")): finish(tmp_path, ADDRESS)
+
+
+def test_settings_are_a_page_of_tables():
+    "No cell of the page shows its program: the tables are what is read."
+    assert all(c['source'].startswith(('#| echo: false\n', '#| hide\n')) for c in cells(ROOT/'nbs'/'tutorials'/'settings.ipynb', 'code'))
 
 
 # --- one click to run a page

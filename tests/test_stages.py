@@ -1,5 +1,6 @@
 "Stages: runs in which parts are frozen, recomputed, kept, or made of experts; MiniMind-V's first one."
 import json
+import shutil
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def test_experts_on_one_rank_and_two(tmp_path):
     train([*moe, '--run_name', 'one', '--ask_samples', 2], tmp_path)
     train([*moe, '--run_name', 'two', '--gradient_accumulation_steps', 1], tmp_path, ranks=2)
     train([*moe, '--run_name', 'unweighted', '--moe_aux_weight', 0, '--max_training_steps', 1], tmp_path)
-    train([*moe, '--run_name', 'resumed', '--resume', 'True', '--load_from', tmp_path/'checkpoints'/'one'/'step_3'], tmp_path)
+    shutil.copytree(tmp_path/'checkpoints'/'one'/'step_3', tmp_path/'checkpoints'/'resumed'/'step_3')
+    train([*moe, '--run_name', 'resumed', '--resume', 'True'], tmp_path)
     close(losses(tmp_path, 'one'), losses(tmp_path, 'two'), 1e-5)
     assert losses(tmp_path, 'one')[0][0]-losses(tmp_path, 'unweighted')[0][0] == pytest.approx(.1*2, rel=.1), 'two blocks, each almost balanced'
     assert {k.split('.')[4] for k in changed(tmp_path, 'one') if k.startswith('decoder') and '.mlp.' in k} == {'router', 'experts', 'shared'}

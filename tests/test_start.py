@@ -1,10 +1,11 @@
 "What foretells a run starts from what the run starts from: the same sizes, tokenizer and DeepSpeed file, for each kind of start."
 import itertools
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from commands import TINY, updates
+from commands import TINY, record, updates
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from nanovlm_nb.tools.check import foreseen
@@ -110,14 +111,54 @@ def test_a_name_and_resume_are_enough(kind, place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_branch_and_a_return_take_the_settings_of_what_they_leave(place, monkeypatch):
-    "From a checkpoint of a run with other sizes than the preset: into a run of its own, and back within it. What is given wins."
+def test_weights_of_another_run_and_a_return(place, monkeypatch):
+    "With a name, a checkpoint of another run lends its weights: the settings are those that are given. Without one its run goes back, with its own settings. What is given wins."
     monkeypatch.chdir(place)
-    assert nanovlm(['train', '--resume', 'True', '--load_from', 'checkpoints/first/step_1', '--run_name', 'branch', '--max_training_steps', '2', '--lr_mp', '0.002']) == 0
-    was, now = settings('checkpoints/first'), settings('checkpoints/branch')
+    assert nanovlm(['train', *RUN, '--resume', 'True', '--load_from', 'checkpoints/first/step_1', '--run_name', 'lent', '--max_training_steps', '2', '--lr_mp', '0.002']) == 0
+    was, now = settings('checkpoints/first'), settings('checkpoints/lent')
     assert {n for n, v in now.items() if v != was[n]} == {'max_training_steps', 'resume', 'run_name', 'load_from', 'lr_mp'} and now['lr_mp'] == .002
-    assert nanovlm(['train', '--resume', 'True', '--load_from', 'checkpoints/branch/step_1']) == 0
-    assert settings('checkpoints/branch')['lr_mp'] == .002
+    assert [u['step'] for u in updates('checkpoints/lent')] == [1, 2]
+    assert nanovlm(['train', '--resume', 'True', '--load_from', 'checkpoints/lent/step_0']) == 0
+    assert settings('checkpoints/lent') == now and (Path('checkpoints')/'lent'/'abandoned_1'/'step_2').is_dir()
+
+
+#: kind of start -> what is gone before its second start
+GONE = dict(checkpoint='checkpoints/first', pth='out', backbones='lm', vlm='checkpoints/first')
+
+
+@pytest.mark.parametrize('kind', [k if k in ('checkpoint', 'vlm') else pytest.param(k, marks=pytest.mark.slow) for k in GONE])
+def test_the_same_command_serves_every_start(kind, place, monkeypatch):
+    "Weights to begin with, and what only says where they are, are not looked at by the second start: they may be gone. The command is the same, and so are its sizes."
+    monkeypatch.chdir(place)
+    command = ['train', *RUN, *(STARTS | MORE)[kind], '--run_name', f'{kind}-job', '--resume', 'True', '--max_training_steps', '2']
+    assert nanovlm([*command[:-1], '1']) == 0
+    before = settings(f'checkpoints/{kind}-job')
+    away = Path(GONE[kind]).rename('hidden')
+    try: assert nanovlm(command) == 0
+    finally: away.rename(GONE[kind])
+    run = Path('checkpoints', f'{kind}-job')
+    log = (run/'train.log').read_text()
+    assert log.count('a new run begins at update 0') == 1 and log.count('Auto resumed') == 1
+    assert [u['step'] for u in updates(run)] == [1, 2]
+    assert {n for n, v in settings(run).items() if v != before[n]} <= {'max_training_steps'}
+
+
+@pytest.mark.parametrize('adapters', [(), ('--lora_rank', '2')])
+def test_a_copied_checkpoint_continues_its_run(adapters, place, monkeypatch):
+    "`cp -r OTHER/step_N NEW`, and a name is enough: settings, optimizer and data are those of the checkpoint. Its run may be gone. Bit for bit."
+    monkeypatch.chdir(place)
+    name = f'whole{len(adapters)}'
+    assert nanovlm(['train', *RUN, '--load_from', 'checkpoints/first', *adapters, '--run_name', name, '--max_training_steps', '4', '--save_interval', '2', '--eval_in_epochs', 'True', '--eval_interval', '4']) == 0
+    whole, new = Path('checkpoints', name), Path('checkpoints', f'new{len(adapters)}')
+    new.mkdir()
+    assert subprocess.run(['cp', '-r', whole/'step_2', new]).returncode == 0
+    if adapters: assert subprocess.run(['cp', '-r', whole/'base', new]).returncode == 0
+    away = whole.rename('away')
+    try: assert nanovlm(['train', '--run_name', new.name, '--resume', 'True']) == 0
+    finally: away.rename(whole)
+    assert f'what was not given is as in {new}/step_2/trainer_state.json' in (new/'train.log').read_text()
+    (figures, weights), (wanted, same) = record(new), record(whole)
+    assert weights == same and [f for f in figures if 'batch_loss' in f] == [f for f in wanted if 'batch_loss' in f and f['step'] > 2]
 
 
 def test_a_run_outlives_the_run_that_it_began_with(place, monkeypatch):

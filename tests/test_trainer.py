@@ -9,16 +9,18 @@ import torch
 from safetensors.torch import load_file
 
 from nanovlm_nb.core.config import TrainConfig, evolve, tiny
-from nanovlm_nb.core.dist import Dist
+from nanovlm_nb.core.dist import Dist, launch
 from nanovlm_nb.core.logs import RunLog
+from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training import trainer as module
 from nanovlm_nb.training.hooks import hooks_of
 from nanovlm_nb.training.optim import _update_of, tally
 from nanovlm_nb.training.schedule import get_lr
-from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train_step, updates, validation_batches, validation_loss
+from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel
+from nanovlm_nb.runs.run import run
 
 def noisy(grads):
     """Which entries of a parameter had, in some update, a gradient that is rounding noise: under 3e-5 of what the parameter's are.
@@ -148,3 +150,71 @@ def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
         return sum(accumulate(t, _update_of([*rank, *[loader.idle()]*(most-len(rank))], reports)).item() for rank in ranks)/len(ranks)
     assert loss([first], []) == pytest.approx(loss([first]), rel=1e-6) == pytest.approx(loss([first, loader.idle()]), rel=1e-6)
     assert loss([first, second], []) == pytest.approx((loss([first])+loss([second]))/2, rel=1e-6) == pytest.approx(loss([first], [second]), rel=1e-6)
+
+
+def test_a_run_without_a_directory_writes_and_deletes_nothing(tmp_path, monkeypatch):
+    "Not even where it is run: files of these names are somebody's. An update that is skipped is counted all the same."
+    monkeypatch.chdir(tmp_path)
+    names = ('dropped.jsonl', 'bad_updates.jsonl', 'log.jsonl', 'best_checkpoint', 'last_checkpoint')
+    for name in names: (tmp_path/name).write_text('mine\n')
+    (tmp_path/'step_0').mkdir()
+    vlm_cfg, cfg = tiny(max_training_steps=4, save_interval=1, eval_interval=2, max_sample_length=90)
+    loaders = get_dataloaders(cfg, vlm_cfg)
+    class Second(Hook):
+        def before_step(self, trainer, figures): return 'the second' if trainer.step == 1 else None
+    t = train(make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, *loaders, hooks_of(cfg, [Second()])))
+    assert (t.step, t.skipped, t.saved) == (4, 1, None) and t.best_step in (2, 4)
+    assert {p.name for p in tmp_path.iterdir()} == {*names, 'step_0'} and all((tmp_path/name).read_text() == 'mine\n' for name in names)
+    assert not list((tmp_path/'step_0').iterdir())
+
+
+def test_the_first_error_is_the_one_that_is_raised():
+    "A hook that could not begin is not ended; an error of an end hides none before it, and is one itself if it is alone."
+    said = []
+    class Says(Hook):
+        def __init__(self, name, fails=()): self.name, self.fails = name, fails
+        def begin(self, trainer): self.say('begin')
+        def end(self, trainer): self.say('end')
+        def say(self, what):
+            said.append(f'{self.name} {what}')
+            if what in self.fails: raise ValueError(said[-1])
+    def ends(*hooks):
+        vlm_cfg, cfg = tiny()
+        said.clear()
+        t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [], hooks)
+        t.stop = 'a signal'  # before the first update
+        with pytest.raises(ValueError) as error: train(t)
+        return str(error.value), list(said)
+    assert ends(Says('a', ['end']), Says('b', ['begin', 'end']), Says('c')) == ('b begin', ['a begin', 'b begin', 'a end'])
+    assert ends(Says('a', ['end']), Says('b', ['end'])) == ('b end', ['a begin', 'b begin', 'b end', 'a end'])
+
+
+class HalfAPicture(list):
+    "Held-out micro-batches, the second of which cannot be read."
+    def __iter__(self):
+        yield self[0]
+        raise KeyError('half a picture')
+
+
+def test_a_data_error_of_one_rank_in_a_validation_reaches_all_ranks():
+    "Two processes: neither waits for the other, and both say what it was."
+    vlm_cfg, cfg = tiny(batch_size=1, gradient_accumulation_steps=1, dtype='float32', data_cutoff_idx=40)
+    batches = list(islice(get_dataloaders(cfg, vlm_cfg)[0], 3))
+    def validate(dist):
+        torch.manual_seed(0)
+        t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, batches, HalfAPicture(batches) if dist.rank else batches, dist=dist)
+        try: validation_loss(t)
+        except KeyError as e: return str(e)
+    assert launch(validate, timeout_s=60) == ["'half a picture'"]*2
+
+
+def test_the_first_of_two_equal_judgements_stays_the_best(tmp_path):
+    "In the log, in the files, and after the run has been resumed between the two."
+    def go(last, **fields):
+        vlm_cfg, cfg = tiny(max_training_steps=last, save_interval=2, eval_interval=2, max_keep_ckpts=-1, run_name='r', **fields)
+        return run(evolve(vlm_cfg, vlm_checkpoint_path=str(tmp_path)), cfg, judge=lambda trainer: 1.)
+    for last, fields in ((4, {}), (6, dict(resume=True))):
+        run_dir = go(last, **fields)
+        assert read_pointer(run_dir, 'best_checkpoint').name == 'step_2'
+        assert [r['best_step'] for r in read_log(run_dir/'log.jsonl') if r.get('best_step')] == [2]*(last//2)
+        assert (run_dir/'train.log').read_text().count('the best so far') == 1

@@ -29,7 +29,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from pyarrow.parquet import read_metadata
 from PIL import Image
 
-from ..core.run_dir import write_atomic,LOG,RESULTS,lock_file,read_log,find_checkpoint
+from ..core.run_dir import open_own,write_atomic,LOG,RESULTS,lock_file,read_log,find_checkpoint
 from ..core.config import TrainConfig,PROMPTS
 from ..core.dist import Dist,rng_state,set_rng_state
 from ..core.logs import EVAL_AXIS,RunLog
@@ -81,7 +81,7 @@ def _start_process(command:list[str], # program and arguments
 )->subprocess.Popen|None: # does not end with this process; None: another program writes that log
     "Starts a program that has its log locked as long as it lives."
     inherited = {k:v for k,v in os.environ.items() if not _LAUNCHER.fullmatch(k)}
-    with log.open('ab', buffering=0) as f:
+    with open_own(log, 'ab', buffering=0) as f:
         if lock_file(f) is False: return None
         f.write(_BEGINS.encode())
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=f, stderr=f,
@@ -91,7 +91,7 @@ def _start_process(command:list[str], # program and arguments
 def _is_running(log:Path)->bool: # started by this process or by another
     "Returns whether the program lives that writes a log."
     if not log.is_file(): return False
-    with log.open('ab') as f: return lock_file(f, shared=True) is False
+    with open_own(log, 'ab') as f: return lock_file(f, shared=True) is False
 
 # %% ../../nbs/36_answers.evaluate.ipynb #25911852
 def _writers(log:Path)->list[int]: # process groups, without this process's own
@@ -267,7 +267,7 @@ def _is_at_work(evals, step, thorough)->bool:
 def _begin(evals, step)->str:
     "Starts an evaluator; returns a line for the log."
     todo,variables,where = evals.file(step, 'todo'),{},''
-    with todo.open('a') as f: f.write('.')
+    with open_own(todo, 'a') as f: f.write('.')
     if evals.backend=='subprocess':
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
         variables,where = _evaluator_cards(evals.cfg.eval_gpus, ranks)
@@ -291,7 +291,7 @@ def _settle(evals, step)->list[str]:
     if evals.backend=='in_process' or not todo.stat().st_size: return [] # it waits
     words = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
     why = f'job {job} has left the queue' if job else f'exit code {code}, {words}' if code>=0 else 'killed'
-    with todo.open('a') as f: f.write('x'*(why!='killed')) # a start is a dot
+    with open_own(todo, 'a') as f: f.write('x'*(why!='killed')) # a start is a dot
     told = todo.read_text()
     line = f'evaluation of step {step} ended without {left}: {why} (see {evals.file(step, "log")})'
     if told.count('.')<_MOST_STARTS and told.count('x')<_MOST_FAILURES: return [line]

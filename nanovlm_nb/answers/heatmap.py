@@ -68,6 +68,7 @@ class Heat:
         convention:str='nanovlm', # the view of the whole comes first, or last (smolvlm)
     )->'Heat': # sorted by place
         "Returns tokens in their places."
+        if convention=='qwen': return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
         (rows,cols),n = grid,grid[0]*grid[1]
         stack = values.unflatten(0, (n+(n>1),-1))
         side = isqrt(stack.shape[1])
@@ -104,9 +105,11 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     first = len(prompt)-1 if answer_only else int(slots[-1])+1
     rows = torch.arange(first, max(ids.shape[1]-1, len(prompt)), device=asker.device) # the last is not read
     blocks = default_blocks(c.lm_n_blocks) if blocks is None else blocks
-    with _record_attention(model.decoder, blocks, rows) as recorded: model.decoder(model.embed(ids, tiles))
+    layout = model.layout_of(ids, images=tiles)
+    with _record_attention(model.decoder, blocks, rows) as recorded:
+        model.decoder(model.embed(ids, tiles, layout), layout)
     taken = torch.stack([recorded[b][0] for b in blocks]).mean((0,1,2))[slots].cpu()
-    per_picture = taken.split([len(t)*c.mp_image_token_length for t in tiles])
+    per_picture = taken.split([t.shape[:-3].numel()*c.mp_image_token_length for t in tiles])
     grids = [asker.image_processor.grid(*image_size(im)) for im in images]
     return [Heat.from_tokens(v, grid, c.image_convention) for v,grid in zip(per_picture, grids)]
 

@@ -21,8 +21,8 @@ from ..core.config import IGNORE
 from ..core.dist import Dist, cores_of_rank, seed_worker
 from ..core.usage import UsageError,require
 from ..data.images import UnreadableImage, open_image
-from ..data.prompts import answer_frame, encode_chat, special_pattern
-from ..data.dataset import MARK, Dropped, Drops, to_row
+from ..data.prompts import MARK, answer_frames, encode_chat, number_marks, special_pattern
+from ..data.dataset import Dropped, Drops, to_row
 from ..data.loader import text_rows
 
 # %% ../../nbs/70_compat.padded.ipynb #cc195b2a
@@ -60,7 +60,7 @@ class VLMDataset(Dataset):
         self.image_special_token = image_special_token
         # as many as the model has features for a picture
         self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
-        self.frame, self.special = answer_frame(tokenizer), special_pattern(tokenizer)
+        self.frames, self.special = answer_frames(tokenizer), special_pattern(tokenizer)
         require(tokenizer.pad_token_id is not None,
             'the tokenizer has no pad_token: set it, to eos_token for example')
         self.no_pixels = _pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]
@@ -73,9 +73,12 @@ class VLMDataset(Dataset):
 
     def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `to_row`; ids and labels (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
-        ids, labels = encode_chat(self.tokenizer, row['texts'], self.image_special_token, MARK, self.frame,
-                                  self.special)
-        n, runs, L = len(row['images']), _count_runs(ids, self.image_ids), self.max_length
+        n, L = len(row['images']), self.max_length
+        texts, _ = number_marks(row['texts'], n) # where they are, at the beginning and at the end too
+        try: ids, labels = encode_chat(self.tokenizer, texts, [self.image_special_token]*n, True, self.frames,
+                                       self.special)
+        except UsageError as e: raise Dropped(row['id'], 'template', str(e)) from e
+        runs = _count_runs(ids, self.image_ids)
         if runs != n:
             raise Dropped(row['id'], 'placeholders', f'{runs} runs of placeholders for {n} pictures: '
                           'take a special token as image_special_token')

@@ -10,7 +10,7 @@ __all__ = ['Table', 'loader_workers', 'if_it_waits', 'stability_advice', 'Remedy
 from collections.abc import Callable
 from typing import Any,NamedTuple
 
-from .config import TrainConfig,VLMConfig,effective_batch_size,updates_of_run
+from .config import TrainConfig,VLMConfig,WITH_WARMUP,effective_batch_size,updates_of_run
 
 # %% ../../nbs/07_core.advice.ipynb #07a48b23
 _MOST = dict(data=.10, communication=.15, other=.05) # shares of the time, all else is computing
@@ -49,8 +49,9 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a 
     now,smaller,a = loader_workers(c, cores),_smaller_pictures(v),c.gradient_accumulation_steps
     more = min(max(2*now, 6), c.batch_size*a, cores or 32)
     streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
+    own = c.train_dataset_path in ('rows','labels') # they are in memory, or have been read
     return dict(data=[(more>now, f'num_workers {now} -> {more}'),
-        (not streamed, 'stream_dataset True, if the disk is slow'),
+        (not (streamed or own), 'stream_dataset True, if the disk is slow'),
         (v.resize_to_max_side_len and smaller, 'resize_to_max_side_len False: fewer tiles of small pictures'),
         (smaller, f'max_img_size {v.max_img_size} -> {[*smaller, 0][0]}: fewer pixels to decode and resize'),
     ], communication=[(c.sharding=='zero3', 'sharding zero3 -> zero2, if the weights fit'),
@@ -58,20 +59,23 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a 
         (c.max_tiles_per_knapsack is None, 'max_tiles_per_knapsack: no rank waits for the fullest pack')])
 
 # %% ../../nbs/07_core.advice.ipynb #417dcf21
-def _if_it_works(c:TrainConfig, shares:dict[str,float]={})->Table: # with `validation` and `checkpoint`
+def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` and `checkpoint`
+    device:str='cuda')->Table:
     "Returns what helps a run that spends its time beside forward and backward, or in them."
     part,a = lambda name: shares.get(name, 0)>_MOST['other']/2,c.gradient_accumulation_steps
+    gpu = device!='cpu'
     return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
         (part('checkpoint') and c.save_interval, f'save_interval {c.save_interval} -> {2*c.save_interval}'),
         (c.offload_optimizer, 'offload_optimizer False: the accelerator makes the update'),
-        (not c.async_save, 'async_save True: checkpoints are written while training goes on'),
+        (part('checkpoint') and not c.async_save,
+            'async_save True: checkpoints are written while training goes on'),
         (c.stats_log_interval<100, f'stats_log_interval {c.stats_log_interval} -> 100'),
-        (a<16, f'gradient_accumulation_steps {a} -> 16: fewer optimizer steps for the same packs'),
-    ], compute=[(not c.compile, 'compile True'),
-        (c.dtype=='float32', 'dtype float32 -> auto: matrix products in 16 bits'),
+    ], compute=[(gpu and not c.compile, 'compile True'),
+        (gpu and c.dtype=='float32', 'dtype float32 -> auto: matrix products in 16 bits'),
         (c.language_checkpointing or c.vision_checkpointing,
             'language_checkpointing and vision_checkpointing False, if the memory allows it'),
-        (c.batch_size<4, f'batch_size {c.batch_size} -> {2*c.batch_size}, if the memory allows it')])
+        (gpu and c.batch_size<4 and a%2==0, f'batch_size {c.batch_size} -> {2*c.batch_size} and '
+            f'gradient_accumulation_steps {a} -> {a//2}, if the memory allows it: the same update')])
 
 # %% ../../nbs/07_core.advice.ipynb #eedaaff6
 def stability_advice(c:TrainConfig)->list[str]:
@@ -79,9 +83,10 @@ def stability_advice(c:TrainConfig)->list[str]:
     backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
     names = ('lr_lora',) if c.lora_rank else ('lr_mp',*backbones)
     rates = [f'{n} {lr:g} -> {min(lr/2, .001):g}' for n in names if (lr := getattr(c, n))]
-    warmup = f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}'
+    warmup = [f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}']
+    if c.lr_schedule not in WITH_WARMUP: warmup = []
     clip = f'max_grad_norm {c.max_grad_norm} -> {(c.max_grad_norm or 2)/2:g}: a higher one lets more through'
-    return [*rates[:1], warmup, *rates[1:], clip]
+    return [*rates[:1], *warmup, *rates[1:], clip]
 
 # %% ../../nbs/07_core.advice.ipynb #d2eae117
 class Remedy(NamedTuple):
@@ -130,7 +135,7 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
         'unstable':stability_advice(c) if unstable else []}
     why = {k:f'{k} takes {v:.0%} of the time, {_MOST[k]:.0%} at most is fine' for k,v in over.items()}
     if shares and not over: why = dict(compute='the time is well spent; to go faster')
-    tables = if_it_waits(v, c, cores)|_if_it_works(c, shares)
+    tables = if_it_waits(v, c, cores)|_if_it_works(c, shares, device)
     said |= {why[kind]:[s for ok,s in rows if ok] for kind,rows in tables.items() if kind in why}
     return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING,Any
 
 from tqdm import tqdm
 
-from .run_dir import write_atomic,LOG,TENSORBOARD,TEXT_LOG,WANDB_ID,read_log
-from .usage import PrintableFormatter,UsageError,printable,require
+from .run_dir import open_own,write_atomic,LOG,TENSORBOARD,TEXT_LOG,WANDB_ID
+from .run_dir import read_log
+from .usage import UsageError,require,PrintableFormatter,printable
 from .dist import Dist
 
 if TYPE_CHECKING: # loaded where something is drawn
@@ -39,7 +40,7 @@ def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tens
 class _JsonLines:
     "A file with one JSON object a line."
     def __init__(self, path:str|Path): # file to append to
-        self.folder,self.file = Path(path).parent,open(path, 'a+b')
+        self.folder,self.file = Path(path).parent,open_own(path, 'a+b')
         self.cut()
 
     def log(self, metrics:dict, step:int)->None: # figures; updates done
@@ -84,15 +85,15 @@ def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see 
     return ' | '.join([f'update {at}', loss, *[both][:len(rates)], *rest])
 
 # %% ../../nbs/05_core.logs.ipynb #05a1000d
-_LATER = 'val_loss','best_val_loss','answers/','drops/','epoch_tokens','epoch_duration' # told elsewhere
+# told elsewhere
+_LATER = 'val_loss','best_val_loss','best_step','answers/','drops/','epoch_tokens','epoch_duration'
 
 def _event_line(metrics:dict, step:int)->str: # figures that are not those of an update; '': nothing to tell
     "Returns what is told at once: a validation with its loss in words, others by name."
-    said = [_named({k:v for k,v in metrics.items() if not k.startswith(_LATER)})]
-    if 'val_loss' in metrics:
-        best = ', the best so far'*(metrics['val_loss']==metrics.get('best_val_loss'))
-        said.insert(0, f"validation loss {float(metrics['val_loss']):.4g}{best}")
-    text = ' | '.join(filter(None, said))
+    parts = [_named({k:v for k,v in metrics.items() if not k.startswith(_LATER)})]
+    if 'val_loss' in metrics: parts.insert(0, f"validation loss {float(metrics['val_loss']):.4g}")
+    text = ' | '.join(filter(None, parts))
+    if text and metrics.get('best_step')==step: text += ', the best so far'
     return fill(f'update {step}: {text}', 100, subsequent_indent='    ') if text else ''
 
 # %% ../../nbs/05_core.logs.ipynb #f0120002
@@ -108,6 +109,7 @@ def _minimind_line(metrics:dict, step:int, total:int|None, epochs:int, pace:floa
 # %% ../../nbs/05_core.logs.ipynb #510f8abc
 class _TextFile(logging.FileHandler):
     "Lines that a full disk refuses are on the screen."
+    def _open(self): return open_own(self.baseFilename, self.mode, encoding=self.encoding)
     def handleError(self, record): pass
 
 # %% ../../nbs/05_core.logs.ipynb #8cbf546c

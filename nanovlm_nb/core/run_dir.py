@@ -5,19 +5,22 @@
 # %% auto #0
 __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CONFIG', 'CLASSIFY', 'STATUS', 'LOCK', 'LAST',
            'BEST', 'LOG', 'TEXT_LOG', 'WANDB_ID', 'DROPPED', 'DROP_LIST', 'BAD_UPDATES', 'RECORD', 'ANSWER_TABLE',
-           'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'EXAMPLE', 'EXAMPLE_PICTURE', 'MEANT', 'logger', 'fsync',
-           'write_atomic', 'share_files', 'remove', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest',
-           'missing_pieces', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of', 'checkpoints',
-           'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept', 'todo_of', 'abandoned',
-           'is_own', 'left_behind', 'abandoned_folder', 'set_aside', 'written', 'prune', 'prune_older', 'lock_file',
-           'holder', 'run_lock', 'find_checkpoint', 'last_written', 'runs_in', 'newest_run', 'read_example']
+           'KEPT_ROWS', 'KEPT_HELD_OUT', 'OWN_PARTS', 'RESULTS', 'FEATURE_CACHE', 'TENSORBOARD', 'EXAMPLE',
+           'EXAMPLE_PICTURE', 'MEANT', 'logger', 'ASIDE', 'fsync', 'write_atomic', 'system_errors', 'share_files',
+           'remove', 'check_plain', 'open_own', 'file_digest', 'file_digests', 'file_sizes', 'write_manifest',
+           'missing_pieces', 'own_parts_of', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of',
+           'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
+           'todo_of', 'abandoned', 'is_own', 'run_of', 'left_behind', 'abandoned_folder', 'set_aside', 'why_kept',
+           'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir', 'check_way',
+           'find_checkpoint', 'last_written', 'runs_in', 'newest_run', 'read_example']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
-import hashlib,json,os,shutil,logging,math,re,socket,time
+import hashlib,json,os,shutil,logging,math,re,socket,stat,time
 from collections.abc import Iterable,Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager,suppress
 from pathlib import Path
+from typing import Any
 
 from .usage import MissingFile,UsageError,require,user_path
 
@@ -35,13 +38,25 @@ def write_atomic(path:str|Path, content:str|bytes, by:str='')->Path: # `by` sets
     "Replaces a file in one step, so that a reader, or a crash, sees the old content or the new one."
     path = Path(path)
     tmp = path.with_name(f'{path.name}{by and "."}{by}{TMP}')
+    tmp.unlink(missing_ok=True) # a killed process has left it; of a link this takes the link
     try:
-        tmp.write_bytes(content.encode() if isinstance(content, str) else content)
+        with tmp.open('xb') as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         fsync(tmp)
         return tmp.replace(path)
     except OSError:
         with suppress(OSError): tmp.unlink() # a full disk needs the room
         raise
+
+# %% ../../nbs/01_core.run_dir.ipynb #b7c40a12
+@contextmanager
+def system_errors(path:str|Path)->Iterator[None]: # that is written
+    "Inside, an error of the operating system is an OSError, also if a library written in Rust has met it."
+    try: yield
+    except Exception as error:
+        number = re.search(r'\(os error (\d+)\)', str(error))
+        if number is None or isinstance(error, OSError): raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 # %% ../../nbs/01_core.run_dir.ipynb #f11e0005
 def share_files(folder:Path)->None:
@@ -55,6 +70,24 @@ def remove(path:Path)->None:
     if not path.is_dir() or path.is_symlink(): return path.unlink(missing_ok=True)
     if not path.name.endswith(TMP): path = path.rename(path.with_name(f'{path.name}.deleted{TMP}'))
     shutil.rmtree(path, ignore_errors=True)
+
+# %% ../../nbs/01_core.run_dir.ipynb #b7c40a02
+# follow no link, wait for nobody at a pipe; Windows has neither
+_PLAIN = getattr(os, 'O_NOFOLLOW', 0)|getattr(os, 'O_NONBLOCK', 0)
+
+def check_plain(path:str|Path)->None: # in a run's directory; need not be there
+    "Raises a UsageError if a name leads elsewhere: a link, a file with a second name, a pipe."
+    with suppress(FileNotFoundError):
+        found = os.lstat(path)
+        is_file = stat.S_ISREG(found.st_mode)
+        kind = 'a link' if is_file or stat.S_ISLNK(found.st_mode) else 'neither a file nor a directory'
+        require(stat.S_ISDIR(found.st_mode) or is_file and found.st_nlink<2, f'{path} is {kind}, and a run '
+            'writes only into files of its own: remove it or put a copy in its place')
+
+def open_own(path:str|Path, mode:str, **how:Any)->Any: # as `open` takes them
+    "Opens a file of a run, but nothing to which its name leads; see `check_plain`."
+    check_plain(path)
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags|_PLAIN, 0o666), **how)
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600d6
 def file_digest(path:str|Path)->str: # 64 hexadecimal digits
@@ -82,9 +115,11 @@ def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> b
     return sizes
 
 # %% ../../nbs/01_core.run_dir.ipynb #b2f50b45
-def write_manifest(folder:str|Path, known:dict[str,str]={})->None: # digests that were computed already
+def write_manifest(folder:str|Path, known:dict[str,str]={}, # digests that were computed already
+    deep:bool=True)->None: # False: leave out what lies in folders
     "Lists the files of a directory."
-    folder,sizes = Path(folder),file_sizes(folder)
+    folder = Path(folder)
+    sizes = {name:size for name,size in file_sizes(folder).items() if deep or '/' not in name}
     digests = file_digests(folder, sizes.keys()-known.keys())|known
     listed = {n:dict(bytes=size, sha256=digests[n]) for n,size in sizes.items()}
     write_atomic(folder/MANIFEST, json.dumps(listed, indent=1)+'\n')
@@ -92,8 +127,9 @@ def write_manifest(folder:str|Path, known:dict[str,str]={})->None: # digests tha
 # %% ../../nbs/01_core.run_dir.ipynb #a10600dc
 def _read_manifest(folder:Path)->dict[str,tuple[int,str]]: # name -> bytes, digest
     "Returns what a directory held when it was complete; empty if that is not known."
+    file = folder/MANIFEST
     try:
-        listed = json.loads((folder/MANIFEST).read_text(encoding='utf-8'))
+        listed = json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {} # a pipe never ends
         return {name:(int(e['bytes']), e['sha256']) for name,e in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError): return {}
 
@@ -126,8 +162,17 @@ LOG,TEXT_LOG,WANDB_ID = 'log.jsonl','train.log','wandb_id' # figures, lines, the
 # what was left out, and skipped
 DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
 RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
+KEPT_ROWS,KEPT_HELD_OUT = 'rows.parquet','held_out.parquet' # rows of your own, see `data.kept`
+OWN_PARTS = 'own_parts' # names of the parts that a run's script has made
 RESULTS,FEATURE_CACHE,TENSORBOARD = 'eval_results','features','tensorboard' # folders
 EXAMPLE,EXAMPLE_PICTURE = 'example.json','example.png' # a held-out question, its answer, its picture
+
+# %% ../../nbs/01_core.run_dir.ipynb #d1200011
+def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
+    "Returns the names of the parts that a run's script has made."
+    file = run_dir/OWN_PARTS
+    if not file.is_file(): return []
+    with open_own(file, 'r', encoding='utf-8') as f: return f.read().split()
 
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
 def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has
@@ -180,9 +225,9 @@ def step_of(checkpoint:Path)->int:
     return int(Path(checkpoint).name.removeprefix('step_'))
 
 def checkpoints(run_dir:Path)->list[Path]: # the oldest step first
-    "Returns the `step_N` directories of a run, complete or not."
-    found = [p for p in Path(run_dir).glob('step_*') if _STEP.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of)
+    "Returns the `step_N` directories of a run, complete or not; a link is none of them."
+    named = [p for p in Path(run_dir).glob('step_*') if _STEP.fullmatch(p.name)]
+    return sorted((p for p in named if p.is_dir() and not p.is_symlink()), key=step_of)
 
 # %% ../../nbs/01_core.run_dir.ipynb #c0a7ec61
 def usable_checkpoint(run_dir:Path, thorough:bool=False)->tuple[Path|None,dict[Path,str]]:
@@ -231,36 +276,58 @@ def todo_of(checkpoint:Path)->Path: # need not be there
 # %% ../../nbs/01_core.run_dir.ipynb #3d8a5f60
 def abandoned(run_dir:Path)->list[Path]: # the oldest first
     "Returns the `abandoned_N` directories: what was set aside, one directory each time."
-    found = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdigit() and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name[10:]))
+    named = [p for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
+    return sorted((p for p in named if p.is_dir() and not p.is_symlink()), key=lambda p: int(p.name[10:]))
 
 # %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fb
 def is_own(run_dir:Path, checkpoint:Path|None)->bool: # None: there is none, which is not
     "Returns whether a checkpoint lies in a run's directory."
     return checkpoint is not None and Path(checkpoint).resolve().parent==Path(run_dir).resolve()
 
+# %% ../../nbs/01_core.run_dir.ipynb #8b0dc2fd
+def run_of(path:str|Path)->Path: # a checkpoint or a run; need not be there
+    "Returns the run that is meant, as an absolute path; of a checkpoint that was set aside, its run."
+    run = Path(path).resolve()
+    if _STEP.fullmatch(run.name): run = run.parent
+    return run.parent if run.name.startswith('abandoned_') else run
+
 # %% ../../nbs/01_core.run_dir.ipynb #fc0af26d
 def left_behind(run_dir:Path, checkpoint:Path|None)->list[Path]: # one of its own; None: its beginning
     "Returns the checkpoints that a run leaves behind when it resumes from this one, the oldest step first."
-    return [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
+    newer = [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
+    return [p for p in newer if _read_manifest(p) or (p/TRAINER_STATE).is_file()] # others are not ours
 
 # %% ../../nbs/01_core.run_dir.ipynb #6503a3d7
-def abandoned_folder(run_dir:Path)->Path: # need not be there
-    "Returns where the next checkpoints are set aside: where a killed start has begun to, or a new directory."
-    folders = abandoned(run_dir)
-    if folders and not (folders[-1]/LAST).is_file(): return folders[-1]
-    return Path(run_dir)/f'abandoned_{int(folders[-1].name[10:])+1 if folders else 1}'
+ASIDE = f'abandoned{TMP}' # gets what is set aside, until all of it is there
+
+def abandoned_folder(run_dir:Path)->Path: # is not there
+    "Returns the next `abandoned_N`; nothing is mixed with what lies under such a name."
+    numbers = [int(p.name[10:]) for p in Path(run_dir).glob('abandoned_*') if p.name[10:].isdecimal()]
+    return Path(run_dir)/f'abandoned_{max(numbers, default=0)+1}'
 
 # %% ../../nbs/01_core.run_dir.ipynb #5e7a51de
 def set_aside(run_dir:Path, checkpoint:Path|None)->Path|None: # where they are now; None: nothing is newer
     "Makes a checkpoint the current one of a run that no other process writes."
-    newer,folder = left_behind(run_dir, checkpoint),abandoned_folder(run_dir)
+    newer = left_behind(run_dir, checkpoint)
+    folder = Path(run_dir)/ASIDE # a killed start may have begun to fill it
     if newer: folder.mkdir(exist_ok=True)
     for p in newer: p.rename(folder/p.name) # the newest last: until then the run stands where it stood
     write_pointer(run_dir, LAST, checkpoint)
     if not folder.is_dir(): return None
-    write_atomic(folder/LAST, ''.join(f'{p.name}\n' for p in checkpoints(folder)[-1:])) # all of it is there
-    return folder
+    write_atomic(folder/LAST, ''.join(f'{p.name}\n' for p in checkpoints(folder)[-1:]))
+    write_manifest(folder, deep=False) # each checkpoint has its own
+    return folder.rename(abandoned_folder(run_dir))
+
+# %% ../../nbs/01_core.run_dir.ipynb #b7c40a05
+def why_kept(folder:Path)->str: # empty: a run has made all of it
+    "Returns why a directory is not deleted."
+    listed = set[Path]()
+    for manifest in folder.rglob(MANIFEST):
+        names = _read_manifest(manifest.parent)
+        if names: listed |= {manifest, *(manifest.parent/name for name in names)}
+    if folder.is_symlink() or folder/MANIFEST not in listed: return f'it has no {MANIFEST} of a run'
+    others = (p for p in folder.rglob('*') if p.is_symlink() or not (p.is_dir() or p in listed))
+    return next((f'{p.relative_to(folder)} in it is not of the run' for p in others), '')
 
 # %% ../../nbs/01_core.run_dir.ipynb #70fd2865
 def written(checkpoint:Path)->float: # seconds since 1970
@@ -271,7 +338,7 @@ def written(checkpoint:Path)->float: # seconds since 1970
 def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted
     "Deletes those of the checkpoints that are not needed."
     needed = {last_checkpoint(run_dir), read_pointer(run_dir, BEST)}
-    old = [p for p in old if p not in needed and not todo_of(p).exists() and not any(p.glob(f'*/{LOG}'))]
+    old = [p for p in old if p not in needed and not todo_of(p).exists() and not why_kept(p)]
     for p in old: remove(p)
     return old
 
@@ -305,9 +372,9 @@ def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: 
 def holder(run_dir:Path)->str: # empty: no process holds it
     "Returns which process writes into a directory, in words."
     try:
-        with open(Path(run_dir)/LOCK, encoding='utf-8') as file:
+        with open_own(Path(run_dir)/LOCK, 'r', encoding='utf-8') as file:
             return '' if lock_file(file, shared=True) else file.read().strip() or 'a process that begins'
-    except OSError: return ''
+    except (OSError, UsageError): return ''
 
 # %% ../../nbs/01_core.run_dir.ipynb #8d2f6e01
 _WAIT_S = 10. # seconds to wait for the process that holds a directory
@@ -320,7 +387,7 @@ def _locked(path): # None: another process has locked it
     "The open file, locked."
     with user_path():
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open('a+b', buffering=0)
+        file = open_own(path, 'a+b', buffering=0)
     if lock_file(file) is not False and _is_at(path, file): return file
     file.close()
 
@@ -344,6 +411,26 @@ def run_lock(run_dir:Path)->Iterator[None]: # made if need be
         with suppress(OSError):
             if _is_at(path, file): path.unlink()
         file.close()
+
+# %% ../../nbs/01_core.run_dir.ipynb #b7c40a08
+def check_run_dir(run_dir:Path)->None: # need not be there
+    "Raises a UsageError that names what leads out of a run's directory, see `check_plain`."
+    run_dir = Path(run_dir)
+    features = run_dir/FEATURE_CACHE
+    aside = re.compile(rf'{_STEP.pattern}|abandoned_\d+')
+    for folder in (run_dir, run_dir/RESULTS, features, *features.glob('*')):
+        for path in folder.glob('*'):
+            if folder!=run_dir or not aside.fullmatch(path.name): check_plain(path)
+
+def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
+    "Raises a UsageError that names what stands where a run will write a checkpoint, and is not of a run."
+    begin = -1 if checkpoint is None else step_of(checkpoint)
+    ours = left_behind(run_dir, checkpoint) # will be set aside
+    for path in Path(run_dir).glob('step_*'):
+        if path in ours or not _STEP.fullmatch(path.name) or not begin<step_of(path)<=last: continue
+        is_empty = not path.is_symlink() and path.is_dir() and not any(path.iterdir())
+        require(is_empty, f'{path} is in the way of a checkpoint, and is not of a run: '
+            'move it elsewhere, or give another run_name')
 
 # %% ../../nbs/01_core.run_dir.ipynb #86b1b53c
 def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why

@@ -92,6 +92,6 @@ def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
         require(got is not None, f'the tokenizer lacks {name} ({token}): pass it vlm_extra_tokens')
         require(got==i or {*ids.values()}!={*range(base, base+len(extra))}, f'the tokenizer has {token} at '
             f'id {got}, the model expects {i}: write vlm_extra_tokens as a list in the order of their ids, '
-            f'{", ".join(sorted(ids, key=lambda name: ids[name])[:3])}, ...')
+            f'{", ".join(sorted(ids, key=lambda name: ids[name] or 0)[:3])}, ...')
         require(got==i, f'the tokenizer has {token} at id {got}, the model expects {i}: '
             f'set lm_base_vocab_size to {(got or 0)-i+base}')

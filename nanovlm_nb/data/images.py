@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Picture', 'get_image_processor', 'resize_dims', 'UnreadableImage', 'open_header', 'image_size', 'open_image',
-           'split_tiles', 'global_view', 'ImageProcessor', 'image_processor_of']
+           'split_tiles', 'global_view', 'smart_resize', 'ImageProcessor', 'image_processor_of']
 
 # %% ../../nbs/10_data.images.ipynb #ef90be04
-import io,os,random,re,struct,warnings,zlib
+import io,math,os,random,re,stat,struct,warnings,zlib
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any,NoReturn,TypeAlias
 
 import numpy as np, torch, torch.nn.functional as F
-from PIL import ExifTags, Image, PngImagePlugin
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from ..core.config import VLMConfig
@@ -34,6 +34,33 @@ def resize_dims(w:int, h:int, max_side:int, tile:int, # of the picture; longest 
 class UnreadableImage(UsageError):
     "A picture that cannot be decoded; the message says why."
 
+# %% ../../nbs/10_data.images.ipynb #a1b0c032
+_HEIC = (b'ftypheic', b'ftypheix', b'ftyphevc', b'ftypheim', b'ftypheis', b'ftypmif1', b'ftypmsf1')
+_KINDS = ( # where in a file, one of which bytes -> what it is
+    (4, _HEIC, 'a HEIC picture: convert it to JPEG'),
+    (4, (b'ftypavif', b'ftypavis'), 'an AVIF picture: update Pillow, or convert it to JPEG'),
+    (4, (b'ftyp', b'moov'), 'a video: save pictures of it'),
+    (0, (b'\x1aE\xdf\xa3',), 'a video: save pictures of it'),
+    (8, (b'AVI ',), 'a video: save pictures of it'), (128, (b'DICM',), 'DICOM: save its pixels as PNG'),
+    (0, (b'\xff\x0a', b'\0\0\0\x0cJXL '), 'a JPEG XL picture: convert it to JPEG'),
+    (0, (b'%PDF',), 'a PDF: save its pages as PNG'),
+    (0, (b'\x93NUMPY',), 'an array of NumPy: save it as PNG'),
+    (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'),
+        'packed: unpack it'),
+    (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'))
+
+def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
+    "What a file is that is no picture."
+    for place,signs,words in _KINDS:
+        if head.startswith(signs, place): return words
+    start = head.removeprefix(b'\xef\xbb\xbf').lstrip().lower()
+    if b'<svg' in start: return 'an SVG drawing: save it as PNG'
+    if start.startswith((b'<!doctype html', b'<html')): return 'a web page: download the picture again'
+    if not head.strip(b'\0'): return 'zeros: download it again' if head else 'empty: download it again'
+    text = ' '.join(head[:40].decode('utf-8', 'replace').split())
+    if text.isprintable() and '\ufffd' not in text[:-1]: return f'text, {text!r}'
+    return f'unknown, {head[:8].hex(" ")}'
+
 # %% ../../nbs/10_data.images.ipynb #d9afd4c9
 _BROKEN_FILE = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, RuntimeError, TypeError,
     AttributeError, Image.DecompressionBombError, LookupError, ArithmeticError, AssertionError, MemoryError)
@@ -43,30 +70,69 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
     if isinstance(e, UnreadableImage): raise e
     if isinstance(src, str) and src.startswith(('http://', 'https://')):
         raise UnreadableImage(f'{src:.90} is an address: download the pictures first') from e
-    if not isinstance(src, (str, bytes, bytearray, memoryview, os.PathLike)) and not hasattr(src, 'read'):
+    data = isinstance(src, (bytes, bytearray, memoryview))
+    if not data and not isinstance(src, (str, os.PathLike)) and not hasattr(src, 'read'):
         raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
                               'a PIL image or a dictionary with `bytes` or `path`') from e
-    raise UnreadableImage(f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}') from e
+    message = f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}'
+    if isinstance(e, UnidentifiedImageError) and not hasattr(src, 'read'):
+        head = bytes(src[:512]) if data else Path(src).open('rb').read(512)
+        message += f'; it is {_kind_of(head)}'
+    raise UnreadableImage(message) from e
 
 # %% ../../nbs/10_data.images.ipynb #384766f5
-_MAX_PNG_TEXT = 100*1024*1024 # bytes of one text chunk in a PNG, after decompression
-_MAX_PIXELS = 1024**3//4//3 # of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
+_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps its turn
+_MOST_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL gets of such chunks of a PNG
+
+def _lean_png(file:io.BufferedIOBase)->bytes|None: # at its beginning; None: it is no PNG, or lean already
+    "A PNG without long or packed texts and long profiles."
+    if file.read(8) != b'\x89PNG\r\n\x1a\n': return None
+    start, texts, keep = 0, 0, [] # bytes of texts that stay; begin and end of what stays
+    place = 8
+    while len(head := file.read(8)) == 8:
+        length, kind = struct.unpack('>I4s', head)
+        most = _MOST_BYTES.get(kind)
+        if most is not None:
+            flagged = file.read(24).partition(b'\0')[0].decode('latin-1') in _FLAGGED
+            texts += length
+            if texts > max(most, 2**20*flagged):
+                texts -= length
+                keep.append((start, place))
+                start = place+12+length
+        place += 12+length
+        file.seek(place)
+    if not keep: return None
+    file.seek(0)
+    data = file.read()
+    return b''.join(data[begin:end] for begin,end in [*keep, (start, len(data))])
 
 # %% ../../nbs/10_data.images.ipynb #e10c0004
+_MAX_PIXELS = 1024**3//4//3 # of a picture, 89,478,485: where Pillow begins to warn of decompression bombs
 Picture:TypeAlias = Image.Image|bytes|str|Path|dict|io.IOBase # `datasets`' dictionary {'bytes', 'path'}
+
+def _open_file(src):
+    "A picture from bytes, a path or an open file, without what PIL need not read."
+    if isinstance(src, (bytes, bytearray, memoryview)):
+        file = io.BytesIO(src)
+        lean = _lean_png(file)
+        file.seek(0)
+        return Image.open(file if lean is None else io.BytesIO(lean))
+    if not isinstance(src, (str, os.PathLike)): return Image.open(src)
+    if os.path.exists(src) and not os.path.isfile(src) and not os.path.isdir(src):
+        raise UnreadableImage(f'{src} is a pipe or a device: give a file')
+    with open(src, 'rb') as file: lean = _lean_png(file)
+    return Image.open(src if lean is None else io.BytesIO(lean))
 
 def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are known, pixels are not decoded
     "Open a picture and read no more than its header."
     im:Any = src
     if isinstance(im, dict): im = im.get('path') if im.get('bytes') is None else im['bytes']
     if not isinstance(im, Image.Image):
-        for name in ('MAX_TEXT_CHUNK', 'MAX_TEXT_MEMORY'):
-            setattr(PngImagePlugin, name, max(getattr(PngImagePlugin, name), _MAX_PNG_TEXT))
         if ('ignore', None, Image.DecompressionBombWarning, None, 0) not in warnings.filters:
             warnings.simplefilter('ignore', Image.DecompressionBombWarning)
         try:
             if isinstance(im, str) and im.startswith('data:'): im = b64decode(im.partition(',')[2]+'==')
-            im = Image.open(io.BytesIO(im) if isinstance(im, (bytes, bytearray, memoryview)) else im)
+            im = _open_file(im)
         except _BROKEN_FILE as e: _refuse(e, im)
     w, h = im.size
     if min(w, h) < 1: raise UnreadableImage(f'a picture of {w} x {h} pixels has nothing to show')
@@ -75,7 +141,6 @@ def open_header(src:Picture)->Image.Image: # opened lazily: size and mode are kn
     return im
 
 # %% ../../nbs/10_data.images.ipynb #360ea662
-_FLAGGED = {'exif', 'Raw profile type exif', 'XML:com.adobe.xmp', 'xmp'} # where PIL keeps what may hold it
 _T = Image.Transpose
 _TURNS = dict(enumerate((_T.FLIP_LEFT_RIGHT, _T.ROTATE_180, _T.FLIP_TOP_BOTTOM, _T.TRANSPOSE, _T.ROTATE_270,
     _T.TRANSVERSE, _T.ROTATE_90), 2))
@@ -95,21 +160,25 @@ def image_size(src:Picture)->tuple[int,int]: # (width, height) in pixels, after 
     return size
 
 # %% ../../nbs/10_data.images.ipynb #87a90e0a
-def _rgb(im):
+def _rgb(im, pixel_max=None):
     "Any mode to RGB; what is transparent shows white."
     if im.mode == 'RGB' and not im.has_transparency_data: return im
-    if im.mode == 'F':
-        raise UsageError('mode F (floating point) has no agreed range: convert the picture to 8 bits')
-    if im.mode.startswith('I'):
+    if im.mode == 'F' and pixel_max is None:
+        raise UsageError('mode F (floating point) has no agreed range: give pixel_max, the value that is '
+                         'white, or convert the picture to 8 bits')
+    if im.mode.startswith(('I', 'F')):
+        white = pixel_max or 65535
         x = np.asarray(im)
-        x = np.where(x == im.info.get('transparency'), 65535, x).clip(0, 65535)
-        im = Image.fromarray((x>>8).astype(np.uint8))
+        x = np.where(x == im.info.get('transparency'), white, x).clip(0, white)
+        x = np.rint(np.nan_to_num(x)*(255/white)) if pixel_max else x>>8
+        im = Image.fromarray(x.astype(np.uint8))
     if im.has_transparency_data:
         im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im.convert('RGBA'))
     return im.convert('RGB')
 
 # %% ../../nbs/10_data.images.ipynb #e10c0020
-def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if nothing is to do
+def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; None: 65535
+    pixel_max:float|None=None)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if that is all
     "Decode a picture."
     im = open_header(src)
     turn, size = _orientation(im), im.size
@@ -119,7 +188,7 @@ def open_image(src:Picture)->Image.Image: # decoded, upright, RGB; an RGB `Image
         if turn in _TURNS:
             im = im.transpose(_TURNS[turn])
             im.info = {k:v for k,v in im.info.items() if k not in _FLAGGED} # it is not turned again
-        return _rgb(im)
+        return _rgb(im, pixel_max)
     except _BROKEN_FILE as e: _refuse(e)
 
 # %% ../../nbs/10_data.images.ipynb #c45c9d3c
@@ -169,6 +238,20 @@ def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uin
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
     return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts])
 
+# %% ../../nbs/10_data.images.ipynb #a10c0002
+def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[int,int]: # of the picture
+    "(height, width) in pixels, in whole tiles, of a picture that keeps its proportions."
+    if max(w, h) > 200*min(w, h):
+        raise UnreadableImage(f'{w} x {h} pixels, more than 200 times as long as wide: cut it')
+    rows, cols = round(h/tile), round(w/tile)
+    if rows*cols*tile*tile > max_pixels:
+        shrink = math.sqrt(w*h/max_pixels)
+        rows, cols = (max(1, math.floor(side/shrink/tile)) for side in (h, w))
+    elif rows*cols*tile*tile < min_pixels:
+        grow = math.sqrt(min_pixels/(w*h))
+        rows, cols = (math.ceil(side*grow/tile) for side in (h, w))
+    return rows*tile, cols*tile
+
 # %% ../../nbs/10_data.images.ipynb #e10c0022
 def _augment(p, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
@@ -189,24 +272,32 @@ class ImageProcessor:
     splitted_image_size:int # side of a tile, pixels: the vision tower's `vit_img_size`
     resize_to_max_side_len:bool=False # enlarge every picture to `max_img_size`
     custom_transforms:tuple[Callable,...]=() # each `transform(image, rng)` is a module's, for loader workers
-    convention:str='nanovlm' # or smolvlm: as transformers cuts pictures for SmolVLM
+    convention:str='nanovlm' # or smolvlm, qwen: as transformers prepares pictures for these models
+    min_pixels:int=3136 # of a picture after resizing, see `smart_resize`
+    max_pixels:int=1003520 # likewise
+    window:int=0 # tiles along a window of the tower, for the layout of a batch
+    pixel_max:float|None=None # see `open_image`
 
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
         side, tile = self.max_img_size, self.splitted_image_size
         if self.convention == 'smolvlm': w, h = _smolvlm_sizes(width, height, side, tile)[1]
+        elif self.convention == 'qwen':
+            h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
         else: h, w = resize_dims(width, height, side, tile, self.resize_to_max_side_len)
         return h//tile, w//tile
 
     def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
-        "Tiles (n, 3, S, S) in uint8 and grid; without `rng` augmentations are always the same."
-        im, s = open_image(image), self.splitted_image_size
+        """Tiles (n, 3, S, S), or (rows, columns, 3, S, S) with convention qwen, in uint8, and the grid.
+        Without `rng` augmentations are always the same."""
+        im, s = open_image(image, self.pixel_max), self.splitted_image_size
         rows, cols = self.grid(*im.size)
         if self.custom_transforms: # a picture of the caller's stays as it is
             im = _augment(self, im.copy(), rng or random.Random(0))
         if self.convention == 'smolvlm': return _smolvlm_tiles(im, self.max_img_size, s), (rows, cols)
         x = torch.from_numpy(np.stack(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC).split()))
         tiles = split_tiles(x, s)
+        if self.convention == 'qwen': return tiles.unflatten(0, (rows, cols)), (rows, cols)
         return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
 
 # %% ../../nbs/10_data.images.ipynb #92dfa853
@@ -215,4 +306,4 @@ get_image_processor = ImageProcessor # nanoVLM's name
 def image_processor_of(cfg:VLMConfig, custom_transforms:tuple[Callable,...]=())->ImageProcessor:
     "What a model's pictures go through, in training and ever after."
     return ImageProcessor(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, custom_transforms,
-                          cfg.image_convention)
+        cfg.image_convention, cfg.min_pixels, cfg.max_pixels, cfg.tiles_per_window, cfg.pixel_max)

@@ -174,8 +174,9 @@ class _LaneDataset(IterableDataset):
         turns = [*map(packs_of, self.lanes[k::n], self.states[k::n])]
         while True:
             for p in map(next, turns):
-                tiles = torch.cat(p['images']) if p['images'] else None
-                p = p|dict(images=tiles, counts=[*map(len, p['images'])])
+                pictures = p['images']
+                tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
+                p = p|dict(images=tiles, shapes=[picture.shape[:-3] for picture in pictures])
                 small = {k for k,v in p.items() if isinstance(v, Tensor) and v.nbytes<BY_VALUE}
                 yield {k:v.numpy() if k in small else v for k,v in p.items()}
             for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
@@ -189,7 +190,7 @@ def _lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[
 def _sizes_of(samples:VQADataset)->dict: # JSON-able
     "What decides which rows stay, and how long they are."
     limits = 'minimums','max_sample_length','max_images_per_example','mp_image_token_length'
-    sizes = 'max_img_size','splitted_image_size','resize_to_max_side_len'
+    sizes = 'max_img_size','splitted_image_size','resize_to_max_side_len','min_pixels','max_pixels'
     return {n:getattr(samples, n) for n in limits}|{n:getattr(samples.image_processor, n) for n in sizes}
 
 # %% ../../nbs/16_data.lanes.ipynb #8256f5fd
@@ -277,15 +278,16 @@ class PackLoader(Loader):
             with _letting_go(): turn = [next(packs) for _ in self.lanes]
             for p in turn: # as it was before it travelled; pictures are views of one tensor
                 p |= {k:torch.from_numpy(v) for k,v in p.items() if isinstance(v, np.ndarray)}
-                counts,tiles = p.pop('counts'),p['images']
-                if counts and self.pin_memory and not tiles.is_pinned(): tiles = tiles.pin_memory()
-                p['images'] = [*tiles.split(counts)] if counts else []
+                shapes,tiles = p.pop('shapes'),p['images']
+                if shapes and self.pin_memory and not tiles.is_pinned(): tiles = tiles.pin_memory()
+                stacks = tiles.split([shape.numel() for shape in shapes]) if shapes else []
+                p['images'] = [stack.unflatten(0, shape) for stack,shape in zip(stacks, shapes)]
                 for args in p['drops']: self.drops.add(Dropped(*args))
                 self.drops.cut.update(p['cut'])
             if all(p['done'] for p in turn): return
             for i in range(0, len(turn), self.batch_size):
                 if i+self.batch_size==len(turn): self.states = [LaneState(*p['state']) for p in turn]
-                yield collate_packs(turn[i:i+self.batch_size], self.image_token_id, self.pin_memory)
+                yield self.collate(turn[i:i+self.batch_size])
 
     def set_epoch(self, epoch:int)->None: # from 0
         "Go to the beginning of an epoch."
@@ -302,7 +304,12 @@ class PackLoader(Loader):
     def idle(self)->Batch:
         "A micro-batch of padding, for a rank that has no data left while others have."
         packs = [pack([], self.rules.length, self.rules.pad_id)]*self.batch_size
-        return collate_packs(packs, self.image_token_id, self.pin_memory)
+        return self.collate(packs)
+
+    def collate(self, packs:list[dict])->Batch: # of a micro-batch
+        "Join packs into a batch."
+        window = self.samples.image_processor.window
+        return collate_packs(packs, self.image_token_id, self.pin_memory, window)
 
     def epoch_updates(self)->int|None:
         "Updates of an epoch, about; None: unknown. All ranks must call."

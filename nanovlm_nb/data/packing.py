@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..core.config import IGNORE
-from ..core.layout import Layout,slot_error
+from ..core.layout import Layout,PackedMask,slot_error
+from ..core.grids import grids_of
 from ..core.usage import UsageError
 
 # %% ../../nbs/14_data.packing.ipynb #23d58b4b
@@ -121,11 +122,12 @@ def _check(samples, image_token_id, per_tile):
         if label != IGNORE: raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
             'labels within the sample, or its last position would be trained on the document packed after it')
         if image_token_id is None: continue
-        slots, tiles = int((s['input_ids'] == image_token_id).sum()), sum(map(len, s['images']))
+        slots = int((s['input_ids'] == image_token_id).sum())
+        tiles = sum(picture.shape[:-3].numel() for picture in s['images'])
         if slots != tiles*per_tile: raise UsageError(slot_error(name, slots, tiles, per_tile))
 
 # %% ../../nbs/14_data.packing.ipynb #17a278c1
-def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (list of tile stacks)
+def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (stacks or grids of tiles)
     length:int, pad_id:int, # positions of the pack; token that fills the rest
     image_token_id:int|None=None, per_tile:int=0)->dict: # None: slots are not checked; slots of a tile
     "Lay samples one after the other into a sequence of fixed length; a row of a `Batch`, without `layout`."
@@ -150,19 +152,23 @@ class Batch(TypedDict):
     doc_lens:list[list[int]] # tokens of each document
     n_targets:list[list[int]] # of them with a label
     n_images:list[list[int]] # its pictures
-    images:list[list[Tensor]] # of the row, each (tiles, 3, side, side) uint8
+    images:list[list[Tensor]] # of the row, each (tiles, 3, side, side), or a grid of tiles; uint8
     ids:list[list[str]] # of its samples
     layout:Layout # all that the device needs besides ids and pictures
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0008
 def collate_packs(packs:list[dict], # of one length, from `pack`
-    image_token_id:int|None=None, pin:bool=False)->Batch: # for `layout.slots`; memory that a GPU reads
+    image_token_id:int|None=None, pin:bool=False, # for `layout.slots`; memory that a GPU reads
+    window:int=0)->Batch: # tiles along a window, of a model whose pictures are grids of tiles
     "Join packs into a batch, in their order."
     batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
                  for k,v in packs[0].items()}
-    layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'])
+    grids = grids_of(batch['images']) if window else ()
+    layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'],
+                       grids=grids, window=window)
     if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
-    return batch | dict(layout=layout)
+    mask = PackedMask.of(batch['attention_mask'], batch['doc_lens'])
+    return batch | dict(layout=layout, attention_mask=mask)
 
 # %% ../../nbs/14_data.packing.ipynb #d0c00001
 @dataclass(frozen=True, eq=False)
@@ -174,7 +180,7 @@ class Document:
     places:range # of its pictures in the pack's list
     input_ids:Tensor # (n,) its tokens
     labels:Tensor # (n,) the token that follows each, or `IGNORE`
-    images:list[Tensor] # each (tiles, 3, side, side)
+    images:list[Tensor] # each (tiles, 3, side, side), or a grid of tiles
     n_targets:int # positions with a label
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0010

@@ -109,7 +109,8 @@ def varlen_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     B,H,T,D = q.shape
     cu = (layout or Layout.from_doc_lens([[T]]*B, T)).to(q.device).cu
     q,k,v = (x.transpose(1,2).flatten(0,1) for x in (q,k,v))
-    out = varlen_attn(q, k, v, cu, cu, T, T, window_size=(-1, 0 if causal else -1),
+    longest = T if layout is None else layout.longest or T
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, window_size=(-1, 0 if causal else -1),
                       **(SHARING if H!=k.shape[1] else {}))
     return _zero_padding(out.view(B, T, H, D).transpose(1,2), layout)
 

@@ -12,9 +12,9 @@ from ..core.config import VLMConfig
 from ..core.usage import UsageError
 
 # %% auto #0
-__all__ = ['DRIVERS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'pairs', 'unit_flops',
-           'step_flops', 'useful_flops', 'all_flops', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu', 'count_flops',
-           'fitting_unit', 'with_unit']
+__all__ = ['DRIVERS', 'TOWER_PAIRS', 'COMPONENTS', 'GPUS', 'LESSER', 'BYTES', 'STORED', 'OPERATIONS', 'COUNTS', 'pairs',
+           'unit_flops', 'step_flops', 'useful_flops', 'all_flops', 'find_gpu', 'known_gpu', 'peak_flops', 'mfu',
+           'count_flops', 'fitting_unit', 'with_unit']
 
 # %% ../../nbs/29_model.flops.ipynb #96f6c58b
 class _Flops(NamedTuple):
@@ -44,6 +44,8 @@ def pairs(doc_lens:Iterable)->int: # lengths of documents; also one list of them
 # %% ../../nbs/29_model.flops.ipynb #bdf1cf84
 # part -> the count that it grows with
 DRIVERS = dict(vision='tiles', projector='tiles', blocks='positions', attention='pairs', head='targets')
+# of a model whose pictures are grids of tiles: attention in its tower
+TOWER_PAIRS = dict(windows='window_pairs', pictures='picture_pairs')
 COMPONENTS = ('MP','vision_encoder','decoder') # attributes of the model that can train
 
 # %% ../../nbs/29_model.flops.ipynb #4642b89b
@@ -55,8 +57,8 @@ def _vision_flops(
     P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
     passed = trained or adapters>0
     patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(_matrix_flops(adapters, True, True))
-    block = _matrix_flops(4*D*D + 2*D*I, trained, passed)
-    mixing = _Flops(4*P*D, 8*P*D*passed)
+    block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
+    mixing = _Flops() if cfg.native else _Flops(4*P*D, 8*P*D*passed)
     again = _Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
     return patch.times(cfg.n_patches).plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P))
 
@@ -66,12 +68,22 @@ def _projector_flops(
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->_Flops: # of one tile
     "Returns the cost of the projector."
-    weights = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2*cfg.lm_hidden_dim
-    learns = trained or adapters>0
-    second = _matrix_flops(cfg.lm_hidden_dim**2, trained, learns or passed).times(cfg.mp_kind=='mlp')
-    through = passed or cfg.mp_kind=='mlp' and trained
+    width = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
+    inside = width if cfg.native else cfg.lm_hidden_dim
+    learns,two = trained or adapters>0,cfg.native or cfg.mp_kind=='mlp'
+    first = _matrix_flops(width*inside, trained, passed or two and trained) # two layers begin with a norm
+    second = _matrix_flops(inside*cfg.lm_hidden_dim, trained, learns or passed).times(two)
     beside = _matrix_flops(adapters, True, passed)
-    return _matrix_flops(weights, trained, through).plus(second).plus(beside).times(cfg.mp_image_token_length)
+    return first.plus(second).plus(beside).times(cfg.mp_image_token_length)
+
+# %% ../../nbs/29_model.flops.ipynb #c40fd8ae
+def _tower_pairs(cfg:VLMConfig, passed:bool, checkpointing:bool, # a gradient passes, the tower is recomputed
+)->dict[str,_Flops]: # for a pair of patches, see `TOWER_PAIRS`
+    "Returns the cost of attention in a tower with windows; nothing for another."
+    if not cfg.native: return {}
+    D,full = cfg.vit_hidden_dim,len(cfg.vit_full_blocks)
+    pair = _Flops(4*D, 8*D*passed, 4*D*(checkpointing and passed))
+    return dict(windows=pair.times(cfg.vit_n_blocks-full), pictures=pair.times(full))
 
 # %% ../../nbs/29_model.flops.ipynb #1c200bb6
 def _block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
@@ -104,29 +116,31 @@ def unit_flops(
     vision_checkpointing:bool=False, language_checkpointing:bool=False, # recompute tower, language model
     cache_features:bool=False, # what a frozen tower made of a tile is read and not computed
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
-)->dict[str,_Flops]: # part -> arithmetic for one tile, position, pair or target, as `DRIVERS` says
+)->dict[str,_Flops]: # part -> arithmetic for one tile, position ..., as `DRIVERS` and `TOWER_PAIRS` say
     "Returns what one unit of each count costs; computed once for a run."
     beside,trains = adapters or {},set() if adapters else set(trains)
     vision,n = 'vision_encoder' in trains,beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
     seen = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, n)
     projector = _projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))
-    return dict(vision=seen, projector=projector,
+    return dict(vision=seen, projector=projector, **_tower_pairs(cfg, vision or n>0, vision_checkpointing),
         **_language_flops(cfg, trains, last_blocks, language_checkpointing, beside))
 
 # %% ../../nbs/29_model.flops.ipynb #2d969064
 def step_flops(
     vlm_cfg:VLMConfig, tiles:float, doc_lens:list, targets:float, # lengths of documents, or one list a row
     positions:float|None=None, # rows times length, padding included; None: there is no padding
-    trains:Iterable[str]=COMPONENTS, **how, # components that learn; more of `unit_flops`
+    trains:Iterable[str]=COMPONENTS, # components that learn
+    window_pairs:float=0, picture_pairs:float=0, **how, # see `TOWER_PAIRS`; more of `unit_flops`
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
     lens = [n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
     tokens = sum(lens)
     positions = tokens if positions is None else positions
-    counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets)
-    parts = {part:units[part].times(counts[c]) for part,c in DRIVERS.items()}
+    counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets,
+                  window_pairs=window_pairs, picture_pairs=picture_pairs)
+    parts = {part:unit.times(counts[(DRIVERS|TOWER_PAIRS)[part]]) for part,unit in units.items()}
     return parts | dict(padding=units['blocks'].times(positions-tokens))
 
 # %% ../../nbs/29_model.flops.ipynb #7faf9cd0
@@ -187,10 +201,13 @@ def mfu(
 # %% ../../nbs/29_model.flops.ipynb #f249ee46
 def count_flops(units:dict[str,_Flops], # from `unit_flops`
     tiles:float, tokens:float, pairs:float, targets:float, # of an update, over micro-batches and ranks
+    window_pairs:float=0, picture_pairs:float=0, # likewise, see `TOWER_PAIRS`
 )->float: # FLOPs, a whole number if the counts are
     "Returns the useful arithmetic of an update."
-    counts = dict(tiles=tiles, positions=tokens, pairs=pairs, targets=targets)
-    return sum((units[part].forward+units[part].backward)*counts[c] for part,c in DRIVERS.items())
+    counts = dict(tiles=tiles, positions=tokens, pairs=pairs, targets=targets,
+                  window_pairs=window_pairs, picture_pairs=picture_pairs)
+    return sum((unit.forward+unit.backward)*counts[(DRIVERS|TOWER_PAIRS)[part]]
+               for part,unit in units.items())
 
 # %% ../../nbs/29_model.flops.ipynb #d51cd29c
 BYTES:dict[str,float] = {'GiB':2**30, 'MiB':2**20, 'KiB':2**10} # of memory

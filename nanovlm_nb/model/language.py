@@ -24,10 +24,10 @@ from .vision import init_weights
 class RMSNorm(nn.Module):
     "Divide by the root mean square, then scale."
     def __init__(self, cfg:VLMConfig, # reads `lm_hidden_dim`, `lm_rms_eps`
-        width:int|None=None): # of the last axis; default: `lm_hidden_dim`
+        width:int|None=None, eps:float|None=None): # of the last axis; default: `lm_hidden_dim`, `lm_rms_eps`
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width or cfg.lm_hidden_dim))
-        self.eps = cfg.lm_rms_eps
+        self.eps = eps or cfg.lm_rms_eps
 
     def forward(self, x:Tensor, # (..., D) hidden states
     )->Tensor: # (..., D), same dtype
@@ -38,11 +38,11 @@ class RMSNorm(nn.Module):
 # %% ../../nbs/22_model.language.ipynb #148f9c9b
 class RotaryEmbedding(nn.Module):
     "Cosines and sines of the angles at given positions."
-    def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, `lm_attn_scaling`
+    def __init__(self, cfg:VLMConfig): # reads `head_width`, `lm_re_base`, and fields of rotary embedding
         super().__init__()
         width = cfg.head_width
         self.register_buffer('inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
-        self.scaling = cfg.lm_attn_scaling
+        self.scaling,self.sections = cfg.lm_attn_scaling,cfg.lm_mrope_sections
 
     def _apply(self, fn, recurse=True):
         exact = self.inv_freq
@@ -51,10 +51,14 @@ class RotaryEmbedding(nn.Module):
         return self
 
     @torch.no_grad()
-    def forward(self, position_ids:Tensor, # (B, T) or (1, T) positions
+    def forward(self, position_ids:Tensor, # (B, T) or (1, T) positions, or (3, B, T): time, row, column
     )->tuple[Tensor,Tensor]: # cosines and sines, each (B, 1, T, head width), float32
         "The rotation of each position, the same for all heads and blocks."
-        angles = position_ids[:,None,:,None].float()*self.inv_freq
+        if position_ids.ndim==2: places = position_ids[...,None]
+        else: # each pair turns by one of the three
+            parts = zip(position_ids, self.sections, strict=True)
+            places = torch.cat([axis[...,None].expand(-1, -1, pairs) for axis,pairs in parts], -1)
+        angles = places[:,None].float()*self.inv_freq
         angles = torch.cat([angles, angles], -1)
         return angles.cos()*self.scaling, angles.sin()*self.scaling
 
@@ -72,6 +76,7 @@ class KVCache:
     def __init__(self, max_length:int): # columns: prompt, padding included, and all tokens to come
         self.max_length,self.length = max_length, 0
         self.k,self.v = {}, {}
+        self.shift:Any = 0 # (B, 1) how far positions are ahead of the number of tokens
         self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
 
     def advance(self,
@@ -83,14 +88,17 @@ class KVCache:
         if self.length==0: return self._start(B, T, x.device, layout)
         self.key_mask[:,self.length:self.length+T] = True
         self.length += T
-        return self.key_mask.sum(1, keepdim=True) + torch.arange(-T, 0, device=x.device)
+        return self.key_mask.sum(1, keepdim=True) + self.shift + torch.arange(-T, 0, device=x.device)
 
     def _start(self, B, T, device, layout):
         layout = layout or Layout.from_doc_lens([[T]]*B, T)
         self.key_mask = torch.zeros(B, self.max_length, dtype=torch.bool, device=device)
         self.key_mask[:,:T] = layout.to(device).documents>0
         self.length = T
-        return layout.to(device).positions
+        positions = layout.to(device).positions
+        if positions.ndim==3: # what follows a picture begins behind its longer side
+            self.shift = positions.amax((0,2))[:,None]+1-self.key_mask.sum(1, keepdim=True)
+        return positions
 
     def append(self, block:int, k:Tensor, # number of the block; (B, Hkv, T, D) its new keys
         v:Tensor, # (B, Hkv, T, D) its new values
@@ -281,9 +289,11 @@ class Reader:
             raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
         self.decoder, self.mask, self.cache = decoder, mask, KVCache(mask.shape[1] + room)
 
-    def read(self, x:Tensor)->Tensor: # (B, t, D) at first the prompt, then what is new
-        "Returns scores of what comes next, (B, V)."
-        layout = Layout.from_mask(self.mask) if self.cache.length == 0 else None
+    def read(self, x:Tensor, # (B, t, D) at first the prompt, then what is new
+        layout:Layout|None=None, # of the prompt; None: as its mask says
+    )->Tensor: # (B, V)
+        "Returns scores of what comes next."
+        layout = (layout or Layout.from_mask(self.mask)) if self.cache.length == 0 else None
         return self.decoder.head(self.decoder(x, layout=layout, cache=self.cache)[:, -1])
 
     def step(self, ids:Tensor)->Tensor: # (B,) one new token a row

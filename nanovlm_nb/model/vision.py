@@ -18,16 +18,15 @@ from torch import Tensor,nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core.config import VLMConfig
+from ..core.grids import flat_pictures
 from ..core.usage import require
 from .attention import attention
 
 # %% ../../nbs/21_model.vision.ipynb #2026a3af
-def _flatten_tiles(images)->list[Tensor]: # None, a stack (N, 3, S, S), a tile, or lists of these, nested
+def _flatten_tiles(images)->list[Tensor]: # None, a tile, a stack (N, 3, S, S), a grid, or lists of them
     "Returns the stacks of tiles in `images`, each (n, 3, S, S), in reading order."
-    if images is None: return []
-    if isinstance(images, (list, tuple)): return [t for item in images for t in _flatten_tiles(item)]
-    stack = images[None] if images.ndim == 3 else images
-    return [stack] if len(stack) else []
+    stacks = [picture.reshape(-1, *picture.shape[-3:]) for picture in flat_pictures(images)]
+    return [stack for stack in stacks if len(stack)]
 
 # %% ../../nbs/21_model.vision.ipynb #2026a3b0
 def stack_tiles(images, device:str|torch.device|None=None)->Tensor|None: # see `_flatten_tiles`; to go to
@@ -136,7 +135,7 @@ class ViTBlock(nn.Module):
 def init_weights(module:nn.Module, # a part of the model; others are left alone
     std:float=.02)->None: # standard deviation of matrices
     "Fresh weights for one module; `ViT` and `LanguageModel` apply it to all of their own."
-    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding)):
         nn.init.normal_(module.weight, std=std)
         if getattr(module, 'bias', None) is not None: nn.init.zeros_(module.bias)
     if isinstance(module, ViTPatchEmbeddings):

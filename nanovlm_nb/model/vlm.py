@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from ..core.config import VLMConfig, evolve
 from ..core.dist import is_sharded
-from ..core.layout import Layout, check_targets, slot_error
-from .vision import ViT,ModalityProjector,stack_tiles,to_pixels
-from .language import LanguageModel,Reader
+from ..core.grids import flat_pictures,grids_of
+from ..core.usage import require
+from ..core.layout import Layout, Tiles, check_targets, slot_error
+from .vision import stack_tiles,to_pixels
+from .language import Reader
+from .native import build_parts
 from .loss import cross_entropy
 from .generate import sample, stream_ids
 from .weights import (Pretrained, language_config, load_language_backbone,
@@ -25,10 +28,10 @@ from .weights import (Pretrained, language_config, load_language_backbone,
 
 # %% ../../nbs/28_model.vlm.ipynb #90dfad4c
 def fill_slots(embeddings:Tensor, slots:Tensor, # (B, T, D); (n,) positions in the batch laid end to end
-    features:Tensor, # (N, tokens per tile, D) image tokens in reading order, n in all
+    features:Tensor, # (N, tokens per tile, D), or (N, D): image tokens in reading order, n in all
 )->Tensor: # (B, T, D) a new tensor
     "Replaces the vectors at the slots by the image tokens, in order."
-    vectors = features.flatten(0, 1).to(embeddings.dtype)
+    vectors = features.flatten(0, -2).to(embeddings.dtype)
     return embeddings.flatten(0, 1).index_copy(0, slots, vectors).view_as(embeddings)
 
 # %% ../../nbs/28_model.vlm.ipynb #d0585310
@@ -49,7 +52,7 @@ class VLMNet(nn.Module):
     def __init__(self, cfg:VLMConfig): # sizes of all parts
         super().__init__()
         self.cfg = cfg
-        self.vision_encoder, self.MP, self.decoder = ViT(cfg), ModalityProjector(cfg), LanguageModel(cfg)
+        self.vision_encoder, self.MP, self.decoder = build_parts(cfg)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
         self.cross_entropy:Any = cross_entropy # or a loss of your own, which takes and returns the same
         self.features:Any = None # a `FeatureCache`
@@ -62,12 +65,15 @@ class VLMNet(nn.Module):
             if mode and not trains(part) and any(True for _ in part.parameters()): part.eval()
         return self
 
-    def see(self, tiles:Tensor)->Tensor: # (N, 3, S, S), see `stack_tiles`; (N, P, vit_hidden_dim)
+    def see(self, tiles:Tensor, # (N, 3, S, S), see `stack_tiles`
+        places:Tiles|None=None, # where they are in their pictures, if these are grids
+    )->Tensor: # (N, P, vit_hidden_dim)
         "Returns features of tiles."
         w = self.decoder.token_embedding.weight # on the device even if a sharded model is put away on the CPU
         mean,std = self.cfg.pixel_mean, self.cfg.pixel_std
         pixels = to_pixels(tiles.to(w.device), mean, std, self.tile_multiple)
-        return self.vision_encoder(pixels.to(w.dtype))[:len(tiles)]
+        seen = self.vision_encoder(pixels.to(w.dtype), *([places] if places else []))
+        return seen[:len(tiles)]
 
     def _nothing(self, x):
         "0 with a graph to what sees and trains; None if nothing does. A sharded tower must run, for others."
@@ -84,9 +90,16 @@ class VLMNet(nn.Module):
 
     def layout_of(self, input_ids:Tensor, attention_mask:Tensor|None=None, # (B, T) token ids; see `forward`
         targets:Tensor|None=None, doc_lens:Sequence[Sequence[int]]|None=None, # see `forward`
+        images=None, # see `stack_tiles`
     )->Layout: # on the device of the ids
         "Returns what a loader would have said of a batch; a GPU is waited for."
-        layout = Layout.of(input_ids, self.cfg.image_token_id, targets, attention_mask, doc_lens)
+        grids = grids_of(images)
+        cfg,image_id = self.cfg,self.cfg.image_token_id
+        all_grids = len(grids)==len(flat_pictures(images))
+        require(all_grids or not cfg.native, 'a picture of this model is a grid of tiles, '
+            '(rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
+        layout = Layout.of(input_ids, image_id, targets, attention_mask, doc_lens,
+                           grids, cfg.tiles_per_window)
         if layout.targets is not None: check_targets(layout.targets, self.n_outputs)
         return layout.to(input_ids.device)
 
@@ -94,7 +107,7 @@ class VLMNet(nn.Module):
         layout:Layout|None=None, # of this batch, with slots; None: made here
     )->Tensor: # (B, T, lm_hidden_dim)
         "Returns what the language model reads: table rows, image tokens in the slots."
-        layout = self.layout_of(input_ids) if layout is None else layout
+        layout = self.layout_of(input_ids, images=images) if layout is None else layout
         slots:Any = layout.slots
         tiles:Any = images if isinstance(images, Tensor) and images.ndim == 4 else stack_tiles(images)
         x,n = self.decoder.token_embedding(input_ids), 0 if tiles is None else len(tiles)
@@ -103,14 +116,17 @@ class VLMNet(nn.Module):
         if not n:
             nothing = self._nothing(x)
             return x if nothing is None else x+nothing
-        seen = self.see(tiles) if self.features is None else self.features(tiles).to(x)
+        if self.cfg.native and not layout.tiles:
+            raise ValueError('the layout has no grids: make it with those of the pictures, '
+                             'as layout_of(input_ids, images=...) does')
+        seen = self.see(tiles, layout.tiles) if self.features is None else self.features(tiles).to(x)
         return fill_slots(x, slots, self.MP(seen))
 
     def hidden(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
         attention_mask:Tensor|None=None, # (B, T) 0 at padding, left or right; one sample a row
     )->Tensor: # (B, T, lm_hidden_dim) after the last norm
         "Returns hidden states; those at padding mean nothing."
-        layout = self.layout_of(input_ids, attention_mask)
+        layout = self.layout_of(input_ids, attention_mask, images=images)
         return self.decoder(self.embed(input_ids, images, layout), layout)
 
     def forward(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
@@ -121,7 +137,7 @@ class VLMNet(nn.Module):
         layout:Layout|None=None, # of this batch, on the model's device; instead of mask, targets and lengths
     )->tuple[Tensor|None, Tensor|None]: # scores (B, T, vocabulary) or None, loss () or None
         "Returns scores at all positions without targets, the loss with them."
-        if layout is None: layout = self.layout_of(input_ids, attention_mask, targets, doc_lens)
+        if layout is None: layout = self.layout_of(input_ids, attention_mask, targets, doc_lens, images)
         h, balance = self.decoder(self.embed(input_ids, images, layout), layout, with_balance=True)
         logits = self.head(h) if layout.at is None or return_logits else None
         if layout.at is None: return logits, None
@@ -163,7 +179,8 @@ class VisionLanguageModel(Pretrained, VLMNet):
         if eos_token_id is None: eos_token_id = self.tokenizer.eos_token_id
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         reader = reader or Reader(self.decoder, mask, max_new_tokens)
-        scores = reader.read(self.embed(input_ids, images))
+        layout = self.layout_of(input_ids, attention_mask, images=images)
+        scores = reader.read(self.embed(input_ids, images, layout), layout)
         pick = partial(sample, **sampling)
         yield from stream_ids(reader.step, scores, max_new_tokens, pick, eos_token_id, ended=ended)
 

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
-           'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'MODEL_CARD', 'UNTOLD',
-           'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file', 'Family', 'their_names',
-           'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights', 'load_vision_backbone',
-           'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names', 'text_type',
-           'to_smolvlm', 'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'base_digest', 'noted_base',
-           'Pretrained', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
+           'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'QWEN2_5_VL', 'QWEN_CAN',
+           'MODEL_CARD', 'UNTOLD', 'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file',
+           'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights',
+           'load_vision_backbone', 'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names',
+           'text_type', 'export_line', 'to_smolvlm', 'qwen_names', 'to_qwen', 'weights_sha', 'written_at_once',
+           'find_tokenizer', 'is_adapter', 'beside_base', 'base_digest', 'noted_base', 'Pretrained', 'pth_path',
+           'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
+import io
 import json
 import logging
 import os
@@ -21,7 +23,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from functools import partial,reduce
 from pathlib import Path
@@ -34,12 +36,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tokenizers import Tokenizer
 
-from ..core.config import VLMConfig, evolve
-from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files
+from ..core.config import VLMConfig, evolve, image_tokens
+from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files,system_errors,write_atomic
 from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
-from ..core.usage import MissingFile, UsageError, near_path, require
-from .vision import ViT,ModalityProjector
+from ..core.usage import MissingFile,UsageError,require,near_path
+from .vision import ViT
 from .language import LanguageModel
+from .native import build_parts
 
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
@@ -330,7 +333,8 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
 # whole models in transformers that can be read and written: type -> class
-WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration', idefics3='Idefics3ForConditionalGeneration')
+WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration', idefics3='Idefics3ForConditionalGeneration',
+             qwen2_5_vl='Qwen2_5_VLForConditionalGeneration')
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
@@ -349,7 +353,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     folder = resolve_checkpoint(name)
     config = _json(folder, 'config.json')
     theirs = config.get('model_type')
-    if theirs in WHOLE: return kind.from_dict(_read_smolvlm_config(folder).to_dict())
+    if theirs in WHOLE: return kind.from_dict(_whole_config(folder, theirs).to_dict())
     require(not theirs, f"{name} is a model of type {theirs!r}, and of transformers' whole models only "
             f"{' and '.join(WHOLE)} are read: give one of these, or name it as a backbone (lm_model_type, "
             "vit_model_type)")
@@ -358,7 +362,7 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
     return kind.load(folder/'config.json')
 
 # %% ../../nbs/26_model.weights.ipynb #c8d84bd9
-def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the configuration
+def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
 )->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
     "Reads a checkpoint, and what adapters are for from their base."
@@ -368,11 +372,15 @@ def checkpoint_weights(name:str|Path, kind:type=VLMConfig, # class of the config
         base = resolve_checkpoint(note['base']['path'])
         require(base_digest(base)==note['base']['sha256'], f"{folder} holds adapters, and {base} has other "
             "weights than their base had: put that back, or begin a new run with load_from")
-        state = checkpoint_weights(base, kind)[1] | read_file(folder/LORA_WEIGHTS)
+        own = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
+        known = own & _json(base, 'config.json').keys() # or the base is a plain model
+        state = checkpoint_weights(base, kind if known else VLMConfig)[1]
+        for new in note.get('without', ()): state.pop(new, None)
+        state |= read_file(folder/LORA_WEIGHTS)
         plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
         return checkpoint_config(folder, kind),plain
     cfg = checkpoint_config(folder, kind)
-    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_smolvlm(folder, cfg)
+    if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_whole(folder, cfg)
     state = _read_tensors(folder)
     if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
     if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
@@ -398,23 +406,39 @@ def text_type(cfg:VLMConfig)->str: # llama, qwen2 or qwen3
 SMOLVLM_CAN:dict[str,Any] = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False, vit_pre_norm=False,
                                  vit_post_norm=True, mp_kind='linear')
 
-def _smolvlm_config(cfg, kind):
-    "Their config.json."
-    named = lambda family: {theirs:getattr(cfg, ours) for ours,theirs in family.fields.items()}
+def _named(cfg, family): return {theirs:getattr(cfg, ours) for ours,theirs in family.fields.items()}
+
+def _text_config(cfg, kind):
+    "What their config.json says of the decoder."
     base = float(cfg.lm_re_base) # transformers 4 reads rope_theta, transformers 5 rope_parameters
-    decoder = named(LLAMA) | dict(model_type=text_type(cfg), vocab_size=cfg.lm_vocab_size,
+    return _named(cfg, LLAMA) | dict(model_type=kind, vocab_size=cfg.lm_vocab_size,
         head_dim=cfg.head_width, max_position_embeddings=cfg.lm_max_position_embeddings, hidden_act='silu',
         rope_theta=base, rope_parameters=dict(rope_type='default', rope_theta=base),
         tie_word_embeddings=cfg.lm_tie_weights)
+
+def _smolvlm_config(cfg, kind):
+    "Their config.json."
     return dict(model_type=kind, architectures=[WHOLE[kind]],
         image_token_id=cfg.image_token_id, scale_factor=cfg.mp_pixel_shuffle_factor,
-        tie_word_embeddings=cfg.lm_tie_weights, vision_config=named(SIGLIP)|dict(num_channels=3),
-        text_config=decoder)
+        tie_word_embeddings=cfg.lm_tie_weights, vision_config=_named(cfg, SIGLIP)|dict(num_channels=3),
+        text_config=_text_config(cfg, text_type(cfg)))
+
+# %% ../../nbs/26_model.weights.ipynb #26a00001
+def export_line(cfg:VLMConfig)->str: # of a model to be trained
+    "Returns what a model can be written as, and what it cannot, see `80_uses.export`."
+    if cfg.native: return 'as nanovlm, or as the Qwen2.5-VL that it is'
+    odd = [f'{name} {getattr(cfg, name)}' for name,v in SMOLVLM_CAN.items() if getattr(cfg, name)!=v]
+    if odd: return f"as nanovlm; transformers and llama.cpp have no {', '.join(odd)}"
+    if cfg.image_convention=='smolvlm': return 'as nanovlm, smolvlm with its processor, onnx, web or gguf'
+    return ('as nanovlm, onnx or web; for transformers without a processor, for llama.cpp not at all: '
+        'image_convention smolvlm would allow both')
 
 # %% ../../nbs/26_model.weights.ipynb #d3e39434
 def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a whole model; or idefics3
 )->tuple[dict,dict]: # their config.json and their tensors
     "Returns a whole model in the format of transformers."
+    require(not cfg.native, 'image_convention is qwen, and such a model is a Qwen2.5-VL: take --format '
+            'qwen2_5_vl, or nanovlm')
     _check_fields(cfg, SMOLVLM_CAN, 'SmolVLM has',
                  'this model cannot be written as one, but with format nanovlm')
     # a tied head is written too: MLX looks for it
@@ -428,15 +452,18 @@ def _extra_tokens(folder, image_id):
     first,end = image_id, image_id
     while added.get(first-1, SPECIAL_TOKENS[0]) not in SPECIAL_TOKENS: first -= 1
     while end in added: end += 1
-    names = {t:n for c in ('nanovlm','smolvlm')
-             for n,t in VLMConfig(image_convention=c).vlm_extra_tokens.items()}
+    names = {t:n for c in ('nanovlm','smolvlm','qwen') for n,t in image_tokens(c).items()}
     return first,{names.get(added[i], f'token_{i}'):added[i] for i in range(first, end)}
 
 # %% ../../nbs/26_model.weights.ipynb #dcd0ca76
+def _picture_rules(folder):
+    "What the image processor's file says; nothing without one."
+    return (_json(folder, 'preprocessor_config.json')
+            or _json(folder, 'processor_config.json').get('image_processor', {}))
+
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
-    p = (_json(folder, 'preprocessor_config.json')
-         or _json(folder, 'processor_config.json').get('image_processor', {}))
+    p = _picture_rules(folder)
     if not p: return dict(max_img_size=tile, resize_to_max_side_len=True)
     side,cut = p['size']['longest_edge'], p['max_image_size']['longest_edge']
     require(cut==tile and side%tile==0, f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
@@ -445,12 +472,16 @@ def _picture_fields(folder, tile):
                 resize_to_max_side_len=True) | _pixels(p)
 
 # %% ../../nbs/26_model.weights.ipynb #e678d912
+def _chat_template(folder):
+    "The chat template of a checkpoint, None without one."
+    jinja = folder/'chat_template.jinja'
+    if jinja.is_file(): return jinja.read_text(encoding='utf-8')
+    return _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template')
+
 def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
     if not (folder/'tokenizer.json').is_file(): return {}
-    jinja,place = folder/'chat_template.jinja', "message['content'][0]['type'] == 'image'"
-    template = (jinja.read_text(encoding='utf-8') if jinja.is_file()
-                else _json(folder, 'chat_template.json', 'tokenizer_config.json').get('chat_template'))
+    template,place = _chat_template(folder),"message['content'][0]['type'] == 'image'"
     if not template: return dict(lm_tokenizer=str(folder))
     return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(
         place, "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"))
@@ -464,7 +495,6 @@ AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.al
 # %% ../../nbs/26_model.weights.ipynb #573575ad
 def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
-    if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
     theirs = _their_config(folder)
     kind,known = theirs.text_config.model_type,_families('lm_hidden_dim')
     require(kind in known, f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here")
@@ -478,15 +508,94 @@ def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
         mp_pixel_shuffle_factor=theirs.scale_factor, vit_model_type=str(folder), lm_model_type=str(folder),
         hf_repo_name=None))
 
-# %% ../../nbs/26_model.weights.ipynb #c0eff287
-def _from_smolvlm(folder, cfg):
+# %% ../../nbs/26_model.weights.ipynb #c0eff291
+QWEN2_5_VL = Family('vision_config', 'visual.', {
+        'vision_encoder.patch_embedding.conv.weight': 'patch_embed.proj.weight',
+        'vision_encoder.blocks.*.norm1.weight': 'blocks.*.norm1.weight',
+        'vision_encoder.blocks.*.attn.qkv_proj.*': 'blocks.*.attn.qkv.*',
+        'vision_encoder.blocks.*.attn.out_proj.*': 'blocks.*.attn.proj.*',
+        'vision_encoder.blocks.*.norm2.weight': 'blocks.*.norm2.weight',
+        'vision_encoder.blocks.*.mlp.*.*': 'blocks.*.mlp.*.*',
+        'MP.norm.weight': 'merger.ln_q.weight',
+        'MP.proj.*': 'merger.mlp.0.*',
+        'MP.out.1.*': 'merger.mlp.2.*'},
+    dict(vit_hidden_dim='hidden_size', vit_inter_dim='intermediate_size', vit_patch_size='patch_size',
+        vit_n_heads='num_heads', vit_n_blocks='depth', vit_window_size='window_size',
+        vit_full_blocks='fullatt_block_indexes', mp_pixel_shuffle_factor='spatial_merge_size'),
+    dict(hidden_act='silu', in_channels=3, temporal_patch_size=2, spatial_merge_size=2),
+    ('*.inv_freq',), dict(vit_ln_eps=1e-6))
+
+def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
+    "Returns where a tensor of a whole model is in Qwen2.5-VL; none is nowhere."
+    part,rest = name.split('.', 1)
+    return their_names(rest, QWEN2) if part=='decoder' else their_names(name, QWEN2_5_VL)
+
+# %% ../../nbs/26_model.weights.ipynb #c0eff292
+def _qwen_tokens(folder, image_id):
+    "First id and names of the special tokens around the image token, up to the last that is about pictures."
+    first,tokens = _extra_tokens(folder, image_id)
+    names = list(tokens)
+    last = max(i for i,name in enumerate(names) if not name.startswith('token_'))
+    return first,{name:tokens[name] for name in names[:last+1]}
+
+def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
+    "Returns our configuration of a model of transformers."
+    theirs,rules = _their_config(folder),_picture_rules(folder)
+    text,vision = theirs.text_config,theirs.vision_config
+    text.tie_word_embeddings = theirs.tie_word_embeddings # the hub's file has it at the top
+    for part,family in ((vision,QWEN2_5_VL), (text,QWEN2)):
+        _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another model')
+    require(rules, f'{folder} has no preprocessor_config.json, which says how pictures are prepared: '
+            'copy it there')
+    size = rules.get('size') or {}
+    limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
+                  max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
+    first,tokens = _qwen_tokens(folder, theirs.image_token_id)
+    tile = vision.patch_size*vision.spatial_merge_size
+    return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text, folder)
+        | _pixels(rules) | {name:n for name,n in limits.items() if n} | dict(image_convention='qwen',
+        vit_img_size=tile, max_img_size=tile, lm_mrope_sections=text.rope_parameters['mrope_section'],
+        lm_base_vocab_size=first, lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
+        lm_tokenizer=str(folder), lm_chat_template=_chat_template(folder), vit_model_type=str(folder),
+        lm_model_type=str(folder), hf_repo_name=None))
+
+# %% ../../nbs/26_model.weights.ipynb #c0eff293
+def _whole_config(folder, kind):
+    "Our configuration of a model of transformers, of a type in `WHOLE`; what we wrote has it in a file."
+    if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
+    return (_read_qwen_config if kind=='qwen2_5_vl' else _read_smolvlm_config)(folder)
+
+def _from_whole(folder, cfg):
     "The weights of a whole model of transformers."
-    theirs = _read_tensors(folder)
-    if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs['model.text_model.embed_tokens.weight'])
-    with torch.device('meta'): whole = dict(vision_encoder=ViT(cfg), MP=ModalityProjector(cfg),
-                                            decoder=LanguageModel(cfg))
-    return _our_tensors(nn.ModuleDict(whole).state_dict(), theirs,
-        partial(smolvlm_names, cfg=cfg), ('*.inv_freq','*.position_ids'), str(folder))
+    names_of = partial(qwen_names if cfg.native else smolvlm_names, cfg=cfg)
+    # what is saved without transformers' own renaming
+    theirs = {re.sub(r'^model\.(?=visual\.)|(?<=^model\.)language_model\.', '', k):w
+              for k,w in _read_tensors(folder).items()}
+    if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs[names_of(EMBED)[0]])
+    with torch.device('meta'): parts = dict(zip(('vision_encoder','MP','decoder'), build_parts(cfg)))
+    return _our_tensors(nn.ModuleDict(parts).state_dict(), theirs, names_of,
+                        ('*.inv_freq','*.position_ids'), str(folder))
+
+# %% ../../nbs/26_model.weights.ipynb #c0eff294
+QWEN_CAN:dict[str,Any] = dict(image_convention='qwen', use_moe=False, lm_attn_scaling=1., lm_qkv_bias=True,
+                              lm_qk_norm=False, lm_head_dim=None, vit_ln_eps=1e-6)
+
+def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a whole model
+    "Returns config.json and tensors of a whole model in the format of transformers' Qwen2.5-VL."
+    _check_fields(cfg, QWEN_CAN, 'Qwen2.5-VL has',
+                 'this model cannot be written as one, but with --format nanovlm')
+    text = _text_config(cfg, 'qwen2_5_vl_text')
+    text['rope_parameters']['mrope_section'] = cfg.lm_mrope_sections
+    text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
+    vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
+    vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
+    named = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)
+             if name in image_tokens('qwen')}
+    config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']], text_config=text,
+        vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)
+    # a tied head is written once
+    kept = {k:w for k,w in state.items() if not (cfg.lm_tie_weights and k==HEAD)}
+    return config|named,_their_tensors(kept, partial(qwen_names, cfg=cfg))
 
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
@@ -508,7 +617,7 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
     place = path if path.is_dir() else path.parent # what a kill leaves goes with its directory
     try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
     except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
-    with beside as tmp:
+    with beside as tmp, system_errors(path):
         (inside := Path(tmp)/'new').mkdir()
         yield inside
         share_files(inside)
@@ -553,6 +662,10 @@ def is_adapter(name:str)->bool: # of a tensor
     "Returns whether a tensor belongs to an adapter, and not to the base."
     return name.endswith((LORA_A, LORA_B))
 
+def beside_base(name:str, note:dict[str,Any])->bool: # of a tensor; see `add_adapters`
+    "Returns whether a tensor is saved with adapters: theirs, and those of parts that are new in the model."
+    return is_adapter(name) or name.partition('.')[0] in note.get('new_parts', ())
+
 # %% ../../nbs/26_model.weights.ipynb #4406cc2c
 def _merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
 )->dict[str,Tensor]: # of a plain model; adapted matrices are float32
@@ -590,7 +703,7 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
 def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
-    note:dict[str,Any], # `rank`, `alpha`, `targets`, `base` (`path`, `sha256`)
+    note:dict[str,Any], # see `add_adapters`; its `base` has `path` and `sha256`
     known_as:str|Path, # where the directory will be
 )->None:
     "Writes adapters and their note."
@@ -599,7 +712,7 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
         "merge_adapters(model) before it is saved")
     here = Path(base['path']).is_dir()
     beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
-    adapters = {k: w.detach().cpu().contiguous() for k,w in state.items() if is_adapter(k)}
+    adapters = {k: w.detach().cpu().contiguous() for k,w in state.items() if beside_base(k, note)}
     save_file(adapters, folder/LORA_WEIGHTS, metadata=dict(format='pt'))
     text = json.dumps(note | dict(base=base | dict(beside=beside)), indent=1)+'\n'
     (folder/LORA_NOTE).write_text(text, encoding='utf-8')
@@ -757,8 +870,10 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
 )->list[str]: # parts that the file lacks: none, `vision_encoder`, or `vision_encoder` and `MP`
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
-        raise MissingFile(f"there is no file {path}: "
-                          "train a language model first, or give load_from another file")
+        of_xtuner = Path(path).name.startswith('iter_')
+        remedy = ('iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
+            if of_xtuner else 'train a language model first, or give load_from another file')
+        raise MissingFile(f'there is no file {path}: {remedy}')
     cfg,tensors,state = model.decoder.cfg,model.state_dict(),_unwrapped(path)
     if not any(k.startswith('decoder.') for k in state): state = _from_minimind(state, model, path)
     for k in (EMBED,HEAD):
@@ -789,5 +904,6 @@ def save_pth(folder:str|Path, state:dict[str,Tensor], cfg:VLMConfig, # made if n
     "Writes MiniMind's file of its pretraining stage, which has no vision tower."
     path = pth_path(Path(folder)/'pretrain_vlm_{dim}{_moe}.pth', cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(_to_minimind(state, cfg), path)
-    return path
+    content = io.BytesIO() # torch does not say what went wrong with a file
+    torch.save(_to_minimind(state, cfg), content)
+    return write_atomic(path, content.getvalue())

@@ -6,43 +6,53 @@
 __all__ = ['foreseen', 'main']
 
 # %% ../../nbs/68_tools.check.ipynb #211a45b1
+import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from ..core.config import TrainConfig,VLMConfig,evolve
-from ..core.dist import Dist
+from ..core.config import OWN_ROWS,TrainConfig,VLMConfig,evolve,run_path
 from ..core.usage import MissingFile,require,say
+from ..data.kept import kept_rows
+from ..model.weights import export_line
 from ..model.flops import BYTES,find_gpu,with_unit
-from ..runs.start import check_own_parts,foresee_start,is_pth,origin_of,plan_resume,resolve_start
-from ..runs.run import run_path
+from ..runs.start import check_own_parts,foresee_start,plan_resume,resolve_start,start_of
 from .doctor import FAIL,PASS,SKIP,WRONG,Finding,check_disk,check_short_run,failed
 from .doctor import machine_findings,tried
 from .inspect import data_findings
 from .plan import GB,USABLE,make_plan
+from ..core.dist import Dist
+from ..core.logs import RunLog
+from ..training.trainer import train_step,updates
+from ..runs.run import build_trainer
 
 # %% ../../nbs/68_tools.check.ipynb #1ff81e21
 def foreseen(v:VLMConfig, c:TrainConfig, gpus:int=1)->tuple[VLMConfig,TrainConfig]: # as given; ranks
     "Returns what a run will be, as far as that can be known."
-    try: return foresee_start(v, c, gpus)[:2]
+    try: return foresee_start(v, c, gpus)[1:3]
     except (OSError, ValueError): return v,c
 
 # %% ../../nbs/68_tools.check.ipynb #55579ca1
 def _start_findings(v:VLMConfig, c:TrainConfig, gpus:int=1, run_dir:Path|None=None)->Iterator[Finding]:
     """Yields what a start would do, and each line of what a resume would do.
     `run_dir` is of a run that is to resume; without it the settings say whether one is."""
+    if run_dir: c = evolve(c, resume=True)
+    place = run_dir or run_path(**v.to_dict()|c.to_dict())
     try:
-        v,c,_ = resolve_start(v, evolve(c, resume=True) if run_dir else c, gpus)
-        place = run_dir or run_path(v, c, Dist())
-        if is_pth(c.load_from) and not c.resume and not Path(str(c.load_from)).is_file():
+        start = start_of(place, v, c)
+        v,c,_ = resolve_start(v, c, gpus, start)
+        if start.kind=='file' and not Path(str(c.load_from)).is_file():
             raise MissingFile(f'there is no file {c.load_from}')
-        lines = plan_resume(place, v, c, gpus)[1]
+        lines = plan_resume(place or Path(v.vlm_checkpoint_path), start, v, c, gpus)
     except WRONG as e: yield failed('start', e)
     else:
-        if not c.resume: yield Finding('start', PASS, f'from {origin_of(v, c)}')
+        if start.kind!='resume': yield Finding('start', PASS, f'from {start.origin}')
+        yield Finding('export', PASS, export_line(v))
         for ok,line in lines if c.resume else ():
             yield Finding('resume', PASS if ok else FAIL, line.replace('Auto resumed', 'would resume'))
 
@@ -58,13 +68,53 @@ def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a
     return text
 
 # %% ../../nbs/68_tools.check.ipynb #68aa0001
+_TIMES = {'h':3600, 'min':60, 's':1, 'ms':.001}
+
 def _time_line(plan:dict)->str: # from `make_plan`
     "Returns how long the run takes, on each kind of GPU."
-    units = {'h':3600, 'min':60, 's':1, 'ms':.001}
-    each = ', '.join(f"{with_unit(3600*d['hours'], units)} on {plan['gpus']} {name}"
+    each = ', '.join(f"{with_unit(3600*d['hours'], _TIMES)} on {plan['gpus']} {name}"
                      for name,d in plan['devices'].items())
     length = f"{plan['updates']} updates of {plan['work']['packs']} packs"
     return f"{length}: {each}, at {plan['mfu']:.0%} of the peak"
+
+# %% ../../nbs/68_tools.check.ipynb #a1b0c061
+_LONGEST_PACK,_LARGEST = 10.,2**31 # seconds; bytes of the weights, of what is tried here
+
+def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
+    "Returns how long the second of two updates of one pack takes here, with random weights."
+    with tempfile.TemporaryDirectory() as tmp, RunLog(tmp, Dist(), quiet=True) as log:
+        v = evolve(vlm_cfg, vlm_load_backbone_weights=False, vlm_checkpoint_path=tmp, hf_repo_name=None)
+        c = evolve(train_cfg, train_dataset_path='shapes', train_dataset_name=['default'], columns=[],
+            train_dataset_weights=[], stream_dataset=False, data_cutoff_idx=512, val_size=2, batch_size=1,
+            gradient_accumulation_steps=1, num_workers=0, val_workers=0, load_from=None, resume=False,
+            resume_from_vlm_checkpoint=False, sharding='ddp', offload_params=False, deepspeed_config=None,
+            tracker='none', progress_bar=False, cache_features=False)
+        trainer = build_trainer(v, c, log, Dist())
+        trainer.hooks = []
+        for update in islice(updates(trainer), 2):
+            begin = perf_counter()
+            train_step(trainer, update)
+            seconds = perf_counter()-begin
+    return seconds
+
+def _time_here(vlm_cfg:VLMConfig, train_cfg:TrainConfig, plan:dict)->str: # from `make_plan`
+    "Returns how long the run takes on this machine, which has no GPU; of a large model the estimate for one."
+    x = torch.ones(512, 512)
+    begin = perf_counter()
+    for _ in range(4): x @ x
+    speed = 4*2*512**3/(perf_counter()-begin) # operations a second
+    packs = plan['work']['packs']
+    expected = plan['work']['all']/packs/speed
+    weights = 4*sum(part['total'] for part in plan['parameters'].values())
+    elsewhere = f'{_time_line(plan)}, an estimate: there is no GPU here'
+    if plan['gpus']>1: return elsewhere
+    if expected>_LONGEST_PACK or weights>_LARGEST:
+        return f'{elsewhere}, and a pack would take this machine about {with_unit(expected, _TIMES)}'
+    try: seconds = _seconds_of_pack(vlm_cfg, train_cfg)
+    except WRONG: return elsewhere # what is wrong has a line of its own
+    length = f"{plan['updates']} updates of {packs} packs"
+    whole = with_unit(plan['updates']*packs*seconds, _TIMES)
+    return f'{length}: about {whole} on this machine, where a pack takes {with_unit(seconds, _TIMES)}'
 
 # %% ../../nbs/68_tools.check.ipynb #68aa0003
 def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator[Finding]: # ranks
@@ -76,7 +126,7 @@ def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator
         yield failed('plan', e)
         return
     yield tried('memory', _check_memory, plan, card and card.total_memory/GB)
-    yield tried('time', _time_line, plan)
+    yield tried('time', _time_line if card else _time_here, *(plan,) if card else (vlm_cfg, train_cfg, plan))
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path, plan['disk']['checkpoint'],
                 plan['disk']['kept'])
 
@@ -86,6 +136,7 @@ def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding
     yield 'start'
     yield from _start_findings(vlm_cfg, train_cfg, gpus, run_dir)
     v,c = foreseen(vlm_cfg, train_cfg, gpus)
+    if run_dir and c.train_dataset_path==OWN_ROWS: c = evolve(c, train_dataset_path=str(kept_rows(run_dir)))
     yield from ('', 'machine')
     yield from machine_findings(c, gpus)
     yield from ('', 'cost')

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from packaging.version import Version
 
-from ..core.config import TrainConfig,VLMConfig,code_flags,evolve,save_yaml
+from ..core.config import TrainConfig,VLMConfig,evolve,save_yaml,trust_flags
 from ..core.run_dir import read_log
 from ..core.logs import wandb_mode
 from ..core.usage import UsageError,require
-from ..answers.evaluate import possible_tasks,task_names
+from ..answers.evaluate import choose_eval_backend,possible_tasks,task_names
 from .runs import gpu_lines
 
 # %% ../../nbs/61_tools.doctor.ipynb #463ced20
@@ -153,13 +153,16 @@ def _check_tasks(train_cfg:TrainConfig)->str:
     raise UsageError(f'{missing}: do what the message says, or give other tasks')
 
 # %% ../../nbs/61_tools.doctor.ipynb #3b9d21c9
-def _check_slurm(command:str='sinfo')->str:
-    "Raises when there is a scheduler that does not answer."
+def _check_slurm(train_cfg:TrainConfig, command:str='sinfo')->str:
+    "Raises when a run needs a scheduler, for its evaluations, that does not answer."
     if shutil.which(command) is None: raise Skip(f'no {command} here: start runs with torchrun')
     done = subprocess.run([command, '-h', '-o', '%P %D %t'], capture_output=True, text=True, timeout=60)
+    if not done.returncode: return f'{len(done.stdout.splitlines())} groups of nodes'
     why = (done.stderr.strip() or f'{command} ended with {done.returncode}').splitlines()[0]
-    require(not done.returncode, f'{why}: ask the administrators; or start runs with torchrun')
-    return f'{len(done.stdout.splitlines())} groups of nodes'
+    needed = train_cfg.use_lmms_eval and choose_eval_backend(train_cfg)=='slurm'
+    if not needed: raise Skip(f'{why}; nothing here needs it: start runs with torchrun')
+    raise UsageError(f'{why}, and evaluations need it: ask the administrators, or give '
+        '--eval_backend subprocess')
 
 # %% ../../nbs/61_tools.doctor.ipynb #19573343
 def _smoke_config(train_cfg:TrainConfig, updates:int)->TrainConfig: # from `resolve_start`
@@ -174,7 +177,7 @@ def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float
     "Returns the losses of a run in a process of its own, and the last line of what it says if it fails."
     save_yaml(f'{folder}/config.yaml', vlm_cfg, small)
     command = [sys.executable, '-m', 'nanovlm_nb.train', '--config', f'{folder}/config.yaml',
-               *code_flags(small.to_dict())]
+               *trust_flags(small.to_dict())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     log = next(Path(folder).rglob('smoke/log.jsonl'), None)
     losses = [r['batch_loss'] for r in read_log(log) if 'batch_loss' in r] if log else []
@@ -204,5 +207,5 @@ def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ra
     checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
         ('CUDA', _check_cuda, seen, cuda, _driver_version()), ('flash-attn', _check_flash, *wheels),
         ('wandb', _check_wandb, train_cfg), ('tasks', _check_tasks, train_cfg),
-        ('Slurm', _check_slurm)]
+        ('Slurm', _check_slurm, train_cfg)]
     for name,check,*values in checks: yield tried(name, check, *values)

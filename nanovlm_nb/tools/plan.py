@@ -8,7 +8,7 @@ __all__ = ['LOWER', 'UPPER', 'META', 'GB', 'USABLE', 'LikeCuda', 'like_cuda', 'e
            'checkpoint_bytes', 'make_plan', 'main']
 
 # %% ../../nbs/64_tools.plan.ipynb #a57296c8
-import weakref
+import math,weakref
 from collections import Counter
 from collections.abc import Callable
 from argparse import Namespace
@@ -33,7 +33,7 @@ from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
 from ..training.shard import bytes_per_parameter
-from ..runs.start import foresee_start,origin_of,splits
+from ..runs.start import foresee_start,splits
 from ..cli import DEVICES,MFU
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0011
@@ -125,8 +125,7 @@ def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0031
 def _most_tiles(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int:
     "Returns how many tiles a pack can hold: by its tokens, its images, and its limit of tiles."
-    side = vlm_cfg.max_img_size//vlm_cfg.vit_img_size
-    by_images = train_cfg.max_images_per_knapsack*(side*side+(side>1))
+    by_images = train_cfg.max_images_per_knapsack*vlm_cfg.most_tiles
     return min(vlm_cfg.lm_max_length//(vlm_cfg.mp_image_token_length+1), by_images,
                train_cfg.max_tiles_per_knapsack or by_images)
 
@@ -136,15 +135,18 @@ def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; sampl
     "Returns a micro-batch of zeros with so many tiles and targets in a sample; packs hold a share of tokens."
     v,length = vlm_cfg,int(full*vlm_cfg.lm_max_length)//documents
     tiles = int(length/1.2)//v.mp_image_token_length if tiles is None else tiles
+    rows_of_tiles = math.isqrt(tiles) if v.native else 1 # a picture as square as can be
+    tiles -= tiles%max(rows_of_tiles, 1)
     text = length-tiles*v.mp_image_token_length
     targets = 2*text//3 if targets is None else targets
     assert text>0 and 0<targets<length, f'{tiles} tiles, {targets} targets in {length} positions'
     ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), IGNORE)
     ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
     pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
+    if v.native and tiles: pixels = pixels.unflatten(0, (rows_of_tiles,-1))
     sample = dict(input_ids=ids, labels=labels, images=[pixels] if tiles else [])
     packed = pack([dict(sample, id=f'example/{i}') for i in range(documents)], v.lm_max_length, 0)
-    return collate_packs([packed]*rows, v.image_token_id)
+    return collate_packs([packed]*rows, v.image_token_id, window=v.tiles_per_window)
 
 # %% ../../nbs/64_tools.plan.ipynb #b4ddba73
 def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-batch
@@ -333,7 +335,8 @@ def update_flops(vlm_cfg:VLMConfig, c:TrainConfig, pack:PackEstimate)->dict[str,
     documents = max(round(pack.documents), 1)*n
     lens = [pack.tokens*n/documents]*documents
     parts = step_flops(vlm_cfg, pack.tiles*n, lens, pack.targets*n, max(n*vlm_cfg.lm_max_length, sum(lens)),
-                       set(learning), **how)
+                       set(learning), 16*pack.tiles*n*vlm_cfg.tiles_per_window**2,
+                       16*pack.tiles*n*min(pack.tiles, vlm_cfg.most_tiles), **how)
     return dict(useful=useful_flops(parts), all=all_flops(parts))
 
 # %% ../../nbs/64_tools.plan.ipynb #c0de0002
@@ -495,7 +498,7 @@ def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
 # %% ../../nbs/64_tools.plan.ipynb #64aa0002
 def main(values:Namespace)->None: # from `cli.plan_parser`
     "Command `nanovlm plan`: what a run will cost."
-    v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
+    begin,v,t,lines = foresee_start(values.vlm_cfg, values.train_cfg, values.gpus)
     plan = make_plan(v, t, values.gpus, tuple(values.gpu), values.mfu, None, values.samples, values.epochs)
-    plan = dict(start=origin_of(v, t))|plan|dict(notes=[*lines, *plan['notes']])
+    plan = dict(start=begin.origin)|plan|dict(notes=[*lines, *plan['notes']])
     say(_plan_text(plan))

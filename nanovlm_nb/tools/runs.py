@@ -14,11 +14,11 @@ from math import isfinite
 from pathlib import Path
 
 from ..core.run_dir import file_sizes
-from ..core.run_dir import BEST,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,holder,last_checkpoint
-from ..core.run_dir import last_written,read_state,runs_in
-from ..core.run_dir import missing_pieces,prune_older,read_log,read_pointer,remove,written
+from ..core.run_dir import BEST,CONFIG,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,holder
+from ..core.run_dir import last_checkpoint,left_behind,missing_pieces,prune_older,read_log
+from ..core.run_dir import read_pointer,remove,why_kept,written,last_written,read_state,runs_in
 from ..core.logs import describe,plot_curves
-from ..core.usage import MissingFile,UsageError,say
+from ..core.usage import MissingFile,require,UsageError,say
 
 # %% ../../nbs/60_tools.runs.ipynb #5af540bd
 def _since(seconds:float)->str: # e.g. '2.0 h'
@@ -56,7 +56,8 @@ _SHOWN = ('batch_loss','val_loss','grad_norm','epoch','tokens_per_second') # fig
 def _state_of(run_dir:Path)->str:
     "Returns what a run says of itself, or what became of it."
     path = run_dir/STATUS
-    text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else 'unknown (no status file)'
+    if path.is_file(): text = path.read_text(encoding='utf-8', errors='replace')
+    else: text = 'unknown (no status file)'
     status = ' '.join(text.split())
     if status!='running': return status
     return f'running, {who}' if (who := holder(run_dir)) else 'killed (nobody holds its directory)'
@@ -131,12 +132,26 @@ def gpu_lines(fields:str='index,name,utilization.gpu,memory.used,memory.total', 
     return [f'GPU {line}' for line in lines if line.count(',')==fields.count(',')]
 
 # %% ../../nbs/60_tools.runs.ipynb #e5590701
+def _delete(run_dir:Path, values:Namespace)->Iterator[str]: # from `cli.runs_parser`
+    "Deletes what is asked for; yields a line for each directory, also for those that no run has made."
+    days = values.delete_older_than
+    if days is None and not values.delete_abandoned: return
+    is_run = any((run_dir/name).is_file() for name in (CONFIG,LOG)) or left_behind(run_dir, None)
+    require(is_run, f'{run_dir} is no run, nothing in it is deleted: give the directory of a run')
+    deleted = [] if days is None else prune_older(run_dir, days)
+    left = [] if days is None else checkpoints(run_dir)
+    if values.delete_abandoned: left += abandoned(run_dir)
+    for folder in left:
+        why = why_kept(folder)
+        if why: yield f'kept {folder.name}: {why}'
+        elif folder.name.startswith('abandoned_'):
+            remove(folder)
+            deleted.append(folder)
+    yield from (f'deleted {p.name}' for p in deleted)
+
 def _standing(run_dir:Path, values:Namespace)->Iterator[str]: # from `cli.runs_parser`
     "Yields what was deleted and written, how the run stands, and its checkpoints."
-    deleted = [] if values.delete_older_than is None else prune_older(run_dir, values.delete_older_than)
-    old = abandoned(run_dir) if values.delete_abandoned else []
-    for folder in old: remove(folder)
-    yield from (f'deleted {p.name}' for p in deleted+old)
+    yield from _delete(run_dir, values)
     if values.pth:
         from nanovlm_nb.training.checkpoint import export_pth # to list checkpoints takes no model
         yield str(export_pth(run_dir, values.pth))

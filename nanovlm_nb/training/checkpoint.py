@@ -6,9 +6,10 @@
 __all__ = ['HOOKS', 'load_optimizer', 'check_checkpoint', 'snapshot', 'Saver', 'export_pth']
 
 # %% ../../nbs/43_training.checkpoint.ipynb #232cc379
-import json,warnings
+import json,os,warnings
 from collections.abc import Callable
 from concurrent.futures import Future,ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,12 +23,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader,HuggingFaceSto
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..core.dist import Dist,on_all,on_master,rng_state
-from ..core.run_dir import TMP,file_digests,fsync,remove,share_files,write_manifest
+from ..core.run_dir import TMP,file_digests,fsync,remove,share_files,system_errors,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
-from ..core.run_dir import write_pointer
+from ..core.run_dir import why_kept,write_pointer
 from ..core.usage import MissingFile,UsageError,require
 from ..model.vlm import VisionLanguageModel
-from ..model.weights import is_adapter,save_pth
+from ..model.weights import beside_base,save_pth
 from .shard import begin_state,full_weights,reshard
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
@@ -104,7 +105,7 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
     adapters = getattr(model, 'lora_note', None)
     weights = full_weights(model, trained=bool(adapters)) # all ranks give their pieces
-    if adapters: weights = {k:w for k,w in weights.items() if is_adapter(k)}
+    if adapters: weights = {k:w for k,w in weights.items() if beside_base(k, adapters)}
     parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
     if optimizer is None: return parts
     stateless = begin_state(optimizer)
@@ -117,15 +118,17 @@ HOOKS = 'hooks.safetensors' # tensors that hooks remember
 
 def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
     "Writes this rank's files of a checkpoint, reads its own back, and returns their digests."
-    if parts['optimizer'] is not None:
-        _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
-        (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
-    if dist.is_master: # a tokenizer of its own lies in the checkpoint, and the config names its final path
-        model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=parts['weights'])
-        named = ((f'{hook}.{k}', v) for hook,s in state.get('hooks', {}).items() for k,v in s.items())
-        if (tensors := {k:v for k,v in named if isinstance(v, Tensor)}): save_file(tensors, tmp/HOOKS)
-        text = json.dumps(state, indent=1, sort_keys=True, default=lambda tensor: None)
-        (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
+    with system_errors(tmp):
+        if parts['optimizer'] is not None:
+            _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
+            (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
+        if dist.is_master: # a tokenizer of its own lies in the checkpoint, the config names its final path
+            model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=parts['weights'])
+            named = ((f'{hook}.{k}', v) for hook,s in state.get('hooks', {}).items() for k,v in s.items())
+            tensors = {k:v for k,v in named if isinstance(v, Tensor)}
+            if tensors: save_file(tensors, tmp/HOOKS)
+            text = json.dumps(state, indent=1, default=lambda tensor: None)
+            (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
     own = f'rng_{dist.rank}.json',f'optimizer/rank_{dist.rank}.safetensors'
     return file_digests(tmp, [name for name in own if (tmp/name).is_file()])
 
@@ -137,7 +140,10 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         write_manifest(tmp, {name:sha for part in digests for name,sha in part.items()})
         share_files(tmp)
         for p in (*tmp.rglob('*'), tmp): fsync(p)
-        remove(final) # none is there, unless somebody saves the same update twice
+        with suppress(OSError): final.rmdir() # an empty directory is nobody's
+        if os.path.lexists(final): # the same update is saved twice
+            require(not why_kept(final), f'{final} is in the way, and is not of a run: move it elsewhere')
+            remove(final)
         tmp.rename(final)
         fsync(final.parent)
         write_pointer(final.parent, LAST, final) # for people and scripts

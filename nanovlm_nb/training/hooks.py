@@ -61,7 +61,7 @@ class BadUpdates(Hook):
     def begin(self, trainer:Trainer)->None:
         "Forgets the updates that will be made again."
         t,last = trainer,trainer.step if trainer.checkpoint else -1
-        if not t.dist.is_master: return
+        if not t.writes: return
         before = read_bad_updates(t.log.run_dir)
         kept = [r for r in before if r['update']<=last]
         if kept!=before: _write_bad_updates(t.log.run_dir, kept)
@@ -72,9 +72,9 @@ class BadUpdates(Hook):
         t.bad_in_a_row += 1
         data = None if u.before is None else merge_states(t.dist.gather(u.before))
         bad = dict(update=t.step, reason=t.refused, ids=u.ids, data=data)
-        if t.dist.is_master: _write_bad_updates(t.log.run_dir, [*read_bad_updates(t.log.run_dir), bad])
-        t.log.info(f'update {t.step} is skipped: {t.refused}; '
-            f'its {u.samples} samples are in bad_updates.jsonl')
+        if t.writes: _write_bad_updates(t.log.run_dir, [*read_bad_updates(t.log.run_dir), bad])
+        where = f'; its {u.samples} samples are in bad_updates.jsonl' if t.log.run_dir else ''
+        t.log.info(f'update {t.step} is skipped: {t.refused}{where}')
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds `skipped_updates`, the number so far."
@@ -85,9 +85,10 @@ class BadUpdates(Hook):
         else: t.log.info(f'update {t.step} is skipped: {t.refused}, '
             f'the loss scale is lowered to {t.scaler.get_scale():g}')
         if t.refused: figures['skipped_updates'] = t.skipped
+        again = at and (f'Their samples are in {at}/bad_updates.jsonl, '
+            f'`nanovlm replay {at} {t.step}` makes one again. ') or ''
         if t.bad_in_a_row>=self.most: t.stop = Unstable(
-            f'{t.bad_in_a_row} updates in a row were skipped, the last is update {t.step}. Their samples are '
-            f'in {at}/bad_updates.jsonl, `nanovlm replay {at} {t.step}` makes one again. '
+            f'{t.bad_in_a_row} updates in a row were skipped, the last is update {t.step}. {again}'
             f'What helps an unstable run: {"; ".join(stability_advice(t.cfg))}')
 
 # %% ../../nbs/49_training.hooks.ipynb #10de91ab
@@ -144,7 +145,9 @@ class Meters(Hook):
         "Adds up what was learnt and computed, and from time to time reports."
         t,u = trainer,trainer.update
         if u is None: return
-        seconds,flops = self.time(t.clock, u),count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets)
+        seconds = self.time(t.clock, u)
+        flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets,
+                            u.window_pairs, u.picture_pairs)
         figures['tokens_per_second'] = u.tokens/seconds
         new:Any = dict(updates=1, samples=u.samples, flops=flops, tokens=u.tokens, seconds=seconds)
         if t.refused is None: new |= dict(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets,
@@ -199,15 +202,15 @@ class LeftOut(Hook):
         t = self.trainer = trainer
         self.loaders = dict(train=t.loader, val=t.held_out)
         self.shared = dict.fromkeys(self.loaders, (0,0)) # ids that the others know: left out, cut
-        self.file = DropFile(t.log.run_dir)
+        self.file = DropFile(t.log.run_dir) if t.log.run_dir else None
         self.total = on_master(t.dist, self.restore)
 
     def restore(self)->dict[str,Drops]: # 'train' and 'val'
         "Cuts the file of this run, or reads that of the run that is continued."
         t,size = self.trainer,self.state['dropped']
-        kept = self.file.cut(size if t.owned else 0)
+        kept = self.file.cut(size if t.owned else 0) if self.file else dict(train=Drops(), val=Drops())
         if t.checkpoint and not t.owned: kept = read_dropped(t.checkpoint.parent, size)
-        for split,told in self.state['drops'].items(): kept[split].first.update(told['first'])
+        for split,before in self.state['drops'].items(): kept[split].first.update(before['first'])
         return kept
 
     def gather(self)->dict[str,Drops]: # 'train' and 'val'; every rank must call, and gets the same
@@ -222,7 +225,7 @@ class LeftOut(Hook):
     def state_dict(self)->dict: # JSON-able: `drops`, and `dropped`, the length of the file
         "Writes down what is new, and says what there is; every rank must call."
         drops = self.gather()
-        size = on_master(self.trainer.dist, lambda: self.file.add(drops))
+        size = on_master(self.trainer.dist, lambda: self.file.add(drops) if self.file else 0)
         return dict(drops={k:dict(counts=d.counts, first=d.first) for k,d in drops.items()}, dropped=size)
 
     def load_state_dict(self, state:dict)->None:
@@ -264,7 +267,6 @@ class Evaluate(Hook):
         "Evaluates the model as it is, unless its results are there; every rank must call."
         t,c,base = trainer,trainer.cfg,trainer.base
         if self.ask is None or not t.dist.any(bool(self.evals and missing_tasks(self.evals, t.step))): return
-        if t.tokenizer is not None: base.tokenizer = t.tokenizer
         features,base.features = base.features,None # the pictures of a benchmark are not those of the run
         asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
         args = Namespace(model=base, tasks=self.tasks, include_path=c.eval_include_path,

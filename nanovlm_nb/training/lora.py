@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..core.config import TrainConfig,evolve
-from ..core.run_dir import MANIFEST,READ_BY_LOADERS,remove
+from ..core.run_dir import MANIFEST,READ_BY_LOADERS,TMP,remove
 from ..core.usage import require
-from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,LORA_A,LORA_B
+from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,HEAD,LORA_A,LORA_B
 from ..model.weights import noted_base,read_file,resolve_checkpoint,smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
@@ -51,7 +51,9 @@ def add_adapters(
     alpha,names = 2.*rank if alpha is None else alpha,_lora_layers(model, targets)
     how:dict[str,Any] = dict(r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names)))
     inject_adapter_in_model(LoraConfig(**how), model)
-    model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base)
+    model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
+        new_parts=[*getattr(model, 'new_parts', ())], # train completely, and are saved with the adapters
+        without=[HEAD]*(HEAD not in model.state_dict())) # of the base, what the model has no place for
     return names
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4820
@@ -69,13 +71,20 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None)->None: # Non
 # %% ../../nbs/48_training.lora.ipynb #10ad4821
 def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; the same, kept in the run
     "Links or copies what adapters stand on into their run, so that it outlives the run that made it."
-    made,kept = Path(base['path']),Path(run_dir)/'base'
+    made = Path(base['path'])
+    kept = Path(run_dir)/'base'
     if not made.is_dir() or made==kept.resolve(): return base # of the hub, or kept already
-    kept.mkdir(exist_ok=True)
-    for p in (p for p in made.iterdir() if p.suffix in READ_BY_LOADERS and p.name!=MANIFEST):
-        remove(kept/p.name)
-        try: (kept/p.name).hardlink_to(p)
-        except OSError: shutil.copy2(p, kept) # another file system
+    if kept.exists(): require(kept.is_dir() and base_digest(kept)==base['sha256'],
+        f'{kept} is not the model {made} on which the adapters stand: '
+        'move it elsewhere, or give another run_name')
+    else:
+        tmp = kept.with_name(kept.name+TMP)
+        remove(tmp)
+        tmp.mkdir()
+        for p in (p for p in made.iterdir() if p.suffix in READ_BY_LOADERS and p.name!=MANIFEST):
+            try: (tmp/p.name).hardlink_to(p)
+            except OSError: shutil.copy2(p, tmp) # another file system
+        tmp.rename(kept)
     return base|dict(path=str(kept.resolve()))
 
 # %% ../../nbs/48_training.lora.ipynb #7b0af0ae
@@ -100,6 +109,8 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
     "Writes adapters for peft."
     from peft import LoraConfig
     state,note,tensors = model.state_dict(),model.lora_note or {},{}
+    require(not note.get('new_parts'), f'{note.get("new_parts")} trained completely beside the adapters, '
+        'and would be lost: export with --format smolvlm or nanovlm, which have everything')
     for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
         pairs,rows = _pairs(f'{name}.weight', model.cfg),state[name+LORA_B]
         require(pairs, f'{name} has an adapter, and SmolVLM has no such layer')

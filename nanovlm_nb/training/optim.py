@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend,sdpa_kernel
 
 from ..core.config import TrainConfig
 from ..core.usage import require
+from ..core.grids import flat_pictures
 from ..model.weights import is_adapter
 from ..model.flops import COMPONENTS,pairs
 from ..core.dist import Dist
@@ -40,15 +41,17 @@ def _component_lrs(train_cfg:TrainConfig)->dict[str,float]: # component -> peak 
 # %% ../../nbs/41_training.optim.ipynb #75ac61c9
 def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with `name` and `max_lr`
     """Returns groups for an optimizer; what is in none is frozen. Beside `MP`, `vision_encoder` and `decoder`
-    a model may name `new_parts`, which train like the projector, as new as they are."""
+    a model may name `new_parts`, which train like the projector, as new as they are, also beside adapters."""
     c,n = train_cfg,train_cfg.language_last_blocks
-    lrs = _component_lrs(c)|{name:c.lr_mp for name in getattr(model, 'new_parts', ())}
-    if c.lora_rank: lrs = dict(lora=c.lr_lora)
+    lrs = dict(lora=c.lr_lora) if c.lora_rank else _component_lrs(c)
+    lrs |= {name:c.lr_mp for name in getattr(model, 'new_parts', ())}
     require(any(lrs.values()), f'every learning rate is 0 ({lrs}): nothing would train')
     require(not n or n<=len(model.decoder.blocks), f'language_last_blocks is {n}, but the language model has '
         f'{n and len(model.decoder.blocks)} blocks: give fewer, or None to train all of it')
     last = {p for block in model.decoder.blocks[-n:] for p in block.parameters()} if n else None
-    groups = {name:dict(name=name, params=[], lr=lr, max_lr=lr) for name,lr in lrs.items() if lr>0}
+    groups:dict[str,dict] = {}
+    for name,lr in lrs.items():
+        if lr>0: groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
     for name,p in model.named_parameters():
         part = 'lora' if is_adapter(name) else name.partition('.')[0]
         p.requires_grad_(part in groups and (last is None or part!='decoder' or p in last))
@@ -153,7 +156,11 @@ def blocks_of(model:nn.Module)->list[nn.Module]:
 # %% ../../nbs/41_training.optim.ipynb #265e2934
 def _for_any_number_of_tiles(forward, x, *args):
     "Says before a call that the number of tiles varies: the first graph then serves all."
-    torch._dynamo.maybe_mark_dynamic(x, 0)
+    varying = [(x,0)]
+    if args: # patches of all pictures in one row
+        cos,sin,layout = args
+        varying = [(x,1), (cos,2), (sin,2), (layout.documents,1), (layout.cu,0)]
+    for tensor,dimension in varying: torch._dynamo.maybe_mark_dynamic(tensor, dimension)
     return forward(x, *args)
 
 # %% ../../nbs/41_training.optim.ipynb #67a6f80c
@@ -169,7 +176,6 @@ def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a02
 # cuBLAS' variable, and the values with which it repeats itself
 WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
-
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a07
 @contextmanager
@@ -205,6 +211,8 @@ class Update:
     ids:list[str] = field(default_factory=list) # the sample ids
     tiles:int = 0 # picture tiles, over micro-batches and ranks
     pairs:int = 0 # pairs of positions that attention looks at, likewise
+    window_pairs:int = 0 # pairs of patches that a tower with windows looks at there, likewise
+    picture_pairs:int = 0 # and in whole pictures
     filled:int = 0 # micro-batches with a target, likewise
     data_time:float = 0. # seconds this rank waited for its data
     before:dict|None = None # position of this rank's data before it
@@ -212,10 +220,14 @@ class Update:
 # %% ../../nbs/41_training.optim.ipynb #906eff2f
 def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
     "Returns what the other ranks must know about a micro-batch."
-    images,targets = [tiles for row in batch['images'] for tiles in row],sum(map(sum, batch['n_targets']))
+    images,targets = flat_pictures(batch['images']),sum(map(sum, batch['n_targets']))
+    layout = batch.get('layout')
+    places = layout and layout.tiles
+    windows,pictures = (places.windows.doc_lens,places.pictures.doc_lens) if places else ((),())
     return dict(targets=targets, filled=int(targets>0), tokens=sum(map(sum, batch['doc_lens'])),
         positions=batch['attention_mask'].numel(), packs=len(batch['ids']),
-        images=len(images), tiles=sum(map(len, images)), pairs=pairs(batch['doc_lens']),
+        images=len(images), tiles=sum(picture.shape[:-3].numel() for picture in images),
+        pairs=pairs(batch['doc_lens']), window_pairs=pairs(windows), picture_pairs=pairs(pictures),
         ids=[i for row in batch['ids'] for i in row])
 
 # %% ../../nbs/41_training.optim.ipynb #4d48ddb4
@@ -240,7 +252,8 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     packing = dict(utilisation=total['tokens']/total['positions'])
     packing |= {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
     ids = [i for o in told for i in o['ids']]
-    counts = {k:total[k] for k in ('targets','tokens','tiles','pairs','filled')}
+    known = 'targets','tokens','tiles','pairs','window_pairs','picture_pairs','filled'
+    counts = {k:total[k] for k in known}
     return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids, **counts)
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc

@@ -82,6 +82,8 @@ def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only 
 # %% ../../nbs/42_training.shard.ipynb #eab8e5c1
 def load_full_weights(model:nn.Module, weights:dict[str,Tensor])->None: # whole tensors, on every rank
     "Loads a plain model's state dict, in pieces if need be."
+    # rotation angles follow from the configuration, and other programs do not save them
+    weights = weights|{k:w for k,w in model.state_dict().items() if k.endswith('inv_freq')}
     # FSDP would leave these as they are and say nothing
     shapes = lambda state: {f'{name} {tuple(w.shape)}' for name,w in state.items()}
     wrong = sorted(shapes(reshard(model).state_dict()) ^ shapes(weights))

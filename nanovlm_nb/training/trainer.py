@@ -13,6 +13,7 @@ import gc,json,threading
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import ExitStack
 from dataclasses import asdict,dataclass,field,fields
+from functools import partial
 from itertools import dropwhile,islice
 from math import inf,isfinite
 from pathlib import Path
@@ -25,9 +26,10 @@ from torch import Tensor,nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..core.usage import UsageError,require
+from ..core.grids import grids_of
 from ..core.config import TrainConfig,updates_of_run
-from ..core.dist import Dist,no_sync,on_master,set_rng_state,synchronized_batches,wrap_model
-from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,write_pointer
+from ..core.dist import Dist,no_sync,on_all,on_master,set_rng_state,synchronized_batches,wrap_model
+from ..core.run_dir import BEST,TRAINER_STATE,best_kept,is_own,prune,read_state,write_pointer
 from ..core.logs import Clock
 from ..model.vlm import stack_tiles
 from ..model.weights import checkpoint_weights
@@ -91,6 +93,11 @@ class Trainer(Counters):
     asked:threading.Event = field(default_factory=threading.Event) # a signal has come to this rank
     stop:str|Exception|None = None # why it ends before its length, the same on all ranks
 
+    @property
+    def writes(self)->bool: # rank 0 of a run with a directory
+        "Whether this rank writes files."
+        return self.dist.is_master and self.log.run_dir is not None
+
 # %% ../../nbs/47_training.trainer.ipynb #be75e021
 class Hook:
     """Something beside the updates; every rank has one. Override what you need.
@@ -115,8 +122,8 @@ class Hook:
 
 # %% ../../nbs/47_training.trainer.ipynb #633b65b8
 class NoLog:
-    "A log that keeps nothing."
-    run_dir,position = Path(),None
+    "A log that keeps nothing, of a run without a directory."
+    run_dir = position = None
 
     def log(self, *args:Any)->None: # figures, their update, seconds without data
         "Keeps nothing."
@@ -142,6 +149,7 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     "Puts the parts of a run together."
     dtype,clock,loader = amp_dtype(dist.device, cfg.dtype),Clock(),as_loader(loader)
     base = _assemble(model, cfg, dist, dtype)
+    if tokenizer is not None: base.tokenizer = tokenizer # so that a hook can ask the model
     made = run_optimizer(base, cfg, dist, optimizer)
     names,most = {g['name'] for g in made.param_groups},cfg.max_training_samples or cfg.max_training_steps
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
@@ -159,8 +167,9 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
     base,device = trainer.base,trainer.dist.device
     ids,layout = batch['input_ids'],batch.get('layout')
-    if layout is None or layout.slots is None:
-        layout = base.layout_of(ids, targets=batch['labels'], doc_lens=batch['doc_lens'])
+    grids = grids_of(batch['images'])
+    if layout is None or layout.slots is None or bool(grids)!=bool(layout.tiles):
+        layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'], batch['images'])
     # a cache of features reads pixels on the CPU
     images = stack_tiles(batch['images'], 'cpu' if base.features else device)
     return dict(input_ids=ids.to(device, non_blocking=True), images=images, layout=layout.to(device))
@@ -274,6 +283,7 @@ def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
     t,clock = trainer,trainer.clock
     t.update = update
+    if not t.base.training: t.model.train() # a hook or a judge has asked the model something
     lrs = set_lrs(t.optimizer, t.schedule, *_place(t, update.samples))
     with clock('forward_backward'): loss = accumulate(t, update)
     with clock('optimizer'):
@@ -320,17 +330,27 @@ def _owed(trainer:Trainer)->Iterable[Hook]:
     return dropwhile(lambda hook: trainer.checkpoint and not isinstance(hook, Checkpoint), trainer.hooks)
 
 # %% ../../nbs/47_training.trainer.ipynb #cae6b0f1
+def _at_end(trainer:Trainer, do:Callable)->Callable: # for `ExitStack.push`
+    "Returns what calls `do` when a block is left; an error that is under way hides those that follow it."
+    def leave(kind, error, trace):
+        try: do()
+        except Exception as later:
+            if error is None: raise
+            trainer.log.info(f'after the error of this run another one, {type(later).__name__}: {later}')
+    return leave
+
 def train(trainer:Trainer)->Trainer: # where the run ended
     "Makes the updates that are left, and calls the hooks."
-    t,figures = trainer,Figures()
+    t = trainer
+    figures = Figures()
     t.model.train()
     with ExitStack() as stack:
-        stack.callback(t.saver.wait)
+        stack.push(_at_end(t, t.saver.wait))
         _plan(t)
         _compile(t)
         for hook in t.hooks:
-            stack.callback(hook.end, t)
             hook.begin(t)
+            stack.push(_at_end(t, partial(hook.end, t)))
         gc.freeze() # what exists now is needed to the end: the garbage collector skips it
         stack.callback(gc.unfreeze)
         for hook in _owed(t): hook.after_update(t, figures)
@@ -421,7 +441,7 @@ class Validate(Hook):
         if self.by: found[name] = t.dist.broadcast(self.by(t)) # one judgement for all ranks
         best = t.step>0 and found[name]<t.best_val_loss
         if best: t.best_val_loss,t.best_step = found[name],t.step
-        if t.best_step: found[f'best_{name}'] = t.best_val_loss
+        if t.best_step: found |= {f'best_{name}':t.best_val_loss, 'best_step':t.best_step}
         return best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -491,7 +511,7 @@ def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of h
 def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
     "Has the checkpoint of this update written, and deletes what is too old."
     t = trainer
-    if t.saved==t.step: return # it is there
+    if t.saved==t.step or t.log.run_dir is None: return # it is there, or has no place
     complete = lambda path: (then(path), prune(path.parent, t.cfg.max_keep_ckpts))
     t.log.info(f'update {t.step}: checkpoint step_{t.step}')
     with t.clock('checkpoint'): t.saver.save(
@@ -561,6 +581,16 @@ def _take_directory(t, state):
     t.best_val_loss,t.best_step = best
 
 # %% ../../nbs/47_training.trainer.ipynb #ffb5759f
+# of `trainer_state.json`; a counter that an older checkpoint lacks keeps its default
+_RESUMED = ('step','data','configs','precision','scaler','log','world_size','hooks')
+
+def _restore_chance(file:Path)->None: # `rng_N.json`
+    "Restores the random numbers of a rank; a UsageError if the file has none."
+    try: set_rng_state(json.loads(file.read_text(encoding='utf-8')))
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as e:
+        raise UsageError(f'{file.parent} is damaged, {file.name} holds no random numbers '
+            f'({type(e).__name__}: {e}): choose another checkpoint, or copy it again') from e
+
 def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     force:bool=False, checked:bool=False, # go on with other data or parts; its files are known to be whole
     then:Callable=bool, # called when all is read, before anything in the run's directory is changed
@@ -568,15 +598,18 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     "Restores a run; `FileNotFoundError` if the checkpoint is not complete, ValueError if it is damaged."
     t = trainer
     if not checked: check_checkpoint(checkpoint, dist=t.dist)
-    read = lambda name: json.loads((checkpoint/name).read_text(encoding='utf-8'))
-    state = read(TRAINER_STATE)
+    state = read_state(checkpoint, _RESUMED)
     _place_data(t, state, force)
     _load_weights(t, checkpoint, state, force)
-    for f in fields(Counters): setattr(t, f.name, state[f.name])
-    t.checkpoint,t.owned = checkpoint,is_own(t.log.run_dir, checkpoint)
+    for f in fields(Counters):
+        if f.name in state: setattr(t, f.name, state[f.name])
+    t.checkpoint = checkpoint
+    t.owned = t.log.run_dir is not None and is_own(t.log.run_dir, checkpoint)
     _load_hooks(t, checkpoint, state)
-    rng = read(f'rng_{t.dist.rank}.json') if state['world_size']==t.dist.world_size else None
+    restore = partial(_restore_chance, checkpoint/f'rng_{t.dist.rank}.json')
+    same_ranks = state['world_size']==t.dist.world_size
+    if same_ranks: on_all(t.dist, restore)
     then()
     _take_directory(t, state)
-    if rng: set_rng_state(rng)
+    if same_ranks: restore() # what was drawn since then does not count
     return t

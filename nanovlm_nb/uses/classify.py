@@ -27,9 +27,9 @@ from torch.utils.data import ConcatDataset
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_path
 from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Plan,VQADataset
-from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint
+from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint,last_checkpoint,read_state,run_of
 from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
-from ..core.config import TrainConfig,VLMConfig,check_code,check_known,evolve
+from ..core.config import TRUSTED,TrainConfig,VLMConfig,check_known,check_trust,evolve,run_path
 from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
 from ..core.logs import finished,styled
@@ -43,6 +43,7 @@ from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
 from ..answers.evaluate import digit_pictures
 from ..training.trainer import Hook,Trainer,Validate,over_validation
+from ..training.trainer import length as updates_of
 from ..runs.start import exit_code,relaunch
 from ..runs.run import process_group,run
 
@@ -277,7 +278,7 @@ def make_classifier(cfg:ClassConfig,
     resuming:bool=False, # a checkpoint's weights will follow
 )->VLMClassifier: # in training mode, on the CPU
     "Returns a classifier to train."
-    path = None if resuming or train_cfg.resume else train_cfg.load_from
+    path = None if resuming else train_cfg.load_from
     model = VLMClassifier(cfg, load_backbone=cfg.vlm_load_backbone_weights and not (resuming or path))
     if path:
         known = _has_classes(resolve_checkpoint(path))
@@ -337,7 +338,6 @@ class ValidateClasses(Validate):
 
     def begin(self, trainer:Trainer)->None:
         "Keeps the best of an earlier start, unless it was left behind, or is another run's."
-        trainer.base.tokenizer = trainer.tokenizer
         self.labels = trainer.held_out.source.rows.answers()
         found = trainer.log.run_dir/f"step_{self.best['best_model_step']}"
         if not on_master(trainer.dist, found.is_dir): self.best = type(self).best
@@ -368,7 +368,7 @@ class ValidateClasses(Validate):
         if not t.step: return False
         better = before is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
-        found |= self.best
+        found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and t.dist.is_master:
             names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
             plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
@@ -400,8 +400,9 @@ def _links(folder, wanted):
     "Lets a folder hold exactly these links."
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():
-        if old.is_symlink(): old.unlink()
-    for name,target in wanted.items(): (folder/name).symlink_to(target)
+        if old.is_symlink() and os.readlink(old).startswith('../'): old.unlink() # one of ours
+    for name,target in wanted.items():
+        if not os.path.lexists(folder/name): (folder/name).symlink_to(target)
 
 # %% ../../nbs/81_uses.classify.ipynb #f87fbdf0
 def _lay_out(run_dir:Path)->None:
@@ -499,17 +500,28 @@ class Settings(_Keys):
         Path(path).write_text(text, encoding='utf-8')
 
 # %% ../../nbs/81_uses.classify.ipynb #54ac7ec5
-def _start(name, changes):
-    "Returns the configuration to begin with, and the checkpoint that its weights come from."
-    if name in PRESETS: return evolve(preset(name)[0], **changes),None
-    # asked before gigabytes are fetched
-    require(not re.search(r'qwen[0-9._]*[_-]?vl', Path(name).name.lower()),
-        f'model.name is {name!r}, a Qwen-VL, which is not built here: give a SmolVLM '
-        '(HuggingFaceTB/SmolVLM-256M-Instruct), an Idefics3 or a checkpoint of this library')
-    folder = resolve_checkpoint(find_checkpoint(name))
-    saved = checkpoint_config(folder, ClassConfig if _has_classes(folder) else VLMConfig).to_dict()
-    saved = VLMConfig.from_dict({k:v for k,v in saved.items() if not k.startswith('class_')})
-    return evolve(saved, **dict(lm_tokenizer=find_tokenizer(folder, saved.lm_tokenizer))|changes),str(folder)
+def _own_start(s):
+    "Configuration and checkpoint of the run that is to resume; None: it begins, or has no checkpoint."
+    run_dir = run_path(s.output_dir, **dict(run_name=s.run_name)|s.train)
+    own = last_checkpoint(run_dir) if run_dir and s.train.get('resume') else None
+    return own and (read_state(own)['configs']['vlm'],own)
+
+def _start(s):
+    """Returns the configuration to begin with, the checkpoint that its weights come from, and where its
+    tokenizer is looked for. What a run began with may be gone once it has a checkpoint."""
+    name,changes = s.name,s.vlm
+    if name in PRESETS: return evolve(preset(name)[0], **changes),None,None
+    if own := _own_start(s): saved,folder = own
+    else:
+        # asked before gigabytes are fetched
+        require(not re.search(r'qwen[0-9._]*[_-]?vl', Path(name).name.lower()),
+            f'model.name is {name!r}, a Qwen-VL, which is not built here: give a SmolVLM '
+            '(HuggingFaceTB/SmolVLM-256M-Instruct), an Idefics3 or a checkpoint of this library')
+        folder = resolve_checkpoint(find_checkpoint(name))
+        saved = checkpoint_config(folder, ClassConfig if _has_classes(folder) else VLMConfig).to_dict()
+        saved['lm_tokenizer'] = find_tokenizer(folder, saved['lm_tokenizer'])
+    cfg = VLMConfig.from_dict({k:v for k,v in saved.items() if not k.startswith('class_')})
+    return evolve(cfg, **changes),None if own else str(folder),folder
 
 # %% ../../nbs/81_uses.classify.ipynb #af2705ef
 _SAME = dict(lr_backbones='learning_rate', batch_size='batch_size', max_epochs='epochs', run_name='run_name',
@@ -521,17 +533,22 @@ _ALWAYS:dict[str,Any] = dict(train_dataset_path='labels', stream_dataset=False, 
     max_images_per_example=1, max_images_per_knapsack=1, ask_samples=0, use_lmms_eval=False,
     wandb_entity=None)
 
+# %% ../../nbs/81_uses.classify.ipynb #81aa0012
+def _warmup_steps(s:Settings, updates:int)->int: # of the run
+    "Returns the updates in which the learning rate rises: as asked, or a tenth of a run that is not as long."
+    return s.warmup_steps if s.warmup_steps<updates else updates//10
+
 # %% ../../nbs/81_uses.classify.ipynb #81aa0004
 def _train_config(s:Settings, data:_ClassData, world_size:int, # ranks
     longest:int, weights:str|None)->TrainConfig: # sample, in tokens; checkpoint to begin with
     "Returns the run that the file asks for."
     lanes = s.batch_size*s.gradient_accumulation_steps
     updates = s.epochs*-(-len(data.train)//(lanes*world_size))
-    require(s.warmup_steps<updates, f'warmup_steps {s.warmup_steps}, but {s.epochs} epochs '
-        f'are {updates} updates: lower it, or train longer')
+    length = min(updates, s.train.get('max_training_steps', updates))
+    warmup = _warmup_steps(s, length)
     workers = min(s.dataloader_num_workers, lanes, os.cpu_count() or 1) # at most one a core, and one a lane
     computed:dict[str,Any] = dict(lr_mp=s.learning_rate, max_training_steps=updates,
-        warmup_ratio=s.warmup_steps/updates, max_sample_length=longest, max_val_batches=len(data.val),
+        warmup_ratio=warmup/length, max_sample_length=longest, max_val_batches=len(data.val),
         num_workers=workers, val_workers=min(workers, 2), load_from=weights)
     same = {k:getattr(s, key) for k,key in _SAME.items()}
     return evolve(TrainConfig(**same, **_ALWAYS, **computed), **s.train)
@@ -541,11 +558,13 @@ def configs_of(s:Settings, data:_ClassData, world_size:int=1)->tuple[ClassConfig
     "Returns what the rest of the library understands: the model and the run."
     require(s.num_labels in (None, len(data.names)), f'num_labels is {s.num_labels}, but '
         f'{", ".join(s.datasets)} have {len(data.names)} classes: leave it out or change the data')
-    base,weights = _start(s.name, s.vlm)
+    base,weights,folder = _start(s)
     cfg = _as_classifier(base, data.names, class_prompt=s.prompt,
         vlm_checkpoint_path=s.output_dir, hf_repo_name=None,
         attn_backend=base.attn_backend if s.memory_efficient_attention else 'explicit')
-    cfg = evolve(cfg, lm_max_length=_ClassSamples(cfg, load_tokenizer(cfg)).longest())
+    source = find_tokenizer(folder, cfg.lm_tokenizer) if folder else cfg.lm_tokenizer
+    tokenizer = load_tokenizer(evolve(cfg, lm_tokenizer=source))
+    cfg = evolve(cfg, lm_max_length=_ClassSamples(cfg, tokenizer).longest())
     train_cfg = _train_config(s, data, world_size, cfg.lm_max_length, weights)
     require(not train_cfg.stream_dataset,
         'stream_dataset is True, but a classifier reads its pictures in any order: leave it out')
@@ -567,17 +586,22 @@ class _ClassHook(Hook):
         asked = f'{workers} workers for training (asked for {s.dataloader_num_workers})'
         what = f'{len(self.data.names)} classes; {sizes}; {asked}'
         freq = f'training, speed and memory are reported together, every {s.report_freq} updates'
-        for line in [*s.translations, what, freq]: log.info(line)
+        lines = [*s.translations, what, freq]
+        length = updates_of(trainer) or s.warmup_steps+1
+        warmup = _warmup_steps(s, length)
+        if warmup<s.warmup_steps: lines.append(f'warmup_steps {s.warmup_steps}, but the run has {length} '
+            f'updates: the learning rate rises in {warmup} of them')
+        for line in lines: log.info(line)
 
 # %% ../../nbs/81_uses.classify.ipynb #81ab0008
-def _classify_again(run_dir:Path, train_cfg:TrainConfig, # of the run; the file has all but names of code
+def _classify_again(run_dir:Path, settings:dict, # of the run; its fields
     dist:Dist=Dist(), changes:dict={}, # its ranks; fields that are to have another value
 )->str: # a line for the shell
     "Returns the command that resumes a run, as `runs.start.go_on` does of others."
     words = ['--config', run_dir/CLASSIFY, '--run_name', run_dir.name, '--resume_from', 'latest']
     lines = ', '.join(f'{k}: {v}' for k,v in changes.items())
     first = f', after {lines} was written into the file' if changes else ''
-    return relaunch('classify', words, train_cfg, dist)+first
+    return relaunch('classify', words, settings, dist)+first
 
 # %% ../../nbs/81_uses.classify.ipynb #a832774b
 def _check_run(s:Settings, train_cfg:TrainConfig)->None: # with what a DeepSpeed file says
@@ -617,16 +641,22 @@ def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its
     run_dir,checkpoint,latest = Path(s.output_dir)/(s.run_name or ''),Path(resume_from),resume_from=='latest'
     require(s.run_name or checkpoint.exists() and not latest,
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
-    if latest: return replace(s, train=s.train|dict(resume=True, load_from=None))
+    if latest: return replace(s, train=s.train|dict(resume=True))
     if not checkpoint.exists(): checkpoint = run_dir/resume_from.replace('checkpoint-', 'step_')
+    require(not s.run_name or run_of(checkpoint)==run_dir.resolve(), f'cannot resume: {checkpoint} is of '
+        f'another run than {run_dir}. Leave run_name out to go on with its own, '
+        'or begin with its weights: --model')
     return replace(s, train=s.train|dict(resume=True, load_from=str(checkpoint.resolve())))
 
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0d
 def _asked_settings(v:Namespace)->Settings: # values from `cli.classify_parser`
     "Returns the settings of the file, changed by flags."
     s = Settings.load(v.config) if v.config else Settings()
-    again = {n:code for n in ('lr_schedule','custom_transforms') if (code := getattr(v, n))}
-    if v.config: check_code(v.config, s.train, again)
+    require(not v.config or v.datasets or 'datasets' in s.given, f'{v.config} names no pictures: write '
+        '`datasets: [FOLDER]` in its section training, or give --datasets; a folder, a name on the hub, '
+        'digits or shapes')
+    again = {n:getattr(v, n) for n in TRUSTED if getattr(v, n, None)} # what a file of a run may not name
+    if v.config: check_trust(v.config, dict(wandb_project=s.project)|s.train, again)
     if v.deepspeed_config: again['deepspeed_config'] = v.deepspeed_config
     own = dict(name=v.model, datasets=v.datasets, run_name=v.run_name)
     s = replace(s, train=s.train|again, **{k:value for k,value in own.items() if value})

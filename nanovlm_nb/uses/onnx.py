@@ -16,7 +16,7 @@ from torch import Tensor,nn
 from ..core.config import VLMConfig
 from ..model.weights import written_at_once
 from ..model.vlm import VisionLanguageModel
-from ..data.prompts import get_image_string,to_messages
+from ..data.prompts import get_image_string,render_chat,to_messages
 from .export import save_json,write_form
 
 # %% ../../nbs/83_uses.onnx.ipynb #73a0000a
@@ -133,7 +133,7 @@ def _halves(tokenizer, pictures):
     "Returns what a prompt has before its pictures and behind its question."
     question = 'xzyvd'
     messages = to_messages(tokenizer, [dict(user=question)], pictures)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = render_chat(tokenizer, messages, prompt=True)
     return text.rstrip(' ').split(pictures+question)
 
 # %% ../../nbs/83_uses.onnx.ipynb #36ad6eda

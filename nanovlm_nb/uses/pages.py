@@ -23,7 +23,7 @@ from PIL import Image
 from ..core.run_dir import newest_run,read_example
 from ..core.usage import MissingFile,UsageError,require,say,user_path
 from ..data.images import open_image
-from ..answers.answer import Asker,Chat
+from ..answers.answer import Asker,Chat,standard_processor
 from ..answers.heatmap import answer_heat,overlay,default_blocks
 from ..model.weights import to_smolvlm,written_at_once
 from ..model.vlm import VisionLanguageModel
@@ -52,7 +52,7 @@ class _Talk:
     def about(self, asker:Asker, files:list, turns:list[dict])->Chat: # all pictures; what was said before
         "Returns the conversation about some pictures."
         if files!=self.files:
-            self.images = [open_image(f) for f in files]
+            self.images = [open_image(f, asker.model.cfg.pixel_max) for f in files]
             self.files,self.chat = files,Chat(asker, self.images)
         self.chat.turns = turns
         return self.chat
@@ -94,14 +94,15 @@ class _OnlyHere:
 
     async def __call__(self, scope, receive, send):
         header = dict(scope.get('headers', ())).get(b'host', b'').decode('latin-1')
-        if scope['type']=='lifespan' or _is_meant(header, self.host): return await self.app(scope, receive, send)
+        if scope['type']=='lifespan' or _is_meant(header, self.host):
+            return await self.app(scope, receive, send)
         text = f'This page is at localhost and at {self.host}. For another name, start it with --host NAME.'
         await send(dict(type='http.response.start', status=403, headers=[(b'content-type', b'text/plain')]))
         await send(dict(type='http.response.body', body=text.encode()))
 
 # %% ../../nbs/84_uses.pages.ipynb #cfc432ed
 def _build_page(asker:Asker, title:str, max_new_tokens:int=64, # heading; longest answer in tokens
-    example:tuple|None=None): # picture and question that are offered; returns a `gradio.Blocks`, to be launched
+    example:tuple|None=None): # picture and question that are offered; a `gradio.Blocks`, to be launched
     "Returns the page."
     import gradio as gr
     def ask(message, history, temperature, talk):
@@ -229,7 +230,8 @@ def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     out,kind = values.out,values.format
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     with user_path():
-        model = open_model(values.checkpoint)
+        model = open_model(values.checkpoint, kind)
+        standard_processor(model) # or a UsageError
         if kind=='onnx': export_onnx(model, out, values.int8)
         else: _export_web(model, out, values.web_runtime)
     how = dict(onnx=f'{OWN_NOTE} says how pictures are cut and announced',
