@@ -261,7 +261,7 @@ def test_what_is_no_second_picture(tmp_path):
 @pytest.mark.parametrize('stream', [False, True])
 def test_two_picture_columns_are_refused_or_named(tmp_path, stream):
     datasets.Dataset.from_list([dict(left=picture(), right=picture(1), **ASKED)]*N).to_parquet(tmp_path/'d'/'x.parquet')
-    with pytest.raises(UnusedColumn, match='`right` may hold pictures beside `left`.*--columns image=right'): rows_of(tmp_path/'d', stream)
+    with pytest.raises(UnusedColumn, match='`right` may hold pictures beside `left`.*in columns, as `image=right`'): rows_of(tmp_path/'d', stream)
     assert rows_of(tmp_path/'d', stream, columns=['image=left']) == [(1, PLAIN)]*N
     assert rows_of(tmp_path/'d', stream, columns=['image=right', 'image=left']) == [(2, PLAIN)]*N
 
@@ -281,7 +281,7 @@ def test_options_that_cannot_be_understood_leave_the_row_out(tmp_path):
     assert rows['row_id'][:] == ['1', '4', '6', '7', '8'] and [*drops.reasons] == ['t/2', 't/3', 't/5']
     assert [turns[0]['assistant'] for turns in rows['texts'][:]] == ['B. a card', 'B. a card', 'A. a dog', 'B. a card', 'B. 1']
     write_lines(tmp_path/'u.jsonl', [dict(question='What?', options=['0', '2', '1'], answer='1')])
-    with pytest.raises(UsageError, match='may be B or C .*--columns choice=answer'): text_rows(tmp_path/'u.jsonl')
+    with pytest.raises(UsageError, match='may be B or C .*write `choice=answer` into columns'): text_rows(tmp_path/'u.jsonl')
     assert text_rows(tmp_path/'u.jsonl', columns=['choice=answer'])['texts'][0][0]['assistant'] == 'B. 2'
 
 

@@ -121,7 +121,7 @@ def test_rows_of_a_run_from_elsewhere_are_data(capsys, tmp_path):
     (tmp_path/'r'/'rows.parquet').unlink()
     (tmp_path/'r'/'rows.parquet').write_bytes(b'PAR1')
     assert 'is damaged' in refused(['eval', tmp_path/'r'], capsys)
-    assert '--train_dataset_path RUN/rows.parquet' in refused(['train', '--config', 'elsewhere/r/config.yaml', '--run_name', 'another', '--vlm_checkpoint_path', tmp_path], capsys)
+    assert 'train_dataset_path RUN/rows.parquet' in refused(['train', '--config', 'elsewhere/r/config.yaml', '--run_name', 'another', '--vlm_checkpoint_path', tmp_path], capsys)
 
 
 # --- what a run says of itself

@@ -130,14 +130,14 @@ OWN_ROWS = 'rows' # `train_dataset_path` of rows that were given in Python, see 
 IGNORE = -100 # label of a position that has no target: what torch's cross entropy ignores
 C = TypeVar('C', bound='Config') # one of the two configurations
 
-def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
-
-# %% ../../nbs/02_core.config.ipynb #3fd1b5a7
 @cache
 def kinds_of(cls:type)->dict[str,Any]:
     "Returns the annotations of a dataclass, with their rules."
     return get_type_hints(cls, include_extras=True)
 
+def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() else Path(path)
+
+# %% ../../nbs/02_core.config.ipynb #3fd1b5a7
 @dataclass
 class Config:
     "Checks itself, remembers what it was given, becomes a dictionary or a JSON file, and comes back."
@@ -524,7 +524,7 @@ class TrainConfig(Config):
     # * checkpoint directory: with resume, to continue from; without, to take the weights of
     load_from:Text|None = None
     force_resume:bool = False # * resume although the settings differ in what must not change
-    stats_log_interval:Pos = 100 # * updates between statistics
+    stats_log_interval:Pos = 100 # updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # * show a progress bar
     # what is shown: figures, minimind (its line, with the minutes left of the epoch), or none

@@ -247,7 +247,7 @@ def _refuse(column, what, beside):
     flag = 'image' if what == 'pictures' else 'messages'
     others = f' beside {", ".join(f"`{name}`" for name in beside)}' if beside else ''
     raise UnusedColumn(f'column `{column}` may hold {what}{others}, and would not be read: name what is '
-                       f'meant, as in `--columns {flag}={column}`, or remove it')
+                       f'meant in columns, as `{flag}={column}`, or remove it')
 
 def _picture_columns(row, groups, others, folders, chosen):
     "The columns with a row's pictures: of a known name, or else whose values are pictures."

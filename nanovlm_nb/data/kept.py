@@ -94,7 +94,7 @@ def kept_rows(run_dir:Path)->Path: # of a run whose `train_dataset_path` is `OWN
     file = kept_file(run_dir)
     if file is None: raise MissingFile(f'{run_dir} has no {KEPT_ROWS}: its rows were given in Python and are '
         'not kept there, so start it again with them, as in train(rows, resume=True), or give the file of '
-        'another run, --train_dataset_path RUN/rows.parquet')
+        'another run, train_dataset_path RUN/rows.parquet')
     return file
 
 def _read_kept(file:Path)->datasets.Dataset:

@@ -94,7 +94,7 @@ def _checkpoint_within(run_dir, load_from):
     path = Path(load_from).resolve()
     require(path.parent==run_dir.resolve(), f'load_from {path} was set aside: to continue from it, copy it '
         f'into a run of its own, mkdir {run_dir.parent}/NEW && cp -r {path} {run_dir.parent}/NEW, '
-        'and give --run_name NEW --resume True')
+        'and give run_name NEW and resume True')
     if not path.is_dir(): raise MissingFile(
         f'load_from: there is no directory {path}: correct the path, or give run_name alone')
     check_checkpoint(path, f'load_from {path}')
@@ -169,7 +169,7 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     if start is None: start = _announced(v, c)
     require(not c.lora_rank or start.kind in ('resume','checkpoint'), f'lora_rank {c.lora_rank}: adapters '
         'stand beside the weights of a checkpoint that is trained already; '
-        'give --load_from CHECKPOINT (a directory, a run, or a hub id)')
+        'give load_from, a checkpoint (a directory, a run, or a hub id)')
     lines,sized = list[str](),_with_sizes(v, start)
     moved = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
     if moved: lines.append(f"from the files that the run begins with: {', '.join(moved)}")
