@@ -197,7 +197,7 @@ def plan_parser(gpus:Pos = 1, # GPUs of the run
 
 # %% ../nbs/57_cli.ipynb #01c7d8b9
 @command('tools.runs:main')
-def runs_parser(runs:list[Logged]|None, # directory of one run or several, or a log.jsonl; default: checkpoints
+def runs_parser(runs:list[Logged]|None, # directory of runs, or a log.jsonl; default: checkpoints
     curves:Picture|None = None, # only draw the curves of the runs into this picture
     pth:Text|None = None, # also write the best checkpoint there as MiniMind's file, pretrain_vlm_WIDTH.pth
     # first delete checkpoints older than so many days, except the best, the newest and those in evaluation
@@ -232,7 +232,8 @@ Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 def export_parser(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hub id, adapters of peft
     out:str, # directory to write
     # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours;
-    # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp; all these with adapters
+    # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp;
+    # all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
     int8:bool = False, # with onnx: each file also with one byte a weight

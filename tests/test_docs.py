@@ -66,8 +66,8 @@ def test_short_lines_no_star_imports_no_error_of_any_kind(module):
     nodes = list(ast.walk(ast.parse(text)))
     assert not [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.names[0].name == '*']
     any_kind = [n for n in nodes if isinstance(n, ast.ExceptHandler) and (n.type is None or getattr(n.type, 'id', '') in ('Exception', 'BaseException'))]
-    kept = module == 'core.dist'  # an error of one rank is kept until all ranks know of it
-    assert kept or not [n.lineno for n in any_kind if '.exception(' not in ast.unparse(n)]  # of another's code, with its traceback in the log
+    # an error of another's code is logged with its traceback; others are raised again, or kept until all ranks know of them
+    assert module == 'core.dist' or not [n.lineno for n in any_kind if not re.search(r'\.exception\(|\braise\b', ast.unparse(n))]
 
 
 def test_the_page_of_settings_shows_the_fields_as_they_are():
@@ -111,7 +111,7 @@ def test_outputs_are_clean(notebook):
     text = re.sub(r'"image/png": "[^"]*"', '', text)
     for bad in (r'/home/', r'/root/', r'/tmp/', r'/work/', r'site-packages', r'0x[0-9a-f]{6,}', r'\d\d:\d\d:\d\d', r'Warning', r'"output_type": "error"', r'\\r'):  # the last: progress bars
         assert not re.search(bad, text), f'saved output matches {bad}'
-    assert notebook.stat().st_size < 150*1024
+    assert notebook.stat().st_size < 160*1024
 
 
 @by_name

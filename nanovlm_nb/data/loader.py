@@ -495,7 +495,8 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
     by_name = columns_by_name(tuple(ds.column_names))
     told = [*by_name['texts'], *by_name['answer']]
     told += [read.get(kind) for kind in ('texts', 'answer', 'choice')]
-    require(any(told), f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
+    require(any(told),
+        f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)
     kinds = ('images', 'texts', 'question', 'answer')

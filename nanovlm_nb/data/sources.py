@@ -89,7 +89,8 @@ class MapSource:
         self.parts = [self._encoded(*item) for item in parts.items()]
         self.ends = list(accumulate(map(len, self.parts)))
         n,self.seed,self.shuffle,self.start,self.val_size = self.ends[-1],seed,shuffle,val_size,val_size
-        require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it, to {n//10} for example')
+        require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it, to '
+            f'{n//10} for example')
         self.stop = n if limit is None else min(n, val_size+limit)
         whole = (self.start, self.stop)==(0, n)
         self.split:range|_Permutation = range(n) if whole else _Permutation(n, f'split {seed}')

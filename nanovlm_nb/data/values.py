@@ -201,5 +201,6 @@ def pick_option(answer:Any, options:dict[str,Any], column:str, place:bool=False)
                    'give the letter, the text, or the place, counted from 0')
     require(len(meant) == 1,
         f'`{column}` is {answer!r}, which may be {" or ".join(sorted(meant))} of the options '
-        f'{[*options.values()]!r:.100}: give the letter; if it is a place, write `choice={column}` into columns')
+        f'{[*options.values()]!r:.100}: give the letter; if it is a place, write `choice={column}` '
+        'into columns')
     return meant.pop()
