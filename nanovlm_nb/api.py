@@ -57,7 +57,8 @@ def train(rows, # pictures, questions and answers, see `own_rows`
     a path, a PIL image or an array. Rows are a list, a tuple or a generator of such rows, or a data set or a
     DataFrame with these columns; or the path of a file or folder, or a name of the hub, as the command
     `nanovlm train --train_dataset_path` takes it. Settings are fields of `TrainConfig` and `VLMConfig`,
-    such as `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in `checkpoints/RUN_NAME`, the
+    such as `max_training_steps=200` and `run_name='mine'`; checkpoints and log are in
+    `checkpoints/RUN_NAME`, the
     model's `run_dir`, with the rows, so that `nanovlm eval RUN_DIR` and other commands work."""
     given = (dict(console_line='none') if quiet else {}) | settings
     loaders:Callable|None = None # those of the command

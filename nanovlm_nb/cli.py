@@ -232,7 +232,8 @@ Outtype = Literal['f32','f16','q8_0'] # how a GGUF file keeps its matrices
 def export_parser(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-VL, hub id, adapters of peft
     out:str, # directory to write
     # smolvlm, idefics3, qwen2_5_vl: for transformers; nanovlm: a checkpoint of ours;
-    # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser; gguf: for llama.cpp;
+    # onnx: for ONNX Runtime and transformers.js; web: a page that answers in the browser;
+    # gguf: for llama.cpp;
     # all these with adapters
     # added to their base; peft: the adapters of a checkpoint alone
     format:Format = 'smolvlm',
