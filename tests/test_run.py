@@ -74,7 +74,7 @@ def test_wandb_offline_has_what_the_log_has(tmp_path):
     train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody', '--max_training_steps', 40, '--ask_samples', 4], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
     sent, records = read_wandb(run_dir), read_log(run_dir/'log.jsonl')
-    vlm, cfg = load_yaml(run_dir/'config.yaml')
+    vlm, cfg = load_yaml(run_dir/'config.yaml', given=None)
     assert sent.config['VLMConfig'] == vlm.to_dict() and sent.config['TrainConfig'] == cfg.to_dict()
     assert (sent.project, sent.entity, sent.name, sent.exit_code) == ('nanoVLM', 'somebody', 'r', 0)
     assert sent.x_axes['lmms_eval/*'] == '<lmms-eval-step>'
