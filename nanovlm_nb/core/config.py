@@ -291,7 +291,7 @@ class VLMConfig(Config):
     pixel_max:PosF|None = None
     # --- pictures that keep their shape: image_convention qwen
     min_pixels:Pos = 3136 # a smaller picture is enlarged to so many pixels
-    # * a larger picture is shrunk to so many; vit_img_size x vit_img_size of them are one token
+    # a larger picture is shrunk to so many; vit_img_size x vit_img_size of them are one token
     max_pixels:Pos = 1003520
     vit_window_size:Pos = 112 # side in pixels of the windows inside which patches attend to each other
     vit_full_blocks:list[Count] = many() # blocks in which all patches of a picture do
@@ -524,7 +524,7 @@ class TrainConfig(Config):
     # * checkpoint directory: with resume, to continue from; without, to take the weights of
     load_from:Text|None = None
     force_resume:bool = False # * resume although the settings differ in what must not change
-    stats_log_interval:Pos = 100 # updates between statistics
+    stats_log_interval:Pos = 100 # * updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # * show a progress bar
     # what is shown: figures, minimind (its line, with the minutes left of the epoch), or none
