@@ -27,10 +27,18 @@ MISUSES = [
     ('train', '--lr_pm 0.1', 'unknown flag `--lr_pm`: did you mean `--lr_mp`?'),
     ('train', 'stray', '`stray` belongs to no flag: write --FLAG VALUE'),
     ('train', '--batch_size two', 'batch_size is two: give a whole number above 0'),
+    ('train', '--batch_size 1000000000000', 'batch_size is 1000000000000: give a whole number above 0, 4294967295 at most'),
+    ('train', '--batch_size 100000 --gradient_accumulation_steps 8', '800000 packs of a rank in an update, give 16384 at most'),
+    ('train', '--betas 0.9', 'betas is [0.9]: give two shares'),
+    ('train', '--betas .9 .99 .999', 'betas is [0.9, 0.99, 0.999]: give two shares'),
+    ('train', '--timeout_s 1e300', 'timeout_s is 1e300: give seconds, above 0 and at most a million'),
+    ('train', 'deep.yaml', 'deep.yaml is no YAML: it is nested too deeply'),
     ('train', '--lora_rank 4 --load_from RUN --lora_targets k_prog', "lora_targets names 'k_prog', and no linear layer of this model is called so"),
     # what a run starts from
     ('train', '--load_from out/none.pth', 'out/none.pth'),
     ('train', '--train_dataset_path bad.jsonl', 'no line of bad.jsonl can be used'),
+    ('train', '--train_dataset_path bda.jsonl', 'bda.jsonl: No such file or directory, did you mean bad.jsonl?'),
+    ('train', '--train_dataset_path checkpionts', 'train_dataset_path checkpionts: there is no such file or folder here, did you mean checkpoints?; the hub did not give it'),
     ('train', '--train_dataset_path picture.png', "Check train_dataset_path=picture.png and train_dataset_name=['default']: default: picture.png is no data set: give a file that ends in .parquet"),
     # commands that foretell a run
     ('replay', 'RUN', 'has skipped no update: say which one you mean'),
@@ -39,6 +47,10 @@ MISUSES = [
     ('ask', 'nowhere --prompt x', 'nowhere'),
     ('eval', 'RUN --tasks missing.parquet', '--tasks: there is no file missing.parquet: correct the path'),
     ('eval', 'RUN --tasks shapes --limit 2 --out result.json', '--out result.json holds the result of another evaluation: give another --out'),
+    ('eval', 'RUN --tasks shapes --limit 2 --out bad.jsonl', '--out bad.jsonl is not the result of an evaluation: give another --out'),
+    ('eval', 'RUN --tasks shapes --limit 2 --out list.json', '--out list.json is not the result of an evaluation: give another --out'),
+    ('eval', 'RUN --tasks shapes --limit 2 --device tpu', "device is 'tpu': give cpu, mps, cuda or cuda:N"),
+    ('eval', 'RUN --tasks shapes --limit 2 --device cuda:99', "device is 'cuda:99', this machine has "),
     ('export', 'RUN out --format peft', 'it holds no adapters: format peft is for a run with lora_rank'),
     ('ask', 'nowhere --page', 'nowhere' if find_spec('gradio') else 'pip install nanovlm_nb[demo]'),
     ('classify', '--predict RUN', 'to sort pictures, give --predict CHECKPOINT and one or more files'),
@@ -59,6 +71,8 @@ def place(tmp_path_factory):
         patch.chdir(home)
         assert main(['train', *TINY, '--max_training_steps', '2', '--eval_in_epochs', 'False', '--ask_samples', '0', '--run_name', 'r']) == 0
     (home/'bad.jsonl').write_text('{"a": 1}\n')
+    (home/'list.json').write_text('[1]')
+    (home/'deep.yaml').write_text(f"train: {{notes: {'['*3000}1{']'*3000}}}")
     (home/'result.json').write_text(json.dumps(dict(global_step=2, checkpoint='checkpoints/r/step_2', limit=60, tasks=['shapes'], results={'shapes_exact_match': .5}, samples={'shapes': 60}, prompts={'shapes': 'plain'})))
     Image.new('RGB', (8, 8), 'red').save(home/'picture.png')
     return home

@@ -10,15 +10,14 @@ import json,shutil,subprocess,time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 
 from ..core.run_dir import file_sizes
 from ..core.run_dir import BEST,CONFIG,LOG,STATUS,TEXT_LOG,abandoned,checkpoints,holder
 from ..core.run_dir import last_checkpoint,left_behind,missing_pieces,prune_older,read_log
-from ..core.run_dir import read_pointer,remove,why_kept,written,last_written,read_state,runs_in
+from ..core.run_dir import read_pointer,remove,why_kept,written,last_written,runs_in
 from ..core.logs import describe,plot_curves
-from ..core.usage import MissingFile,require,UsageError,say
+from ..core.usage import MissingFile,require,say
 
 # %% ../../nbs/60_tools.runs.ipynb #5af540bd
 def _since(seconds:float)->str: # e.g. '2.0 h'
@@ -72,39 +71,30 @@ def _status_lines(run_dir:Path, now:float|None=None)->list[str]: # with a log; s
     return [head, f"{describe(latest, records[-1]['step'])} ({age} ago)"]
 
 # %% ../../nbs/60_tools.runs.ipynb #7a68217b
-_END = 20_000 # bytes of a log that surely hold an update
-
-def _last_update(log:Path)->dict: # may not be there
-    "Returns the figures of the last update in a log; empty if there is none."
-    if not log.is_file(): return {}
-    with open(log, 'rb') as file:
-        file.seek(max(0, log.stat().st_size-_END))
-        lines = file.read().split(b'\n')
-    for line in lines[::-1]:
+def _last_figures(log:Path)->tuple[dict,float|None]: # may not be there
+    "Returns the last update in a log, or {}, and the lowest validation loss, or None."
+    lines = log.read_bytes().split(b'\n') if log.is_file() else []
+    updates = [line for line in lines if b'"batch_loss"' in line]
+    found = []
+    for line in updates[-2:]+[line for line in lines if b'"val_loss"' in line]: # the last may be torn
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
-            if type(record['step']) is int and 'batch_loss' in record: return record
-    return {}
-
-def _best_loss(run_dir:Path)->float|None: # None: no validation, or no checkpoint
-    "Returns the lowest validation loss of a run, as its current checkpoint says."
-    last = last_checkpoint(run_dir)
-    if last is None: return None
-    try: best = read_state(last, ()).get('best_val_loss')
-    except (UsageError, OSError): return None
-    return best if isinstance(best, float) and isfinite(best) else None
+            if type(record['step']) is int: found.append(record)
+    losses = [record['val_loss'] for record in found if isinstance(record.get('val_loss'), float)]
+    update = next((record for record in found[1::-1] if 'batch_loss' in record), {})
+    return update,min(losses, default=None)
 
 def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 1970, None: the clock
     "Returns a line for each run in a folder, below a line of headings, the newest first."
     def number(value): return f'{value:.4g}' if isinstance(value, (int,float)) else '-'
     rows = [('run','status','update','loss','best','size','written')]
     for run_dir in runs_in(folder):
-        update = _last_update(run_dir/LOG)
+        update,best = _last_figures(run_dir/LOG)
         size = sum(file_sizes(run_dir).values())/1e6
         age = _since((now or time.time())-last_written(run_dir))
         state = _state_of(run_dir).partition(' (')[0].partition(', ')[0]
-        rows.append((run_dir.name, state, str(update.get('step', 0)), number(update.get('batch_loss')),
-            number(_best_loss(run_dir)), f'{size:,.0f} MB', f'{age} ago'))
+        rows.append((run_dir.name, state, str(update.get('step', 0)), number(update.get('batch_loss')), number(best),
+            f'{size:,.0f} MB', f'{age} ago'))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ['  '.join(cell.ljust(width) for cell,width in zip(row, widths)).rstrip() for row in rows]
 
