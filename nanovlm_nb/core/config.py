@@ -186,9 +186,8 @@ class Config:
     @classmethod
     def load(cls:type[C], path:str|Path)->C:
         "Returns what `save` or nanoVLM wrote to a file, or to `config.json` in a directory."
-        file = _json_file(path)
-        try: return cls.from_dict(json.loads(file.read_text(encoding='utf-8')))
-        except ValueError as e: raise UsageError(f'{file}: {e}') from e
+        try: return cls.from_dict(json.loads(_json_file(path).read_text(encoding='utf-8')))
+        except (ValueError, RecursionError) as e: raise UsageError(f'{_json_file(path)}: {e}') from e
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d001
 if TYPE_CHECKING: Derived = int # read, such a field is a number
@@ -524,7 +523,7 @@ class TrainConfig(Config):
     # * checkpoint directory: with resume, to continue from; without, to take the weights of
     load_from:Text|None = None
     force_resume:bool = False # * resume although the settings differ in what must not change
-    stats_log_interval:Pos = 100 # updates between statistics
+    stats_log_interval:Pos = 100 # * updates between statistics
     resume_from_vlm_checkpoint:bool = False # start from the model at vlm_checkpoint_path
     progress_bar:bool = True # * show a progress bar
     # what is shown: figures, minimind (its line, with the minutes left of the epoch), or none
