@@ -493,9 +493,9 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
         ds = ds.rename_columns({theirs:ours for theirs,ours in names.items() if theirs != ours})
     read,unread = columns_read(head_rows(ds), where, folders, bool(columns))
     by_name = columns_by_name(tuple(ds.column_names))
-    told = [*by_name['texts'], *by_name['answer']]
-    told += [read.get(kind) for kind in ('texts', 'answer', 'choice')]
-    require(any(told),
+    named = by_name['texts'] or by_name['answer']
+    told = any(read.get(kind) for kind in ('texts', 'answer', 'choice'))
+    require(named or told,
         f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)
