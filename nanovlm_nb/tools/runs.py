@@ -93,7 +93,8 @@ def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 
         size = sum(file_sizes(run_dir).values())/1e6
         age = _since((now or time.time())-last_written(run_dir))
         state = _state_of(run_dir).partition(' (')[0].partition(', ')[0]
-        rows.append((run_dir.name, state, str(update.get('step', 0)), number(update.get('batch_loss')), number(best),
+        rows.append((run_dir.name, state, str(update.get('step', 0)),
+            number(update.get('batch_loss')), number(best),
             f'{size:,.0f} MB', f'{age} ago'))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ['  '.join(cell.ljust(width) for cell,width in zip(row, widths)).rstrip() for row in rows]
