@@ -54,7 +54,7 @@ _BASE64 = re.compile('[A-Za-z0-9+/]{64}')
 def is_base64(text:str)->bool:
     "Whether a text is a picture in base64, with or without `data:` in front."
     if text.startswith('data:'): return True
-    if len(text) < 64 or not _BASE64.match(text): return False
+    if len(text) < 64 or names_picture(text) or not _BASE64.match(text): return False
     return bool(_HEADS.match(b64decode(text[:64])))
 
 def names_picture(text:str)->bool:
