@@ -79,7 +79,7 @@ def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` a
 
 # %% ../../nbs/07_core.advice.ipynb #eedaaff6
 def stability_advice(c:TrainConfig)->list[str]:
-    "Returns what helps a run whose loss or gradient norm jumps, the first first."
+    "Returns what helps a run whose loss or gradient norm jumps, most promising first."
     backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
     names = ('lr_lora',) if c.lora_rank else ('lr_mp',*backbones)
     rates = [f'{n} {lr:g} -> {min(lr/2, .001):g}' for n in names if (lr := getattr(c, n))]

@@ -140,7 +140,7 @@ def _json_file(path): return Path(path)/'config.json' if Path(path).is_dir() els
 # %% ../../nbs/02_core.config.ipynb #3fd1b5a7
 @dataclass
 class Config:
-    "Checks itself, remembers what it was given, becomes a dictionary or a JSON file, and comes back."
+    "A dataclass that validates its fields, remembers which were given, converts to and from dict and JSON."
     given:ClassVar[set[str]] # fields named when it was made, by `evolve` or by setting them; each has its own
     resume_rules:ClassVar[dict[str,tuple[str,str]]] = {} # of a class with fields of its own, see `rules`
 
@@ -768,7 +768,7 @@ def read_yaml(text:str|bytes, name:str|Path)->Any: # of a file, or a flag
     raise UsageError(f'{name} is no YAML: {why}')
 
 def read_sections(path:str|Path, remedy:str)->dict:
-    "Returns the sections of a YAML file; `remedy` says what to write else."
+    "Returns the sections of a YAML file; `remedy` ends the message: what to write instead."
     with user_path(): text = Path(path).read_bytes()
     sections = read_yaml(text, path) or {}
     require(isinstance(sections, dict), f'{path} holds no sections: {remedy}')
@@ -880,7 +880,7 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
 
 # %% ../../nbs/02_core.config.ipynb #31d706c5
 def _from_text(text:str, kind:Any)->Any:
-    "Returns what a word of the command line means for an annotation, as `as_type` takes it."
+    "Converts a command-line word to what `as_type` expects for this annotation."
     if NoneType in get_args(kind) and text in ('None','none','null'): return None
     if rule_of(kind)[0] not in (bool,dict) or not text.strip(): return text
     try: return read_yaml(text, 'the flag')

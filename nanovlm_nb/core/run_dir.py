@@ -60,7 +60,7 @@ def system_errors(path:str|Path)->Iterator[None]: # that is written
 
 # %% ../../nbs/01_core.run_dir.ipynb #f11e0005
 def share_files(folder:Path)->None:
-    "Gives all files in a directory its own rights to read and write."
+    "Gives every file below a directory the directory's own read and write bits."
     for p in folder.rglob('*'):
         if p.is_file(): p.chmod(folder.stat().st_mode & 0o666)
 
@@ -108,7 +108,7 @@ def file_digests(folder:Path, names:Iterable[str])->dict[str,str]: # name relati
 MANIFEST = 'manifest.json' # lists the files of a directory: size and SHA-256 of each
 
 def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> bytes
-    "Returns the files below a directory, without the manifest and what goes while we look."
+    "Returns the files below a directory, without the manifest and files that vanish meanwhile."
     sizes = {}
     for path in sorted(Path(at)/name for at,_,names in os.walk(folder) for name in names if name!=MANIFEST):
         with suppress(FileNotFoundError): sizes[path.relative_to(folder).as_posix()] = path.stat().st_size

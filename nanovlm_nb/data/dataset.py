@@ -87,7 +87,7 @@ class Drops:
         self.first = other.first|self.first
 
     def after(self, reasons:int, cut:int)->'Drops': # ids of either kind that are known already
-        "What was found since."
+        "Drops added after the first `reasons` and `cut` ids."
         def new(ids, known): return dict(islice(ids.items(), known, None))
         return Drops(new(self.reasons, reasons), new(self.cut, cut), dict(self.first))
 
@@ -159,7 +159,7 @@ class DropFile:
             return f.tell()
 
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
-        "Forget what was written later."
+        "Truncates the file to `size` bytes; returns what it still lists."
         self.written = _sizes(kept := read_dropped(self.path.parent, size))
         if self.path.is_file():
             with open_own(self.path, 'r+b') as f: f.truncate(f.read(size).rfind(b'\n')+1)

@@ -57,7 +57,7 @@ class Lane:
 # %% ../../nbs/16_data.lanes.ipynb #199207ab
 @dataclass
 class naming(AbstractContextManager):
-    "A context in which an error gets the id of the sample."
+    "Re-raises an error with the id of the sample that caused it."
     id:str
 
     def __exit__(self, kind, e, tb):
@@ -76,7 +76,7 @@ class _Window:
 
 # %% ../../nbs/16_data.lanes.ipynb #f111a001
 def _open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Window]: # packs so far
-    "A window at `end` of a source, at first empty, with a row more each time, until one of them ends."
+    "Yields the growing window: empty first, then after each row, until it is full or the rows end."
     r,tokens,most = lane.rules,0,lane.rules.max_tiles or inf
     window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
     yield window
@@ -214,7 +214,7 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97750
 class _letting_go(AbstractContextManager):
-    "A context in which an error does not keep the workers."
+    "Clears the frames of an error's traceback, which would keep the loader's workers alive."
     def __exit__(self, kind, e, tb): clear_frames(tb)
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97752
@@ -276,7 +276,7 @@ class PackLoader(Loader):
         packs = (p for p in pack_workers(self) if p is not None)
         while True:
             with _letting_go(): turn = [next(packs) for _ in self.lanes]
-            for p in turn: # as it was before it travelled; pictures are views of one tensor
+            for p in turn: # undo the packing for transport: one tensor becomes a list of pictures
                 p |= {k:torch.from_numpy(v) for k,v in p.items() if isinstance(v, np.ndarray)}
                 shapes,tiles = p.pop('shapes'),p['images']
                 if shapes and self.pin_memory and not tiles.is_pinned(): tiles = tiles.pin_memory()

@@ -751,7 +751,7 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
 
 # %% ../../nbs/18_data.loader.ipynb #1d0a0e04
 def as_loader(batches:Loader|Iterable[Batch])->Loader: # the same, or a plain `Loader` of them
-    "Let a trainer ask for all that it asks for."
+    "Wraps a plain iterable of batches in a `Loader`."
     if isinstance(batches, Loader): return batches
     if not hasattr(batches, 'state_dict'): return Loader(batches)
     raise TypeError(f'{type(batches).__name__} has a state, which would be lost: '

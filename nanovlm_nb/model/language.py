@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x:Tensor, # (..., D) hidden states
     )->Tensor: # (..., D), same dtype
-        "Hidden states of size 1."
+        "x / rms(x) * weight, computed in float32."
         f = x.float()
         return (f*torch.rsqrt(f.square().mean(-1, keepdim=True)+self.eps)*self.weight).to(x.dtype)
 
@@ -167,7 +167,7 @@ class LanguageModelMLP(nn.Module):
 
     def forward(self, x:Tensor, # (B, T, D) normed hidden states
     )->Tensor: # (B, T, D)
-        "Gate, widen, narrow."
+        "SwiGLU: down(silu(gate(x)) * up(x))."
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
 # %% ../../nbs/22_model.language.ipynb #ba8eed60
@@ -230,7 +230,7 @@ class LanguageModelBlock(nn.Module):
         layout:Layout|None=None, # where the documents are; None: one a row
         cache:KVCache|None=None, # what was read before
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) hidden states; with experts also their balance loss
-        "One round of reading and thinking."
+        "Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."
         x = x+self.attn(self.norm1(x), cos, sin, layout, cache)
         if isinstance(self.mlp, LanguageModelMLP): return x+self.mlp(self.norm2(x))
         out,balance = self.mlp(self.norm2(x), layout)
@@ -250,7 +250,7 @@ class LanguageModel(nn.Module):
         self.apply(partial(init_weights, std=cfg.init_std))
         if cfg.lm_tie_weights: self.head.weight = self.token_embedding.weight
 
-    # it is written in Python what differs from batch to batch; blocks are what is compiled
+    # not compiled: this part differs from batch to batch, only the blocks are compiled
     @torch.compiler.disable(recursive=False)
     def forward(self, x:Tensor, # (B, T) token ids, or (B, T, D) embeddings
         layout:Layout|None=None, # where the documents are, on its device; None: one a row

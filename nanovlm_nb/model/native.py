@@ -64,7 +64,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x:Tensor, # (1, P, D) normed patches
     )->Tensor: # (1, P, D)
-        "Gate, widen, narrow."
+        "SwiGLU: down(silu(gate(x)) * up(x))."
         return self.down_proj(F.silu(self.gate_proj(x))*self.up_proj(x))
 
 class WindowBlock(nn.Module):

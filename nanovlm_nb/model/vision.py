@@ -101,7 +101,7 @@ class ViTMLP(nn.Module):
 
     def forward(self, x:Tensor, # (N, P, D) normed patches
     )->Tensor: # (N, P, D)
-        "Widen, bend, narrow."
+        "fc2(activation(fc1(x)))."
         return self.dropout(self.fc2(ACTIVATIONS[self.activation](self.fc1(x))))
 
 # %% ../../nbs/21_model.vision.ipynb #1a988a19
@@ -127,7 +127,7 @@ class ViTBlock(nn.Module):
 
     def forward(self, x:Tensor, # (N, P, D) patches
     )->Tensor: # (N, P, D) patches
-        "One round of looking and thinking."
+        "Pre-norm block over the patches of a tile: x + attention(norm(x)), then x + mlp(norm(x))."
         x = x+self.attn(self.ln1(x))
         return x+self.mlp(self.ln2(x))
 
@@ -180,12 +180,12 @@ def pixel_shuffle(x:Tensor, # (N, P, D) patch features of N tiles, row by row; P
 
 # %% ../../nbs/21_model.vision.ipynb #c86c36ba
 class ModalityProjector(nn.Module):
-    "Pixel shuffle, then one matrix to the width of the language model, or two with a bend between them."
+    "Pixel shuffle, then one matrix to the width of the language model, or a two-layer MLP."
     def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_*`, `init_std`
         super().__init__()
         self.factor,width = cfg.mp_pixel_shuffle_factor,cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
         self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
-        # one for each call, as hooks expect
+        # a module per call site, since forward hooks are per module
         if cfg.mp_kind!='mlp': self.norm,self.out = nn.Identity(),nn.Identity()
         else:
             self.norm = nn.LayerNorm(width)

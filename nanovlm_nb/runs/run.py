@@ -234,7 +234,7 @@ def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: #
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
-    "Change the directory of a run and open its log: nothing refuses it any more."
+    "The point of no return: from here on the run directory is changed."
     run_dir,dist,log,t = run.run_dir,run.dist,run.log,trainer
     if (note := t.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
     if run.cfg.cache_features:

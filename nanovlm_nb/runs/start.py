@@ -164,8 +164,8 @@ def _announced(v, c):
 
 def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None=None, # where it begins
 )->tuple[VLMConfig,TrainConfig,list[str]]:
-    """Make of what was given what will run: the model, the run, and lines for the log about what is not as
-    it was given. A UsageError where it does not fit together."""
+    """Resolves the given settings to the configurations of model and run that will run, and lines for the log
+    about what is not as it was given. A UsageError where it does not fit together."""
     if start is None: start = _announced(v, c)
     require(not c.lora_rank or start.kind in ('resume','checkpoint'), f'lora_rank {c.lora_rank}: adapters '
         'stand beside the weights of a checkpoint that is trained already; '
@@ -581,7 +581,7 @@ class OpenRun:
     log:RunLog # opened when nothing can refuse the run any more
     make_command:Callable=go_on # names the command that resumes; takes what `go_on` takes
     trainer:Any=None # about to make its first update, or later
-    status:str='failed' # unless somebody says otherwise
+    status:str='failed' # unless `run` sets another word
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback): _end(self, error)

@@ -118,7 +118,7 @@ def _spent(clock:Clock, since:dict[str,float])->dict[str,float]: # a reading, wh
 
 # %% ../../nbs/49_training.hooks.ipynb #eae1ca76
 class Meters(Hook):
-    "Adds `tokens_per_second`, every `every` updates where the time went and what came of it; logs epochs."
+    "Adds `tokens_per_second`, every `every` updates the time split, loss and norm; logs epochs."
     def __init__(self, every:int): # updates
         self.every = every
         self.stats:dict[str,list[float]] = {name:[] for name in STATS}
@@ -189,7 +189,7 @@ class Meters(Hook):
         return dict(self.epoch)
 
     def load_state_dict(self, state:dict)->None:
-        "Restores them."
+        "Restores the sums of the epoch."
         self.epoch = Counter(state)
 
 # %% ../../nbs/49_training.hooks.ipynb #5f433775
@@ -229,7 +229,7 @@ class LeftOut(Hook):
         return dict(drops={k:dict(counts=d.counts, first=d.first) for k,d in drops.items()}, dropped=size)
 
     def load_state_dict(self, state:dict)->None:
-        "Keeps it for `begin`."
+        "Stored here, applied in `begin`, when the log is open."
         self.state = state
 
 # %% ../../nbs/49_training.hooks.ipynb #31594afc
@@ -253,7 +253,7 @@ class Evaluate(Hook):
         for line in take_over_evals(self.evals, step, due): t.log.info(line)
 
     def submit(self, path:Path)->None: # `step_N`, when it is complete, on rank 0
-        "Has it evaluated."
+        "Queues the evaluation of this checkpoint."
         if self.evals and self.is_due(step_of(path)): ask_for_eval(self.evals, step_of(path))
 
     def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call

@@ -155,7 +155,7 @@ def blocks_of(model:nn.Module)->list[nn.Module]:
 
 # %% ../../nbs/41_training.optim.ipynb #265e2934
 def _for_any_number_of_tiles(forward, x, *args):
-    "Says before a call that the number of tiles varies: the first graph then serves all."
+    "Marks the tile dimension as dynamic, so that one compiled graph serves any number of tiles."
     varying = [(x,0)]
     if args: # patches of all pictures in one row
         cos,sin,layout = args
@@ -244,7 +244,7 @@ def _report(batches:list[Batch]|Exception, rank:int)->list[dict]|Exception: # wh
 
 # %% ../../nbs/41_training.optim.ipynb #6b260913
 def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this rank; `_report` of each rank
-    "Puts together what ranks have said, in the global order: micro-batch, then rank."
+    "Merges the counts of all ranks into one `Update`, ordered by micro-batch, then rank."
     told = [rank[m] for m in range(len(batches)) for rank in reports if m<len(rank)]
     total = {k:sum(o[k] for o in told) for k in told[0] if k!='ids'}
     idle = len(batches)*len(reports)-len(told) # micro-batches of padding only

@@ -71,6 +71,6 @@ def get_schedule(schedule:str|Callable, # cosine, wsd, minimind, minimind_seed, 
 # %% ../../nbs/40_training.schedule.ipynb #5a3b2e02
 def in_samples(samples:int, size:int, most:int, # seen before this update; of this update; of the whole run
 )->tuple[float,float]: # `step` and `max_steps` for a schedule
-    "A place in a run that counts samples, in updates of the present size."
+    "Position and length of a run that counts samples, in updates of the current size."
     size = min(max(size, 1), most) # an update may be empty, or larger than the run
     return samples/size, most/size

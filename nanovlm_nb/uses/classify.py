@@ -390,7 +390,7 @@ class ValidateClasses(Validate):
         return self.best
 
     def load_state_dict(self, state:dict)->None:
-        "Keeps it for `begin`."
+        "Stored here, applied in `begin`, when the log is open."
         self.best = state
 
 # %% ../../nbs/81_uses.classify.ipynb #9a5cbf9d
