@@ -123,7 +123,7 @@ def _portable(error:Exception)->Exception:
     except Exception: return RuntimeError(f'{type(error).__name__}: {error}')
 
 def on_all(dist:Dist, fn:Callable[[],Any])->list: # every rank must call
-    "Returns what `fn` returned on each rank; if it failed on any, each raises its own error or the first rank's."
+    "Returns what `fn` returned on each rank; if one failed, each raises its own error or the first rank's."
     result = error = None
     try: result = fn()
     except Exception as e: error = e

@@ -325,7 +325,7 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
 def _owed(trainer:Trainer)->Iterable[Hook]:
-    "Hooks that have not seen the current update: all in a new run; after a resume those from `Checkpoint` on."
+    "Hooks that have not seen the current update: all of a new run; after a resume, from `Checkpoint` on."
     if trainer.update: return [] # `train` was called before: all know
     return dropwhile(lambda hook: trainer.checkpoint and not isinstance(hook, Checkpoint), trainer.hooks)
 
