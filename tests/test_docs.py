@@ -1,5 +1,6 @@
 "Documentation: docstrings, saved outputs, sidebar, links and the README."
 import ast
+import builtins
 import importlib.util
 import inspect
 import json
@@ -155,3 +156,18 @@ def test_readme_is_the_index_notebook():
 def test_readme_links_exist():
     text = (ROOT/'README.md').read_text(encoding='utf-8')
     assert not [link for link in re.findall(r'\]\((?!https?:|#)([^)\s#]+)', text) if not (ROOT/link).exists()]
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_annotations_in_quotes_name_what_stands_above(module):
+    "The site shows a signature below the cell that defines it, where nothing is known of later cells."
+    tree = ast.parse(Path(import_module(f'nanovlm_nb.{module}').__file__).read_text(encoding='utf-8'))
+    known = set()
+    for statement in tree.body:
+        known |= {n.name if hasattr(n, 'name') else n.id for n in ast.walk(statement)
+                  if isinstance(n, (ast.FunctionDef, ast.ClassDef)) or isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        known |= {(n.asname or n.name).split('.')[0] for n in ast.walk(statement) if isinstance(n, ast.alias)}
+        quoted = [a.value for n in ast.walk(statement) for a in (getattr(n, 'annotation', None), getattr(n, 'returns', None))
+                  if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        named = {n.id for text in quoted for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+        assert named <= known | {*dir(builtins)}, (statement.lineno, named-known)

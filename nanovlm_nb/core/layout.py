@@ -64,7 +64,7 @@ class Layout:
     cu:Tensor = _aside() # (n,) int32, see `_document_tensors`
     documents:Tensor = _aside() # (B, T) which one, 0 at padding
     positions:Tensor = _aside() # (B, T) inside the document; (3, B, T) in a text with grids of tiles
-    tiles:'Tiles|None' = _aside() # of the batch's pictures, if they are grids; None: nothing is known of them
+    tiles:Any = _aside() # `Tiles` of the batch's pictures, if they are grids; None: nothing is known of them
     longest:int|None = _aside() # no document or gap is longer; None: not known
     is_full:bool = _aside(False) # whether each row is one document without padding
     # what attention reads, None: all; a compiled block is bound to the shapes of whatever it is given
