@@ -549,7 +549,7 @@ class VQADataset(torch.utils.data.Dataset):
         if not answered: raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
         if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
         if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
-        pictures = image_strings(self.tokenizer, self.grids(row), 1, convention)
+        pictures = image_strings(self.tokenizer, [*self.grids(row)], 1, convention)
         try: ids,labels = encode_chat(self.tokenizer, turns, pictures, convention != 'nanovlm', self.frames,
                                       self.special)
         except UsageError as e: raise Dropped(id, 'template', str(e)) from e
