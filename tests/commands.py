@@ -37,7 +37,7 @@ SHARED_WARM = 'NANOVLM_WARM_PYTHON'
 
 def environment(**more):
     "One thread a process; wandb offline, quiet, and not tied to a wandb service of this process."
-    return {k: v for k, v in os.environ.items() if not k.startswith('WANDB')} | dict(OMP_NUM_THREADS='1', WANDB_MODE='offline', WANDB_SILENT='true', HF_HUB_OFFLINE='1') | more
+    return {k: v for k, v in os.environ.items() if not k.startswith('WANDB')} | dict(OMP_NUM_THREADS='1', WANDB_MODE='offline', WANDB_SILENT='true', HF_HUB_OFFLINE='1', **more)
 
 
 @cache
