@@ -12,8 +12,8 @@
 # Guides for Qwen2.5-VL write
 #   deepspeed --num_gpus 8 training/complete_train.py --config guide.yaml --deepspeed_config ds_config_zero2.json
 # which is here, with the same two files,
-#   RANKS=8 slurm/classify.sh guide.yaml --deepspeed_config ds_config_zero2.json --model SMOLVLM --datasets food101
-# SMOLVLM is a directory or a hub id; the guide's own model, Qwen2.5-VL, is not built here.
+#   RANKS=8 slurm/classify.sh guide.yaml --deepspeed_config ds_config_zero2.json --datasets food101
+# The guide does not say where its pictures are. --model DIRECTORY takes a copy of Qwen2.5-VL, or another model, in place of the hub's.
 
 #SBATCH --job-name=classify
 #SBATCH --nodes=1

@@ -536,6 +536,11 @@ class VQADataset(torch.utils.data.Dataset):
 
     def __len__(self)->int: return len(self.rows) # dropped ones included
 
+    def grids(self, row:dict)->tuple: # from `to_row`
+        "The grid of tiles of each picture, from headers; raises `Dropped` if one cannot be read."
+        try: return tuple(self.image_processor.grid(*image_size(im)) for im in row['images'])
+        except UnreadableImage as e: raise Dropped(row['id'], 'unreadable_image', str(e)) from e
+
     def plan_row(self, row:dict)->Plan: # from `to_row`
         "Plan a sample from text and headers; raises `Dropped` if it is left out."
         id,said,most = row['id'],row['texts'] or [],self.max_images_per_example
@@ -544,9 +549,7 @@ class VQADataset(torch.utils.data.Dataset):
         if not answered: raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
         if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
         if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
-        try: grids = [self.image_processor.grid(*image_size(im)) for im in row['images']]
-        except UnreadableImage as e: raise Dropped(id, 'unreadable_image', str(e)) from e
-        pictures = image_strings(self.tokenizer, grids, 1, convention)
+        pictures = image_strings(self.tokenizer, [*self.grids(row)], 1, convention)
         try: ids,labels = encode_chat(self.tokenizer, turns, pictures, convention != 'nanovlm', self.frames,
                                       self.special)
         except UsageError as e: raise Dropped(id, 'template', str(e)) from e
