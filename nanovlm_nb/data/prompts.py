@@ -202,6 +202,8 @@ def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat 
     q, a = 'xzyvd', 'dvyzx'
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text, prompt = render_chat(tokenizer, chat), render_chat(tokenizer, chat[:1], prompt=True)
+    require(q in prompt, 'the chat template writes nothing of a message that is one text: give one in '
+        'lm_chat_template that does not want a list of parts')
     lead, separator, end = text[len(prompt):].partition(a)
     require(text.startswith(prompt) and separator and not lead.strip(),
         'the chat template writes another text before an answer in training than for generation: '
