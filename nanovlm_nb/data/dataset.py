@@ -331,7 +331,7 @@ def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `column
     "The columns of a row that are not read, for the log."
     used = {name for columns in read.values() for name in columns}
     used |= {*FEATURES, 'id', 'kinds'}
-    found = [name for name in row if name not in used and is_filled(row[name])]
+    found = [name for name in row if name and name not in used and is_filled(row[name])]
     people = [] if not read['question'] else [name for name in read['answer'] if not is_caption(name)]
     several = (name for name in people
                if len(as_list(listed(row[name]))) > 1 and not is_conversation(row[name]))
@@ -458,6 +458,8 @@ def _earlier(row, columns, inside):
         f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer')
     return [dict(user=question, assistant=answer) for question,answer in said]
 
+_SHOWN = re.compile(r"""(?:!\[[^\]]*\]\(|<img [^<>]*src=["'])([^()"'\s<>]+)""") # in Markdown, in HTML
+
 def read_layout(row:dict, folders:Folders=None, # of pictures that are named, see `find_picture`
     chosen:bool=False, unread:set[str]|None=None # see `columns_of`; gets the columns that nothing reads
     )->tuple[list, list[dict]]: # for `open_image`; {user, assistant}
@@ -479,6 +481,9 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
         raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
     if not pictures and not inside: # as Qwen-VL writes it: the picture is named in the text
         inside = [name for t in turns for name in re.findall(r'<img>([^<>]+)</img>', t['user'] or '')]
+    shown = [name for t in turns for name in _SHOWN.findall(t['user'] or '') if _find(name, folders)]
+    require(pictures or inside or not shown,
+        f'a question shows {", ".join(shown)}, but the row has no picture: name it as one, or take it out')
     inside = [find_picture(picture, folders) for picture in inside]
     require(not inside or len(pictures) in (0, len(inside)),
         f'{len(pictures)} pictures in `{"".join(read["images"])}`, '

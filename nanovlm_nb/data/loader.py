@@ -390,7 +390,7 @@ def _sample(parts)->dict: # kind and bytes of its files, or for pictures their p
         elif names_picture(kind): own[kind] = data if isinstance(data, bytes) else str(data.absolute())
         else:
             own[kind] = data
-            with suppress(UnicodeDecodeError): own[kind] = data.decode()
+            with suppress(UnicodeDecodeError): own[kind] = data.decode('utf-8-sig').strip()
     return said|own
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a006

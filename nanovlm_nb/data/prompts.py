@@ -75,7 +75,8 @@ MARK = '<image>' # where a picture belongs in a question
 _OTHERS = ('<IMAGE>', '<Image>', '<ImageHere>', '<image_placeholder>', '<IMAGE_TOKEN>', '<|image_pad|>',
     '<|image|>', '<start_of_image>')
 _MARKS = re.compile(r'(?:<Img>|<Image>|<\|vision_start\|>)?'
-    rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}|<img>[^<>]*</img>|{'|'.join(map(re.escape, _OTHERS))}|"
+    rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}(?:[^<>\s]*</image>)?|<img>[^<>]*</img>|"
+    rf"{'|'.join(map(re.escape, _OTHERS))}|"
     r'\[IMG\](?![^\[]*\[/IMG\])))' # with an end it is a forum's
     r'(?:</Img>|</Image>|<\|vision_end\|>)?') # a number, or a mark without
 _NUMBER = re.compile(r'<image: (\d{1,3})>') # what becomes of a mark
