@@ -48,7 +48,8 @@ _KINDS = ( # where in a file, one of which bytes -> what it is
     (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'),
         'packed: unpack it'),
     (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'),
-    (0, (b'\x89PNG', b'\xff\xd8\xff', b'GIF8', b'RIFF'), 'a damaged picture: copy it again'))
+    (8, (b'WEBP',), 'a damaged picture: copy it again'),
+    (0, (b'\x89PNG', b'\xff\xd8\xff', b'GIF8'), 'a damaged picture: copy it again'))
 
 def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     "What a file is that is no picture."
