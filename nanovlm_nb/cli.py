@@ -242,8 +242,8 @@ def export_parser(checkpoint:Checkpoint, # or a run, SmolVLM, Idefics3, Qwen2.5-
     outtype:Outtype|None = None): # with gguf: f32, f16 (if left out) or q8_0, which has one byte a weight
     "Write a model for transformers, ONNX, the web, GGUF or nanoVLM."
     place = Path(out).absolute()
-    first = next(p for p in (place, *place.parents) if p.exists())
-    require(first.is_dir(), f'{out}: {first} is a file: give a new directory')
+    first = next(p for p in (place, *place.parents) if p.exists() or p.is_symlink())
+    require(first.is_dir(), f'{out}: {first} is a file, or a link to nothing: give a new directory')
     require(first!=place or not any(place.iterdir()), f'{out} is not empty: give a new directory')
     only = dict(int8=(int8,'onnx'), web_runtime=(web_runtime,'web'), outtype=(outtype,'gguf'))
     for flag,(value,kind) in only.items():

@@ -21,7 +21,7 @@ from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.dataset import Dropped, Drops, UnusedColumn, columns_of, unread_of
 from nanovlm_nb.data.images import UnreadableImage, image_size, open_image
-from nanovlm_nb.data.loader import load_configs, load_sources, rename, text_rows
+from nanovlm_nb.data.loader import load_configs, load_sources, rename, text_rows, unread_columns
 
 N, SIDE = 4, 16
 
@@ -118,6 +118,13 @@ def lists_in_a_table(folder):
     pandas.DataFrame([dict(images=['0.jpg', '1.jpg'], conversations=said)]*N).to_csv(folder/'data.csv', index=False)
 
 
+def other_separators(ending, mark):
+    def make(folder):
+        save(folder, *[f'{i}.png' for i in range(N)])
+        (folder/f't{ending}').write_text('\n'.join(mark.join(row) for row in [('image', 'question', 'answer'), *[(f'{i}.png', 'What?', 'a card') for i in range(N)]]))
+    return make
+
+
 def names_in_parquet(folder):
     save(folder, *[f'images/val2014/{i}.png' for i in range(N)])
     datasets.Dataset.from_list([dict(filepath='val2014', filename=f'val2014/{i}.png', **ASKED) for i in range(N)]).to_parquet(folder/'x.parquet')
@@ -148,6 +155,16 @@ def packed_lines(ending):
     return make
 
 
+def three_splits(folder):
+    save(folder, *[f'{i}.png' for i in range(N)])
+    for split in ('train', 'test', 'val'): write_lines(folder/f'my_{split}.jsonl', [dict(image=f'{i}.png', question='What?', answer='a card' if split == 'train' else split) for i in range(N)])
+
+
+def texts_as_editors_write_them(folder):
+    pairs(folder)
+    for i in range(N): (folder/f'{i}.txt').write_bytes(b'\xef\xbb\xbfa card\r\n')
+
+
 def one_list_in_an_object(folder):
     save(folder, *[f'{i}.png' for i in range(N)])
     (folder/'train.json').write_text(json.dumps(dict(dataset_name='x', data=[dict(img=f'{i}.png', **ASKED) for i in range(N)]), indent=1))
@@ -156,7 +173,8 @@ def one_list_in_an_object(folder):
 DESCRIBED = [('Describe the picture.', 'a card')]
 WRITTEN = dict(mmbench=(mmbench, 1, CHOSEN), two_columns=(two_columns, 1, PLAIN), lists_in_a_table=(lists_in_a_table, 2, PLAIN), names_in_parquet=(names_in_parquet, 1, PLAIN),
                structs_in_parquet=(structs_in_parquet, 1, PLAIN), pairs=(pairs, 1, DESCRIBED), pairs_of_img2dataset=(pairs_of_img2dataset, 1, DESCRIBED), gz=(packed_lines('.gz'), 1, PLAIN),
-               zst=(packed_lines('.zst'), 1, PLAIN), one_list_in_an_object=(one_list_in_an_object, 1, PLAIN))
+               zst=(packed_lines('.zst'), 1, PLAIN), semicolons=(other_separators('.csv', ';'), 1, PLAIN), tabs_in_csv=(other_separators('.csv', '\t'), 1, PLAIN), pipes=(other_separators('.csv', '| '), 1, PLAIN),
+               three_splits=(three_splits, 1, PLAIN), editors=(texts_as_editors_write_them, 1, DESCRIBED), one_list_in_an_object=(one_list_in_an_object, 1, PLAIN))
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -318,6 +336,52 @@ def test_columns_that_nothing_reads_are_named_once(tmp_path, kind, caplog):
     else: write_tar(tmp_path/'d'/'a.tar', [(f'{i}.json', json.dumps(row).encode()) for i in range(N)])
     with caplog.at_level(logging.INFO, 'nanovlm_nb'): load_configs(tmp_path/'d', cache_dir=str(tmp_path/'cache'), streaming=True)
     assert [r.getMessage().partition(': not read: ')[2] for r in caplog.records if 'not read' in r.getMessage()] == ['box, weight']
+    assert unread_columns(tmp_path/'d', 'default') == {'box', 'weight'}  # what `nanovlm check` names
+
+
+def test_what_nothing_reads_of_messages_is_named(tmp_path):
+    said = [dict(role='user', content='q'), dict(role='assistant', content='a', reasoning_content='because', weight=None)]
+    write_lines(tmp_path/'t.jsonl', [dict(messages=said)])
+    assert unread_columns(tmp_path/'t.jsonl', 'default') == {'`reasoning_content` of messages'}
+
+
+def test_a_stream_under_other_names_is_read_as_its_table(tmp_path):
+    "Rows that lack a list beside rows that have one, and a picture that cannot be read, which costs itself; positions are exact."
+    rows = [dict(photo=dict(bytes=encoded(i) if i != 40 else b'junk', path=None), q=f'{i}', choices=['a dog', 'a card'] if i % 3 else None, a='a card') for i in range(100)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path/'x.parquet', row_group_size=40)
+    named = ['image=photo', 'question=q', 'answer=a', 'options=choices']
+    _, cfg = tiny(train_dataset_path=str(tmp_path/'x.parquet'), stream_dataset=True, data_cutoff_idx=None, val_size=0, num_workers=0, columns=named)
+    source = load_sources(cfg)[0]
+    streamed = [*source.rows_of(0, 1, 0)]
+    said = sorted((int(row['texts'][0]['user'].split('\n')[0]), row['texts'][0]['assistant'], row['images'][0]['bytes']) for _, row in streamed)
+    assert said == [(i, 'B. a card' if i % 3 else 'a card', row['photo']['bytes']) for i, row in enumerate(rows)]
+    for k in (0, 31, 63, 98): assert [*source.rows_of(0, 1, 0, streamed[k][0])] == streamed[k + 1:]
+
+
+def test_a_text_in_another_encoding_costs_itself(tmp_path):
+    (tmp_path/'t.csv').write_bytes('question,answer\nWhat?,a\nWhat?,é\nWhat?,b\n'.encode('latin-1'))
+    assert text_rows(tmp_path/'t.csv', drops=(drops := Drops()))['row_id'][:] == ['1', '3'] and 'no UTF-8' in drops.first['bad_line']
+    for name in ('u.csv', 'u.jsonl'):
+        (tmp_path/name).write_bytes('question,answer'.encode('utf-16'))
+        with pytest.raises(UsageError, match=f'{name} is UTF-16: save it as UTF-8'): text_rows(tmp_path/name)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_captions_of_other_pictures_are_not_mixed(tmp_path, stream):
+    datasets.Dataset.from_list([dict(image_0=picture(), image_1=picture(1), caption_0='a card', caption_1='a dog')]*N).to_parquet(tmp_path/'d'/'x.parquet')
+    assert all('as `image=image_0 answer=caption_0`' in row for row in rows_of(tmp_path/'d', stream))
+    assert rows_of(tmp_path/'d', stream, columns=['image=image_0', 'answer=caption_0']) == [(1, [('Describe the picture.', 'a card')])]*N
+
+
+@pytest.mark.parametrize('row, why', [
+    (dict(messages=[dict(role='user', content=[dict(type='image', source=dict(type='base64', data='x')), dict(type='text', text='q')]), dict(role='assistant', content='a')]), 'has source: call it image'),
+    (dict(image=dict(file_name='a.png'), **ASKED), "a picture is {'file_name': 'a.png'}"), (dict(question='![a card](a.png) What?', answer='a'), 'shows a.png'),
+    (dict(question='<img width=5 src="a.png"/> What?', answer='a'), 'shows a.png')])
+def test_a_picture_that_is_shown_in_another_way_is_not_lost(tmp_path, row, why):
+    save(tmp_path, 'a.png')
+    write_lines(tmp_path/'t.jsonl', [row])
+    with pytest.raises(UsageError) as refused: text_rows(tmp_path/'t.jsonl')
+    assert why in str(refused.value)
 
 
 def test_a_stream_of_many_files_takes_no_descriptor_for_each(tmp_path):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from commands import TINY
 from huggingface_hub.utils import filter_repo_objects
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import load_file
 from small_smolvlm import QUESTIONS, pictures, small_model
 from their_smolvlm import make_smolvlm, random_smolvlm
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.image_utils import load_image
 
 from nanovlm_nb import Asker, VisionLanguageModel, read_log
 from nanovlm_nb.cli import main
@@ -152,6 +153,24 @@ def test_the_same_prompts_and_answers(tmp_path):
         made, (tiles, grid) = processor([[im]], return_tensors='pt', return_row_col_info=True), mine(im)
         assert (made['rows'][0][0] or 1, made['cols'][0][0] or 1) == grid, size
         assert far(made['pixel_values'][0], tiles.float()/255) <= 1e-6, size
+
+
+def test_what_is_transparent_is_white_where_the_card_says_so(tmp_path, monkeypatch):
+    "Of a picture with hidden colours that was held sideways: transformers sees our pixels by the lines of the card and of a PIL image; of a path it sees what is hidden."
+    export_smolvlm(small_model(**TILES), tmp_path/'out')
+    monkeypatch.chdir(tmp_path)
+    hidden = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 70, 4), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    hidden.save('picture.png', exif=exif)
+    processor = AutoProcessor.from_pretrained('out').image_processor
+    tiles, _ = get_image_processor(48, 16, True, convention='smolvlm')('picture.png')
+    def off(picture): return far(processor([[picture]], return_tensors='pt')['pixel_values'][0], tiles.float()/255)
+    lines = (tmp_path/'out'/'README.md').read_text().split('```')[1].removeprefix('python')
+    exec(lines, said := {})
+    assert off(said['picture']) <= 1e-6
+    assert off(ImageOps.exif_transpose(Image.open('picture.png'))) <= 1e-6
+    assert off(load_image('picture.png')) > .3
 
 
 @pytest.mark.parametrize('fields', [{}, dict(lm_qkv_bias=True, pixel_mean=.5, pixel_std=.5), dict(lm_qk_norm=True, lm_head_dim=20, pixel_mean=.48, pixel_std=.27),

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.dataset import Dropped, VQADataset, to_row
-from nanovlm_nb.data.images import get_image_processor
+from nanovlm_nb.data.images import UnreadableImage, get_image_processor, open_image
 
 KINDS = [('JPEG', 'RGB L CMYK', {}), ('JPEG', 'RGB', dict(progressive=True)), ('PNG', 'RGB RGBA P LA L 1', {}), ('GIF', 'P L', {}), ('WEBP', 'RGB RGBA', {}),
          ('TIFF', 'RGB L CMYK F', {}), ('TIFF', 'RGB', dict(compression='tiff_lzw')), ('BMP', 'RGB L P 1', {})]
@@ -46,3 +46,14 @@ def test_nothing_but_drops(one_thread):
         assert all(t.dtype == torch.uint8 and t.shape[1:] == (3, 16, 16) for t in sample['images'])
         counts['kept'] += 1
     assert min(counts.values()) > 150, counts
+
+
+HUGE = io.BytesIO()
+Image.new('1', (20000, 20000)).save(HUGE, 'PNG')
+
+
+@pytest.mark.parametrize('data, said', [(HUGE.getvalue(), 'Scale it down'), (b'\x89PNG\r\n\x1a\n' + bytes(99), 'a damaged picture: copy it again'), (b'\xff\xd8\xff\xe0' + bytes(99), 'a damaged picture: copy it again'),
+                                        (b'RIFF\1\2\3\4WEBP' + bytes(99), 'a damaged picture'), (b'RIFF\1\2\3\4AVI ' + bytes(99), 'a video'), (b'8BPS' + bytes(200), 'unknown, 38 42 50 53')])
+def test_what_cannot_be_read_says_what_to_do(data, said):
+    with pytest.raises(UnreadableImage) as refused: open_image(data)
+    assert said in str(refused.value)

@@ -19,6 +19,7 @@ from nanovlm_nb.data.images import image_processor_of
 from nanovlm_nb.data.prompts import answer_frames, encode_chat, encode_prompt, render_chat
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.data.sources import MapSource, StreamSource
+from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.core.tokenizer import get_tokenizer
 
 
@@ -193,7 +194,7 @@ def test_the_last_answer_may_have_another_frame(name):
 
 
 MARKED = ('<image>\nWhat is it?', 'What is it?\n<image>', 'Is <image> darker than <image>?', '<image1><image2>\nWhich?', 'First <image_2>, then <image_1>.', '<|vision_start|><|image_pad|><|vision_end|>What?', '<ImageHere>What?',
-          'Picture 1: <img>a.png</img>\nPicture 2: <img>b.png</img>\nSame?', '<image>\n<image>\nIs <image_2> darker?', 'No mark.', '<image> and <image> and <image>', 'What does <|image|> mean?')
+          'Picture 1: <img>a.png</img>\nPicture 2: <img>b.png</img>\nSame?', '<image>\n<image>\nIs <image_2> darker?', 'No mark.', '<image> and <image> and <image>', 'What does <|image|> mean?', '<image>a.png</image>What?')
 
 
 @pytest.mark.parametrize('convention', ['nanovlm', 'smolvlm'])
@@ -218,6 +219,39 @@ def test_a_question_is_asked_as_it_was_learned(convention):
             assert not any(mark in text.replace(tok.image_token, '') for mark in ('<image>', '<image1>', '<image_1>', 'image_pad', 'ImageHere', '<img>')), text
             first = questions_of([row])[0]
             assert asker.prompt(pictures, first.question)[0] == learned[:len(asker.prompt(pictures, first.question)[0])] or n > 2
+
+
+FAMILIES = {  # how they write their turns, from memory -> the first and the last answer that is learned of 'a' to 'b', 'c' to 'b'
+    'llama2': ("{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}{% if m['role'] == 'user' %}"
+               "{{ bos_token + '[INST] ' + m['content'] | trim + ' [/INST]' }}{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}", ' b <|im_end|>', ' b <|im_end|>'),
+    'gemma3': ("{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}{% if m['content'] is string %}{{ m['content'] | trim }}"
+               "{% else %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", 'b<end_of_turn>\n', 'b<end_of_turn>\n'),
+    'chatglm2': ("{% for m in messages %}{% if m['role'] == 'user' %}[Round {{ loop.index0//2 + 1 }}]\n\nQ: {{ m['content'] }}\n\n{% else %}A: {{ m['content'] }}\n\n{% endif %}{% endfor %}"
+                 "{% if add_generation_prompt %}A:{% endif %}", ' b\n\n', ' b\n\n'),
+    'olmo2': ("{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{{ eos_token if m['role'] == 'assistant' }}{{ '\n' if not loop.last or m['role'] == 'user' }}"
+              "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}", 'b<|im_end|>', 'b<|im_end|>'),
+    'default system': ("{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou see b.<|im_end|>\n{% endif %}" + CHATML.replace('CONTENT', "m['content']"), 'b<|im_end|>\n', 'b<|im_end|>\n')}
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_what_is_learned_and_asked_of_families_of_models(name):
+    template, first, last = FAMILIES[name]
+    tok = load_tokenizer(evolve(tiny()[0], lm_chat_template=template))
+    turns = [dict(user='a', assistant='b'), dict(user='c', assistant='b')]
+    for n in (1, 2):
+        ids, labels = encode_chat(tok, turns[:n], ['<|image|>'])
+        learned = tok.decode(labels[labels != IGNORE])
+        assert learned == (first + last if n == 2 else last) and int((ids == tok.image_token_id).sum()) == 1
+        for k in range(n): assert ids[:len(prompt := encode_prompt(tok, [*turns[:k], dict(user=turns[k]['user'])], ['<|image|>']))].equal(prompt)
+
+
+@pytest.mark.parametrize('template, why', [
+    ("{% for m in messages %}{{ m['role'] }}: {% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}", 'does not want a list of parts'),
+    (CHATML.replace('CONTENT', "m['content']").replace('assistant\n', 'assistant\n<think>\n'), 'writes another text before an answer in training'),
+    ("{% if not tools %}{{ raise_exception('no tools') }}{% endif %}", 'fails: TemplateError: no tools')])
+def test_a_template_that_cannot_be_used_is_refused_in_a_sentence(template, why):
+    tok = load_tokenizer(evolve(tiny()[0], lm_chat_template=template))
+    with pytest.raises(UsageError, match=why): VQADataset([], tok, image_processor_of(tiny()[0]), 1)
 
 
 def test_a_template_that_does_not_end():

@@ -14,7 +14,7 @@ pytest.importorskip('onnxruntime', reason='ONNX Runtime is not there: pip instal
 onnx = pytest.importorskip('onnx', reason='onnx is not there: pip install nanovlm_nb[onnx]')
 
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from commands import run
 from small_smolvlm import QUESTIONS, pictures, small_model
@@ -63,16 +63,19 @@ print(json.dumps([client.ask(Image.open(p) if p else None, q, 12) for p, q in js
 
 
 def test_the_client_of_the_tutorial_needs_no_torch(tmp_path):
-    "And says what torch says, about a picture of any proportions and about none."
+    "And says what torch says, about a picture of any proportions, as the camera was held and with transparent parts, and about none."
     asker = Asker.from_model(own_model('nanovlm', 32))
     export_onnx(asker.model, tmp_path/'files')
-    asked = [*(([im], q) for im, q in zip(pictures(3, 5), QUESTIONS)), ([], QUESTIONS[3])]
-    samples = [(str(tmp_path/f'{i}.png') if shown else None, q) for i, (shown, q) in enumerate(asked)]
-    for (file, _), (shown, _) in zip(samples, asked):
-        if shown: shown[0].save(file)
+    files = [tmp_path/f'{i}.png' for i in range(7)]
+    exif = Image.Exif()
+    for file, picture in zip(files, pictures(7, 5)):
+        exif[ExifTags.Base.Orientation] = 6 if file in files[3:5] else 1
+        if file in files[4:]: picture.putalpha(Image.linear_gradient('L').resize(picture.size))
+        picture.save(file, exif=exif)
+    samples = [*((str(file), QUESTIONS[i % 4]) for i, file in enumerate(files)), (None, QUESTIONS[3])]
     notebook = HERE.parent/'nbs'/'tutorials'/'onnx.ipynb'
     done = run([sys.executable, '-c', CLIENT, notebook, tmp_path/'files', json.dumps(samples)], tmp_path, fresh=True)
-    assert json.loads(done.stdout) == asker(asked, 12)
+    assert json.loads(done.stdout) == asker([([Image.open(file)] if file else [], q) for file, q in samples], 12)
 
 
 # --- transformers.js

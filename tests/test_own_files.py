@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from commands import SHORT, record
 
+from nanovlm_nb import VisionLanguageModel
+from nanovlm_nb.answers.evaluate import write_tasks
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import parse_args
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.core.run_dir import write_manifest
+from nanovlm_nb.core.run_dir import check_new, write_manifest
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.runs.run import run
 
@@ -134,6 +136,19 @@ def test_what_is_not_of_a_run_stays_where_it_is(trained, begun, make, more):
     if more: assert any((begun/f'abandoned_{n}'/'step_2').is_dir() for n in (1, 2))
 
 
+@pytest.mark.parametrize('name', ['config.yaml', 'log.jsonl', 'curves.png', 'record.md', 'rows.parquet', 'held_out.parquet', 'classify.yaml'])
+def test_a_new_run_replaces_nobodys_files(trained, begun, name):
+    "Not in a directory in which none has begun; the file of settings that it is given may lie there, and is kept."
+    (place := Path('checkpoints/new')).mkdir()
+    (place/name).write_text('mine')
+    before = held('.')
+    with pytest.raises(UsageError, match=f'{name} would be replaced, and is not of a run: move it elsewhere'): go(Path(), '--run_name', 'new')
+    assert held('.') == before
+    check_new(place, place/name)
+    (place/'status').write_text('failed')  # of a run that had no checkpoint yet
+    check_new(place)
+
+
 def test_the_directory_of_a_run_may_be_a_link(trained, begun):
     "On a larger disk, and so may the directory above it; the path may be relative."
     begun.rename('larger')
@@ -184,3 +199,33 @@ def test_only_what_a_run_has_made_is_deleted(begun, capsys):
     after = held('.')
     gone = {name.parts[2] for name in before.keys()-after.keys()}
     assert gone == {'step_1', 'abandoned_2'} and all(after[name] == before[name] for name in after)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root can delete anything')
+def test_what_cannot_be_deleted_is_named(begun, capsys):
+    (begun/'step_0'/'optimizer').chmod(0o500)
+    code, said = runs(capsys, str(begun), '--delete_older_than', '0')
+    assert code == 0 and 'step_0.deleted.nanovlm.tmp cannot be deleted' in said
+
+
+def test_a_model_that_is_written_into_a_folder_replaces_no_more_than_its_files(begun):
+    (folder := Path('mine/out')).mkdir()
+    for name in ('tokenizer_notes.json', 'model_notes.safetensors', 'model-00001-of-00002.safetensors'): (folder/name).write_text('mine')
+    VisionLanguageModel.from_pretrained(begun/'step_2').save_pretrained(folder)
+    assert (folder/'tokenizer_notes.json').exists() and (folder/'model_notes.safetensors').exists()
+    assert not (folder/'model-00001-of-00002.safetensors').exists()  # or two models would lie there
+    before = held('.')
+    with pytest.raises(UsageError, match='mine/out is not empty: give a new directory'): write_tasks(folder, 1, 1)
+    for out in ('mine/out', 'dangling'):
+        if out == 'dangling': Path(out).symlink_to('nowhere')
+        with pytest.raises(SystemExit): main(['export', str(begun), out, '--format', 'nanovlm'])
+    os.unlink('dangling')
+    assert held('.') == before
+
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'tokenizer.json'])
+@pytest.mark.parametrize('manifest', [True, False])
+def test_a_pipe_in_a_checkpoint_is_named(begun, name, manifest):
+    if not manifest: (begun/'step_2'/'manifest.json').unlink()
+    pipe(f'step_2/{name}')(begun)
+    with pytest.raises(UsageError, match=f'{name} is a pipe or a device'): VisionLanguageModel.from_pretrained(begun/'step_2')

@@ -541,6 +541,7 @@ def write_tasks(folder:str|Path, # made if needed
 )->Path: # `folder`, for `--include_path`
     "Writes tasks that come with the package."
     folder = Path(folder)
+    require(not folder.is_dir() or not any(folder.iterdir()), f'{folder} is not empty: give a new directory')
     folder.mkdir(parents=True, exist_ok=True)
     for source in (files('nanovlm_nb')/'tasks').iterdir():
         if source.name.endswith('.yaml'): (folder/source.name).write_bytes(source.read_bytes())

@@ -11,8 +11,8 @@ __all__ = ['TMP', 'MANIFEST', 'READ_BY_LOADERS', 'TRAINER_STATE', 'NEEDED', 'CON
            'missing_pieces', 'own_parts_of', 'read_log', 'read_state', 'damaged_pieces', 'check_files', 'step_of',
            'checkpoints', 'usable_checkpoint', 'last_checkpoint', 'write_pointer', 'read_pointer', 'best_kept',
            'todo_of', 'abandoned', 'is_own', 'run_of', 'left_behind', 'abandoned_folder', 'set_aside', 'why_kept',
-           'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir', 'check_way',
-           'find_checkpoint', 'last_written', 'runs_in', 'newest_run', 'read_example']
+           'written', 'prune', 'prune_older', 'lock_file', 'holder', 'run_lock', 'check_run_dir', 'check_new',
+           'check_way', 'find_checkpoint', 'last_written', 'runs_in', 'newest_run', 'read_example']
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200010
 import hashlib,json,os,shutil,logging,math,re,socket,stat,time
@@ -70,6 +70,7 @@ def remove(path:Path)->None:
     if not path.is_dir() or path.is_symlink(): return path.unlink(missing_ok=True)
     if not path.name.endswith(TMP): path = path.rename(path.with_name(f'{path.name}.deleted{TMP}'))
     shutil.rmtree(path, ignore_errors=True)
+    if path.exists(): logging.getLogger(__name__).warning('%s cannot be deleted: delete it yourself', path)
 
 # %% ../../nbs/01_core.run_dir.ipynb #b7c40a02
 # follow no link, wait for nobody at a pipe; Windows has neither
@@ -212,7 +213,9 @@ def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it wa
 MEANT = "if the change was meant: from nanovlm_nb.core.run_dir import write_manifest; write_manifest('{}')"
 
 def check_files(folder:Path)->None: # with a manifest or without; folders in it are not read
-    "Raises a UsageError that names the files which were changed or added."
+    "Raises a UsageError that names the files which were changed or added, or are none."
+    odd = next((p for p in folder.glob('*') if p.exists() and not (p.is_file() or p.is_dir())), None)
+    require(odd is None, f'{odd} is a pipe or a device: copy the checkpoint again')
     wrong = ', '.join(_changed_files(folder, deep=False))
     require(not wrong, f'{folder} is damaged: {wrong}. Take another checkpoint, or copy it again; '
         f'{MEANT.format(folder)}')
@@ -421,6 +424,17 @@ def check_run_dir(run_dir:Path)->None: # need not be there
     for folder in (run_dir, run_dir/RESULTS, features, *features.glob('*')):
         for path in folder.glob('*'):
             if folder!=run_dir or not aside.fullmatch(path.name): check_plain(path)
+
+# what a run replaces, and no other program's files may be called
+_REPLACED = (CONFIG,CLASSIFY,LOG,DROPPED,DROP_LIST,BAD_UPDATES,RECORD,ANSWER_TABLE,KEPT_ROWS,KEPT_HELD_OUT,
+    OWN_PARTS,EXAMPLE,EXAMPLE_PICTURE,'given.yaml','curves.png','samples.png')
+
+def check_new(run_dir:Path, config:str|Path|None=None)->None: # need not be there; the user's own settings
+    "Raises a UsageError that names a file which a run would replace, of a directory in which none has begun."
+    if (run_dir/STATUS).is_file() or checkpoints(run_dir): return
+    for path in (run_dir/name for name in _REPLACED if (run_dir/name).exists()):
+        require(config and path.samefile(config), f'{path} would be replaced, and is not of a run: '
+            'move it elsewhere, or give another run_name')
 
 def check_way(run_dir:Path, checkpoint:Path|None, last:float)->None: # one of its own; the last update
     "Raises a UsageError that names what stands where a run will write a checkpoint, and is not of a run."

@@ -325,15 +325,20 @@ def _check_lost(row, read, others):
     for name in [name for group in others for name in group if re.search('image|video', name.lower())]:
         if is_filled(row[name]) and row[name] != 0 and not _shows(row, read): _refuse(name, 'pictures', ())
 
+_SAID = {'role', 'from', 'content', 'value', 'user', 'assistant', 'question', 'answer'} # read of a message
+
 def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `columns_of`
     "The columns of a row that are not read, for the log."
     used = {name for columns in read.values() for name in columns}
     used |= {*FEATURES, 'id', 'kinds'}
-    found = [name for name in row if name not in used and is_filled(row[name])]
+    found = [name for name in row if name and name not in used and is_filled(row[name])]
     people = [] if not read['question'] else [name for name in read['answer'] if not is_caption(name)]
     several = (name for name in people
                if len(as_list(listed(row[name]))) > 1 and not is_conversation(row[name]))
-    return found+[f'all but the commonest of `{name}`' for name in several]
+    spoken = [m for name in read['texts'] for m in as_list(row[name]) if isinstance(m, dict)]
+    inside = {key for m in spoken for key in m if key not in _SAID and is_filled(m[key])}
+    return [*found, *(f'all but the commonest of `{name}`' for name in several),
+            *(f'`{key}` of messages' for key in sorted(inside))]
 
 # %% ../../nbs/13_data.dataset.ipynb #94f25764
 def _part(part, pictures):
@@ -345,6 +350,8 @@ def _part(part, pictures):
         f'a part of a message is {kind!r}: only text and image can be read')
     if kind == 'text': return part.get('text') or ''
     found = _first(part, 'image', 'image_url', 'url', 'path')
+    others = [name for name in part if name not in ('type', 'index') and is_filled(part[name])]
+    require(found is not None or not others, f'a picture of a message has {", ".join(others)}: call it image')
     pictures += as_list(found['url'] if isinstance(found, dict) and 'url' in found else found)
     return MARK
 
@@ -424,6 +431,9 @@ def _question_turns(row, read, pictures, inside):
         f'`{question[0] if question else ""}` has {len(asked)} questions for {len(said) or 1} answers: '
         'give one for each')
     if read['options']: return [_choice_turn(asked[0], row, read)]
+    if len(answer) > 1 and len(read['images']) > 1: raise UsageError(
+        f"which of {', '.join(read['images'])} does each of {', '.join(answer)} tell of? "
+        f"Name one of each in columns, as `image={read['images'][0]} answer={answer[0]}`")
     if len(asked) > 1: pass
     elif is_caption(answer[0]) or not question: asked *= len(said)
     else: said = [_commonest(said)]
@@ -448,6 +458,8 @@ def _earlier(row, columns, inside):
         f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer')
     return [dict(user=question, assistant=answer) for question,answer in said]
 
+_SHOWN = re.compile(r"""(?:!\[[^\]]*\]\(|<img [^<>]*src=["'])([^()"'\s<>]+)""") # in Markdown, in HTML
+
 def read_layout(row:dict, folders:Folders=None, # of pictures that are named, see `find_picture`
     chosen:bool=False, unread:set[str]|None=None # see `columns_of`; gets the columns that nothing reads
     )->tuple[list, list[dict]]: # for `open_image`; {user, assistant}
@@ -463,10 +475,15 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
         first = dict(user=_around(turns[0]['user'] or '', row, read))
         turns = _earlier(row, read['history'], inside)+[turns[0]|first]+turns[1:]
     try: ''.join(t[k] for t in turns for k in ('user', 'assistant') if t[k] is not None).encode()
-    except (TypeError, KeyError, UnicodeEncodeError): # JSON may hold half a surrogate pair
+    except UnicodeEncodeError: # a file in another encoding; JSON may hold half a surrogate pair
+        raise UsageError(f'its text is no UTF-8, {turns!r:.80}: save it as UTF-8') from None
+    except (TypeError, KeyError):
         raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
     if not pictures and not inside: # as Qwen-VL writes it: the picture is named in the text
         inside = [name for t in turns for name in re.findall(r'<img>([^<>]+)</img>', t['user'] or '')]
+    shown = [name for t in turns for name in _SHOWN.findall(t['user'] or '') if _find(name, folders)]
+    require(pictures or inside or not shown,
+        f'a question shows {", ".join(shown)}, but the row has no picture: name it as one, or take it out')
     inside = [find_picture(picture, folders) for picture in inside]
     require(not inside or len(pictures) in (0, len(inside)),
         f'{len(pictures)} pictures in `{"".join(read["images"])}`, '

@@ -47,7 +47,9 @@ _KINDS = ( # where in a file, one of which bytes -> what it is
     (0, (b'\x93NUMPY',), 'an array of NumPy: save it as PNG'),
     (0, (b'\x1f\x8b', b'PK\3\4', b'(\xb5/\xfd', b'BZh', b'\xfd7zXZ', b'7z\xbc\xaf', b'Rar!'),
         'packed: unpack it'),
-    (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'))
+    (0, (b'version https://git-lfs',), 'a pointer of Git LFS: git lfs pull'),
+    (8, (b'WEBP',), 'a damaged picture: copy it again'),
+    (0, (b'\x89PNG', b'\xff\xd8\xff', b'GIF8'), 'a damaged picture: copy it again'))
 
 def _kind_of(head:bytes)->str: # the first bytes of a file, 132 or more
     "What a file is that is no picture."
@@ -75,6 +77,7 @@ def _refuse(e:Exception, src:Any='')->NoReturn:
         raise UnreadableImage(f'{src!r:.40} is no picture: give bytes, a file name, an open file, '
                               'a PIL image or a dictionary with `bytes` or `path`') from e
     message = f'{type(e).__name__}: {re.sub(" at 0x[0-9a-fA-F]+", "", str(e))}'
+    if isinstance(e, Image.DecompressionBombError): message += ' Scale it down'
     if isinstance(e, UnidentifiedImageError) and not hasattr(src, 'read'):
         head = bytes(src[:512]) if data else Path(src).open('rb').read(512)
         message += f'; it is {_kind_of(head)}'

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['LINES', 'FILES', 'logger', 'PIECE', 'LOAD_ERRORS', 'ending', 'lines_for', 'group_samples', 'renamed', 'rename',
            'as_picture', 'read_object', 'text_files', 'text_rows', 'local_configs', 'config_names', 'parquet_footer',
-           'picture_folders', 'load_config', 'load_configs', 'own_rows', 'load_tokenizer', 'load_sources', 'size_line',
-           'make_samples', 'pack_loader', 'random_part', 'transforms_of', 'get_dataloaders', 'first_rows', 'as_loader']
+           'picture_folders', 'load_config', 'unread_columns', 'load_configs', 'own_rows', 'load_tokenizer',
+           'load_sources', 'size_line', 'make_samples', 'pack_loader', 'random_part', 'transforms_of',
+           'get_dataloaders', 'first_rows', 'as_loader']
 
 # %% ../../nbs/18_data.loader.ipynb #a14a8938
 import csv,io,json,logging,os,random,re,shutil,sys,tarfile,tempfile
@@ -130,16 +131,24 @@ def _pair_row(parts):
     "The row of a sample in a folder; its pictures stay where they are."
     return _sample((part, file if names_picture(part) else file.read_bytes()) for part,file in parts)
 
+def _table_rows(file):
+    "The rows of a table; what separates its fields is seen from its header."
+    csv.field_size_limit(sys.maxsize) # a picture may be written into a field
+    how = dict(encoding='utf-8-sig', errors='surrogateescape', newline='') # a row of Latin-1 costs itself
+    with io.TextIOWrapper(_opened(file), **how) as text: separator = max(',\t;|', key=text.readline().count)
+    with io.TextIOWrapper(_opened(file), **how) as text:
+        yield from csv.DictReader(text, delimiter=separator, skipinitialspace=True)
+
 def _objects(file):
     "The numbers, from 1, and the rows of a file of JSON lines, of one JSON value, or of a table."
     if file.is_dir():
         yield from ((name, _pair_row(parts)) for name,parts in _pairs(file).items())
         return
-    with _opened(file) as f: start = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()[:1]
+    with _opened(file) as f: head = f.read(99).removeprefix(b'\xef\xbb\xbf').lstrip()
+    require(not head.startswith((b'\xff\xfe', b'\xfe\xff')), f'{file} is UTF-16: save it as UTF-8')
+    start = head[:1]
     if ending(file) in ('.csv', '.tsv'):
-        csv.field_size_limit(sys.maxsize) # a picture may be written into a field
-        with io.TextIOWrapper(_opened(file), encoding='utf-8-sig', newline='') as text:
-            yield from enumerate(csv.DictReader(text, delimiter=',\t'[ending(file) == '.tsv']), 1)
+        yield from enumerate(_table_rows(file), 1)
         return
     whole = None
     if start == b'[' or start == b'{' and ending(file) == '.json':
@@ -208,29 +217,44 @@ PIECE = 10_000 # lines that are Python objects at the same time
 def _is_saved(folder): return any((folder/f).exists() for f in ('state.json', 'dataset_dict.json'))
 
 # %% ../../nbs/18_data.loader.ipynb #75897997
+_SPLITS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'} # names of folders and files
+
+def _without_tests(files):
+    "Files without those that are called like a split for validation or tests, if others are there."
+    words = {f:re.split(r'[\W\d_]+', f.name.lower()) for f in files}
+    return [f for f in files if (_SPLITS-{'train'}).isdisjoint(words[f])] or files
+
 def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the hub
     "The files in which a data set names its pictures, or its folder of pairs; none: it is of another kind."
     path = Path(path)
     if path.is_file(): return [path]*(ending(path) in LINES)
     files = [f for f in sorted(path.iterdir()) if f.is_file()] if path.is_dir() else []
     lines = [f for f in files if ending(f) == '.jsonl']
-    if lines or _is_saved(path): return lines
+    if lines or _is_saved(path): return _without_tests(lines)
     pictures = {f.stem for f in files if names_picture(f.name)}
     tables = [f for f in files if ending(f) in LINES and f.stem not in pictures]
     if any(ending(f) in FILES for f in path.rglob('*')): return []
-    return sorted(tables, key=ending) or [path]*bool(path.is_dir() and _pairs(path))
+    return _without_tests(sorted(tables, key=ending)) or [path]*bool(path.is_dir() and _pairs(path))
 
 # %% ../../nbs/18_data.loader.ipynb #17c00002
+# what a line may raise that costs itself
+_BAD_LINE = (ValueError, TypeError, AttributeError, RecursionError)
+
+def _reader(file, images_path, columns, unread):
+    "A function from a line of a file, as `_objects` gives it, to a row in our columns."
+    places = [file.parent/'images', file.parent] if images_path is None else [images_path]
+    folders = [*map(str, places)]
+    def read(data):
+        return read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders, unread)
+    return read
+
 def _read_file(file, drops, images_path, columns, unread):
     "Rows of the usable lines of a file; the first that is left out for a reason is a warning."
-    places = [file.parent/'images', file.parent] if images_path is None else [images_path]
-    folders,source = [*map(str, places)],file.name
+    read,source = _reader(file, images_path, columns, unread),file.name
     if file.is_file(): source = source[:source.lower().rindex(ending(file))]
     for number,data in _objects(file):
-        try:
-            data = json.loads(data) if isinstance(data, bytes) else data
-            row = read_object(data, columns, folders, unread)
-        except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        try: row = read(data)
+        except _BAD_LINE as e:
             reason = 'missing_image' if isinstance(e, MissingFile) else 'bad_line'
             left_out = Dropped(f'{source}/{number}', reason, str(e))
             if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
@@ -264,9 +288,6 @@ def _log_aside(folder, files):
     if aside: logger.warning('%s: left aside, beside %s: %s', folder, files[0].name, aside)
 
 # %% ../../nbs/18_data.loader.ipynb #62536dd9
-# folder names that `datasets` takes for splits
-_SPLIT_FOLDERS = {'train', 'test', 'validation', 'valid', 'val', 'dev', 'eval'}
-
 def _has_data(folder, where):
     if _is_saved(folder): return True
     pictures,others = False,set()
@@ -280,7 +301,7 @@ def _has_data(folder, where):
 def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural order
     "Configurations of a local data set; none if it has files itself, or folders for splits."
     found = [p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')]
-    if _has_data(Path(path), '*') or _SPLIT_FOLDERS & {*found}: return []
+    if _has_data(Path(path), '*') or _SPLITS & {*found}: return []
     return sorted(found, key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
 
 # %% ../../nbs/18_data.loader.ipynb #a6a531f2
@@ -342,7 +363,7 @@ def _data_files(folder, split):
         data = [f for f in files if ending(f) == kind]
         words = {f:re.split(r'[\W\d_]+', f.relative_to(folder).as_posix().lower()) for f in data}
         chosen = [f for f in data if split in words[f]]
-        if not chosen: chosen = [f for f in data if not _SPLIT_FOLDERS & {*words[f]}]
+        if not chosen: chosen = [f for f in data if not _SPLITS & {*words[f]}]
         if chosen and any(names_picture(f.name) for f in files) and not (folder/'README.md').exists():
             return dict(path=FILES[kind], data_files={split: [*map(str, chosen)]})
     return {}
@@ -369,7 +390,7 @@ def _sample(parts)->dict: # kind and bytes of its files, or for pictures their p
         elif names_picture(kind): own[kind] = data if isinstance(data, bytes) else str(data.absolute())
         else:
             own[kind] = data
-            with suppress(UnicodeDecodeError): own[kind] = data.decode()
+            with suppress(UnicodeDecodeError): own[kind] = data.decode('utf-8-sig').strip()
     return said|own
 
 # %% ../../nbs/18_data.loader.ipynb #17c0a006
@@ -446,7 +467,7 @@ def _usable(files, written, columns, folders):
         yield {name:row.get(name) for name in (*FEATURES, LEFT_OUT)}
 
 def _check_tar(files, columns, folders):
-    "Name what is not read of the first samples; an error if something would be lost of all."
+    "What is not read of the first samples; an error if something would be lost of all."
     unread,lost,usable = set(),None,False
     with suppress(tarfile.TarError): # damage is named when it is met
         for sample in islice(_tar_rows(files, columns, folders), 8):
@@ -454,11 +475,11 @@ def _check_tar(files, columns, folders):
             except UnusedColumn as e: lost = e
             except ValueError: continue
     if lost and not usable: raise UnusedColumn(f'{files[0]}: {lost}')
-    _log_unread(files[0], unread)
+    return unread
 
 def _of_tars(files, cache_dir, streaming, columns, folders):
     "The rows of tars, as a stream in which each is what the tar says."
-    _check_tar(files, columns, folders)
+    _log_unread(files[0], _check_tar(files, columns, folders))
     what = dict(columns=tuple(columns), folders=tuple(folders))
     if streaming: return datasets.IterableDataset.from_generator(_tar_rows, gen_kwargs=dict(files=files)|what)
     what |= dict(files=tuple(files), written=tuple(os.stat(f).st_mtime_ns for f in files))
@@ -480,6 +501,17 @@ def _saved(folder, split, streaming):
     return _streamed(ds, streaming)
 
 # %% ../../nbs/18_data.loader.ipynb #17c00006
+def _renamed_table(table, names): return table.rename_columns(names)
+
+def _under_names(ds, names):
+    "A data set under other names of its columns; a stream stays one of tables, so no picture is decoded."
+    if isinstance(ds, datasets.Dataset):
+        old = ds.column_names
+        return ds.rename_columns({theirs:ours for theirs,ours in zip(old, names) if theirs != ours})
+    features = datasets.Features(zip(names, ds.features.values()))
+    return ds.with_format('arrow').map(_renamed_table, batched=True, batch_size=READ_ROWS, features=features,
+        fn_kwargs=dict(names=names))
+
 def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has none; for messages
     columns:Sequence[str]=(), folders:Folders=None)->Any: # see `rename`; of pictures that are named
     "The rows without what nothing reads; an error if there is no conversation, or if one would be lost."
@@ -489,8 +521,7 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
         ds = ds.cast(datasets.Features.from_arrow_schema(next(ds.with_format('arrow').iter(1)).schema))
     if columns:
         names = renamed(columns, ds.column_names)
-        ds = ds.select_columns([*names])
-        ds = ds.rename_columns({theirs:ours for theirs,ours in names.items() if theirs != ours})
+        ds = _under_names(ds.select_columns([*names]), [*names.values()])
     read,unread = columns_read(head_rows(ds), where, folders, bool(columns))
     by_name = columns_by_name(tuple(ds.column_names))
     named = by_name['texts'] or by_name['answer']
@@ -521,7 +552,7 @@ def picture_folders(path:str|Path, name:str='default', images_path:str|Path|None
     if images_path is not None: return [str(images_path)]
     if not folder.exists(): return [os.sep] # of the hub
     files = [folder] if folder.is_file() else [f for f in folder.rglob('*') if ending(f) in FILES]
-    others = _SPLIT_FOLDERS-{'train'}
+    others = _SPLITS-{'train'}
     parents = {f.parent for f in files if not others & {*f.relative_to(folder.parent).parts[1:]}}
     return [str(place) for parent in sorted(parents or {folder}) for place in (parent/'images', parent)]
 
@@ -544,6 +575,23 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
         ds = _found(str(path), split, cache_dir, streaming, name=name)
     source = folder.stem if folder.is_file() else name
     return ds if as_stored else _conform(ds, source, f'{path} ({name})', columns, places)
+
+# %% ../../nbs/18_data.loader.ipynb #18fe4b91
+def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # see `load_config`
+    columns:Sequence[str]=())->set[str]: # see `rename`
+    "The columns of a configuration that nothing reads in its first rows; raises what `load_config` raises."
+    folder,unread = _folder(path, name),set[str]()
+    places = picture_folders(path, name, images_path)
+    if files := text_files(folder):
+        for file in files:
+            read = _reader(file, images_path, columns, unread)
+            for _,data in islice(_objects(file), READ_ROWS):
+                with suppress(*_BAD_LINE): read(data)
+    elif tars := _tars(folder): unread = _check_tar([*map(str, tars)], columns, places)
+    else:
+        rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
+        _,unread = columns_read([rename(row, columns) for row in rows], name, places, bool(columns))
+    return unread-{column.partition('=')[2] for column in columns}
 
 # %% ../../nbs/18_data.loader.ipynb #9a00b28d
 LOAD_ERRORS = (OSError, ValueError, DatasetsError, pa.ArrowException)

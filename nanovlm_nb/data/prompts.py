@@ -75,7 +75,8 @@ MARK = '<image>' # where a picture belongs in a question
 _OTHERS = ('<IMAGE>', '<Image>', '<ImageHere>', '<image_placeholder>', '<IMAGE_TOKEN>', '<|image_pad|>',
     '<|image|>', '<start_of_image>')
 _MARKS = re.compile(r'(?:<Img>|<Image>|<\|vision_start\|>)?'
-    rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}|<img>[^<>]*</img>|{'|'.join(map(re.escape, _OTHERS))}|"
+    rf"(?:<\|?image[ _-]?(\d{{1,3}})\|?>|({MARK}(?:[^<>\s]*</image>)?|<img>[^<>]*</img>|"
+    rf"{'|'.join(map(re.escape, _OTHERS))}|"
     r'\[IMG\](?![^\[]*\[/IMG\])))' # with an end it is a forum's
     r'(?:</Img>|</Image>|<\|vision_end\|>)?') # a number, or a mark without
 _NUMBER = re.compile(r'<image: (\d{1,3})>') # what becomes of a mark
@@ -202,6 +203,8 @@ def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat 
     q, a = 'xzyvd', 'dvyzx'
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
     text, prompt = render_chat(tokenizer, chat), render_chat(tokenizer, chat[:1], prompt=True)
+    require(q in prompt, 'the chat template writes nothing of a message that is one text: give one in '
+        'lm_chat_template that does not want a list of parts')
     lead, separator, end = text[len(prompt):].partition(a)
     require(text.startswith(prompt) and separator and not lead.strip(),
         'the chat template writes another text before an answer in training than for generation: '

@@ -122,7 +122,8 @@ def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
     if isinstance(held, str) and is_base64(held): return held if held.startswith('data:') else b64decode(held)
     name = first_of(picture, 'path', 'url') if held is None else held
     if folders is None: return picture
-    require(not isinstance(name, (int, float)), f'a picture is {name!r}: give the name of its file')
+    odd = isinstance(name, (int, float)) or isinstance(picture, dict) and name is None
+    require(not odd, f'a picture is {picture!r:.60}: give the name of its file')
     if not isinstance(name, str): return picture
     name = name.strip().removeprefix('file://')
     path = _find(name, folders)

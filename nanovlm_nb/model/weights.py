@@ -337,7 +337,8 @@ WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration', idefics3='Idefics3ForCon
              qwen2_5_vl='Qwen2_5_VLForConditionalGeneration')
 LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
-OWNED = ('model*.safetensors','model.safetensors.index.json','tokenizer*.json',LORA_NOTE,LORA_WEIGHTS)
+OWNED = ('model.safetensors','model-*-of-*.safetensors','model.safetensors.index.json','tokenizer.json',
+    'tokenizer_config.json',LORA_NOTE,LORA_WEIGHTS)
 
 def _write_weights(folder:Path, state:dict[str,Tensor], tied:bool)->None: # there; of a whole model
     "Writes `model.safetensors`; `tied` is `lm_tie_weights`."

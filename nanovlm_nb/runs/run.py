@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file,save
 from torch import Tensor
 
-from ..core.run_dir import OWN_PARTS,write_atomic,CONFIG,FEATURE_CACHE,run_lock
+from ..core.run_dir import OWN_PARTS,write_atomic,CONFIG,FEATURE_CACHE,run_lock,check_new
 from ..model.vlm import VLMNet,trains,VisionLanguageModel
 from ..model.weights import weights_sha,find_tokenizer,load_vision_backbone,noted_base,with_tower
 from ..core.usage import require,user_path
@@ -243,8 +243,8 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
     dist.barrier() # every rank has read
     if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
     on_master(dist, lambda: go_back(run_dir, checkpoint))
+    set_status(run_dir, 'running', dist) # first: it says whose the other files are
     log.open()
-    set_status(run_dir, 'running', dist)
     if checkpoint is None: log.cut(0) # what an earlier start has left is done again
     log.info(f'figures: {log.where}')
 
@@ -253,6 +253,7 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     """Put the parts of a run together, and restore the checkpoint that it resumes from; every rank calls.
     `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
     v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
+    on_master(dist, lambda: check_new(run.run_dir, config))
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
     kept = not parts.get('loaders') # nothing of Python's is to be kept

@@ -21,9 +21,7 @@ from ..core.config import IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml
 from ..core.config import updates_of_run,TRUSTED
 from ..core.usage import UsageError,nearest,require,MissingFile,say
 from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan,columns_by_name
-from ..data.sources import columns_read,head_rows
-from ..data.loader import LOAD_ERRORS,config_names,load_config,parquet_footer,picture_folders
-from ..data.loader import rename,text_files
+from ..data.loader import LOAD_ERRORS,config_names,parquet_footer,unread_columns
 from ..data.loader import get_dataloaders,size_line
 from ..data.kept import loaders_of
 from ..data.lanes import PackLoader,naming
@@ -166,23 +164,13 @@ def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
             'a model can learn the order and ignore the question. Shuffle the turns of each row, or make '
             'a row for each')
 
-# %% ../../nbs/62_tools.inspect.ipynb #b77eaf36
-def _unread_columns(train_cfg:TrainConfig, name:str)->set[str]: # a configuration
-    "Returns the columns, as they are stored, that training does not read."
-    path,columns = train_cfg.train_dataset_path,train_cfg.columns
-    rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
-    renamed = [rename(row, columns) for row in rows]
-    folders = picture_folders(path, name, train_cfg.images_path)
-    _,unread = columns_read(renamed, name, folders, bool(columns))
-    return unread-{column.partition('=')[2] for column in columns}-{'scene'}
-
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
 def _check_columns(train_cfg:TrainConfig)->str:
     "Returns the columns that training reads; raises when one is misspelt, or cannot be loaded."
     path,unread = train_cfg.train_dataset_path,set()
-    if path=='shapes' or text_files(path): raise Skip('drawn, or read line by line')
+    if path=='shapes': raise Skip('drawn')
     for name in config_names(path, train_cfg.train_dataset_name):
-        try: found = _unread_columns(train_cfg, name)
+        try: found = unread_columns(path, name, train_cfg.images_path, train_cfg.columns)-{'scene'}
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
             raise UsageError(f'{name}: {_why_unreadable(e, path)}') from e
         for column in found:

@@ -108,6 +108,7 @@ def load_splits(
     "Returns all splits of a data set."
     if str(path) in BUILT_IN: return BUILT_IN[str(path)]()
     folder = Path(path)
+    require(not folder.is_file(), f'data set {path} is a file: give a folder with one for each class')
     saved = (folder/'state.json').exists() or (folder/'dataset_dict.json').exists()
     try:
         if not folder.is_dir(): check_hub_name(path)
