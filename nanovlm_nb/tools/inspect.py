@@ -18,7 +18,7 @@ from argparse import Namespace
 from contextlib import contextmanager
 
 from ..core.config import IGNORE,TrainConfig,VLMConfig,change,evolve,load_yaml
-from ..core.config import updates_of_run,TRUSTED
+from ..core.config import OWN_ROWS,updates_of_run,TRUSTED
 from ..core.usage import UsageError,nearest,require,MissingFile,say
 from ..data.dataset import FEATURES,REMEDIES,Dropped,Drops,Plan,columns_by_name
 from ..data.loader import LOAD_ERRORS,config_names,parquet_footer,unread_columns
@@ -169,6 +169,7 @@ def _check_columns(train_cfg:TrainConfig)->str:
     "Returns the columns that training reads; raises when one is misspelt, or cannot be loaded."
     path,unread = train_cfg.train_dataset_path,set()
     if path=='shapes': raise Skip('drawn')
+    if path==OWN_ROWS: raise Skip('given in Python')
     for name in config_names(path, train_cfg.train_dataset_name):
         try: found = unread_columns(path, name, train_cfg.images_path, train_cfg.columns)-{'scene'}
         except (*LOAD_ERRORS, StopIteration, IndexError) as e:
