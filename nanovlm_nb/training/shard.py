@@ -4,29 +4,29 @@
 
 # %% auto #0
 __all__ = ['SHARDINGS', 'ZERO', 'PARAMS', 'SWITCH', 'EQUAL', 'BATCH', 'HALF', 'ALWAYS', 'bytes_per_parameter', 'shard_model',
-           'reshard', 'full_weights', 'load_full_weights', 'OffloadedAdamW', 'begin_state', 'run_optimizer', 'flatten',
-           'batch_sizes', 'precision', 'optimizer', 'read_deepspeed']
+           'reshard', 'Piece', 'pieces_of', 'use_whole', 'full_weights', 'load_full_weights', 'OffloadedAdamW',
+           'begin_state', 'run_optimizer', 'flatten', 'batch_sizes', 'precision', 'optimizer', 'read_deepspeed']
 
 # %% ../../nbs/42_training.shard.ipynb #40990b30
 import json
-from collections.abc import Callable,Iterable
+from collections.abc import Callable,Iterable,Mapping
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any,NamedTuple
 from pathlib import Path
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor,nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions,get_model_state_dict
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy,FSDPModule,MixedPrecisionPolicy,OffloadPolicy
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor,Shard
 
 from ..core.config import TrainConfig,evolve
-from ..core.dist import Dist,is_sharded
+from ..core.dist import Dist,is_sharded,on_all,this_rank
 from ..core.usage import require,UsageError,user_path
+from ..model.weights import Tensors,check_shape,fill,is_computed
 from .optim import make_optimizer
 
 # %% ../../nbs/42_training.shard.ipynb #6c7f50cb
@@ -53,8 +53,14 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     offload_params:bool=False, # keep a rank's pieces in the memory of the CPU
 )->nn.Module: # its parameters cut if there is more than one rank
     "Moves a model to the device, whole or in pieces, and returns it."
-    if sharding=='ddp' or dist.world_size==1: return model.to(dist.device)
-    for t in chain(model.parameters(), model.buffers()): c10d.broadcast(t.detach(), 0, group=dist.cpu_group)
+    unread,model.unread = getattr(model, 'unread', None) or Tensors({}),None
+    known = Tensors({name:make for name,make in unread.makers.items() if make})
+    if sharding=='ddp' or dist.world_size==1:
+        model.to(dist.device) # what is not read yet takes no memory here
+        fill(model, known, 'the file')
+        return model
+    for name,w in chain(model.named_parameters(), model.named_buffers()):
+        if name not in unread: c10d.broadcast(w.detach(), 0, group=dist.cpu_group) # it was drawn
     n,kind = dist.world_size,dist.device.type
     options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=lambda p: _placement(p, n),
         offload_policy=CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy())
@@ -63,6 +69,7 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
         fully_shard(unit, reshard_after_forward=sharding=='zero3', mp_policy=policy(dtype), **options)
     fully_shard(model, mp_policy=policy(torch.float32), **options)
     model.weights_stay = sharding=='zero2'
+    _fill_pieces(model, known, dist)
     return model
 
 # %% ../../nbs/42_training.shard.ipynb #77bb5482
@@ -73,23 +80,104 @@ def reshard(model:nn.Module)->nn.Module: # any
     return model
 
 # %% ../../nbs/42_training.shard.ipynb #9dbfd557
+class Piece(NamedTuple):
+    "A rank's part of a weight."
+    mine:Tensor # on the CPU
+    whole:Tensor # of the shape of the whole, on the meta device
+    dim:int|None # that was cut; None: every rank has all of it
+
+def pieces_of(model:nn.Module, trained:bool=False, copy:bool=False, # sharded; only what trains; not a view
+)->dict[str,Piece]: # by name
+    "Returns this rank's part of the weights."
+    found = {}
+    frozen = {name for name,p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for name,w in reshard(model).state_dict().items():
+        if trained and name in frozen: continue
+        mine,dim = (w.to_local(),w.placements[0].dim) if isinstance(w, DTensor) else (w,None)
+        found[name] = Piece(mine.detach().to('cpu', copy=copy), torch.empty_like(w, device='meta'), dim)
+    return found
+
+# %% ../../nbs/42_training.shard.ipynb #42a10002
+def _in_step(dist:Dist, lead:Callable, follow:Callable[[str],None])->None: # `lead(tell)` on rank 0
+    "Rank 0 leads, the others do what follows from each name that it tells; an error of it is raised on all."
+    def led():
+        try: lead(dist.broadcast)
+        finally: dist.broadcast(None)
+    def follows():
+        while (name := dist.broadcast(None)) is not None: follow(name)
+    on_all(dist, led if dist.is_master else follows)
+
+def _cut(w:Tensor, dim:int, ranks:int)->list[Tensor]: # whole
+    "Returns the pieces of all ranks, as FSDP cuts; the last ones may be empty."
+    parts = w.chunk(ranks, dim)
+    return [*parts, *[w[:0]]*(ranks-len(parts))]
+
+def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on rank 0
+    "Puts a weight together on rank 0."
+    if piece.dim is None: return piece.mine
+    if not dist.is_master:
+        if piece.mine.numel(): c10d.send(piece.mine.contiguous(), 0, dist.cpu_group)
+        return None
+    whole = torch.empty_like(piece.whole, device='cpu')
+    for rank,part in enumerate(_cut(whole, piece.dim, dist.world_size)):
+        came = piece.mine if rank==0 else torch.empty(part.shape, dtype=part.dtype)
+        if rank and part.numel(): c10d.recv(came, rank, dist.cpu_group)
+        part.copy_(came)
+    return whole
+
+def use_whole(pieces:dict[str,Piece], dist:Dist, # see `pieces_of`; all call
+    use:Callable[[Tensors],Any])->None: # called on rank 0 with the weights, each gathered when asked for
+    "Lets rank 0 do something with whole weights, of which one is in memory at a time."
+    def lead(tell):
+        def whole(name):
+            tell(name)
+            return _gather(pieces[name], dist)
+        kinds = {name:piece.whole for name,piece in pieces.items()}
+        use(Tensors({name:partial(whole, name) for name in pieces}, kinds))
+    _in_step(dist, lead, lambda name: _gather(pieces[name], dist))
+
 def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only what trains; all call
     "Returns a plain model's state dict; of a sharded model on rank 0's CPU, and an empty one elsewhere."
     if not is_sharded(model): return model.state_dict()
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained)
-    return get_model_state_dict(reshard(model), options=options)
+    found:dict[str,Tensor] = {}
+    use_whole(pieces_of(model, trained), this_rank(), found.update)
+    return found
 
 # %% ../../nbs/42_training.shard.ipynb #eab8e5c1
-def load_full_weights(model:nn.Module, weights:dict[str,Tensor])->None: # whole tensors, on every rank
-    "Loads a plain model's state dict, in pieces if need be."
-    # rotation angles follow from the configuration, and other programs do not save them
-    weights = weights|{k:w for k,w in model.state_dict().items() if k.endswith('inv_freq')}
-    # FSDP would leave these as they are and say nothing
-    shapes = lambda state: {f'{name} {tuple(w.shape)}' for name,w in state.items()}
-    wrong = sorted(shapes(reshard(model).state_dict()) ^ shapes(weights))
-    require(not wrong, f"the weights are of another model: {', '.join(wrong)} on one side only")
-    if is_sharded(model): set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-    else: model.load_state_dict(weights)
+def _receive(place:Tensor, whole:Tensor|None, dist:Dist)->None: # of a state dict; what it will hold, on rank 0
+    "Fills this rank's piece of a tensor with what rank 0 sends."
+    mine = place.to_local() if isinstance(place, DTensor) else place
+    cut = partial(_cut, dim=place.placements[0].dim, ranks=dist.world_size) if mine is not place else None
+    if dist.is_master:
+        whole = whole.to(mine.dtype)
+        pieces = cut(whole) if cut else [whole]*dist.world_size
+        for rank,piece in enumerate(pieces):
+            if rank==0: mine.copy_(piece)
+            elif piece.numel(): c10d.send(piece.contiguous(), rank, dist.cpu_group)
+    elif mine.numel():
+        came = torch.empty(mine.shape, dtype=mine.dtype)
+        c10d.recv(came, 0, dist.cpu_group)
+        mine.copy_(came)
+
+@torch.no_grad()
+def _fill_pieces(model:nn.Module, weights:Mapping[str,Tensor], dist:Dist)->None: # whole; rank 0 reads them
+    "Fills the pieces of all ranks, one tensor after the other."
+    places = reshard(model).state_dict()
+    def lead(tell):
+        for name in weights:
+            whole = check_shape(name, weights[name], places[name].shape, 'the file')
+            tell(name)
+            _receive(places[name], whole, dist)
+    _in_step(dist, lead, lambda name: _receive(places[name], None, dist))
+
+def load_full_weights(model:nn.Module, weights:Mapping[str,Tensor], # whole; if it is sharded, rank 0 reads them
+)->None: # all call
+    "Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's."
+    named = [name for name in weights if not is_computed(name)]
+    wrong = sorted({*named}^{name for name in reshard(model).state_dict() if not is_computed(name)})
+    require(not wrong, f"the weights are of another model: {', '.join(wrong[:5])} on one side only")
+    if not is_sharded(model): fill(model, weights, 'the file')
+    else: _fill_pieces(model, Tensors({k:partial(weights.__getitem__, k) for k in named}), this_rank())
 
 # %% ../../nbs/42_training.shard.ipynb #589efaae
 def _on_cpu(t): return t.detach().to('cpu', copy=True)
