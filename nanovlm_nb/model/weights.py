@@ -79,6 +79,7 @@ class Tensors(MutableMapping):
     def __getitem__(self, name): return self.makers[name]()
     def __setitem__(self, name, tensor): self.makers[name] = lambda: tensor
     def __delitem__(self, name): del self.makers[name]
+    def __contains__(self, name): return name in self.makers # makes nothing
     def __iter__(self): return iter(self.makers)
     def __len__(self): return len(self.makers)
     def __or__(self, other): return Tensors(self.makers | Tensors.of(other).makers)

@@ -94,7 +94,8 @@ def pieces_of(model:nn.Module, trained:bool=False, copy:bool=False, # sharded; o
     for name,w in reshard(model).state_dict().items():
         if trained and name in frozen: continue
         mine,dim = (w.to_local(),w.placements[0].dim) if isinstance(w, DTensor) else (w,None)
-        found[name] = Piece(mine.detach().to('cpu', copy=copy), torch.empty_like(w, device='meta'), dim)
+        whole = torch.empty(w.shape, dtype=w.dtype, device='meta')
+        found[name] = Piece(mine.detach().to('cpu', copy=copy), whole, dim)
     return found
 
 # %% ../../nbs/42_training.shard.ipynb #42a10002
