@@ -359,7 +359,9 @@ def _sent(vlm_cfg, c, gpus):
     parameters,copy = sizes(vlm_cfg, c),4 if c.dtype=='float32' else 2
     total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
     sent = bytes_sent(c.sharding, gpus, copy, c.gradient_accumulation_steps, c.reduce_every_micro_batch)
-    return total*sent['weights']+trained*sent['gradients']
+    rest = total-sum(s.blocks for s in parameters.values()) # travels in float32, and once a micro-batch
+    units = total-rest+rest*4/copy/(2 if c.sharding=='zero3' else 1)
+    return units*sent['weights']+trained*sent['gradients']
 
 _EACH = dict(reduce_every_micro_batch=True)
 # columns of the table

@@ -190,6 +190,7 @@ def load_full_weights(model:nn.Module, weights:Mapping[str,Tensor], # whole; if 
     require(not wrong, f"the weights are of another model: {', '.join(wrong[:5])} on one side only")
     _fill_any(model, Tensors({name:partial(weights.__getitem__, name) for name in named}), this_rank())
 
+# %% ../../nbs/42_training.shard.ipynb #42a10005
 def read_rest(model:nn.Module, dist:Dist)->nn.Module: # on its device, whole or in pieces; all call
     "Reads the weights that were left in their files, and returns the model."
     unread,model.unread = getattr(model, 'unread', None) or Tensors({}),None
