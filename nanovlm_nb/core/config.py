@@ -734,7 +734,8 @@ def _qwen(size):
     name = f'Qwen/Qwen2.5-VL-{size.upper()}-Instruct'
     named = dict.fromkeys(('vit_model_type','lm_model_type','lm_tokenizer'), name)
     return _QWEN_VLM|_QWEN_SIZES[size]|named,dict(load_from=name, lr_mp=1e-5, lr_backbones=1e-5,
-        batch_size=1, max_sample_length=2048, vision_checkpointing=True, language_checkpointing=True)
+        batch_size=1, max_sample_length=2048, vision_checkpointing=True, language_checkpointing=True,
+        long_run_name=False)
 
 PRESETS:dict[str,tuple[dict,dict]] = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}),
     nanovlm_native=(dict(resize_to_max_side_len=False),{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
