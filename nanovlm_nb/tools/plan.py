@@ -280,6 +280,11 @@ def _gathered(cfg, parameters, sharding):
     kept = blocks if sharding=='zero2' else 2*max(s.largest_block for s in parameters.values())
     return a*kept+4*(sum(s.total for s in parameters.values())-blocks) # embedding and norms
 
+def _largest_unit(parameters):
+    "Numbers of a block, or of all that is in none: so many gradients are whole while they are exchanged."
+    rest = sum(s.total-s.blocks for s in parameters.values())
+    return max(rest, *(s.largest_block for s in parameters.values()))
+
 # %% ../../nbs/64_tools.plan.ipynb #23118882
 def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
@@ -289,9 +294,11 @@ def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of on
     whole = c.gradient_accumulation_steps>1 and not c.reduce_every_micro_batch
     per = bytes_per_parameter(sharding, share, accumulating=whole)
     away = c.offload_params and sharding=='zero3'
+    gradients = trained*per['gradients']
+    if share>1 and not whole: gradients += 4*min(_largest_unit(parameters), trained)
     copies = f['copies']*4*total/f['weights'] # of all experts, where `peak_memory` has one layer for them
     return Memory(0 if away else 4*total/share,
-        copies if sharding=='ddp' else _gathered(c, parameters, sharding), trained*per['gradients'],
+        copies if sharding=='ddp' else _gathered(c, parameters, sharding), gradients,
         0 if away or c.offload_optimizer else trained*per['moments'],
         *(f[part] for part in Memory._fields[4:]))
 
