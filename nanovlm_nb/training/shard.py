@@ -151,7 +151,7 @@ def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only 
     return found
 
 # %% ../../nbs/42_training.shard.ipynb #eab8e5c1
-def _receive(place:Tensor, whole:Tensor|None, dist:Dist)->None: # of a state dict; what it will hold, on rank 0
+def _receive(place:Tensor, whole:Any, dist:Dist)->None: # of a state dict; what it will hold, on rank 0
     "Fills this rank's piece of a tensor with what rank 0 sends."
     mine = place.to_local() if isinstance(place, DTensor) else place
     cut = partial(_cut, dim=place.placements[0].dim, ranks=dist.world_size) if mine is not place else None
