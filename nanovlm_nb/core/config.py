@@ -592,7 +592,7 @@ def _sizes_fit(c):
         (not c.offload_params or c.sharding=='zero3',
             f'offload_params needs sharding zero3, not {c.sharding}: give it, or offload_optimizer alone'),
         (not c.reduce_every_micro_batch or c.sharding!='ddp' or c.deepspeed_config,
-            'reduce_every_micro_batch needs sharding zero2 or zero3: with ddp every rank keeps whole gradients'),
+            'reduce_every_micro_batch needs sharding zero2 or zero3: give it, with ddp gradients are whole'),
         (not (c.load_from and c.resume_from_vlm_checkpoint),
             'load_from and resume_from_vlm_checkpoint both name weights: give one')]
 

@@ -106,7 +106,8 @@ def _read_tensor(path, name):
 
 def read_file(path:Path)->Tensors: # a safetensors file
     "Returns its tensors; a UsageError names a damaged file."
-    with _opened(path) as file: return Tensors({name:partial(_read_tensor, path, name) for name in file.keys()})
+    with _opened(path) as file: names = file.keys()
+    return Tensors({name:partial(_read_tensor, path, name) for name in names})
 
 # %% ../../nbs/26_model.weights.ipynb #fee647c6
 def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
@@ -353,7 +354,7 @@ def _prefixed(state, prefix):
 # %% ../../nbs/26_model.weights.ipynb #268f6979
 TAKE_OVER = "take the fields of the backbone's own configuration"
 
-def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will receive them; directory or hub name
+def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; directory or hub name
     "Returns the weights of a vision backbone under our names."
     folder,wanted = resolve_checkpoint(name),vit.state_dict()
     family,part = _family(folder, 'vit_hidden_dim')
@@ -377,7 +378,7 @@ def _with_new_rows(make, known, rows):
     return lambda: torch.cat([make()[:known], new])
 
 # %% ../../nbs/26_model.weights.ipynb #1432f4a0
-def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will receive them; directory or hub name
+def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get them; directory or hub name
     "Returns the weights of a language backbone; rows of tokens that it does not know are drawn."
     require(not lm.cfg.use_moe, f"{name} has one MLP a block and no experts, but use_moe is True: "
             "set it to False, or start from a .pth file with experts (load_from)")
@@ -761,7 +762,8 @@ def beside_base(name:str, note:dict[str,Any])->bool: # of a tensor; see `add_ada
     return is_adapter(name) or name.partition('.')[0] in note.get('new_parts', ())
 
 # %% ../../nbs/26_model.weights.ipynb #4406cc2c
-def _merge_state(state:Mapping[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
+def _merge_state(
+    state:Mapping[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
 )->Tensors: # of a plain model; adapted matrices are float32
     "Returns weights to whose matrices the adapters are added."
     def merged(name):

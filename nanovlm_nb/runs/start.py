@@ -167,7 +167,8 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     """Make of what was given what will run: the model, the run, and lines for the log about what is not as
     it was given. A UsageError where it does not fit together."""
     if start is None: start = _announced(v, c)
-    require(not c.lora_rank or start.kind in ('resume','checkpoint','named'), f'lora_rank {c.lora_rank}: adapters '
+    trained = start.kind in ('resume','checkpoint','named')
+    require(not c.lora_rank or trained, f'lora_rank {c.lora_rank}: adapters '
         'stand beside the weights of a checkpoint that is trained already; '
         'give load_from, a checkpoint (a directory, a run, or a hub id)')
     lines,sized = list[str](),_with_sizes(v, start)

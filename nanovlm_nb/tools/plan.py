@@ -228,7 +228,8 @@ class _Size(NamedTuple):
 # %% ../../nbs/64_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
 _ALONE:dict = dict(sharding='ddp', reduce_every_micro_batch=False, offload_optimizer=False,
-    offload_params=False, gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
+    offload_params=False, gradient_accumulation_steps=1, max_training_steps=1,
+    max_training_samples=None, num_workers=1)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):

@@ -105,7 +105,8 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
     adapters = getattr(model, 'lora_note', None)
     sharded = is_sharded(model)
-    weights = pieces_of(model, bool(adapters), copy) if sharded else model.state_dict() if dist.is_master else {}
+    if sharded: weights = pieces_of(model, bool(adapters), copy)
+    else: weights = model.state_dict() if dist.is_master else {}
     if adapters: weights = {k:w for k,w in weights.items() if beside_base(k, adapters)}
     parts:dict = dict(weights=weights if sharded else host(weights), optimizer=None)
     if optimizer is None: return parts

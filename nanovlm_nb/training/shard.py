@@ -182,8 +182,9 @@ def _fill_any(model, weights, dist):
     if is_sharded(model): _fill_pieces(model, weights, dist)
     else: fill(model, weights, str(getattr(model, 'folder', None) or 'the file'))
 
-def load_full_weights(model:nn.Module, weights:Mapping[str,Tensor], # whole; if it is sharded, rank 0 reads them
-)->None: # all call
+def load_full_weights(model:nn.Module, # any; all call
+    weights:Mapping[str,Tensor], # whole; of a sharded model those of rank 0 count
+)->None:
     "Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's."
     named = [name for name in weights if not is_computed(name)]
     wrong = sorted({*named}^{name for name in reshard(model).state_dict() if not is_computed(name)})
