@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from nanovlm_nb.core.dist import Dist, launch
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.model.weights import Tensors, is_computed
+from nanovlm_nb.tools.plan import _largest_unit, memory, sizes
 from nanovlm_nb.training.shard import full_weights, pieces_of, read_rest, shard_model, use_whole
 
 HERE = Path(__file__).resolve().parent
@@ -113,6 +114,29 @@ def whole_or_piece(param):
 def test_gradients_kept_between_micro_batches(each, share):
     "Two ranks with two micro-batches: whole ones, or each rank its half."
     for kept in launch(lambda dist: kept_between_micro_batches(dist, each), 2): assert kept == pytest.approx(share, rel=.02)
+
+
+def held(dist, how):
+    "Bytes of a rank in the second update, before its last backward pass, by part of the plan; and the plan."
+    trainer = sharded.make_trainer(dist, None, {}, how)
+    model, found = trainer.base, []
+    params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    def look(*_):
+        gathered = sum(4*p._unsharded_param.numel() for p in params if p.sharded_state.name == 'UNSHARDED')
+        moments = [m.to_local().nbytes for state in trainer.optimizer.state.values() for m in state.values() if m.ndim]
+        found.append(dict(weights=sum(p.sharded_param.to_local().nbytes for p in params), copies=gathered, gradients=4*sum(map(whole_or_piece, params)), optimizer=sum(moments)))
+    model.register_forward_hook(look)
+    sharded.updates(trainer, 2)
+    return found[-1], memory(model.cfg, trainer.cfg, dist.world_size)._asdict(), 4*_largest_unit(sizes(model.cfg, trainer.cfg))
+
+
+@pytest.mark.parametrize('how', [dict(sharding='zero2'), dict(sharding='zero2', **sharded.EACH), dict(sharding='zero3'), dict(sharding='zero3', **sharded.EACH)], ids=str)
+def test_the_plan_is_what_a_rank_holds(how):
+    "Weights, gradients and moments; the whole weights, of zero3 at most those of two blocks and the rest."
+    for found, plan, exchanged in launch(lambda dist: held(dist, how), 2):
+        if 'reduce_every_micro_batch' in how: plan['gradients'] -= exchanged
+        for part in ('weights', 'gradients', 'optimizer'): assert found[part] == pytest.approx(plan[part], rel=.02), part
+        assert found['copies'] <= 1.001*plan['copies'] and (how['sharding'] == 'zero3' or found['copies'] > .999*plan['copies'])
 
 
 def test_ranks_fail_together():

@@ -172,15 +172,17 @@ def _fill_pieces(model:nn.Module, weights:Mapping[str,Tensor], dist:Dist)->None:
     places = reshard(model).state_dict()
     def lead(tell):
         for name in weights:
-            whole = check_shape(name, weights[name], places[name].shape, 'the file')
+            whole = check_shape(name, weights[name], places[name].shape, _OTHER)
             tell(name)
             _receive(places[name], whole, dist)
     _in_step(dist, lead, lambda name: _receive(places[name], None, dist))
 
+_OTHER = 'the weights are of another model'
+
 def _fill_any(model, weights, dist):
     "Each rank reads for itself what it needs whole; rank 0 reads for all what is cut."
     if is_sharded(model): _fill_pieces(model, weights, dist)
-    else: fill(model, weights, str(getattr(model, 'folder', None) or 'the file'))
+    else: fill(model, weights, _OTHER)
 
 def load_full_weights(model:nn.Module, # any; all call
     weights:Mapping[str,Tensor], # whole; of a sharded model those of rank 0 count
@@ -188,7 +190,7 @@ def load_full_weights(model:nn.Module, # any; all call
     "Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's."
     named = [name for name in weights if not is_computed(name)]
     wrong = sorted({*named}^{name for name in reshard(model).state_dict() if not is_computed(name)})
-    require(not wrong, f"the weights are of another model: {', '.join(wrong[:5])} on one side only")
+    require(not wrong, f"{_OTHER}: {', '.join(wrong[:5])} on one side only")
     _fill_any(model, Tensors({name:partial(weights.__getitem__, name) for name in named}), this_rank())
 
 # %% ../../nbs/42_training.shard.ipynb #42a10005
