@@ -25,6 +25,7 @@ WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
 SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
 FROZEN = dict(lr_vision_backbone=0)
+EACH = dict(reduce_every_micro_batch=True)
 AT_ONCE, PAIRS = (dict(batch_size=n, gradient_accumulation_steps=1) for n in (4, 2))
 DEEPSPEED = dict(train_batch_size=4, zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')), bf16=dict(enabled=False))
 
@@ -33,6 +34,7 @@ CASES = {
     1: dict(whole=({}, {}), at_once=({}, AT_ONCE), frozen=({}, FROZEN), offload=({}, dict(sharding='zero2', offload_optimizer=True)), moe=(dict(use_moe=True), {})),
     2: dict(ddp=({}, {}), ddp_pairs=({}, PAIRS), zero2=({}, dict(sharding='zero2')), zero3=({}, dict(sharding='zero3')), zero2_offload=({}, dict(sharding='zero2', offload_optimizer=True)),
             zero3_offload=({}, dict(sharding='zero3', offload_params=True, offload_optimizer=True)), zero3_recompute=({}, dict(sharding='zero3', **RECOMPUTE)),
+            zero2_each=({}, dict(sharding='zero2', **EACH)), zero3_each=({}, dict(sharding='zero3', **EACH)),
             zero2_frozen=({}, dict(sharding='zero2', **FROZEN)), zero2_moe=(dict(use_moe=True), dict(sharding='zero2')),
             ddp_bf16=({}, dict(dtype='bfloat16')), zero2_bf16=({}, dict(sharding='zero2', dtype='bfloat16')), zero3_fp16=({}, dict(sharding='zero3', dtype='float16'))),
     4: dict(zero2_of_4=({}, dict(sharding='zero2'))),
@@ -59,15 +61,20 @@ class Quiet(NoLog):
     def __init__(self, run_dir): self.run_dir = run_dir
 
 
+def new_model(changes):
+    "A small model with the same random weights each time."
+    set_seed(0)
+    return VisionLanguageModel(evolve(preset('shapes')[0], **SMALL | changes), load_backbone=False).train()
+
+
 def make_trainer(dist, run_dir, model, run):
     "A trainer on four packs, which are one update; one of them, in most cases alone in its micro-batch, has no picture."
-    vlm, train = preset('shapes')
-    set_seed(0)
-    cfg = evolve(vlm, **SMALL | model)
+    base = new_model(model)
+    cfg, train = base.cfg, preset('shapes')[1]
     train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
     packs = make_packs(cfg)[dist.rank::dist.world_size]
     mine = [collate_packs(packs[i:i+train.batch_size]) for i in range(0, len(packs), train.batch_size)]
-    return put_together(VisionLanguageModel(cfg, load_backbone=False).train(), train, mine, mine, [Guard()], dist, Quiet(run_dir))
+    return put_together(base, train, mine, mine, [Guard()], dist, Quiet(run_dir))
 
 
 def updates(trainer, n):

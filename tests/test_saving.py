@@ -1,5 +1,7 @@
 "What is loaded is what was saved last; what a configuration says is not read from a file."
 import json
+from functools import partial
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import base_digest
+from nanovlm_nb.model.weights import EMBED, HEAD, Tensors, base_digest, fill, read_file, write_tensors
 from nanovlm_nb.training.lora import add_adapters, merge_adapters
 from nanovlm_nb.training.optim import amp_dtype
 from nanovlm_nb.training.shard import OffloadedAdamW
@@ -68,6 +70,58 @@ def test_the_rotation_is_that_of_the_configuration(model, tmp_path):
     assert torch.equal(VisionLanguageModel.from_pretrained(tmp_path).decoder.rotary_embd.inv_freq, model.decoder.rotary_embd.inv_freq)
     other = evolve(model.cfg, lm_re_base=1_000_000)
     assert torch.equal(VisionLanguageModel.from_pretrained(tmp_path, other).decoder.rotary_embd.inv_freq, VisionLanguageModel(other, load_backbone=False).decoder.rotary_embd.inv_freq)
+
+
+def test_what_a_file_holds_is_not_drawn(model, tmp_path):
+    "Weights from the file; and what is drawn afterwards is what it would be had the model been drawn first."
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(4)
+    VisionLanguageModel(model.cfg, load_backbone=False)
+    after = torch.rand(5)
+    torch.manual_seed(4)
+    assert same(model, VisionLanguageModel.from_pretrained(tmp_path)) and torch.equal(torch.rand(5), after)
+
+
+def test_a_projector_between_backbones_is_what_it_was(model):
+    "Tower and language model are left out between others that are drawn."
+    torch.manual_seed(4)
+    whole = VisionLanguageModel(model.cfg, load_backbone=False)
+    after = torch.rand(5)
+    torch.manual_seed(4)
+    held = VisionLanguageModel(model.cfg, load_backbone=False, held=('vision_encoder', 'decoder'))
+    assert same(whole.MP, held.MP) and torch.equal(torch.rand(5), after)
+
+
+def test_one_tensor_is_in_memory_at_a_time(model, tmp_path):
+    "A file in two halves of an index is read, and written as one, without a second model in memory."
+    model.save_pretrained(tmp_path/'whole')
+    state, alive, most = read_file(tmp_path/'whole'/'model.safetensors'), WeakSet(), []
+    def make(name):
+        made = state[name].clone()
+        alive.add(made.untyped_storage())
+        most.append(len(alive))
+        return made
+    watched = Tensors({name: partial(make, name) for name in state}, kinds={name: state[name].to('meta') for name in state})
+    write_tensors(tmp_path/'again', watched, {EMBED: HEAD}, [*state])
+    assert (tmp_path/'again').read_bytes() == (tmp_path/'whole'/'model.safetensors').read_bytes()
+    fill(model, watched, 'watched')
+    assert max(most) == 1 and len(most) == 2*len(state)-1  # rotation angles are written, and not read
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_files_are_those_of_safetensors(dtype, tmp_path):
+    "Byte for byte: order, header, padding; names that are not ASCII, views, tensors of no number and of no dimension."
+    torch.manual_seed(0)
+    tensors = {f'{name}.{i}': torch.randn(*shape).to(dtype) for i, name in enumerate('b.weight a.bias ä.norm'.split()) for shape in [(3, 5), (2,)][:i+1]}
+    tensors |= dict(none=torch.zeros(0, 4), number=torch.tensor(3), flags=torch.tensor([True, False]), view=torch.randn(6, 4, dtype=torch.float64).T[1:])
+    write_tensors(tmp_path/'ours', tensors, dict(format='pt'), [*tensors])
+    save_file({k: w.contiguous() for k, w in tensors.items()}, tmp_path/'theirs', dict(format='pt'))
+    assert (tmp_path/'ours').read_bytes() == (tmp_path/'theirs').read_bytes()
+
+
+def test_a_tensor_of_another_shape_is_named(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r'lm_inter_dim|mlp.*has shape'): VisionLanguageModel.from_pretrained(tmp_path, evolve(model.cfg, lm_inter_dim=96))
 
 
 def test_only_the_last_answer_is_rated(model):

@@ -1,7 +1,9 @@
 "Shared out or whole, however a batch is split, on one rank, two or four: the same training. Real processes, started by torchrun, talking over gloo."
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -10,8 +12,14 @@ from safetensors.torch import load_file
 import sharded
 from sharded import HALF, UPDATES
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from nanovlm_nb.core.dist import Dist, launch
+from nanovlm_nb.core.usage import UsageError
+from nanovlm_nb.model.weights import Tensors, is_computed
+from nanovlm_nb.tools.plan import _largest_unit, memory, sizes
+from nanovlm_nb.training.shard import full_weights, pieces_of, read_rest, shard_model, use_whole
 
 HERE = Path(__file__).resolve().parent
 
@@ -47,7 +55,7 @@ def apart(a, b):
     return max((a[k]-b[k]).abs().max().item() for k in a)
 
 
-SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'zero3_recompute', 'zero2_of_4', 'ddp_to_zero2', 'zero2_to_ddp', 'offload_to_zero2', 'zero2_to_4'],
+SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'zero3_recompute', 'zero2_each', 'zero3_each', 'zero2_of_4', 'ddp_to_zero2', 'zero2_to_ddp', 'offload_to_zero2', 'zero2_to_4'],
             frozen=['zero2_frozen'], moe=['zero2_moe'])
 
 
@@ -84,6 +92,88 @@ def test_mixed_precision(out, facts):
     assert 0 < apart(weights(out/'ddp_bf16.safetensors'), weights(out/'zero2_bf16.safetensors')) < 2e-3  # six steps of 3e-4
     scales = facts['zero3_fp16']['scales']
     assert scales[0] == scales[1] > 1 and facts['zero3_fp16']['val'][1] < facts['zero3_fp16']['val'][0]
+
+
+def kept_between_micro_batches(dist, each):
+    "Numbers of gradients that a rank of zero2 keeps when all micro-batches of an update but the last are done, as a share of the model."
+    trainer = sharded.make_trainer(dist, None, {}, dict(sharding='zero2', gradient_accumulation_steps=2, **each))
+    model, kept = trainer.base, []
+    def look(*_): kept.append(sum(whole_or_piece(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params))
+    model.register_forward_pre_hook(look)
+    sharded.updates(trainer, 1)
+    return kept[-1]/sum(p.numel() for p in model.parameters())
+
+
+def whole_or_piece(param):
+    "How many numbers of a parameter's gradient are here."
+    here = [param.unsharded_accumulated_grad, getattr(param, '_unsharded_param', param.sharded_param).grad, param.sharded_param.grad]
+    return sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in here if w is not None)
+
+
+@pytest.mark.parametrize('each, share', [({}, 1), (sharded.EACH, 1/2)], ids=['once', 'each'])
+def test_gradients_kept_between_micro_batches(each, share):
+    "Two ranks with two micro-batches: whole ones, or each rank its half."
+    for kept in launch(lambda dist: kept_between_micro_batches(dist, each), 2): assert kept == pytest.approx(share, rel=.02)
+
+
+def held(dist, how):
+    "Bytes of a rank in the second update, before its last backward pass, by part of the plan; and the plan."
+    trainer = sharded.make_trainer(dist, None, {}, how)
+    model, found = trainer.base, []
+    params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
+    def look(*_):
+        gathered = sum(4*p._unsharded_param.numel() for p in params if p.sharded_state.name == 'UNSHARDED')
+        moments = [m.to_local().nbytes for state in trainer.optimizer.state.values() for m in state.values() if m.ndim]
+        found.append(dict(weights=sum(p.sharded_param.to_local().nbytes for p in params), copies=gathered, gradients=4*sum(map(whole_or_piece, params)), optimizer=sum(moments)))
+    model.register_forward_hook(look)
+    sharded.updates(trainer, 2)
+    return found[-1], memory(model.cfg, trainer.cfg, dist.world_size)._asdict(), 4*_largest_unit(sizes(model.cfg, trainer.cfg))
+
+
+@pytest.mark.parametrize('how', [dict(sharding='zero2'), dict(sharding='zero2', **sharded.EACH), dict(sharding='zero3'), dict(sharding='zero3', **sharded.EACH)], ids=str)
+def test_the_plan_is_what_a_rank_holds(how):
+    "Weights, gradients and moments; the whole weights, of zero3 at most those of two blocks and the rest."
+    for found, plan, exchanged in launch(lambda dist: held(dist, how), 2):
+        if 'reduce_every_micro_batch' in how: plan['gradients'] -= exchanged
+        for part in ('weights', 'gradients', 'optimizer'): assert found[part] == pytest.approx(plan[part], rel=.02), part
+        assert found['copies'] <= 1.001*plan['copies'] and (how['sharding'] == 'zero3' or found['copies'] > .999*plan['copies'])
+
+
+def test_ranks_fail_together():
+    "Rank 0 reads and writes for all; what stops it there reaches the others, who wait for the next tensor."
+    def tried(dist):
+        def out_of_order(name): raise UsageError(f'no {name}')
+        model, said = sharded.new_model({}), []
+        model.unread = Tensors({name: partial(out_of_order, name) for name in model.state_dict()})
+        model = shard_model(model, dist, 'zero3')
+        for action in (lambda: read_rest(model, dist), lambda: use_whole(pieces_of(model), dist, lambda whole: out_of_order([whole[k] for k in whole][0].ndim))):
+            with pytest.raises(UsageError) as error: action()
+            said.append(str(error.value))
+        return said
+    first, second = launch(tried, 2)
+    assert first == second and first[0].startswith('no vision_encoder') and first[1].startswith('no ')
+
+
+def test_one_tensor_is_whole_at_a_time():
+    "What rank 0 reads for others, or gathers to write, is let go before the next; the other ranks read nothing."
+    def seen(dist):
+        model, alive, most = sharded.new_model({}), WeakSet(), [0]
+        values = {name: w.clone() for name, w in model.state_dict().items()}
+        def make(name):
+            made = values[name].clone()
+            alive.add(made.untyped_storage())
+            most.append(len(alive))
+            return made
+        model.unread = Tensors({name: partial(make, name) for name in values if not is_computed(name)})
+        model = read_rest(shard_model(model, dist, 'zero3'), dist)
+        after = full_weights(model)
+        reads = most[:]
+        def write(whole):
+            for name in whole: alive.add(whole[name].untyped_storage()), most.append(len(alive))
+        use_whole(pieces_of(model), dist, write)
+        return max(reads), len(reads)-1, max(most), all(torch.equal(values[k], w) for k, w in after.items())
+    (most, reads, written, right), (_, none, _, _) = launch(seen, 2)
+    assert right and most <= 2 and written <= 2 and reads > 40 and none == 0
 
 
 def test_one_exchange_of_gradients_per_update():

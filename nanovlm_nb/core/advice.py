@@ -119,6 +119,8 @@ def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cu
         (not t.max_tiles_per_knapsack, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'),
         *((world_size>1, dict(sharding=s), 'more traffic between ranks')
             for s in stages[stages.index(t.sharding)+1:]),
+        (world_size>1 and t.gradient_accumulation_steps>1 and not t.reduce_every_micro_batch,
+            dict(reduce_every_micro_batch=True), 'more traffic between ranks'),
         (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True), 'updates are slow')]
     return [Remedy(changes, price) for ok,changes,price in rows if ok]
 

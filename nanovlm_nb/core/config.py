@@ -488,6 +488,9 @@ class TrainConfig(Config):
     # --- engine
     # * ddp: each rank keeps all; zero2: optimizer and gradients are sharded; zero3: weights too
     sharding:Literal['ddp','zero2','zero3'] = 'ddp'
+    # with zero2 and zero3 and several micro-batches: exchange gradients after each of them, so that no rank
+    # keeps whole ones; False: once per update, which sends less
+    reduce_every_micro_batch:bool = False
     offload_optimizer:bool = False # * keep the optimizer's state in the memory of the CPU and update there
     offload_params:bool = False # zero3 only: keep weights there too while they are not in use
     deepspeed_config:Text|None = None # * a DeepSpeed JSON file, translated into these fields
@@ -588,6 +591,8 @@ def _sizes_fit(c):
             f'train_dataset_weights for {len(names)} names in train_dataset_name: give one for each'),
         (not c.offload_params or c.sharding=='zero3',
             f'offload_params needs sharding zero3, not {c.sharding}: give it, or offload_optimizer alone'),
+        (not c.reduce_every_micro_batch or c.sharding!='ddp' or c.deepspeed_config,
+            'reduce_every_micro_batch needs sharding zero2 or zero3: give it, with ddp gradients are whole'),
         (not (c.load_from and c.resume_from_vlm_checkpoint),
             'load_from and resume_from_vlm_checkpoint both name weights: give one')]
 
@@ -711,11 +716,33 @@ _MINIMIND_CLIP = _MINIMIND_VLM | _BARE | dict(vit_model_type='openai/clip-vit-ba
 _MINIMIND3_VLM = _MINIMIND_VLM | _BARE | dict(vit_img_size=256, max_img_size=256, vit_patch_size=32,
     vit_model_type='google/siglip2-base-patch32-256', lm_hidden_dim=768, lm_inter_dim=2432, lm_n_kv_heads=4,
     lm_rms_eps=1e-6, lm_qk_norm=True, moe_top_k=1, moe_shared_experts=0, moe_aux_weight=5e-4, mp_kind='mlp')
+_QWEN_VLM = dict(vit_hidden_dim=1280, vit_inter_dim=3420, vit_patch_size=14, vit_img_size=28, vit_n_heads=16,
+    vit_n_blocks=32, vit_full_blocks=[7,15,23,31], lm_rms_eps=1e-6, lm_re_base=1_000_000,
+    lm_max_position_embeddings=128_000, lm_base_vocab_size=151_652, lm_qkv_bias=True, lm_max_length=2048,
+    lm_chat_template=None, mp_pixel_shuffle_factor=2, max_img_size=28, image_convention='qwen',
+    vlm_extra_tokens={'vision_start_token':'<|vision_start|>', 'vision_end_token':'<|vision_end|>',
+        'token_2':'<|vision_pad|>', 'image_token':'<|image_pad|>', 'video_token':'<|video_pad|>'},
+    vlm_load_backbone_weights=False, hf_repo_name=None, lm_mrope_sections=[16,24,24],
+    pixel_mean=[.48145466,.4578275,.40821073], pixel_std=[.26862954,.26130258,.27577711])
+_QWEN_SIZES = {'3b':dict(lm_hidden_dim=2048, lm_inter_dim=11_008, lm_n_heads=16, lm_n_kv_heads=2,
+        lm_n_blocks=36, lm_vocab_size=151_936, lm_tie_weights=True),
+    '7b':dict(lm_hidden_dim=3584, lm_inter_dim=18_944, lm_n_heads=28, lm_n_kv_heads=4,
+        lm_n_blocks=28, lm_vocab_size=152_064, lm_tie_weights=False)}
+
+def _qwen(size):
+    "A Qwen2.5-VL, and a run that begins with it."
+    name = f'Qwen/Qwen2.5-VL-{size.upper()}-Instruct'
+    named = dict.fromkeys(('vit_model_type','lm_model_type','lm_tokenizer'), name)
+    return _QWEN_VLM|_QWEN_SIZES[size]|named,dict(load_from=name, lr_mp=1e-5, lr_backbones=1e-5,
+        batch_size=1, max_sample_length=2048, vision_checkpointing=True, language_checkpointing=True,
+        long_run_name=False)
+
 PRESETS:dict[str,tuple[dict,dict]] = dict(shapes=(_SHAPES_VLM,_SHAPES_TRAIN), nanovlm=({},{}),
     nanovlm_native=(dict(resize_to_max_side_len=False),{}), minimind=(_MINIMIND_VLM,_MINIMIND_TRAIN),
     minimind_ddp=(_MINIMIND_VLM,_MINIMIND_TRAIN|dict(batch_size=4)),
     minimind_clip=(_MINIMIND_CLIP,_MINIMIND_TRAIN),
-    minimind3=(_MINIMIND3_VLM,_MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')))
+    minimind3=(_MINIMIND3_VLM,_MINIMIND_TRAIN|dict(load_from='out/llm_{dim}{_moe}.pth')),
+    qwen2_5_vl_3b=_qwen('3b'), qwen2_5_vl_7b=_qwen('7b'))
 
 # %% ../../nbs/02_core.config.ipynb #e6403d13
 def preset(name:str)->tuple[VLMConfig,TrainConfig]:

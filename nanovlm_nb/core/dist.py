@@ -245,7 +245,7 @@ def unwrap_model(model:nn.Module)->nn.Module: # wrapped by DDP and torch.compile
 def no_sync(model:Any, active:bool=True)->AbstractContextManager: # False: the last micro-batch of an update
     "Keeps gradients on this rank for now; forward and backward of a micro-batch go inside."
     if is_sharded(model):
-        model.set_requires_gradient_sync(not active)
+        model.set_requires_gradient_sync(not active or model.reduces_always)
         model.set_reshard_after_backward(not (active and model.weights_stay))
     return model.no_sync() if active and isinstance(model, DistributedDataParallel) else nullcontext()
 

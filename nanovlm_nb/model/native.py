@@ -6,6 +6,8 @@
 __all__ = ['TOWERS', 'FramePatches', 'WindowAttention', 'GatedMLP', 'WindowBlock', 'NativeTower', 'Merger', 'build_parts']
 
 # %% ../../nbs/23_model.native.ipynb #23e10004
+from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor,nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core.config import VLMConfig
+from ..core.draws import undrawn
 from ..core.layout import Layout,Tiles
 from .attention import attention
 from .language import LanguageModel,RMSNorm,apply_rotary
@@ -144,7 +147,11 @@ class Merger(nn.Module):
 TOWERS:dict[str,tuple] = dict(nanovlm=(ViT,ModalityProjector), smolvlm=(ViT,ModalityProjector),
                               qwen=(NativeTower,Merger))
 
-def build_parts(cfg:VLMConfig)->tuple[Any,Any,LanguageModel]:
+def build_parts(cfg:VLMConfig, held:Collection[str]=(), # parts whose weights will follow, see `undrawn`
+)->list[Any]:
     "Returns vision tower, projector and language model with new weights."
     tower,projector = TOWERS[cfg.image_convention]
-    return tower(cfg),projector(cfg),LanguageModel(cfg)
+    made = []
+    for name,kind in dict(vision_encoder=tower, MP=projector, decoder=LanguageModel).items():
+        with undrawn() if name in held else nullcontext(): made.append(kind(cfg))
+    return made

@@ -6,7 +6,7 @@
 __all__ = ['fill_slots', 'trains', 'VLMNet', 'VisionLanguageModel']
 
 # %% ../../nbs/28_model.vlm.ipynb #3ad75a02
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from .language import Reader
 from .native import build_parts
 from .loss import cross_entropy
 from .generate import sample, stream_ids
-from .weights import (Pretrained, language_config, load_language_backbone,
-    load_vision_backbone, with_tower)
+from nanovlm_nb.model.weights import (Pretrained, language_config, language_weights, vision_weights,
+    with_tower)
 
 # %% ../../nbs/28_model.vlm.ipynb #90dfad4c
 def fill_slots(embeddings:Tensor, slots:Tensor, # (B, T, D); (n,) positions in the batch laid end to end
@@ -49,10 +49,11 @@ def trains(module:nn.Module)->bool: # any part of a model
 # %% ../../nbs/28_model.vlm.ipynb #21109f2b
 class VLMNet(nn.Module):
     "Vision encoder, projector and language model joined: ids and tiles in, scores or a loss out."
-    def __init__(self, cfg:VLMConfig): # sizes of all parts
+    def __init__(self, cfg:VLMConfig, # sizes of all parts
+        held:Collection[str]=()): # parts whose weights will follow, so that none are drawn
         super().__init__()
         self.cfg = cfg
-        self.vision_encoder, self.MP, self.decoder = build_parts(cfg)
+        self.vision_encoder, self.MP, self.decoder = build_parts(cfg, held)
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
         self.cross_entropy:Any = cross_entropy # or a loss of your own, which takes and returns the same
         self.features:Any = None # a `FeatureCache`
@@ -153,13 +154,19 @@ class VisionLanguageModel(Pretrained, VLMNet):
     "A vision-language model to train, ask, save and load."
     def __init__(self, cfg:VLMConfig, # sizes, names of the backbones and of the tokenizer
         load_backbone:bool=True, # take weights and sizes from the backbones, else random weights
+        held:Collection[str]=(), # parts whose weights will follow, see `VLMNet`
+        read:bool=True, # False: leave the weights of backbones in their files, see `Pretrained.read`
     ):
-        if load_backbone: cfg = evolve(with_tower(cfg), **language_config(cfg.lm_model_type))
-        super().__init__(cfg)
+        if load_backbone:
+            cfg = evolve(with_tower(cfg), **language_config(cfg.lm_model_type))
+            held = 'vision_encoder','decoder'
+        super().__init__(cfg, held)
         self.tokenizer_source = cfg.lm_tokenizer
         if not load_backbone: return
-        load_vision_backbone(self.vision_encoder, cfg.vit_model_type)
-        load_language_backbone(self.decoder, cfg.lm_model_type)
+        seen = vision_weights(self.vision_encoder, cfg.vit_model_type)
+        told = language_weights(self.decoder, cfg.lm_model_type)
+        self.unread = seen.renamed('vision_encoder.{}'.format) | told.renamed('decoder.{}'.format)
+        if read: self.read()
 
     @property
     def device(self)->torch.device: # of the language model; the other parts may be of somebody's own making

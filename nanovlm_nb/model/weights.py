@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['HUB_FILES', 'SIGLIP', 'CLIP', 'LLAMA', 'QWEN2', 'QWEN3', 'FAMILIES', 'TAKE_OVER', 'HEAD', 'EMBED', 'WHOLE',
            'LORA_NOTE', 'LORA_WEIGHTS', 'OWNED', 'SMOLVLM_CAN', 'OWN_CONFIG', 'AS_PARTS', 'QWEN2_5_VL', 'QWEN_CAN',
-           'MODEL_CARD', 'UNTOLD', 'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'read_file',
-           'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower', 'load_weights',
-           'load_vision_backbone', 'load_language_backbone', 'checkpoint_config', 'checkpoint_weights', 'smolvlm_names',
-           'text_type', 'export_line', 'to_smolvlm', 'qwen_names', 'to_qwen', 'weights_sha', 'written_at_once',
-           'find_tokenizer', 'is_adapter', 'beside_base', 'base_digest', 'noted_base', 'Pretrained', 'pth_path',
-           'neighbours', 'load_pth', 'save_pth']
+           'MODEL_CARD', 'UNTOLD', 'LORA_A', 'LORA_B', 'MINIMIND', 'VISION_PROJ', 'resolve_checkpoint', 'Tensors',
+           'read_file', 'Family', 'their_names', 'vision_config', 'language_config', 'tower_fields', 'with_tower',
+           'is_computed', 'check_shape', 'check_names', 'fill', 'load_weights', 'vision_weights',
+           'load_vision_backbone', 'language_weights', 'load_language_backbone', 'write_tensors', 'checkpoint_config',
+           'checkpoint_weights', 'smolvlm_names', 'text_type', 'export_line', 'to_smolvlm', 'qwen_names', 'to_qwen',
+           'weights_sha', 'written_at_once', 'find_tokenizer', 'is_adapter', 'beside_base', 'beside_adapters',
+           'base_digest', 'noted_base', 'Pretrained', 'followed', 'pth_path', 'neighbours', 'load_pth', 'save_pth']
 
 # %% ../../nbs/26_model.weights.ipynb #6ef484ff
 import hashlib
@@ -21,7 +22,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
@@ -31,12 +32,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tokenizers import Tokenizer
 
 from ..core.config import VLMConfig, evolve, image_tokens
+from ..core.draws import undrawn
 from ..core.run_dir import file_digest,check_files,find_checkpoint,share_files,system_errors,write_atomic
 from ..core.tokenizer import SPECIAL_TOKENS,get_tokenizer,save_tokenizer
 from ..core.usage import MissingFile,UsageError,require,near_path
@@ -63,13 +65,52 @@ def _json(folder, *names):
     return json.loads(file.read_bytes()) if file else {}
 
 # %% ../../nbs/26_model.weights.ipynb #32c7a058
-def read_file(path:Path)->dict[str,Tensor]: # a safetensors file
-    "Returns tensors by name; a UsageError names a damaged file."
-    try: return load_file(path)
+class Tensors(MutableMapping):
+    "Tensors by name, each made when it is asked for, and not kept."
+    def __init__(self, makers:dict[str,Any], # name -> what returns the tensor; None: it is not known yet
+        kinds:Mapping[str,Tensor]|None=None): # tensors of the same shape and type; None: the tensors say it
+        self.makers,self.kinds = makers,kinds
+
+    @staticmethod
+    def of(state:Mapping[str,Tensor])->'Tensors': # by name
+        "Returns the same tensors."
+        return state if isinstance(state, Tensors) else Tensors({k:partial(state.get, k) for k in state})
+
+    def __getitem__(self, name): return self.makers[name]()
+    def __setitem__(self, name, tensor): self.makers[name] = lambda: tensor
+    def __delitem__(self, name): del self.makers[name]
+    def __contains__(self, name): return name in self.makers # makes nothing
+    def __iter__(self): return iter(self.makers)
+    def __len__(self): return len(self.makers)
+    def __or__(self, other): return Tensors(self.makers | Tensors.of(other).makers)
+    def __ror__(self, other): return Tensors.of(other) | self
+
+    def renamed(self, name_of:Callable[[str],str])->'Tensors': # a name now -> its new one
+        "Returns the same tensors under other names."
+        return Tensors({name_of(k):make for k,make in self.makers.items()})
+
+    def alias(self, name:str, other:str)->None: # one that may be missing; one that is there
+        "Makes a missing tensor the same as another."
+        self.makers.setdefault(name, self.makers[other])
+
+# %% ../../nbs/26_model.weights.ipynb #26a10002
+@contextmanager
+def _opened(path:Path)->Iterator[Any]: # a safetensors file
+    "Yields an open file; a UsageError names a damaged one."
+    try:
+        with safe_open(path, 'pt') as file: yield file
     except SafetensorError as e: raise UsageError(f"{path} is damaged ({e}): fetch or copy it again") from e
 
+def _read_tensor(path, name):
+    with _opened(path) as file: return file.get_tensor(name)
+
+def read_file(path:Path)->Tensors: # a safetensors file
+    "Returns its tensors; a UsageError names a damaged file."
+    with _opened(path) as file: names = file.keys()
+    return Tensors({name:partial(_read_tensor, path, name) for name in names})
+
 # %% ../../nbs/26_model.weights.ipynb #fee647c6
-def _read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
+def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
     whole = json.loads(index.read_bytes())['weight_map'] if index.exists() else dict(all='model.safetensors')
@@ -78,7 +119,7 @@ def _read_tensors(folder:Path)->dict[str,Tensor]: # directory of a checkpoint
     require(not outside, f"{index} names {''.join(outside[:1])}: files of weights lie beside it, correct it")
     if gone := [f for f in files if not (folder/f).is_file()]:
         raise MissingFile(f"{folder.name} has no {gone[0]}: is it a checkpoint?")
-    return {k:w for f in files for k,w in read_file(folder/f).items()}
+    return reduce(Tensors.__or__, [read_file(folder/f) for f in files])
 
 # %% ../../nbs/26_model.weights.ipynb #723db603
 @dataclass(frozen=True)
@@ -250,28 +291,45 @@ def _check_tensors(have:Collection[str], wanted:Collection[str], source:str)->No
     require(not extra, f"{source} has tensors without a place: {some(extra)}; {advice}")
 
 # %% ../../nbs/26_model.weights.ipynb #1b196a89
-def load_weights(module:nn.Module, state:dict[str,Tensor], source:str)->None: # where the tensors come from
-    "Copies every tensor to its place, or none."
-    tensors = module.state_dict()
-    # rotation angles follow from the configuration, whatever a file has
-    state = state|{k:w for k,w in tensors.items() if k.endswith('inv_freq')}
-    _check_tensors(state, tensors, source)
-    for k,w in tensors.items():
-        require(w.shape==state[k].shape, f"{source}: {k} has shape {tuple(state[k].shape)}, "
-            f"the model wants {tuple(w.shape)}; compare the configurations")
-    module.load_state_dict(state)
+def is_computed(name:str)->bool: # of a tensor
+    "Returns whether it follows from the configuration, whatever a file has: rotation angles do."
+    return name.endswith('inv_freq')
+
+def check_shape(name:str, w:Tensor, shape:torch.Size, source:str)->Tensor: # wanted; where it comes from
+    "Returns the tensor; a UsageError if it has another shape."
+    require(w.shape==shape, f"{source}: {name} has shape {tuple(w.shape)}, "
+            f"the model wants {tuple(shape)}; compare the configurations")
+    return w
+
+def check_names(module:nn.Module, state:Collection[str], source:str)->None: # names; where they come from
+    "Raises a UsageError unless there is a tensor for each place of a module, and a place for each."
+    computed = [k for k in module.state_dict() if is_computed(k)]
+    _check_tensors({*state, *computed}, module.state_dict(), source)
+
+@torch.no_grad()
+def fill(module:nn.Module, state:Mapping[str,Tensor], source:str)->None: # where the tensors come from
+    "Copies tensors to their places, one after the other."
+    places = module.state_dict()
+    for k in (k for k in state if not is_computed(k)):
+        places[k].copy_(check_shape(k, state[k], places[k].shape, source))
+
+def load_weights(module:nn.Module, state:Mapping[str,Tensor], source:str)->None: # where they come from
+    "Copies every tensor to its place, if names are complete."
+    check_names(module, state, source)
+    fill(module, state, source)
 
 # %% ../../nbs/26_model.weights.ipynb #63387cd9
 def _our_tensors(
-    wanted:Collection[str], theirs:dict[str,Tensor], # names of ours; a checkpoint
+    wanted:Collection[str], theirs:Mapping[str,Tensor], # names of ours; a checkpoint
     names_of:Callable, ignore:Collection[str], # our name -> theirs, a list; patterns that are not read
     source:str, # where they come from, for messages
-)->dict[str,Tensor]: # ours, but those that come from nowhere
+)->Tensors: # ours, but those that come from nowhere
     "Returns our tensors, made from theirs."
     sources = {k:names_of(k) for k in wanted}
     used = {n for names in sources.values() for n in names}
     _check_tensors({k for k in theirs if k in used or not any(fnmatch(k, p) for p in ignore)}, used, source)
-    return {k:_shaped(k, torch.cat([theirs[n] for n in names])) for k,names in sources.items() if names}
+    def make(name): return _shaped(name, torch.cat([theirs[n] for n in sources[name]]))
+    return Tensors({k:partial(make, k) for k,names in sources.items() if names})
 
 # %% ../../nbs/26_model.weights.ipynb #7bcd47ef
 def _shaped(name, w):
@@ -291,28 +349,37 @@ def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]:
 def _prefixed(state, prefix):
     "A checkpoint of the part alone has no prefix: give it one."
     if any(k.startswith(prefix) for k in state): return state
-    return {k if k=='lm_head.weight' else prefix+k:w for k,w in state.items()}
+    return state.renamed(lambda k: k if k=='lm_head.weight' else prefix+k)
 
 # %% ../../nbs/26_model.weights.ipynb #268f6979
 TAKE_OVER = "take the fields of the backbone's own configuration"
 
-def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
-    "Loads the weights of a vision backbone."
+def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; directory or hub name
+    "Returns the weights of a vision backbone under our names."
     folder,wanted = resolve_checkpoint(name),vit.state_dict()
     family,part = _family(folder, 'vit_hidden_dim')
     _check_fields(vit.cfg, _our_fields(family, part), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
     state = _our_tensors(wanted.keys()-zeros, _prefixed(_read_tensors(folder), family.prefix),
                        partial(their_names, family=family), family.ignore, str(name))
-    load_weights(vit, state | zeros, str(name))
+    return state | zeros
+
+def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
+    "Loads the weights of a vision backbone."
+    load_weights(vit, vision_weights(vit, name), str(name))
 
 # %% ../../nbs/26_model.weights.ipynb #54382ce4
 def _extended(w, rows):
     return torch.cat([w, nn.init.normal_(w.new_empty(rows-len(w), w.shape[1]), std=.02)])
 
+def _with_new_rows(make, known, rows):
+    "What makes a matrix of which so many rows are kept and others follow, which are drawn now."
+    new = _extended(make()[:known], rows)[known:].clone()
+    return lambda: torch.cat([make()[:known], new])
+
 # %% ../../nbs/26_model.weights.ipynb #1432f4a0
-def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives weights; directory or hub name
-    "Loads the weights of a language backbone; rows of tokens that it does not know are initialised."
+def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get them; directory or hub name
+    "Returns the weights of a language backbone; rows of tokens that it does not know are drawn."
     require(not lm.cfg.use_moe, f"{name} has one MLP a block and no experts, but use_moe is True: "
             "set it to False, or start from a .pth file with experts (load_from)")
     folder,cfg,(embed,head) = resolve_checkpoint(name),lm.cfg,('token_embedding.weight','head.weight')
@@ -321,14 +388,41 @@ def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives we
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
     _check_fields(cfg, wanted, f'{name} has', TAKE_OVER)
     theirs = _prefixed(_read_tensors(folder), family.prefix)
-    theirs.setdefault('lm_head.weight', theirs['model.embed_tokens.weight'])
+    theirs.alias('lm_head.weight', 'model.embed_tokens.weight')
     names_of = partial(their_names, family=family)
     state = _our_tensors(lm.state_dict(), theirs, names_of, family.ignore, str(name))
     require(not cfg.lm_tie_weights or torch.equal(state[embed], state[head]),
             f"{name} has a head of its own, but lm_tie_weights is True: set it to False")
-    state |= {k:_extended(state[k][:cfg.lm_base_vocab_size], cfg.lm_vocab_size) for k in (embed,head)}
-    if cfg.lm_tie_weights: state[head] = state[embed]
-    load_weights(lm, state, str(name))
+    for k in (embed,head):
+        state.makers[k] = _with_new_rows(state.makers[k], cfg.lm_base_vocab_size, cfg.lm_vocab_size)
+    if cfg.lm_tie_weights: state.makers[head] = state.makers[embed]
+    return state
+
+def load_language_backbone(lm:LanguageModel, name:str|Path)->None: # receives weights; directory or hub name
+    "Loads the weights of a language backbone; rows of tokens that it does not know are initialised."
+    load_weights(lm, language_weights(lm, name), str(name))
+
+# %% ../../nbs/26_model.weights.ipynb #26a10004
+# in the order in which safetensors lays them out, the last first
+_CODES = {torch.bool:'BOOL', torch.uint8:'U8', torch.int8:'I8', torch.int16:'I16', torch.float16:'F16',
+    torch.bfloat16:'BF16', torch.int32:'I32', torch.float32:'F32', torch.float64:'F64', torch.int64:'I64'}
+
+def _bytes_of(w): return w.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str], # to write; texts by name
+    names:Collection[str])->None: # of those to write
+    "Writes a safetensors file, one tensor after the other: the bytes that `save_file` would write."
+    kinds,places,end = getattr(tensors, 'kinds', None) or tensors,{},0
+    sizes = {k:kinds[k].numel()*kinds[k].element_size() for k in names}
+    order = sorted(names, key=lambda k: (-[*_CODES].index(kinds[k].dtype), k.encode()))
+    for k in order:
+        shape,begin,end = [*kinds[k].shape],end,end+sizes[k]
+        places[k] = dict(dtype=_CODES[kinds[k].dtype], shape=shape, data_offsets=[begin,end])
+    header = json.dumps(dict(__metadata__=metadata)|places, separators=(',',':'), ensure_ascii=False).encode()
+    header += b' '*(-len(header)%8)
+    with open(path, 'wb') as file:
+        file.write(len(header).to_bytes(8, 'little')+header)
+        for k in order: file.write(_bytes_of(tensors[k]))
 
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
 HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
@@ -340,13 +434,13 @@ LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of a
 OWNED = ('model.safetensors','model-*-of-*.safetensors','model.safetensors.index.json','tokenizer.json',
     'tokenizer_config.json',LORA_NOTE,LORA_WEIGHTS)
 
-def _write_weights(folder:Path, state:dict[str,Tensor], tied:bool)->None: # there; of a whole model
+def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # there; of a whole model
     "Writes `model.safetensors`; `tied` is `lm_tie_weights`."
     tied = tied and {HEAD,EMBED} <= state.keys()
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
             f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
-    keep = {k:w.detach().cpu().contiguous() for k,w in state.items() if not (tied and k==EMBED)}
-    save_file(keep, folder/'model.safetensors', metadata={EMBED:HEAD} if tied else dict(format='pt'))
+    names = [k for k in state if not (tied and k==EMBED)]
+    write_tensors(folder/'model.safetensors', state, {EMBED:HEAD} if tied else dict(format='pt'), names)
 
 # %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
@@ -365,8 +459,8 @@ def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig:
 # %% ../../nbs/26_model.weights.ipynb #c8d84bd9
 def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of the configuration
     merge:bool=True, # add adapters to their base; False: as tensors of their own
-)->tuple[VLMConfig,dict[str,Tensor]]: # its configuration, all weights
-    "Reads a checkpoint, and what adapters are for from their base."
+)->tuple[VLMConfig,Tensors]: # its configuration, all weights
+    "Opens a checkpoint, and what adapters are for in their base."
     folder = resolve_checkpoint(name)
     if (folder/LORA_NOTE).is_file():
         note = noted_base(folder)
@@ -376,15 +470,16 @@ def checkpoint_weights(name:str|Path, kind:type[VLMConfig]=VLMConfig, # class of
         own = {f.name for f in fields(kind)}-{f.name for f in fields(VLMConfig)}
         known = own & _json(base, 'config.json').keys() # or the base is a plain model
         state = checkpoint_weights(base, kind if known else VLMConfig)[1]
-        for new in note.get('without', ()): state.pop(new, None)
+        for new in note.get('without', ()): state.makers.pop(new, None)
         state |= read_file(folder/LORA_WEIGHTS)
-        plain = _merge_state(state, note['alpha']) if merge else _wrapped_state(state)
+        adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
+        plain = _merge_state(state, note['alpha']) if merge else beside_adapters(state, adapted)
         return checkpoint_config(folder, kind),plain
     cfg = checkpoint_config(folder, kind)
     if _json(folder, 'config.json').get('model_type') in WHOLE: return cfg,_from_whole(folder, cfg)
     state = _read_tensors(folder)
-    if cfg.lm_tie_weights and HEAD in state: state.setdefault(EMBED, state[HEAD])
-    if cfg.lm_tie_weights and EMBED in state: state.setdefault(HEAD, state[EMBED])
+    if cfg.lm_tie_weights and HEAD in state: state.alias(EMBED, HEAD)
+    if cfg.lm_tie_weights and EMBED in state: state.alias(HEAD, EMBED)
     return cfg,state
 
 # %% ../../nbs/26_model.weights.ipynb #c1d6e31f
@@ -570,9 +665,9 @@ def _from_whole(folder, cfg):
     "The weights of a whole model of transformers."
     names_of = partial(qwen_names if cfg.native else smolvlm_names, cfg=cfg)
     # what is saved without transformers' own renaming
-    theirs = {re.sub(r'^model\.(?=visual\.)|(?<=^model\.)language_model\.', '', k):w
-              for k,w in _read_tensors(folder).items()}
-    if cfg.lm_tie_weights: theirs.setdefault('lm_head.weight', theirs[names_of(EMBED)[0]])
+    theirs = _read_tensors(folder).renamed(
+        partial(re.sub, r'^model\.(?=visual\.)|(?<=^model\.)language_model\.', ''))
+    if cfg.lm_tie_weights: theirs.alias('lm_head.weight', names_of(EMBED)[0])
     with torch.device('meta'): parts = dict(zip(('vision_encoder','MP','decoder'), build_parts(cfg)))
     return _our_tensors(nn.ModuleDict(parts).state_dict(), theirs, names_of,
                         ('*.inv_freq','*.position_ids'), str(folder))
@@ -668,21 +763,25 @@ def beside_base(name:str, note:dict[str,Any])->bool: # of a tensor; see `add_ada
     return is_adapter(name) or name.partition('.')[0] in note.get('new_parts', ())
 
 # %% ../../nbs/26_model.weights.ipynb #4406cc2c
-def _merge_state(state:dict[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
-)->dict[str,Tensor]: # of a plain model; adapted matrices are float32
+def _merge_state(
+    state:Mapping[str,Tensor], alpha:float, # of a base and adapters, which count alpha/rank times
+)->Tensors: # of a plain model; adapted matrices are float32
     "Returns weights to whose matrices the adapters are added."
-    plain = {k: w for k,w in state.items() if not is_adapter(k)}
-    for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
+    def merged(name):
         a,b = (state[name+end].float() for end in (LORA_A, LORA_B))
-        plain[name+'.weight'] = plain[name+'.weight'].float()+(b@a)*(alpha/len(a))
+        return state[name+'.weight'].float()+(b@a)*(alpha/len(a))
+    plain = Tensors({k:make for k,make in Tensors.of(state).makers.items() if not is_adapter(k)})
+    for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
+        plain.makers[name+'.weight'] = partial(merged, name)
     return plain
 
 # %% ../../nbs/26_model.weights.ipynb #3301fcba
-def _wrapped_state(state:dict[str,Tensor])->dict[str,Tensor]: # of a base and its adapters
+def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors: # of the adapted layers
     "Returns the same weights; those of adapted layers have the names of `base_layer`."
-    adapted = {k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)}
-    return {f'{layer}.base_layer.{last}' if layer in adapted else k: w
-            for k,w in state.items() for layer,_,last in [k.rpartition('.')]}
+    def name_of(name):
+        layer,_,last = name.rpartition('.')
+        return f'{layer}.base_layer.{last}' if layer in layers else name
+    return Tensors.of(state).renamed(name_of)
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0106
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
@@ -703,7 +802,7 @@ def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
-def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, or the adapters' alone
+def _write_adapters(folder:Path, state:Mapping[str,Tensor], # there; the model's, or the adapters' alone
     note:dict[str,Any], # see `add_adapters`; its `base` has `path` and `sha256`
     known_as:str|Path, # where the directory will be
 )->None:
@@ -713,8 +812,8 @@ def _write_adapters(folder:Path, state:dict[str,Tensor], # there; the model's, o
         "merge_adapters(model) before it is saved")
     here = Path(base['path']).is_dir()
     beside = os.path.relpath(base['path'], Path(known_as).absolute()) if here else base['path']
-    adapters = {k: w.detach().cpu().contiguous() for k,w in state.items() if beside_base(k, note)}
-    save_file(adapters, folder/LORA_WEIGHTS, metadata=dict(format='pt'))
+    adapters = [k for k in state if beside_base(k, note)]
+    write_tensors(folder/LORA_WEIGHTS, state, dict(format='pt'), adapters)
     text = json.dumps(note | dict(base=base | dict(beside=beside)), indent=1)+'\n'
     (folder/LORA_NOTE).write_text(text, encoding='utf-8')
 
@@ -724,6 +823,7 @@ class Pretrained(nn.Module):
     config_class = VLMConfig # what config.json holds
     lora_note:dict[str,Any]|None = None # what `LORA_NOTE` will say, if the model has adapters
     folder:Path|None = None # that it was read from
+    unread:Tensors|None = None # weights that are still in their files, see `read`
     _tokenizer:Any = None # once it is asked for
 
     @property
@@ -746,15 +846,23 @@ class Pretrained(nn.Module):
     @classmethod
     def from_pretrained(cls, path:str|Path, # a checkpoint, a run directory (its best is taken), or a hub id
         cfg:VLMConfig|None=None, # in place of the checkpoint's, e.g. with another `max_img_size`
+        read:bool=True, # False: names are compared, and `read` will do the rest
     )->Any: # a model of this class, on the CPU, in eval mode
         "Loads what `save_pretrained` or nanoVLM wrote; files must be as its manifest, if any, says."
         folder = resolve_checkpoint(path)
         check_files(folder)
         saved, state = checkpoint_weights(folder, cls.config_class)
-        model = cls(cfg or saved, load_backbone=False)
-        load_weights(model, state, str(path))
-        model.tokenizer_source,model.folder = find_tokenizer(folder, model.cfg.lm_tokenizer),folder
-        return model.eval()
+        with undrawn(): model = cls(cfg or saved, load_backbone=False)
+        check_names(model, state, str(path))
+        model.unread,model.folder = state,folder
+        model.tokenizer_source = find_tokenizer(folder, model.cfg.lm_tokenizer)
+        return (model.read() if read else model).eval()
+
+    def read(self)->'Pretrained': # on any device; itself
+        "Fills the weights that are still in their files."
+        state,self.unread = self.unread,None
+        if state: fill(self, state, str(self.folder or self.cfg.lm_model_type))
+        return self
 
     @classmethod
     def from_pth(cls, path:str|Path, cfg:VLMConfig, # of MiniMind's kind, see `load_pth`; sizes
@@ -774,7 +882,7 @@ class Pretrained(nn.Module):
     def save_pretrained(self, save_directory:str|Path, # made if missing
         tokenizer=None, # saved along if it is not from the hub; default: the model's own
         known_as:str|Path|None=None, # where the directory will be, or its hub id; default: where it is
-        state:dict[str,Tensor]|None=None, # weights by name, e.g. an earlier copy; default: the model's own
+        state:Mapping[str,Tensor]|None=None, # weights by name, e.g. an earlier copy; default: its own
     )->None:
         "Writes config.json, weights (of a model with adapters these alone) and a local tokenizer's files."
         tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
@@ -804,6 +912,13 @@ class Pretrained(nn.Module):
             (Path(tmp)/'README.md').write_text(card, encoding='utf-8')
             api.create_repo(repo_id, private=private, exist_ok=True)
             api.upload_folder(repo_id=repo_id, folder_path=tmp, commit_message='Upload checkpoint')
+
+# %% ../../nbs/26_model.weights.ipynb #26a10006
+def followed(make:Callable[[],Pretrained])->Any: # makes a model
+    "Returns a model whose weights a checkpoint will bring: none is drawn, and nobody has to send them."
+    with undrawn(): model = make()
+    model.unread = Tensors(dict.fromkeys(model.state_dict()))
+    return model
 
 # %% ../../nbs/26_model.weights.ipynb #8b43c72f
 def pth_path(name:str|Path, cfg:VLMConfig)->Path: # `{dim}` and `{_moe}` in it are filled in

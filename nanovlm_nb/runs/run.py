@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..core.run_dir import OWN_PARTS,write_atomic,CONFIG,FEATURE_CACHE,run_lock,check_new
 from ..model.vlm import VLMNet,trains,VisionLanguageModel
-from ..model.weights import weights_sha,find_tokenizer,load_vision_backbone,noted_base,with_tower
+from ..model.weights import followed,weights_sha,find_tokenizer,load_vision_backbone
+from ..model.weights import noted_base,with_tower
 from ..core.usage import require,user_path
 from ..core.config import OWN_ROWS,TrainConfig,VLMConfig,evolve,get_run_name,run_path,save_yaml,set_env
 from ..core.config import updates_of_run
@@ -78,13 +79,14 @@ def _keep_features(model:VLMNet, folder:str|Path, dtype:torch.dtype=torch.float3
     return model.features
 
 # %% ../../nbs/56_runs.run.ipynb #69cf2326
-def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False)->VisionLanguageModel: # on the CPU
-    "A saved model, or a new one, in training mode; when resuming, the weights of a checkpoint follow."
-    if resuming: return VisionLanguageModel(v, load_backbone=False).train()
+def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False, # the weights of a checkpoint will follow
+    read:bool=True)->VisionLanguageModel: # False: weights stay in their files, see `Pretrained.read`
+    "A saved model, or a new one, on the CPU, in training mode."
+    if resuming: return followed(partial(VisionLanguageModel, v, load_backbone=False)).train()
     weights,backbones = weights_of_start(v, c),v.vlm_load_backbone_weights
-    if weights: model = VisionLanguageModel.from_pretrained(weights, v)
+    if weights: model = VisionLanguageModel.from_pretrained(weights, v, read)
     elif is_pth(c.load_from): model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
-    else: model = VisionLanguageModel(v, load_backbone=backbones)
+    else: model = VisionLanguageModel(v, load_backbone=backbones, read=read)
     return model.train()
 
 # %% ../../nbs/56_runs.run.ipynb #45cbe566
@@ -190,7 +192,7 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     source = find_tokenizer(checkpoint, v.lm_tokenizer) if checkpoint else v.lm_tokenizer
     tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
     rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
-    model = (own('model') or make_model)(v, c, checkpoint is not None)
+    model = (own('model') or partial(make_model, read=False))(v, c, checkpoint is not None)
     if c.lora_rank: adapt(model, c, None if checkpoint else weights_of_start(v, c))
     if own('loss'): model.cross_entropy = own('loss')
     hooks = hooks_of(c, own('hooks') or (), own('judge'))

@@ -167,7 +167,8 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     """Resolves the given settings to the configurations of model and run that will run, and lines for the log
     about what is not as it was given. A UsageError where it does not fit together."""
     if start is None: start = _announced(v, c)
-    require(not c.lora_rank or start.kind in ('resume','checkpoint'), f'lora_rank {c.lora_rank}: adapters '
+    trained = start.kind in ('resume','checkpoint','named')
+    require(not c.lora_rank or trained, f'lora_rank {c.lora_rank}: adapters '
         'stand beside the weights of a checkpoint that is trained already; '
         'give load_from, a checkpoint (a directory, a run, or a hub id)')
     lines,sized = list[str](),_with_sizes(v, start)
@@ -188,13 +189,14 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
 # %% ../../nbs/52_runs.start.ipynb #e5a10011
 def foresee_start(v:VLMConfig, c:TrainConfig, world_size:int=1,
 )->tuple[Start,VLMConfig,TrainConfig,list[str]]: # where it begins, and as `resolve_start`
-    "What a start will be; where the backbones cannot be read, sizes are as they were given."
+    "What a start will be; where files that the model names cannot be read, sizes are as they were given."
     start = _announced(v, c)
     try: return start,*resolve_start(v, c, world_size, start)
     except FileNotFoundError as e:
-        if start.kind!='backbones': raise
-        note = f'sizes are those that were given, for the backbones cannot be read here: {e}'
-        _,c,lines = resolve_start(v, c, world_size, start._replace(kind='random')) # or raises again
+        kind = {start.kind=='backbones':'random', start.path==v.lm_model_type:'named'}.get(True)
+        if kind is None: raise
+        note = f'sizes are those that were given, for the files cannot be read here: {e}'
+        _,c,lines = resolve_start(v, c, world_size, start._replace(kind=kind)) # or raises again
         return start,v,c,[note, *lines]
 
 # %% ../../nbs/52_runs.start.ipynb #53000003

@@ -87,7 +87,8 @@ def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
         c = evolve(train_cfg, train_dataset_path='shapes', train_dataset_name=['default'], columns=[],
             train_dataset_weights=[], stream_dataset=False, data_cutoff_idx=512, val_size=2, batch_size=1,
             gradient_accumulation_steps=1, num_workers=0, val_workers=0, load_from=None, resume=False,
-            resume_from_vlm_checkpoint=False, sharding='ddp', offload_params=False, deepspeed_config=None,
+            resume_from_vlm_checkpoint=False, sharding='ddp', reduce_every_micro_batch=False,
+            offload_params=False, deepspeed_config=None,
             tracker='none', progress_bar=False, cache_features=False)
         trainer = build_trainer(v, c, log, Dist())
         trainer.hooks = []

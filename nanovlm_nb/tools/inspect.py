@@ -241,7 +241,8 @@ def _alone(train_cfg:TrainConfig, lanes:int)->TrainConfig: # of any run; packs o
     "Returns settings for the same updates in one process that reports nowhere."
     return evolve(train_cfg, gradient_accumulation_steps=lanes//train_cfg.batch_size, num_workers=0,
         val_workers=0, resume=True, load_from=None, resume_from_vlm_checkpoint=False,
-        sharding='ddp', offload_params=False, tracker='none', progress_bar=False, async_save=False,
+        sharding='ddp', reduce_every_micro_batch=False, offload_params=False, tracker='none',
+        progress_bar=False, async_save=False,
         ask_samples=0)
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6a

@@ -32,7 +32,7 @@ from ..core.usage import UsageError,require,say
 from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
 from ..model.flops import step_flops,useful_flops,with_unit
-from ..training.shard import bytes_per_parameter
+from ..training.shard import bytes_per_parameter,bytes_sent
 from ..runs.start import foresee_start,splits
 from ..cli import DEVICES,MFU
 
@@ -227,8 +227,9 @@ class _Size(NamedTuple):
 
 # %% ../../nbs/64_tools.plan.ipynb #1c02352f
 # where a GPU that shares nothing needs the same memory
-_ALONE:dict = dict(sharding='ddp', offload_optimizer=False, offload_params=False,
-    gradient_accumulation_steps=1, max_training_steps=1, max_training_samples=None, num_workers=1)
+_ALONE:dict = dict(sharding='ddp', reduce_every_micro_batch=False, offload_optimizer=False,
+    offload_params=False, gradient_accumulation_steps=1, max_training_steps=1,
+    max_training_samples=None, num_workers=1)
 _KNOWN:dict[tuple,Any] = {}
 
 def _alone(measure, vlm_cfg, train_cfg):
@@ -280,17 +281,25 @@ def _gathered(cfg, parameters, sharding):
     kept = blocks if sharding=='zero2' else 2*max(s.largest_block for s in parameters.values())
     return a*kept+4*(sum(s.total for s in parameters.values())-blocks) # embedding and norms
 
+def _largest_unit(parameters):
+    "Numbers of a block, or of all that is in none: so many gradients are whole while they are exchanged."
+    rest = sum(s.total-s.blocks for s in parameters.values())
+    return max(rest, *(s.largest_block for s in parameters.values()))
+
 # %% ../../nbs/64_tools.plan.ipynb #23118882
 def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
     f,parameters = _alone(peak_memory, vlm_cfg, c),sizes(vlm_cfg, c)
     total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
     sharding,share = ('ddp',1) if c.sharding=='ddp' or gpus==1 else (c.sharding,gpus)
-    per = bytes_per_parameter(sharding, share, accumulating=c.gradient_accumulation_steps>1)
+    whole = c.gradient_accumulation_steps>1 and not c.reduce_every_micro_batch
+    per = bytes_per_parameter(sharding, share, accumulating=whole)
     away = c.offload_params and sharding=='zero3'
+    gradients = trained*per['gradients']
+    if share>1 and not whole: gradients += 4*min(_largest_unit(parameters), trained)
     copies = f['copies']*4*total/f['weights'] # of all experts, where `peak_memory` has one layer for them
     return Memory(0 if away else 4*total/share,
-        copies if sharding=='ddp' else _gathered(c, parameters, sharding), trained*per['gradients'],
+        copies if sharding=='ddp' else _gathered(c, parameters, sharding), gradients,
         0 if away or c.offload_optimizer else trained*per['moments'],
         *(f[part] for part in Memory._fields[4:]))
 
@@ -353,19 +362,34 @@ def _checkpoints_kept(train_cfg:TrainConfig)->int: # at the same time, with the 
     return total if c.max_keep_ckpts==-1 else min(total, c.max_keep_ckpts+2)
 
 # %% ../../nbs/64_tools.plan.ipynb #92531776
-_WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero3':dict(sharding='zero3'),
-    'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)} # columns of the table
+def _sent(vlm_cfg, c, gpus):
+    "Bytes that a GPU sends in an update."
+    parameters,copy = sizes(vlm_cfg, c),4 if c.dtype=='float32' else 2
+    total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
+    sent = bytes_sent(c.sharding, gpus, copy, c.gradient_accumulation_steps, c.reduce_every_micro_batch)
+    rest = total-sum(s.blocks for s in parameters.values()) # travels in float32, and once a micro-batch
+    units = total-rest+rest*4/copy/(2 if c.sharding=='zero3' else 1)
+    return units*sent['weights']+trained*sent['gradients']
+
+_EACH = dict(reduce_every_micro_batch=True)
+# columns of the table
+_WAYS:dict[str,dict] = {'ddp':{}, 'zero2':dict(sharding='zero2'), 'zero2 each':dict(sharding='zero2')|_EACH,
+    'zero3':dict(sharding='zero3'), 'zero3 each':dict(sharding='zero3')|_EACH,
+    'offloaded':dict(sharding='zero3', offload_optimizer=True, offload_params=True)}
 
 def _memory_table(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int)->dict[str,dict[str,float]]:
-    "Returns memory for each way to share it: column -> part -> bytes, with `together` and `recomputed`."
-    base = evolve(c, sharding='ddp', eval_backend='auto', offload_optimizer=False, offload_params=False)
+    """Returns memory for each way to share it: column -> part -> bytes, with `together` and `recomputed`,
+    and what a GPU sends to others in an update, `sent`."""
+    base = evolve(c, sharding='ddp', reduce_every_micro_batch=False, eval_backend='auto',
+                  offload_optimizer=False, offload_params=False)
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     alone = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     table = {}
     for name,how in (_WAYS if gpus>1 and not c.cache_features else alone).items():
         m,less = (memory(vlm_cfg, evolve(cfg, **how), gpus) for cfg in (base, recompute))
         table[name] = m._asdict()|dict(together=m.total, recomputed=less.total)
-    return table
+        if gpus>1: table[name]['sent'] = _sent(vlm_cfg, evolve(base, **how), gpus)
+    return {name:row for name,row in table.items() if c.gradient_accumulation_steps>1 or 'each' not in name}
 
 # %% ../../nbs/64_tools.plan.ipynb #92531777
 def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tuple[Remedy,float]])->dict:
@@ -393,7 +417,8 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
 
 # %% ../../nbs/64_tools.plan.ipynb #9a651531
 def _setting(cfg, gpus):
-    fields = 'offload_optimizer','offload_params','vision_checkpointing','language_checkpointing'
+    fields = ('reduce_every_micro_batch','offload_optimizer','offload_params','vision_checkpointing',
+              'language_checkpointing')
     return ', '.join([cfg.sharding if gpus>1 else 'one GPU', *(n for n in fields if getattr(cfg, n))])
 
 # %% ../../nbs/64_tools.plan.ipynb #3e3d84c0
@@ -420,7 +445,8 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, devices:tupl
 
 # %% ../../nbs/64_tools.plan.ipynb #49ac6fa1
 _NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language model',
-    copies='16-bit and gathered copies', rest='loss, backward pass', recomputed='all recomputed')
+    copies='16-bit and gathered copies', rest='loss, backward pass', recomputed='all recomputed',
+    sent='sent per update')
 
 def _rows(rows):
     "Lines of a table: a name and numbers that are aligned to the right."

@@ -22,14 +22,14 @@ from torch import Tensor,nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader,HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..core.dist import Dist,on_all,on_master,rng_state
+from ..core.dist import Dist,is_sharded,on_all,on_master,rng_state
 from ..core.run_dir import TMP,file_digests,fsync,remove,share_files,system_errors,write_manifest
 from ..core.run_dir import LAST,MEANT,TRAINER_STATE,damaged_pieces,find_checkpoint,missing_pieces
 from ..core.run_dir import why_kept,write_pointer
 from ..core.usage import MissingFile,UsageError,require
 from ..model.vlm import VisionLanguageModel
 from ..model.weights import beside_base,save_pth
-from .shard import begin_state,full_weights,reshard
+from .shard import begin_state,pieces_of,reshard,use_whole
 
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
 def _flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # plain; in its memory
@@ -100,13 +100,15 @@ def check_checkpoint(checkpoint:Path, name:str|None=None, # how the message call
 def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     optimizer:torch.optim.Optimizer|None, dist:Dist, # None: weights only; every rank must call
     copy:bool=False, # so that updates that follow do not change it
-)->dict: # 'weights' (on rank 0), 'optimizer' (or None) and 'rng'
+)->dict: # 'weights' (on rank 0, or pieces on all), 'optimizer' (or None) and 'rng'
     "Returns what a checkpoint holds of this rank's memory."
     host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
     adapters = getattr(model, 'lora_note', None)
-    weights = full_weights(model, trained=bool(adapters)) # all ranks give their pieces
+    sharded = is_sharded(model)
+    if sharded: weights = pieces_of(model, bool(adapters), copy)
+    else: weights = model.state_dict() if dist.is_master else {}
     if adapters: weights = {k:w for k,w in weights.items() if beside_base(k, adapters)}
-    parts:dict = dict(weights=host(weights) if dist.is_master else None, optimizer=None)
+    parts:dict = dict(weights=weights if sharded else host(weights), optimizer=None)
     if optimizer is None: return parts
     stateless = begin_state(optimizer)
     state = _flat_state(model, optimizer)
@@ -116,14 +118,20 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
 # %% ../../nbs/43_training.checkpoint.ipynb #b442f527
 HOOKS = 'hooks.safetensors' # tensors that hooks remember
 
-def _write_parts(parts, model, tmp, final, tokenizer, state, dist):
-    "Writes this rank's files of a checkpoint, reads its own back, and returns their digests."
+def _write_model(weights, model, tmp, final, tokenizer, dist):
+    "Rank 0 writes the model, of whose weights all ranks may have a piece."
+    def write(whole): # a tokenizer of its own lies in the checkpoint, the config names its final path
+        with system_errors(tmp): model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=whole)
+    if is_sharded(model): use_whole(weights, dist, write)
+    else: on_master(dist, lambda: write(weights))
+
+def _write_parts(parts, tmp, state, dist):
+    "Writes this rank's other files of a checkpoint, reads its own back, and returns their digests."
     with system_errors(tmp):
         if parts['optimizer'] is not None:
             _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
             (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
-        if dist.is_master: # a tokenizer of its own lies in the checkpoint, the config names its final path
-            model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=parts['weights'])
+        if dist.is_master:
             named = ((f'{hook}.{k}', v) for hook,s in state.get('hooks', {}).items() for k,v in s.items())
             tensors = {k:v for k,v in named if isinstance(v, Tensor)}
             if tensors: save_file(tensors, tmp/HOOKS)
@@ -150,7 +158,8 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
         then(final)
     try:
         on_master(dist, lambda: (remove(tmp), tmp.mkdir(parents=True)))
-        digests = on_all(dist, lambda: _write_parts(parts, model, tmp, final, tokenizer, state, dist))
+        _write_model(parts['weights'], model, tmp, final, tokenizer, dist)
+        digests = on_all(dist, lambda: _write_parts(parts, tmp, state, dist))
         on_master(dist, finish)
     finally:
         if dist.is_master: remove(tmp) # a part is of no use, and fills the disk

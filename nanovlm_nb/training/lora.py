@@ -22,7 +22,8 @@ from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,TMP,remove
 from ..core.usage import require
 from ..model.weights import base_digest,checkpoint_weights,find_tokenizer,load_weights,HEAD,LORA_A,LORA_B
-from ..model.weights import noted_base,read_file,resolve_checkpoint,smolvlm_names,written_at_once
+from ..model.weights import beside_adapters,noted_base,read_file,resolve_checkpoint
+from ..model.weights import smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
 
@@ -64,6 +65,7 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None)->None: # Non
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
         base = dict(path=path, sha256=base_digest(resolve_checkpoint(weights)))
     names = add_adapters(model, c.lora_rank, c.lora_alpha, c.lora_targets, base)
+    if getattr(model, 'unread', None): model.unread = beside_adapters(model.unread, names)
     seen = next((n for n in names if n.startswith('vision_encoder')), None)
     require(not c.cache_features or not seen, f'cache_features and an adapter on {seen}: its features change '
         'with every update, leave cache_features out or the tower out of lora_targets')

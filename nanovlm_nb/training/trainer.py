@@ -39,7 +39,7 @@ from ..data.loader import Loader,as_loader
 from .schedule import get_schedule,in_samples
 from .optim import amp_dtype,autocast,clip_gradients,compile_blocks
 from .optim import set_lrs,training_parts,Feed,Update,tally
-from .shard import load_full_weights,run_optimizer,shard_model
+from .shard import load_full_weights,read_rest,run_optimizer,shard_model
 from .checkpoint import HOOKS,Saver,check_checkpoint,load_optimizer
 
 # %% ../../nbs/47_training.trainer.ipynb #35ba30e4
@@ -134,7 +134,8 @@ def _assemble(model:nn.Module, cfg:TrainConfig, dist:Dist, dtype:torch.dtype)->n
     "Compiles a `VisionLanguageModel` and cuts it into pieces, as the config says; returns it."
     model.tile_multiple = cfg.tile_multiple or (8 if dist.device.type=='cuda' else 1)
     if cfg.compile: compile_blocks(model) # None is decided when the length of the run is known
-    base = shard_model(model, dist, cfg.sharding, dtype, cfg.offload_params)
+    how = cfg.sharding,dtype,cfg.offload_params,cfg.reduce_every_micro_batch
+    base = read_rest(shard_model(model, dist, *how), dist)
     base.vision_encoder.recompute = cfg.vision_checkpointing
     base.decoder.recompute = cfg.language_checkpointing
     return base

@@ -10,9 +10,10 @@ __all__ = ['IMAGE_COLUMNS', 'LABEL_COLUMNS', 'BUILT_IN', 'TEST_SPLITS', 'LOGS', 
 
 # %% ../../nbs/81_uses.classify.ipynb #0f1ecc93
 import random,json,os,re,threading
-from collections.abc import Callable,Iterable,Iterator
+from collections.abc import Callable,Collection,Iterable,Iterator
 from itertools import chain
 from dataclasses import dataclass,field,fields,replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple,Any
 from argparse import Namespace
@@ -35,7 +36,9 @@ from ..core.config import many,preset,read_sections,rules
 from ..core.dist import Dist,on_master
 from ..core.logs import finished,styled
 from ..model.vision import init_weights
-from ..model.weights import checkpoint_config,find_tokenizer,resolve_checkpoint
+from ..model.weights import HEAD,check_names,checkpoint_config,find_tokenizer,followed
+from ..model.weights import resolve_checkpoint
+from ..model.flops import COMPONENTS
 from ..model.vlm import VisionLanguageModel
 from ..data.images import image_processor_of
 from ..data.packing import Batch
@@ -265,10 +268,13 @@ class VLMClassifier(VisionLanguageModel):
     config_class = ClassConfig
     cfg:ClassConfig
 
-    def __init__(self, cfg:ClassConfig, load_backbone:bool=False): # see `VisionLanguageModel`
-        super().__init__(cfg, load_backbone)
+    def __init__(self, cfg:ClassConfig, load_backbone:bool=False, # see `VisionLanguageModel`
+        held:Collection[str]=(), read:bool=True): # likewise
+        super().__init__(cfg, load_backbone, held, read=False)
         self.new_parts,self.n_outputs = ('score',),len(cfg.class_names)
         self.decoder.head = nn.Identity() # no vocabulary
+        if self.unread: del self.unread[HEAD]
+        if read: self.read()
         self.score = nn.Linear(cfg.lm_hidden_dim, len(cfg.class_names), bias=False)
         init_weights(self.score, cfg.init_std)
 
@@ -298,17 +304,21 @@ def _has_classes(folder): return 'class_names' in json.loads((folder/'config.jso
 def make_classifier(cfg:ClassConfig,
     train_cfg:TrainConfig, # `load_from`: a model or a classifier to begin with; None: backbones, or chance
     resuming:bool=False, # a checkpoint's weights will follow
+    read:bool=True, # False: weights stay in their files, see `Pretrained.read`
 )->VLMClassifier: # in training mode, on the CPU
     "Returns a classifier to train."
-    path = None if resuming else train_cfg.load_from
-    model = VLMClassifier(cfg, load_backbone=cfg.vlm_load_backbone_weights and not (resuming or path))
-    if path:
-        known = _has_classes(resolve_checkpoint(path))
-        begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(path)
-        weights = begun.state_dict()
-        if known and begun.cfg.class_names!=cfg.class_names: del weights['score.weight']
-        model.load_state_dict(weights, strict=False) # a head of other classes, or of words, stays behind
-    return model.train()
+    if resuming: return followed(partial(VLMClassifier, cfg)).train()
+    path = train_cfg.load_from
+    if not path: return VLMClassifier(cfg, cfg.vlm_load_backbone_weights, read=read).train()
+    model = VLMClassifier(cfg, held=COMPONENTS)
+    known = _has_classes(resolve_checkpoint(path))
+    begun = (VLMClassifier if known else VisionLanguageModel).from_pretrained(path, read=False)
+    # a head of other classes, or of words, stays behind
+    if known and begun.cfg.class_names!=cfg.class_names: begun.unread.makers.pop('score.weight')
+    begun.unread.makers.pop(HEAD, None)
+    check_names(model, {'score.weight', *begun.unread}, path)
+    model.unread = begun.unread
+    return (model.read() if read else model).train()
 
 # %% ../../nbs/81_uses.classify.ipynb #b3cb2401
 class _Judged(NamedTuple):
@@ -643,7 +653,7 @@ def _class_parts(settings:Settings, data:_ClassData, train_cfg:TrainConfig)->dic
         return [pack_loader(MapSource(rows, c.seed, shuffle=shuffle), _ClassSamples(cfg, tokenizer, changes),
             cfg, c, dist, shuffle, workers) for rows,changes,shuffle,workers in parts]
     hooks = [_ClassHook(settings, data), ValidateClasses(train_cfg.eval_interval)]
-    return dict(model=make_classifier, loaders=loaders, hooks=hooks)
+    return dict(model=partial(make_classifier, read=False), loaders=loaders, hooks=hooks)
 
 # %% ../../nbs/81_uses.classify.ipynb #81aa0008
 def classify_on(settings:Settings, dist:Dist,
