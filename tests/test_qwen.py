@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_qwen import Theirs, flatten, write
+from tiny_qwen import Theirs, flatten, limit, write
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.image_utils import load_image
@@ -112,9 +112,9 @@ def test_pixels_and_grids_of_twenty_pictures(pairs, tmp_path):
     files = odd_files(tmp_path)
     assert len(files) == 20
     worst = 0.
-    for limit in (64, 1280):
-        ours = replace(asker.image_processor, max_pixels=784*limit)
-        theirs.processor.size = dict(shortest_edge=3136, longest_edge=784*limit)
+    for most in (64, 1280):
+        ours = replace(asker.image_processor, max_pixels=784*most)
+        limit(theirs.processor, 784*most)
         for file in files:
             made = theirs.pixels(theirs_of(file))
             tiles, grid = ours(file)
@@ -122,7 +122,7 @@ def test_pixels_and_grids_of_twenty_pictures(pairs, tmp_path):
             assert made['image_grid_thw'].tolist() == [[1, 2*grid[0], 2*grid[1]]], file
             pixels = to_pixels(tiles.flatten(0, 1), asker.model.cfg.pixel_mean, asker.model.cfg.pixel_std)
             worst = max(worst, largest(made['pixel_values'], patches_of(pixels).flatten(1)))
-    theirs.processor.size = dict(shortest_edge=3136, longest_edge=784*64)
+    limit(theirs.processor, 784*64)
     show('pixels of 20 pictures, of 28 x 28 to 3000 x 2000', worst)
     assert worst < 1e-6
 
