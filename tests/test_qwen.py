@@ -294,16 +294,18 @@ def settings(folder, place=Path('none'), **changes):
     return model, TrainConfig(**plan | changes)
 
 
-def test_the_loader_says_what_the_model_would(folders):
+@pytest.mark.parametrize('how', (dict(batch_size=2), dict(batch_size=1, num_workers=1)), ids=('joined', 'made by a worker'))
+def test_the_loader_says_what_the_model_would(folders, how):
     "Layouts of packs with pictures, made beside the model, and the counts of an update."
-    cfg, train = settings(folders['plain'], batch_size=2)
+    cfg, train = settings(folders['plain'], **how)
     model = VisionLanguageModel.from_pretrained(folders['plain'], cfg)
     loader, _ = get_dataloaders(train, cfg)
     batch = next(iter(loader))
     assert {tuple(p.shape[2:]) for row in batch['images'] for p in row} == {(3, 28, 28)}
     made, again = batch['layout'], model.layout_of(batch['input_ids'], None, batch['labels'], batch['doc_lens'], batch['images'])
     assert made == again and made.positions.shape[0] == 3
-    for a, b in ((made.positions, again.positions), (made.slots, again.slots), (made.tiles.order, again.tiles.order), (made.tiles.places, again.tiles.places)): assert torch.equal(a, b)
+    assert all(torch.equal(getattr(made, name), getattr(again, name)) for name in ('positions', 'slots', 'at', 'targets', 'cu', 'documents'))
+    assert all(torch.equal(getattr(made.tiles, name), getattr(again.tiles, name)) for name in ('order', 'places'))
     assert (made.tiles.windows, made.tiles.pictures) == (again.tiles.windows, again.tiles.pictures)
     counts, grids = tally(batch), [p.shape[:2] for row in batch['images'] for p in row]
     assert counts['tiles'] == sum(r*c for r, c in grids) == len(made.slots) and counts['picture_pairs'] == sum((4*r*c)**2 for r, c in grids)
