@@ -22,7 +22,8 @@ from ..core.config import TrainConfig,evolve
 from ..core.run_dir import MANIFEST,READ_BY_LOADERS,TMP,remove
 from ..core.usage import require
 from ..model.weights import base_digest,beside_base,checkpoint_weights,find_tokenizer,load_weights
-from ..model.weights import HEAD,LORA_A,LORA_B,noted_base,read_file,resolve_checkpoint,smolvlm_names,written_at_once
+from ..model.weights import HEAD,LORA_A,LORA_B,noted_base,read_file,resolve_checkpoint
+from ..model.weights import smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
 from .optim import amp_dtype
