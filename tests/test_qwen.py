@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_qwen import Theirs, flatten, write
+from tiny_qwen import Theirs, flatten, limit, write
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.image_utils import load_image
@@ -27,9 +27,10 @@ from nanovlm_nb.data.loader import get_dataloaders
 from nanovlm_nb.model.native import NativeTower
 from nanovlm_nb.model.vision import to_pixels
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import _read_tensors, _their_tensors, checkpoint_config, qwen_names
+from nanovlm_nb.model.weights import _read_tensors, _their_tensors, base_digest, checkpoint_config, is_adapter, qwen_names
 from nanovlm_nb.runs.run import run
-from nanovlm_nb.training.optim import compile_blocks, tally
+from nanovlm_nb.training.lora import add_adapters, lower_base, merge_adapters
+from nanovlm_nb.training.optim import compile_blocks, make_optimizer, tally
 from nanovlm_nb.training.trainer import Hook
 from nanovlm_nb.uses.export import export_qwen
 
@@ -112,9 +113,9 @@ def test_pixels_and_grids_of_twenty_pictures(pairs, tmp_path):
     files = odd_files(tmp_path)
     assert len(files) == 20
     worst = 0.
-    for limit in (64, 1280):
-        ours = replace(asker.image_processor, max_pixels=784*limit)
-        theirs.processor.size = dict(shortest_edge=3136, longest_edge=784*limit)
+    for most in (64, 1280):
+        ours = replace(asker.image_processor, max_pixels=784*most)
+        limit(theirs.processor, 784*most)
         for file in files:
             made = theirs.pixels(theirs_of(file))
             tiles, grid = ours(file)
@@ -122,7 +123,7 @@ def test_pixels_and_grids_of_twenty_pictures(pairs, tmp_path):
             assert made['image_grid_thw'].tolist() == [[1, 2*grid[0], 2*grid[1]]], file
             pixels = to_pixels(tiles.flatten(0, 1), asker.model.cfg.pixel_mean, asker.model.cfg.pixel_std)
             worst = max(worst, largest(made['pixel_values'], patches_of(pixels).flatten(1)))
-    theirs.processor.size = dict(shortest_edge=3136, longest_edge=784*64)
+    limit(theirs.processor, 784*64)
     show('pixels of 20 pictures, of 28 x 28 to 3000 x 2000', worst)
     assert worst < 1e-6
 
@@ -293,16 +294,18 @@ def settings(folder, place=Path('none'), **changes):
     return model, TrainConfig(**plan | changes)
 
 
-def test_the_loader_says_what_the_model_would(folders):
+@pytest.mark.parametrize('how', (dict(batch_size=2), dict(batch_size=1, num_workers=1)), ids=('joined', 'made by a worker'))
+def test_the_loader_says_what_the_model_would(folders, how):
     "Layouts of packs with pictures, made beside the model, and the counts of an update."
-    cfg, train = settings(folders['plain'], batch_size=2)
+    cfg, train = settings(folders['plain'], **how)
     model = VisionLanguageModel.from_pretrained(folders['plain'], cfg)
     loader, _ = get_dataloaders(train, cfg)
     batch = next(iter(loader))
     assert {tuple(p.shape[2:]) for row in batch['images'] for p in row} == {(3, 28, 28)}
     made, again = batch['layout'], model.layout_of(batch['input_ids'], None, batch['labels'], batch['doc_lens'], batch['images'])
     assert made == again and made.positions.shape[0] == 3
-    for a, b in ((made.positions, again.positions), (made.slots, again.slots), (made.tiles.order, again.tiles.order), (made.tiles.places, again.tiles.places)): assert torch.equal(a, b)
+    assert all(torch.equal(getattr(made, name), getattr(again, name)) for name in ('positions', 'slots', 'at', 'targets', 'cu', 'documents'))
+    assert all(torch.equal(getattr(made.tiles, name), getattr(again.tiles, name)) for name in ('order', 'places'))
     assert (made.tiles.windows, made.tiles.pictures) == (again.tiles.windows, again.tiles.pictures)
     counts, grids = tally(batch), [p.shape[:2] for row in batch['images'] for p in row]
     assert counts['tiles'] == sum(r*c for r, c in grids) == len(made.slots) and counts['picture_pairs'] == sum((4*r*c)**2 for r, c in grids)
@@ -422,6 +425,42 @@ def test_two_ranks_make_the_same_run(folders, tmp_path):
     compare(place, 'cut')
 
 
+def adapted(folder, ids, pictures, lens, lower=True, recompute=False):
+    "Adapters of both towers after three updates in bfloat16: losses, adapters, the model."
+    model = VisionLanguageModel.from_pretrained(folder)
+    torch.manual_seed(0)
+    add_adapters(model, 4, targets=['decoder', 'vision_encoder'], base=dict(path=str(folder), sha256=base_digest(folder)))
+    if lower: lower_base(model, torch.bfloat16)
+    optimizer = make_optimizer(model, TrainConfig(lora_rank=4, lr_lora=1e-2))
+    model.vision_encoder.recompute = model.decoder.recompute = recompute
+    losses = []
+    for _ in range(3):
+        with torch.autocast('cpu', torch.bfloat16): loss = model(ids, pictures, targets=ids, doc_lens=[lens])[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {k: p.clone() for k, p in model.named_parameters() if is_adapter(k)}, model
+
+
+@pytest.mark.parametrize('kind', ('plain', 'tied'))
+def test_a_base_in_bfloat16_changes_no_bit(pairs, folders, rows, kind, tmp_path):
+    "Nor do blocks that are computed again. Merged, adapters stand on the numbers of the file."
+    pytest.importorskip('peft')
+    prompts = [pairs[kind][0].prompt(*row) for row in rows]
+    batch = torch.cat([torch.tensor(ids) for ids, _ in prompts])[None], [tiles for _, tiles in prompts], [len(ids) for ids, _ in prompts]
+    losses, adapters, model = adapted(folders[kind], *batch)
+    assert losses[-1] < losses[0]
+    size = sum(p.nbytes for k, p in model.named_parameters() if not is_adapter(k))/sum(p.nbytes for p in pairs[kind][0].model.parameters())
+    show(f'bytes of a base in bfloat16, as a share of float32 ({kind})', f'{size:.2f}')
+    for other in (dict(lower=False), dict(recompute=True)):
+        again, same, _ = adapted(folders[kind], *batch, **other)
+        assert again == losses and all(torch.equal(w, adapters[k]) for k, w in same.items())
+    model.save_pretrained(tmp_path/'kept')
+    plain, merged = VisionLanguageModel.from_pretrained(tmp_path/'kept').state_dict(), merge_adapters(model).state_dict()
+    assert plain.keys() == merged.keys() and all(torch.equal(w, merged[k]) for k, w in plain.items())
+
+
 @pytest.mark.slow
 def test_adapters_learn(folders, tmp_path):
     "Tower and language model get them; what they stand on stays, and both together are a Qwen2.5-VL again."
@@ -435,3 +474,23 @@ def test_adapters_learn(folders, tmp_path):
     changed = {k for k in before if not torch.equal(before[k], after[k])}
     assert before.keys() == after.keys() and {'visual.blocks.0.attn.qkv.weight', 'model.layers.1.mlp.up_proj.weight'} <= changed
     assert not {k for k in changed if 'norm' in k or 'embed' in k}
+
+
+@pytest.mark.slow
+def test_adapters_in_bfloat16_go_on_bit_for_bit(folders, tmp_path):
+    "Resumed, computed again, and on two ranks that share the base or have all of it."
+    how = dict(lora_rank=4, lora_targets=['decoder', 'vision_encoder'], lr_lora=1e-2, dtype='bfloat16')
+
+    def made(name):
+        log = read_log(tmp_path/'runs'/name/'log.jsonl')
+        return load_file(Path(find_checkpoint(tmp_path/'runs'/name))/'lora.safetensors'), [r['batch_loss'] for r in log if 'batch_loss' in r]
+
+    go(folders['plain'], tmp_path, 'straight', **how)
+    weights, losses = made('straight')
+    go(folders['plain'], tmp_path, 'broken', stop=3, **how)
+    go(folders['plain'], tmp_path, 'broken', resume=True, **how)
+    go(folders['plain'], tmp_path, 'recomputed', vision_checkpointing=True, language_checkpointing=True, **how)
+    for name in ('broken', 'recomputed'): assert made(name)[1] == losses and all(torch.equal(w, weights[k]) for k, w in made(name)[0].items())
+    for kind in ('ddp', 'zero2', 'zero3'):
+        launch(lambda dist: go(folders['plain'], tmp_path, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind, **how), 2, 240.)
+        assert made(kind)[1] == pytest.approx(losses, rel=2e-3)

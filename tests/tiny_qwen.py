@@ -1,10 +1,13 @@
 "Tiny Qwen2.5-VL checkpoints of transformers' own making: random weights, tokenizer, chat template, image processor, as the hub has the large ones."
 import json
+from inspect import signature
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+try: from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+except ImportError: from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as Qwen2VLImageProcessorPil  # transformers 4
 
 #: Qwen2.5-VL's own template, as the hub has it
 TEMPLATE = ("{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}{% for message in messages %}"
@@ -43,7 +46,7 @@ def write(folder, tied=False, seed=0, blocks=4, max_pixels=28*28*64, **save):
     tok = tokenizer()
     ids = {t: tok.convert_tokens_to_ids(t) for t in SPECIAL}
     text = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=len(tok)+10, rms_norm_eps=1e-6,
-                max_position_embeddings=4096, rope_parameters=dict(rope_type='default', rope_theta=1e6, mrope_section=[2, 3, 3]), use_sliding_window=False,
+                max_position_embeddings=4096, rope_theta=1e6, rope_scaling=dict(rope_type='default', mrope_section=[2, 3, 3]), use_sliding_window=False,
                 eos_token_id=ids['<|im_end|>'], bos_token_id=ids['<|endoftext|>'], tie_word_embeddings=tied)
     vision = dict(hidden_size=32, intermediate_size=68, depth=blocks, num_heads=2, out_hidden_size=64, fullatt_block_indexes=[blocks-1], window_size=112, patch_size=14,
                   spatial_merge_size=2)
@@ -55,7 +58,9 @@ def write(folder, tied=False, seed=0, blocks=4, max_pixels=28*28*64, **save):
     model.save_pretrained(folder, **save)
     tok.save_pretrained(folder)
     (folder/'chat_template.json').write_text(json.dumps(dict(chat_template=TEMPLATE)))
-    Qwen2VLImageProcessorPil(size=dict(shortest_edge=28*28*4, longest_edge=max_pixels)).save_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil()
+    limit(processor, max_pixels)
+    processor.save_pretrained(folder)
     rules = json.loads((folder/'preprocessor_config.json').read_text())
     rules |= dict(image_processor_type='Qwen2VLImageProcessor', processor_class='Qwen2_5_VLProcessor')
     (folder/'preprocessor_config.json').write_text(json.dumps(rules))
@@ -66,16 +71,23 @@ def flatten(folder):
     "Makes `config.json` and the image processor's file as the hub's are: numbers of the decoder at the top, limits of pixels under their old names."
     config = json.loads((folder/'config.json').read_text())
     text = config.pop('text_config')
-    rope = text.pop('rope_parameters')
+    rope = text.pop('rope_parameters', text)  # transformers 5, or 4
+    sections = (text.pop('rope_scaling', None) or rope)['mrope_section']
     del text['model_type']
-    config |= text | dict(rope_theta=rope['rope_theta'], rope_scaling=dict(type='mrope', mrope_section=rope['mrope_section']))
+    config = text | config | dict(rope_theta=rope['rope_theta'], rope_scaling=dict(type='mrope', mrope_section=sections))
     config['vision_config'] |= dict(model_type='qwen2_5_vl', spatial_patch_size=14, in_chans=3)
-    del config['vision_config']['rope_parameters']
+    config['vision_config'].pop('rope_parameters', None)
     (folder/'config.json').write_text(json.dumps(config))
     rules = json.loads((folder/'preprocessor_config.json').read_text())
     size = rules.pop('size')
     (folder/'preprocessor_config.json').write_text(json.dumps(rules | dict(min_pixels=size['shortest_edge'], max_pixels=size['longest_edge'])))
     return folder
+
+
+def limit(processor, most, least=28*28*4):
+    "Sets the range of pixels of an image processor: `size` of transformers 5, two numbers in 4."
+    processor.size = dict(shortest_edge=least, longest_edge=most)
+    if hasattr(processor, 'max_pixels'): processor.min_pixels, processor.max_pixels = least, most
 
 
 class Theirs:
@@ -104,4 +116,6 @@ class Theirs:
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
         made = [self.pixels(picture) for pictures, *_ in rows for picture in pictures]
         seen = {name: torch.cat([m[name] for m in made]) for name in ('pixel_values', 'image_grid_thw')} if made else {}
-        return dict(input_ids=padded, attention_mask=mask, mm_token_type_ids=(padded == self.model.config.image_token_id).int(), **seen)
+        if 'mm_token_type_ids' in signature(self.model.forward).parameters:  # not in transformers 4
+            seen['mm_token_type_ids'] = (padded == self.model.config.image_token_id).int()
+        return dict(input_ids=padded, attention_mask=mask, **seen)

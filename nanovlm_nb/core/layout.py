@@ -137,9 +137,9 @@ class Layout:
         if key not in memo: memo[key] = make()
         return memo[key]
 
-    def each(self, change:Callable)->'Layout': # takes and returns a tensor
+    def each(self, change:Callable)->'Layout': # takes and returns a tensor, or an array
         "The same layout with other tensors."
-        new = {name:change(x) for name,x in vars(self).items() if isinstance(x, Tensor)}
+        new = {name:change(x) for name,x in vars(self).items() if hasattr(x, 'dtype')}
         return replace(self, tiles=self.tiles and self.tiles.each(change), **new)
 
     def to(self, device:str|torch.device)->'Layout': # itself if its tensors are there

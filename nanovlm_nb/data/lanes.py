@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable,Iterable,Iterator
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from dataclasses import asdict,dataclass,field
 from itertools import chain,islice
 from math import ceil,inf
@@ -162,11 +163,15 @@ def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `p
 # %% ../../nbs/16_data.lanes.ipynb #7d10a861
 BY_VALUE = 2**18 # bytes; smaller tensors are copied
 
+def _light(x:Tensor)->Any: return x.numpy() if x.nbytes<BY_VALUE else x
+def _heavy(x:Any)->Tensor: return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
 @dataclass
 class _LaneDataset(IterableDataset):
     "The packs of some lanes in turn, without end; None is an empty turn."
     lanes:list[Lane]
     states:list[LaneState] # where each begins
+    alone:Callable|None=None # makes a micro-batch of one pack; None: several packs make one
 
     def __iter__(self)->Iterator[dict|None]: # small tensors as arrays, the tiles as one, and whose they are
         info = get_worker_info()
@@ -174,11 +179,11 @@ class _LaneDataset(IterableDataset):
         turns = [*map(packs_of, self.lanes[k::n], self.states[k::n])]
         while True:
             for p in map(next, turns):
-                pictures = p['images']
+                pictures,made = p['images'],{}
+                if self.alone: made = dict(layout=self.alone([p])['layout'].each(_light))
                 tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
-                p = p|dict(images=tiles, shapes=[picture.shape[:-3] for picture in pictures])
-                small = {k for k,v in p.items() if isinstance(v, Tensor) and v.nbytes<BY_VALUE}
-                yield {k:v.numpy() if k in small else v for k,v in p.items()}
+                p = p|made|dict(images=tiles, shapes=[picture.shape[:-3] for picture in pictures])
+                yield {k:_light(v) if isinstance(v, Tensor) else v for k,v in p.items()}
             for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
 
 # %% ../../nbs/16_data.lanes.ipynb #4780b164
@@ -277,7 +282,8 @@ class PackLoader(Loader):
         while True:
             with _letting_go(): turn = [next(packs) for _ in self.lanes]
             for p in turn: # undo the packing for transport: one tensor becomes a list of pictures
-                p |= {k:torch.from_numpy(v) for k,v in p.items() if isinstance(v, np.ndarray)}
+                p |= {k:_heavy(v) for k,v in p.items()}
+                if 'layout' in p: p['layout'] = p['layout'].each(_heavy)
                 shapes,tiles = p.pop('shapes'),p['images']
                 if shapes and self.pin_memory and not tiles.is_pinned(): tiles = tiles.pin_memory()
                 stacks = tiles.split([shape.numel() for shape in shapes]) if shapes else []
@@ -341,6 +347,8 @@ def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     # at the fork, it would wait for ever
     if n: torch.set_num_threads(torch.get_num_threads())
     # torch's own `collate_fn` would make tensors of the arrays
-    return DataLoader(_LaneDataset(l.lanes, l.states), batch_size=None, collate_fn=copy, num_workers=n,
+    joins = partial(collate_packs, image_token_id=l.image_token_id, window=l.samples.image_processor.window)
+    alone = joins if l.batch_size==1 else None # its layout need not wait for others
+    return DataLoader(_LaneDataset(l.lanes, l.states, alone), batch_size=None, collate_fn=copy, num_workers=n,
         worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
         generator=torch.Generator().manual_seed(l.rules.seed))

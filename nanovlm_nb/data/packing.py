@@ -157,15 +157,15 @@ class Batch(TypedDict):
     layout:Layout # all that the device needs besides ids and pictures
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0008
-def collate_packs(packs:list[dict], # of one length, from `pack`
+def collate_packs(packs:list[dict], # of one length, from `pack`; one alone may have its `layout`
     image_token_id:int|None=None, pin:bool=False, # for `layout.slots`; memory that a GPU reads
     window:int=0)->Batch: # tiles along a window, of a model whose pictures are grids of tiles
     "Join packs into a batch, in their order."
     batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
                  for k,v in packs[0].items()}
-    grids = grids_of(batch['images']) if window else ()
-    layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'],
-                       grids=grids, window=window)
+    layout = batch['layout'][0] if 'layout' in batch else None
+    if layout is None: layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'],
+        doc_lens=batch['doc_lens'], grids=grids_of(batch['images']) if window else (), window=window)
     if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
     mask = PackedMask.of(batch['attention_mask'], batch['doc_lens'])
     return batch | dict(layout=layout, attention_mask=mask)

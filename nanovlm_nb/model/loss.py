@@ -39,7 +39,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         # the meta device knows no autocast
         device, known = rows.device.type, torch.amp.is_autocast_available(rows.device.type)
         dtype = (torch.get_autocast_dtype(device)
-                 if known and torch.is_autocast_enabled(device) else rows.dtype)
+                 if known and torch.is_autocast_enabled(device) else weight.dtype)
         if dtype == torch.float16: dtype = torch.float32
         each = torch.empty(len(rows), device=rows.device)
         d_rows:Any = torch.empty_like(rows) if want_rows else None

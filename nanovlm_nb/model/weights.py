@@ -231,10 +231,14 @@ def _our_fields(family, part):
     return {ours:getattr(part, theirs) for ours,theirs in family.fields.items()} | family.fixed
 
 # %% ../../nbs/26_model.weights.ipynb #5e0ba2f4
+def _rope(part):
+    "What transformers 5, or 4, calls the parameters of the rotary embedding."
+    return getattr(part, 'rope_parameters', None) or getattr(part, 'rope_scaling', None) or {}
+
 def _decoder_fields(family, part, name):
     "All our numbers of a decoder, from its configuration."
     ours = _our_fields(family, part)
-    rope = getattr(part, 'rope_parameters', None) or getattr(part, 'rope_scaling', None) or {}
+    rope = _rope(part)
     base = rope['rope_theta'] if 'rope_theta' in rope else part.rope_theta
     kind = rope.get('rope_type', 'default')
     require(kind=='default', f"{name} has rope_type {kind!r}, but only 'default' is built here: "
@@ -650,7 +654,7 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     tile = vision.patch_size*vision.spatial_merge_size
     return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text, folder)
         | _pixels(rules) | {name:n for name,n in limits.items() if n} | dict(image_convention='qwen',
-        vit_img_size=tile, max_img_size=tile, lm_mrope_sections=text.rope_parameters['mrope_section'],
+        vit_img_size=tile, max_img_size=tile, lm_mrope_sections=_rope(text)['mrope_section'],
         lm_base_vocab_size=first, lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
         lm_tokenizer=str(folder), lm_chat_template=_chat_template(folder), vit_model_type=str(folder),
         lm_model_type=str(folder), hf_repo_name=None))

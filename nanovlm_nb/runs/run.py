@@ -193,7 +193,7 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
     tokenizer = load_tokenizer(evolve(v, lm_tokenizer=source))
     rows,val = (own('loaders') or get_dataloaders)(c, v, dist, tokenizer)
     model = (own('model') or partial(make_model, read=False))(v, c, checkpoint is not None)
-    if c.lora_rank: adapt(model, c, None if checkpoint else weights_of_start(v, c))
+    if c.lora_rank: adapt(model, c, None if checkpoint else weights_of_start(v, c), dist.device)
     if own('loss'): model.cross_entropy = own('loss')
     hooks = hooks_of(c, own('hooks') or (), own('judge'))
     t = make_trainer(model, c, rows, val, hooks, dist, log, tokenizer, own('schedule'), own('optimizer'))

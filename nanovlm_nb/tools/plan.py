@@ -27,7 +27,7 @@ from ..model.attention import choose_backend
 from ..model.vlm import VLMNet,stack_tiles
 from ..data.packing import Batch,collate_packs,pack
 from ..training.optim import blocks_of,training_groups
-from ..training.lora import add_adapters
+from ..training.lora import add_adapters,lower_base
 from ..core.usage import UsageError,require,say
 from ..core.advice import Remedy,checkpoints_written,lint,memory_remedies
 from ..model.flops import BYTES,COUNTS,OPERATIONS,STORED,all_flops,fitting_unit,known_gpu
@@ -160,7 +160,9 @@ META = torch.device('meta')
 def meta_net(vlm_cfg:VLMConfig, c:TrainConfig)->VLMNet: # with gradients to which others are added
     "Returns the network of a run on the meta device, in training mode, as it is on a GPU."
     with META: net = VLMNet(vlm_cfg)
-    if c.lora_rank: add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
+    if c.lora_rank:
+        add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
+        lower_base(net, getattr(torch, c.dtype, torch.bfloat16))
     training_groups(net, c)
     net.vision_encoder.recompute,net.decoder.recompute = c.vision_checkpointing,c.language_checkpointing
     net.tile_multiple = c.tile_multiple or 8
@@ -221,6 +223,7 @@ def _bookkeeping(samples:int, batch_size:int, gpus:int=1, accumulation:int=1, ep
 class _Size(NamedTuple):
     "Parameters of a component."
     total:int # all
+    stored:int # bytes of all
     trained:int # those that learn
     largest_block:int # the largest of its repeated blocks; 0 without
     blocks:int # in repeated blocks
@@ -247,7 +250,8 @@ def _measure_sizes(vlm_cfg, train_cfg):
     for name,part in meta_net(vlm_cfg, train_cfg).named_children():
         blocks = [_count(b.parameters()) for b in getattr(part, 'blocks', [])]
         learning = _count(p for p in part.parameters() if p.requires_grad)
-        parts[name] = _Size(_count(part.parameters()), learning, max(blocks, default=0), sum(blocks))
+        stored = sum(p.nbytes for p in part.parameters())
+        parts[name] = _Size(_count(part.parameters()), stored, learning, max(blocks, default=0), sum(blocks))
     return parts
 
 # %% ../../nbs/64_tools.plan.ipynb #e12f0e81
@@ -260,7 +264,7 @@ GB = 2**30 # bytes of a GiB
 
 class Memory(NamedTuple):
     "Bytes on one GPU at the highest point of an update."
-    weights:float # float32
+    weights:float # float32; what adapters stand on in 16 bits
     copies:float # 16-bit copies of weights, and what is gathered of shared ones
     gradients:float # float32
     optimizer:float # moments
@@ -290,15 +294,15 @@ def _largest_unit(parameters):
 def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
     f,parameters = _alone(peak_memory, vlm_cfg, c),sizes(vlm_cfg, c)
-    total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
+    stored,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('stored','trained'))
     sharding,share = ('ddp',1) if c.sharding=='ddp' or gpus==1 else (c.sharding,gpus)
     whole = c.gradient_accumulation_steps>1 and not c.reduce_every_micro_batch
     per = bytes_per_parameter(sharding, share, accumulating=whole)
     away = c.offload_params and sharding=='zero3'
     gradients = trained*per['gradients']
     if share>1 and not whole: gradients += 4*min(_largest_unit(parameters), trained)
-    copies = f['copies']*4*total/f['weights'] # of all experts, where `peak_memory` has one layer for them
-    return Memory(0 if away else 4*total/share,
+    copies = f['copies']*stored/f['weights'] # of all experts, where `peak_memory` has one layer for them
+    return Memory(0 if away else stored/share,
         copies if sharding=='ddp' else _gathered(c, parameters, sharding), gradients,
         0 if away or c.offload_optimizer else trained*per['moments'],
         *(f[part] for part in Memory._fields[4:]))

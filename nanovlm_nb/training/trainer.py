@@ -77,7 +77,7 @@ class Trainer(Counters):
     dist:Dist # this rank among the others
     log:Any # a `RunLog`, or what takes its place
     tokenizer:Any # saved with the checkpoints
-    dtype:torch.dtype # of matrix products; weights stay float32
+    dtype:torch.dtype # of matrix products; weights that train stay float32
     optimizer:torch.optim.Optimizer # one group for each component, with its `max_lr`
     schedule:Callable|dict[str,Callable] # (step, max_lr, max_steps) -> learning rate, or one by group
     scaler:torch.amp.GradScaler # of float16; otherwise it does nothing
