@@ -30,6 +30,12 @@ def step(model, batch):
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
+def difference(found, expected):
+    "The largest, as a share of the largest value of all: small gradients are differences of large numbers."
+    largest = max(float(b.abs().max()) for b in expected)
+    return max(float((a-b).abs().max()) for a, b in zip(found, expected, strict=True))/largest
+
+
 def twins(cfg=SMALL, **kwargs):
     "The same model twice, the second compiled."
     torch.manual_seed(0)
@@ -52,7 +58,7 @@ def test_two_graphs_serve_all_batches():
         documents.add(sum(map(len, batch['doc_lens'])))
         found = step(compiled, batch)
         seen.append(counter.frame_count)
-        if k % 20 == 0: assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, step(eager, batch), strict=True))
+        if k % 20 == 0: assert difference(found, step(eager, batch)) < 2e-6
     assert len(tiles) > 5 and len(documents) > 5
     assert seen[-1] == 2 and seen[0] == 2
     with torch.no_grad():  # what is written with a cache is not compiled for
