@@ -128,7 +128,7 @@ class NativeTower(nn.Module):
 
 # %% ../../nbs/23_model.native.ipynb #23e1001a
 class Merger(nn.Module):
-    "The patches of a tile as one image token: norm, two layers with a bend between them."
+    "The patches of a tile as one image token: norm, then two linear layers with a GELU between them."
     def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `vit_ln_eps`, `lm_hidden_dim`, `init_std`
         super().__init__()
         width = cfg.vit_hidden_dim*cfg.n_patches
