@@ -12,7 +12,7 @@ from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-TOKENS, PUBLIC = 155_859, 612
+TOKENS, PUBLIC = 160_006, 629
 OVER_40, SHOWING = .03, .90  # cells that define more than 40 lines, at most; visible cells that show something, at least
 
 
