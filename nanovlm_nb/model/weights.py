@@ -49,11 +49,13 @@ from .native import build_parts
 # %% ../../nbs/26_model.weights.ipynb #f72cf321
 HUB_FILES = ['*.json','*.jinja','model*.safetensors'] # of a checkpoint on the hub
 
-def resolve_checkpoint(name:str|Path)->Path: # directory of a checkpoint or of a run, or name on the hub
+def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, or name on the hub
+    weights:bool=True)->Path: # False: of the hub only the small files
     "Returns the local directory of a checkpoint."
     if Path(name).is_dir(): return Path(find_checkpoint(name))
     if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
-    try: return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
+    wanted = HUB_FILES if weights else [file for file in HUB_FILES if not file.endswith('safetensors')]
+    try: return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError,ValueError) as e:
         raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
                           f"{near_path(name) or ': check the name and the connection'}") from e
@@ -449,7 +451,7 @@ def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # t
 # %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
     "Returns the configuration of a checkpoint, without reading a tensor."
-    folder = resolve_checkpoint(name)
+    folder = resolve_checkpoint(name, weights=False)
     config = _json(folder, 'config.json')
     theirs = config.get('model_type')
     if theirs in WHOLE: return kind.from_dict(_whole_config(folder, theirs).to_dict())

@@ -154,7 +154,7 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
                 f'{values[n]!r}: leave {n} out, its weights are another model')
         follow |= {n:value for n,value in values.items() if n not in v.given|OF_RUN}
     if kind=='checkpoint' and 'lm_tokenizer' in follow:
-        follow['lm_tokenizer'] = find_tokenizer(resolve_checkpoint(start.path), follow['lm_tokenizer'])
+        follow['lm_tokenizer'] = find_tokenizer(resolve_checkpoint(start.path, False), follow['lm_tokenizer'])
     return evolve(v, **follow)
 
 # %% ../../nbs/52_runs.start.ipynb #e5a1000a
