@@ -68,7 +68,8 @@ def train(rows, # pictures, questions and answers, see `own_rows`
         size = sum(map(len, load_configs(rows, given.get('train_dataset_name', ['default']), **how).values()))
     else:
         own = own_rows(rows, given.get('columns', ()))
-        size,loaders = len(own),partial(get_dataloaders, rows=own)
+        size = len(own)
+        loaders = partial(get_dataloaders, rows=own)
     vlm_cfg,train_cfg = _settings(size, preset, given)
     def again(run_dir, *_): return f'train(rows, run_name={run_dir.name!r}, resume=True, ...)'
     return load(run(vlm_cfg, train_cfg, loaders=loaders, command=again if loaders else None))

@@ -52,7 +52,8 @@ def _arguments(f)->Iterator[tuple[str,dict]]: # for `add_argument`
     found = re.findall(r'^((?:    # .*\n)*)(?:    |def \w+\()(\w+):([^#\n]*.*)', getsource(f), re.M)
     about = {name:' '.join(re.findall('# (.*)', above+behind)) for above,name,behind in found}
     for name,p in signature(f).parameters.items():
-        base,flag = rule_of(p.annotation)[0],p.default is not p.empty
+        base = rule_of(p.annotation)[0]
+        flag = p.default is not p.empty
         how = dict(help=about[name], default=p.default if flag else None)
         optional = p.annotation is not _needed(p.annotation)
         if base is bool: how['action'] = 'store_true'
@@ -68,7 +69,8 @@ def command(does:str, kind:type[Parser]=Parser, more:dict[str,dict]={}, **how:An
     `does` is the function that does the command, unless its own returns another; `more` are keywords of an
     argument for `add_argument`."""
     def registered(f):
-        name,own = f.__name__.removesuffix('_parser'),signature(f).parameters
+        name = f.__name__.removesuffix('_parser')
+        own = signature(f).parameters
         def check(values):
             given = {n:v for n in own if (v := getattr(values, n)) is not None}
             vars(values).update({n:as_type(n, v, _needed(own[n].annotation)) for n,v in given.items()})

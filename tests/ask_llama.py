@@ -14,9 +14,16 @@ folder, kind, file, cache = sys.argv[1:5]
 def serve():
     "llama.cpp's server on this machine, of one thread."
     p = xllamacpp.CommonParams()
-    p.model.path, p.mmproj.path = f'{folder}/model-{kind}.gguf', f'{folder}/mmproj-{kind}.gguf'
-    p.n_ctx, p.n_batch, p.n_ubatch, p.n_parallel = 2048, 512, 512, 1
-    p.warmup, p.fit_params, p.cache_prompt, p.verbosity = False, False, False, 0
+    p.model.path = f'{folder}/model-{kind}.gguf'
+    p.mmproj.path = f'{folder}/mmproj-{kind}.gguf'
+    p.n_ctx = 2048
+    p.n_batch = 512
+    p.n_ubatch = 512
+    p.n_parallel = 1
+    p.warmup = False
+    p.fit_params = False
+    p.cache_prompt = False
+    p.verbosity = 0
     p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
     if cache == 'f32':
         p.cache_type_k = p.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

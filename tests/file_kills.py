@@ -79,7 +79,8 @@ def all_kills(every):
     with tempfile.TemporaryDirectory() as folder:
         code, n = start(folder)
         assert code == 0, (Path(folder)/'output').read_text()[-3000:]
-        whole, found = state(folder), {}
+        whole = state(folder)
+        found = {}
         for k in [round(n*float(f)) for f in every.split(',')] if '.' in every else range(int(every), n+1, int(every)):
             with tempfile.TemporaryDirectory() as cwd:
                 codes = start(cwd, k)[0], start(cwd)[0]

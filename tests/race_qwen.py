@@ -20,7 +20,9 @@ from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.core.layout import Layout
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
-SAMPLES, UPDATES, WORDS = 8, 4, 'a small large red blue green circle ring square bar top left bottom right'.split()
+SAMPLES = 8
+UPDATES = 4
+WORDS = 'a small large red blue green circle ring square bar top left bottom right'.split()
 
 
 def samples(seed):
@@ -43,15 +45,18 @@ def packed(asker, theirs, rows):
     "The same samples in one row."
     parts = [(theirs.ids(*row), len(theirs.ids(*row[:2]))) for row in rows]
     targets = [torch.tensor([-100]*(start-1) + ids[start:] + [-100]) for ids, start in parts]
-    ids, images = torch.tensor([i for ids, _ in parts for i in ids])[None], [[asker.image_processor(im)[0] for im in pictures] for pictures, *_ in rows]
-    cfg, grids = asker.model.cfg, tuple(tuple(im.shape[:2]) for pictures in images for im in pictures)
+    ids = torch.tensor([i for ids, _ in parts for i in ids])[None]
+    images = [[asker.image_processor(im)[0] for im in pictures] for pictures, *_ in rows]
+    cfg = asker.model.cfg
+    grids = tuple(tuple(im.shape[:2]) for pictures in images for im in pictures)
     layout = Layout.of(ids, cfg.image_token_id, torch.cat(targets)[None], doc_lens=[[len(i) for i, _ in parts]], grids=grids, window=cfg.tiles_per_window)
     return dict(input_ids=ids, images=images, layout=layout)
 
 
 def kept(model, batch, loss_of):
     "Bytes that wait for the backward pass: storages of saved tensors that are no weights."
-    weights, seen = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen = {}
 
     def note(t):
         storage = t.untyped_storage()
@@ -64,7 +69,8 @@ def kept(model, batch, loss_of):
 def seconds(model, batches, loss_of):
     "CPU time of an update, and the losses."
     model.train()
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    losses = []
     start = time.process_time()
     for batch in batches:
         loss = loss_of(model(**batch))
@@ -81,7 +87,8 @@ def main(rounds=7):
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), max_pixels=28*28*400)
-        asker, theirs = Asker.from_model(VisionLanguageModel.from_pretrained(folder)), Theirs(Path(folder))
+        asker = Asker.from_model(VisionLanguageModel.from_pretrained(folder))
+        theirs = Theirs(Path(folder))
         drawn = [samples(seed) for seed in range(UPDATES)]
         batches = [packed(asker, theirs, rows) for rows in drawn], [padded(theirs, rows) for rows in drawn]
         losses_of = (lambda out: out[1]), (lambda out: out.loss)

@@ -20,7 +20,8 @@ from nanovlm_nb.training.trainer import make_trainer as put_together
 from nanovlm_nb.training.optim import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
-UPDATES, HALF = 4, 2  # of a case, and when it writes its checkpoint
+UPDATES = 4
+HALF = 2 # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
 SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
@@ -70,7 +71,8 @@ def new_model(changes):
 def make_trainer(dist, run_dir, model, run):
     "A trainer on four packs, which are one update; one of them, in most cases alone in its micro-batch, has no picture."
     base = new_model(model)
-    cfg, train = base.cfg, preset('shapes')[1]
+    cfg = base.cfg
+    train = preset('shapes')[1]
     train = evolve(train, **dict(batch_size=1, gradient_accumulation_steps=4//dist.world_size, dtype='float32', max_training_steps=UPDATES, max_sample_length=96) | run)
     packs = make_packs(cfg)[dist.rank::dist.world_size]
     mine = [collate_packs(packs[i:i+train.batch_size]) for i in range(0, len(packs), train.batch_size)]
@@ -147,7 +149,8 @@ def stage(dist, out, name, steps, workers, **changes):
 def main(out):
     dist = init_dist(device=torch.device('cpu'))
     torch.set_num_threads(1)
-    n, facts = dist.world_size, {}
+    n = dist.world_size
+    facts = {}
     for name, (model, run) in CASES[n].items(): facts[name] = case(dist, out, name, model, run)
     if n == 2: facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp', dict(sharding='zero2')), zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2', {}),
                              offload_to_zero2=continued(dist, out, 'offload_to_zero2', 'offload', dict(sharding='zero2')))

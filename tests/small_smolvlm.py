@@ -25,7 +25,8 @@ def small_model(texts=QUESTIONS, **fields):
 
 def pictures(n, seed):
     "Drawings of different sizes and proportions, some of them partly black."
-    rng, out = random.Random(seed), []
+    rng = random.Random(seed)
+    out = []
     for _ in range(n):
         size = rng.randint(5, 200), rng.randint(5, 200)
         im = Image.fromarray(np.random.default_rng(rng.randint(0, 999)).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))

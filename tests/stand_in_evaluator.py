@@ -13,7 +13,8 @@ def evaluate(out, tasks, go):
     "What nanovlm eval does to its result file; OUT.starts counts how often."
     with open(f'{out}.starts', 'a') as f: f.write('.')
     while not go.exists(): time.sleep(.02)
-    step, done = int(out.stem[5:]), []
+    step = int(out.stem[5:])
+    done = []
     for task in tasks.split(','):
         time.sleep(.15)
         done.append(task)

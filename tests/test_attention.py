@@ -15,7 +15,8 @@ PADDING = 'none', 'front', 'end', 'both'
 
 def test_autocast():
     torch.manual_seed(0)
-    lm, ids = LanguageModel(CFG), torch.randint(0, 50, (2, 24))
+    lm = LanguageModel(CFG)
+    ids = torch.randint(0, 50, (2, 24))
     layout = Layout.from_doc_lens([[10, 9], [24]], 24)
     with torch.autocast('cpu', torch.bfloat16): out = lm(ids, layout)
     out.float().square().mean().backward()
@@ -63,7 +64,8 @@ def test_packed_documents_as_defined(name, counts):
     "In double precision, values and gradients; 0 at padding."
     torch.manual_seed(0)
     for layout, causal in sweep(counts):
-        tensors, at_padding = leaves(layout), layout.documents == 0
+        tensors = leaves(layout)
+        at_padding = layout.documents == 0
         got, want = (passes(way, tensors, layout, causal) for way in (name, 'explicit'))
         assert max((g-w).abs().max() for g, w in zip(got, want, strict=True)) <= 1e-12
         assert (got[0].transpose(1, 2)[at_padding] == 0).all()
@@ -73,9 +75,11 @@ def test_packed_documents_as_defined(name, counts):
 @pytest.mark.parametrize('name', ['docs', 'sdpa'])
 def test_packed_documents_are_isolated(name, counts):
     "One document, or the padding, is replaced: nothing else moves by a single bit, values and gradients alike."
-    rng, _ = random.Random(1), torch.manual_seed(0)
+    rng = random.Random(1)
+    _ = torch.manual_seed(0)
     for layout, causal in sweep(counts):
-        tensors, starts = leaves(layout), enumerate(zip(layout.doc_lens, layout.starts))
+        tensors = leaves(layout)
+        starts = enumerate(zip(layout.doc_lens, layout.starts))
         places = [(b, at+sum(lens[:i]), at+sum(lens[:i+1])) for b, (lens, at) in starts for i in range(len(lens))]
         other = layout.documents == 0
         if places and rng.random() < .8:

@@ -131,7 +131,8 @@ def test_fresh_language_models(tmp_path, kind, conf, more, tied):
     lm = load_lm(tmp_path)
     assert (lm.cfg.lm_tie_weights, lm.cfg.lm_re_base, lm.cfg.head_width) == (tied, 1000000, more.get('head_dim', 8))
     assert error(lm, model) <= 1e-5
-    ids, cache = torch.randint(0, 120, (2, 20)), KVCache(20)
+    ids = torch.randint(0, 120, (2, 20))
+    cache = KVCache(20)
     with torch.no_grad(): steps = [lm.head(lm(part, cache=cache)) for part in (ids[:, :15], *ids[:, 15:].split(1, 1))]
     assert (torch.cat(steps, 1)[..., :120]-model(ids).logits).abs().max() <= 1e-5
 
@@ -157,7 +158,8 @@ def test_clip_and_qwen_train_together(tmp_path):
     shaken(Qwen3ForCausalLM(Qwen3Config(**LANGUAGE, head_dim=12)), tmp_path/'qwen')
     cfg = VLMConfig(**SMALL | dict(vit_model_type=str(tmp_path/'clip'), lm_model_type=str(tmp_path/'qwen')))
     model = VisionLanguageModel(cfg)
-    pixels, ids = torch.rand(1, 3, 64, 64), torch.cat([torch.full((1, 4), model.cfg.image_token_id), torch.randint(0, 120, (1, 16))], 1)
+    pixels = torch.rand(1, 3, 64, 64)
+    ids = torch.cat([torch.full((1, 4), model.cfg.image_token_id), torch.randint(0, 120, (1, 16))], 1)
     tower = clip.vision_model if hasattr(clip, 'vision_model') else clip
     with torch.no_grad(): assert (model.eval().see(pixels)-tower(pixels).last_hidden_state[:, 1:]).abs().max() <= 1e-5
     model.train()(ids, pixels, targets=torch.where(torch.arange(20)[None] > 4, ids.roll(-1, 1), -100))[1].backward()

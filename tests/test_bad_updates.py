@@ -8,7 +8,8 @@ from commands import TINY, run, train, updates
 from nanovlm_nb.training.hooks import read_bad_updates
 from nanovlm_nb.data.dataset import shapes_dataset
 
-ROWS, UPDATES = 2000, 300
+ROWS = 2000
+UPDATES = 300
 RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]
 FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False', '--data_cutoff_idx', ROWS-16, '--batch_size', 1, '--gradient_accumulation_steps', 1,
          '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype', 'float32', '--run_name', 'r', '--max_training_steps', UPDATES]
@@ -17,7 +18,8 @@ FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'Fal
 @pytest.fixture(scope='module')
 def poisoned(tmp_path_factory):
     "A run of two ranks on scenes of which five have two hundred meaningless characters for an answer."
-    cwd, rng = tmp_path_factory.mktemp('poison'), random.Random(0)
+    cwd = tmp_path_factory.mktemp('poison')
+    rng = random.Random(0)
     bad = sorted(rng.sample(range(500, ROWS), 5))
 
     def spoil(row, i):

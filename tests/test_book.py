@@ -42,7 +42,8 @@ def test_pictures_of_the_home_page_are_what_notebooks_show():
 
 
 def test_figures_of_the_home_page_are_those_of_the_first_run():
-    home, run = text_of(NBS/'index.ipynb'), text_of(NBS/'tutorials'/'first_run.ipynb')
+    home = text_of(NBS/'index.ipynb')
+    run = text_of(NBS/'tutorials'/'first_run.ipynb')
     claim, = re.findall(r'It answers ([\d.]+) % of ([\d,]+) held-out questions right; about the picture of another scene ([\d.]+) %, '
                         r'and the best guess without looking reaches ([\d.]+) %', home)
     row, = re.findall(r'^all +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)% +[\d.]+%$', run, re.MULTILINE)

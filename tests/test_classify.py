@@ -18,14 +18,16 @@ from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import Settings, digits_splits, shapes_splits, split_pair
 from nanovlm_nb.uses.export import export_smolvlm
 
-UPDATES, EVERY = 12, 3
+UPDATES = 12
+EVERY = 3
 
 
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
     "A folder with two small data sets: real digits as parquet files, shapes as `save_to_disk` writes them."
     cwd = tmp_path_factory.mktemp('classify')
-    digits, shapes = digits_splits(), shapes_splits((60, 30))
+    digits = digits_splits()
+    shapes = shapes_splits((60, 30))
     (cwd/'numerals').mkdir()
     for split, n in (('train', 140), ('test', 45)): digits[split].select(range(n)).to_parquet(cwd/'numerals'/f'{split}.parquet')
     datasets.DatasetDict(shapes).save_to_disk(cwd/'figures')
@@ -102,7 +104,8 @@ def test_two_ranks_are_one_rank_and_sharded_weights_learn_the_same(place, whole)
 
 def killed(file, place, ranks=1):
     "Start a run, and end it by SIGKILL when its sixth update is saved; its directory."
-    folder, (args, env) = place/'outputs'/file.stem, start_of(command(file, ranks=ranks))
+    folder = place/'outputs'/file.stem
+    (args, env) = start_of(command(file, ranks=ranks))
     process = subprocess.Popen(args, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     assert wait_for(process, (folder/'step_6').exists)
     for pid in [pid for rank in range(ranks) for pid in ranks_of(place, rank)] if ranks > 1 else (): os.kill(pid, signal.SIGKILL)
@@ -114,9 +117,12 @@ def killed(file, place, ranks=1):
 @pytest.mark.parametrize('sharding', [None, *(pytest.param(s, marks=pytest.mark.slow) for s in ('ddp', 'zero2', 'zero3'))])
 def test_killed_it_ends_as_if_it_had_not_been(place, whole, sharding):
     "One process, or both ranks: the same figures and weights, whoever keeps what."
-    ranks, alone, more = 1, whole, {}
+    ranks = 1
+    alone = whole
+    more = {}
     if sharding:
-        ranks, more = 2, dict(batch_size=2, sharding=sharding)
+        ranks = 2
+        more = dict(batch_size=2, sharding=sharding)
         run(command(settings(place, f'alone_{sharding}', **more), ranks=2), place)
         alone = place/'outputs'/f'alone_{sharding}'
     folder = killed(file := settings(place, f'killed_{sharding}', **more), place, ranks)
@@ -129,7 +135,8 @@ def test_killed_it_ends_as_if_it_had_not_been(place, whole, sharding):
 @pytest.mark.parametrize('kind', ['smolvlm', 'nanovlm'])
 def test_kill_and_resume_of_what_began_as_another_model(place, kind):
     "It names backbones that cannot be had here, and the run does not need them: the command that is printed goes on."
-    model, begun = small_model(), place/f'{kind}_model'
+    model = small_model()
+    begun = place/f'{kind}_model'
     model.save_pretrained(begun) if kind == 'nanovlm' else export_smolvlm(model, begun)
     file = settings(place, kind, dict(name=str(begun)), output_dir=str(place/'outputs'), datasets=['numerals'])
     folder = killed(file, place)
@@ -141,7 +148,8 @@ def test_kill_and_resume_of_what_began_as_another_model(place, kind):
 def test_a_new_head_trains_beside_adapters_and_is_saved_with_them(place, kind):
     "The log names both; the best sorts pictures, and the run goes on bit for bit, also on a base of transformers' form."
     pytest.importorskip('peft')
-    model, begun = small_model(), place/f'{kind}_adapted_model'
+    model = small_model()
+    begun = place/f'{kind}_adapted_model'
     model.save_pretrained(begun) if kind == 'nanovlm' else export_smolvlm(model, begun)
     file = settings(place, f'{kind}_adapted', dict(name=str(begun)), datasets=['numerals'], lora_rank=2)
     run(command(file), place)
@@ -167,7 +175,8 @@ def test_a_run_that_is_shorter_than_its_warm_up_trains(place):
 
 
 def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole):
-    best, before = ('best_overall_accuracy', 'best_model_step'), record(whole)[0]
+    best = ('best_overall_accuracy', 'best_model_step')
+    before = record(whole)[0]
     state = json.loads((whole/'step_6'/'trainer_state.json').read_text())['hooks']['ValidateClasses']
     known = [r for r in log_of(whole) if 'best_model_step' in r and r['step'] < 6][-1]  # that of update 6 follows its checkpoint
     assert [known[k] for k in best] == [state[k] for k in best]
@@ -181,7 +190,8 @@ def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole)
 
 def test_what_is_best_after_going_back(place):
     "A resume from before the best: the page names the best that is left."
-    file, folder = settings(place, 'back'), place/'outputs'/'back'
+    file = settings(place, 'back')
+    folder = place/'outputs'/'back'
     run(command(file), place)
     file = settings(place, 'back', learning_rate=1e-12)
     run(command(file, '--resume_from', 'checkpoint-3'), place)

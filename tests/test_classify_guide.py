@@ -32,7 +32,8 @@ from wandb_reader import read_wandb
 pytestmark = pytest.mark.usefixtures('one_thread')
 SCRIPT = Path(__file__).parent.parent/'slurm'/'classify.sh'
 DATA = Path(__file__).parent/'data'
-GUIDE, DEEPSPEED = (DATA/'classify_guide.yaml').read_text(), (DATA/'classify_guide_ds.json').read_text()
+GUIDE = (DATA/'classify_guide.yaml').read_text()
+DEEPSPEED = (DATA/'classify_guide_ds.json').read_text()
 MODEL = 'Qwen/Qwen2.5-VL-7B-Instruct'
 CLOTHES = Path('/usr/share/datasets/fashion-mnist')  # Debian's package dataset-fashion-mnist
 CLASSIFY = [sys.executable, '-m', 'nanovlm_nb.cli', 'classify']
@@ -47,7 +48,8 @@ def labelled(pictures, names):
 
 def dishes(folder, counts, seed=0):
     "101 classes of pictures of any proportions; how many of each class there are in each split."
-    rng, names = random.Random(seed), [f'dish {i}' for i in range(101)]
+    rng = random.Random(seed)
+    names = [f'dish {i}' for i in range(101)]
     folder.mkdir(parents=True)
     for split, n in counts.items():
         sizes = [(rng.randint(40, 150), rng.randint(40, 150)) for _ in range(101*n)]
@@ -84,7 +86,8 @@ def test_the_guides_file_is_understood(place, monkeypatch, tmp_path):
         cfg, train_cfg = configs_of(replace(s, name=str(place/name)), data)
         assert (cfg.image_convention, cfg.lm_tokenizer, cfg.lm_hidden_dim, len(cfg.class_names)) == (convention, str(place/name), width, 101)
         assert (train_cfg.max_training_steps, train_cfg.eval_interval, train_cfg.stats_log_interval) == (130, 50, 10)
-        model, begun = make_classifier(cfg, train_cfg), VisionLanguageModel.from_pretrained(place/name)
+        model = make_classifier(cfg, train_cfg)
+        begun = VisionLanguageModel.from_pretrained(place/name)
         assert all(torch.equal(model.state_dict()[k], w) for k, w in begun.state_dict().items() if k != 'decoder.head.weight')
         assert model.eval().predict([Image.new('RGB', (16, 16))])[1].shape == (1, 101)
     Qwen2_5_VLConfig().save_pretrained('mine')

@@ -71,7 +71,8 @@ def test_a_preset_written_as_flags_is_the_preset(name):
 
 @pytest.mark.parametrize('line', ['', '--preset nanovlm', '--lr_mp 1e-7 --max_grad_norm None --run_name é:#1 --betas 0 0.5 --compile --train_dataset_name x'])
 def test_yaml_round_trip_keeps_every_byte(line, tmp_path):
-    first, second = tmp_path/'a.yaml', tmp_path/'b.yaml'
+    first = tmp_path/'a.yaml'
+    second = tmp_path/'b.yaml'
     vlm, train, _ = parse_args(line.split())
     save_yaml(first, vlm, train)
     again_vlm, again_train, _ = parse_args(['--config', str(first)])

@@ -23,7 +23,8 @@ from nanovlm_nb.data.dataset import Dropped, Drops, UnusedColumn, columns_of, un
 from nanovlm_nb.data.images import UnreadableImage, image_size, open_image
 from nanovlm_nb.data.loader import load_configs, load_sources, rename, text_rows, unread_columns
 
-N, SIDE = 4, 16
+N = 4
+SIDE = 16
 
 
 def picture(i: int = 0) -> Image.Image: return Image.new('RGB', (SIDE, SIDE), (37*i, 91*i % 256, 90))

@@ -49,9 +49,12 @@ def twins(cfg=SMALL, **kwargs):
 
 def test_two_graphs_serve_all_batches():
     from torch._dynamo.testing import CompileCounter
-    rng, counter, seen = random.Random(0), CompileCounter(), []
+    rng = random.Random(0)
+    counter = CompileCounter()
+    seen = []
     eager, compiled = twins(evolve(SMALL, lm_n_blocks=1, vit_n_blocks=1), backend=counter)
-    tiles, documents = set(), set()
+    tiles = set()
+    documents = set()
     for k in range(40):
         batch = random_batch(rng, SMALL)
         tiles.add(sum(len(t) for row in batch['images'] for t in row))

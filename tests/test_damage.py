@@ -189,7 +189,8 @@ REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r
 @pytest.mark.parametrize('why', REFUSED)
 def test_a_refused_start_changes_nothing(trained, tmp_path, monkeypatch, why):
     "The run had ended well; a start that would go back to update 2, and is refused at any point, leaves every byte as it was."
-    run_dir, (spoil, flags) = tmp_path/'checkpoints'/'r', REFUSED[why]
+    run_dir = tmp_path/'checkpoints'/'r'
+    (spoil, flags) = REFUSED[why]
     shutil.copytree(trained[0]/'checkpoints'/'r', run_dir)
     if spoil: spoil(run_dir)
     before = held(run_dir)

@@ -20,7 +20,8 @@ def somewhere(tmp_path, monkeypatch):
 
 def test_a_strict_run_trains_validates_saves_asks_and_gives_the_bits_of_a_plain_one(monkeypatch):
     "Under errors, not warnings, and with memory that is NaN before it is written; on a CPU the plain run has the same bits."
-    seen, real = [], trainer.train_step
+    seen = []
+    real = trainer.train_step
 
     def noted(run, update):
         seen.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), os.environ.get(WORKSPACE)))

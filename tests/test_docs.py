@@ -47,7 +47,8 @@ def text_of(notebook: Path) -> str:
 
 @pytest.mark.parametrize('module', MODULES)
 def test_public_names_are_documented(module):
-    mod, public = import_module(f'nanovlm_nb.{module}'), {}
+    mod = import_module(f'nanovlm_nb.{module}')
+    public = {}
     for name in mod.__all__:
         value = getattr(mod, name)
         if inspect.isfunction(value): public[name] = value.__doc__
@@ -138,7 +139,8 @@ def test_sidebar_lists_every_notebook_once():
     pages = sidebar_pages()
     assert sorted(pages) == sorted(str(p.relative_to(NBS)) for p in NOTEBOOKS)
     numbered = [p for p in pages if re.match(r'\d\d_', p)]
-    course, workshop = numbered[:len(COURSE)], numbered[len(COURSE):]
+    course = numbered[:len(COURSE)]
+    workshop = numbered[len(COURSE):]
     assert course == COURSE == sorted(course) and workshop == sorted(workshop), 'numbers are the order of reading'
 
 

@@ -77,7 +77,8 @@ def test_two_nodes_and_a_killed_rank(whole, tmp_path, monkeypatch):
 def test_signals_to_torchrun(whole, tmp_path, how):
     "A signal, another while the checkpoint is written: saved, said, and the same command goes on."
     command = [*TORCHRUN, '--standalone', '--nproc-per-node', 2, *SIGNALS, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', '--resume', 'True']
-    process, run = start(tmp_path, *command), tmp_path/'checkpoints'/'told'
+    process = start(tmp_path, *command)
+    run = tmp_path/'checkpoints'/'told'
     assert wait_for(process, lambda: len(updates(run)) >= 3)
     pids = ranks_of(tmp_path, 0)+ranks_of(tmp_path, 1)
     os.kill(process.pid, how)
@@ -93,7 +94,8 @@ def test_signals_to_torchrun(whole, tmp_path, how):
 
 def test_exit_code_of_one_process(tmp_path):
     "Told to stop while training, and before it has begun."
-    command, run = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'one', '--max_training_steps', 500, '--resume', 'True'], tmp_path/'checkpoints'/'one'
+    command = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'one', '--max_training_steps', 500, '--resume', 'True']
+    run = tmp_path/'checkpoints'/'one'
     for reached in (lambda: len(updates(run)) >= 3, lambda: (run/'status').exists() and (run/'status').read_text() == 'running\n'):
         process = start(tmp_path, *command)
         assert wait_for(process, reached)

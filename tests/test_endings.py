@@ -43,7 +43,9 @@ TOLD = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monkeypatch):
     "The signal goes to the loader workers too; another run is kept out as long as this one lives, and the printed command ends it."
-    cmd, run, errors = [*TOLD, '--num_workers', '2'], tmp_path/'checkpoints'/'told', tmp_path/'stderr'
+    cmd = [*TOLD, '--num_workers', '2']
+    run = tmp_path/'checkpoints'/'told'
+    errors = tmp_path/'stderr'
     process = subprocess.Popen(cmd, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=errors.open('wb'), start_new_session=True)  # as a terminal does
     assert wait_for(process, lambda: len(updates(run)) >= 3), errors.read_text()[-3000:]
     vlm_cfg, train_cfg, _ = parse_args(cmd[cmd.index('nanovlm_nb.train')+1:])
@@ -66,7 +68,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monke
 def test_a_closed_terminal_leaves_a_checkpoint(tmp_path):
     "The system sends SIGHUP and takes the terminal away: what the run still says finds nobody, and that is no error."
     import pty
-    cmd, run = [*TOLD, '--progress_bar', 'True'], tmp_path/'checkpoints'/'told'
+    cmd = [*TOLD, '--progress_bar', 'True']
+    run = tmp_path/'checkpoints'/'told'
     pid, terminal = pty.fork()
     if not pid:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup has told these tests
@@ -133,7 +136,8 @@ def test_a_disk_that_is_full_before_the_start(small_disk, quiet_run):
 @pytest.mark.parametrize('update, room', [(None, 4096), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((None, 0), (None, 300_000), (None, 700_000), (3, 0), (3, 4096)))])
 def test_a_full_disk_leaves_the_last_checkpoint(small_disk, quiet_run, update, room):
     "Making the directory, the optimizer, the weights; the log of an update; the save after it. With room again, the run goes on as if nothing had been."
-    keep, run = ['--max_keep_ckpts', '2'], small_disk/'run'
+    keep = ['--max_keep_ckpts', '2']
+    run = small_disk/'run'
     with pytest.raises(Exception, match='No space left on device|os error 28'): in_process(small_disk, *keep, hooks=[Before(lambda: fill(small_disk, room), update)])
     last = read_pointer(run)
     assert not missing_pieces(last) and ((update, room) != (None, 4096) or last.name == 'step_2')
@@ -194,7 +198,8 @@ def test_a_full_disk_ends_all_ranks(small_disk, tmp_path, room, who, more):
     def two_ranks(folder, *flags, **env):
         flags = [*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder, '--lr_schedule', 'loses:rate', *more, *flags]
         return train(flags, tmp_path, ranks=2, check=False, PYTHONPATH=str(tmp_path), **env)
-    began, run = time.monotonic(), small_disk/'run'
+    began = time.monotonic()
+    run = small_disk/'run'
     ended = two_ranks('disk', ROOM=str(room), WHO=str(who))
     assert ended.returncode == 1 and time.monotonic()-began < 200, ended.stderr[-6000:] # the ranks would wait for half an hour
     assert not missing_pieces(read_pointer(run))
@@ -208,7 +213,8 @@ def test_a_full_disk_ends_all_ranks(small_disk, tmp_path, room, who, more):
 
 def test_a_directory_that_was_moved_away_is_missed_at_the_next_update(tmp_path, quiet_run):
     "An open log would take lines to the end; a checkpoint would be written where nobody looks."
-    run, away = tmp_path/'run', tmp_path/'away'
+    run = tmp_path/'run'
+    away = tmp_path/'away'
     with pytest.raises(FileNotFoundError, match=f'No such file or directory: .*{run}'):
         in_process(tmp_path, hooks=[Before(lambda: run.rename(away), 4)])
     assert not run.exists()
@@ -246,7 +252,8 @@ class Forgetful(Hook):
 def test_out_of_memory_names_what_fits_the_run(tmp_path, quiet_run, where):
     "The recipe has only flags that exist and matter here, and the command in it goes on to the same end."
     with pytest.raises(RunFailed) as failed: in_process(tmp_path, hooks=[Forgetful(where)])
-    run, said = tmp_path/'run', str(failed.value)
+    run = tmp_path/'run'
+    said = str(failed.value)
     assert (run/'status').read_text() == 'failed\n' and 'the last complete checkpoint is step_3' in said
     assert 'batch_size 1, gradient_accumulation_steps 4 (the update stays the same)' in said and 'offload_optimizer' not in said
     line = said.partition('For example: ')[2]

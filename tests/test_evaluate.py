@@ -46,7 +46,8 @@ def said(cwd): return (cwd/RUN/'train.log').read_text() if (cwd/RUN/'train.log')
 def test_each_result_is_logged_once_whoever_is_killed(tmp_path):
     "Two trainers are killed, while evaluators go on: every figure of every step is in the log once, and no checkpoint is kept for an evaluation."
     (tmp_path/'go').touch()
-    rng, flags = random.Random(0), '--max_training_steps 20 --save_interval 1 --resume True --max_keep_ckpts 2'.split()
+    rng = random.Random(0)
+    flags = '--max_training_steps 20 --save_interval 1 --resume True --max_keep_ckpts 2'.split()
     for die_after in (2, 5):  # results in the log
         args, env = start_of(command(*flags))
         trainer = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -61,11 +62,13 @@ def test_each_result_is_logged_once_whoever_is_killed(tmp_path):
 
 def test_training_does_not_wait_the_checkpoint_stays_and_a_resumed_run_collects(tmp_path):
     "An evaluator that never gets anywhere: all updates are made, its checkpoint is kept although it is old, and the run ends. Later the result is found."
-    run_dir, flags = tmp_path/RUN, ('--max_training_steps', 12, '--max_keep_ckpts', 1)
+    run_dir = tmp_path/RUN
+    flags = ('--max_training_steps', 12, '--max_keep_ckpts', 1)
     run(command(*flags, '--eval_wait', 1), tmp_path)
     for words in ('the run waits for evaluations of steps 4, 8, 12', 'evaluations of steps 4, 8, 12 are not waited for'): assert words in said(tmp_path)
     assert max(r['step'] for r in read_log(run_dir/'log.jsonl') if 'batch_loss' in r) == 12 and not figures(run_dir) and (run_dir/'status').read_text() == 'done\n'
-    kept, best = {p.name for p in run_dir.glob('step_*')}, (run_dir/'best_checkpoint').read_text().strip()
+    kept = {p.name for p in run_dir.glob('step_*')}
+    best = (run_dir/'best_checkpoint').read_text().strip()
     assert {'step_4', 'step_8', 'step_12'} <= kept and not {'step_2', 'step_6'} & kept - {best}
     (tmp_path/'go').touch()  # the evaluator has outlived the trainer
     run(command(*flags, '--resume', 'True', '--eval_wait', 60), tmp_path)
@@ -153,10 +156,12 @@ needs_lmms = pytest.mark.skipif(LMMS is None, reason="no lmms-eval: pip install 
 def test_all_roads_to_lmms_eval_agree(tasks, tmp_path):
     """A process beside the training, the trainer itself, and our plugin in lmms-eval, alone and on two ranks: the same figures.
     Our own count, without lmms-eval, has them too, of the same answers."""
-    names, flags = 'shapes,digits,digits_choice', ['--init_std', '0.3', '--eval_include_path', tasks]
+    names = 'shapes,digits,digits_choice'
+    flags = ['--init_std', '0.3', '--eval_include_path', tasks]
     beside, inside = (evaluated(tmp_path/b, LMMS, '--eval_backend', b, '--lmms_eval_tasks', names, *flags) for b in ('subprocess', 'in_process'))
     assert beside[::2] == inside[::2] and inside[2] == {'shapes_exact_match', 'digits_exact_match', 'digits_choice_acc'}
-    checkpoint, want = tmp_path/'subprocess'/RUN/'step_4', json.loads(beside[0])['results']
+    checkpoint = tmp_path/'subprocess'/RUN/'step_4'
+    want = json.loads(beside[0])['results']
     how = ['--model', 'nanovlm_nb', '--model_args', f'pretrained={checkpoint}', '--tasks', names, '--include_path', tasks, '--limit', 10, '--batch_size', 4,
            '--process_with_media', '--log_samples', '--output_path']
     for where, launch in (('one', []), ('two', ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2])):

@@ -49,10 +49,15 @@ def their_prompt(processor, images, question):
 @torch.no_grad()
 def compare(folder, model, samples, new):
     "Ids, pixels, scores and greedy tokens are the same here and in transformers; how many tiles each sample has."
-    theirs, processor, asker = opened(folder), AutoProcessor.from_pretrained(folder), Asker.from_model(model)
-    (mean,), (std,), counts = model.cfg.pixel_mean, model.cfg.pixel_std, []
+    theirs = opened(folder)
+    processor = AutoProcessor.from_pretrained(folder)
+    asker = Asker.from_model(model)
+    (mean,) = model.cfg.pixel_mean
+    (std,) = model.cfg.pixel_std
+    counts = []
     for images, question in samples:
-        made, (ids, tiles) = their_prompt(processor, images, question), asker.prompt(images, question)
+        made = their_prompt(processor, images, question)
+        (ids, tiles) = asker.prompt(images, question)
         assert made['input_ids'][0].tolist() == ids
         if images: assert far(made['pixel_values'][0], (torch.cat(tiles).float()/255-mean)/std) <= 1e-6
         assert far(theirs(**made).logits[0], model(torch.tensor([ids]), tiles)[0][0]) <= 1e-5
@@ -73,13 +78,16 @@ def test_golden_logits(golden, tmp_path, kind, capsys):
     gold = golden/'nanovlm'
     main(['export', str(gold/'checkpoint'), str(tmp_path/'out'), '--format', kind])
     assert 'has no processor' in capsys.readouterr().err  # it speaks nanoVLM's convention
-    theirs, ours = opened(tmp_path/'out'), VisionLanguageModel.from_pretrained(gold/'checkpoint')
+    theirs = opened(tmp_path/'out')
+    ours = VisionLanguageModel.from_pretrained(gold/'checkpoint')
     assert theirs.config.model_type == kind
-    batch, tiles = load_file(gold/'batch.safetensors'), load_file(gold/'samples.safetensors')
+    batch = load_file(gold/'batch.safetensors')
+    tiles = load_file(gold/'samples.safetensors')
     rows = [[tiles[n] for n in row] for row in json.loads((gold/'batch.json').read_text())['images_order']]
     stacks = [torch.cat(row) if row else torch.zeros(0, 3, 64, 64) for row in rows]
     pixels = torch.nn.utils.rnn.pad_sequence(stacks, batch_first=True)
-    mask, real = batch['attention_mask'], batch['attention_mask'].bool()
+    mask = batch['attention_mask']
+    real = batch['attention_mask'].bool()
     with torch.no_grad():
         got = theirs(input_ids=batch['input_ids'], attention_mask=mask, pixel_values=pixels,
                      position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
@@ -108,9 +116,11 @@ def test_their_model_here(tmp_path, kind, tied):
     theirs = random_smolvlm(kind, tied, tokens=150, image=140, side=32).bfloat16()
     theirs.save_pretrained(tmp_path/'first', max_shard_size='40KB')
     assert not (tmp_path/'first'/'model.safetensors').exists()
-    ours, theirs = VisionLanguageModel.from_pretrained(tmp_path/'first'), theirs.float()
+    ours = VisionLanguageModel.from_pretrained(tmp_path/'first')
+    theirs = theirs.float()
     assert (ours.cfg.lm_tie_weights, ours.cfg.lm_vocab_size, ours.cfg.image_token_id, ours.cfg.lm_re_base) == (tied, 150, 140, 7000)
-    pixels, ids = torch.rand(1, 2, 3, 32, 32), torch.randint(3, 139, (1, 30))
+    pixels = torch.rand(1, 2, 3, 32, 32)
+    ids = torch.randint(3, 139, (1, 30))
     ids[0, 3:11] = 140
     with torch.no_grad(): assert far(ours(ids, pixels[0])[0], theirs(input_ids=ids, pixel_values=pixels).logits) <= 1e-5
     for w in ours.parameters(): w.data.add_(.02*torch.randn_like(w))
@@ -121,7 +131,8 @@ def test_their_model_here(tmp_path, kind, tied):
 
 def test_their_default_template_trains_and_goes_back(tmp_path):
     "SmolVLM's default template asks with `Assistant:` and answers with a space: 20 updates here, then it answers there as here."
-    folder, small = make_smolvlm(tmp_path/'smol'), TINY[TINY.index('--data_cutoff_idx'):]
+    folder = make_smolvlm(tmp_path/'smol')
+    small = TINY[TINY.index('--data_cutoff_idx'):]
     names = [p.name for p in folder.iterdir()]
     assert [*filter_repo_objects(names, allow_patterns=HUB_FILES)] == names  # the template is a file of its own
     run = ['--run_name', 'r', '--load_from', folder, '--vlm_checkpoint_path', tmp_path, '--train_dataset_path', 'shapes']
@@ -130,7 +141,8 @@ def test_their_default_template_trains_and_goes_back(tmp_path):
     losses = [r['batch_loss'] for r in read_log(tmp_path/'r'/'log.jsonl') if 'batch_loss' in r]
     assert len(losses) == 20 and sum(losses[-4:]) < .8*sum(losses[:4])
     main(['export', str(tmp_path/'r'/'step_20'), str(tmp_path/'out')])
-    mine, first = VisionLanguageModel.from_pretrained(tmp_path/'r'/'step_20'), AutoProcessor.from_pretrained(folder)
+    mine = VisionLanguageModel.from_pretrained(tmp_path/'r'/'step_20')
+    first = AutoProcessor.from_pretrained(folder)
     samples = [(pictures(n, n), QUESTIONS[0]) for n in range(3)]
     compare(tmp_path/'out', mine, samples, 12)
     for sample in samples: assert their_prompt(first, *sample)['input_ids'][0].tolist() == Asker.from_model(mine).prompt(*sample)[0]
@@ -145,12 +157,14 @@ def test_the_same_prompts_and_answers(tmp_path):
     export_smolvlm(model := small_model(**TILES), tmp_path/'out')
     counts = compare(tmp_path/'out', model, [(pictures(i % 4, i), QUESTIONS[i // 4 % 4]) for i in range(20)], 32)
     assert len(set(counts)) >= 10
-    processor, mine = AutoProcessor.from_pretrained(tmp_path/'out').image_processor, get_image_processor(48, 16, True, convention='smolvlm')
+    processor = AutoProcessor.from_pretrained(tmp_path/'out').image_processor
+    mine = get_image_processor(48, 16, True, convention='smolvlm')
     rng = random.Random(0)
     sizes = [(1, 1), (1, 300), (300, 1), (48, 48), (48, 47), (49, 48), (17, 16), (32, 31)] + [(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(292)]
     for k, size in enumerate(sizes):
         im = Image.fromarray(np.random.default_rng(k).integers(0, 256, (*size[::-1], 3), dtype=np.uint8))
-        made, (tiles, grid) = processor([[im]], return_tensors='pt', return_row_col_info=True), mine(im)
+        made = processor([[im]], return_tensors='pt', return_row_col_info=True)
+        (tiles, grid) = mine(im)
         assert (made['rows'][0][0] or 1, made['cols'][0][0] or 1) == grid, size
         assert far(made['pixel_values'][0], tiles.float()/255) <= 1e-6, size
 

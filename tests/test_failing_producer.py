@@ -34,7 +34,8 @@ def make_loader(rows, transforms=()):
 
 def outcome(batches):
     "How an iteration ends."
-    start, error = time.monotonic(), None
+    start = time.monotonic()
+    error = None
     try:
         for _ in batches: pass
     except Exception as e: error = repr(e)

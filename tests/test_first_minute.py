@@ -65,7 +65,8 @@ def test_runs_are_listed(here, capsys):
     heading, line = said(capsys, 'runs').splitlines()
     assert heading.split() == ['run', 'status', 'update', 'loss', 'best', 'size', 'written']
     log = [json.loads(text) for text in (here/'log.jsonl').read_text().splitlines()]
-    loss, best = [r['batch_loss'] for r in log if 'batch_loss' in r][-1], min(r['val_loss'] for r in log if 'val_loss' in r)
+    loss = [r['batch_loss'] for r in log if 'batch_loss' in r][-1]
+    best = min(r['val_loss'] for r in log if 'val_loss' in r)
     assert line.split()[:5] == [here.name, 'done', '8', f'{loss:.4g}', f'{best:.4g}'] and line.endswith(' ago')
     assert said(capsys, 'runs', 'checkpoints').splitlines()[1][:60] == line[:60]
     assert said(capsys, 'runs', here).splitlines()[0] == f'{here.name}: done', 'one run is shown in full'

@@ -10,8 +10,12 @@ from nanovlm_nb.model.vlm import VLMNet
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 SMALL = evolve(preset('shapes')[0], vit_n_blocks=2, lm_n_blocks=3, lm_base_vocab_size=200)
-LONG, MIXED = [[128], [128]], [[100], [40, 30, 20]]
-ALL, VISION, MP, LM = set(COMPONENTS), {'vision_encoder'}, {'MP'}, {'decoder'}
+LONG = [[128], [128]]
+MIXED = [[100], [40, 30, 20]]
+ALL = set(COMPONENTS)
+VISION = {'vision_encoder'}
+MP = {'MP'}
+LM = {'decoder'}
 
 # name -> changed fields, tiles, documents, targets, what trains
 CASES = dict(
@@ -39,7 +43,8 @@ def measured(cfg, tiles, docs, targets, trains, last_blocks=None, recompute=(Fal
     for name, part in net.named_children(): part.requires_grad_(name in trains)
     if last_blocks: net.decoder.requires_grad_(False).blocks[-last_blocks:].requires_grad_(True)
     net.vision_encoder.recompute, net.decoder.recompute = recompute
-    ids, labels = torch.full((len(docs), 128), 5), torch.full((len(docs), 128), -100)
+    ids = torch.full((len(docs), 128), 5)
+    labels = torch.full((len(docs), 128), -100)
     ids.view(-1)[:tiles*cfg.mp_image_token_length] = cfg.image_token_id
     labels.view(-1)[:targets] = 7
     with sdpa_kernel(kernel):

@@ -27,7 +27,10 @@ def damaged(b, rng):
 @pytest.mark.filterwarnings('ignore::UserWarning')  # PIL tells of damage that it gets over
 def test_nothing_but_drops(one_thread):
     "Planning drops nothing that loading keeps, and what is kept is whole."
-    cfg, rng, files, counts = VLMConfig(), random.Random(0), [], Counter()
+    cfg = VLMConfig()
+    rng = random.Random(0)
+    files = []
+    counts = Counter()
     ImageDraw.Draw(im := Image.new('RGB', (40, 30), 'navy')).ellipse((5, 5, 30, 25), fill='gold')
     for fmt, modes, how in KINDS:
         for mode in modes.split():

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK, OTHER = Path('nbs/02_core.config.ipynb'), Path('nanovlm_nb/core/dist.py')
+NOTEBOOK = Path('nbs/02_core.config.ipynb')
+OTHER = Path('nanovlm_nb/core/dist.py')
 
 
 def sh(clone: Path, *command: str) -> subprocess.CompletedProcess:

@@ -78,7 +78,9 @@ def test_cache_equals_reading_anew(asker, mixed, how):
     ids, mask = left_pad([*prompts], 0, asker.device)
     def rule(): return HOW[how] | (dict(generator=gen(0)) if 'temperature' in HOW[how] else dict(greedy=True))
     written = torch.stack([*asker.model.stream(ids, [*tiles], mask, 8, (), **rule())], 1)
-    how, whole, real = rule(), ids, mask
+    how = rule()
+    whole = ids
+    real = mask
     for _ in range(8):
         whole = torch.cat([whole, sample(asker.model(whole, [*tiles], attention_mask=real)[0][:, -1], **how)[:, None]], 1)
         real = torch.cat([real, torch.ones_like(real[:, :1])], 1)
@@ -87,8 +89,11 @@ def test_cache_equals_reading_anew(asker, mixed, how):
 
 def test_conversations_equal_a_fresh_reading(asker):
     "Whatever is asked, stopped or repeated: the cache says what the whole conversation says when it is read at once."
-    rng, pictures = random.Random(0), [noise(128, 64, 5), noise(64, 64, 6)]
-    chat, turns, reread = Chat(asker, pictures), [], []
+    rng = random.Random(0)
+    pictures = [noise(128, 64, 5), noise(64, 64, 6)]
+    chat = Chat(asker, pictures)
+    turns = []
+    reread = []
     for i in range(8):
         question = f'{rng.choice(QUESTIONS)} {i}'
         if rng.random() < .4:  # somebody stops listening

@@ -34,7 +34,8 @@ def own_model(**fields):
     ('llama', {}), ('qwen2', dict(lm_qkv_bias=True)), ('qwen3', dict(lm_qk_norm=True, lm_head_dim=128, lm_tie_weights=False))])
 def test_the_files_hold_the_model(tmp_path, kind, fields):
     "Transformers reads the first, and undoes llama.cpp's names and the order of its rows: the same scores. The second has the tensors of the tower."
-    model, ids = own_model(**fields), torch.randint(0, 250, (2, 40))
+    model = own_model(**fields)
+    ids = torch.randint(0, 250, (2, 40))
     export_gguf(model, tmp_path, 'f32')
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file='model-f32.gguf').eval()
     assert theirs.config.model_type == kind
@@ -96,7 +97,9 @@ def test_llama_cpp_says_the_same(llama, tmp_path, fields, kind, cache, sizes, le
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     got = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
-    ends, same, apart = asker.tokenizer.convert_tokens_to_ids(ENDS), 0, []
+    ends = asker.tokenizer.convert_tokens_to_ids(ENDS)
+    same = 0
+    apart = []
     for g, s in zip(got, samples, strict=True):
         ids, shown = asker.prompt([Image.open(p) for p in s['pictures']], s['question'])
         assert g['read'] == g['chat_read'] == len(ids) and g['ids'] in (None, ids)

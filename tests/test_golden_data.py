@@ -41,7 +41,9 @@ def test_resize_table(reference):
 @pytest.mark.parametrize('i', range(4))
 def test_sample(reference, samples, i):
     "Ids, labels, image string and grids of a sample; the prompt for generation is the sample up to its first target."
-    want, got, plan = reference['samples'][i], samples[i], samples.plan_row(to_row(samples.rows[i], i))
+    want = reference['samples'][i]
+    got = samples[i]
+    plan = samples.plan_row(to_row(samples.rows[i], i))
     grids = [tuple(g) for g in want['grids']]
     assert got['input_ids'].tolist() == want['input_ids']
     assert got['labels'].tolist() == want['labels']
@@ -72,7 +74,8 @@ def test_modes(golden, reference):
         for im in s['images']:
             f = golden/'nanovlm'/im['file']
             assert Image.open(f).mode == im['mode'] and list(image_size(f)) == im['size']
-            got, clear = open_image(f), np.asarray(Image.open(f).convert('RGBA'))[..., 3]
+            got = open_image(f)
+            clear = np.asarray(Image.open(f).convert('RGBA'))[..., 3]
             assert got.mode == 'RGB' and list(got.size) == im['size']
             assert np.array_equal(np.asarray(got)[clear == 255], np.asarray(Image.open(f).convert('RGB'))[clear == 255])
             assert (np.asarray(got)[clear == 0] == 255).all() and (im['mode'] == 'RGBA') == (clear == 0).any()
@@ -83,7 +86,8 @@ def several(tokenizer, turns):
     messages = [m for t in turns for m in (dict(role='user', content=t['user']), dict(role='assistant', content=t['assistant']))]
     def tokens(ms): return tokenizer.apply_chat_template(ms, tokenize=True, return_dict=False)
     header = len(tokenizer('<|im_start|>assistant\n', add_special_tokens=False)['input_ids'])
-    ids, mask = tokens(messages), []
+    ids = tokens(messages)
+    mask = []
     for m in messages:
         n = len(tokens([m]))
         mask += [0]*n if m['role'] == 'user' else [0]*header + [1]*(n-header)

@@ -56,7 +56,8 @@ def test_a_flag_is_ours_or_the_error_names_ours(name, tmp_path):
     "On the command line, in a YAML file and in Python."
     if name in FIELDS or name.removeprefix('no_') in FIELDS: return
     (tmp_path/'run.yaml').write_text(f'train:\n  {name}: 4\n')
-    ours, ways = OTHER_WORDS[name], [lambda: parse_args([f'--{name}', '4']), lambda: load_yaml(tmp_path/'run.yaml')]
+    ours = OTHER_WORDS[name]
+    ways = [lambda: parse_args([f'--{name}', '4']), lambda: load_yaml(tmp_path/'run.yaml')]
     if ours in TrainConfig.__dataclass_fields__ or ' ' in ours: ways += [lambda: evolve(TrainConfig(), **{name: 4}), lambda: TrainConfig(**{name: 4})]
     for way in ways:
         if ours in FIELDS and ours not in TrainConfig.__dataclass_fields__ and way is ways[1]: continue  # a field of the model, under `train`

@@ -77,11 +77,13 @@ MOVES = {'kill': (signal.SIGKILL, (), 1), 'signal': (signal.SIGTERM, (), 1), 'wo
 
 def history(cwd, run, seed, last=12, moves=5, begun=()):
     "A run of `last` updates to which things happen; after each of them the newest checkpoint is announced. `begun` are flags of every start. What happened."
-    rng, done = random.Random(seed), []
+    rng = random.Random(seed)
+    done = []
     go(cwd, run.name, *begun, last=last, at=rng.randint(3, 6))
     for move in rng.sample([*MOVES], moves):
         how, flags, ranks = MOVES[move]
-        here, at = stands(run), min(len(updates(run))+rng.randint(1, 3), last) if how else None
+        here = stands(run)
+        at = min(len(updates(run))+rng.randint(1, 3), last) if how else None
         if move == 'prune': prune(run, rng.choice([1, 2]))
         else:
             if move == 'back': flags, at, how = ('--load_from', run/(here := rng.choice([p.name for p in checkpoints(run)]))), int(here[5:])+1, signal.SIGKILL
@@ -134,7 +136,8 @@ def test_any_history_ends_as_no_history(place, seed):
 @pytest.fixture(scope='module', params=[(), pytest.param(('--lora_rank', 2), marks=pytest.mark.slow)], ids=['weights', 'adapters'])
 def begun(place, request):
     "Name and flags of a run that began with weights of another, and was never touched."
-    name, flags = f'begun{len(request.param)}', request.param
+    name = f'begun{len(request.param)}'
+    flags = request.param
     assert go(place, name, *flags, '--load_from', 'checkpoints/whole/step_4', last=12) == 0
     return name, flags
 
@@ -143,7 +146,8 @@ def begun(place, request):
 def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
     "Killed before its first checkpoint, it begins with the weights again; killed, stopped, sent back or pruned later, it does not need them any more."
     name, flags = begun
-    run, lender = place/'checkpoints'/f'{name}_{seed}', place/f'lender{name}_{seed}'
+    run = place/'checkpoints'/f'{name}_{seed}'
+    lender = place/f'lender{name}_{seed}'
     shutil.copytree(place/'checkpoints'/'whole'/'step_4', lender/'step_4')
     command = ('--load_from', lender/'step_4', *flags)
     for _ in range(2):
@@ -159,7 +163,8 @@ def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dropout_goes_on_with_the_same_random_numbers(tmp_path, ranks):
     "What is left out in an update is drawn: a run that was killed draws what the other has drawn, on each rank."
-    flags, how = ('--lm_dropout', .1), signal.SIGKILL if ranks == 1 else signal.SIGTERM
+    flags = ('--lm_dropout', .1)
+    how = signal.SIGKILL if ranks == 1 else signal.SIGTERM
     assert go(tmp_path, 'whole', *flags, last=8, ranks=ranks) == 0
     go(tmp_path, 'killed', *flags, last=8, ranks=ranks, at=5, how=how)
     killed = tmp_path/'checkpoints'/'killed'

@@ -63,7 +63,8 @@ def with_alpha(im, alpha=40):
 
 def on_white(im, alpha):
     "A picture of which `alpha`, 0 to 255, one number or one for each pixel, is there; the rest is white."
-    x, share = np.asarray(im), np.reshape(alpha, (*np.shape(alpha), *[1]*(np.ndim(im)-np.ndim(alpha))))/255
+    x = np.asarray(im)
+    share = np.reshape(alpha, (*np.shape(alpha), *[1]*(np.ndim(im)-np.ndim(alpha))))/255
     return share*x + (1-share)*255
 
 
@@ -118,7 +119,8 @@ def test_hidden_colours(mode):
 
 def test_flags_turn_as_in_datasets():
     "XMP data counts, no flag is applied twice, and a number that is no orientation turns nothing."
-    im, info = FOUR.resize((40, 24)), PngImagePlugin.PngInfo()
+    im = FOUR.resize((40, 24))
+    info = PngImagePlugin.PngInfo()
     xmp = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     info.add_itxt('XML:com.adobe.xmp', xmp)
     exif = [Image.Exif() for _ in range(3)]

@@ -23,7 +23,8 @@ from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 pytestmark = pytest.mark.usefixtures('one_thread')
-SIDE, FEATURES = 32, 4 # pixels of a tile, image tokens of one
+SIDE = 32
+FEATURES = 4 # pixels of a tile, image tokens of one
 RUN = '<|global_image|>' + '<|image|>'*FEATURES
 
 
@@ -82,7 +83,8 @@ def test_rows_train_as_others_do(folder, tokenizer):
     rows = text_rows(folder)
     v = VQADataset(rows, tokenizer, get_image_processor(2*SIDE, SIDE), FEATURES)
     for i in (0, 1, 2, 3, 4, 5, 7, 8):
-        s, p = v[i], v.plan_row(to_row(v.rows[i], i))
+        s = v[i]
+        p = v.plan_row(to_row(v.rows[i], i))
         assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
     assert (v[6], v.drops.reasons, v[8]['id']) == (None, {'train/7': 'no_turns'}, 'train/9')
     other = datasets.Dataset.from_list([dict.fromkeys(rows.features) | dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')], features=rows.features)
@@ -188,7 +190,8 @@ def test_model_trains_on_either(folder, tokenizer, cfg):
     torch.manual_seed(0)
     model = VisionLanguageModel(cfg, load_backbone=False)
     cut = get_image_processor(SIDE, SIDE)
-    ds, v = VLMDataset(folder, None, tokenizer, cut, RUN, max_length=160), VQADataset(text_rows(folder), tokenizer, cut, FEATURES)
+    ds = VLMDataset(folder, None, tokenizer, cut, RUN, max_length=160)
+    v = VQADataset(text_rows(folder), tokenizer, cut, FEATURES)
     same = [3, 4, 5, 7] # lines with an answer and without marks: the two agree on their ids
     X, Y, loss_mask, pixels = collate_items([ds[i] for i in same])
     padded = masked_loss(model, X, Y, loss_mask, pixels)

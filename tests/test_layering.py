@@ -38,7 +38,8 @@ def named(name: str) -> str:
 
 def imported(module: str) -> set[str]:
     "Modules of the package that a module imports anywhere in its code, or names in a string."
-    names, here = set(), module.split('.')
+    names = set()
+    here = module.split('.')
     for node in ast.walk(ast.parse(source(module).read_text(encoding='utf-8'))):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = here[:len(here)-node.level] + (node.module.split('.') if node.module else [])

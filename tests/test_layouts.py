@@ -14,7 +14,8 @@ from nanovlm_nb.data.images import open_image
 from nanovlm_nb.data.loader import load_config
 from nanovlm_nb.runs.run import run
 
-COLOURS, STEPS = dict(red=(215, 40, 40), green=(45, 155, 70), blue=(45, 95, 220), white=(240, 240, 240), yellow=(238, 214, 40)), 150
+COLOURS = dict(red=(215, 40, 40), green=(45, 155, 70), blue=(45, 95, 220), white=(240, 240, 240), yellow=(238, 214, 40))
+STEPS = 150
 BOXES = dict(square=[(14, 14, 50, 50)], bar=[(6, 26, 58, 38)], post=[(26, 6, 38, 58)], cross=[(26, 6, 38, 58), (6, 26, 58, 38)])
 
 
@@ -30,9 +31,11 @@ LAYOUTS = dict(  # name -> what a row has: name of the picture's file, its bytes
 
 def files(folder, layout):
     "Twenty pictures and a file of rows, as the tool of that name writes it; the answers."
-    rows, answers = [], []
+    rows = []
+    answers = []
     for colour, shape in ((c, s) for c in COLOURS for s in BOXES):
-        im, b = Image.new('RGB', (64, 64), (16, 16, 16)), io.BytesIO()
+        im = Image.new('RGB', (64, 64), (16, 16, 16))
+        b = io.BytesIO()
         for box in BOXES[shape]: ImageDraw.Draw(im).rectangle(box, fill=COLOURS[colour])
         im.save(b, 'PNG')
         answers.append(f'a {colour} {shape}')

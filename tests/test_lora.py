@@ -62,7 +62,8 @@ def refused(words, capsys) -> str:
 def batch_of(cfg, rows=2, T=48):
     "Texts with a picture each, and what follows."
     torch.manual_seed(0)
-    ids, n = torch.randint(0, 400, (rows, T)), cfg.mp_image_token_length
+    ids = torch.randint(0, 400, (rows, T))
+    n = cfg.mp_image_token_length
     ids[:, 3:3+n] = cfg.image_token_id
     return ids, torch.rand(rows, 1, 3, *[cfg.vit_img_size]*2)
 
@@ -92,7 +93,9 @@ def with_other_base(base):
 def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
     "A run keeps its base and may move with it. Nothing is asked of another one, and a run does not go on."
     shutil.copytree('checkpoints', 'moved/checkpoints')
-    moved, kept, other = Path('moved/checkpoints/adapters'), Path('checkpoints').rename('kept'), 'has other weights than their base had: put that back'
+    moved = Path('moved/checkpoints/adapters')
+    kept = Path('checkpoints').rename('kept')
+    other = 'has other weights than their base had: put that back'
     asked = ['ask', moved/'step_4', '--prompt', 'what?']
     try:
         shutil.rmtree('moved/checkpoints/base')
@@ -122,7 +125,8 @@ def test_other_adapters_are_refused_on_resume(flags, said, capsys):
 def test_a_run_begins_with_the_sum_of_base_and_adapters():
     "A checkpoint of adapters is a base like any other, of plain weights or of further adapters."
     second = train('second', '--load_from', 'checkpoints/adapters/step_4', '--lora_rank', '2', '--max_training_steps', '2', '--lora_targets', 'q_proj')
-    kept, total = read_adapted(second/'step_0').state_dict(), VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
+    kept = read_adapted(second/'step_0').state_dict()
+    total = VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
     assert all(w.equal(total[k.replace('base_layer.', '')]) for k, w in kept.items() if not is_adapter(k))
     assert {k for k in kept if is_adapter(k)} == {f'decoder.blocks.0.attn.q_proj.lora_{x}.default.weight' for x in 'AB'}
     assert json.loads((second/'step_2'/'lora.json').read_text())['base']['beside'] == '../base'
@@ -132,9 +136,11 @@ def test_a_run_begins_with_the_sum_of_base_and_adapters():
 
 def test_merged_is_unmerged_and_every_command_opens_it(capsys):
     step = Path('checkpoints/adapters/step_4')
-    unmerged, merged = read_adapted(step), Asker.from_checkpoint(step).model
+    unmerged = read_adapted(step)
+    merged = Asker.from_checkpoint(step).model
     ids, pictures = batch_of(merged.cfg)
-    a, b = scores(unmerged, ids, pictures), scores(merged, ids, pictures)
+    a = scores(unmerged, ids, pictures)
+    b = scores(merged, ids, pictures)
     assert 0 < (a-b).abs().max() < 1e-6*a.abs().max().clamp(min=1)
     assert (scores(VisionLanguageModel.from_pretrained('checkpoints/base/step_4'), ids, pictures)-b).abs().max() > 1e-2, 'the adapters say something'
     assert main(['ask', str(step), '--prompt', 'what?']) in (0, None)
@@ -150,7 +156,8 @@ def test_peft_says_the_same_of_what_is_written(capsys):
     for words in (['checkpoints/base', 'theirs'], ['checkpoints/adapters', 'written', '--format', 'peft'], ['checkpoints/adapters', 'summed']): main(['export', *words])
     assert 'written: peft\n' in capsys.readouterr().out
     load = transformers.AutoModelForImageTextToText.from_pretrained
-    model, ours = peft.PeftModel.from_pretrained(load('theirs', dtype=torch.float32), 'written').eval(), read_adapted(Path('checkpoints/adapters/step_4'))
+    model = peft.PeftModel.from_pretrained(load('theirs', dtype=torch.float32), 'written').eval()
+    ours = read_adapted(Path('checkpoints/adapters/step_4'))
     ids, pictures = batch_of(ours.cfg)
     with torch.no_grad(): found, whole = (m(**given(ids, pictures)).logits for m in (model, load('summed', dtype=torch.float32).eval()))
     torch.testing.assert_close(found, scores(ours, ids, pictures), atol=1e-6, rtol=0)
@@ -162,7 +169,8 @@ def test_peft_says_the_same_of_what_is_written(capsys):
 def test_what_peft_has_trained_is_read(how, capsys):
     if not Path('theirs').is_dir(): main(['export', 'checkpoints/base', 'theirs'])
     torch.manual_seed(0)
-    model, folder = peft.get_peft_model(transformers.AutoModelForImageTextToText.from_pretrained('theirs', dtype=torch.float32), peft.LoraConfig(**how)), f'trained_{how["r"]}'
+    model = peft.get_peft_model(transformers.AutoModelForImageTextToText.from_pretrained('theirs', dtype=torch.float32), peft.LoraConfig(**how))
+    folder = f'trained_{how["r"]}'
     step = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], .1 if 'lm_head' in how['target_modules'] else 1.)
     ids, pictures = batch_of(VisionLanguageModel.from_pretrained('theirs').cfg)
     for _ in range(3):
@@ -187,7 +195,8 @@ def test_arithmetic_is_what_torch_counts(targets, last):
     net = VLMNet(SMALL)
     add_adapters(net, 8, targets=targets)
     training_groups(net, evolve(LORA, lora_targets=targets))
-    lens, (ids, pictures) = [[40, 20], [50]], batch_of(SMALL, rows=2, T=64)
+    lens = [[40, 20], [50]]
+    (ids, pictures) = batch_of(SMALL, rows=2, T=64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted: net(ids, [pictures[:, 0]], targets=ids, doc_lens=lens)[1].backward()
     ours = all_flops(step_flops(SMALL, 2, lens, 128, 128, trains=(), last_blocks=last, adapters=adapter_sizes(net)))
     assert 1-.005 < ours/counted.get_total_flops() < 1.03, (ours, counted.get_total_flops())
@@ -198,7 +207,8 @@ def test_a_plan_knows_adapters():
     v, full = preset('nanovlm')
     full = evolve(full, batch_size=1)
     adapted = evolve(full, lora_rank=16)
-    whole, narrow = memory(v, full), memory(v, adapted)
+    whole = memory(v, full)
+    narrow = memory(v, adapted)
     trained = sum(s.trained for s in sizes(v, adapted).values())
     assert (narrow.gradients, narrow.optimizer) == (4*trained, 8*trained) and trained < .03*sum(s.total for s in sizes(v, full).values())
     assert narrow.total < .6*whole.total and checkpoint_bytes(v, adapted) == 12*trained < 150e6

@@ -22,7 +22,8 @@ def m(): return measure
 @pytest.fixture(scope='module')
 def rehearsed(m, tmp_path_factory):
     "What the quick phases write down, arms that compile left out."
-    out, arms = tmp_path_factory.mktemp('measured')/'m.json', m.ARMS
+    out = tmp_path_factory.mktemp('measured')/'m.json'
+    arms = m.ARMS
     m.ARMS = {name: arm for name, arm in arms.items() if not arm[1]}
     try: m.measure(m.Bench(tiny=True), out, [1, 2, 3, 4])
     finally: m.ARMS = arms
@@ -51,7 +52,8 @@ def test_rows_stand_beside_their_predictions(rehearsed, m):
 
 def test_predictions_are_dated_and_can_be_made_again():
     "The page says what it assumes, and the figures of one arm are those of the script."
-    page, (model, run) = (GPU/'PREDICTED.md').read_text(encoding='utf-8'), preset('nanovlm')
+    page = (GPU/'PREDICTED.md').read_text(encoding='utf-8')
+    (model, run) = preset('nanovlm')
     assert predict.PREDICTED_ON in page and 'matmul 0.5' in page
     figures = predict.read_page(GPU/'PREDICTED.md')
     assert all(x >= 0 for x in figures.values())

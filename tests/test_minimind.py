@@ -19,7 +19,8 @@ HERE = Path(__file__).parent/'data'/'minimind'
 
 def config(case):
     "A model of ours with the sizes of a case."
-    s, today = json.loads((HERE/'sizes.json').read_text()), case.startswith('today')
+    s = json.loads((HERE/'sizes.json').read_text())
+    today = case.startswith('today')
     kind = dict(lm_rms_eps=1e-6, lm_qk_norm=True, mp_kind='mlp', moe_top_k=1, moe_shared_experts=0, lm_n_kv_heads=s['kv_heads']) if today else dict(mp_kind='linear_bias')
     return VLMConfig(vit_hidden_dim=s['vision'], vit_inter_dim=16, vit_n_heads=2, vit_n_blocks=1, vit_patch_size=16, vit_img_size=32, max_img_size=32, mp_pixel_shuffle_factor=1,
                      lm_hidden_dim=s['width'], lm_inter_dim=s['inside'], lm_re_base=1_000_000, lm_base_vocab_size=s['tokens'], lm_n_heads=s['heads'], lm_n_blocks=s['blocks'],
@@ -30,7 +31,8 @@ def config(case):
 def scores(model):
     "Logits of the golden batch as text and with its pictures."
     ids, features = batch()
-    x, slots = model.decoder.token_embedding(ids), (ids == MARK).flatten().nonzero()[:, 0]
+    x = model.decoder.token_embedding(ids)
+    slots = (ids == MARK).flatten().nonzero()[:, 0]
     for part in ('MP.norm', 'MP.proj', 'MP.out'): features = model.get_submodule(part)(features)  # a row of features has no grid to shuffle
     head = lambda h: model.decoder.head(model.decoder(h))[..., :48]
     return dict(text=head(x), pictures=head(fill_slots(x, slots, features)))
@@ -44,7 +46,8 @@ def test_its_files_come_in_and_go_out(case, tmp_path):
     """A stage file of MiniMind-V, in each of its formats, dense and with experts, and its file of a language model alone give its scores here.
     What goes out has its names and numbers, so its model loads the file with strict=True; it holds no tower, and is as large as its tensors."""
     model, again, text = (VisionLanguageModel(config(case), load_backbone=False).eval() for _ in range(3))
-    theirs, given = torch.load(HERE/case/'scores.pt'), torch.load(HERE/case/'weights.pth')
+    theirs = torch.load(HERE/case/'scores.pt')
+    given = torch.load(HERE/case/'weights.pth')
     assert load_pth(model, HERE/case/'weights.pth') == ['vision_encoder']
     assert far(scores(model), theirs) <= 1e-5 and far(dict(text=theirs['pictures']), theirs, ['text']) > .1, 'the picture counts'
     torch.save({k: w for k, w in given.items() if not k.startswith('vision')}, tmp_path/'lm.pth')

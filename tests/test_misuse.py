@@ -88,7 +88,8 @@ def test_a_misuse_gets_one_line(command, line, said, place, monkeypatch, capsys)
     monkeypatch.chdir(place)
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     monkeypatch.setattr(sys, 'stdin', io.StringIO(''))
-    before, args = files_below(place), [re.sub(r'\bRUN\b', 'checkpoints/r', word) for word in line.split()]
+    before = files_below(place)
+    args = [re.sub(r'\bRUN\b', 'checkpoints/r', word) for word in line.split()]
     with pytest.raises(SystemExit) as end: main([command, *(SMALL if command == 'train' and line != 'stray' else []), *args])
     assert end.value.code == 2
     err = capsys.readouterr().err

@@ -42,7 +42,8 @@ def test_the_layout_is_that_of_transformers_js(tmp_path):
     assert {f'onnx/{name}{end}.onnx' for name in FILES for end in ('', '_quantized')} == {f for f in there if f.startswith('onnx/')}
     assert not [f for f in there if f.endswith('.safetensors')]
     assert json.loads((out/'tokenizer_config.json').read_text())['chat_template'] == (out/'chat_template.jinja').read_text()
-    text, graph = json.loads((out/'config.json').read_text())['text_config'], onnx.load(out/'onnx'/'decoder_model_merged.onnx').graph
+    text = json.loads((out/'config.json').read_text())['text_config']
+    graph = onnx.load(out/'onnx'/'decoder_model_merged.onnx').graph
     axes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.input, *graph.output)}
     past = ['batch_size', text['num_key_value_heads'], 'past_sequence_length', text['head_dim']]
     assert all(axes[f'past_key_values.{i}.{k}'] == past for i in range(text['num_hidden_layers']) for k in ('key', 'value'))
@@ -99,10 +100,13 @@ def test_transformers_js_says_the_same(tmp_path, node, convention, backend):
     """With its own processor: pixels, ids and answers, where a picture has the size of the tile and nothing is resized.
     A model of nanoVLM's convention gets ids and pixels that were made as its note says."""
     own = convention == 'nanovlm'
-    asker, samples, want = Asker.from_model(own_model(convention, 64 if own else 32)), [], []
+    asker = Asker.from_model(own_model(convention, 64 if own else 32))
+    samples = []
+    want = []
     export_onnx(asker.model, tmp_path/'files')
     for i in range(10):
-        files, made = [str(tmp_path/f'{i}-{j}.png') for j in range(i % 4)], str(tmp_path/f'{i}.bin')
+        files = [str(tmp_path/f'{i}-{j}.png') for j in range(i % 4)]
+        made = str(tmp_path/f'{i}.bin')
         for im, file in zip(pictures(i % 4, i), files): (im if own else im.resize((32, 32))).save(file)
         ids, tiles = asker.prompt([Image.open(f) for f in files], QUESTIONS[i % 4])
         samples.append(dict(most=12) | (dict(ids=ids) if own else dict(pictures=files, question=QUESTIONS[i % 4])))

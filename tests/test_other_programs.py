@@ -16,7 +16,8 @@ from PIL import Image
 from nanovlm_nb import Asker
 from nanovlm_nb.data.dataset import SORTS, draw_scene, make_scene
 
-HERE, OTHERS = Path(__file__).parent, [p for p in os.environ.get('NANOVLM_OTHERS', '').split(os.pathsep) if p]
+HERE = Path(__file__).parent
+OTHERS = [p for p in os.environ.get('NANOVLM_OTHERS', '').split(os.pathsep) if p]
 QUESTIONS = ['How many squares are there?', 'What colour is it?', 'What is this?', 'Is it red?', 'Where is the circle?']
 
 
@@ -32,7 +33,8 @@ def draw(path, rng):
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
     "Two trained checkpoints, one in each convention, the second exported, and twenty questions, some with a turn before."
-    place, rng = tmp_path_factory.mktemp('others'), random.Random(5)
+    place = tmp_path_factory.mktemp('others')
+    rng = random.Random(5)
     flags = '--preset shapes --max_training_steps 300 --eval_interval 300 --ask_samples 0 --log_wandb False --vlm_checkpoint_path runs'.split()
     train([*flags, '--run_name', 'nanovlm'], place)
     train([*flags, '--run_name', 'smolvlm', '--image_convention', 'smolvlm', '--max_img_size', '128'], place)
@@ -55,7 +57,10 @@ def compare(python, program, folder, checkpoint, place, numbered=True):
     words = [python, HERE/'their_programs.py', program, folder, place/'samples.json', place/'out.pt']
     done = subprocess.run(words, cwd='/', capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    asker, same, pixels, scores = replace(Asker.from_checkpoint(checkpoint), numbered=numbered), [], 0., 0.
+    asker = replace(Asker.from_checkpoint(checkpoint), numbered=numbered)
+    same = []
+    pixels = 0.
+    scores = 0.
     for s, theirs in zip(json.loads((place/'samples.json').read_text()), torch.load(place/'out.pt'), strict=True):
         ids, tiles = asker.prompt(s['pictures'], s['turns'])
         row = torch.tensor([ids])

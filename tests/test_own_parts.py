@@ -95,7 +95,8 @@ def test_files_of_a_run_name_no_code_and_no_place(tmp_path, monkeypatch, capsys,
     run_dir = tmp_path/'runs'/'begun'
     if not Path('checkpoints/begun').is_dir(): assert main(['train', *SHORT, '--run_name', 'begun']) == 0
     shutil.copytree('checkpoints/begun', run_dir)
-    config, states = yaml.safe_load((run_dir/'config.yaml').read_text()), list(run_dir.glob('step_*/trainer_state.json'))
+    config = yaml.safe_load((run_dir/'config.yaml').read_text())
+    states = list(run_dir.glob('step_*/trainer_state.json'))
     section = 'vlm' if field in config['vlm'] else 'train'
     config[section][field] = HOSTILE[field]
     (run_dir/'config.yaml').write_text(yaml.safe_dump(config))
@@ -108,7 +109,8 @@ def test_files_of_a_run_name_no_code_and_no_place(tmp_path, monkeypatch, capsys,
     (run_dir/'hostile.py').write_text(f'open({str(ran)!r}, "w")\ndef f(*_): return 0.\n')
     (run_dir/'hostile.sh').write_text(f'touch {ran}')
     monkeypatch.chdir(run_dir)
-    flags, step = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)], str(sorted(states)[-1].parent)
+    flags = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)]
+    step = str(sorted(states)[-1].parent)
     again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps', '5']
     (Path('..')/'copied').mkdir()
     shutil.copytree(Path(step), Path('..')/'copied'/Path(step).name)  # a checkpoint alone: its state has the settings

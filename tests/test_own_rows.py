@@ -104,7 +104,8 @@ def test_more_than_a_run_keeps_is_said_in_a_sentence(monkeypatch, capsys, tmp_pa
     def limited(most, name):
         monkeypatch.setattr(kept, 'KEEP_BYTES', most)
         return train(ROWS, run_name=name, vlm_checkpoint_path=str(tmp_path), **SETTINGS | dict(max_training_steps=2)).run_dir
-    some, none = limited(60_000, 'some'), limited(1000, 'none')
+    some = limited(60_000, 'some')
+    none = limited(1000, 'none')
     assert {p.name for p in some.glob('*.parquet')} == {'held_out.parquet'} and not [*none.glob('*.parquet')]
     assert main(['eval', str(some), '--json']) in (0, None)
     for run_dir, commands in ((some, ['replay', 'check']), (none, ['replay', 'check', 'eval'])):

@@ -30,7 +30,10 @@ def checked(lengths, images, capacity, max_images, tiles=None, max_tiles=None):
 
 def over_windows(recorded, name, n_seqs):
     "Utilisation over windows that end with the item that brings them to so many packs, and the most that any packer could reach."
-    capacity, most, window, packed = recorded['L'], recorded['max_images'], [], []
+    capacity = recorded['L']
+    most = recorded['max_images']
+    window = []
+    packed = []
     for item in recorded['distributions'][name]:
         window.append(item)
         if sum(n for n, _ in window) >= n_seqs*capacity:
@@ -43,9 +46,11 @@ def over_windows(recorded, name, n_seqs):
 
 def with_tiles(items, seed=0):
     "Tiles of each item, as 512-pixel tiles cut pictures: 1 to 17 an image, 64 tokens each, as many as its tokens allow."
-    rng, tiles = random.Random(seed), []
+    rng = random.Random(seed)
+    tiles = []
     for n, m in items:
-        room, total = (n-15)//66, 0
+        room = (n-15)//66
+        total = 0
         for k in range(m):
             possible = [g for g in (1, 5, 7, 9, 13, 17) if g <= max(1, room-total-(m-k-1))]
             total += possible[-1] if rng.random() < .8 else rng.choice(possible)
@@ -77,7 +82,10 @@ def test_no_limit_is_exceeded():
     "Any mixture of tight, loose and absent limits, zeros included."
     rng = random.Random(0)
     for _ in range(300):
-        n, capacity, max_images, max_tiles = rng.randint(0, 200), rng.choice([1, 7, 50, 1000]), rng.choice([None, 0, 1, 5, 18]), rng.choice([None, 0, 3, 20, 500])
+        n = rng.randint(0, 200)
+        capacity = rng.choice([1, 7, 50, 1000])
+        max_images = rng.choice([None, 0, 1, 5, 18])
+        max_tiles = rng.choice([None, 0, 3, 20, 500])
         def up_to(most): return [rng.randint(0, min(most, rng.choice([1, 4, most]))) for _ in range(n)]
         lengths = [max(1, rng.randint(1, capacity)//rng.choice([1, 3, 10])) for _ in range(n)]
         checked(lengths, up_to(4 if max_images is None else max_images), capacity, max_images, up_to(40 if max_tiles is None else max_tiles), max_tiles)
@@ -85,7 +93,9 @@ def test_no_limit_is_exceeded():
 
 def work(n, name, recorded, tiles):
     "Lines of Python run while packing n items; each round of a loop or comprehension counts."
-    items, lines, before = (recorded['distributions'][name]*2)[:n], 0, sys.gettrace()
+    items = (recorded['distributions'][name]*2)[:n]
+    lines = 0
+    before = sys.gettrace()
     limit = (with_tiles(items), 64) if tiles else ()
     def trace(frame, event, arg):
         nonlocal lines

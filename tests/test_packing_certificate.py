@@ -34,12 +34,14 @@ def small_net():
 @pytest.fixture(scope='module')
 def piped(small_net):
     "500 packs, four to a batch, and the samples in them; every seventh picture is cut off behind its header."
-    cfg, rows = small_net.cfg, shapes_dataset(240).with_format('arrow')
+    cfg = small_net.cfg
+    rows = shapes_dataset(240).with_format('arrow')
     rows = [row | dict(images=[b['bytes'] for b in row['images']]) for row in (to_row(rows[i], i) for i in range(len(rows)))]
     for row in rows[::7]: row['images'] = [b[:len(b)//2] for b in row['images']]
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
     data = VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length, max_sample_length=160)
-    loader, batches = PackLoader(data, MapSource(rows), PackRules(384, tokenizer.pad_token_id, max_images=4, window=8), 4), []
+    loader = PackLoader(data, MapSource(rows), PackRules(384, tokenizer.pad_token_id, max_images=4, window=8), 4)
+    batches = []
     for epoch in range(20):
         loader.set_epoch(epoch)
         batches += islice(loader, 125-len(batches))
@@ -71,11 +73,13 @@ def test_500_packs_of_the_loader(either_net, piped):
     "Ids, labels, pictures and scores of every document are those of its sample alone, drops within the pack or not."
     batches, alone = piped
     scores = {i: either_net(**as_batch([s])[0])[0][0] for i, s in alone.items()}
-    worst, documents = 0., 0
+    worst = 0.
+    documents = 0
     for batch in batches:
         for (i, ids), (_, labels), (_, got) in zip(*(in_documents(v, batch) for v in (batch['input_ids'], batch['labels'], either_net(**inputs(batch))[0]))):
             assert torch.equal(ids, alone[i]['input_ids']) and torch.equal(labels, alone[i]['labels'])
-            worst, documents = max(worst, (got-scores[i]).abs().max().item()), documents+1
+            worst = max(worst, (got-scores[i]).abs().max().item())
+            documents = documents+1
         for ids, images in zip(batch['ids'], batch['images']):
             assert all(torch.equal(a, b) for a, b in zip(images, (t for i in ids for t in alone[i]['images']), strict=True))
     assert documents > 1500 and worst <= 1e-5
@@ -87,7 +91,8 @@ def test_500_packs_do_not_mix(either_net, piped):
     "In every pack one document gets other words and other pixels: the scores of all others change by exactly nothing."
     dice = random.Random(0)
     for batch in piped[0]:
-        changed, hit = dict(batch, input_ids=batch['input_ids'].clone(), images=[list(row) for row in batch['images']]), set()
+        changed = dict(batch, input_ids=batch['input_ids'].clone(), images=[list(row) for row in batch['images']])
+        hit = set()
         for row, (ids, lens) in enumerate(zip(batch['ids'], batch['doc_lens'])):
             if not ids: continue
             k = dice.randrange(len(ids))
@@ -105,7 +110,8 @@ def test_500_packs_do_not_mix(either_net, piped):
 @pytest.fixture(scope='module')
 def groups(piped):
     "2 to 9 samples each, with as many pictures or none."
-    dice, samples = random.Random(0), list(piped[1].values())
+    dice = random.Random(0)
+    samples = list(piped[1].values())
     return [dice.sample(samples, dice.randint(2, 9)) for _ in range(40)]
 
 
@@ -131,7 +137,8 @@ def gradients(net, batches):
 def test_gradients_as_alone(small_net, groups):
     "For 20 packs the gradient of each part is the sum of what its samples give alone."
     for samples in [g for g in groups if any(s['images'] for s in g)][:20]:
-        packed, alone = gradients(small_net, [as_batch(samples, 1500)]), gradients(small_net, [as_batch([s]) for s in samples])
+        packed = gradients(small_net, [as_batch(samples, 1500)])
+        alone = gradients(small_net, [as_batch([s]) for s in samples])
         for part, b in alone.items():
             a = packed[part]
             assert torch.dot(a, b)/(a.norm()*b.norm()) >= 1 - 1e-6 and (a - b).norm() <= 1e-4*b.norm(), part

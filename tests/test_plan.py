@@ -30,7 +30,8 @@ def test_trained_parameters_are_the_optimizers(changes):
 def test_the_tracker_agrees_with_torchs_to_the_byte(changes):
     "Torch's private one, which knows no frozen parameters, watches the same step of the same network."
     vlm, cfg = tiny(vit_n_blocks=2, lm_n_blocks=2, **changes)
-    ours, theirs = pl.peak_memory(vlm, cfg), MemTracker()
+    ours = pl.peak_memory(vlm, cfg)
+    theirs = MemTracker()
     net = pl.like_cuda(pl.meta_net(vlm, cfg), torch.float32 if cfg.dtype == 'float32' else torch.bfloat16)
     theirs.track_external(net)
     with theirs: pl.step(net, pl.fullest_batch(vlm, cfg))

@@ -88,7 +88,8 @@ def odd_files(folder):
     made += [drawing(120, 80).convert('L'), drawing(80, 120).convert('P'), alpha, drawing(200, 100).convert('LA'), drawing(70, 70).convert('1')]
     files = [folder/f'{i}.png' for i in range(len(made))]
     for im, file in zip(made, files): im.save(file)
-    turned, exif = folder/'turned.jpg', Image.Exif()
+    turned = folder/'turned.jpg'
+    exif = Image.Exif()
     exif[0x0112] = 6
     drawing(160, 90).save(turned, exif=exif, quality=100)
     return [*files, turned]
@@ -164,7 +165,8 @@ def test_scores_alone_padded_and_packed(pairs, rows, kind):
     show(f'scores, one sample a row ({kind})', worst)
     assert worst < 2e-5
     inputs = theirs.inputs(rows)
-    padded, mask = asker.model(inputs['input_ids'], [tiles for _, tiles in prompts], inputs['attention_mask'])[0], inputs['attention_mask'].bool()
+    padded = asker.model(inputs['input_ids'], [tiles for _, tiles in prompts], inputs['attention_mask'])[0]
+    mask = inputs['attention_mask'].bool()
     worst = largest(theirs.model(**inputs).logits[mask], padded[mask])
     show(f'scores, nine samples in a padded batch ({kind})', worst)
     assert worst < 2e-5
@@ -183,7 +185,8 @@ def test_another_sample_changes_no_bit(pairs, rows):
     pictures = [tiles for _, tiles in prompts]
     before = asker.model(ids, pictures, doc_lens=[lens])[0][0]
     for changed in (0, 3, 7):  # one picture, another, three of them
-        start, end = sum(lens[:changed]), sum(lens[:changed+1])
+        start = sum(lens[:changed])
+        end = sum(lens[:changed+1])
         other = [[255-picture for picture in sample] if i == changed else sample for i, sample in enumerate(pictures)]
         after = asker.model(ids, other, doc_lens=[lens])[0][0]
         assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
@@ -193,12 +196,17 @@ def test_another_sample_changes_no_bit(pairs, rows):
 def test_gradients_of_every_tensor(pairs, rows):
     "A packed row's are the sum of those of its samples, each alone in transformers."
     asker, theirs = pairs['plain']
-    model, answers = asker.model.train(), ['a small red circle', 'yes', 'no', 'ring', 'blue bar', 'one two three', 'green', 'red', 'yes']
+    model = asker.model.train()
+    answers = ['a small red circle', 'yes', 'no', 'ring', 'blue bar', 'one two three', 'green', 'red', 'yes']
     model.zero_grad()
     theirs.model.zero_grad()
-    ids, labels, lens, total = [], [], [], 0.
+    ids = []
+    labels = []
+    lens = []
+    total = 0.
     for (pictures, question), answer in zip(rows, answers):
-        row, start = torch.tensor(theirs.ids(pictures, question, answer)), len(theirs.ids(pictures, question))
+        row = torch.tensor(theirs.ids(pictures, question, answer))
+        start = len(theirs.ids(pictures, question))
         wanted = row.clone()
         wanted[:start] = -100
         scores = theirs.model(**theirs.inputs([(pictures, question, answer)])).logits[0, :-1]
@@ -233,7 +241,8 @@ def test_greedy_answers_of_a_padded_batch(pairs, rows, kind):
 
 def test_a_conversation_reads_its_picture_once(pairs, rows):
     asker, _ = pairs['plain']
-    chat, turns = Chat(asker, rows[2][0]), []
+    chat = Chat(asker, rows[2][0])
+    turns = []
     for question in ('What is this?', 'Where is it?'):
         said = ''.join(chat.stream(question, 6)).strip()
         assert said == asker([(rows[2][0], [*turns, dict(user=question)])], max_new_tokens=6)[0]
@@ -252,11 +261,13 @@ def test_a_heat_map_has_a_square_for_each_token(pairs, rows):
 def test_export_is_bit_for_bit(pairs, folders, rows, tmp_path, kind):
     asker, theirs = pairs[kind]
     export_qwen(asker.model, tmp_path/'out')
-    before, after = _read_tensors(folders[kind]), _read_tensors(tmp_path/'out')
+    before = _read_tensors(folders[kind])
+    after = _read_tensors(tmp_path/'out')
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     opened, report = AutoModelForImageTextToText.from_pretrained(tmp_path/'out', output_loading_info=True)
     assert not any(report.values()) and type(opened) is type(theirs.model)
-    again, known = Theirs(tmp_path/'out'), AutoConfig.from_pretrained(folders[kind])
+    again = Theirs(tmp_path/'out')
+    known = AutoConfig.from_pretrained(folders[kind])
     assert again.ids(*rows[7]) == theirs.ids(*rows[7]) and again.processor.size == theirs.processor.size
     for part in ('text_config', 'vision_config'):
         old, new = (getattr(c, part).to_dict() for c in (known, again.model.config))
@@ -302,12 +313,14 @@ def test_the_loader_says_what_the_model_would(folders, how):
     loader, _ = get_dataloaders(train, cfg)
     batch = next(iter(loader))
     assert {tuple(p.shape[2:]) for row in batch['images'] for p in row} == {(3, 28, 28)}
-    made, again = batch['layout'], model.layout_of(batch['input_ids'], None, batch['labels'], batch['doc_lens'], batch['images'])
+    made = batch['layout']
+    again = model.layout_of(batch['input_ids'], None, batch['labels'], batch['doc_lens'], batch['images'])
     assert made == again and made.positions.shape[0] == 3
     assert all(torch.equal(getattr(made, name), getattr(again, name)) for name in ('positions', 'slots', 'at', 'targets', 'cu', 'documents'))
     assert all(torch.equal(getattr(made.tiles, name), getattr(again.tiles, name)) for name in ('order', 'places'))
     assert (made.tiles.windows, made.tiles.pictures) == (again.tiles.windows, again.tiles.pictures)
-    counts, grids = tally(batch), [p.shape[:2] for row in batch['images'] for p in row]
+    counts = tally(batch)
+    grids = [p.shape[:2] for row in batch['images'] for p in row]
     assert counts['tiles'] == sum(r*c for r, c in grids) == len(made.slots) and counts['picture_pairs'] == sum((4*r*c)**2 for r, c in grids)
     with torch.no_grad(): assert torch.equal(model(batch['input_ids'], batch['images'], targets=batch['labels'], doc_lens=batch['doc_lens'])[1],
                                              model(batch['input_ids'], batch['images'], layout=made)[1])
@@ -332,7 +345,8 @@ def test_compiled_blocks_see_any_number_of_tiles(folders):
     assert compile_blocks(compiled, backend=counter) == 6
     graphs = []
     for grids in ([(4, 5)], [(6, 6), (2, 3)], [(2, 2)]*4, [(8, 9)], [(5, 4), (4, 5)], [(1, 1)]):
-        ids, at = torch.full((1, 160), 5), 3
+        ids = torch.full((1, 160), 5)
+        at = 3
         for r, c in grids:
             ids[0, at:at+r*c] = plain.cfg.image_token_id
             at += r*c+4
@@ -379,7 +393,8 @@ def go(folder, place, name, stop=None, dist=None, **changes):
 
 def end(place, name):
     "Weights, the samples of each update, and the log."
-    weights, log = load_file(Path(find_checkpoint(place/'runs'/name))/'model.safetensors'), read_log(place/'runs'/name/'log.jsonl')
+    weights = load_file(Path(find_checkpoint(place/'runs'/name))/'model.safetensors')
+    log = read_log(place/'runs'/name/'log.jsonl')
     return weights, [r['batch_digest'] for r in log if 'batch_loss' in r], log
 
 
@@ -394,10 +409,12 @@ def compare(place, name, bits=False):
 
 @pytest.mark.slow
 def test_runs_are_the_same_however_they_are_made(folders, tmp_path):
-    folder, place = folders['plain'], tmp_path
+    folder = folders['plain']
+    place = tmp_path
     go(folder, place, 'straight')
     weights, _, log = end(place, 'straight')
-    losses, figures = [r['batch_loss'] for r in log if 'batch_loss' in r], [r['perf/mfu'] for r in log if 'perf/mfu' in r]
+    losses = [r['batch_loss'] for r in log if 'batch_loss' in r]
+    figures = [r['perf/mfu'] for r in log if 'perf/mfu' in r]
     assert losses[-1] < losses[0] and len(figures) == 2 and all(0 < f < 1 for f in figures)
     go(folder, place, 'split', batch_size=2, gradient_accumulation_steps=2)
     compare(place, 'split')
@@ -409,13 +426,15 @@ def test_runs_are_the_same_however_they_are_made(folders, tmp_path):
     go(folder, place, 'recomputed', vision_checkpointing=True, language_checkpointing=True)
     compare(place, 'recomputed', bits=True)
     export_qwen(VisionLanguageModel.from_pretrained(find_checkpoint(place/'runs'/'straight')), place/'out')
-    theirs, named = _read_tensors(place/'out'), _their_tensors({k: w for k, w in weights.items() if 'inv_freq' not in k}, lambda name: qwen_names(name, checkpoint_config(folder)))
+    theirs = _read_tensors(place/'out')
+    named = _their_tensors({k: w for k, w in weights.items() if 'inv_freq' not in k}, lambda name: qwen_names(name, checkpoint_config(folder)))
     assert theirs.keys() == named.keys() and all(torch.equal(theirs[k], named[k]) for k in named)
 
 
 @pytest.mark.slow
 def test_two_ranks_make_the_same_run(folders, tmp_path):
-    folder, place = folders['plain'], tmp_path
+    folder = folders['plain']
+    place = tmp_path
     go(folder, place, 'straight')
     for kind in ('ddp', 'zero2', 'zero3'):
         launch(lambda dist: go(folder, place, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind), 2, 240.)
@@ -457,7 +476,8 @@ def test_a_base_in_bfloat16_changes_no_bit(pairs, folders, rows, kind, tmp_path)
         again, same, _ = adapted(folders[kind], *batch, **other)
         assert again == losses and all(torch.equal(w, adapters[k]) for k, w in same.items())
     model.save_pretrained(tmp_path/'kept')
-    plain, merged = VisionLanguageModel.from_pretrained(tmp_path/'kept').state_dict(), merge_adapters(model).state_dict()
+    plain = VisionLanguageModel.from_pretrained(tmp_path/'kept').state_dict()
+    merged = merge_adapters(model).state_dict()
     assert plain.keys() == merged.keys() and all(torch.equal(w, merged[k]) for k, w in plain.items())
 
 
@@ -470,7 +490,8 @@ def test_adapters_learn(folders, tmp_path):
     made = Path(find_checkpoint(tmp_path/'runs'/'lora'))
     assert json.loads((made/'lora.json').read_text())['rank'] == 4
     export_qwen(VisionLanguageModel.from_pretrained(made), tmp_path/'out')
-    before, after = _read_tensors(folders['plain']), _read_tensors(tmp_path/'out')
+    before = _read_tensors(folders['plain'])
+    after = _read_tensors(tmp_path/'out')
     changed = {k for k in before if not torch.equal(before[k], after[k])}
     assert before.keys() == after.keys() and {'visual.blocks.0.attn.qkv.weight', 'model.layers.1.mlp.up_proj.weight'} <= changed
     assert not {k for k in changed if 'norm' in k or 'embed' in k}

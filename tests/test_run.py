@@ -50,7 +50,8 @@ def test_config_repeats_the_run_byte_for_byte(one, tmp_path):
     train(['--config', one/'config.yaml', '--hf_repo_name', 'me/tiny'], tmp_path, fresh=True)  # where a run sends its model its file may not say
     again = tmp_path/'checkpoints'/'r'
     assert (again/'config.yaml').read_bytes() == (one/'config.yaml').read_bytes()
-    first, second = updates(one), updates(again)
+    first = updates(one)
+    second = updates(again)
     assert [r['batch_digest'] for r in first] == [r['batch_digest'] for r in second]
     assert [r['batch_loss'] for r in first] == [r['batch_loss'] for r in second]
 
@@ -60,7 +61,8 @@ def test_two_ranks_train_like_one(one, tmp_path):
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, ROOT/'nanovlm_nb'/'train.py']
     done = run([*launch, *TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32', '--ask_samples', 2], tmp_path)
     train([*TINY, '--run_name', 'alone', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--dtype', 'float32', '--num_workers', 1, '--ask_samples', 0], tmp_path)
-    two, alone = updates(tmp_path/'checkpoints'/'r'), updates(tmp_path/'checkpoints'/'alone')
+    two = updates(tmp_path/'checkpoints'/'r')
+    alone = updates(tmp_path/'checkpoints'/'alone')
     assert [r['step'] for r in two] == list(range(1, 10)), 'one line an update, from one rank'
     assert [r['batch_digest'] for r in two] == [r['batch_digest'] for r in alone]
     assert two[-1]['epoch'] >= 2
@@ -73,7 +75,8 @@ def test_two_ranks_train_like_one(one, tmp_path):
 def test_wandb_offline_has_what_the_log_has(tmp_path):
     train([*TINY, '--run_name', 'r', '--log_wandb', 'True', '--wandb_entity', 'somebody', '--max_training_steps', 40, '--ask_samples', 4], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
-    sent, records = read_wandb(run_dir), read_log(run_dir/'log.jsonl')
+    sent = read_wandb(run_dir)
+    records = read_log(run_dir/'log.jsonl')
     vlm, cfg = load_yaml(run_dir/'config.yaml', given=None)
     assert sent.config['VLMConfig'] == vlm.to_dict() and sent.config['TrainConfig'] == cfg.to_dict()
     assert (sent.project, sent.entity, sent.name, sent.exit_code) == ('nanoVLM', 'somebody', 'r', 0)
@@ -86,7 +89,8 @@ def test_wandb_offline_has_what_the_log_has(tmp_path):
 def test_tensorboard_shows_what_the_log_has(one):
     "TensorBoard's own reader sees each figure of log.jsonl."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    records, board = read_log(one/'log.jsonl'), EventAccumulator(str(one/'tensorboard')).Reload()
+    records = read_log(one/'log.jsonl')
+    board = EventAccumulator(str(one/'tensorboard')).Reload()
     names = {k for r in records for k, v in r.items() if isinstance(v, (int, float)) and k != 'step'}
     assert {'batch_loss', 'val_loss', 'lr_MP'} <= names == set(board.Tags()['scalars'])
     for name in names:

@@ -92,7 +92,9 @@ def test_a_projector_between_backbones_is_drawn(model):
 def test_one_tensor_is_in_memory_at_a_time(model, tmp_path):
     "A file in two halves of an index is read, and written as one, without a second model in memory."
     model.save_pretrained(tmp_path/'whole')
-    state, alive, most = read_file(tmp_path/'whole'/'model.safetensors'), WeakSet(), []
+    state = read_file(tmp_path/'whole'/'model.safetensors')
+    alive = WeakSet()
+    most = []
     def make(name):
         made = state[name].clone()
         alive.add(made.untyped_storage())

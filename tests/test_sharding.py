@@ -62,7 +62,8 @@ SAME = dict(whole=['ddp', 'zero2', 'zero3', 'zero2_offload', 'zero3_offload', 'z
 @pytest.mark.parametrize('name, reference', [(n, ref) for ref, names in SAME.items() for n in names])
 def test_same_training(out, facts, name, reference):
     "Losses, norms and weights of four updates, or of the two after a checkpoint of another kind; a micro-batch of one rank has no picture."
-    a, b = torch.tensor(facts[name]['figures']), torch.tensor(facts[reference]['figures'])
+    a = torch.tensor(facts[name]['figures'])
+    b = torch.tensor(facts[reference]['figures'])
     assert len(a) == (HALF if '_to_' in name else UPDATES)
     torch.testing.assert_close(a, b[-len(a):], atol=2e-6, rtol=1e-6)
     assert apart(weights(out/f'{name}.safetensors'), weights(out/f'{reference}.safetensors')) < 1e-6
@@ -97,7 +98,8 @@ def test_mixed_precision(out, facts):
 def kept_between_micro_batches(dist, each):
     "Numbers of gradients that a rank of zero2 keeps when all micro-batches of an update but the last are done, as a share of the model."
     trainer = sharded.make_trainer(dist, None, {}, dict(sharding='zero2', gradient_accumulation_steps=2, **each))
-    model, kept = trainer.base, []
+    model = trainer.base
+    kept = []
     def look(*_): kept.append(sum(whole_or_piece(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params))
     model.register_forward_pre_hook(look)
     sharded.updates(trainer, 1)
@@ -119,7 +121,8 @@ def test_gradients_kept_between_micro_batches(each, share):
 def held(dist, how):
     "Bytes of a rank in the second update, before its last backward pass, by part of the plan; and the plan."
     trainer = sharded.make_trainer(dist, None, {}, how)
-    model, found = trainer.base, []
+    model = trainer.base
+    found = []
     params = [p for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
     def look(*_):
         gathered = sum(4*p._unsharded_param.numel() for p in params if p.sharded_state.name == 'UNSHARDED')
@@ -143,7 +146,8 @@ def test_ranks_fail_together():
     "Rank 0 reads and writes for all; what stops it there reaches the others, who wait for the next tensor."
     def tried(dist):
         def out_of_order(name): raise UsageError(f'no {name}')
-        model, said = sharded.new_model({}), []
+        model = sharded.new_model({})
+        said = []
         model.unread = Tensors({name: partial(out_of_order, name) for name in model.state_dict()})
         model = shard_model(model, dist, 'zero3')
         for action in (lambda: read_rest(model, dist), lambda: use_whole(pieces_of(model), dist, lambda whole: out_of_order([whole[k] for k in whole][0].ndim))):
@@ -157,7 +161,9 @@ def test_ranks_fail_together():
 def test_one_tensor_is_whole_at_a_time():
     "What rank 0 reads for others, or gathers to write, is let go before the next; the other ranks read nothing."
     def seen(dist):
-        model, alive, most = sharded.new_model({}), WeakSet(), [0]
+        model = sharded.new_model({})
+        alive = WeakSet()
+        most = [0]
         values = {name: w.clone() for name, w in model.state_dict().items()}
         def make(name):
             made = values[name].clone()
@@ -179,7 +185,8 @@ def test_one_tensor_is_whole_at_a_time():
 def test_one_exchange_of_gradients_per_update():
     "Two ranks with two micro-batches each; there is one bucket."
     def exchanges(dist):
-        trainer, seen = sharded.make_trainer(dist, None, {}, {}), []
+        trainer = sharded.make_trainer(dist, None, {}, {})
+        seen = []
         def noted(state, bucket):
             seen.append(bucket.index())
             return allreduce_hook(state, bucket)

@@ -50,7 +50,8 @@ def test_no_page_asks_another_host(tmp_path):
     finish = script('site').finish_site
     polyfill = '<script src="https://cdnjs.cloudflare.com/polyfill/v3/polyfill.min.js?features=es6"></script>'
     link = f'<a href="https://x.org/"><code>x</code></a><p>a <a href="b.html">[<code>check_known</code>]({ADDRESS}/b.html#check_known)</a>'
-    style, page = tmp_path/'own.css', tmp_path/'a.html'
+    style = tmp_path/'own.css'
+    page = tmp_path/'a.html'
     style.write_text('@import"https://fonts.googleapis.com/css2?family=Source+Sans+Pro:wght@300;400;700&display=swap";@import url(https://fonts.x.org/a.css);p{color:red}')
     page.write_text(f'<link rel="stylesheet" href="own.css">{polyfill}{link}')
     finish(tmp_path, ADDRESS)
@@ -82,7 +83,8 @@ def test_pages_of_course_and_tutorials_open_and_install_in_colab_and_kaggle():
     committed = subprocess.run(['git', 'ls-files', 'nbs'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert len(RUNNABLE) > 28
     for notebook in RUNNABLE:
-        page, code = notebook.relative_to(ROOT).as_posix(), cells(notebook, 'code')
+        page = notebook.relative_to(ROOT).as_posix()
+        code = cells(notebook, 'code')
         at = f'{repository}/blob/{branch}/{page}'
         first = ''.join(json.loads(notebook.read_text(encoding='utf-8'))['cells'][1]['source']).splitlines()[0]
         assert first == (f'[Open in Colab](https://colab.research.google.com/github/{at}) '

@@ -110,7 +110,8 @@ def test_begun_with_weights_stopped_twice_identical(slurm, root, tmp_path, more,
     train([*FLAGS, '--run_name', 'base', '--max_training_steps', '6'], tmp_path)
     flags = [*more, '--load_from', 'checkpoints/base', '--save_interval', '2']
     train([*FLAGS, *flags, '--run_name', 'whole'], tmp_path, ranks=2)
-    run, last = tmp_path/'checkpoints'/'cut', 0
+    run = tmp_path/'checkpoints'/'cut'
+    last = 0
     job = submit(slurm, root, tmp_path, *flags, RUN_NAME='cut')
     for start, end in enumerate(ends, 1):
         slurm.wait(lambda last=last: len(updates(run)) >= last+4 and slurm.job(job)['JobState'] == 'RUNNING', 180, f'start {start} makes updates\n{said(tmp_path)}')

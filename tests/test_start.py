@@ -75,7 +75,8 @@ def test_what_was_given_is_what_runs(named, in_file, flag, checkpoint, place, tm
     if flag: words += [word for name, (*_, value) in VALUES.items() for word in (f'--{name}', str(value))]
     words += ['--load_from', 'checkpoints/first/step_1'] if checkpoint else ['--vlm_load_backbone_weights', 'False']
     def start(*more): return resolve_start(*parse_args([*words, *more])[:2])
-    saved, presets = VLMConfig.load('checkpoints/first/step_1'), vars(preset(named or 'shapes')[0]) | vars(preset(named or 'shapes')[1])
+    saved = VLMConfig.load('checkpoints/first/step_1')
+    presets = vars(preset(named or 'shapes')[0]) | vars(preset(named or 'shapes')[1])
     found_vlm, found_train, _ = start()
     for name, (_, file, value) in VALUES.items():
         base = saved.lm_dropout if checkpoint and name == 'lm_dropout' else presets[name]
@@ -115,7 +116,8 @@ def test_weights_of_another_run_and_a_return(place, monkeypatch):
     "With a name, a checkpoint of another run lends its weights: the settings are those that are given. Without one its run goes back, with its own settings. What is given wins."
     monkeypatch.chdir(place)
     assert nanovlm(['train', *RUN, '--resume', 'True', '--load_from', 'checkpoints/first/step_1', '--run_name', 'lent', '--max_training_steps', '2', '--lr_mp', '0.002']) == 0
-    was, now = settings('checkpoints/first'), settings('checkpoints/lent')
+    was = settings('checkpoints/first')
+    now = settings('checkpoints/lent')
     assert {n for n, v in now.items() if v != was[n]} == {'max_training_steps', 'resume', 'run_name', 'load_from', 'lr_mp'} and now['lr_mp'] == .002
     assert [u['step'] for u in updates('checkpoints/lent')] == [1, 2]
     assert nanovlm(['train', '--resume', 'True', '--load_from', 'checkpoints/lent/step_0']) == 0
@@ -149,7 +151,8 @@ def test_a_copied_checkpoint_continues_its_run(adapters, place, monkeypatch):
     monkeypatch.chdir(place)
     name = f'whole{len(adapters)}'
     assert nanovlm(['train', *RUN, '--load_from', 'checkpoints/first', *adapters, '--run_name', name, '--max_training_steps', '4', '--save_interval', '2', '--eval_in_epochs', 'True', '--eval_interval', '4']) == 0
-    whole, new = Path('checkpoints', name), Path('checkpoints', f'new{len(adapters)}')
+    whole = Path('checkpoints', name)
+    new = Path('checkpoints', f'new{len(adapters)}')
     new.mkdir()
     assert subprocess.run(['cp', '-r', whole/'step_2', new]).returncode == 0
     if adapters: assert subprocess.run(['cp', '-r', whole/'base', new]).returncode == 0

@@ -30,7 +30,8 @@ from nanovlm_nb.data.sources import MapSource
 from nanovlm_nb.training.optim import _report, gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
-LENGTH, LONGEST = 128, 112
+LENGTH = 128
+LONGEST = 112
 FEATURES = datasets.Features(images=datasets.List(datasets.Image()), source=datasets.Value('string'), relevance_ratings=datasets.List(datasets.Value('int64')),
                              texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))))
 ROWS = dict(few=24, many=36, saved=12)                                          # configuration -> rows; `few` has 3 shares, the others 12
@@ -46,7 +47,8 @@ def png(dice, w=16, h=16):
 
 def make_row(name, i, dice):
     "A row whose `source` says which it is, with a fault that follows from its number."
-    fate, words = FATES.get(i % 12), dice.randint(1, 8)
+    fate = FATES.get(i % 12)
+    words = dice.randint(1, 8)
     pictures = [png(dice, dice.choice((16, 16, 32))) for _ in range(dice.choice((0, 1, 1, 2)) if fate not in ('truncated', 'no_header') else 1)]
     if fate == 'truncated': pictures = [png(dice, 32, 32)[:-600]]
     if fate == 'no_header': pictures = [b'no picture']
@@ -69,7 +71,8 @@ def quiet(tmp_path_factory):
 @pytest.fixture(scope='module')
 def root(tmp_path_factory):
     "Three configurations: one file with few row groups, several files with many, a save_to_disk folder."
-    root, dice = tmp_path_factory.mktemp('stream'), random.Random(0)
+    root = tmp_path_factory.mktemp('stream')
+    dice = random.Random(0)
     made = {name: datasets.Dataset.from_list([make_row(name, i, dice) for i in range(n)], features=FEATURES) for name, n in ROWS.items()}
     for name, files, group in (('few', 1, 8), ('many', 3, 3)):
         (root/name).mkdir()
@@ -165,7 +168,8 @@ class Runs:
     "Runs on one data configuration."
     def __init__(self, data, root, tokenizer, val_size=5):
         self.cfg = train_cfg(root, data.names, train_dataset_weights=list(data.weights), stream_dataset=data.stream, num_of_sequences=data.window, seed=data.seed, val_size=val_size)
-        self.data, self.tokenizer = data, tokenizer
+        self.data = data
+        self.tokenizer = tokenizer
         self.train, self.val = load_sources(self.cfg)
 
     def loader(self, dist, batch, accumulation, workers=0):
@@ -201,7 +205,8 @@ def runs(request, root, tokenizer): return Runs(request.param, root, tokenizer)
 @pytest.fixture(scope='module')
 def whole(runs):
     "An uninterrupted run of one rank without workers: for each update its packs, epoch, merged state and drops so far. One epoch and a bit, or two."
-    epochs, made = 2 if runs.data.seed < 4 else 1, []
+    epochs = 2 if runs.data.seed < 4 else 1
+    made = []
     for update, state, drops in runs.play((1, runs.data.lanes, 1)):
         made.append((update, state, drops, json.loads(state)['epoch']))
         if sum(e >= epochs for *_, e in made) == 3: return made
@@ -209,7 +214,8 @@ def whole(runs):
 
 def test_every_row_once_or_named(runs, whole):
     "Per epoch each sound row once (in mixtures at least once), the others dropped for the expected reason; nothing from the validation rows."
-    tags, held_out = runs.fates(runs.train), runs.fates(runs.val)
+    tags = runs.fates(runs.train)
+    held_out = runs.fates(runs.val)
     everything = {f'{name}-{i}' for name in runs.data.names for i in range(ROWS[name])}
     assert not set(tags.values()) & set(held_out.values()) and {*tags.values(), *held_out.values()} == everything and len(held_out) == 5
     reasons = {i: expected(tag) for i, tag in tags.items()}
@@ -243,7 +249,8 @@ def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
 @pytest.mark.parametrize('stream', [True, False])
 def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
     "Two ranks, three workers for training and for validation: four disjoint parts, and together every row; the validation part has `val_size` rows."
-    cfg, parts = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3, num_workers=3 if stream else 0, val_workers=3 if stream else 0), {}
+    cfg = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3, num_workers=3 if stream else 0, val_workers=3 if stream else 0)
+    parts = {}
     for rank in (0, 1):
         for part, loader in zip(('train', 'val'), get_dataloaders(cfg, VLM, Dist(rank=rank, world_size=2), tokenizer)):
             kept = [i for batch in loader for ids in batch['ids'] for i in ids]
@@ -270,7 +277,8 @@ def test_shards_with_a_corrupt_one(root, tokenizer, tmp_path, caplog):
 def test_what_is_damaged_within_a_stream(root, tokenizer, tmp_path):
     "A torn page, a file of other types, one without texts and a text that is not UTF-8 cost their own rows, under a name, at any number of lanes and after a resume."
     folder = shutil.copytree(root/'many', tmp_path/'many')
-    torn, texts = bytearray((folder/'train-1.parquet').read_bytes()), pq.ParquetFile(folder/'train-1.parquet').metadata.row_group(1).column(3)
+    torn = bytearray((folder/'train-1.parquet').read_bytes())
+    texts = pq.ParquetFile(folder/'train-1.parquet').metadata.row_group(1).column(3)
     torn[texts.data_page_offset:texts.data_page_offset+texts.total_compressed_size//2] = b'\xff'*(texts.total_compressed_size//2)
     (folder/'train-1.parquet').write_bytes(torn)
     datasets.Dataset.from_dict(dict(x=[1])).to_parquet(folder/'train-3.parquet')
@@ -347,7 +355,8 @@ def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
     one = samples.plan_row(rows[0] | dict(id='0')).tokens
     loader = PackLoader(samples, MapSource(rows), PackRules(one, tokenizer.pad_token_id, window=4), lanes, num_workers=workers)
     turns = -(-lanes//workers)
-    ahead, batches = max(2, turns)//turns*lanes, iter(loader)
+    ahead = max(2, turns)//turns*lanes
+    batches = iter(loader)
     for taken in range(1, 4):
         next(batches)
         assert settled(samples.made, taken*lanes+ahead) == taken*lanes+ahead

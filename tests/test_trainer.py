@@ -34,7 +34,8 @@ def noisy(grads):
 
 def assert_near(name, got, want, grads, lr):
     "Entries whose gradient is never noise differ by at most 3 % of a step, all by at most a step. `grads`: a tensor for each update."
-    off, noise = (got-want).abs(), noisy(grads)
+    off = (got-want).abs()
+    noise = noisy(grads)
     assert noise.float().mean() <= (.4 if 'qkv_proj.bias' in name or 'k_proj.bias' in name else .01), f'{name}: {noise.float().mean():.2%} of the gradients are noise'
     assert off.max() <= lr, name
     if not noise.all(): assert off[~noise].max() <= .03*lr, name
@@ -70,7 +71,9 @@ def test_reproduces_the_references_six_updates(golden):
         assert ours['grad_norm'] == pytest.approx(theirs['grad_norm'], rel=1e-4)
         assert ours['lr_MP'] == theirs['lrs'][0] and ours['lr_decoder'] == theirs['lrs'][2]
     # entries whose gradient is rounding noise may differ by part of a step; a component differs by next to nothing
-    after, start, now = load_file(data/'after_train.safetensors'), load_file(data/'checkpoint'/'model.safetensors'), model.state_dict()
+    after = load_file(data/'after_train.safetensors')
+    start = load_file(data/'checkpoint'/'model.safetensors')
+    now = model.state_dict()
     for part, lr in zip(('MP', 'vision_encoder', 'decoder'), recorded[0]['lrs'], strict=True):
         names = [k for k in after if k.startswith(part) and k in start]
         off = torch.cat([(now[k]-after[k]).flatten() for k in names])
@@ -81,9 +84,11 @@ def test_reproduces_the_references_six_updates(golden):
 
 def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
     curves = json.loads((golden/'lr_schedule.json').read_text())
-    whole, clipped = 0, 0
+    whole = 0
+    clipped = 0
     for c in curves:
-        top, n = c['max_lr'], c['max_steps']
+        top = c['max_lr']
+        n = c['max_steps']
         exact = math.isclose(.03*n, round(.03*n))
         whole += exact
         for it, want in enumerate(c['lr']):
@@ -111,7 +116,8 @@ def small(folder, batch_size=2, **fields):
 
 
 def test_validation_scores_64_batches_without_gradients_and_frees_cached_memory_first(tmp_path, monkeypatch):
-    t, calls = small(tmp_path), []
+    t = small(tmp_path)
+    calls = []
     first = next(iter(t.held_out))
     t = make_trainer(t.base, evolve(t.cfg, max_val_batches=TrainConfig().max_val_batches), [], [first]*70)
     t.base.register_forward_pre_hook(lambda model, _: calls.append((model.training, torch.is_grad_enabled())))
@@ -145,7 +151,8 @@ def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
     t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [])
     def loss(*ranks):
         "The mean over ranks of what each adds up; each rank is played in turn."
-        reports, most = [[tally(b) for b in rank] for rank in ranks], max(map(len, ranks))
+        reports = [[tally(b) for b in rank] for rank in ranks]
+        most = max(map(len, ranks))
         t.dist = replace(Dist(), world_size=len(ranks))
         return sum(accumulate(t, _update_of([*rank, *[loader.idle()]*(most-len(rank))], reports)).item() for rank in ranks)/len(ranks)
     assert loss([first], []) == pytest.approx(loss([first]), rel=1e-6) == pytest.approx(loss([first, loader.idle()]), rel=1e-6)

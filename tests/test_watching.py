@@ -40,7 +40,8 @@ def test_each_checkpoint_and_figure_is_a_line_and_so_is_the_end(watched):
     "What is said is the text log from some line on."
     run, said = watched
     assert f'no checkpoint in {run}' in said[:3] and said[-1] == 'the run has ended: done'
-    told, whole = said[said.index(f'no checkpoint in {run}')+1:-1], (run/'train.log').read_text().splitlines()
+    told = said[said.index(f'no checkpoint in {run}')+1:-1]
+    whole = (run/'train.log').read_text().splitlines()
     assert told == whole[-len(told):]
     assert re.findall(r'checkpoint (step_\d+)$', '\n'.join(said), re.M) == ['step_0', 'step_2', 'step_4', 'step_6', 'step_8']
     assert re.findall(r'update (\d+): validation loss', '\n'.join(said)) == ['0', '4', '8']
@@ -53,7 +54,8 @@ def test_updates_are_shown_as_minimind_does(watched):
 
 def test_a_run_says_where_it_is_what_it_trains_and_what_there_is_at_its_end(watched):
     text = re.sub(r'^\S+ \S+ INFO ', '', (watched[0]/'train.log').read_text(), flags=re.M)
-    first, last = text.partition('update 0: ')[0].splitlines(), text.splitlines()[-3:]
+    first = text.partition('update 0: ')[0].splitlines()
+    last = text.splitlines()[-3:]
     assert first[:2] == ['reading shapes', f'checkpoints/r: {re.search("[0-9.]+ M", text)[0]} parameters, 1 x cpu, {amp_dtype(torch.device("cpu"))}']
     assert 'figures: checkpoints/r/log.jsonl, nothing is sent' in first and 'rows: 200 for training and 16 for validation; 8 updates' in first
     assert not any('max_keep_ckpts' in line for line in first), 'no advice about the disk for a model of a megabyte'

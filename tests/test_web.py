@@ -64,7 +64,8 @@ def some_text(rng):
 @pytest.mark.parametrize('digits', [True, False])
 def test_the_script_makes_the_same_tokens(tmp_path, digits):
     "And says ids in the same words, piece by piece, also where they are no text at all."
-    rng, tok = random.Random(0), shapes_tokenizer(VLMConfig().vlm_extra_tokens, VLMConfig().lm_chat_template)
+    rng = random.Random(0)
+    tok = shapes_tokenizer(VLMConfig().vlm_extra_tokens, VLMConfig().lm_chat_template)
     spec = json.loads(tok.backend_tokenizer.to_str())
     if not digits:
         spec['pre_tokenizer'] = spec['pre_tokenizer']['pretokenizers'][1]
@@ -75,7 +76,8 @@ def test_the_script_makes_the_same_tokens(tmp_path, digits):
     assert got['ids'] == [tok(t, add_special_tokens=False)['input_ids'] for t in texts]
     assert got['neutral'] == [neutralise(t, tok) for t in texts]
     for row, spoken in zip(ids, got['spoken'], strict=True):
-        streams, said = TextStreams(tok, 1), ''
+        streams = TextStreams(tok, 1)
+        said = ''
         for i in row:
             streams(torch.tensor([i]))
             said += streams.pieces[0]
@@ -85,13 +87,17 @@ def test_the_script_makes_the_same_tokens(tmp_path, digits):
 @pytest.mark.parametrize(('convention', 'longest', 'tile'), [('nanovlm', 64, 64), ('nanovlm', 256, 32), ('nanovlm', 320, 64), ('smolvlm', 64, 64), ('smolvlm', 128, 64)])
 def test_the_script_makes_the_same_pixels(tmp_path, convention, longest, tile):
     "To the bit, but for one level in a few values of the view of the whole, which is a mean of floats in nanoVLM's convention."
-    rng, noise, cfg, enlarge = random.Random(0), np.random.default_rng(0), VLMConfig(image_convention=convention), convention == 'smolvlm'
+    rng = random.Random(0)
+    noise = np.random.default_rng(0)
+    cfg = VLMConfig(image_convention=convention)
+    enlarge = convention == 'smolvlm'
     tok = train_tokenizer(['a b'], 260, cfg.vlm_extra_tokens, cfg.lm_chat_template)
     how = dict(convention=convention, tile=tile, longest=longest, enlarge=enlarge, tall_first=TALL_FIRST, tokens_per_tile=2, tokens=cfg.vlm_extra_tokens)
     sizes = [(1, 1), (64, 64), (64, 128), (150, 3), (3, 150), (30, 100), *((rng.randint(1, 150), rng.randint(1, 150)) for _ in range(6))]
     pictures = [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
     cases = [dict(width=p.width, height=p.height, data=p.tobytes().hex()) for p in pictures]
-    processor, differs = ImageProcessor(longest, tile, enlarge, convention=convention), []
+    processor = ImageProcessor(longest, tile, enlarge, convention=convention)
+    differs = []
     for picture, seen in zip(pictures, in_node(tmp_path, how=how, pictures=cases)['shown'], strict=True):
         tiles, grid = processor(picture)
         assert (seen['grid'], seen['text']) == ([*grid], get_image_string(tok, [grid], 2, convention)), picture.size
@@ -108,7 +114,8 @@ def test_the_script_makes_the_same_pixels(tmp_path, convention, longest, tile):
 @pytest.fixture(scope='module')
 def asker(tmp_path_factory):
     "A checkpoint that has learned nothing."
-    folder, (cfg, _) = tmp_path_factory.mktemp('web')/'model', tiny(init_std=.2, vit_n_blocks=2, lm_n_blocks=3)
+    folder = tmp_path_factory.mktemp('web')/'model'
+    (cfg, _) = tiny(init_std=.2, vit_n_blocks=2, lm_n_blocks=3)
     torch.manual_seed(0)
     VisionLanguageModel(cfg, load_backbone=False).save_pretrained(folder, load_tokenizer(cfg))
     return Asker.from_checkpoint(folder, torch.device('cpu'))
@@ -127,7 +134,8 @@ def browser():
 @pytest.fixture(scope='module')
 def site(asker, tmp_path_factory):
     "The page, written by the command, and the address of a server of files and of nothing else."
-    out, given = tmp_path_factory.mktemp('web')/'page', os.environ.get('NANOVLM_WEB_RUNTIME')
+    out = tmp_path_factory.mktemp('web')/'page'
+    given = os.environ.get('NANOVLM_WEB_RUNTIME')
     main(['export', str(asker.model.folder), str(out), '--format', 'web', *(['--web_runtime', given] if given else [])])
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(out))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -174,7 +182,8 @@ def test_the_page_answers_as_python_does_without_a_network(browser, site, asker,
     page.goto(address)
     until(page, "document.getElementById('status').textContent == 'Ready.'")
     page.context.set_offline(True)
-    asked_for, offered = len(requests), json.loads((folder/'page.json').read_text())
+    asked_for = len(requests)
+    offered = json.loads((folder/'page.json').read_text())
 
     def answer(act):
         "What the page answers to what a visitor does."
@@ -258,7 +267,8 @@ def test_the_chat_page_answers_under_its_own_names_alone(server):
 def test_the_chat_page_answers_as_python_does(browser, server, asker, tmp_path):
     "Upload, ask, read the answer, see where it looked; a second question keeps the first, also when it is taken back and asked again. No other machine can do so."
     expect = pytest.importorskip('playwright.sync_api').expect
-    picture, question = Image.effect_noise((60, 40), 90), 'Which colour do you see?'
+    picture = Image.effect_noise((60, 40), 90)
+    question = 'Which colour do you see?'
     picture.save(tmp_path/'noise.png')
     page = browser.new_page(viewport=dict(width=1200, height=1100))
     listening(server)

@@ -27,7 +27,8 @@ def make_smolvlm(folder):
     "Write one; its processors are Idefics3's, since SmolVLM's own wants torchvision for videos. The template is SmolVLM's."
     said = [f"User: {t['user']}\nAssistant: {t['assistant']}" for row in shapes_dataset(60, 'train') for t in row['texts']]
     tok = train_tokenizer(said, 448, VLMConfig(image_convention='smolvlm').vlm_extra_tokens)
-    tok.eos_token, tok.chat_template = '<end_of_utterance>', None
+    tok.eos_token = '<end_of_utterance>'
+    tok.chat_template = None
     model = random_smolvlm('smolvlm', True, len(tok), tok.image_token_id, 16)
     model.config.text_config.eos_token_id = model.generation_config.eos_token_id = tok.eos_token_id
     model.save_pretrained(folder)

@@ -4,12 +4,16 @@ import struct
 from pathlib import Path
 from types import SimpleNamespace
 
-BLOCK, HEADER, FULL, LAST = 32768, 7, 1, 4
+BLOCK = 32768
+HEADER = 7
+FULL = 1
+LAST = 4
 
 
 def chunks(data: bytes):
     "The records' bytes, put together from their pieces."
-    at, parts = HEADER, b''  # the file begins with wandb's own header
+    at = HEADER
+    parts = b'' # the file begins with wandb's own header
     while at+HEADER <= len(data):
         left = BLOCK-at % BLOCK
         if left < HEADER:
@@ -38,7 +42,9 @@ def read_wandb(run_dir) -> SimpleNamespace:
         record.ParseFromString(data)
         kind = record.WhichOneof('record_type')
         if kind == 'run':
-            run.project, run.entity, run.name = record.run.project, record.run.entity, record.run.display_name
+            run.project = record.run.project
+            run.entity = record.run.entity
+            run.name = record.run.display_name
             run.config |= values(record.run.config.update)
         elif kind == 'config': run.config |= values(record.config.update)
         elif kind == 'history': run.history.append(values(record.history.item))

@@ -23,7 +23,8 @@ class Warm:
         import subprocess
         import tempfile
         self.folder = tempfile.TemporaryDirectory(prefix='warm')
-        address, self.python = f'{os.path.basename(self.folder.name)}-{os.getpid()}', f'{self.folder.name}/python'  # no file: its path may have 107 characters
+        address = f'{os.path.basename(self.folder.name)}-{os.getpid()}'
+        self.python = f'{self.folder.name}/python' # no file: its path may have 107 characters
         with open(self.python, 'w') as f: f.write(f'#!/bin/sh\nexec {sys.executable} -IS {os.path.abspath(__file__)} ask {address} "$@"\n')
         os.chmod(self.python, 0o755)
         with socket.socket(socket.AF_UNIX) as listener:
@@ -136,7 +137,8 @@ def end(job):
 def serve(listener, search):
     "Fork for each command until the tests have closed standard input; returns in each fork with what is to be done there."
     import selectors
-    choose, jobs = selectors.DefaultSelector(), {}
+    choose = selectors.DefaultSelector()
+    jobs = {}
     choose.register(0, selectors.EVENT_READ)
     choose.register(listener, selectors.EVENT_READ)
     while True:

@@ -47,7 +47,8 @@ def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token i
 # %% ../../nbs/30_answers.answer.ipynb #a5e40001
 def _picture_uri(picture:Image.Image, side:int)->str: # pixels of the copy's longest side; a data: URI
     "Returns a small copy of a picture, for HTML."
-    small,out = picture.copy(),io.BytesIO()
+    small = picture.copy()
+    out = io.BytesIO()
     small.thumbnail((side,side))
     small.save(out, 'JPEG', quality=85)
     return 'data:image/jpeg;base64,'+base64.b64encode(out.getvalue()).decode()
@@ -115,7 +116,8 @@ class Asker:
         images = [images] if isinstance(images, Image.Image) else list(images)
         if not images: return [],''
         tiles,grids = zip(*map(self.image_processor, images))
-        a_tile,convention = self.model.cfg.mp_image_token_length,self.image_processor.convention
+        a_tile = self.model.cfg.mp_image_token_length
+        convention = self.image_processor.convention
         if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], a_tile, convention)
         return [*tiles],''.join(image_strings(self.tokenizer, [g], a_tile, convention)[0] for g in grids)
 
@@ -201,7 +203,8 @@ class Asker:
             texts = [str(c) for c in choices] # numbers, too
             scores = self.score(images, question, texts)
             reply = Reply(texts[scores.index(max(scores))])
-        reply.images,reply.question = images,question
+        reply.images = images
+        reply.question = question
         return reply
 
     @property
@@ -223,7 +226,8 @@ class Asker:
 # %% ../../nbs/30_answers.answer.ipynb #a5e40008
 def _with_answers(asker, turns, template):
     "Ids, labels and tiles of each."
-    tokenizer,known = asker.tokenizer,{}
+    tokenizer = asker.tokenizer
+    known = {}
     for images,question,answer in turns:
         *before,last = [dict(user=question)] if isinstance(question, str) else question
         images = [images] if isinstance(images, Image.Image) else list(images)
@@ -249,8 +253,10 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
     asker.check_length(max(len(ids) for ids,*_ in rows), 0)
     ids,mask = left_pad([ids.tolist() for ids,*_ in rows], asker.tokenizer.pad_token_id, asker.device)
     labels,_ = left_pad([labels.tolist() for _,labels,_ in rows], IGNORE, asker.device)
-    is_target,hidden = labels!=IGNORE,asker.model.hidden(ids, [tiles for *_,tiles in rows], mask)
-    scores,row = asker.model.decoder.head(hidden[is_target]).float(),is_target.nonzero()[:,0]
+    is_target = labels!=IGNORE
+    hidden = asker.model.hidden(ids, [tiles for *_,tiles in rows], mask)
+    scores = asker.model.decoder.head(hidden[is_target]).float()
+    row = is_target.nonzero()[:,0]
     targets = labels[is_target]
     losses = torch.nn.functional.cross_entropy(scores, targets, reduction='none')
     wrong = (scores.argmax(-1)!=targets).float()
@@ -261,7 +267,8 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
 class Chat:
     "A conversation about some pictures, in which nothing is read twice."
     def __init__(self, asker:Asker, images:Iterable[Image.Image]=()): # the model; what it is about
-        self.asker,self.turns = asker,[]
+        self.asker = asker
+        self.turns = []
         self.tiles,self.pictures = asker.tiles(images)
         self.known = []                # token ids that the reader has read
         self.reader:Reader|None = None # none has begun
@@ -275,14 +282,16 @@ class Chat:
     def stream(self, question:str, max_new_tokens:int=32, stop:Sequence[str|int]=(), **sampling,
     )->Iterator[str]: # pieces of the answer; the arguments are those of `Asker.stream`
         "Asks the next question, and yields the answer; only an answer heard to its end is remembered."
-        a,turns = self.asker,[*self.turns, dict(user=question)]
+        a = self.asker
+        turns = [*self.turns, dict(user=question)]
         unread = ids = encode_prompt(a.tokenizer, turns, self.pictures, inline=a.inline).tolist()
         a.check_length(len(ids), max_new_tokens)
         n = self.shared(ids)
         if n and self.reader: self.reader.go_back(n, len(ids)-n+max_new_tokens)
         else: self.reader = Reader(a.model.decoder, torch.ones(1, len(ids), dtype=torch.long), max_new_tokens)
         self.known,(texts,tokens) = [],a.ends(stop)
-        row,streams = torch.tensor([ids], device=a.device),TextStreams(a.tokenizer, 1, texts, tokens)
+        row = torch.tensor([ids], device=a.device)
+        streams = TextStreams(a.tokenizer, 1, texts, tokens)
         for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens, tokens,
                                   ended=streams, reader=self.reader, **a.sampling(sampling)):
             # the model reads a token when the next one is asked for
@@ -316,7 +325,8 @@ FEW = 8 # different questions, each of which is a kind of its own
 def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perhaps `kinds` or `source`
 )->list[Result]: # not yet answered
     "Returns every turn of every sample as a question."
-    rows,out = [row|dict(texts=place_pictures(row['texts'], len(row['images'] or []))) for row in rows],[]
+    rows = [row|dict(texts=place_pictures(row['texts'], len(row['images'] or []))) for row in rows]
+    out = []
     asked = {t['user'] for row in rows for t in row['texts']}
     for row in rows:
         images = list(row['images'] or [])
@@ -387,7 +397,8 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
 # %% ../../nbs/30_answers.answer.ipynb #761a09fe
 def keep_example(run_dir:Path, row:dict)->None: # held out, with one picture; see `read_example`
     "Writes picture, question and right answer of a row into a run's directory."
-    png,turn = io.BytesIO(),row['texts'][0]
+    png = io.BytesIO()
+    turn = row['texts'][0]
     row['images'][0].convert('RGB').save(png, 'PNG')
     write_atomic(run_dir/EXAMPLE_PICTURE, png.getvalue())
     text = json.dumps(dict(question=turn['user'], answer=turn['assistant']), ensure_ascii=False)
@@ -398,12 +409,15 @@ _TOGETHER = 16 # questions that are read in one batch
 def main(values:Namespace)->None: # from `cli.ask_parser`
     "Command `nanovlm ask`: answers questions about some pictures, or the one that a run keeps."
     a = values
-    checkpoint,right = a.checkpoint or newest_run(),None
-    questions,pictures = [a.prompt],a.image
+    checkpoint = a.checkpoint or newest_run()
+    right = None
+    questions = [a.prompt]
+    pictures = a.image
     if a.prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
     elif a.prompt is None:
         picture,question,right = read_example(checkpoint)
-        questions,pictures = [question],[str(picture)]
+        questions = [question]
+        pictures = [str(picture)]
     for path in pictures: image_size(path) # before a model is read
     asker = Asker.from_checkpoint(checkpoint)
     images = [open_image(path, asker.model.cfg.pixel_max) for path in pictures]

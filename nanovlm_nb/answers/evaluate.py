@@ -173,7 +173,8 @@ LOGIN = 'not logged in to the hub, as most benchmarks need: hf auth login, or gi
 
 def possible_tasks(train_cfg:TrainConfig)->tuple[str,str|None]: # separated by commas; a line for the log
     "Returns what can be evaluated, and what is missing for the rest and how to get it."
-    c,names = train_cfg,task_names(train_cfg.lmms_eval_tasks)
+    c = train_cfg
+    names = task_names(train_cfg.lmms_eval_tasks)
     if slurm := choose_eval_backend(c)=='slurm':
         gone = [n for n in ('sbatch',c.eval_script) if not (shutil.which(n) or Path(n).is_file())]
         if gone: return '',_NO_SLURM.format(' and no '.join(gone))
@@ -186,7 +187,9 @@ def possible_tasks(train_cfg:TrainConfig)->tuple[str,str|None]: # separated by c
 # %% ../../nbs/36_answers.evaluate.ipynb #20eb3500
 def _evaluator_command(run_dir:Path, cfg:TrainConfig, tasks:str, step:int)->list[str]: # never for a shell
     "Returns how the evaluator of a checkpoint is started: as a process of this machine, or by sbatch."
-    c,checkpoint,options = cfg,str(run_dir/f'step_{step}'),(cfg.lmms_eval_batch_size,cfg.lmms_eval_prompts)
+    c = cfg
+    checkpoint = str(run_dir/f'step_{step}')
+    options = (cfg.lmms_eval_batch_size,cfg.lmms_eval_prompts)
     include = c.eval_include_path and str(Path(c.eval_include_path).absolute())
     if choose_eval_backend(c)=='slurm':
         words = checkpoint,step,run_dir.name,tasks,c.lmms_eval_limit,*options,*filter(None, [include])
@@ -259,14 +262,17 @@ def _in_queue(job)->bool:
 # %% ../../nbs/36_answers.evaluate.ipynb #0047e784
 def _is_at_work(evals, step, thorough)->bool:
     "Returns whether somebody is evaluating a checkpoint."
-    child,job = evals.children.get(step),_job(evals, step)
+    child = evals.children.get(step)
+    job = _job(evals, step)
     if child.poll() is None if child else _is_running(evals.file(step, 'log')): return True
     return bool(job and missing_tasks(evals, step)) and (not thorough or _in_queue(job))
 
 # %% ../../nbs/36_answers.evaluate.ipynb #cc3a9fa0
 def _begin(evals, step)->str:
     "Starts an evaluator; returns a line for the log."
-    todo,variables,where = evals.file(step, 'todo'),{},''
+    todo = evals.file(step, 'todo')
+    variables = {}
+    where = ''
     with open_own(todo, 'a') as f: f.write('.')
     if evals.backend=='subprocess':
         ranks = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
@@ -278,11 +284,14 @@ def _begin(evals, step)->str:
     return f'evaluation of step {step} begins{where}: {evals.tasks}'+', again'*(todo.stat().st_size>1)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #cc3a9fa3
-_MOST_STARTS,_MOST_FAILURES = 10,2 # after so many an evaluation is given up
+_MOST_STARTS = 10
+_MOST_FAILURES = 2 # after so many an evaluation is given up
 
 def _settle(evals, step)->list[str]:
     "Notes how an evaluation has ended that nobody is at work on; returns lines for the log."
-    todo,left,job = evals.file(step, 'todo'),', '.join(missing_tasks(evals, step)),_job(evals, step)
+    todo = evals.file(step, 'todo')
+    left = ', '.join(missing_tasks(evals, step))
+    job = _job(evals, step)
     child = evals.children.pop(step, None)
     code = child.returncode if child else -1 # of an earlier start's child nothing is known
     if not left:
@@ -335,7 +344,8 @@ def _new_results(evals:Evaluations, until:float=math.inf, # last step to look at
 # %% ../../nbs/36_answers.evaluate.ipynb #b7b917cb
 def _stop(evals, step):
     "Ends an evaluator, whoever has started it."
-    log,job = evals.file(step, 'log'),_job(evals, step)
+    log = evals.file(step, 'log')
+    job = _job(evals, step)
     for group in _writers(log) if _is_running(log) else []:
         with suppress(ProcessLookupError): os.killpg(group, signal.SIGKILL) # it may have ended just now
     if job and evals.file(step, 'todo').exists() and shutil.which('scancel'):
@@ -475,7 +485,8 @@ class NanoVLM(lmms):
         answers = ['']*len(requests)
         def kind(r): return _asked_as(r.args[4], self.prompts),repr(sorted(r.args[1].items()))
         for part in _batches(requests, self.batch_size, kind):
-            options,plain = requests[part[0]].args[1],kind(requests[part[0]])[0]=='plain'
+            options = requests[part[0]].args[1]
+            plain = kind(requests[part[0]])[0]=='plain'
             def words(args): return (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
             asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
             stop = [s for s in _flat(options.get('until')) if s and plain]
@@ -491,7 +502,8 @@ class NanoVLM(lmms):
             pictures = [] if len(args)==2 else self.pictures(*args[2:6])
             answer = args[1](self.task_dict[args[4]][args[5]][args[3]]) if callable(args[1]) else args[1]
             return pictures,args[0],str(answer).strip()
-        turns,n = [turn(r.args) for r in requests],self.batch_size
+        turns = [turn(r.args) for r in requests]
+        n = self.batch_size
         return [wrapped(o) for i in range(0, len(turns), n) for o in answer_losses(self.asker, turns[i:i+n])]
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
@@ -576,7 +588,8 @@ def _task_manager(include_path):
 def _through_lmms_eval(asker:Asker, task:str, args:Namespace)->tuple[dict,dict]|None: # see `_evaluate_task`
     "Evaluates a task with lmms-eval, which draws no chance that the training would miss."
     from lmms_eval.evaluator import simple_evaluate
-    manager,chance = _task_manager(args.include_path),rng_state()
+    manager = _task_manager(args.include_path)
+    chance = rng_state()
     require(task in manager.all_tasks, f'lmms-eval has no task {task!r}: '
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
     model = NanoVLM(asker=asker, batch_size=args.batch_size, prompts=args.prompts)
@@ -593,11 +606,13 @@ def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
     args:Namespace, # see `cli_evaluate`; every rank must call
 )->tuple[dict[str,float],dict[str,int]]|None: # figures; samples of each task; None on other ranks than 0
     "Evaluates one task: a question file by ourselves, all others with lmms-eval."
-    path,why = _task_file(task, args.include_path),_why_not(task, args.include_path)
+    path = _task_file(task, args.include_path)
+    why = _why_not(task, args.include_path)
     require(not why, why.format(task))
     if path is None or (has_lmms_eval() and not task.endswith('.parquet')):
         return _through_lmms_eval(asker, task, args)
-    questions,dist = questions_of(read_rows(path, args.limit)),args.dist
+    questions = questions_of(read_rows(path, args.limit))
+    dist = args.dist
     require(questions, f'{path} holds no question')
     answers = answer_all(asker, questions[dist.rank::dist.world_size], args.batch_size)
     share = dist.sum(sum(r.right for r in answers))/len(questions)
@@ -621,7 +636,8 @@ def _add(all_of, task, asker, args):
 def cli_evaluate(args:Namespace)->dict|None: # `model`, `tasks`, `limit`, `batch_size`, `device`, see `main`
     "Returns `_result_values` of a model in memory, and messages under 'failed'; None on other ranks than 0."
     args = Namespace(**dict(include_path=None, prompts=PROMPTS[0], dist=Dist())|vars(args))
-    model,was = args.model.to(args.device),args.model.training
+    model = args.model.to(args.device)
+    was = args.model.training
     all_of:dict[str,Any] = dict(tasks=[], results={}, samples={}, prompts={}, failed={})
     try:
         asker = Asker.from_model(model)
@@ -651,7 +667,8 @@ def _evaluate_into(args:Namespace, values:dict, # see `cli_evaluate`; from `_res
     for task in task_names(args.tasks):
         if values['prompts'].get(task)==_asked_as(task, args.prompts): continue
         results:Any = cli_evaluate(Namespace(**vars(args)|dict(tasks=task)))
-        values,failed = _result_values(values, results),failed|results['failed']
+        values = _result_values(values, results)
+        failed = failed|results['failed']
         if out: write_json(out, values)
     return values,failed
 
@@ -677,7 +694,9 @@ def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task fai
     if a.write_tasks:
         with user_path(): say(str(write_tasks(a.write_tasks)))
         return 0
-    checkpoint,out,names = find_checkpoint(a.checkpoint),Path(a.out) if a.out else None,task_names(a.tasks)
+    checkpoint = find_checkpoint(a.checkpoint)
+    out = Path(a.out) if a.out else None
+    names = task_names(a.tasks)
     step = _step_in_name(checkpoint) if a.step is None else a.step
     head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
     before = _result_before(out, head) # before a model is read

@@ -50,7 +50,8 @@ _SPREAD = .75 # width (standard deviation) of a token's spot, in sides of its sq
 
 def _spots(n, cells):
     "Returns how much of each of `cells` spots falls on each of `n` pixels; a spot within them sums to 1."
-    at,mid = (torch.arange(n)+.5)/n,(torch.arange(cells)+.5)/cells
+    at = (torch.arange(n)+.5)/n
+    mid = (torch.arange(cells)+.5)/cells
     width = _SPREAD/cells
     return torch.exp(-(at[:,None]-mid)**2/(2*width**2))/(width*n*(2*torch.pi)**.5)
 
@@ -69,7 +70,8 @@ class Heat:
     )->'Heat': # sorted by place
         "Returns tokens in their places."
         if convention=='qwen': return cls(None, values.unflatten(0, grid), (1,1)) # a tile is a token
-        (rows,cols),n = grid,grid[0]*grid[1]
+        (rows,cols) = grid
+        n = grid[0]*grid[1]
         stack = values.unflatten(0, (n+(n>1),-1))
         side = isqrt(stack.shape[1])
         stack = stack.unflatten(1, (side,side))
@@ -97,7 +99,8 @@ def answer_heat(asker:Asker, images:Sequence[Image.Image], # pictures, one or mo
     answer_only:bool=False)->list[Heat]: # leave out the words of the question; of each picture
     "Returns how much the text took from each place, on average over rows, blocks and heads."
     require(images, 'no picture: there is nothing to look at')
-    model,c = asker.model,asker.model.cfg
+    model = asker.model
+    c = asker.model.cfg
     prompt,tiles = asker.prompt(images, question)
     answered = asker.tokenizer(answer, add_special_tokens=False)['input_ids']
     ids = torch.tensor([prompt+answered], device=asker.device)
@@ -125,7 +128,8 @@ def overlay(image:Image.Image, heat:Heat, # from `answer_heat`
     colour = colormaps['inferno']((hot-hot.min())/max(float(np.ptp(hot)), 1e-12))[...,:3]
     mixed = .4*np.asarray(image.resize((w,h)), dtype=float)+.6*255*colour
     out = Image.fromarray(mixed.round().astype(np.uint8))
-    pen,(rows,cols) = ImageDraw.Draw(out),heat.grid
+    pen = ImageDraw.Draw(out)
+    (rows,cols) = heat.grid
     for c in range(1, cols): pen.line([(c*w/cols,0), (c*w/cols,h)], fill=(255,255,255))
     for r in range(1, rows): pen.line([(0,r*h/rows), (w,r*h/rows)], fill=(255,255,255))
     return out

@@ -29,7 +29,8 @@ def other_pictures(rows:list[dict])->list[dict]|None: # with decoded `images`; N
     "Returns the same rows, each with the pictures of the rows that follow it."
     pool = [(i, picture, _pixels(picture)) for i,row in enumerate(rows) for picture in row['images'] or []]
     if len({pixels for _,_,pixels in pool})<2: return None
-    others,place = [],0
+    others = []
+    place = 0
     for row in rows:
         own = row['images'] or []
         mine = {pixels for _,_,pixels in pool[place:place+len(own)]}

@@ -50,7 +50,8 @@ class ConstantLengthDataset(IterableDataset):
         self.dataset.max_sample_length = min(n for n in lengths if n is not None)
         images = dataset.max_images_per_example,max_images_per_example,max_images_per_knapsack
         self.dataset.max_images_per_example = min(n for n in images if n is not None)
-        rows,streamed = dataset.rows,isinstance(dataset.rows, datasets.IterableDataset)
+        rows = dataset.rows
+        streamed = isinstance(dataset.rows, datasets.IterableDataset)
         self.source:Any = StreamSource(dict(default=rows)) if streamed else MapSource(rows, shuffle=False)
         pad_id = dataset.tokenizer.pad_token_id
         self.rules = PackRules(seq_length, pad_id, max_images_per_knapsack, window=num_of_sequences)
@@ -85,11 +86,13 @@ class ConstantLengthDataset(IterableDataset):
 class VQACollator:
     "Joins packs, or samples of a `VQADataset`, one a row, by nanoVLM's name; None if there is none."
     def __init__(self, tokenizer:PreTrainedTokenizerBase, max_length:int): # positions of a row for a sample
-        self.tokenizer,self.max_length = tokenizer,max_length
+        self.tokenizer = tokenizer
+        self.max_length = max_length
 
     def __call__(self, items:list[dict|None])->Batch|None: # None: a sample that was left out
         "Returns the batch."
-        packs,pad_id = [],self.tokenizer.pad_token_id
+        packs = []
+        pad_id = self.tokenizer.pad_token_id
         for item in items:
             if item is None: continue
             packs.append(item if 'doc_lens' in item else pack([item], self.max_length, pad_id))

@@ -56,7 +56,9 @@ class VLMDataset(Dataset):
         "Read the lines and keep the tools."
         self.bad_lines = Drops()
         self.rows = text_rows(data_path, images_path, self.bad_lines).with_format('arrow')
-        self.tokenizer, self.preprocess, self.max_length = tokenizer, preprocess, max_length
+        self.tokenizer = tokenizer
+        self.preprocess = preprocess
+        self.max_length = max_length
         self.image_special_token = image_special_token
         # as many as the model has features for a picture
         self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
@@ -73,7 +75,8 @@ class VLMDataset(Dataset):
 
     def encode(self, row:dict)->tuple[Tensor,Tensor]: # from `to_row`; ids and labels (T,), not cut
         "Tokenise a row; raises `Dropped` if nothing can be learned from it."
-        n, L = len(row['images']), self.max_length
+        n = len(row['images'])
+        L = self.max_length
         texts, _ = number_marks(row['texts'], n) # where they are, at the beginning and at the end too
         try: ids, labels = encode_chat(self.tokenizer, texts, [self.image_special_token]*n, True, self.frames,
                                        self.special)

@@ -46,7 +46,9 @@ Table = dict[str,list[tuple[Any,str]]] # kind of waiting or work -> rows of (con
 
 def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a rank
     "Returns what helps a run that waits for data or for other ranks."
-    now,smaller,a = loader_workers(c, cores),_smaller_pictures(v),c.gradient_accumulation_steps
+    now = loader_workers(c, cores)
+    smaller = _smaller_pictures(v)
+    a = c.gradient_accumulation_steps
     more = min(max(2*now, 6), c.batch_size*a, cores or 32)
     streamed = c.stream_dataset or c.train_dataset_path=='shapes' or c.train_dataset_path.endswith('.jsonl')
     own = c.train_dataset_path in ('rows','labels') # they are in memory, or have been read
@@ -62,7 +64,8 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a 
 def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` and `checkpoint`
     device:str='cuda')->Table:
     "Returns what helps a run that spends its time beside forward and backward, or in them."
-    part,a = lambda name: shares.get(name, 0)>_MOST['other']/2,c.gradient_accumulation_steps
+    part = lambda name: shares.get(name, 0)>_MOST['other']/2
+    a = c.gradient_accumulation_steps
     gpu = device!='cpu'
     return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
         (part('checkpoint') and c.save_interval, f'save_interval {c.save_interval} -> {2*c.save_interval}'),
@@ -100,7 +103,8 @@ class Remedy(NamedTuple):
 
 def _smaller_batches(cfg:TrainConfig)->list[dict]:
     "Returns other splits of the same update, down to micro-batches of one pack."
-    b,a = cfg.batch_size,cfg.gradient_accumulation_steps
+    b = cfg.batch_size
+    a = cfg.gradient_accumulation_steps
     return [dict(batch_size=n, gradient_accumulation_steps=a*b//n) for n in range(b-1, 0, -1) if b%n==0]
 
 # %% ../../nbs/07_core.advice.ipynb #c24d6542
@@ -109,7 +113,8 @@ def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cu
     fewer = {n:min(getattr(t, n), 10) for n in ('max_images_per_knapsack','max_images_per_example')}
     shorter = dict(lm_max_length=2048, max_sample_length=min(t.max_sample_length, 2048))
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
-    tower,stages = adapted if t.lora_rank else t.lr_backbone_pair[0],('ddp','zero2','zero3')
+    tower = adapted if t.lora_rank else t.lr_backbone_pair[0]
+    stages = ('ddp','zero2','zero3')
     rows = [*((True, new, 'the update stays the same') for new in _smaller_batches(t)),
         (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
         (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens'),
@@ -130,7 +135,9 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     keeps:Callable=lambda changes: True, # may a run resume with them?
     cpus:int|None=None, ranks:int=1, device:str='cuda')->list[str]: # of the machine on which it computes
     "Returns a line for each thing that is not in order, with what to change; for `shares` see `_grouped`."
-    v,over,cores = v or VLMConfig(),_over_budget(shares),cpus and max(cpus//ranks, 1)
+    v = v or VLMConfig()
+    over = _over_budget(shares)
+    cores = cpus and max(cpus//ranks, 1)
     remedies = memory_remedies(v, c, ranks, device) if oom else []
     said = {'out of memory':[str(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[str(r) for r in remedies if not keeps(r.changes)],
@@ -151,7 +158,8 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
 # %% ../../nbs/07_core.advice.ipynb #ba6542eb
 def _save_notes(c:TrainConfig)->list[str]:
     "Returns what is odd about the checkpoints, a line for each."
-    updates,every = updates_of_run(c),c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
+    updates = updates_of_run(c)
+    every = c.save_interval or (c.eval_interval if c.eval_in_epochs else 0)
     if not every: return ['save_interval is 0 and eval_in_epochs False: only the end is saved']
     advised = ('50 to 100 with max_keep_ckpts 3 while you try whether a run works, '
         '500 to 1000 with max_keep_ckpts 1 later')

@@ -71,7 +71,8 @@ _BASIC = {int:'a whole number', float:'a finite number', bool:'True or False', s
 def rule_of(kind:Any)->tuple[type,str,Callable]:
     """Returns what an annotation asks for: a type, its rule in words, and a test.
     Of a list without a rule of its own they are those of its elements."""
-    args,outer = get_args(kind),get_origin(kind)
+    args = get_args(kind)
+    outer = get_origin(kind)
     if NoneType in args:
         base,words,ok = rule_of(args[0])
         return base,words+', or None'*(base is not str),ok
@@ -175,7 +176,8 @@ class Config:
 
     def to_json(self)->str:
         "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        values,usual = self.to_dict(),VLMConfig().to_dict()
+        values = self.to_dict()
+        usual = VLMConfig().to_dict()
         left_out = {n for n in OWN_FIELDS if n in OF_RUN or values.get(n)==usual[n]}
         return json.dumps({k:v for k,v in values.items() if k not in left_out}, indent=4)
 
@@ -387,7 +389,8 @@ def _tokens_suffice(c):
 def _shape_stays(c):
     "The same for a model whose pictures keep their shape."
     if not c.native: return []
-    pairs,head = c.head_width//2,c.vit_hidden_dim//c.vit_n_heads
+    pairs = c.head_width//2
+    head = c.vit_hidden_dim//c.vit_n_heads
     return [
         (c.mp_image_token_length==1, f'a tile makes {c.mp_image_token_length} image tokens, but 1 with '
             'image_convention qwen: set vit_img_size to vit_patch_size x mp_pixel_shuffle_factor'),
@@ -577,7 +580,9 @@ _MOST_PACKS = 2**14 # of a rank in an update: each is a lane with a place in the
 
 def _sizes_fit(c):
     "Lengths, data and sharding: conditions, and what to say."
-    names,weights,images = c.train_dataset_name,c.train_dataset_weights,c.max_images_per_example
+    names = c.train_dataset_name
+    weights = c.train_dataset_weights
+    images = c.max_images_per_example
     packs = c.batch_size*c.gradient_accumulation_steps
     return [
         (packs<=_MOST_PACKS, f'batch_size {c.batch_size} x gradient_accumulation_steps '
@@ -599,7 +604,9 @@ def _sizes_fit(c):
 # %% ../../nbs/02_core.config.ipynb #56d5d995
 def _parts_fit(c):
     "The same for what needs a frozen part, or each rank's own model."
-    rank,last,ddp = c.lora_rank,c.language_last_blocks,c.sharding=='ddp'
+    rank = c.lora_rank
+    last = c.language_last_blocks
+    ddp = c.sharding=='ddp'
     alone = f'and sharding {c.sharding}, whose ranks use the model together:'
     return [
         (not rank or last is None, f'language_last_blocks {last} and lora_rank {rank}: '
@@ -612,8 +619,11 @@ def _parts_fit(c):
 # %% ../../nbs/02_core.config.ipynb #63fc29fc
 def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     "Raises a UsageError where the model and the run contradict each other."
-    c,length,most = train_cfg,train_cfg.max_sample_length,vlm_cfg.lm_max_length
-    picture,lanes = vlm_cfg.mp_image_token_length+1,c.batch_size*c.gradient_accumulation_steps
+    c = train_cfg
+    length = train_cfg.max_sample_length
+    most = vlm_cfg.lm_max_length
+    picture = vlm_cfg.mp_image_token_length+1
+    lanes = c.batch_size*c.gradient_accumulation_steps
     require(length<=most, f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
     require(picture<length, f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
     require(not (vlm_cfg.native and c.cache_features), 'cache_features keeps the features of single tiles, '
@@ -630,14 +640,19 @@ _LINE = r'(?:    # --- (.*)\n)?((?:    # .*\n)*)    (\w+):[^#\n]*(?:# (.*))?' # 
 def described(cls:type[Config])->dict[str,tuple[str,str,bool]]: # section, help, and whether it is common
     "Returns what the comments behind the fields, or in the lines above them, say."
     source = ''.join(linecache.getlines(cls.check.__code__.co_filename))
-    page,found,section = source.partition(f'class {cls.__name__}(')[2].partition('\n    def ')[0],{},''
+    page = source.partition(f'class {cls.__name__}(')[2].partition('\n    def ')[0]
+    found = {}
+    section = ''
     for head,above,name,behind in re.findall(_LINE, page):
-        section,text = head or section,' '.join([*re.findall('# (.*)', above), behind]).strip()
+        section = head or section
+        text = ' '.join([*re.findall('# (.*)', above), behind]).strip()
         found[name] = section,text.removeprefix('* '),text.startswith('* ')
     return found
 
 # %% ../../nbs/02_core.config.ipynb #f1e1d005
-FINE,CAREFUL,REFUSED = 'fine','careful','refused' # what a change means for a run that is resumed
+FINE = 'fine'
+CAREFUL = 'careful'
+REFUSED = 'refused' # what a change means for a run that is resumed
 
 def rules(level:str, table:dict[str,str])->dict[str,tuple[str,str]]:
     "Returns level and reason by field, from a table of reasons by several fields."
@@ -916,7 +931,8 @@ def _from_text(text:str, kind:Any)->Any:
 # %% ../../nbs/02_core.config.ipynb #fb59a078
 def _add_field(group, f, default, help, common):
     "Adds the flag of a field, and a twin for what is true by default; the help of a rare one is kept aside."
-    base,choices = rule_of(f.type)[0],get_args(f.type) if get_origin(f.type) is Literal else ()
+    base = rule_of(f.type)[0]
+    choices = get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
     how:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if base is list else {}
     action = group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type),
@@ -977,7 +993,8 @@ class SettingsParser(Parser):
         values,rest = self.parse_known_args(words, Namespace(**dict.fromkeys(FIELDS, MISSING)))
         given = {n:v for n in FIELDS if (v := vars(values).pop(n)) is not MISSING}
         if self.check: self.check(values)
-        first,values.run_dir = Path(rest[0]) if rest else Path('none'),None
+        first = Path(rest[0]) if rest else Path('none')
+        values.run_dir = None
         if self.takes_run and first.is_dir():
             values.run_dir,values.config = check_run(rest.pop(0)),str(first/CONFIG)
         elif first.suffix in ('.yaml','.yml'): values.config = values.config or str(first); del rest[0]
@@ -1042,7 +1059,8 @@ def load_function(name:str, field:str)->Callable:
 def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now:datetime|None=None)->str:
     """Returns the name of a run: the one it was given, or data and date, or, with `long_run_name`,
     backbones, batch, length, learning rates and date."""
-    c,v = train_cfg,vlm_cfg
+    c = train_cfg
+    v = vlm_cfg
     if c.run_name: return c.run_name
     date = f'{now or datetime.now():%m%d-%H%M%S}'
     data = re.sub(r'\W+', '_', Path(c.train_dataset_path).stem)[:40].strip('_') or 'run'

@@ -173,7 +173,8 @@ def _meeting_store(me:Dist)->c10d.Store: # not yet in a group
 # %% ../../nbs/03_core.dist.ipynb #7d32db44
 def init_dist(device:str|torch.device|None=None, timeout_s:float=1800.)->Dist: # default: the best device
     "Joins the other ranks if there are any; alone, only the device is chosen."
-    env,chosen = _launch_env(),torch.device(device) if device else pick_device()
+    env = _launch_env()
+    chosen = torch.device(device) if device else pick_device()
     if env is None: return Dist(device=chosen, timeout_s=timeout_s)
     me = Dist(**env, device=_rank_device(chosen.type, env['local_rank']), timeout_s=timeout_s)
     backend = 'cpu:gloo,cuda:nccl' if me.device.type=='cuda' else 'gloo'
@@ -307,7 +308,8 @@ _SOCKET_NAME,_BEHIND = 107,32 # bytes of a socket's name; of them those that `mu
 
 def check_socket_room()->None:
     "Raises a UsageError if the temporary directory's name is too long for the sockets of loader workers."
-    folder,most = tempfile.gettempdir(),_SOCKET_NAME-_BEHIND
+    folder = tempfile.gettempdir()
+    most = _SOCKET_NAME-_BEHIND
     size = len(os.fsencode(folder))
     require(size<=most, f'the temporary directory {folder} has a name of {size} bytes, loader workers can '
         f'use at most {most}: set TMPDIR to a shorter one, or num_workers and val_workers to 0')

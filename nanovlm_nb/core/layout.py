@@ -26,9 +26,11 @@ def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[i
     runs = [(n,i) for lens,start in zip(doc_lens, starts)
             for n,i in [(start,0), *((n,i+1) for i,n in enumerate(lens)), (T-start-sum(lens),0)] if n]
     lens,numbers = torch.tensor(runs, dtype=torch.long).view(-1, 2).unbind(1)
-    ends,size = lens.cumsum(0),max(len(runs)+1, len(doc_lens)*T//_CU_STEP)
+    ends = lens.cumsum(0)
+    size = max(len(runs)+1, len(doc_lens)*T//_CU_STEP)
     cu = torch.full((-(-size//_CU_STEP)*_CU_STEP,), len(doc_lens)*T, dtype=torch.int32)
-    cu[:1],cu[1:len(runs)+1] = 0,ends
+    cu[:1] = 0
+    cu[1:len(runs)+1] = ends
     documents = numbers.repeat_interleave(lens).view(len(doc_lens), T)
     positions = torch.arange(len(doc_lens)*T)-(ends-lens).repeat_interleave(lens)
     return dict(cu=cu, documents=documents, positions=positions.view_as(documents)*(documents>0))

@@ -135,9 +135,15 @@ class _Screen:
         alone = not (quiet or logging.root.handlers) # nobody else shows warnings
         self.handlers = [self.file, *[_AboveBar(logging.WARNING)]*alone]
         for h in self.handlers: self.logger.addHandler(h)
-        self.total,self.every,self.quiet,self.epochs,self.now = total_steps,every,quiet,epochs,now
-        self.hidden,self.bar = None if progress and not quiet else True,None # None: as the output is
-        self.first,self.said = None,inf # update and time
+        self.total = total_steps
+        self.every = every
+        self.quiet = quiet
+        self.epochs = epochs
+        self.now = now
+        self.hidden = None if progress and not quiet else True
+        self.bar = None # None: as the output is
+        self.first = None
+        self.said = inf # update and time
 
     def open(self)->None:
         "Writes from now on, first what was said so far."
@@ -162,7 +168,9 @@ class _Screen:
 
     def _update(self, metrics, step):
         "Moves the bar, and writes a line if it is time."
-        now,report,total = self.now(),step%self.every==0,self.total
+        now = self.now()
+        report = step%self.every==0
+        total = self.total
         first,began = self.first = self.first or (step,now)
         self.said = min(self.said, now)
         pace = (now-began)/(step-first) if step>first else nan # seconds of an update
@@ -190,7 +198,9 @@ EVAL_AXIS = '<lmms-eval-step>' # the figure against which `lmms_eval/*` is drawn
 class _Tracker:
     "Sends figures to a service for as long as that works; `where` says where to."
     def __init__(self, name:str, service:Callable[...,'_Service'], *about:Any): # as below; what it takes
-        self.name,self.failed,self.where = name,False,''
+        self.name = name
+        self.failed = False
+        self.where = ''
         self.finish:Callable|None = None
         with self: self.send,self.finish,self.where = service(*about)
 
@@ -278,7 +288,9 @@ class RunLog:
     def __init__(self, run_dir:str|Path, dist:Dist, # of the run, made if it is not there; this process
         trackers:Iterable[str]=(), *about:Any, # keys of `_TRACKERS`; what they take beside the directory
         opened:bool=True, **shown:Any): # False: nothing is written before `open`; what `_Screen` takes
-        self.run_dir,self.trackers,self.about = Path(run_dir),[*trackers],about
+        self.run_dir = Path(run_dir)
+        self.trackers = [*trackers]
+        self.about = about
         for name in self.trackers: # refused on every rank; wandb comes with the library
             require(name=='wandb' or find_spec(name), f'tracker {name}: the package {name} is not there: '
                 f'pip install {name}, or leave it out of tracker')
@@ -326,7 +338,8 @@ class RunLog:
         "Closes everything that is open, in reverse order; a second call does nothing."
         with ExitStack() as closing:
             for sink in self.sinks or filter(None, [self.screen]): closing.callback(sink.close, failed)
-            self.sinks,self.screen = [],None
+            self.sinks = []
+            self.screen = None
 
     def __enter__(self): return self
     def __exit__(self, kind, error, traceback):
@@ -341,7 +354,8 @@ STATS = 'tokens_per_second','data_load_time','fw_bw_time','post_process_time','i
 
 def over_ranks(values:dict[str,list[float]], dist:Dist)->dict[str,float]: # by name; every rank must call
     "Returns average, maximum and minimum over all ranks, `training_stats/avg_...`, and empties the lists."
-    gathered,found = dist.gather(values),{}
+    gathered = dist.gather(values)
+    found = {}
     for name,own in values.items():
         every = [x for of_rank in gathered for x in of_rank[name]]
         kinds = dict(avg=sum(every)/len(every), max=max(every), min=min(every)) if every else {}
@@ -420,7 +434,8 @@ def plot_curves(records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; 
     "Returns loss, learning rates and gradient norm over the updates of a run, or of several, as a figure."
     from matplotlib.figure import Figure
     runs = records if isinstance(records, dict) else {'':list(records)}
-    fig,several = Figure(figsize=(8.8, 3.6)),len(runs)>1
+    fig = Figure(figsize=(8.8, 3.6))
+    several = len(runs)>1
     for ax,(label,pattern) in zip(fig.subplots(1, 3), _CURVES.items()):
         for i,(run,lines) in enumerate(runs.items()):
             _draw(ax, lines, pattern, **dict(label=run, color=f'C{i}', ls='-') if several else {})

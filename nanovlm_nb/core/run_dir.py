@@ -156,17 +156,28 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
         f'{n} is not in its manifest' for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200003
-CONFIG,CLASSIFY = 'config.yaml','classify.yaml' # settings of a run, and of a classifier
+CONFIG = 'config.yaml'
+CLASSIFY = 'classify.yaml' # settings of a run, and of a classifier
 STATUS,LOCK = 'status','lock' # running, done, ...; holder of the directory
-LAST,BEST = 'last_checkpoint','best_checkpoint' # files of one line, for people and scripts
-LOG,TEXT_LOG,WANDB_ID = 'log.jsonl','train.log','wandb_id' # figures, lines, the run on the dashboard
+LAST = 'last_checkpoint'
+BEST = 'best_checkpoint' # files of one line, for people and scripts
+LOG = 'log.jsonl'
+TEXT_LOG = 'train.log'
+WANDB_ID = 'wandb_id' # figures, lines, the run on the dashboard
 # what was left out, and skipped
-DROPPED,DROP_LIST,BAD_UPDATES = 'dropped.jsonl','drops.json','bad_updates.jsonl'
-RECORD,ANSWER_TABLE = 'record.md','answers.json' # the run's page, its answers to held-out questions
-KEPT_ROWS,KEPT_HELD_OUT = 'rows.parquet','held_out.parquet' # rows of your own, see `data.kept`
+DROPPED = 'dropped.jsonl'
+DROP_LIST = 'drops.json'
+BAD_UPDATES = 'bad_updates.jsonl'
+RECORD = 'record.md'
+ANSWER_TABLE = 'answers.json' # the run's page, its answers to held-out questions
+KEPT_ROWS = 'rows.parquet'
+KEPT_HELD_OUT = 'held_out.parquet' # rows of your own, see `data.kept`
 OWN_PARTS = 'own_parts' # names of the parts that a run's script has made
-RESULTS,FEATURE_CACHE,TENSORBOARD = 'eval_results','features','tensorboard' # folders
-EXAMPLE,EXAMPLE_PICTURE = 'example.json','example.png' # a held-out question, its answer, its picture
+RESULTS = 'eval_results'
+FEATURE_CACHE = 'features'
+TENSORBOARD = 'tensorboard' # folders
+EXAMPLE = 'example.json'
+EXAMPLE_PICTURE = 'example.png' # a held-out question, its answer, its picture
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200011
 def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
@@ -178,7 +189,8 @@ def own_parts_of(run_dir:Path)->list[str]: # none: the library made all
 # %% ../../nbs/01_core.run_dir.ipynb #b5403ccb
 def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each record has
     "Returns the records of a log in order; lines that are not ours are skipped with a warning."
-    lines,records = Path(path).read_bytes().split(b'\n')[:-1],[]
+    lines = Path(path).read_bytes().split(b'\n')[:-1]
+    records = []
     for line in lines:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             if type((record := json.loads(line))[key]) is int: records.append(record)
@@ -398,7 +410,8 @@ def _locked(path): # None: another process has locked it
 @contextmanager
 def run_lock(run_dir:Path)->Iterator[None]: # made if need be
     "Inside, no other process writes into a run's directory; a UsageError names the process that does."
-    path,until = Path(run_dir)/LOCK,time.monotonic()+_WAIT_S
+    path = Path(run_dir)/LOCK
+    until = time.monotonic()+_WAIT_S
     while (file := _locked(path)) is None:
         require(time.monotonic()<until, f"{run_dir} is in use by {holder(run_dir) or 'another process'}: "
             'wait for its end, stop it, or give another run_name')
@@ -451,9 +464,11 @@ def find_checkpoint(name:str|Path)->str: # the log says which is taken, and why
     "Returns what `from_pretrained` can load: a checkpoint, a hub id, of a run the best, else the last."
     path = Path(name)
     if not path.is_dir() or (path/'config.json').is_file(): return str(name)
-    best,why = read_pointer(path, BEST),'the best of its validations'
+    best = read_pointer(path, BEST)
+    why = 'the best of its validations'
     if best is None or not step_of(best) or missing_pieces(best):
-        best,why = last_checkpoint(path),'the last one: no validated update is known as the best'
+        best = last_checkpoint(path)
+        why = 'the last one: no validated update is known as the best'
     if best is None: raise MissingFile(f'{name} holds no checkpoint: give one, or a run that has one')
     logger.info('%s: %s is taken, %s', path, best.name, why)
     return str(best)

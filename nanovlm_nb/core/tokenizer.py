@@ -61,7 +61,8 @@ def get_tokenizer(name:str, # a hub id, or a directory with `tokenizer.json`
     require(tok.is_fast, f'{name} has no tokenizer.json, whose offsets the mask needs: convert it first')
     require(tok.eos_token is not None, f'{name} has no eos_token, so no answer would end: set it in '
         'tokenizer_config.json')
-    tok.pad_token,template = tok.eos_token,tok.chat_template or ''
+    tok.pad_token = tok.eos_token
+    template = tok.chat_template or ''
     if 'strftime_now' in template and _TODAY not in template: tok.chat_template = _TODAY+template
     return tok
 
@@ -83,7 +84,9 @@ def save_tokenizer(tokenizer:PreTrainedTokenizerBase, folder:str|Path)->None:
 # %% ../../nbs/06_core.tokenizer.ipynb #c20758a8
 def check_tokenizer(tokenizer:PreTrainedTokenizerBase, vlm_cfg:VLMConfig)->None:
     "Raises a UsageError if a tokenizer writes other ids than a model configuration expects."
-    n,base,extra = len(tokenizer),vlm_cfg.lm_base_vocab_size,vlm_cfg.vlm_extra_tokens
+    n = len(tokenizer)
+    base = vlm_cfg.lm_base_vocab_size
+    extra = vlm_cfg.vlm_extra_tokens
     require(n<=vlm_cfg.lm_vocab_size, f'the tokenizer has {n} tokens, the model {vlm_cfg.lm_vocab_size}: '
         f'set lm_base_vocab_size to {n-len(extra)}')
     ids = {name:getattr(tokenizer, f'{name}_id', None) for name in extra}

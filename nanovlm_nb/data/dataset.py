@@ -49,7 +49,9 @@ class Dropped(Exception):
     "A sample that is left out: its id, the reason (a key of `REMEDIES`), and details for the log."
     def __init__(self, id:str, reason:str, detail:str=''):
         super().__init__(id, reason, detail)
-        self.id,self.reason,self.detail = id,reason,detail
+        self.id = id
+        self.reason = reason
+        self.detail = detail
 
 # %% ../../nbs/13_data.dataset.ipynb #b77adc3b
 logger = logging.getLogger(__name__)
@@ -111,7 +113,8 @@ class Drops:
         "The first samples of a reason, and what is wrong with the first."
         kind = reason.removeprefix('cut_')
         ids = self.ids(reason) or [id for id,taken in self.cut.items() if kind in taken]
-        others,more = ids[1:most],len(ids)-most
+        others = ids[1:most]
+        more = len(ids)-most
         also = f", and {', '.join(others)}" if others else ''
         return self.first.get(reason, ids[0])+also+(f' and {more} more' if more > 0 else '')
 
@@ -126,7 +129,8 @@ class Drops:
 # %% ../../nbs/13_data.dataset.ipynb #b0de0002
 def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes that count, None: all
     "What a run has left out in 'train' and 'val'; torn lines and lines of others are skipped."
-    path,dropped = Path(run_dir)/DROPPED,dict(train=Drops(), val=Drops())
+    path = Path(run_dir)/DROPPED
+    dropped = dict(train=Drops(), val=Drops())
     for line in path.read_bytes()[:size].split(b'\n')[:-1] if path.is_file() else []:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
@@ -183,7 +187,8 @@ DESCRIBE = 'Describe the picture.' # what is asked of a picture that has only a 
 LEFT_OUT = 'left_out' # column of tables of ours: why a row cannot be used
 GIVE = ('give image, question and answer, or images and texts, or images and messages; '
         'other names in columns, as `image=img question=q answer=a`')
-_TEXT,_RATED = datasets.Value('string'),datasets.List(datasets.Value('float64'))
+_TEXT = datasets.Value('string')
+_RATED = datasets.List(datasets.Value('float64'))
 FEATURES = datasets.Features(dict(images=datasets.List(datasets.Image()), # how rows of ours are stored
     texts=datasets.List(dict(user=_TEXT, assistant=_TEXT)), **{f'{r}_ratings':_RATED for r in RATINGS},
     source=_TEXT, row_id=_TEXT))
@@ -359,7 +364,8 @@ def _part(part, pictures):
 def _message(m, pictures):
     "The role and the text of a message."
     require(isinstance(m, dict), f'a message is {m!r:.60}: give {{role, content}}')
-    role,said = _first(m, 'role', 'from'),_first(m, 'content', 'value')
+    role = _first(m, 'role', 'from')
+    said = _first(m, 'content', 'value')
     require(str(role) in _ROLES, f'the role {role!r} is unknown: give system, user and assistant')
     if isinstance(said, (list, np.ndarray)): said = ''.join(_part(p, pictures) for p in said) # or from pandas
     require(isinstance(said, str), f'a message of the {role} is {said!r:.60}: give a text')
@@ -370,7 +376,8 @@ def pair_turns(messages:Iterable, pictures:list|None=None)->list[dict]: # gets p
     "Messages as turns {'user', 'assistant'}; a UsageError says what is wrong with their order."
     said = [_message(m, [] if pictures is None else pictures) for m in messages]
     system = [text for role,text in said[:1] if role == 'system']
-    roles,texts = [role for role,_ in said][len(system):],[text for _,text in said][len(system):]
+    roles = [role for role,_ in said][len(system):]
+    texts = [text for _,text in said][len(system):]
     require(roles and roles == ['user','assistant']*(len(roles)//2), f'the roles are {roles}: '
         'a question of the user and an answer of the assistant must take turns')
     for text in system: # pictures stay in front
@@ -509,7 +516,8 @@ def to_row(r:pa.Table|dict, place:int|str, # its number
     id = f"{name or 'sample'}/{place}"
     try:
         if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
-        own,source = r.get('row_id'),r.get('source')
+        own = r.get('row_id')
+        source = r.get('source')
         names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
         if r.get(LEFT_OUT): raise UsageError(r[LEFT_OUT])
@@ -544,11 +552,13 @@ class VQADataset(torch.utils.data.Dataset):
         max_sample_length:int|None=None, # tokens; with so many, or more, a sample is dropped
         max_images_per_example:int|None=None): # samples with more pictures are dropped
         self.rows = dataset.with_format('arrow') if isinstance(dataset, datasets.Dataset) else dataset
-        self.tokenizer,self.image_processor = tokenizer,image_processor
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
         self.mp_image_token_length = mp_image_token_length
         self.minimums = dict(zip(RATINGS, (relevance_min_rating, image_correspondence_min_rating,
                                            visual_dependency_min_rating, formatting_min_rating)))
-        self.max_sample_length,self.max_images_per_example = max_sample_length,max_images_per_example
+        self.max_sample_length = max_sample_length
+        self.max_images_per_example = max_images_per_example
         self.frames,self.special,self.drops = answer_frames(tokenizer),special_pattern(tokenizer),Drops()
 
     def __len__(self)->int: return len(self.rows) # dropped ones included
@@ -560,9 +570,13 @@ class VQADataset(torch.utils.data.Dataset):
 
     def plan_row(self, row:dict)->Plan: # from `to_row`
         "Plan a sample from text and headers; raises `Dropped` if it is left out."
-        id,said,most = row['id'],row['texts'] or [],self.max_images_per_example
-        n,convention = len(row['images']),self.image_processor.convention
-        answered,turns = _keep_turns(row, {}),_keep_turns(row, self.minimums)
+        id = row['id']
+        said = row['texts'] or []
+        most = self.max_images_per_example
+        n = len(row['images'])
+        convention = self.image_processor.convention
+        answered = _keep_turns(row, {})
+        turns = _keep_turns(row, self.minimums)
         if not answered: raise Dropped(id, 'no_turns', f'none of {len(said)} turns has an answer')
         if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
         if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
@@ -664,7 +678,8 @@ def _tint(rgb, rng, by): return tuple(max(0, min(255, c+rng.randint(-by, by))) f
 # %% ../../nbs/13_data.dataset.ipynb #b0ae972c
 def draw_scene(scene:_Scene, rng:random.Random, side:int=64)->Image.Image: # RGB; pixels
     "Draw a scene, smoothly, on a dark ground; exact position, size and tint are random."
-    unit, ground = 4*side/64, _tint((16,16,16), rng, 8)
+    unit = 4*side/64
+    ground = _tint((16,16,16), rng, 8)
     first, step, scale = (12,20,.85) if scene.sort == 'group' else (16,16,1.)
     image = Image.new('RGB', (4*side, 4*side), ground)
     for thing in scene.things:
@@ -689,7 +704,8 @@ _Turn = tuple[str,str,str] # what it asks for (a key of QUESTIONS, yes_no, pair 
 # %% ../../nbs/13_data.dataset.ipynb #5a3dbfa9
 def _plain_turn(kind:str, scene:_Scene, rng:random.Random)->_Turn: # a key of QUESTIONS
     "A question about what is there, or what the text says; things differ in nothing but their place."
-    thing, question = scene.things[0], rng.choice(QUESTIONS[kind])
+    thing = scene.things[0]
+    question = rng.choice(QUESTIONS[kind])
     answers = thing._asdict() | dict(count=_NUMBERS[len(scene.things)], describe=f'a {thing}')
     if scene.sort == 'text': return ('text', f'Imagine a {scene}. {question}', answers[kind])
     return (kind, question, answers[kind])
@@ -727,7 +743,8 @@ def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its firs
 def _conversation(split, given, rng):
     "Of four scenes of this split, and turns about each, those whose answers were the rarest so far."
     sort = rng.choices(list(SORTS), SORTS.values())[0]
-    plan, candidates = _plan_turns(sort, rng), []
+    plan = _plan_turns(sort, rng)
+    candidates = []
     while len(candidates) < 4:
         scene = make_scene(sort, rng)
         if held_out(scene) == (split == 'validation'):
@@ -739,7 +756,8 @@ def _conversation(split, given, rng):
 # %% ../../nbs/13_data.dataset.ipynb #6ac0d7ba
 def _row(row_id, scene, turns, rng):
     "A row of the data set; a text does not depend on a picture."
-    drawn, file = scene.sort != 'text', io.BytesIO()
+    drawn = scene.sort != 'text'
+    file = io.BytesIO()
     if drawn: draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
     return dict(images=[dict(bytes=file.getvalue(), path=None)]*drawn,
         texts=[dict(user=asked, assistant=told) for _,asked,told in turns], source='shapes',
@@ -750,7 +768,8 @@ def _row(row_id, scene, turns, rng):
 @lru_cache(maxsize=4)
 def _drawn(n, split, seed):
     "The rows, drawn once: a run that is resumed asks for them again."
-    rng, given = random.Random(f'{split} {seed}'), Counter()
+    rng = random.Random(f'{split} {seed}')
+    given = Counter()
     rows = [_row(f'{split}{i}', *_conversation(split, given, rng), rng) for i in range(n)]
     more = dict(kinds=datasets.List(datasets.Value('string')), scene=datasets.Value('string'))
     return datasets.Dataset.from_list(rows, features=datasets.Features(FEATURES | more))
@@ -765,7 +784,8 @@ def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # on
 # %% ../../nbs/13_data.dataset.ipynb #8c0cc82d
 @cache
 def _conversations()->list[str]: # about a thousand scenes, always the same
-    rng, given = random.Random(0), Counter()
+    rng = random.Random(0)
+    given = Counter()
     return [f'user\n{asked} assistant\n{told}\n'
             for _ in range(1000) for _,asked,told in _conversation('train', given, rng)[1]]
 

@@ -25,7 +25,8 @@ from ..core.usage import UsageError,require
 def resize_dims(w:int, h:int, max_side:int, tile:int, # of the picture; longest side allowed; pixels
     resize_to_max:bool=False)->tuple[int,int]: # enlarge (or shrink) the long side to `max_side` always
     "(height, width) of the tile grid for a picture, in pixels; `tile` divides `max_side`."
-    long, short = max(w, h), min(w, h)
+    long = max(w, h)
+    short = min(w, h)
     new_long = max_side if resize_to_max else min(max_side, -(-long//tile)*tile)
     new_short = -(-short*new_long//(long*tile))*tile
     return (new_short, new_long) if w >= h else (new_long, new_short)
@@ -184,7 +185,8 @@ def open_image(src:Picture, # white in pictures of more than 8 bits a pixel; Non
     pixel_max:float|None=None)->Image.Image: # decoded, upright, RGB; an RGB `Image` itself if that is all
     "Decode a picture."
     im = open_header(src)
-    turn, size = _orientation(im), im.size
+    turn = _orientation(im)
+    size = im.size
     try:
         im.load()
         if im.size != size: raise UnreadableImage(f'its header says {size}, there are {im.size} pixels')
@@ -216,7 +218,8 @@ def _shrink(x, n):
 def global_view(x:Tensor, tile:int)->Tensor: # (3, H, W) -> (1, 3, tile, tile), uint8
     "The whole picture as one tile."
     n = x.shape[1]//tile
-    whole, weights = torch.int16 if 255*2*n*n < 2**15 else torch.int32, _shrink(torch.ones(x.shape[1], 1), n)
+    whole = torch.int16 if 255*2*n*n < 2**15 else torch.int32
+    weights = _shrink(torch.ones(x.shape[1], 1), n)
     def shrink(plane):
         rows = _shrink(plane.to(whole), n).float()[None,None]
         return F.interpolate(rows, size=(tile, tile), mode='bilinear', antialias=True)/weights
@@ -229,14 +232,16 @@ def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],t
     short = int(max_side/(w/h)) if w >= h else int(max_side*(w/h))
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
-    ratio, whole = w/h, lambda x: -(-x//tile)*tile
+    ratio = w/h
+    whole = lambda x: -(-x//tile)*tile
     if w >= h: return first, (whole(w), whole(int(whole(w)/ratio)))
     return first, (whole(int(whole(h)*ratio)), whole(h))
 
 # %% ../../nbs/10_data.images.ipynb #e10c0008
 def _smolvlm_tiles(im:Image.Image, max_side:int, tile:int)->Tensor: # RGB -> uint8 (n, 3, tile, tile)
     "Tiles as SmolVLM's image processor cuts them, the global view last if there are several."
-    (w, h), lanczos = im.size, Image.Resampling.LANCZOS
+    (w, h) = im.size
+    lanczos = Image.Resampling.LANCZOS
     for size in _smolvlm_sizes(w, h, max_side, tile): im = im.resize(size, lanczos)
     parts = [im] if im.size == (tile, tile) else [im, im.resize((tile, tile), lanczos)]
     return torch.cat([split_tiles(torch.from_numpy(np.stack(part.split())), tile) for part in parts])
@@ -246,7 +251,8 @@ def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[
     "(height, width) in pixels, in whole tiles, of a picture that keeps its proportions."
     if max(w, h) > 200*min(w, h):
         raise UnreadableImage(f'{w} x {h} pixels, more than 200 times as long as wide: cut it')
-    rows, cols = round(h/tile), round(w/tile)
+    rows = round(h/tile)
+    cols = round(w/tile)
     if rows*cols*tile*tile > max_pixels:
         shrink = math.sqrt(w*h/max_pixels)
         rows, cols = (max(1, math.floor(side/shrink/tile)) for side in (h, w))
@@ -259,7 +265,8 @@ def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[
 def _augment(p, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
     for t in p.custom_transforms:
-        new, name = t(im, rng), getattr(t, '__name__', t)
+        new = t(im, rng)
+        name = getattr(t, '__name__', t)
         require(isinstance(new, Image.Image), f'custom transform {name} returned {new!r:.40}, no PIL image')
         same = p.grid(*im.size) == p.grid(*new.size)
         require(same, f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
@@ -283,7 +290,8 @@ class ImageProcessor:
 
     def grid(self, width:int, height:int)->tuple[int,int]: # of the picture, pixels -> (rows, columns)
         "Tile grid of a picture of this size."
-        side, tile = self.max_img_size, self.splitted_image_size
+        side = self.max_img_size
+        tile = self.splitted_image_size
         if self.convention == 'smolvlm': w, h = _smolvlm_sizes(width, height, side, tile)[1]
         elif self.convention == 'qwen':
             h, w = smart_resize(width, height, tile, self.min_pixels, self.max_pixels)
@@ -293,7 +301,8 @@ class ImageProcessor:
     def __call__(self, image:Picture, rng:random.Random|None=None)->tuple[Tensor,tuple[int,int]]:
         """Tiles (n, 3, S, S), or (rows, columns, 3, S, S) with convention qwen, in uint8, and the grid.
         Without `rng` augmentations are always the same."""
-        im, s = open_image(image, self.pixel_max), self.splitted_image_size
+        im = open_image(image, self.pixel_max)
+        s = self.splitted_image_size
         rows, cols = self.grid(*im.size)
         if self.custom_transforms: # a picture of the caller's stays as it is
             im = _augment(self, im.copy(), rng or random.Random(0))

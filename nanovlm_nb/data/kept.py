@@ -55,7 +55,8 @@ _HELD_OUT = 1000 # held-out rows that are kept alone, at most
 
 def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file, None: too large
     "The file of some rows."
-    kept,size = [],0
+    kept = []
+    size = 0
     for row in rows:
         size += sum(len(p['bytes']) for p in row['images'])+sum(len(str(t)) for t in row['texts'])
         if size>KEEP_BYTES: return None

@@ -78,7 +78,9 @@ class _Window:
 # %% ../../nbs/16_data.lanes.ipynb #f111a001
 def _open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Window]: # packs so far
     "Yields the growing window: empty first, then after each row, until it is full or the rows end."
-    r,tokens,most = lane.rules,0,lane.rules.max_tiles or inf
+    r = lane.rules
+    tokens = 0
+    most = lane.rules.max_tiles or inf
     window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
     yield window
     while before<lane.most and tokens<(window.packs-SPARE)*r.length:
@@ -113,7 +115,8 @@ def _take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # u
 # %% ../../nbs/16_data.lanes.ipynb #f940efed
 def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]: # of a window; its start
     "The (plan, pictures) of the samples of each pack, in the order of the packs."
-    r,items = lane.rules,list(items)
+    r = lane.rules
+    items = list(items)
     if r.shuffle: random.Random(f'{r.seed}/{state.epoch}/{lane.number}/{state.before}').shuffle(items)
     tokens,images,tiles = map(list, zip(*((p.tokens, p.images, p.tiles) for p,_ in items)))
     groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, tiles, r.max_tiles)
@@ -127,9 +130,11 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
     rows = lane.source.rows_of(lane.number, lane.lanes, state.epoch, state.at)
     *_,window = _open_window(lane, rows, state.at, state.before)
     while window.items:
-        packs,read = plan_packs(lane, window.items, state),len(window.items)
+        packs = plan_packs(lane, window.items, state)
+        read = len(window.items)
         packs = packs[:int(min(len(packs), lane.most-state.before))]
-        n,window.items = len(packs),[] # let go of what is given
+        n = len(packs)
+        window.items = [] # let go of what is given
         after = LaneState(state.epoch, window.end, state.before+n)
         more = _open_window(lane, rows, after.at, after.before)
         following = next(more)
@@ -140,16 +145,19 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
             yield members,after if j+1==n else state._replace(emitted=j+1),*news
             for _ in islice(more, read*following.packs//n**2+1): pass
         for _ in more: pass
-        state,window = after,following
+        state = after
+        window = following
     yield None,state,window.drops,window.cut
 
 # %% ../../nbs/16_data.lanes.ipynb #f940ef03
 def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `packing.pack`
     "The rest of an epoch, each pack with `lane`, `state` after it, and news; then padding for ever."
-    r,kept = lane.rules,lane.kept if state==LaneState() else None
+    r = lane.rules
+    kept = lane.kept if state==LaneState() else None
     slots = lane.samples.tokenizer.image_token_id,lane.samples.mp_image_token_length
     for members,state,drops,cut in planned(lane, state) if kept is None else kept:
-        samples,drops = [],[*drops]
+        samples = []
+        drops = [*drops]
         for p,pictures in members or []:
             chance = random.Random(f'{r.seed}/{state.epoch}/{p.id}') # another augmentation in each epoch
             try:
@@ -179,7 +187,8 @@ class _LaneDataset(IterableDataset):
         turns = [*map(packs_of, self.lanes[k::n], self.states[k::n])]
         while True:
             for p in map(next, turns):
-                pictures,made = p['images'],{}
+                pictures = p['images']
+                made = {}
                 if self.alone: made = dict(layout=self.alone([p])['layout'].each(_light))
                 tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
                 p = p|made|dict(images=tiles, shapes=[picture.shape[:-3] for picture in pictures])
@@ -232,7 +241,8 @@ def _count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[
     packs = rows = 0
     for members,_,drops,_ in planned(lane, state):
         if members is None or rows>=most: break
-        packs,rows = packs+1,rows+len(members)+len(drops)
+        packs = packs+1
+        rows = rows+len(members)+len(drops)
     return packs,rows
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97754
@@ -268,8 +278,15 @@ class PackLoader(Loader):
         batch_size:int=1, accumulation:int=1, dist:Dist=Dist(), # packs of a micro-batch; these of an update
         num_workers:int=0, pin_memory:bool=False, # processes that plan and decode; page-locked, for a GPU
         most:int|None=None): # packs of all ranks in an epoch, always the same, planned once; None: all
-        self.samples,self.source,self.rules,self.batch_size,self.dist = samples,source,rules,batch_size,dist
-        self.num_workers,self.pin_memory,self.drops,self.most = num_workers,pin_memory,samples.drops,most
+        self.samples = samples
+        self.source = source
+        self.rules = rules
+        self.batch_size = batch_size
+        self.dist = dist
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.drops = samples.drops
+        self.most = most
         self.image_token_id = samples.tokenizer.image_token_id
         numbers = _lanes_of(dist.rank, dist.world_size, batch_size, accumulation)
         self.n = len(numbers)*dist.world_size # packs of an update, over all ranks
@@ -284,7 +301,8 @@ class PackLoader(Loader):
             for p in turn: # undo the packing for transport: one tensor becomes a list of pictures
                 p |= {k:_heavy(v) for k,v in p.items()}
                 if 'layout' in p: p['layout'] = p['layout'].each(_heavy)
-                shapes,tiles = p.pop('shapes'),p['images']
+                shapes = p.pop('shapes')
+                tiles = p['images']
                 if shapes and self.pin_memory and not tiles.is_pinned(): tiles = tiles.pin_memory()
                 stacks = tiles.split([shape.numel() for shape in shapes]) if shapes else []
                 p['images'] = [stack.unflatten(0, shape) for stack,shape in zip(stacks, shapes)]
@@ -342,7 +360,8 @@ class PackLoader(Loader):
 def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     "Workers that begin at the present position."
     if l.most is not None: l.keep(l.most)
-    n,turns = l.num_workers,-(-len(l.lanes)//max(l.num_workers, 1))
+    n = l.num_workers
+    turns = -(-len(l.lanes)//max(l.num_workers, 1))
     # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
     # at the fork, it would wait for ever
     if n: torch.set_num_threads(torch.get_num_threads())

@@ -73,7 +73,9 @@ rows = [dict(image=x['imageId']+'.jpg', question=x['question'], answer=x['answer
 def lines_for(whole:dict, name:str)->str: # name of the file; '': none are needed, or known
     "Python that makes a file of rows of an object as COCO, VQAv2 or GQA publish it."
     first = {key:part[0] if isinstance(part, list) and part else part for key,part in whole.items()}
-    said,asked,inner = first.get('annotations'),first.get('questions'),next(iter(first.values()), None)
+    said = first.get('annotations')
+    asked = first.get('questions')
+    inner = next(iter(first.values()), None)
     lines = ''
     if isinstance(said, dict) and 'caption' in said and 'images' in first: lines = _COCO.replace('NAME', name)
     elif isinstance(said, dict) and 'question_id' in said: lines = _VQA.replace('ANNOTATIONS.json', name)
@@ -174,7 +176,8 @@ def _parse_columns(columns, has):
 
 def renamed(columns:Sequence[str], has:Sequence[str])->dict[str,str]: # such as `image=photo`; of a row
     "The columns that stay -> what they are called then: what is named takes the place of its kind."
-    chosen,groups = _parse_columns(columns, has),columns_by_name(tuple(has))
+    chosen = _parse_columns(columns, has)
+    groups = columns_by_name(tuple(has))
     kinds = {re.sub(r'_\d+$', '', name) for name in chosen.values()}
     replaced = {name for kind in kinds for group in groups[kind] for name in group}
     return {name:chosen.get(name, name) for name in has if name in chosen or name not in replaced}
@@ -250,7 +253,8 @@ def _reader(file, images_path, columns, unread):
 
 def _read_file(file, drops, images_path, columns, unread):
     "Rows of the usable lines of a file; the first that is left out for a reason is a warning."
-    read,source = _reader(file, images_path, columns, unread),file.name
+    read = _reader(file, images_path, columns, unread)
+    source = file.name
     if file.is_file(): source = source[:source.lower().rindex(ending(file))]
     for number,data in _objects(file):
         try: row = read(data)
@@ -269,7 +273,9 @@ def _log_unread(where, unread):
 def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, None: beside them
     drops:Drops|None=None, columns:Sequence[str]=())->datasets.Dataset: # what is left out; see `rename`
     "Rows of files that name their pictures: `source` is the file, `row_id` the number of the line."
-    drops,files,unread = Drops() if drops is None else drops,text_files(path),set()
+    drops = Drops() if drops is None else drops
+    files = text_files(path)
+    unread = set()
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     if Path(path).is_dir() and files != [Path(path)]: _log_aside(path, files)
     rows = (row for file in files for row in _read_file(file, drops, images_path, columns, unread))
@@ -290,7 +296,8 @@ def _log_aside(folder, files):
 # %% ../../nbs/18_data.loader.ipynb #62536dd9
 def _has_data(folder, where):
     if _is_saved(folder): return True
-    pictures,others = False,set()
+    pictures = False
+    others = set()
     for file in folder.glob(where):
         pictures = pictures or names_picture(file.name)
         others.add(ending(file))
@@ -312,7 +319,8 @@ def _described(folder):
 # %% ../../nbs/18_data.loader.ipynb #17c00007
 def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # see `load_configs`
     "Which configurations a selection means, of a folder, a file or a hub name."
-    folder, every = Path(path), bool({'all', 'shards'} & set(names))
+    folder = Path(path)
+    every = bool({'all', 'shards'} & set(names))
     if folder.is_file(): return ['default']
     if not folder.is_dir():
         check_hub_name(path)
@@ -383,7 +391,8 @@ def _files(path, split, cache_dir, streaming):
 # %% ../../nbs/18_data.loader.ipynb #17c0a007
 def _sample(parts)->dict: # kind and bytes of its files, or for pictures their paths
     "The row of a sample: what its JSON says, its pictures, and its other files as text where they are."
-    own,said = {},{}
+    own = {}
+    said = {}
     for kind,data in parts:
         if kind.rpartition('.')[2] == 'json':
             with suppress(ValueError, TypeError, RecursionError): said |= json.loads(data)
@@ -402,11 +411,14 @@ class _Tar(NamedTuple):
 
 def _headers(path, file):
     "Names of the files of a tar, their first bytes and sizes; the file to read them from; what is damaged."
-    names,places,damage = [],[],''
+    names = []
+    places = []
+    damage = ''
     try:
         kind = {b'\x1f\x8b': 'gzip', b'BZ': 'bz2', b'(\xb5': 'zstd'}.get(os.pread(file.fileno(), 2, 0))
         if kind:
-            packed,file = pa.input_stream(path, compression=kind),tempfile.TemporaryFile()
+            packed = pa.input_stream(path, compression=kind)
+            file = tempfile.TemporaryFile()
             shutil.copyfileobj(packed, file)
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -468,7 +480,9 @@ def _usable(files, written, columns, folders):
 
 def _check_tar(files, columns, folders):
     "What is not read of the first samples; an error if something would be lost of all."
-    unread,lost,usable = set(),None,False
+    unread = set()
+    lost = None
+    usable = False
     with suppress(tarfile.TarError): # damage is named when it is met
         for sample in islice(_tar_rows(files, columns, folders), 8):
             try: usable = bool(sample.read(unread=unread))
@@ -580,7 +594,8 @@ def load_config(path:str|Path, name:str, split:str='train', # a folder, a file o
 def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # see `load_config`
     columns:Sequence[str]=())->set[str]: # see `rename`
     "The columns of a configuration that nothing reads in its first rows; raises what `load_config` raises."
-    folder,unread = _folder(path, name),set[str]()
+    folder = _folder(path, name)
+    unread = set[str]()
     places = picture_folders(path, name, images_path)
     if files := text_files(folder):
         for file in files:
@@ -604,7 +619,8 @@ def _not_given(path, error):
 
 def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: # see `load_config`
     "Configurations by name, `all` (or `shards`): every one; a failed one is a warning that names it."
-    data,why = {},[]
+    data = {}
+    why = []
     try: chosen = config_names(path, names)
     except UsageError: raise
     except LOAD_ERRORS as e: raise _not_given(path, e) from e
@@ -654,7 +670,8 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
 # %% ../../nbs/18_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
     "The tokenizer of a config; 'shapes' is trained on the spot."
-    c,extra = vlm_cfg,vlm_cfg.vlm_extra_tokens
+    c = vlm_cfg
+    extra = vlm_cfg.vlm_extra_tokens
     if c.lm_tokenizer!='shapes': made = get_tokenizer(c.lm_tokenizer, extra, c.lm_chat_template)
     else: made = shapes_tokenizer(extra, c.lm_chat_template or CHAT_TEMPLATE, c.lm_base_vocab_size)
     check_tokenizer(made, c)
@@ -670,7 +687,8 @@ def _shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `t
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
 def _mixture(c, data, kind, folders): # of configuration -> rows; of sources; where pictures lie
     "Mix the configurations that could be loaded by weight; each is split by itself."
-    names,given = config_names(c.train_dataset_path, c.train_dataset_name),c.train_dataset_weights
+    names = config_names(c.train_dataset_path, c.train_dataset_name)
+    given = c.train_dataset_weights
     require(len(names)==len(given),
         f'{len(given)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
     weights = [w for name,w in zip(names, given) if name in data]
@@ -774,9 +792,11 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     c = train_cfg
     dist = dist or this_rank()
     check_configs(vlm_cfg, c)
-    changes,tokenizer = transforms_of(c, transforms),tokenizer or load_tokenizer(vlm_cfg)
+    changes = transforms_of(c, transforms)
+    tokenizer = tokenizer or load_tokenizer(vlm_cfg)
     samples = [make_samples(c, vlm_cfg, tokenizer, (), t, processor) for t in (changes, ())]
-    sources,asked = load_sources(c, samples[0].drops, rows),c.max_val_batches*c.batch_size*dist.world_size
+    sources = load_sources(c, samples[0].drops, rows)
+    asked = c.max_val_batches*c.batch_size*dist.world_size
     train,val = ((*part, vlm_cfg, c, dist) for part in zip(sources, samples))
     return (pack_loader(*train, True, loader_workers(c, cores_of_rank())),
             pack_loader(*val, False, c.val_workers, asked))

@@ -47,7 +47,8 @@ def min_bins(*given, **limits)->int: # as of `balanced_greedy_knapsack`; no pack
 # %% ../../nbs/14_data.packing.ipynb #10d979b8
 def _sums(pool, capacity):
     "All sums that the first items make, for none of them, one, two, ...: bits of integers."
-    sums, within = [1], (2<<capacity)-1
+    sums = [1]
+    within = (2<<capacity)-1
     for item in pool: sums.append((sums[-1] | sums[-1]<<item[0]) & within)
     return sums
 
@@ -63,7 +64,8 @@ def _choose(pool, sums, load, limits):
         if n > load or not before>>load-n & 1: continue
         tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
         if not before>>load & 1 or (tilt < 0) == (surplus >= 0):
-            load, surplus = load-n, surplus+tilt
+            load = load-n
+            surplus = surplus+tilt
             taken.append(item)
     return taken
 
@@ -74,7 +76,8 @@ def _beside(first, pool, limits):
     "The items that fill a bin best beside its first one."
     room = [most-cost for most, cost in zip(limits, first)]
     sums = _sums(pool, room[0])
-    loads, load = sums[-1], room[0]+1
+    loads = sums[-1]
+    load = room[0]+1
     for _ in range(TRIES):
         loads &= (1<<load)-1 # below the one before
         load = loads.bit_length()-1
@@ -84,7 +87,8 @@ def _beside(first, pool, limits):
     room = [left-sum(item[k] for item in taken) for k, left in enumerate(room)]
     for item in [item for item in pool if item[0] <= room[0] and item not in taken]:
         if all(cost <= left for cost, left in zip(item, room)):
-            taken, room = [*taken, item], [left-cost for left, cost in zip(room, item)]
+            taken = [*taken, item]
+            room = [left-cost for left, cost in zip(room, item)]
     return taken
 
 # %% ../../nbs/14_data.packing.ipynb #e14a0008
@@ -92,11 +96,14 @@ REACH = 48 # samples, at least, that a pack is chosen from
 
 def _plan(items, limits):
     "The indices of the items of each bin, filled one after the other."
-    pool, coming, groups = [], iter(items), []
+    pool = []
+    coming = iter(items)
+    groups = []
     while True:
         load = sum(item[0] for item in pool)
         while (len(pool) < REACH or load < 2*limits[0]) and (item := next(coming, None)):
-            pool, load = [*pool, item], load+item[0]
+            pool = [*pool, item]
+            load = load+item[0]
         if not pool: return groups
         first, *others = pool
         taken = {item[-1] for item in (first, *_beside(first, others, limits))}
@@ -118,7 +125,8 @@ def balanced_greedy_knapsack(
 def _check(samples, image_token_id, per_tile):
     "Raise `ValueError` for a label that crosses a border, or for text and pictures that disagree."
     for s in samples:
-        name,label = f"sample {s['id']!r}",int(s['labels'][-1])
+        name = f"sample {s['id']!r}"
+        label = int(s['labels'][-1])
         if label != IGNORE: raise UsageError(f'{name}: last label is {label}, not {IGNORE}: shift '
             'labels within the sample, or its last position would be trained on the document packed after it')
         if image_token_id is None: continue
@@ -190,6 +198,7 @@ def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not neede
     rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
         for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
-            span, places = slice(start, end), range(first, last)
+            span = slice(start, end)
+            places = range(first, last)
             yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],
                            images[first:last], n)

@@ -27,7 +27,8 @@ def image_strings(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as 
     convention:str='nanovlm')->list[str]: # `image_convention` of the model
     "The placeholders of each picture of a sample; an error names a missing token."
     numbered = len(splitted_image_counts) > 1 and convention == 'nanovlm'
-    texts, slots = [], tokenizer.image_token*mp_image_token_length
+    texts = []
+    slots = tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
         try: texts.append(f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, convention))
         except AttributeError as e:
@@ -45,7 +46,8 @@ def _picture(tokenizer, rows, cols, slots, convention):
     if convention == 'qwen':
         return tokenizer.vision_start_token + slots*rows*cols + tokenizer.vision_end_token
     smolvlm = convention == 'smolvlm'
-    fake, several = tokenizer.fake_image_token if smolvlm else '', rows*cols > 1
+    fake = tokenizer.fake_image_token if smolvlm else ''
+    several = rows*cols > 1
     bare = not several and not hasattr(tokenizer, 'global_image_token')
     whole = ('' if bare else tokenizer.global_image_token) + slots
     lines = [''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols))
@@ -63,7 +65,9 @@ def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any 
 def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str: # or `special_pattern`
     "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
-    spare, text, n = map(chr, range(0xe000, 0xf8ff)), text or '', 1
+    spare = map(chr, range(0xe000, 0xf8ff))
+    text = text or ''
+    n = 1
     within, instead = (next(c for c in chain(wanted, spare) if c not in pattern.pattern)
         for wanted in ('\u200b\u2060\ufeff', '\ufffd?_')) # no special token has them: what is broken stays so
     while n: text, n = pattern.subn(lambda m: m[0][0]+within+m[0][1:] if len(m[0]) > 1 else instead, text)
@@ -90,7 +94,8 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
     users = [turn['user'] or '' for turn in turns]
     found = [[*_MARKS.finditer(user)] for user in users]
     first = min([1, *(int(mark[1]) for marks in found for mark in marks if mark[1])])
-    ahead, plain = count(), ''
+    ahead = count()
+    plain = ''
     spare = 0
     def number(mark):
         nonlocal spare
@@ -144,7 +149,9 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
     inline:bool=False)->list[dict]: # pictures stand at their marks
     "Turns as messages {'role', 'content'} for a chat template, without special tokens of their own."
     if not texts: raise UsageError('a conversation needs at least one turn')
-    head, places, messages = ''.join(pictures), {}, []
+    head = ''.join(pictures)
+    places = {}
+    messages = []
     if isinstance(pictures, list):
         texts = place_pictures(texts, len(pictures))
         if inline: head, places = _places(texts, pictures)
@@ -169,7 +176,8 @@ _STEP = ("{% set steps.left = steps.left-1 %}{% if steps.left < 0 %}"
 @lru_cache
 def _bounded(template:str)->str:
     "A chat template that counts the steps of its loops, and writes the same text."
-    texts, tag = [_BUDGET], ''
+    texts = [_BUDGET]
+    tag = ''
     for _,kind,text in Environment(keep_trailing_newline=True).lex(template):
         texts.append(text)
         if text == '**': raise TemplateError('it raises to a power')
@@ -200,9 +208,11 @@ def _split_lead(between:str)->tuple[str,str]:
 # %% ../../nbs/11_data.prompts.ipynb #e11c0012
 def answer_frame(tokenizer:PreTrainedTokenizerBase)->AnswerFrame: # with a chat template
     "What a chat template puts around the last answer of a conversation."
-    q, a = 'xzyvd', 'dvyzx'
+    q = 'xzyvd'
+    a = 'dvyzx'
     chat = [dict(role='user', content=q), dict(role='assistant', content=a)]
-    text, prompt = render_chat(tokenizer, chat), render_chat(tokenizer, chat[:1], prompt=True)
+    text = render_chat(tokenizer, chat)
+    prompt = render_chat(tokenizer, chat[:1], prompt=True)
     require(q in prompt, 'the chat template writes nothing of a message that is one text: give one in '
         'lm_chat_template that does not want a list of parts')
     lead, separator, end = text[len(prompt):].partition(a)
@@ -228,14 +238,16 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
 def _answer_spans(text:str, messages:list[dict], # rendered; as they were
     frames:list[AnswerFrame])->list[tuple[int,int]]: # in characters
     "(start, end) of each answer in a rendered conversation, from the spaces before it to its end-of-turn."
-    spans, cursor = [], 0
+    spans = []
+    cursor = 0
     for question,answer in zip(messages, messages[1:]):
         if answer['role'] != 'assistant': continue
         # some templates trim
         asked, said = (dict.fromkeys((m['content'], m['content'].strip())) for m in (question, answer))
         found = [] # -start of the answer, its end: the first is the largest, the longest of them
         for (between,end,lead),q,a in product(frames, asked, said):
-            head, body = q+between, lead+a+end
+            head = q+between
+            body = lead+a+end
             start = text.find(head+body, cursor)
             if start >= 0: found.append((-start, len(head), start+len(head)+len(body)))
         if not found:

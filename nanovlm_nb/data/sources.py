@@ -67,7 +67,9 @@ def columns_read(rows:list[dict], where:str, # from `head_rows`; whose they are,
     folders:Folders=None, chosen:bool=False)->tuple[dict[str,set[str]],set[str]]: # see `columns_of`
     """Key of `LAYOUTS` -> the columns that a row reads; those that none reads.
     Raises if all rows lose something."""
-    found,unread,lost = {},set(),None
+    found = {}
+    unread = set()
+    lost = None
     for row in rows:
         try: read = columns_of(row, folders, chosen)
         except UnusedColumn as e: lost = e
@@ -88,7 +90,11 @@ class MapSource:
         self.rows,self.names,self.folders = rows,list(parts),folders or {}
         self.parts = [self._encoded(*item) for item in parts.items()]
         self.ends = list(accumulate(map(len, self.parts)))
-        n,self.seed,self.shuffle,self.start,self.val_size = self.ends[-1],seed,shuffle,val_size,val_size
+        n = self.ends[-1]
+        self.seed = seed
+        self.shuffle = shuffle
+        self.start = val_size
+        self.val_size = val_size
         require(0<=val_size<n, f'val_size {val_size} leaves no training rows of {n}: lower it, to '
             f'{n//10} for example')
         self.stop = n if limit is None else min(n, val_size+limit)
@@ -103,7 +109,9 @@ class MapSource:
     def held_out(self)->'MapSource': # always in the same order
         "The validation part of the same rows."
         other = copy(self)
-        other.start,other.stop,other.shuffle = 0,self.val_size,False
+        other.start = 0
+        other.stop = self.val_size
+        other.shuffle = False
         return other
 
     def epoch_rows(self)->float|None: # None: unknown
@@ -160,7 +168,8 @@ def _shares(ds:datasets.IterableDataset)->list[tuple[datasets.IterableDataset,in
 def _lane_shares(order:list[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
     "What a lane reads of the shares in the order of an epoch."
     whole = len(order)//lanes*lanes
-    mine,rest = [(s, 0, 1) for s in order[lane:whole:lanes]],order[whole:]
+    mine = [(s, 0, 1) for s in order[lane:whole:lanes]]
+    rest = order[whole:]
     n = len(rest)
     return mine+[(rest[lane%n], lane//n, -(-(lanes-lane%n)//n))] if n else mine
 
@@ -169,7 +178,8 @@ VAL_SHARES = 64 # validation rows come from so many shares at most
 
 def _heads(n:int, val_size:int)->list[int]: # shares, rows -> rows of each share
     "How many rows at the head of each share are for validation."
-    m,result = min(n, VAL_SHARES, val_size),[0]*n
+    m = min(n, VAL_SHARES, val_size)
+    result = [0]*n
     for j in range(m): result[j*n//m] = val_size//m+(j<val_size%m)
     return result
 
@@ -182,7 +192,8 @@ def _read_share(share:Share, start:int=0, stop:float=inf, first:int=0, step:int=
     "The rows from `start` to `stop` whose number has the remainder `first` by `step`."
     name,number,stream,index = share
     # plain iteration would deal shards to a loader's workers
-    part,at = stream.shard(stream.num_shards, index),start//READ_ROWS*READ_ROWS
+    part = stream.shard(stream.num_shards, index)
+    at = start//READ_ROWS*READ_ROWS
     tables = (part.skip(at) if at else part).iter(READ_ROWS if stream.features else 1)
     while at<stop: # in the tables of every reader, so that damage costs each the same rows
         try: table = next(tables, None)
@@ -204,7 +215,10 @@ class StreamSource:
     def __init__(self, streams:dict[str,datasets.IterableDataset], # configuration -> rows
         seed:int=0, val_size:int=0, limit:int|None=None, # rows set aside; rows of an epoch at most
         folders:dict[str,Folders]|None=None): # configuration -> where pictures lie that its rows name
-        self.seed,self.val_size,self.limit,self.folders = seed,val_size,limit,folders or {}
+        self.seed = seed
+        self.val_size = val_size
+        self.limit = limit
+        self.folders = folders or {}
         self.shares:list[Share] = [(name, i, *found) for name,ds in streams.items()
                        for i,found in enumerate(_shares(ds.with_format('arrow') if ds.features else ds))]
         self.heads = _heads(len(self.shares), val_size)
@@ -213,7 +227,9 @@ class StreamSource:
         "The validation part of the same rows."
         other = copy(self)
         other.shares = [s for s,head in zip(self.shares, self.heads) if head]
-        other.part,other.limit,other.heads = 'validation',None,[head for head in self.heads if head]
+        other.part = 'validation'
+        other.limit = None
+        other.heads = [head for head in self.heads if head]
         return other
 
     def epoch_rows(self)->None: "Unknown."
@@ -225,7 +241,8 @@ class StreamSource:
 
     def rows_of(self, lane:int, lanes:int, epoch:int|str, at:list|None=None)->Rows:
         "The rows of a lane, from a position on."
-        (done,start,served),train = at or (0, 0, 0),self.part=='train'
+        (done,start,served) = at or (0, 0, 0)
+        train = self.part=='train'
         shuffled = _Permutation(len(self.shares), f'{self.seed}/{epoch if train else self.part}')
         order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)

@@ -115,6 +115,7 @@ def _guess(name, folders):
             if near: return os.path.join(place, names[near])
     return None
 
+# %% ../../nbs/12_data.values.ipynb #d1a00c09
 def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
     "A picture as `open_image` takes it; a `MissingFile` says what may be meant by the name."
     held = picture.get('bytes') if isinstance(picture, dict) else picture

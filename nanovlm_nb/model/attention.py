@@ -39,7 +39,8 @@ def explicit_attention(
     dropout_p:float, # share of the attention weights that is dropped
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "Scores, mask, softmax, mix: attention as it is defined."
-    dtype,group = torch.promote_types(q.dtype, torch.float32), q.shape[1]//k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1]//k.shape[1]
     k,v = (x.to(dtype).repeat_interleave(group, 1) for x in (k,v))
     mask = document_mask(layout or Layout.from_doc_lens([q.shape[2:3]], q.shape[2]), causal, q.device)
     with torch.autocast('cpu' if q.is_meta else q.device.type, enabled=False):
@@ -60,7 +61,8 @@ def sdpa_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     layout:Layout|None, causal:bool, dropout_p:float, # likewise
 )->Tensor: # (B, H, T, D) mixed values, 0 at padding
     "Fused attention, with the block-diagonal mask if there is a layout."
-    fused,group = F.scaled_dot_product_attention,q.shape[1]//k.shape[1]
+    fused = F.scaled_dot_product_attention
+    group = q.shape[1]//k.shape[1]
     if layout is not None:
         k,v = (x.repeat_interleave(group, 1) for x in (k,v))
         mask = document_mask(layout, causal, q.device)
@@ -81,7 +83,8 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     runs = [(n,real) for lens,start in zip(layout.doc_lens, layout.starts)
             for n,real in [(start,False), *((n,True) for n in lens), (layout.T-start-sum(lens),False)] if n]
     equal = [(n,real,len([*same])) for (n,real),same in groupby(runs)] # neighbours of one length are a batch
-    out,cut = [],[n*count for n,_,count in equal]
+    out = []
+    cut = [n*count for n,_,count in equal]
     for (n,real,_),*part in zip(equal, *(x.transpose(1,2).flatten(0,1).split(cut) for x in (q,k,v))):
         a,b,c = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
         mixed = sdpa_attention(a, b, c, None, causal, dropout_p) if real else torch.zeros_like(a)
@@ -172,7 +175,8 @@ def cached_attention(
     key_mask:Tensor, # (B, S) True where the column holds a token of the row
 )->Tensor: # (B, H, T, D) mixed values
     "Attention of a row's new tokens over cached keys."
-    (B,H,T,D),(Hkv,S) = q.shape, k.shape[1:3]
+    (B,H,T,D) = q.shape
+    (Hkv,S) = k.shape[1:3]
     mask = key_mask[:,None,None]
     if T>1:
         mask = (mask & torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S-T)).repeat(1, 1, H//Hkv, 1)

@@ -54,7 +54,9 @@ def _vision_flops(
     adapters:int=0, # numbers in its adapters; then its own weights are frozen
 )->_Flops: # of one tile
     "Returns the cost of the vision tower."
-    P,D,I = cfg.n_patches+cfg.vit_cls_flag, cfg.vit_hidden_dim, cfg.vit_inter_dim
+    P = cfg.n_patches+cfg.vit_cls_flag
+    D = cfg.vit_hidden_dim
+    I = cfg.vit_inter_dim
     passed = trained or adapters>0
     patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(_matrix_flops(adapters, True, True))
     block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
@@ -70,7 +72,8 @@ def _projector_flops(
     "Returns the cost of the projector."
     width = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
     inside = width if cfg.native else cfg.lm_hidden_dim
-    learns,two = trained or adapters>0,cfg.native or cfg.mp_kind=='mlp'
+    learns = trained or adapters>0
+    two = cfg.native or cfg.mp_kind=='mlp'
     first = _matrix_flops(width*inside, trained, passed or two and trained) # two layers begin with a norm
     second = _matrix_flops(inside*cfg.lm_hidden_dim, trained, learns or passed).times(two)
     beside = _matrix_flops(adapters, True, passed)
@@ -81,14 +84,16 @@ def _tower_pairs(cfg:VLMConfig, passed:bool, checkpointing:bool, # a gradient pa
 )->dict[str,_Flops]: # for a pair of patches, see `TOWER_PAIRS`
     "Returns the cost of attention in a tower with windows; nothing for another."
     if not cfg.native: return {}
-    D,full = cfg.vit_hidden_dim,len(cfg.vit_full_blocks)
+    D = cfg.vit_hidden_dim
+    full = len(cfg.vit_full_blocks)
     pair = _Flops(4*D, 8*D*passed, 4*D*(checkpointing and passed))
     return dict(windows=pair.times(cfg.vit_n_blocks-full), pictures=pair.times(full))
 
 # %% ../../nbs/29_model.flops.ipynb #1c200bb6
 def _block_weights(cfg:VLMConfig)->int: # numbers that one position is multiplied with
     "Returns the size of the matrices of a block of the language model, of experts those that are visited."
-    D,one = cfg.lm_hidden_dim,3*cfg.lm_hidden_dim*cfg.lm_inter_dim
+    D = cfg.lm_hidden_dim
+    one = 3*cfg.lm_hidden_dim*cfg.lm_inter_dim
     gated = (cfg.moe_top_k+cfg.moe_shared_experts)*one + D*cfg.moe_experts if cfg.use_moe else one
     return 2*D*cfg.head_width*(cfg.lm_n_heads+cfg.lm_n_kv_heads) + gated
 
@@ -98,12 +103,15 @@ def _language_flops(cfg:VLMConfig, trains:set[str], # sizes; components that lea
     checkpointing:bool, adapters:dict[str,int], # recomputed; numbers in each one's adapters
 )->dict[str,_Flops]: # `blocks` for a position, `attention` for a pair, `head` for a target
     "Returns the cost of the language model."
-    L,D,W = cfg.lm_n_blocks,cfg.lm_hidden_dim,cfg.lm_n_heads*cfg.head_width
+    L = cfg.lm_n_blocks
+    D = cfg.lm_hidden_dim
+    W = cfg.lm_n_heads*cfg.head_width
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
     below = whole or {'MP','vision_encoder'} & {*trains, *adapters}
     passed = L if below else (last_blocks or L) if adapters else learning
-    w,again = _block_weights(cfg), passed*checkpointing
+    w = _block_weights(cfg)
+    again = passed*checkpointing
     # with experts, the mixture of their answers needs these
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
     beside = _matrix_flops(adapters.get('decoder', 0), True, True)
@@ -118,8 +126,10 @@ def unit_flops(
     adapters:dict[str,int]|None=None, # numbers in the adapters of each component, which learn alone
 )->dict[str,_Flops]: # part -> arithmetic for one tile, position ..., as `DRIVERS` and `TOWER_PAIRS` say
     "Returns what one unit of each count costs; computed once for a run."
-    beside,trains = adapters or {},set() if adapters else set(trains)
-    vision,n = 'vision_encoder' in trains,beside.get('vision_encoder', 0)
+    beside = adapters or {}
+    trains = set() if adapters else set(trains)
+    vision = 'vision_encoder' in trains
+    n = beside.get('vision_encoder', 0)
     cached = cache_features and not vision and not n
     seen = _Flops() if cached else _vision_flops(cfg, vision, vision_checkpointing, n)
     projector = _projector_flops(cfg, 'MP' in trains, vision or n>0, beside.get('MP', 0))

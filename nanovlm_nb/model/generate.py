@@ -54,7 +54,8 @@ def stream_ids(step:Callable[[Tensor], Tensor], # (B,) chosen tokens -> (B, V) s
 )->Iterator[Tensor]: # (B,) long, the next token of each row; after a row's end the (first) end token
     "Yields tokens, one a row at a time, until every row has ended or `max_new_tokens` are there."
     ends = [eos_token_id] if isinstance(eos_token_id, int) else [*(eos_token_id or ())]
-    fill,stops = ends[0] if ends else 0,torch.tensor(ends, dtype=torch.long, device=logits.device)
+    fill = ends[0] if ends else 0
+    stops = torch.tensor(ends, dtype=torch.long, device=logits.device)
     done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     for i in range(max_new_tokens):
         ids = torch.where(done, fill, pick(logits))
@@ -68,7 +69,11 @@ def stream_ids(step:Callable[[Tensor], Tensor], # (B,) chosen tokens -> (B, V) s
 class TextStream:
     "Turns the tokens of one answer into text as they come, in whole letters."
     def __init__(self, tokenizer, stop:Sequence[str]=()): # decodes; texts that end the answer
-        self.tokenizer, self.stop, self.ids, self.text, self.stopped = tokenizer, stop, [], '', False
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.ids = []
+        self.text = ''
+        self.stopped = False
 
     def add(self, token:int)->str: # the next one
         "Takes a token and returns what can be shown now, often nothing."
@@ -98,8 +103,10 @@ class TextStreams:
     "The texts of a batch as they come."
     def __init__(self, tokenizer, n:int, stop:Sequence[str]=(), # decodes; rows; texts that end an answer
         eos_token_id:int|Sequence[int]=()): # tokens that end an answer; what follows them is filler
-        self.rows, self.pieces = [TextStream(tokenizer, stop) for _ in range(n)], ['']*n
-        self.ends,self.done = {eos_token_id} if isinstance(eos_token_id, int) else {*eos_token_id},[False]*n
+        self.rows = [TextStream(tokenizer, stop) for _ in range(n)]
+        self.pieces = ['']*n
+        self.ends = {eos_token_id} if isinstance(eos_token_id, int) else {*eos_token_id}
+        self.done = [False]*n
 
     def __call__(self, ids:Tensor)->Tensor: # (B,) the next token of each row; bool, rows that are complete
         "Takes a token a row; `pieces` then holds what each row adds to its text."

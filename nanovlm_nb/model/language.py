@@ -42,7 +42,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         width = cfg.head_width
         self.register_buffer('inv_freq', 1/cfg.lm_re_base**(torch.arange(0, width, 2)/width))
-        self.scaling,self.sections = cfg.lm_attn_scaling,cfg.lm_mrope_sections
+        self.scaling = cfg.lm_attn_scaling
+        self.sections = cfg.lm_mrope_sections
 
     def _apply(self, fn, recurse=True):
         exact = self.inv_freq
@@ -74,8 +75,10 @@ def apply_rotary(x:Tensor, cos:Tensor, # (B, H, T, D) queries or keys; (B, 1, T,
 class KVCache:
     "Keys and values of what was read so far, one document a row."
     def __init__(self, max_length:int): # columns: prompt, padding included, and all tokens to come
-        self.max_length,self.length = max_length, 0
-        self.k,self.v = {}, {}
+        self.max_length = max_length
+        self.length = 0
+        self.k = {}
+        self.v = {}
         self.shift:Any = 0 # (B, 1) how far positions are ahead of the number of tokens
         self.key_mask:Any = None  # (B, max_length) whether a column holds a token; nothing was read yet
 
@@ -107,8 +110,10 @@ class KVCache:
         if block not in self.k:
             B,H,_,D = k.shape
             self.k[block],self.v[block] = (x.new_empty(B, H, self.max_length, D) for x in (k,v))
-        now,upto = slice(self.length-k.shape[2], self.length), slice(self.length)
-        self.k[block][:,:,now],self.v[block][:,:,now] = k, v
+        now = slice(self.length-k.shape[2], self.length)
+        upto = slice(self.length)
+        self.k[block][:,:,now] = k
+        self.v[block][:,:,now] = v
         return self.k[block][:,:,upto], self.v[block][:,:,upto], self.key_mask[:,upto]
 
     def go_back(self, length:int, max_length:int)->None: # columns to keep; columns from now on
@@ -118,7 +123,8 @@ class KVCache:
         self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
         self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()}
                          for kept in (self.k,self.v))
-        self.length,self.max_length = length, max_length
+        self.length = length
+        self.max_length = max_length
 
 # %% ../../nbs/22_model.language.ipynb #de1e0472
 class LanguageModelGroupedQueryAttention(nn.Module):
@@ -127,7 +133,10 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         cfg:VLMConfig, # reads the sizes of heads, `lm_qkv_bias`, `lm_qk_norm`, `lm_dropout`, `attn_backend`
         index:int=0): # number of the block, its place in a cache
         super().__init__()
-        self.index,self.dropout,self.backend,dim = index, cfg.lm_dropout, cfg.attn_backend, cfg.lm_hidden_dim
+        self.index = index
+        self.dropout = cfg.lm_dropout
+        self.backend = cfg.attn_backend
+        dim = cfg.lm_hidden_dim
         self.head_dim = cfg.head_width
         widths = [n*self.head_dim for n in (cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_n_kv_heads)]
         self.q_proj,self.k_proj,self.v_proj = (nn.Linear(dim, w, bias=cfg.lm_qkv_bias) for w in widths)
@@ -181,7 +190,8 @@ def balance_loss(probs:Tensor, # (B, T, E) the router's probabilities, float32
     tokens = real.sum(1, keepdim=True).clamp(min=1)
     visits = torch.zeros_like(probs[:,0]).scatter_add(
         1, chosen.flatten(1), real.repeat_interleave(chosen.shape[-1], 1))
-    share,mean = visits/(tokens*chosen.shape[-1]), (probs*real[...,None]).sum(1)/tokens
+    share = visits/(tokens*chosen.shape[-1])
+    mean = (probs*real[...,None]).sum(1)/tokens
     return n*(share*mean).sum(1)
 
 # %% ../../nbs/22_model.language.ipynb #f57f729d
@@ -241,7 +251,8 @@ class LanguageModel(nn.Module):
     "The decoder."
     def __init__(self, cfg:VLMConfig): # reads the `lm_*` fields
         super().__init__()
-        self.cfg,self.recompute = cfg, False
+        self.cfg = cfg
+        self.recompute = False
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
         self.rotary_embd = RotaryEmbedding(cfg)
         self.blocks = nn.ModuleList(LanguageModelBlock(cfg, i) for i in range(cfg.lm_n_blocks))
@@ -260,7 +271,8 @@ class LanguageModel(nn.Module):
     )->Tensor|tuple[Tensor,Tensor|None]: # (B, T, D) states after the last norm; (B,) balance losses or None
         "Read a batch."
         if not x.is_floating_point(): x = self.token_embedding(x)
-        layout,eager = layout and (layout.bare or layout),nullcontext()
+        layout = layout and (layout.bare or layout)
+        eager = nullcontext()
         if cache is not None:
             places = cache.advance(x, layout)
             # compiled blocks are for training: what is written token by token is another shape each time
@@ -268,7 +280,8 @@ class LanguageModel(nn.Module):
         elif layout is not None: places = layout.positions
         else: places = torch.arange(x.shape[1], device=x.device)[None]
         cos,sin = self.rotary_embd(places if position_ids is None else position_ids)
-        recompute,balances = self.recompute and torch.is_grad_enabled() and cache is None, []
+        recompute = self.recompute and torch.is_grad_enabled() and cache is None
+        balances = []
         with eager:
             for block in self.blocks:
                 x = (checkpoint(block, x, cos, sin, layout, cache, use_reentrant=False)

@@ -37,7 +37,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     )->tuple[Tensor,Tensor]: # Sum of the losses, (n,) the losses without graph, float32
         "Loss over all chunks, gradients kept for `backward`."
         # the meta device knows no autocast
-        device, known = rows.device.type, torch.amp.is_autocast_available(rows.device.type)
+        device = rows.device.type
+        known = torch.amp.is_autocast_available(rows.device.type)
         dtype = (torch.get_autocast_dtype(device)
                  if known and torch.is_autocast_enabled(device) else weight.dtype)
         if dtype == torch.float16: dtype = torch.float32

@@ -41,7 +41,9 @@ class WindowAttention(nn.Module):
     "Self-attention among the patches of a document: a window, or a whole picture."
     def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `vit_n_heads`, `vit_dropout`, `attn_backend`
         super().__init__()
-        self.n_heads,self.dropout,self.backend = cfg.vit_n_heads,cfg.vit_dropout,cfg.attn_backend
+        self.n_heads = cfg.vit_n_heads
+        self.dropout = cfg.vit_dropout
+        self.backend = cfg.attn_backend
         self.qkv_proj = nn.Linear(cfg.vit_hidden_dim, 3*cfg.vit_hidden_dim)
         self.out_proj = nn.Linear(cfg.vit_hidden_dim, cfg.vit_hidden_dim)
 
@@ -92,7 +94,8 @@ class NativeTower(nn.Module):
     "The vision tower of Qwen2.5-VL, for pictures of any size."
     def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
-        self.cfg,self.recompute = cfg,False
+        self.cfg = cfg
+        self.recompute = False
         self.patch_embedding = FramePatches(cfg)
         self.blocks = nn.ModuleList(WindowBlock(cfg) for _ in range(cfg.vit_n_blocks))
         self.apply(partial(init_weights, std=cfg.init_std))
@@ -112,11 +115,15 @@ class NativeTower(nn.Module):
     )->Tensor: # (N, P, D) patch features, without blank tiles
         "Features of tiles, in the order in which they came."
         if tiles is None: tiles = Tiles.of(((1,1),)*len(images), 1).each(lambda x: x.to(images.device))
-        windows,pictures,places = tiles.windows,tiles.pictures,tiles.places
+        windows = tiles.windows
+        pictures = tiles.pictures
+        places = tiles.places
         x = self.patch_embedding(images)[tiles.order].flatten(0,1)[None]
-        n,more = x.shape[1],(len(images)-len(tiles.order))*self.cfg.n_patches
+        n = x.shape[1]
+        more = (len(images)-len(tiles.order))*self.cfg.n_patches
         if more:
-            x,places = F.pad(x, (0,0,0,more)),F.pad(places, (0,more))
+            x = F.pad(x, (0,0,0,more))
+            places = F.pad(places, (0,more))
             windows,pictures = (layout.longer(n+more) for layout in (windows,pictures))
         cos,sin = self.rotation(places)
         recompute = self.recompute and torch.is_grad_enabled()

@@ -73,7 +73,9 @@ class ViTMultiHeadAttention(nn.Module):
     "Self-attention among the patches of a tile."
     def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `vit_n_heads`, `vit_dropout`, `attn_backend`
         super().__init__()
-        self.n_heads,self.dropout,self.backend = cfg.vit_n_heads, cfg.vit_dropout, cfg.attn_backend
+        self.n_heads = cfg.vit_n_heads
+        self.dropout = cfg.vit_dropout
+        self.backend = cfg.attn_backend
         self.qkv_proj = nn.Linear(cfg.vit_hidden_dim, 3*cfg.vit_hidden_dim)
         self.out_proj = nn.Linear(cfg.vit_hidden_dim, cfg.vit_hidden_dim)
         self.resid_dropout = nn.Dropout(cfg.vit_dropout)
@@ -110,7 +112,8 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x:Tensor, # (..., D)
     )->Tensor: # (..., D), same dtype
         "Mean 0 and variance 1, then scale and shift."
-        weight,bias = self.weight.to(x.dtype),self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype)
         plain = x.dtype==torch.float32 or x.is_meta # there is nothing to cast
         with nullcontext() if plain else torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -146,7 +149,8 @@ class ViT(nn.Module):
     "The vision tower."
     def __init__(self, cfg:VLMConfig): # reads the `vit_*` fields
         super().__init__()
-        self.cfg,self.recompute = cfg, False
+        self.cfg = cfg
+        self.recompute = False
         self.patch_embedding = ViTPatchEmbeddings(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
@@ -183,7 +187,8 @@ class ModalityProjector(nn.Module):
     "Pixel shuffle, then one matrix to the width of the language model, or a two-layer MLP."
     def __init__(self, cfg:VLMConfig): # reads `vit_hidden_dim`, `lm_hidden_dim`, `mp_*`, `init_std`
         super().__init__()
-        self.factor,width = cfg.mp_pixel_shuffle_factor,cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
+        self.factor = cfg.mp_pixel_shuffle_factor
+        width = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
         self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
         # a module per call site, since forward hooks are per module
         if cfg.mp_kind!='mlp': self.norm,self.out = nn.Identity(),nn.Identity()

@@ -71,7 +71,8 @@ class VLMNet(nn.Module):
     )->Tensor: # (N, P, vit_hidden_dim)
         "Returns features of tiles."
         w = self.decoder.token_embedding.weight # on the device even if a sharded model is put away on the CPU
-        mean,std = self.cfg.pixel_mean, self.cfg.pixel_std
+        mean = self.cfg.pixel_mean
+        std = self.cfg.pixel_std
         pixels = to_pixels(tiles.to(w.device), mean, std, self.tile_multiple)
         seen = self.vision_encoder(pixels.to(w.dtype), *([places] if places else []))
         return seen[:len(tiles)]
@@ -95,7 +96,8 @@ class VLMNet(nn.Module):
     )->Layout: # on the device of the ids
         "Returns what a loader would have said of a batch; a GPU is waited for."
         grids = grids_of(images)
-        cfg,image_id = self.cfg,self.cfg.image_token_id
+        cfg = self.cfg
+        image_id = self.cfg.image_token_id
         all_grids = len(grids)==len(flat_pictures(images))
         require(all_grids or not cfg.native, 'a picture of this model is a grid of tiles, '
             '(rows, columns, 3, S, S): give what image_processor_of(cfg) makes, and no stack of tiles')
@@ -111,7 +113,8 @@ class VLMNet(nn.Module):
         layout = self.layout_of(input_ids, images=images) if layout is None else layout
         slots:Any = layout.slots
         tiles:Any = images if isinstance(images, Tensor) and images.ndim == 4 else stack_tiles(images)
-        x,n = self.decoder.token_embedding(input_ids), 0 if tiles is None else len(tiles)
+        x = self.decoder.token_embedding(input_ids)
+        n = 0 if tiles is None else len(tiles)
         per_tile = self.cfg.mp_image_token_length
         if len(slots) != n*per_tile: raise ValueError(slot_error('the batch', len(slots), n, per_tile))
         if not n:
@@ -142,7 +145,8 @@ class VLMNet(nn.Module):
         h, balance = self.decoder(self.embed(input_ids, images, layout), layout, with_balance=True)
         logits = self.head(h) if layout.at is None or return_logits else None
         if layout.at is None: return logits, None
-        rows,head = h.flatten(0, 1).index_select(0, layout.at), self.head.weight
+        rows = h.flatten(0, 1).index_select(0, layout.at)
+        head = self.head.weight
         loss, self.target_losses = self.cross_entropy(
             rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
         if balance is None: return logits, loss

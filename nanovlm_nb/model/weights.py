@@ -71,7 +71,8 @@ class Tensors(MutableMapping):
     "Tensors by name, each made when it is asked for, and not kept."
     def __init__(self, makers:dict[str,Any], # name -> what returns the tensor; None: it is not known yet
         kinds:Mapping[str,Tensor]|None=None): # tensors of the same shape and type; None: the tensors say it
-        self.makers,self.kinds = makers,kinds
+        self.makers = makers
+        self.kinds = kinds
 
     @staticmethod
     def of(state:Mapping[str,Tensor])->'Tensors': # by name
@@ -220,7 +221,8 @@ def _families(wanted): return {kind:f for kind,f in FAMILIES.items() if wanted i
 
 def _family(folder, wanted):
     "The family of a checkpoint, and the part of its configuration that describes the model."
-    config,known = _their_config(folder),_families(wanted)
+    config = _their_config(folder)
+    known = _families(wanted)
     require(config.model_type in known, f"{folder} is a checkpoint of type {config.model_type!r}: "
         f"types that can be read here are {', '.join(known)}")
     family = known[config.model_type]
@@ -245,7 +247,8 @@ def _decoder_fields(family, part, name):
     kind = rope.get('rope_type', 'default')
     require(kind=='default', f"{name} has rope_type {kind!r}, but only 'default' is built here: "
             "choose another backbone")
-    width,head = ours['lm_hidden_dim']//ours['lm_n_heads'], getattr(part, 'head_dim', None)
+    width = ours['lm_hidden_dim']//ours['lm_n_heads']
+    head = getattr(part, 'head_dim', None)
     head_dim = {} if head in (None,width) else dict(lm_head_dim=head)
     return ours | head_dim | dict(lm_re_base=int(base) if int(base)==base else base,
         lm_max_position_embeddings=part.max_position_embeddings, lm_tie_weights=part.tie_word_embeddings)
@@ -260,7 +263,8 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
     "Returns its numbers; Qwen's matrix has more rows than its tokenizer has tokens."
     folder = resolve_checkpoint(name)
     family,part = _family(folder, 'lm_hidden_dim')
-    ours,file = _decoder_fields(family, part, name),folder/'tokenizer.json'
+    ours = _decoder_fields(family, part, name)
+    file = folder/'tokenizer.json'
     if file.is_file():
         known = Tokenizer.from_file(str(file)).get_vocab_size()
         ours['lm_base_vocab_size'] = min(ours['lm_base_vocab_size'], known)
@@ -291,7 +295,8 @@ def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
 def _check_tensors(have:Collection[str], wanted:Collection[str], source:str)->None: # of tensors; where from
     "Raises a UsageError that names tensors that are missing or left over."
     some = lambda names: ', '.join(sorted(names)[:5])+f' and {len(names)-5} more'*(len(names)>5)
-    missing,extra = {*wanted}-{*have},{*have}-{*wanted}
+    missing = {*wanted}-{*have}
+    extra = {*have}-{*wanted}
     advice = 'is it a checkpoint of this model? Compare the configurations'
     require(not missing, f"{source} lacks {some(missing)}: {advice}")
     require(not extra, f"{source} has tensors without a place: {some(extra)}; {advice}")
@@ -347,7 +352,8 @@ def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]:
     "Returns copies of our tensors under their names, without those that have none."
     theirs = {}
     for k,w in state.items():
-        names,w = names_of(k),w[0] if k.endswith('position_embedding') else w
+        names = names_of(k)
+        w = w[0] if k.endswith('position_embedding') else w
         theirs |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names) or 1))}
     return theirs
 
@@ -362,7 +368,8 @@ TAKE_OVER = "take the fields of the backbone's own configuration"
 
 def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; directory or hub name
     "Returns the weights of a vision backbone under our names."
-    folder,wanted = resolve_checkpoint(name),vit.state_dict()
+    folder = resolve_checkpoint(name)
+    wanted = vit.state_dict()
     family,part = _family(folder, 'vit_hidden_dim')
     _check_fields(vit.cfg, _our_fields(family, part), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
@@ -388,7 +395,9 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
     "Returns the weights of a language backbone; rows of tokens that it does not know are drawn."
     require(not lm.cfg.use_moe, f"{name} has one MLP a block and no experts, but use_moe is True: "
             "set it to False, or start from a .pth file with experts (load_from)")
-    folder,cfg,(embed,head) = resolve_checkpoint(name),lm.cfg,('token_embedding.weight','head.weight')
+    folder = resolve_checkpoint(name)
+    cfg = lm.cfg
+    (embed,head) = ('token_embedding.weight','head.weight')
     family,_ = _family(folder, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
@@ -418,11 +427,15 @@ def _bytes_of(w): return w.detach().cpu().contiguous().flatten().view(torch.uint
 def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str], # to write; texts by name
     names:Collection[str])->None: # of those to write
     "Writes a safetensors file, one tensor after the other: the bytes that `save_file` would write."
-    kinds,places,end = getattr(tensors, 'kinds', None) or tensors,{},0
+    kinds = getattr(tensors, 'kinds', None) or tensors
+    places = {}
+    end = 0
     sizes = {k:kinds[k].numel()*kinds[k].element_size() for k in names}
     order = sorted(names, key=lambda k: (-[*_CODES].index(kinds[k].dtype), k.encode()))
     for k in order:
-        shape,begin,end = [*kinds[k].shape],end,end+sizes[k]
+        shape = [*kinds[k].shape]
+        begin = end
+        end = end+sizes[k]
         places[k] = dict(dtype=_CODES[kinds[k].dtype], shape=shape, data_offsets=[begin,end])
     header = json.dumps(dict(__metadata__=metadata)|places, separators=(',',':'), ensure_ascii=False).encode()
     header += b' '*(-len(header)%8)
@@ -431,11 +444,13 @@ def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str]
         for k in order: file.write(_bytes_of(tensors[k]))
 
 # %% ../../nbs/26_model.weights.ipynb #d793a40a
-HEAD,EMBED = 'decoder.head.weight','decoder.token_embedding.weight'
+HEAD = 'decoder.head.weight'
+EMBED = 'decoder.token_embedding.weight'
 # whole models in transformers that can be read and written: type -> class
 WHOLE = dict(smolvlm='SmolVLMForConditionalGeneration', idefics3='Idefics3ForConditionalGeneration',
              qwen2_5_vl='Qwen2_5_VLForConditionalGeneration')
-LORA_NOTE, LORA_WEIGHTS = 'lora.json', 'lora.safetensors' # in a checkpoint of adapters alone
+LORA_NOTE = 'lora.json'
+LORA_WEIGHTS = 'lora.safetensors' # in a checkpoint of adapters alone
 # what else would be loaded with a model: a save replaces all of it
 OWNED = ('model.safetensors','model-*-of-*.safetensors','model.safetensors.index.json','tokenizer.json',
     'tokenizer_config.json',LORA_NOTE,LORA_WEIGHTS)
@@ -551,7 +566,8 @@ def _extra_tokens(folder, image_id):
     "First id of the added tokens around the image token, and name -> token in the order of ids."
     added = ({t['id']:t['content'] for t in _json(folder, 'tokenizer.json').get('added_tokens', [])}
              or {image_id:'<image>'})
-    first,end = image_id, image_id
+    first = image_id
+    end = image_id
     while added.get(first-1, SPECIAL_TOKENS[0]) not in SPECIAL_TOKENS: first -= 1
     while end in added: end += 1
     names = {t:n for c in ('nanovlm','smolvlm','qwen') for n,t in image_tokens(c).items()}
@@ -567,7 +583,8 @@ def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
     p = _picture_rules(folder)
     if not p: return dict(max_img_size=tile, resize_to_max_side_len=True)
-    side,cut = p['size']['longest_edge'], p['max_image_size']['longest_edge']
+    side = p['size']['longest_edge']
+    cut = p['max_image_size']['longest_edge']
     require(cut==tile and side%tile==0, f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
             f"but the tower sees {tile}: it must divide both")
     return dict(max_img_size=side if p.get('do_image_splitting', True) else tile,
@@ -583,7 +600,8 @@ def _chat_template(folder):
 def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
     if not (folder/'tokenizer.json').is_file(): return {}
-    template,place = _chat_template(folder),"message['content'][0]['type'] == 'image'"
+    template = _chat_template(folder)
+    place = "message['content'][0]['type'] == 'image'"
     if not template: return dict(lm_tokenizer=str(folder))
     return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(
         place, "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"))
@@ -598,7 +616,8 @@ AS_PARTS = ("{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.al
 def _read_smolvlm_config(folder:Path)->VLMConfig: # of a SmolVLM or Idefics3
     "Returns our configuration of a model of transformers."
     theirs = _their_config(folder)
-    kind,known = theirs.text_config.model_type,_families('lm_hidden_dim')
+    kind = theirs.text_config.model_type
+    known = _families('lm_hidden_dim')
     require(kind in known, f"{folder} has a {kind} inside: only llama, qwen2 and qwen3 are built here")
     first,extra = _extra_tokens(folder, theirs.image_token_id)
     vision = _our_fields(SIGLIP, theirs.vision_config)
@@ -642,8 +661,10 @@ def _qwen_tokens(folder, image_id):
 
 def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     "Returns our configuration of a model of transformers."
-    theirs,rules = _their_config(folder),_picture_rules(folder)
-    text,vision = theirs.text_config,theirs.vision_config
+    theirs = _their_config(folder)
+    rules = _picture_rules(folder)
+    text = theirs.text_config
+    vision = theirs.vision_config
     text.tie_word_embeddings = theirs.tie_word_embeddings # the hub's file has it at the top
     for part,family in ((vision,QWEN2_5_VL), (text,QWEN2)):
         _check_fields(part, family.requires, f'{folder} can be built here only with', 'choose another model')
@@ -758,7 +779,8 @@ UNTOLD = ('## Training\n\nNothing is recorded: '
           'the weights were uploaded from memory, without the directory of a run.')
 
 # %% ../../nbs/26_model.weights.ipynb #10ad0102
-LORA_A, LORA_B = '.lora_A.default.weight', '.lora_B.default.weight' # end the names of an adapter's matrices
+LORA_A = '.lora_A.default.weight'
+LORA_B = '.lora_B.default.weight' # end the names of an adapter's matrices
 
 def is_adapter(name:str)->bool: # of a tensor
     "Returns whether a tensor belongs to an adapter, and not to the base."
@@ -860,13 +882,15 @@ class Pretrained(nn.Module):
         saved, state = checkpoint_weights(folder, cls.config_class)
         with undrawn(): model = cls(cfg or saved, load_backbone=False)
         check_names(model, state, str(path))
-        model.unread,model.folder = state,folder
+        model.unread = state
+        model.folder = folder
         model.tokenizer_source = find_tokenizer(folder, model.cfg.lm_tokenizer)
         return (model.read() if read else model).eval()
 
     def read(self)->'Pretrained': # on any device; itself
         "Fills the weights that are still in their files."
-        state,self.unread = self.unread,None
+        state = self.unread
+        self.unread = None
         if state: fill(self, state, str(self.folder or self.cfg.lm_model_type))
         return self
 
@@ -996,7 +1020,9 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
         remedy = ('iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
             if of_xtuner else 'train a language model first, or give load_from another file')
         raise MissingFile(f'there is no file {path}: {remedy}')
-    cfg,tensors,state = model.decoder.cfg,model.state_dict(),_unwrapped(path)
+    cfg = model.decoder.cfg
+    tensors = model.state_dict()
+    state = _unwrapped(path)
     if not any(k.startswith('decoder.') for k in state): state = _from_minimind(state, model, path)
     for k in (EMBED,HEAD):
         if k in state and len(state[k])==cfg.lm_base_vocab_size<cfg.lm_vocab_size:

@@ -47,7 +47,9 @@ from .start import publish,report_run,set_status,where_to_publish,write_record
 class FeatureCache:
     "Features of tiles by a tile's content, kept on disk; replaces `see`: tiles -> (N, P, D) features."
     def __init__(self, folder:str|Path, see:Callable, dtype:torch.dtype=torch.float32): # of this tower alone
-        self.folder,self.see,self.dtype = Path(folder),see,dtype
+        self.folder = Path(folder)
+        self.see = see
+        self.dtype = dtype
         self.hits = self.misses = 0
 
     def path(self, tile:Tensor)->Path: # (3, S, S) bytes or floats; in one of 256 directories
@@ -83,7 +85,8 @@ def make_model(v:VLMConfig, c:TrainConfig, resuming:bool=False, # the weights of
     read:bool=True)->VisionLanguageModel: # False: weights stay in their files, see `Pretrained.read`
     "A saved model, or a new one, on the CPU, in training mode."
     if resuming: return followed(partial(VisionLanguageModel, v, load_backbone=False)).train()
-    weights,backbones = weights_of_start(v, c),v.vlm_load_backbone_weights
+    weights = weights_of_start(v, c)
+    backbones = v.vlm_load_backbone_weights
     if weights: model = VisionLanguageModel.from_pretrained(weights, v, read)
     elif is_pth(c.load_from): model = VisionLanguageModel.from_pth(str(c.load_from), v, backbones)
     else: model = VisionLanguageModel(v, load_backbone=backbones, read=read)
@@ -112,7 +115,9 @@ _CTRL_C = b'\nCtrl-C: the update at hand is finished and a checkpoint written; o
 @contextmanager
 def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first signal; a `with` block
     "Inside, `SIGNALS` ask for a checkpoint and an orderly end; a second SIGINT does what it did before."
-    me,old,main = os.getpid(),{},threading.current_thread() is threading.main_thread()
+    me = os.getpid()
+    old = {}
+    main = threading.current_thread() is threading.main_thread()
     def ask(number, _):
         if os.getpid()!=me: return # a loader worker that is being born
         stop.set()
@@ -203,7 +208,9 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
 # %% ../../nbs/56_runs.run.ipynb #6c3402cd
 def _use_evals(trainer:Trainer)->None: # every rank must call
     "Let checkpoints be evaluated, if the run asks for it."
-    c,dist,hook = trainer.cfg,trainer.dist,find(trainer, Evaluate)
+    c = trainer.cfg
+    dist = trainer.dist
+    hook = find(trainer, Evaluate)
     if not c.use_lmms_eval: return
     (hook.tasks,line),backend = on_master(dist, lambda: (possible_tasks(c), choose_eval_backend(c)))
     if line: trainer.log.info(line)
@@ -227,7 +234,9 @@ def _frozen_tokens(trainer:Trainer, begins:bool)->list[str]: # whether this is t
 
 def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: # names of its own parts
     "What the log begins with."
-    c,dist,size = trainer.cfg,trainer.dist,sum(p.numel() for p in trainer.base.parameters())/1e6
+    c = trainer.cfg
+    dist = trainer.dist
+    size = sum(p.numel() for p in trainer.base.parameters())/1e6
     return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
         f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
         *_frozen_tokens(trainer, begins and 'model' not in own),
@@ -237,7 +246,10 @@ def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: #
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
     "The point of no return: from here on the run directory is changed."
-    run_dir,dist,log,t = run.run_dir,run.dist,run.log,trainer
+    run_dir = run.run_dir
+    dist = run.dist
+    log = run.log
+    t = trainer
     if (note := t.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
     if run.cfg.cache_features:
         cache = _keep_features(t.base, run_dir/FEATURE_CACHE, t.dtype)
@@ -254,7 +266,11 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
 def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, parts:dict[str,Any]={})->Trainer:
     """Put the parts of a run together, and restore the checkpoint that it resumes from; every rank calls.
     `lines` are for the log, `config` is the user's own file, `parts` are what `run` was given."""
-    v,c,dist,log,own = run.vlm_cfg,run.cfg,run.dist,run.log,own_parts(parts)
+    v = run.vlm_cfg
+    c = run.cfg
+    dist = run.dist
+    log = run.log
+    own = own_parts(parts)
     on_master(dist, lambda: check_new(run.run_dir, config))
     resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
@@ -276,7 +292,10 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
 # %% ../../nbs/56_runs.run.ipynb #56000020
 def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
     "Tell what came of a run, and publish its best checkpoint; 'interrupted' if a signal has ended it."
-    t,dist,log,f = run.trainer,run.dist,run.log,run.trainer.base.features
+    t = run.trainer
+    dist = run.dist
+    log = run.log
+    f = run.trainer.base.features
     if f: log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
     if t.stop: return 'interrupted'
     drops = find(t, LeftOut).gather()
@@ -296,7 +315,8 @@ def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
 @contextmanager
 def process_group(timeout_s:float=TrainConfig.timeout_s)->Iterator[tuple[Dist,threading.Event]]:
     "Inside, the process group of a run exists, and signals set the event; it waits so long for other ranks."
-    dist,stop = init_dist(timeout_s=timeout_s),threading.Event()
+    dist = init_dist(timeout_s=timeout_s)
+    stop = threading.Event()
     try:
         with _stop_on_signals(stop): yield dist,stop
     finally: destroy_dist()

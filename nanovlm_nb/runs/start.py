@@ -138,7 +138,9 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
 def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
     """The model with the sizes of the weights that a start begins with, where they were not given; a
     UsageError where another size was given. A run that resumes has its own, and `_check_resume` compares."""
-    kind,every,follow = start.kind,{f.name for f in fields(VLMConfig)},dict[str,Any]()
+    kind = start.kind
+    every = {f.name for f in fields(VLMConfig)}
+    follow = dict[str,Any]()
     own_class = type(v) is not VLMConfig # it knows what it is
     if kind=='resume':
         saved = start.state['configs']['vlm']
@@ -171,7 +173,8 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     require(not c.lora_rank or trained, f'lora_rank {c.lora_rank}: adapters '
         'stand beside the weights of a checkpoint that is trained already; '
         'give load_from, a checkpoint (a directory, a run, or a hub id)')
-    lines,sized = list[str](),_with_sizes(v, start)
+    lines = list[str]()
+    sized = _with_sizes(v, start)
     moved = [f.name for f in fields(v) if getattr(sized, f.name)!=getattr(v, f.name)]
     if moved: lines.append(f"from the files that the run begins with: {', '.join(moved)}")
     if c.deepspeed_config:
@@ -266,9 +269,13 @@ def split_remedy(was:int, now:tuple[int,int,int])->str: # as above
 def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_steps` of a schedule
     """Where the schedule continues, and its length, in updates of the earlier size.
     `state` is a checkpoint's, `train` has the fields of the `TrainConfig` of the run to come."""
-    most,samples,step = train.get('max_training_samples'),state.get('samples', 0),state['step']
+    most = train.get('max_training_samples')
+    samples = state.get('samples', 0)
+    step = state['step']
     if most is not None: return in_samples(samples, samples/max(step, 1), most)
-    length,epochs,planned = train['max_training_steps'],train.get('max_epochs'),state.get('planned')
+    length = train['max_training_steps']
+    epochs = train.get('max_epochs')
+    planned = state.get('planned')
     if epochs and planned is not None: # of a stream it is not known at first
         length = min(length, round(planned*epochs/state['configs']['train']['max_epochs']))
     return step,length
@@ -276,8 +283,12 @@ def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_ste
 # %% ../../nbs/52_runs.start.ipynb #29f3aff5
 def progress(state:dict, packs:int, train:dict)->str: # see `_place_of`
     "A sentence: the progress of a run in updates and samples, and what that is with `packs` in an update."
-    step,samples,was,before = state['step'],state['samples'],state['data']['lanes'],state['configs']['train']
-    length,epochs = _place_of(state, before)[1],' and max_epochs None' if before.get('max_epochs') else ''
+    step = state['step']
+    samples = state['samples']
+    was = state['data']['lanes']
+    before = state['configs']['train']
+    length = _place_of(state, before)[1]
+    epochs = ' and max_epochs None' if before.get('max_epochs') else ''
     if (most := train.get('max_training_samples')) is not None: return (
         f'So far {samples} of {most} samples ({100*samples/most:.1f} %) in {step} updates; with {packs} '
         f'packs in an update the rest takes about {max(most-samples, 0)*step*was/samples/packs:.0f} more')
@@ -289,8 +300,11 @@ def progress(state:dict, packs:int, train:dict)->str: # see `_place_of`
 # %% ../../nbs/52_runs.start.ipynb #02f93b30
 def _check_resume(state:dict, v:VLMConfig, c:TrainConfig, world_size:int)->list[str]: # of a checkpoint
     "A line for each difference; a UsageError if a checkpoint and a run do not fit, unless `force_resume`."
-    changes,made,data = differences(state['configs'], v, c),state['step'],state['data']
-    now,remedy = (c.batch_size,c.gradient_accumulation_steps,world_size),''
+    changes = differences(state['configs'], v, c)
+    made = state['step']
+    data = state['data']
+    now = (c.batch_size,c.gradient_accumulation_steps,world_size)
+    remedy = ''
     so_far = f'. {progress(state, math.prod(now), asdict(c))}' if data and state.get('samples') else ''
     if data and (split := split_difference(data['lanes'], now, so_far)):
         changes.insert(0, split)
@@ -322,7 +336,8 @@ def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]
     last = [r[name] for r in log if r['step']<=state['step'] and name in r]
     if not last: return []
     schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
-    before,after = last[-1],schedule(step, getattr(c, peak), most)
+    before = last[-1]
+    after = schedule(step, getattr(c, peak), most)
     line = f'learning rate of the {whose}: {before:.3g} in the last update, {after:.3g} in the next'
     return [(after<=2*before and before<=2*after, line)]
 
@@ -336,7 +351,8 @@ def plan_resume(run_dir:Path, start:Start, v:VLMConfig, c:TrainConfig, world_siz
     check_way(run_dir, checkpoint, math.inf if c.max_training_samples else c.max_training_steps)
     found = [(checkpoint is not None or not c.resume, start.line)]
     if newer := left_behind(run_dir, checkpoint):
-        names,folder = ', '.join(p.name for p in newer),abandoned_folder(run_dir)
+        names = ', '.join(p.name for p in newer)
+        folder = abandoned_folder(run_dir)
         found.append((True, f'{names}: set aside in {folder} with the log of that time'))
     if checkpoint is None: return found
     check_own_parts(run_dir, own)
@@ -362,7 +378,8 @@ def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str
     return latest.parent.name,[f'{n}: {was!r} -> {now!r}' for n,was,now in values if was!=now] or ['nothing']
 
 # %% ../../nbs/52_runs.start.ipynb #dcc6f191
-_MINE,YOURS = '## Training','## Observations' # headings: from the first on it is the model card
+_MINE = '## Training'
+YOURS = '## Observations' # headings: from the first on it is the model card
 _UNWRITTEN = f'{YOURS}\n\n\n## Next\n\n' # what a new page leaves to you
 _LIMITS = ('## Limits\n\nAnswers may be wrong or invented, and carry what the data and the backbones carry. '
     'All of this was measured on held-out samples of the training data; nothing was done about safety.')
@@ -423,7 +440,8 @@ def publish(run_dir:str|Path, repo_id:str, api:Any=None)->None: # of a run; owne
 # %% ../../nbs/52_runs.start.ipynb #740c3e55
 def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
     "The best model of a run, ready to be asked."
-    best,t = find_checkpoint(trainer.log.run_dir),trainer
+    best = find_checkpoint(trainer.log.run_dir)
+    t = trainer
     processor = getattr(getattr(t.held_out, 'samples', None), 'image_processor', None)
     if make is None: return Asker.from_checkpoint(best, processor=processor)
     cfg,state = checkpoint_weights(Path(best), t.base.config_class)
@@ -444,7 +462,8 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
 # %% ../../nbs/52_runs.start.ipynb #55000021
 def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
     "What may help a model that answers no better than one that does not look."
-    t,c = trainer,trainer.cfg
+    t = trainer
+    c = trainer.cfg
     rows = t.loader.source.epoch_rows()
     kinds = len(scores['answers'])-1
     helps = ['more pictures' if rows is None else f'more pictures (there are {rows:.0f} rows for training)']
@@ -469,7 +488,8 @@ def _overfitting(records:list[dict])->str: # of the log; empty: validation has n
     def mean_before(step):
         found = [loss for k,loss in train if step-every<k<=step]
         return sum(found)/max(len(found), 1)
-    before,after = mean_before(at),mean_before(end)
+    before = mean_before(at)
+    after = mean_before(end)
     if after>=before: return ''
     return (f'the validation loss has risen from {best:.4g} at update {at} to {last:.4g} at update {end}, '
         f'while the loss of training fell from {before:.4g} to {after:.4g}: the model learns its rows by '
@@ -478,7 +498,8 @@ def _overfitting(records:list[dict])->str: # of the log; empty: validation has n
 # %% ../../nbs/52_runs.start.ipynb #75ce5462
 def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
-    total,parts = sum(seconds.values()),sorted(seconds.items(), key=lambda o: -o[1])
+    total = sum(seconds.values())
+    parts = sorted(seconds.items(), key=lambda o: -o[1])
     return ', '.join(f'{k} {100*v/total:.0f} %' for k,v in parts if v/total>=.005)+f', {total:.0f} s in all'
 
 # %% ../../nbs/52_runs.start.ipynb #02c964f4
@@ -495,7 +516,8 @@ def _report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `Le
 # %% ../../nbs/52_runs.start.ipynb #55000005
 def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `train()`; from `_ask_held_out`
     "What came of a run."
-    t,name = trainer,'val_loss' if find(trainer, Validate).by is None else 'judged'
+    t = trainer
+    name = 'val_loss' if find(trainer, Validate).by is None else 'judged'
     best = 'no validation'
     if t.best_step is not None: best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
     since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
@@ -511,7 +533,8 @@ _ADVICE_AFTER_S = 600. # who tries something needs no advice
 
 def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a short run, or when all is well
     "What could be changed, from where the time went and from skipped updates."
-    t,seconds = trainer,find(trainer, Meters).seconds
+    t = trainer
+    seconds = find(trainer, Meters).seconds
     if (total := sum(seconds.values()))<_ADVICE_AFTER_S: return []
     return advice({k:v/total for k,v in seconds.items()}, evolve(t.cfg, compile=bool(t.compiled)), t.base.cfg,
         unstable=t.skipped>0, cpus=os.cpu_count(), ranks=t.dist.world_size, device=t.dist.device.type)
@@ -519,7 +542,9 @@ def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sh
 # %% ../../nbs/52_runs.start.ipynb #55000008
 def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)->None: # of all ranks
     "Rank 0 sums up the run, after `train()`; `make` makes a model of its own."
-    t,log,run_dir = trainer,trainer.log,trainer.log.run_dir
+    t = trainer
+    log = trainer.log
+    run_dir = trainer.log.run_dir
     rows = held_out_rows(t.held_out, min(t.cfg.ask_samples, t.samples), t.base.cfg)
     drops['val'].merge(t.held_out.drops)
     scores = _ask_held_out(_best_asker(t, make), rows, log, t.step) if rows else {}
@@ -560,7 +585,8 @@ def relaunch(command:str, words:Iterable, settings:dict, dist:Dist)->str: # its 
     words = ' '.join(shlex.quote(str(w)) for w in line)
     if dist.world_size==1: return f'nanovlm {words}'
     local = int(os.environ.get('LOCAL_WORLD_SIZE', dist.world_size))
-    nodes,first = dist.world_size//local,os.environ.get('MASTER_ADDR', 'FIRST_NODE')
+    nodes = dist.world_size//local
+    first = os.environ.get('MASTER_ADDR', 'FIRST_NODE')
     meet = f'--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint {first}:29500' # given on each of them
     if nodes==1: meet = '--standalone'
     return f'torchrun {meet} --nproc_per_node {local} -m nanovlm_nb.cli {words}'
@@ -611,7 +637,10 @@ def _out_of_memory(error:BaseException|None)->bool: # as it arrived
 # %% ../../nbs/52_runs.start.ipynb #54000003
 def _no_memory(run:OpenRun, error:BaseException|None)->str: # as it arrived
     "What happened, what is left, what helps."
-    v,c,ranks,kind = run.vlm_cfg,run.cfg,run.dist.world_size,run.dist.device.type
+    v = run.vlm_cfg
+    c = run.cfg
+    ranks = run.dist.world_size
+    kind = run.dist.device.type
     def keeps(changes): # the checkpoints of the run
         return all((resume_rule(n, type(v)) or _UNKNOWN)[0]!=REFUSED for n in changes)
     lines = advice({}, c, v, oom=True, keeps=keeps, ranks=ranks, device=kind)

@@ -149,7 +149,8 @@ def _check_all(vlm_cfg, train_cfg, gpus, run_dir, rows, smoke)->Iterator[Finding
 # %% ../../nbs/68_tools.check.ipynb #bfb5abac
 def main(values:Namespace)->int: # from `cli.check_parser`; 1 if something fails, else 0
     "Command `nanovlm check`: what would happen if this run began."
-    gpus,count = values.gpus or max(torch.cuda.device_count(), 1),Counter()
+    gpus = values.gpus or max(torch.cuda.device_count(), 1)
+    count = Counter()
     if values.run_dir: check_own_parts(values.run_dir, [])
     found = _check_all(values.vlm_cfg, values.train_cfg, gpus, values.run_dir, values.rows, values.smoke)
     for line in found:

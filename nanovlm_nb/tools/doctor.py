@@ -24,7 +24,9 @@ from ..answers.evaluate import choose_eval_backend,possible_tasks,task_names
 from .runs import gpu_lines
 
 # %% ../../nbs/61_tools.doctor.ipynb #463ced20
-PASS,FAIL,SKIP = 'pass','FAIL','skip'
+PASS = 'pass'
+FAIL = 'FAIL'
+SKIP = 'skip'
 
 class Finding(NamedTuple):
     "What a check found."
@@ -202,7 +204,8 @@ def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3, tim
 # %% ../../nbs/61_tools.doctor.ipynb #01697dc8
 def machine_findings(train_cfg:TrainConfig, gpus:int=1)->Iterator[Finding]: # ranks here
     "Yields what the checks of the machine find, one after the other."
-    seen,cuda = torch.cuda.device_count(),torch.version.cuda
+    seen = torch.cuda.device_count()
+    cuda = torch.version.cuda
     wheels = platform.libc_ver()[1] or None,cuda,torch.__version__,_installed('flash-attn')
     checks:list[tuple] = [('packages', _check_packages), ('GPUs', _check_gpus, gpus, seen),
         ('CUDA', _check_cuda, seen, cuda, _driver_version()), ('flash-attn', _check_flash, *wheels),

@@ -61,9 +61,11 @@ def _why_unreadable(error:Exception, path:str)->str: # of `datasets` or arrow; w
 # %% ../../nbs/62_tools.inspect.ipynb #373a4bdb
 def sample_text(sample:dict, tokenizer:Any)->str: # from `finish`
     "Returns a sample as text, in which what is learned is marked."
-    ids,labels = sample['input_ids'].tolist(),[IGNORE,*sample['labels'].tolist()]
+    ids = sample['input_ids'].tolist()
+    labels = [IGNORE,*sample['labels'].tolist()]
     marks = ['' if l==IGNORE else '[[' if l==i else '!!' for i,l in zip(ids, labels)]
-    text,image = '',re.escape(tokenizer.image_token)
+    text = ''
+    image = re.escape(tokenizer.image_token)
     for mark,run in groupby(zip(marks, ids), lambda x: x[0]):
         piece = tokenizer.decode([i for _,i in run])
         piece = re.sub(f'({image})+', lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ', piece)
@@ -93,7 +95,8 @@ def _range_of(picture:Any)->list[tuple]: # as `open_image` takes it
 
 def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; samples to keep
     "Returns the first rows of a loader, planned and decoded as a lane does it."
-    seen,samples = _Seen(loader),loader.samples
+    seen = _Seen(loader)
+    samples = loader.samples
     for _,row in islice(loader.source.rows_of(0, 1, 0), n):
         seen.rows += 1
         try:
@@ -112,14 +115,16 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
 # %% ../../nbs/62_tools.inspect.ipynb #bceba273
 def _value_range(values:Sequence[int])->str: # one or more
     "Returns the smallest, the largest and the median of some numbers."
-    low,high = min(values),max(values)
+    low = min(values)
+    high = max(values)
     return f'{low} to {high} (median {median(values):g})' if low<high else f'{low}'
 
 # %% ../../nbs/62_tools.inspect.ipynb #bceba274
 def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
     "Returns the sizes of the samples; raises when no row is used."
     require(seen.plans, f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
-    p,targets = seen.plans,[int((plan.labels!=IGNORE).sum()) for plan in seen.plans]
+    p = seen.plans
+    targets = [int((plan.labels!=IGNORE).sum()) for plan in seen.plans]
     return (f'{len(p)} of {seen.rows} rows of training and {len(held.plans)} of {held.rows} of validation: '
             f'{_value_range([x.tokens for x in p])} tokens, {_value_range(targets)} targets, '
             f'{_value_range([x.tiles for x in p])} tiles')
@@ -142,7 +147,8 @@ def check_left_out(*seen:_Seen)->str: # of training, of validation
 # %% ../../nbs/62_tools.inspect.ipynb #a1b0c051
 def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; the setting
     "Returns the values of pictures of more than 8 bits a pixel; raises when they come out dark, or cut."
-    low,high = min(low for low,_ in ranges),max(high for _,high in ranges)
+    low = min(low for low,_ in ranges)
+    high = max(high for _,high in ranges)
     white = pixel_max or 65535
     bits = 2**max(8, math.ceil(math.log2(high+1)))-1 if high>0 else 255
     meant = bits if 1<high<=65535 else math.ceil(max(high, 1))
@@ -167,7 +173,8 @@ def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
 # %% ../../nbs/62_tools.inspect.ipynb #b77eaf37
 def _check_columns(train_cfg:TrainConfig)->str:
     "Returns the columns that training reads; raises when one is misspelt, or cannot be loaded."
-    path,unread = train_cfg.train_dataset_path,set()
+    path = train_cfg.train_dataset_path
+    unread = set()
     if path=='shapes': raise Skip('drawn')
     if path==OWN_ROWS: raise Skip('given in Python')
     for name in config_names(path, train_cfg.train_dataset_name):
@@ -198,7 +205,8 @@ def _check_packs(loader:PackLoader)->str: # from `open_data`
     "Returns how full the first packs are; raises when there is none."
     batches = list(islice(loader, 4))
     require(batches, f'no pack could be made: {loader.drops.blame or "there are no rows"}')
-    length,samples = batches[0]['labels'].shape[1],[len(b['ids'][0]) for b in batches]
+    length = batches[0]['labels'].shape[1]
+    samples = [len(b['ids'][0]) for b in batches]
     used = sum(sum(b['doc_lens'][0]) for b in batches)/length/len(batches)
     packs = f'{len(batches)} packs of {length} tokens'
     return f'{used:.1%} of {packs} are used, with {_value_range(samples)} samples'
@@ -211,7 +219,8 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
     try:
         train,val = open_data(vlm_cfg, train_cfg)
         yield Finding('data', PASS, size_line(train.source, val.source))
-        seen,held = look(train, n, show),look(val, n)
+        seen = look(train, n, show)
+        held = look(val, n)
     except WRONG as e:
         yield failed('data', e)
         return
@@ -313,7 +322,8 @@ def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_tra
     "Returns each sample of an update alone; those that are not finite first, then the strongest pull."
     verdicts = []
     for doc in (doc for batch in update.micro_batches for doc in unpack(batch)):
-        one,n = collate_packs([pack([vars(doc)], len(doc.input_ids), 0)]),doc.n_targets
+        one = collate_packs([pack([vars(doc)], len(doc.input_ids), 0)])
+        n = doc.n_targets
         loss,norm = _loss_and_norm(trainer, replace(update, targets=n, micro_batches=[one]))
         verdicts.append(_Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
     usual = median([v.pull for v in verdicts if math.isfinite(v.pull)] or [math.inf])

@@ -88,7 +88,9 @@ class LikeCuda(TorchFunctionMode):
     "Autocast and fused attention for meta tensors."
     def __init__(self, dtype:torch.dtype=torch.bfloat16): # of matrix products
         super().__init__()
-        self.dtype,self.casts,self.before = dtype,{},False
+        self.dtype = dtype
+        self.casts = {}
+        self.before = False
 
     def __enter__(self):
         self.before = torch.is_autocast_enabled('cuda')
@@ -106,9 +108,11 @@ class LikeCuda(TorchFunctionMode):
         return self.casts[id(x)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs,dtype = kwargs or {},self.dtype if func in LOWER else torch.float32 if func in UPPER else None
+        kwargs = kwargs or {}
+        dtype = self.dtype if func in LOWER else torch.float32 if func in UPPER else None
         if dtype is not None and torch.is_autocast_enabled('cuda'):
-            args,kwargs = [self._to(x, dtype) for x in args],{k:self._to(x, dtype) for k,x in kwargs.items()}
+            args = [self._to(x, dtype) for x in args]
+            kwargs = {k:self._to(x, dtype) for k,x in kwargs.items()}
         return (_fused_attention if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0028
@@ -133,15 +137,18 @@ def _most_tiles(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int:
 def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; samples of a pack, equally long
     tiles:int|None=None, targets:int|None=None, full:float=.99)->Batch: # None: 5/6 of it, 2/3 of the rest
     "Returns a micro-batch of zeros with so many tiles and targets in a sample; packs hold a share of tokens."
-    v,length = vlm_cfg,int(full*vlm_cfg.lm_max_length)//documents
+    v = vlm_cfg
+    length = int(full*vlm_cfg.lm_max_length)//documents
     tiles = int(length/1.2)//v.mp_image_token_length if tiles is None else tiles
     rows_of_tiles = math.isqrt(tiles) if v.native else 1 # a picture as square as can be
     tiles -= tiles%max(rows_of_tiles, 1)
     text = length-tiles*v.mp_image_token_length
     targets = 2*text//3 if targets is None else targets
     assert text>0 and 0<targets<length, f'{tiles} tiles, {targets} targets in {length} positions'
-    ids,labels = torch.ones(length, dtype=torch.long),torch.full((length,), IGNORE)
-    ids[:length-text],labels[-targets-1:-1] = v.image_token_id,1
+    ids = torch.ones(length, dtype=torch.long)
+    labels = torch.full((length,), IGNORE)
+    ids[:length-text] = v.image_token_id
+    labels[-targets-1:-1] = 1
     pixels = torch.zeros(tiles, 3, *[v.vit_img_size]*2, dtype=torch.uint8)
     if v.native and tiles: pixels = pixels.unflatten(0, (rows_of_tiles,-1))
     sample = dict(input_ids=ids, labels=labels, images=[pixels] if tiles else [])
@@ -151,7 +158,8 @@ def example_batch(vlm_cfg:VLMConfig, rows:int=1, documents:int=4, # packs; sampl
 # %% ../../nbs/64_tools.plan.ipynb #b4ddba73
 def fullest_batch(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->Batch: # a micro-batch
     "Returns packs full of tiles in which every position is a target, so that the head works most too."
-    v,tiles = vlm_cfg,_most_tiles(vlm_cfg, train_cfg)
+    v = vlm_cfg
+    tiles = _most_tiles(vlm_cfg, train_cfg)
     return example_batch(v, train_cfg.batch_size, 1, tiles, v.lm_max_length-1, full=1)
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0041
@@ -164,7 +172,8 @@ def meta_net(vlm_cfg:VLMConfig, c:TrainConfig)->VLMNet: # with gradients to whic
         add_adapters(net, c.lora_rank, c.lora_alpha, c.lora_targets)
         lower_base(net, getattr(torch, c.dtype, torch.bfloat16))
     training_groups(net, c)
-    net.vision_encoder.recompute,net.decoder.recompute = c.vision_checkpointing,c.language_checkpointing
+    net.vision_encoder.recompute = c.vision_checkpointing
+    net.decoder.recompute = c.language_checkpointing
     net.tile_multiple = c.tile_multiple or 8
     if c.cache_features: # the tower does not run
         size = vlm_cfg.n_patches,vlm_cfg.vit_hidden_dim
@@ -183,7 +192,8 @@ def _mark_parts(net:nn.Module, tracker:_Allocations)->None:
 # %% ../../nbs/64_tools.plan.ipynb #7be00662
 def step(net:nn.Module, batch:Batch)->None: # on the meta device; from the loader
     "Makes the forward and the backward pass of a micro-batch."
-    ids,tiles = batch['input_ids'].to(META),stack_tiles(batch['images'], META)
+    ids = batch['input_ids'].to(META)
+    tiles = stack_tiles(batch['images'], META)
     net(ids, tiles, layout=batch['layout'].to(META), reduction='sum')[1].backward()
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0045
@@ -192,14 +202,16 @@ _OF_MOE = {'experts','shared','router'} # parts of a mixture of experts
 def peak_memory(vlm_cfg:VLMConfig, train_cfg:TrainConfig, batch:Batch|None=None)->Counter[str]: # the fullest
     """Returns the bytes that one GPU holds at the highest point of an update: `weights`, `gradients`,
     `optimizer`, 16-bit `copies`, each component, `rest`."""
-    cfg,dtype = vlm_cfg,torch.float32 if train_cfg.dtype=='float32' else torch.bfloat16
+    cfg = vlm_cfg
+    dtype = torch.float32 if train_cfg.dtype=='float32' else torch.bfloat16
     if cfg.use_moe:
         cfg = evolve(cfg, use_moe=False, lm_inter_dim=cfg.lm_inter_dim*(cfg.moe_top_k+cfg.moe_shared_experts))
         whole = ['decoder.*.mlp' if _OF_MOE&{*t.split('.')} else t for t in train_cfg.lora_targets]
         train_cfg = evolve(train_cfg, lora_targets=whole)
     batch = fullest_batch(cfg, train_cfg) if batch is None else batch
     choose_backend(cfg.attn_backend, True, 'meta', dtype) # tries it, once
-    net,t = like_cuda(meta_net(cfg, train_cfg), dtype),_Allocations()
+    net = like_cuda(meta_net(cfg, train_cfg), dtype)
+    t = _Allocations()
     for x in net.buffers(): t.hold(x, 'rest')
     for p in net.parameters():
         t.hold(p, 'weights')
@@ -281,7 +293,8 @@ class Memory(NamedTuple):
 # %% ../../nbs/64_tools.plan.ipynb #1d762166
 def _gathered(cfg, parameters, sharding):
     "Bytes of whole weights that a rank holds beside its part."
-    a,blocks = 4 if cfg.dtype=='float32' else 2,sum(s.blocks for s in parameters.values())
+    a = 4 if cfg.dtype=='float32' else 2
+    blocks = sum(s.blocks for s in parameters.values())
     kept = blocks if sharding=='zero2' else 2*max(s.largest_block for s in parameters.values())
     return a*kept+4*(sum(s.total for s in parameters.values())-blocks) # embedding and norms
 
@@ -293,7 +306,8 @@ def _largest_unit(parameters):
 # %% ../../nbs/64_tools.plan.ipynb #23118882
 def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
-    f,parameters = _alone(peak_memory, vlm_cfg, c),sizes(vlm_cfg, c)
+    f = _alone(peak_memory, vlm_cfg, c)
+    parameters = sizes(vlm_cfg, c)
     stored,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('stored','trained'))
     sharding,share = ('ddp',1) if c.sharding=='ddp' or gpus==1 else (c.sharding,gpus)
     whole = c.gradient_accumulation_steps>1 and not c.reduce_every_micro_batch
@@ -313,14 +327,16 @@ USABLE = .9 # share of a GPU's memory that a plan may fill
 def _until_it_fits(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int, gib:float)->list[tuple[Remedy,float]]:
     """Returns what to change, in order, until a GPU of so many GiB is large enough: remedies and the bytes
     needed after each; the last may still be too many."""
-    needed,steps = memory(vlm_cfg, train_cfg, gpus).total,[]
+    needed = memory(vlm_cfg, train_cfg, gpus).total
+    steps = []
     for remedy in memory_remedies(vlm_cfg, train_cfg, gpus):
         if needed<=USABLE*gib*GB: break
         try: changed = change(vlm_cfg, train_cfg, remedy.changes)
         except UsageError: continue # these settings do not go together
         less = memory(*changed, gpus).total
         if less>.99*needed: continue
-        (vlm_cfg,train_cfg),needed = changed,less
+        (vlm_cfg,train_cfg) = changed
+        needed = less
         steps.append((remedy, needed))
     return steps
 
@@ -362,13 +378,15 @@ def checkpoint_bytes(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->int: # the model
 # %% ../../nbs/64_tools.plan.ipynb #2a10b639
 def _checkpoints_kept(train_cfg:TrainConfig)->int: # at the same time, with the best and the one being written
     "Returns how many checkpoints lie on the disk."
-    c,total = train_cfg,checkpoints_written(train_cfg, train_cfg.max_training_steps)
+    c = train_cfg
+    total = checkpoints_written(train_cfg, train_cfg.max_training_steps)
     return total if c.max_keep_ckpts==-1 else min(total, c.max_keep_ckpts+2)
 
 # %% ../../nbs/64_tools.plan.ipynb #92531776
 def _sent(vlm_cfg, c, gpus):
     "Bytes that a GPU sends in an update."
-    parameters,copy = sizes(vlm_cfg, c),4 if c.dtype=='float32' else 2
+    parameters = sizes(vlm_cfg, c)
+    copy = 4 if c.dtype=='float32' else 2
     total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
     sent = bytes_sent(c.sharding, gpus, copy, c.gradient_accumulation_steps, c.reduce_every_micro_batch)
     rest = total-sum(s.blocks for s in parameters.values()) # travels in float32, and once a micro-batch
@@ -401,7 +419,8 @@ def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tupl
     `hours` of the run, `memory` in GiB, `fits`, `remedies`. An update takes `flops` at the peak and `needed`
     bytes; `steps` are from `_until_it_fits` for the smallest GPU."""
     gpu = known_gpu(name)
-    seconds,room = flops/(gpu.tflops*1e12),USABLE*gpu.memory*GB
+    seconds = flops/(gpu.tflops*1e12)
+    room = USABLE*gpu.memory*GB
     enough = next((i for i,n in enumerate([needed, *(n for _,n in steps)]) if n<=room), len(steps))
     remedies = [dict(changes=r.changes, price=r.price, gib=n/GB) for r,n in steps[:enough]]
     return dict(seconds=seconds, hours=seconds*updates/3600, memory=gpu.memory, fits=needed<=room,
@@ -413,7 +432,8 @@ def _epochs(cfg, gpus, pack, packs, samples, epochs):
     at_most = samples is None and cfg.train_dataset_path!='shapes'
     samples = samples or cfg.data_cutoff_idx
     if not samples: return None
-    passes,least = epochs or cfg.max_epochs or 1,cfg.batch_size*gpus # an estimate refuses nothing
+    passes = epochs or cfg.max_epochs or 1
+    least = cfg.batch_size*gpus # an estimate refuses nothing
     rows = max(round(samples/pack.documents), least)
     books = _bookkeeping(rows, cfg.batch_size, gpus, cfg.gradient_accumulation_steps, passes)
     return books|dict(samples=samples, at_most=at_most, epochs=passes,
@@ -431,10 +451,14 @@ def make_plan(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int=1, devices:tupl
     samples:int|None=None, epochs:int|None=None)->dict: # of the data set, passes over it; None: as configured
     "Returns what a run costs in sections of plain numbers and texts; `mfu` is the share of the peak."
     require(mfu>0, f'mfu is {mfu}: give a share above 0')
-    v,c,pack = vlm_cfg,train_cfg,pack or typical_pack(vlm_cfg, train_cfg)
-    packs,parts = effective_batch_size(c, gpus),sizes(v, c)
+    v = vlm_cfg
+    c = train_cfg
+    pack = pack or typical_pack(vlm_cfg, train_cfg)
+    packs = effective_batch_size(c, gpus)
+    parts = sizes(v, c)
     c = evolve(c, max_training_steps=updates_of_run(c, packs*pack.documents), max_training_samples=None)
-    need,work = memory(v, c, gpus).total,update_flops(v, c, pack)
+    need = memory(v, c, gpus).total
+    work = update_flops(v, c, pack)
     steps = _until_it_fits(v, c, gpus, min(known_gpu(d).memory for d in devices))
     return dict(gpus=gpus, mfu=mfu, updates=c.max_training_steps, in_samples=train_cfg.max_training_samples,
         pack=pack._asdict(), most_tiles=_most_tiles(v, c), pack_length=v.lm_max_length,
@@ -458,7 +482,8 @@ def _rows(rows):
 
 # %% ../../nbs/64_tools.plan.ipynb #e6b6a9e5
 def _parameters_text(plan):
-    parts,short = plan['parameters'],{'M':1e6, 'k':1e3}
+    parts = plan['parameters']
+    short = {'M':1e6, 'k':1e3}
     all_,trained = (with_unit(sum(p[k] for p in parts.values()), short) for k in ('total','trained'))
     each = ', '.join(f"{_NAMES[n]} {with_unit(p['total'], short)}" for n,p in parts.items())
     return [f'Parameters: {each}; {all_} together, {trained} train']
@@ -489,7 +514,10 @@ def _device_text(name, d):
 
 # %% ../../nbs/64_tools.plan.ipynb #49ac6fa3
 def _work_text(plan):
-    w,p,b,updates = plan['work'],plan['pack'],plan['batch'],plan['updates']
+    w = plan['work']
+    p = plan['pack']
+    b = plan['batch']
+    updates = plan['updates']
     others = ', '.join(f'{x} x {g} x {a}' for x,a,g in b['splits'])
     tokens = with_unit(w['tokens']*updates, COUNTS, 2)
     length = (f"{updates} updates" if plan['in_samples'] is None
@@ -504,7 +532,8 @@ def _work_text(plan):
 def _epochs_text(plan):
     e = plan['epochs']
     if not e: return []
-    size,passes = f"{e['samples']} samples",f"{e['passes']:.1f} passes"
+    size = f"{e['samples']} samples"
+    passes = f"{e['passes']:.1f} passes"
     if e['at_most']:
         size = f'at most {size} (data_cutoff_idx; give --samples, the size of the data set)'
         passes = f'at least {passes}'

@@ -29,7 +29,8 @@ def _since(seconds:float)->str: # e.g. '2.0 h'
 # %% ../../nbs/60_tools.runs.ipynb #08672cf4
 def _describe_checkpoint(run_dir:Path, path:Path, mark:str='', now:float|None=None)->str: # None: the clock
     "Returns a line about a checkpoint."
-    missing,size = missing_pieces(path),sum(file_sizes(path).values())/1e6
+    missing = missing_pieces(path)
+    size = sum(file_sizes(path).values())/1e6
     state = f'incomplete, lacks {", ".join(missing)}' if missing else 'complete'
     age = _since((now or time.time())-written(path))
     return f'{path.relative_to(run_dir).as_posix():<12} {age:>9} {size:>9.1f} MB  {state}{mark}'
@@ -64,7 +65,8 @@ def _state_of(run_dir:Path)->str:
 # %% ../../nbs/60_tools.runs.ipynb #566da16d
 def _status_lines(run_dir:Path, now:float|None=None)->list[str]: # with a log; seconds since 1970, None: now
     "Returns the state of a run, and its last figures."
-    log,head = run_dir/LOG,f'{run_dir.absolute().name}: {_state_of(run_dir)}'
+    log = run_dir/LOG
+    head = f'{run_dir.absolute().name}: {_state_of(run_dir)}'
     if not (records := read_log(log)): return [head, 'no update yet']
     latest = {k:v for r in records for k,v in r.items() if k in _SHOWN}
     age = _since((now or time.time())-log.stat().st_mtime)
@@ -102,7 +104,8 @@ def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 
 # %% ../../nbs/60_tools.runs.ipynb #a071e977
 def _follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # seconds between two looks
     "Yields each line that a run writes into its text log from now on, until it ends."
-    log,lives = run_dir/TEXT_LOG,'begins'
+    log = run_dir/TEXT_LOG
+    lives = 'begins'
     at = log.stat().st_size if log.is_file() else 0
     while lives:
         lives = holder(run_dir) # asked first: what was written before the end is still said

@@ -181,7 +181,8 @@ class Saver:
     )->Path: # `run_dir/step_{step}`, which is there after `wait`
         "Copies what the next update will change, and has it written."
         self.wait()
-        final,copy = Path(run_dir)/f'step_{step}',self.pool is not None
+        final = Path(run_dir)/f'step_{step}'
+        copy = self.pool is not None
         parts = snapshot(model, optimizer, self.dist, copy)
         write = partial(_write_checkpoint, parts, model, final, tokenizer, state, self.dist, then)
         if self.pool is None: write()
@@ -190,7 +191,8 @@ class Saver:
 
     def wait(self)->None:
         "Returns when nothing is being written any more; raises what went wrong."
-        writing,self.writing = self.writing,None
+        writing = self.writing
+        self.writing = None
         if writing is not None: writing.result()
 
 # %% ../../nbs/43_training.checkpoint.ipynb #d66dd1ed

@@ -60,7 +60,8 @@ class BadUpdates(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Forgets the updates that will be made again."
-        t,last = trainer,trainer.step if trainer.checkpoint else -1
+        t = trainer
+        last = trainer.step if trainer.checkpoint else -1
         if not t.writes: return
         before = read_bad_updates(t.log.run_dir)
         kept = [r for r in before if r['update']<=last]
@@ -78,7 +79,8 @@ class BadUpdates(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds `skipped_updates`, the number so far."
-        t,at = trainer,trainer.log.run_dir
+        t = trainer
+        at = trainer.log.run_dir
         if t.update is None: return
         if t.refused is None: t.bad_in_a_row = 0
         elif not t.overflow: self.note(t, t.update)
@@ -94,8 +96,10 @@ class BadUpdates(Hook):
 # %% ../../nbs/49_training.hooks.ipynb #10de91ab
 def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     "Returns the arithmetic per tile, position, pair and target of a run."
-    c,base = trainer.cfg,trainer.base
-    parts,blocks = {n for n in COMPONENTS if trains(getattr(base, n))},base.decoder.blocks
+    c = trainer.cfg
+    base = trainer.base
+    parts = {n for n in COMPONENTS if trains(getattr(base, n))}
+    blocks = base.decoder.blocks
     learning = [len(blocks)-i for i,block in enumerate(blocks) if trains(block)] # no gradient passes below
     last = None if trains(base.decoder.token_embedding) else next(iter(learning), None)
     recomputes = c.vision_checkpointing,c.language_checkpointing
@@ -122,7 +126,8 @@ class Meters(Hook):
     def __init__(self, every:int): # updates
         self.every = every
         self.stats:dict[str,list[float]] = {name:[] for name in STATS}
-        self.last,self.since = {},{} # readings of the clock: after the last update, at the last report
+        self.last = {}
+        self.since = {} # readings of the clock: after the last update, at the last report
         self.sums:Any = Counter() # since the last report
         self.epoch:Any = Counter() # of the epoch so far
         self.seconds:Any = Counter() # of this start by kind of work, up to the last report
@@ -143,7 +148,8 @@ class Meters(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds up what was learnt and computed, and from time to time reports."
-        t,u = trainer,trainer.update
+        t = trainer
+        u = trainer.update
         if u is None: return
         seconds = self.time(t.clock, u)
         flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets,
@@ -157,7 +163,9 @@ class Meters(Hook):
 
     def report(self, trainer:Trainer)->Figures: # every rank must call
         "Returns `time/*`, `perf/*` and `training/*` since the last report, of all ranks."
-        t,s,device = trainer,self.sums,trainer.dist.device
+        t = trainer
+        s = self.sums
+        device = trainer.dist.device
         memory = torch.cuda.max_memory_allocated(device)/1e9 if device.type=='cuda' else 0.
         clocks,memories = zip(*t.dist.gather((_spent(t.clock, self.since), memory)))
         seconds = {name:sum(c[name] for c in clocks)/len(clocks) for name in Clock.names}
@@ -174,7 +182,8 @@ class Meters(Hook):
 
     def end_epoch(self, trainer:Trainer)->None:
         "Logs the epoch and begins the next."
-        s,self.epoch = self.epoch,Counter()
+        s = self.epoch
+        self.epoch = Counter()
         if not s['seconds']: return
         loss = dict(epoch_loss=s['loss']/s['targets']) if s['targets'] else {}
         speed = dict(epoch_tokens_per_second=s['tokens']/s['seconds'], epoch_duration=s['seconds'])
@@ -207,7 +216,8 @@ class LeftOut(Hook):
 
     def restore(self)->dict[str,Drops]: # 'train' and 'val'
         "Cuts the file of this run, or reads that of the run that is continued."
-        t,size = self.trainer,self.state['dropped']
+        t = self.trainer
+        size = self.state['dropped']
         kept = self.file.cut(size if t.owned else 0) if self.file else dict(train=Drops(), val=Drops())
         if t.checkpoint and not t.owned: kept = read_dropped(t.checkpoint.parent, size)
         for split,before in self.state['drops'].items(): kept[split].first.update(before['first'])
@@ -236,7 +246,8 @@ class LeftOut(Hook):
 class Evaluate(Hook):
     "Has checkpoints evaluated every `every` updates, here or beside the run, and logs the results."
     def __init__(self, every:int, when:Sequence[int]=()): # updates, 0: never; when to look for results
-        self.every,self.when = every,when
+        self.every = every
+        self.when = when
         self.evals:Evaluations|None = None # of a run whose checkpoints are evaluated; rank 0 has it
         self.tasks = '' # of all ranks, as is
         self.ask:Callable|None = None # how they evaluate the model in memory; None: other processes do
@@ -265,9 +276,12 @@ class Evaluate(Hook):
 
     def evaluate(self, trainer:Trainer)->None: # the result is collected as others are
         "Evaluates the model as it is, unless its results are there; every rank must call."
-        t,c,base = trainer,trainer.cfg,trainer.base
+        t = trainer
+        c = trainer.cfg
+        base = trainer.base
         if self.ask is None or not t.dist.any(bool(self.evals and missing_tasks(self.evals, t.step))): return
-        features,base.features = base.features,None # the pictures of a benchmark are not those of the run
+        features = base.features
+        base.features = None # the pictures of a benchmark are not those of the run
         asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
         args = Namespace(model=base, tasks=self.tasks, include_path=c.eval_include_path,
             process_with_media=True, device=t.dist.device, dist=t.dist, **asked)
@@ -279,7 +293,8 @@ class Evaluate(Hook):
 
     def wait(self, trainer:Trainer)->None: # every rank must call
         "Collects what is still evaluated, for at most `eval_wait` seconds."
-        t,c = trainer,trainer.cfg
+        t = trainer
+        c = trainer.cfg
         if not c.use_lmms_eval: return
         wait_for_evals(self.evals, t.log, t.dist, t.step, c.eval_wait, t.asked.is_set)
         if self.evals: prune(t.log.run_dir, c.max_keep_ckpts) # kept for it
@@ -288,9 +303,11 @@ class Evaluate(Hook):
 def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, # of the run; see `Validate`
 )->list[Hook]: # in the order of the calls
     "Returns the hooks of a run: what judges the weights follows the checkpoint."
-    judged,every = cfg.eval_interval if cfg.eval_in_epochs else 0,cfg.stats_log_interval
+    judged = cfg.eval_interval if cfg.eval_in_epochs else 0
+    every = cfg.stats_log_interval
     evaluate = Evaluate(2*judged, (every,cfg.eval_interval))
-    own,guard = list(own),Guard(cfg.max_grad_spike)
+    own = list(own)
+    guard = Guard(cfg.max_grad_spike)
     before = [guard, BadUpdates(cfg.max_bad_updates), LeftOut(), Meters(every)]
     after = [Log(), Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge), evaluate]
     instead = {type(hook):mine for hook in before+after for mine in own if isinstance(mine, type(hook))}

@@ -51,7 +51,8 @@ def add_adapters(
     "Puts an adapter beside every layer that targets name, see `_lora_layers`."
     require(find_spec('peft'), 'adapters need the package peft: pip install nanovlm_nb[lora]')
     from peft import LoraConfig,inject_adapter_in_model
-    alpha,names = 2.*rank if alpha is None else alpha,_lora_layers(model, targets)
+    alpha = 2.*rank if alpha is None else alpha
+    names = _lora_layers(model, targets)
     how:dict[str,Any] = dict(r=rank, lora_alpha=alpha, target_modules='|'.join(map(re.escape, names)))
     inject_adapter_in_model(LoraConfig(**how), model)
     model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
@@ -75,7 +76,8 @@ def lower_base(model:Any, dtype:torch.dtype)->None: # with adapters, changed in 
 def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they will follow
     device:torch.device=torch.device('cpu'))->None: # that will train it
     "Puts a run's adapters on its model, which was read from the checkpoint `weights`."
-    c,base = train_cfg,None
+    c = train_cfg
+    base = None
     if weights is not None:
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
         base = dict(path=path, sha256=base_digest(resolve_checkpoint(weights)))
@@ -124,7 +126,8 @@ def merge_adapters(model:Any)->Any: # with adapters, or without; changed in plac
     return model
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4817
-PEFT_CONFIG,PEFT_WEIGHTS = 'adapter_config.json','adapter_model.safetensors'
+PEFT_CONFIG = 'adapter_config.json'
+PEFT_WEIGHTS = 'adapter_model.safetensors'
 
 def _pairs(name, cfg):
     "The names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
@@ -135,11 +138,14 @@ def _pairs(name, cfg):
 def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters, see `read_adapted`
     "Writes adapters for peft."
     from peft import LoraConfig
-    state,note,tensors = model.state_dict(),model.lora_note or {},{}
+    state = model.state_dict()
+    note = model.lora_note or {}
+    tensors = {}
     require(not note.get('new_parts'), f'{note.get("new_parts")} trained completely beside the adapters, '
         'and would be lost: export with --format smolvlm or nanovlm, which have everything')
     for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
-        pairs,rows = _pairs(f'{name}.weight', model.cfg),state[name+LORA_B]
+        pairs = _pairs(f'{name}.weight', model.cfg)
+        rows = state[name+LORA_B]
         require(pairs, f'{name} has an adapter, and SmolVLM has no such layer')
         for (a,b),part in zip(pairs, rows.chunk(len(pairs))): tensors |= {a:state[name+LORA_A], b:part}
     layers = sorted(k.split('.', 2)[2].removesuffix('.lora_A.weight') for k in tensors if 'lora_A' in k)
@@ -176,7 +182,8 @@ def _plain_lora(folder):
     "The configuration of peft's adapters; a UsageError if they are more than a difference of low rank."
     require(find_spec('peft'), 'adapters need the package peft: pip install nanovlm_nb[lora]')
     from peft import LoraConfig,PeftConfig
-    config,usual = PeftConfig.from_pretrained(str(folder)),LoraConfig().to_dict()
+    config = PeftConfig.from_pretrained(str(folder))
+    usual = LoraConfig().to_dict()
     require(isinstance(config, LoraConfig),
         f'{folder} has adapters of kind {config.peft_type}: only LORA is read here')
     begun = True,False,'gaussian','orthogonal' # ways to begin that leave the base alone

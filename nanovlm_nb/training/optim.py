@@ -42,7 +42,8 @@ def _component_lrs(train_cfg:TrainConfig)->dict[str,float]: # component -> peak 
 def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with `name` and `max_lr`
     """Returns groups for an optimizer; what is in none is frozen. Beside `MP`, `vision_encoder` and `decoder`
     a model may name `new_parts`, which train like the projector, as new as they are, also beside adapters."""
-    c,n = train_cfg,train_cfg.language_last_blocks
+    c = train_cfg
+    n = train_cfg.language_last_blocks
     lrs = dict(lora=c.lr_lora) if c.lora_rank else _component_lrs(c)
     lrs |= {name:c.lr_mp for name in getattr(model, 'new_parts', ())}
     require(any(lrs.values()), f'every learning rate is 0 ({lrs}): nothing would train')
@@ -118,7 +119,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def _share(self): # the parts have the groups and the state that are here
         groups = iter(self.param_groups)
         for part in self.parts:
-            part.param_groups,part.state = [next(groups) for _ in part.param_groups],self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
 
     def step(self, closure=None): # is not called: the gradients are there
         "Takes one step with each."
@@ -175,13 +177,15 @@ def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a02
 # cuBLAS' variable, and the values with which it repeats itself
-WORKSPACE,FIXED_SIZES = 'CUBLAS_WORKSPACE_CONFIG',(':4096:8',':16:8')
+WORKSPACE = 'CUBLAS_WORKSPACE_CONFIG'
+FIXED_SIZES = (':4096:8',':16:8')
 
 # %% ../../nbs/41_training.optim.ipynb #7c0d3a07
 @contextmanager
 def same_bits(kind:str='cpu', compiles:bool=False)->Iterator[None]: # of the device; blocks are compiled
     "While inside, the same run gives the same bits, or an error."
-    workspace,use = os.environ.get(WORKSPACE),torch.use_deterministic_algorithms
+    workspace = os.environ.get(WORKSPACE)
+    use = torch.use_deterministic_algorithms
     require(kind in ('cuda','cpu'), f'nobody promises the same bits on {kind}: take another device')
     require(workspace in (None,*FIXED_SIZES), f'deterministic: {WORKSPACE} is {workspace!r}, '
         f'with which cuBLAS may differ from run to run: unset it, or give {FIXED_SIZES[0]}')
@@ -220,7 +224,8 @@ class Update:
 # %% ../../nbs/41_training.optim.ipynb #906eff2f
 def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
     "Returns what the other ranks must know about a micro-batch."
-    images,targets = flat_pictures(batch['images']),sum(map(sum, batch['n_targets']))
+    images = flat_pictures(batch['images'])
+    targets = sum(map(sum, batch['n_targets']))
     layout = batch.get('layout')
     places = layout and layout.tiles
     windows,pictures = (places.windows.doc_lens,places.pictures.doc_lens) if places else ((),())
@@ -293,7 +298,8 @@ class Feed:
     def fetch(self, busy:Callable[[],bool]=bool)->None: # whether the device still computes when all is there
         "Reads the next update and asks the ranks about it, unless that was done; every rank must call."
         if self.batches is None or self.ahead: return
-        before,start = self.loader.state_dict(),self.clock.now()
+        before = self.loader.state_dict()
+        start = self.clock.now()
         own:Any = []
         with self.clock('data'),ExitStack() as stack:
             stack.push(lambda kind, e, trace: isinstance(e, Exception) and not own.append(e))

@@ -26,7 +26,8 @@ def warmup_cosine(step:float, max_lr:float, max_steps:float, # updates before th
     warmup_ratio:float=0.03, min_lr_ratio:float=0.1, # share of the steps to climb; final rate / `max_lr`
 )->float: # learning rate of this update
     "Linear warm-up, cosine to `min_lr_ratio * max_lr`, constant after `max_steps`."
-    factor, climb = warmup(step, max_steps, warmup_ratio), warmup_ratio*max_steps
+    factor = warmup(step, max_steps, warmup_ratio)
+    climb = warmup_ratio*max_steps
     if step < climb: return max_lr*factor
     done = min(1., (step-climb)/(max_steps-climb)) if max_steps > climb else 1.
     return max_lr*(min_lr_ratio + (1-min_lr_ratio)*.5*(1+cos(pi*done)))

@@ -68,14 +68,16 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     unread = getattr(model, 'unread', None) or ()
     for name,w in chain(model.named_parameters(), model.named_buffers()):
         if name not in unread: c10d.broadcast(w.detach(), 0, group=dist.cpu_group) # it was drawn
-    n,kind = dist.world_size,dist.device.type
+    n = dist.world_size
+    kind = dist.device.type
     options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=lambda p: _placement(p, n),
         offload_policy=CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy())
     policy = lambda dtype: MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
         fully_shard(unit, reshard_after_forward=sharding=='zero3', mp_policy=policy(dtype), **options)
     fully_shard(model, mp_policy=policy(torch.float32), **options)
-    model.weights_stay,model.reduces_always = sharding=='zero2',reduce_always
+    model.weights_stay = sharding=='zero2'
+    model.reduces_always = reduce_always
     return model
 
 # %% ../../nbs/42_training.shard.ipynb #77bb5482
@@ -196,7 +198,8 @@ def load_full_weights(model:nn.Module, # any; all call
 # %% ../../nbs/42_training.shard.ipynb #42a10005
 def read_rest(model:nn.Module, dist:Dist)->nn.Module: # on its device, whole or in pieces; all call
     "Reads the weights that were left in their files, and returns the model."
-    unread,model.unread = getattr(model, 'unread', None) or Tensors({}),None
+    unread = getattr(model, 'unread', None) or Tensors({})
+    model.unread = None
     _fill_any(model, Tensors({name:make for name,make in unread.makers.items() if make}), dist)
     return model
 
@@ -280,8 +283,10 @@ def flatten(section:dict, prefix:str='')->dict: # nested as in the file; keys of
     return {k:v for part in inner for k,v in part.items() if v!='auto'}
 
 # %% ../../nbs/42_training.shard.ipynb #fed90c4a
-ZERO,PARAMS = 'zero_optimization.','optimizer.params.'
-_PLACES,SWITCH = {'cpu':True, 'none':False},{True:True, False:False}
+ZERO = 'zero_optimization.'
+PARAMS = 'optimizer.params.'
+_PLACES = {'cpu':True, 'none':False}
+SWITCH = {True:True, False:False}
 # entry -> its field, and what its values mean there; None: the same
 EQUAL:dict[str,tuple[str,dict|None]] = {ZERO+'cpu_offload':('offload_optimizer', SWITCH), # an older name
     ZERO+'offload_optimizer.device':('offload_optimizer', _PLACES),
@@ -326,7 +331,8 @@ def precision(flat:dict)->dict: # from `flatten`; field -> value and entry
 # %% ../../nbs/42_training.shard.ipynb #9b022df3
 def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field -> value and entry
     "Returns the learning rates."
-    kind,mode = _take(flat, 'optimizer.type') or 'AdamW',flat.pop(PARAMS+'adam_w_mode', True)
+    kind = _take(flat, 'optimizer.type') or 'AdamW'
+    mode = flat.pop(PARAMS+'adam_w_mode', True)
     require(str(kind).lower() in ('adam','adamw') and mode is not False,
         f'optimizer.type {kind} (adam_w_mode {mode}) is not available: this trainer has AdamW; '
         'give AdamW, or leave out the section')
@@ -341,7 +347,8 @@ ALWAYS = {f'zero_optimization.{n}' for n in ('allgather_partitions','overlap_com
 
 def _leftovers(flat:dict)->list[str]: # what no translation has used
     "Returns lines for the log about what has no equivalent."
-    always,unused = [k for k in flat if k in ALWAYS],(False,'auto',None)
+    always = [k for k in flat if k in ALWAYS]
+    unused = (False,'auto',None)
     kinds = {'with zero2 and zero3 always so, nothing to set':always,
         'cannot be switched off':[k for k in always if flat[k] is False],
         'no equivalent, left out':[k for k,v in flat.items() if k not in ALWAYS and v not in unused]}

@@ -148,11 +148,14 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     schedule:Callable|dict|None=None, optimizer:Callable|None=None, # None: those of the config
 )->Trainer: # at update 0
     "Puts the parts of a run together."
-    dtype,clock,loader = amp_dtype(dist.device, cfg.dtype),Clock(),as_loader(loader)
+    dtype = amp_dtype(dist.device, cfg.dtype)
+    clock = Clock()
+    loader = as_loader(loader)
     base = _assemble(model, cfg, dist, dtype)
     if tokenizer is not None: base.tokenizer = tokenizer # so that a hook can ask the model
     made = run_optimizer(base, cfg, dist, optimizer)
-    names,most = {g['name'] for g in made.param_groups},cfg.max_training_samples or cfg.max_training_steps
+    names = {g['name'] for g in made.param_groups}
+    most = cfg.max_training_samples or cfg.max_training_steps
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
     rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio, cfg.min_lr_ratio)
     for at in (most-1, most//2, 0): # a mistake in it costs no run
@@ -166,8 +169,10 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
 # %% ../../nbs/47_training.trainer.ipynb #60b68bdd
 def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
     "Returns what the model reads. Pixels travel as bytes, and of the labels only what the layout says."
-    base,device = trainer.base,trainer.dist.device
-    ids,layout = batch['input_ids'],batch.get('layout')
+    base = trainer.base
+    device = trainer.dist.device
+    ids = batch['input_ids']
+    layout = batch.get('layout')
     grids = grids_of(batch['images'])
     if layout is None or layout.slots is None or bool(grids)!=bool(layout.tiles):
         layout = base.layout_of(ids, None, batch['labels'], batch['doc_lens'], batch['images'])
@@ -178,7 +183,9 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
 # %% ../../nbs/47_training.trainer.ipynb #30901847
 def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over ranks is the loss of the update
     "Adds up the gradient of an update; returns this rank's part of the loss."
-    t,parts,n = trainer,[],len(update.micro_batches)
+    t = trainer
+    parts = []
+    n = len(update.micro_batches)
     weight = t.dist.world_size/max(update.targets, 1) # of a token
     for i,batch in enumerate(update.micro_batches):
         if t.cfg.loss_average!='tokens': # a mean of means
@@ -218,7 +225,8 @@ def trained(trainer:Trainer)->list[Tensor]:
 # %% ../../nbs/47_training.trainer.ipynb #85928d01
 def _make_step(trainer:Trainer)->None:
     "Lets the optimizer make its step unless it is refused, and clears the gradients."
-    t,scaler = trainer,trainer.scaler
+    t = trainer
+    scaler = trainer.scaler
     if t.refused is None and any(p.grad is not None for p in trained(t)):
         scaler.step(t.optimizer)
         scaler.update()
@@ -239,7 +247,8 @@ def _is_finished(trainer:Trainer)->bool: # the same on every rank
 # %% ../../nbs/47_training.trainer.ipynb #f5a2837d
 def _planned(trainer:Trainer)->int|None: # None: there is no `max_epochs`, or its length is unknown
     "Returns the updates that `max_epochs` come to."
-    t,epochs = trainer,trainer.cfg.max_epochs
+    t = trainer
+    epochs = trainer.cfg.max_epochs
     return t.began+t.epoch_size*(epochs-t.epoch) if epochs and t.epoch_size else None
 
 def length(trainer:Trainer)->int|None: # None: a run that counts samples has made no update yet
@@ -252,13 +261,15 @@ def length(trainer:Trainer)->int|None: # None: a run that counts samples has mad
 # %% ../../nbs/47_training.trainer.ipynb #76297369
 def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the schedule
     "Returns where the schedule stands before an update of `size` samples."
-    t,most = trainer,trainer.cfg.max_training_samples
+    t = trainer
+    most = trainer.cfg.max_training_samples
     return (t.step, length(t)) if most is None else in_samples(t.samples, size, most)
 
 # %% ../../nbs/47_training.trainer.ipynb #540932c2
 def _plan(trainer:Trainer)->None: # every rank must call
     "Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run."
-    t,epochs = trainer,trainer.cfg.max_epochs
+    t = trainer
+    epochs = trainer.cfg.max_epochs
     if epochs and t.epoch_size is None: t.epoch_size = t.loader.epoch_updates()
     if epochs: t.log.info(f'{epochs} epochs: about {_planned(t) or "an unknown number of"} updates')
     t.log.length(length(t))
@@ -268,7 +279,8 @@ LONG = 1000 # updates of a run that wins back the time of compiling
 
 def _compile(trainer:Trainer)->None:
     "Compiles blocks if `compile` was left open and pays: in long runs on CUDA. An earlier start has decided."
-    t,n = trainer,length(trainer)
+    t = trainer
+    n = length(trainer)
     if t.cfg.compile is not None: t.compiled = t.cfg.compile
     elif t.dist.device.type=='cuda':
         if t.compiled is None: t.compiled = n is None or n>=LONG
@@ -282,7 +294,8 @@ def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stre
 # %% ../../nbs/47_training.trainer.ipynb #a2ec4ed1
 def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
-    t,clock = trainer,trainer.clock
+    t = trainer
+    clock = trainer.clock
     t.update = update
     if not t.base.training: t.model.train() # a hook or a judge has asked the model something
     lrs = set_lrs(t.optimizer, t.schedule, *_place(t, update.samples))
@@ -319,7 +332,9 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
                 yield update
                 if t.stop or _reached(t, t.step, t.samples): return
         finally: t.feed.close()
-        t.epoch_size,t.began,t.epoch = t.step-t.began,t.step,t.epoch+1 # those of earlier starts are counted
+        t.epoch_size = t.step-t.began
+        t.began = t.step
+        t.epoch = t.epoch+1 # those of earlier starts are counted
         why = not t.epoch_size and (_blame(t, t.loader) or 'is the training data empty?')
         require(not why, f'an epoch without a single sample: {why}')
         for hook in t.hooks: hook.end_epoch(t)
@@ -371,7 +386,8 @@ def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank mu
 # %% ../../nbs/47_training.trainer.ipynb #efb44874
 def validation_batches(trainer:Trainer)->Iterator[Batch]: # the same each time; every rank must call
     "Yields the held-out micro-batches."
-    t,packs = trainer,trainer.cfg.max_val_batches*trainer.val_batch
+    t = trainer
+    packs = trainer.cfg.max_val_batches*trainer.val_batch
     if t.cfg.val_workers: t.saver.wait() # workers are forked: no thread may hold a lock
     t.held_out.keep(packs)
     t.held_out.set_epoch(0)
@@ -382,7 +398,8 @@ def validation_batches(trainer:Trainer)->Iterator[Batch]: # the same each time; 
 @torch.no_grad()
 def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None: # None: the run is stopped
     "Returns what `look(batch, inputs)` returned for each held-out micro-batch; every rank must call."
-    t,found = trainer,[]
+    t = trainer
+    found = []
     if t.dist.device.type=='cuda': torch.cuda.empty_cache()
     t.model.eval()
     for batch in validation_batches(t):
@@ -421,11 +438,13 @@ def _mark_best(trainer:Trainer)->None: # every rank must call
 class Validate(Hook):
     "Validates every `every` updates and after the last, and lets `best_checkpoint` name the best."
     def __init__(self, every:int, by:Callable|None=None): # updates, 0: only after the last; see `run.run`
-        self.every,self.by = every,by
+        self.every = every
+        self.by = by
 
     def begin(self, trainer:Trainer)->None:
         "Looks whether a new run has anything to validate on; a UsageError with the remedy if it ought to."
-        t,size = trainer,trainer.cfg.val_size
+        t = trainer
+        size = trainer.cfg.val_size
         if t.checkpoint or any(t.dist.sum(tally(b)['targets']) for b in validation_batches(t)): return
         require(size==0, f'no usable validation row among val_size {size}: '
             f'{_blame(t, t.held_out) or "raise val_size"}; or set val_size to 0 to train without validation')
@@ -438,7 +457,8 @@ class Validate(Hook):
 
     def note(self, trainer:Trainer, found:Figures)->bool:
         "Adds the best so far, and returns whether this is it; the untrained model does not count."
-        t,name = trainer,'judged' if self.by else 'val_loss'
+        t = trainer
+        name = 'judged' if self.by else 'val_loss'
         if self.by: found[name] = t.dist.broadcast(self.by(t)) # one judgement for all ranks
         best = t.step>0 and found[name]<t.best_val_loss
         if best: t.best_val_loss,t.best_step = found[name],t.step
@@ -458,7 +478,8 @@ class Validate(Hook):
         if best: _mark_best(trainer)
 
 # %% ../../nbs/47_training.trainer.ipynb #16c81e61
-WINDOW,LEAST = 100,20 # norms that say what is usual, and how many it takes at least
+WINDOW = 100
+LEAST = 20 # norms that say what is usual, and how many it takes at least
 
 class Guard(Hook):
     "Refuses updates whose norm is not finite, or `factor` times the median of those before."
@@ -467,7 +488,8 @@ class Guard(Hook):
 
     def before_step(self, trainer:Trainer, figures:Figures)->str|None: # None: nothing
         "Returns what is wrong with the norm of an update, before clipping."
-        norm,norms = figures['grad_norm'],trainer.norms
+        norm = figures['grad_norm']
+        norms = trainer.norms
         if not isfinite(norm): return f'gradient norm {norm}'
         usual = median(norms) if len(norms)>=LEAST else 0
         if not self.factor or not usual or norm<=self.factor*usual: return None
@@ -499,7 +521,8 @@ def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run 
 # %% ../../nbs/47_training.trainer.ipynb #c4b7158c
 def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of hooks; every rank must call
     "Returns what a run resumes from, besides weights, optimizer and random generators."
-    t,position = trainer,trainer.feed.state_dict()
+    t = trainer
+    position = trainer.feed.state_dict()
     return {f.name:getattr(t, f.name) for f in fields(Counters)}|dict(
         epoch=t.epoch+(t.last and t.feed.over), planned=_planned(t), # the last update ends its epoch
         data=None if position is None else merge_states(t.dist.gather(position)),
@@ -523,11 +546,14 @@ def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is co
 class Checkpoint(Hook):
     "Writes `step_N` every `every` updates, when it is to be validated, and when the run ends or stops."
     def __init__(self, every:int, judged:int, then:Callable=str): # updates; `then(path)` when it is complete
-        self.every,self.judged,self.then = every,judged,then
+        self.every = every
+        self.judged = judged
+        self.then = then
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Saves when it is time, and at once what was resumed from another run."
-        t,every = trainer,[self.judged]+[self.every]*(trainer.step>0)
+        t = trainer
+        every = [self.judged]+[self.every]*(trainer.step>0)
         due = t.checkpoint and t.update is None or any(n>0 and t.step%n==0 for n in every)
         if t.last or t.stop or due: save(t, self.then)
 
@@ -539,7 +565,8 @@ class Checkpoint(Hook):
 # %% ../../nbs/47_training.trainer.ipynb #ca70adbc
 def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it does not fit: the next epoch
     "Sets the position of the data, and lets validation keep its rows."
-    t,data = trainer,state['data']
+    t = trainer
+    data = state['data']
     if data is None: return
     try: t.loader.load_state_dict(data)
     except ValueError as e:
@@ -552,19 +579,24 @@ def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it do
 # %% ../../nbs/47_training.trainer.ipynb #9080a088
 def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->None: # see `resume`
     "Reads model, optimizer and scaler."
-    t,merge = trainer,trainer.base.lora_note is None # else the adapters continue
+    t = trainer
+    merge = trainer.base.lora_note is None # else the adapters continue
     load_full_weights(t.base, checkpoint_weights(checkpoint, t.base.config_class, merge)[1])
     if force and training_parts(state['configs']['train'])!=training_parts(asdict(t.cfg)):
         t.log.info('other parts train than before: the optimizer begins anew')
     else: load_optimizer(checkpoint/'optimizer', t.base, t.optimizer, t.dist)
     t.scaler.load_state_dict(state['scaler'])
-    before,now = state['precision'],str(t.dtype)
+    before = state['precision']
+    now = str(t.dtype)
     if before!=now: t.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
 
 # %% ../../nbs/47_training.trainer.ipynb #c8a1d72d
 def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trainer_state.json`
     "Restores what hooks remember; a state without a hook and a hook without a state are named in the log."
-    t,states,named,file = trainer,state['hooks'],_stateful_hooks(trainer),checkpoint/HOOKS
+    t = trainer
+    states = state['hooks']
+    named = _stateful_hooks(trainer)
+    file = checkpoint/HOOKS
     for key,w in (load_file(file) if file.is_file() else {}).items():
         name,_,at = key.partition('.')
         states[name][at] = w

@@ -70,7 +70,8 @@ def _label_column(ds): return _find_column(ds.column_names, LABEL_COLUMNS, 'labe
 def _labels_of(ds:datasets.Dataset)->list: # a row's label: a name, or a number that has none
     "Returns the labels of a data set."
     key = _label_column(ds)
-    values,names = ds.select_columns([key])[key][:],getattr(ds.features[key], 'names', None)
+    values = ds.select_columns([key])[key][:]
+    names = getattr(ds.features[key], 'names', None)
     for i,v in enumerate(values):
         require(isinstance(v, (str, int)) and (not names or v in range(len(names))),
             f'row {i} has the label {v!r}: a label is a text or a whole number, remove what has no label')
@@ -94,7 +95,8 @@ def shapes_splits(sizes:tuple[int,int]=(1000,400), # pictures for training, for 
     "One coloured shape a picture, each shape equally often."
     splits = {}
     for split,n in zip(('train','test'), sizes):
-        rng,rows = random.Random(f'classes {split}'),[]
+        rng = random.Random(f'classes {split}')
+        rows = []
         while len(rows)<n:
             scene = make_scene('one', rng)
             if held_out(scene)==(split=='test') and scene.things[0].shape==SHAPES[len(rows)%len(SHAPES)]:
@@ -161,12 +163,14 @@ class _ClassRows(ConcatDataset):
         names:list[str]): # of all classes
         require(any(map(len, splits.values())), f'no rows in {[name for name,_ in splits]}')
         super().__init__([*map(_undecoded, splits.values())])
-        number,self.sizes = {name:i for i,name in enumerate(names)},{k:len(ds) for k,ds in splits.items()}
+        number = {name:i for i,name in enumerate(names)}
+        self.sizes = {k:len(ds) for k,ds in splits.items()}
         self.notes = [(name, f'{split}{j}', number[str(label)]) for (name,split),ds in splits.items()
                       for j,label in enumerate(_labels_of(ds))]
 
     def __getitem__(self, i:int)->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
-        [pictures],(source,row_id,label) = super().__getitem__(i).values(),self.notes[i]
+        [pictures] = super().__getitem__(i).values()
+        (source,row_id,label) = self.notes[i]
         return dict(images=pictures if isinstance(pictures, list) else [pictures], label=label,
                     source=source, row_id=row_id, texts=[])
 
@@ -255,7 +259,8 @@ class _ClassSamples(VQADataset):
 
     def longest(self, pictures:Iterable)->int: # what `open_header` takes; tokens
         "Returns the length of the longest sample, from the headers; a UsageError if none can be read."
-        lengths,error = set(),'there is none'
+        lengths = set()
+        error = 'there is none'
         for picture in pictures:
             try: lengths.add(self.plan_row(dict(id='', images=[picture], label=0)).tokens)
             except Dropped as e: error = e.detail
@@ -289,7 +294,8 @@ class VLMClassifier(VisionLanguageModel):
     )->tuple[list[str],Tensor]: # the likeliest class of each picture; probabilities (N, C)
         "Sorts pictures; call `eval()` before if the model has dropout."
         require(len(images), 'no picture: give a list with one or more')
-        samples,scores = _ClassSamples(self.cfg, self.tokenizer),[]
+        samples = _ClassSamples(self.cfg, self.tokenizer)
+        scores = []
         for i in range(0, len(images), batch_size):
             prompts,tiles = zip(*map(samples.prompt, images[i:i+batch_size]))
             ids,mask = left_pad([*prompts], self.tokenizer.pad_token_id, self.device)
@@ -350,7 +356,8 @@ def plot_confusion(matrix:np.ndarray, names:list[str], # from `_confusion`; of t
     path:str|Path|None=None, title:str='', # file to write
 )->Figure: # shares of each row, the counts written in where there are few classes
     "Draws a confusion matrix."
-    n,shares = len(names),matrix/np.maximum(matrix.sum(1, keepdims=True), 1)
+    n = len(names)
+    shares = matrix/np.maximum(matrix.sum(1, keepdims=True), 1)
     fig = Figure(figsize=(max(5.4, 1.8+min(.37*n, 10)), max(5., 1.4+min(.37*n, 10))))
     ax = fig.subplots()
     ax.imshow(shares, cmap='Blues', vmin=0, vmax=1)
@@ -395,14 +402,17 @@ class ValidateClasses(Validate):
 
     def note(self, trainer:Trainer, found:dict[str,float])->bool: # the figures; whether they are the best
         "Remembers the best accuracy, and draws what was confused."
-        t,accuracy,before = trainer,found['eval/overall_accuracy'],self.best['best_model_step']
+        t = trainer
+        accuracy = found['eval/overall_accuracy']
+        before = self.best['best_model_step']
         super().note(t, found)
         if not t.step: return False
         better = before is None or accuracy>self.best['best_overall_accuracy']
         if better: self.best = dict(best_overall_accuracy=accuracy, best_model_step=t.step)
         found |= self.best|dict(best_step=self.best['best_model_step'])
         if better and t.dist.is_master:
-            names,title = t.base.cfg.class_names,f'update {t.step}: {accuracy:.1%} right'
+            names = t.base.cfg.class_names
+            title = f'update {t.step}: {accuracy:.1%} right'
             plot_confusion(_confusion(self.judged, len(names)), names, t.log.run_dir/'confusion.png', title)
         return better
 
@@ -414,7 +424,8 @@ class ValidateClasses(Validate):
     @property
     def findings(self)->list[str]: # for the page of the run
         "Returns the best accuracy so far."
-        share,step = self.best['best_overall_accuracy'],self.best['best_model_step']
+        share = self.best['best_overall_accuracy']
+        step = self.best['best_model_step']
         return [] if step is None else [f'best accuracy {share:.1%} at update {step}']
 
     def state_dict(self)->dict: # JSON-able
@@ -492,7 +503,10 @@ def _entries(sections, where, known):
 def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section -> its entries; for messages
     "Returns what `Settings` takes: own keys, fields of the two configurations, and what was translated."
     check_known(sections, SECTIONS, f'section in {where}')
-    own,vlm,train,said = {},{},{},[]
+    own = {}
+    vlm = {}
+    train = {}
+    said = []
     into = {f.name:found for found,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys))
             for f in fields(cfg)}
     for written,value in _entries(sections, where, into):
@@ -541,7 +555,8 @@ def _own_start(s):
 def _start(s):
     """Returns the configuration to begin with, the checkpoint that its weights come from, and where its
     tokenizer is looked for. What a run began with may be gone once it has a checkpoint."""
-    name,changes = s.name,s.vlm
+    name = s.name
+    changes = s.vlm
     if name in PRESETS: return evolve(preset(name)[0], **changes),None,None
     if own := _own_start(s): saved,folder = own
     else:
@@ -612,7 +627,9 @@ class _ClassHook(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Writes the settings, and some lines into the log."
-        s,log,workers = self.settings,trainer.log,trainer.cfg.num_workers
+        s = self.settings
+        log = trainer.log
+        workers = trainer.cfg.num_workers
         if trainer.dist.is_master: s.save(log.run_dir/CLASSIFY)
         parts = self.data.train.sizes|self.data.val.sizes
         sizes = ', '.join(f'{name} {n} {split}' for (name,split),n in parts.items())
@@ -671,7 +688,9 @@ def classify_on(settings:Settings, dist:Dist,
 # %% ../../nbs/81_uses.classify.ipynb #aafa6c0a
 def _with_resume(s:Settings, resume_from:str)->Settings: # 'checkpoint-N' of its run, a path, 'latest'
     "Returns the settings of a run that resumes."
-    run_dir,checkpoint,latest = Path(s.output_dir)/(s.run_name or ''),Path(resume_from),resume_from=='latest'
+    run_dir = Path(s.output_dir)/(s.run_name or '')
+    checkpoint = Path(resume_from)
+    latest = resume_from=='latest'
     require(s.run_name or checkpoint.exists() and not latest,
         f'resume_from {resume_from}: give a path, or the run_name of the run that is meant')
     if latest: return replace(s, train=s.train|dict(resume=True))

@@ -58,7 +58,8 @@ AS_TEXT = (
 
 def _template(cfg:VLMConfig, tokenizer:PreTrainedTokenizerBase)->str: # whose own it is if `cfg` has none
     "Returns the Jinja template for transformers, which takes texts and lists of parts."
-    tokens,template = cfg.vlm_extra_tokens,cfg.lm_chat_template or tokenizer.chat_template
+    tokens = cfg.vlm_extra_tokens
+    template = cfg.lm_chat_template or tokenizer.chat_template
     image = tokens['image_token']
     if cfg.native and image in template: return template # it takes lists itself
     if cfg.native: image = tokens['vision_start_token']+image+tokens['vision_end_token']
@@ -92,7 +93,8 @@ picture = Image.alpha_composite(Image.new('RGBA', picture.size, 'white'), pictur
 # %% ../../nbs/80_uses.export.ipynb #022e0f9d
 def write_form(model:VisionLanguageModel, folder:Path, kind:str)->None: # in `WHOLE`
     "Writes all but the weights: configuration, tokenizer, image processor."
-    cfg,tokenizer = model.cfg,copy.deepcopy(model.tokenizer)
+    cfg = model.cfg
+    tokenizer = copy.deepcopy(model.tokenizer)
     config,_ = to_qwen({}, cfg) if kind=='qwen2_5_vl' else to_smolvlm({}, cfg, kind)
     ends = {f'{name}_token_id':getattr(tokenizer, f'{name}_token_id') for name in ('eos','pad','bos')}
     tokenizer.chat_template = _template(cfg, tokenizer)
@@ -158,7 +160,8 @@ PRE_TOKENIZERS = {
 # %% ../../nbs/80_uses.export.ipynb #85ab0001
 def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json; llama.cpp's name
     "Returns the rule that cuts a text into words; None if it has no name here, or no plain BPE follows."
-    pre,model = parts['pre_tokenizer'] or {},parts['model']
+    pre = parts['pre_tokenizer'] or {}
+    model = parts['model']
     steps = [{k:v for k,v in step.items() if k!='trim_offsets'} for step in pre.get('pretokenizers', [pre])]
     odd = model['type']!='BPE' or not model['merges'] or model.get('dropout') or model.get('ignore_merges')
     odd = odd or (parts['normalizer'] or dict(type='NFC'))['type']!='NFC'
@@ -170,7 +173,8 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
     "Returns the tokenizer as llama.cpp reads it."
     from gguf import TokenType
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    texts,kinds = [f'[PAD{i}]' for i in range(rows)],[int(TokenType.UNUSED)]*rows
+    texts = [f'[PAD{i}]' for i in range(rows)]
+    kinds = [int(TokenType.UNUSED)]*rows
     for token,i in tokenizer.get_vocab().items(): texts[i],kinds[i] = token,int(TokenType.NORMAL)
     for t in parts['added_tokens']:
         kinds[t['id']] = int(TokenType.CONTROL if t['special'] else TokenType.USER_DEFINED)
@@ -212,7 +216,8 @@ _PLACES = 'v.position_embd.weight'
 def _language_tensors(model:VisionLanguageModel, # whose decoder it is
 )->dict[str,Tensor]: # llama.cpp's name -> tensor
     "Returns the tensors of the first file."
-    cfg,out = model.cfg,{}
+    cfg = model.cfg
+    out = {}
     turned = ('attn_q.weight','attn_k.weight') if text_type(cfg)=='llama' else ()
     for ours,w in model.decoder.state_dict().items():
         if cfg.lm_tie_weights and ours=='head.weight': continue # llama.cpp takes the embedding table
@@ -232,7 +237,8 @@ def _vision_tensors(model:VisionLanguageModel, # whose tower and projector they 
 # %% ../../nbs/80_uses.export.ipynb #85a00016
 def _language_settings(cfg:VLMConfig)->dict[str,Any]: # key -> value
     "Returns what llama.cpp must know of the language model."
-    kind,width = text_type(cfg),cfg.head_width
+    kind = text_type(cfg)
+    width = cfg.head_width
     sizes = {'context_length':cfg.lm_max_position_embeddings, 'embedding_length':cfg.lm_hidden_dim,
         'block_count':cfg.lm_n_blocks, 'feed_forward_length':cfg.lm_inter_dim, 'vocab_size':cfg.lm_vocab_size,
         'attention.head_count':cfg.lm_n_heads, 'attention.head_count_kv':cfg.lm_n_kv_heads,
@@ -322,7 +328,8 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
     folder:str|Path, # directory to write, made if missing
     outtype:str='f16')->None: # or f32, q8_0: how matrices are kept
     "Writes a model for llama.cpp."
-    cfg,tokenizer = model.cfg,model.tokenizer
+    cfg = model.cfg
+    tokenizer = model.tokenizer
     _check_carried(cfg, tokenizer)
     words = _vocabulary(tokenizer, cfg.lm_vocab_size)|{'tokenizer.chat_template':_template(cfg, tokenizer)}
     with written_at_once(folder) as tmp:
@@ -333,7 +340,8 @@ def export_gguf(model:VisionLanguageModel, # with its tokenizer
 # %% ../../nbs/80_uses.export.ipynb #2791f964
 def main(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export`, for all formats but onnx and web."
-    out,kind = values.out,values.format
+    out = values.out
+    kind = values.format
     if kind=='gguf': need('gguf', 'gguf')
     model = open_model(values.checkpoint, kind)
     if kind!='peft': standard_processor(model) # or a UsageError

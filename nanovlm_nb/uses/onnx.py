@@ -24,7 +24,8 @@ class _See(nn.Module):
     "From pixels to image tokens; tiles without a single True in their mask are left out."
     def __init__(self, model:VisionLanguageModel):
         super().__init__()
-        self.tower,self.project = model.vision_encoder,model.MP
+        self.tower = model.vision_encoder
+        self.project = model.MP
 
     def forward(self, pixel_values:Tensor, pixel_attention_mask:Tensor, # (B, n, 3, S, S); (B, n, S, S) bool
     )->Tensor: # (real tiles, tokens of a tile, D)
@@ -48,17 +49,24 @@ class Read(nn.Module):
     "From vectors and a past to scores and a longer past; for a page also where it looked."
     def __init__(self, model:VisionLanguageModel, watched:tuple[int,...]=()): # blocks whose attention is told
         super().__init__()
-        self.decoder,self.watched = model.decoder,watched
+        self.decoder = model.decoder
+        self.watched = watched
 
     def forward(self, inputs_embeds:Tensor, attention_mask:Tensor, # (B, T, D); (B, S) 0 at padding
         position_ids:Tensor, num_logits_to_keep:Tensor, # (B, T); of the last positions, 0: of all
         *past:Tensor, # key and value of each block, (B, Hkv, S-T, D)
     )->tuple[Tensor,...]: # scores, keys and values with the new ones, perhaps attention (B, T, S)
         "Reads some positions."
-        x,d,present,looked = inputs_embeds,self.decoder,[],[]
-        T,S = x.shape[1],attention_mask.shape[1]
-        rows,columns = torch.arange(T)[:,None]+S-T,torch.arange(S)
-        seen,turns = (columns<=rows)&attention_mask.bool()[:,None,None,None],d.rotary_embd(position_ids)
+        x = inputs_embeds
+        d = self.decoder
+        present = []
+        looked = []
+        T = x.shape[1]
+        S = attention_mask.shape[1]
+        rows = torch.arange(T)[:,None]+S-T
+        columns = torch.arange(S)
+        seen = (columns<=rows)&attention_mask.bool()[:,None,None,None]
+        turns = d.rotary_embd(position_ids)
         for i,block in enumerate(d.blocks):
             q,*new = block.attn.heads(block.norm1(x), *turns)
             k,v = (torch.cat(two, 2) for two in zip(past[2*i:2*i+2], new))
@@ -77,8 +85,11 @@ Axes = dict[str,tuple] # name of an input or output -> its axes, a size or a nam
 def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
 )->dict[str,tuple[Axes,Axes]]: # file -> inputs, outputs
     "Returns what goes into the three files of a model, and what comes out."
-    tiles,text,width = ('batch_size','num_images'),('batch_size','sequence_length'),cfg.lm_hidden_dim
-    side,whole = cfg.vit_img_size,'total_sequence_length'
+    tiles = ('batch_size','num_images')
+    text = ('batch_size','sequence_length')
+    width = cfg.lm_hidden_dim
+    side = cfg.vit_img_size
+    whole = 'total_sequence_length'
     def kept(when, axis): return {f'{when}.{i}.{kind}':('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width)
                                   for i in range(cfg.lm_n_blocks) for kind in ('key','value')}
     looked = dict(attention=(*text, whole)) if watched else {}
@@ -139,7 +150,8 @@ def _halves(tokenizer, pictures):
 # %% ../../nbs/83_uses.onnx.ipynb #36ad6eda
 def client_note(model:VisionLanguageModel)->dict[str,Any]: # with its tokenizer; for `OWN_NOTE`
     "Returns what a client has to know."
-    cfg,tok = model.cfg,model.tokenizer
+    cfg = model.cfg
+    tok = model.tokenizer
     one = get_image_string(tok, [(1,1)], cfg.mp_image_token_length, cfg.image_convention)
     return dict(
         graphs={name:dict(inputs=i, outputs=o) for name,(i,o) in _axes_of(cfg).items()},

@@ -36,7 +36,8 @@ NOT_ANSWERED = 'Not answered: ' # begins a reply that says what went wrong
 
 def _heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradio has them; files, turns
     "Returns the pictures and the turns of a conversation."
-    files,turns = [],[]
+    files = []
+    turns = []
     for asked,reply in zip(history[::2], history[1::2]):
         question,answer = (''.join(part.get('text', '') for part in m['content']) for m in (asked,reply))
         if answer.startswith(NOT_ANSWERED): continue
@@ -214,7 +215,8 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
     import onnxruntime
     to_smolvlm({}, model.cfg, 'smolvlm') # refuses what no graph can say
     _check_page_tokenizer(json.loads(model.tokenizer.backend_tokenizer.to_str()))
-    runtime,rows = _read_runtime(web_runtime),_offered_rows()
+    runtime = _read_runtime(web_runtime)
+    rows = _offered_rows()
     with written_at_once(folder) as tmp:
         for part in ('model','runtime','scenes'): (tmp/part).mkdir()
         for name in PAGE_FILES: (tmp/name).write_bytes((PAGE/name).read_bytes())
@@ -227,7 +229,8 @@ def _export_web(model:VisionLanguageModel, # with its tokenizer
 # %% ../../nbs/84_uses.pages.ipynb #74a00027
 def main_graphs(values:Namespace)->None: # from `cli.export_parser`
     "Command `nanovlm export --format onnx` or `web`."
-    out,kind = values.out,values.format
+    out = values.out
+    kind = values.format
     need('onnx', 'onnx', 'onnxruntime', 'onnxscript')
     with user_path():
         model = open_model(values.checkpoint, kind)

@@ -40,7 +40,8 @@ from nanovlm_nb.tools.plan import example_batch
 from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent
-WARM, ROUNDS = 3, 10
+WARM = 3
+ROUNDS = 10
 
 
 # --- what is measured with
@@ -52,11 +53,15 @@ class Bench:
         self.device = torch.device('cuda' if self.cuda else 'cpu')
         self.model, self.run = preset('nanovlm')
         self.run = evolve(self.run, dtype='bfloat16', num_workers=0, log_wandb=False)
-        self.pack, self.warm, self.rounds = {}, WARM, ROUNDS
+        self.pack = {}
+        self.warm = WARM
+        self.rounds = ROUNDS
         if not self.cuda:
             self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, vit_img_size=32, vit_inter_dim=64, max_img_size=64, mp_pixel_shuffle_factor=1,
                                 mp_image_token_length=4, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100)
-            self.pack, self.warm, self.rounds = dict(documents=3, tiles=2), 1, 2
+            self.pack = dict(documents=3, tiles=2)
+            self.warm = 1
+            self.rounds = 2
 
     def sync(self):
         if self.cuda: torch.cuda.synchronize()
@@ -117,7 +122,10 @@ def release(bench):
 def phase_1_machine(b) -> dict:
     "Versions, the device, matrix products of a round size and of the model's own sizes."
     n, big = (8192, 8192) if b.cuda else (64, 64)
-    D, H, L, I = b.model.vit_hidden_dim, b.model.vit_inter_dim, b.model.lm_hidden_dim, b.model.lm_inter_dim
+    D = b.model.vit_hidden_dim
+    H = b.model.vit_inter_dim
+    L = b.model.lm_hidden_dim
+    I = b.model.lm_inter_dim
     tiles = 104*b.model.n_patches if b.cuda else 64
     shapes = dict(square=(big, n, n), vision_qkv=(tiles, D, 3*D), vision_up=(tiles, D, H), vision_down=(tiles, H, D), language_q=(n, L, L), language_up=(n, L, I), language_down=(n, I, L))
     rates = {}
@@ -147,11 +155,15 @@ def rows_of(n: int, T: int, rows: int = 2) -> Layout:
 
 def phase_2_attention(b) -> dict:
     "Truth, isolation, and a layer's time for each backend and number of documents."
-    c, T = b.model, b.model.lm_max_length
-    H, G, D = c.lm_n_heads, c.lm_n_kv_heads, c.head_width
+    c = b.model
+    T = b.model.lm_max_length
+    H = c.lm_n_heads
+    G = c.lm_n_kv_heads
+    D = c.head_width
     def qkv(T, dtype): return [torch.randn(2, h, T, D, device=b.device, dtype=dtype, requires_grad=True) for h in (H, G, G)]
     torch.manual_seed(0)
-    small, layout = qkv(min(T, 1024), torch.bfloat16), rows_of(6, min(T, 1024))
+    small = qkv(min(T, 1024), torch.bfloat16)
+    layout = rows_of(6, min(T, 1024))
     truth = explicit_attention(*(x.double() for x in small), layout, True, 0.)
     names = [n for n in ('sdpa', 'docs', 'varlen') if n != 'varlen' or problem_of('varlen', b.device.type, torch.bfloat16) is None]
     errors = {n: (BACKENDS[n](*small, layout, True, 0.).double()-truth).abs().max().item() for n in names}
@@ -159,7 +171,8 @@ def phase_2_attention(b) -> dict:
     leaks = {n: torch.autograd.grad(out[0, :, :layout.doc_lens[0][0]].sum(), small[2], retain_graph=True)[0][0, :, layout.doc_lens[0][0]:].abs().max().item() for n, out in found.items()}
     layers = {}
     for n_docs in (4, 17, 60):
-        big, layout = qkv(T, torch.bfloat16), rows_of(n_docs, T).to(b.device)
+        big = qkv(T, torch.bfloat16)
+        layout = rows_of(n_docs, T).to(b.device)
         for n in names:
             try: layers[f'{n}, {n_docs} documents'] = b.timed(lambda: BACKENDS[n](*big, layout, True, 0.).sum().backward(), 5 if b.cuda else 1)
             except RuntimeError as e: layers[f'{n}, {n_docs} documents'] = dict(error=' '.join(str(e).split())[:300])
@@ -194,7 +207,8 @@ def naive_step(b, trainer, batch):
 def make_arms(b) -> dict:
     "Name -> (a micro-batch, its trainer, its batch); all on the same weights."
     first = b.trainer({})
-    weights, arms = first.base.state_dict(keep_vars=True), {}
+    weights = first.base.state_dict(keep_vars=True)
+    arms = {}
     arms[LIKE_NANOVLM] = (naive_step(b, first, b.batch(first)), first, b.batch(first))
     for name, (how, compiled) in ARMS.items():
         if b.configs(how) is None: continue
@@ -208,7 +222,8 @@ def make_arms(b) -> dict:
 def phase_4_arms(b) -> dict:
     "Milliseconds of a micro-batch by arm, one round of all arms after the other, and of an update."
     arms = make_arms(b)
-    found, times = {}, {name: [] for name in arms}
+    found = {}
+    times = {name: [] for name in arms}
     for name, (step, _, _) in arms.items():
         start = time.perf_counter()
         try:
@@ -222,13 +237,15 @@ def phase_4_arms(b) -> dict:
     peak = peak_flops(torch.cuda.get_device_name()) if b.cuda else None
     for name, (_, t, batch) in arms.items():
         if 'error' in found[name]: continue
-        d, s = tally(batch), spread(times[name])
+        d = tally(batch)
+        s = spread(times[name])
         useful = count_flops(costs(t), d['tiles'], d['tokens'], d['pairs'], d['targets'])
         found[name] |= s | dict(tokens_per_second=round(1e3*d['tokens']/s['ms']), mfu=round(1e3*useful/s['ms']/peak, 4) if peak else None)
     t, batch = arms['varlen'][1:]
     t.optimizer.zero_grad(set_to_none=True)
     update = gather_update([batch], t.dist)
-    whole, micro = b.timed(lambda: train_step(t, update), 3 if b.cuda else 1), found['varlen']['ms']
+    whole = b.timed(lambda: train_step(t, update), 3 if b.cuda else 1)
+    micro = found['varlen']['ms']
     return dict(micro_batch=found, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)), skipped=[n for n in ARMS if n not in arms])
 
 
@@ -269,7 +286,8 @@ def pictures(folder: Path, n: int, side: int) -> Path:
 def phase_7_trainer(b) -> dict:
     "The whole command with 4, 8 and 12 loader workers: the share of the time that waits for data."
     found = {}
-    model, shapes = b.model, preset('shapes')[0]
+    model = b.model
+    shapes = preset('shapes')[0]
     own = [f'--{f.name}={getattr(model, f.name)}' for f in fields(model) if f.name.startswith(('vit_', 'lm_', 'mp_'))
            and isinstance(getattr(model, f.name), (int, float)) and f.name not in ('lm_base_vocab_size', 'lm_vocab_size', 'lm_use_tokens')
            and getattr(model, f.name) != getattr(shapes, f.name)]

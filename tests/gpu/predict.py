@@ -30,7 +30,8 @@ from nanovlm_nb.training.optim import gather_update, tally
 
 HERE = Path(__file__).resolve().parent
 PREDICTED_ON = '2026-11-24'
-CARD, BANDWIDTH = 'H200', 4.8e12  # bytes a second, from its data sheet
+CARD = 'H200'
+BANDWIDTH = 4.8e12 # bytes a second, from its data sheet
 #: name -> fields of the model or the run, blocks compiled?
 ARMS: dict[str, tuple[dict, bool]] = {
     'dense mask': (dict(attn_backend='sdpa'), False),
@@ -88,7 +89,10 @@ class Census(TorchDispatchMode):
     def __init__(self, documents: int = 0):  # pairs of positions that packed attention looks at
         super().__init__()
         self.ops: list[Op] = []
-        self.documents, self.region, self.before, self.put = documents, 0, 0, 0
+        self.documents = documents
+        self.region = 0
+        self.before = 0
+        self.put = 0
         self.numbers, self.nodes, self.next = weakref.WeakKeyDictionary(), {}, count(1)
 
     def enter(self, region: int, *_): self.region = region
@@ -113,13 +117,16 @@ class Census(TorchDispatchMode):
         return {self.numbers.setdefault(x.untyped_storage(), next(self.next)): size_of(x) for x in tensors if x.is_meta}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name, where = kwargs or {}, func.__name__.split('.')[0], self.where()
+        kwargs = kwargs or {}
+        name = func.__name__.split('.')[0]
+        where = self.where()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if not any(x.is_meta for x in inputs) and 'meta' not in str(kwargs.get('device')): return func(*args, **kwargs)
         if name.strip('_') in ('index', 'index_put', 'index_put_impl') and args[1][0] is not None and args[1][0].dtype == torch.bool: return self.by_flags(name, *args[:3], where=where)
         out = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        reads, writes = self.sizes(inputs), self.sizes(outputs)
+        reads = self.sizes(inputs)
+        writes = self.sizes(outputs)
         kind = kind_of(func, name, inputs, set(writes) <= set(reads))
         if kind == 'copy' and not kwargs.get('non_blocking'): self.ops.append(Op('wait', writes=writes, **where))
         self.ops.append(Op(kind, flops=self.flops(func, args, kwargs, out), reads=reads, writes=writes, **where))
@@ -153,7 +160,8 @@ def kind_of(func, name: str, inputs: list, same: bool) -> str:
 def fuse(ops: list[Op]) -> list[Op]:
     "The same step with compiled blocks: a run of pointwise operations is one kernel, which writes what is read later."
     last = {s: i for i, o in enumerate(ops) for s in o.reads}
-    out, run = [], []
+    out = []
+    run = []
     for i, o in enumerate(ops):
         if o.region and o.kind == 'view': continue
         joins = o.region and o.kind == 'pointwise' and not o.adds
@@ -164,7 +172,8 @@ def fuse(ops: list[Op]) -> list[Op]:
 
 
 def joined(run: list, last: dict) -> Op:
-    written, end = {s for _, o in run for s in o.writes}, run[-1][0]
+    written = {s for _, o in run for s in o.writes}
+    end = run[-1][0]
     reads = {s: n for _, o in run for s, n in o.reads.items() if s not in written}
     writes = {s: n for _, o in run for s, n in o.writes.items() if last.get(s, end+1) > end}
     return run[0][1]._replace(flops=0, reads=reads, writes=writes, compiled=True)
@@ -204,7 +213,8 @@ def masked_block(block, x, cos, sin, mask):
 
 def nanovlm_loss(net, input_ids, tiles, attention_mask, targets) -> torch.Tensor:
     "The loss as nanoVLM computes it: float pictures, plain causal attention over the whole row, scores everywhere."
-    decoder, T = net.decoder, input_ids.shape[1]
+    decoder = net.decoder
+    T = input_ids.shape[1]
     seen = net.MP(net.vision_encoder(tiles.to(input_ids.device)))
     x = decoder.token_embedding(input_ids).clone()
     x[input_ids == net.cfg.image_token_id] = seen.flatten(0, 1).to(x.dtype)
@@ -223,7 +233,8 @@ def nanovlm_step(cfg, rows: int, tokens: int, tiles: int) -> list[Op]:
     census = Census().watch(net)
     for i, block in enumerate(net.decoder.blocks, 1000): block.norm1.register_forward_pre_hook(partial(census.enter, i))
     net.decoder.norm.register_forward_pre_hook(partial(census.enter, 0))
-    pixels, ids = torch.zeros(1, 1, 1, 1).expand(rows*tiles, 3, *[cfg.vit_img_size]*2), torch.empty(rows, tokens, dtype=torch.long, device=META)
+    pixels = torch.zeros(1, 1, 1, 1).expand(rows*tiles, 3, *[cfg.vit_img_size]*2)
+    ids = torch.empty(rows, tokens, dtype=torch.long, device=META)
     with census, LikeCuda(): loss = nanovlm_loss(net, ids, pixels, ids, ids)
     with census: loss.backward()
     return census.ops
@@ -235,7 +246,8 @@ def our_step(model, run, batch) -> tuple[list[Op], int]:
     net = like_cuda(meta_net(model, run))
     trainer = make_trainer(net, run, [], [], dist=Dist(device=META))
     choose_backend(model.attn_backend, True, 'meta', torch.bfloat16)  # tries it, once
-    update, d = gather_update([batch], trainer.dist), tally(batch)
+    update = gather_update([batch], trainer.dist)
+    d = tally(batch)
     census = Census(sum(n*(n+1)//2 for row in batch['doc_lens'] for n in row)).watch(net)
     with census: accumulate(trainer, update)
     return census.ops, count_flops(costs(trainer), d['tiles'], d['tokens'], d['pairs'], d['targets'])
@@ -247,12 +259,14 @@ def of_arm(name: str, seconds: float, tokens: int, useful: float) -> dict:
 
 def predict(model, run) -> dict:
     "Figure -> what is expected, under the names that `measure.figures` gives to what is measured."
-    found, update = {}, UPDATE_BYTES*sum(p.numel() for p in meta_net(model, run).parameters())/(BANDWIDTH*RATES.bandwidth)
+    found = {}
+    update = UPDATE_BYTES*sum(p.numel() for p in meta_net(model, run).parameters())/(BANDWIDTH*RATES.bandwidth)
     for name, (how, compiled) in ARMS.items():
         v, c = change(model, run, how)
         batch = example_batch(v, c.batch_size)
         ops, useful = our_step(v, c, batch)
-        d, (seconds, busy) = tally(batch), two_clocks(fuse(ops) if compiled else ops)
+        d = tally(batch)
+        (seconds, busy) = two_clocks(fuse(ops) if compiled else ops)
         found |= of_arm(name, seconds, d['tokens'], useful)
         if name == 'varlen':
             found |= waiting(d['tiles']/seconds) | {'update beyond its micro-batch, ms': 1e3*update, 'waits inside a micro-batch': sum(o.kind == 'wait' for o in ops)}
@@ -275,7 +289,8 @@ def shown(x) -> str:
 
 def page(found: dict, model, run) -> str:
     "PREDICTED.md."
-    rates, d = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items()), tally(example_batch(model, 2))
+    rates = ', '.join(f'{k} {v:g}' for k, v in RATES._asdict().items())
+    d = tally(example_batch(model, 2))
     return '\n'.join([
         f'# What is expected of one {CARD}', '',
         f'Written on {PREDICTED_ON}, before anything of this was measured, by `python tests/gpu/predict.py`. What was measured since then stands in RESULTS.md, beside these figures.', '',
