@@ -25,7 +25,7 @@ def rehearsed(m, tmp_path_factory):
     out = tmp_path_factory.mktemp('measured')/'m.json'
     arms = m.ARMS
     m.ARMS = {name: arm for name, arm in arms.items() if not arm[1]}
-    try: m.measure(m.Bench(tiny=True), out, [1, 2, 3, 4])
+    try: m.measure(m.Bench(tiny=True), out, [1, 2, 3, 4, 9])
     finally: m.ARMS = arms
     return out
 
@@ -33,10 +33,11 @@ def rehearsed(m, tmp_path_factory):
 def test_phases_measure_and_are_written_down(rehearsed, m):
     found = json.loads(rehearsed.read_text())
     assert not [(n, p['error'], p['where']) for n, p in found.items() if 'error' in p]
-    machine, attention, waits, arms = found.values()
+    machine, attention, waits, arms, qwen = found.values()
     assert machine['torch'] and machine['date'] and machine['python']
     assert max(attention['error_against_float64'].values()) < .05 and set(attention['gradient_from_other_documents'].values()) == {0.}
     assert waits['waits'] == 0
+    assert qwen['all']['ms'] > 0 and qwen['adapters']['planned_gib'] <= qwen['all']['planned_gib'] and qwen['change_of_other_samples'] == 0
     assert set(arms['micro_batch']) == {m.LIKE_NANOVLM, 'dense mask', 'varlen'}
     for arm in arms['micro_batch'].values(): assert 0 < arm['lowest'] <= arm['ms'] <= arm['highest'] and arm['n'] == 2
 
@@ -67,6 +68,6 @@ def test_predictions_are_dated_and_can_be_made_again():
 def test_all_phases_with_all_arms(m, tmp_path):
     assert m.main(['--tiny', '--out', str(tmp_path/'m.json')]) == 0
     found = json.loads((tmp_path/'m.json').read_text())
-    assert len(found) == 7 and not [(n, p['error'], p['where']) for n, p in found.items() if 'error' in p]
+    assert len(found) == 8 and not [(n, p['error'], p['where']) for n, p in found.items() if 'error' in p]
     assert not [w for w in found['phase_7_trainer']['workers'].values() if 'error' in w]
     assert found['phase_8_determinism']['equal']

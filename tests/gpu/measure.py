@@ -1,4 +1,4 @@
-"""Ten minutes on one card: everything that is claimed for a GPU, measured in seven phases.
+"""Ten minutes on one card: everything that is claimed for a GPU, measured in eight phases.
 
     python tests/gpu/measure.py                        # measure; figures go to measured.json after every phase
     python tests/gpu/measure.py --rows measured.json   # rows for RESULTS.md, each beside its prediction of `predict.py`
@@ -36,11 +36,13 @@ from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.trainer import Trainer, accumulate, make_trainer, train_step
 from nanovlm_nb.training.optim import tally, gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.tools.plan import example_batch
+from nanovlm_nb.tools.plan import example_batch, memory
+from nanovlm_nb.training.lora import adapt
 from predict import ARMS, LIKE_NANOVLM, WORKERS, nanovlm_loss, read_page, shown
 
 HERE = Path(__file__).resolve().parent
 WARM = 3
+COUNTS = 'tiles', 'tokens', 'pairs', 'targets', 'window_pairs', 'picture_pairs'
 ROUNDS = 10
 
 
@@ -331,6 +333,47 @@ def phase_8_determinism(b) -> dict:
             pauses['background' if background else 'waiting'] = [round(1e3*b.seconds(lambda step=step: saver.save(t.base, Path(folder), step, None, {}, t.optimizer)), 1) for step in (1, 2)]
             saver.wait()
     return dict(equal=one == two, strict=slow, usual=quick, checkpoint_pause_ms=pauses)
+
+
+def leak_of(b, net, batch) -> float:
+    "The largest change of the other samples' scores when the picture of the first sample is another."
+    images = [[tiles.to(b.device) for tiles in row] for row in batch['images']]
+    ids = batch['input_ids'].to(b.device)
+    layout = batch['layout'].to(b.device)
+    end = layout.doc_lens[0][0]
+    other = [[255-images[0][0], *images[0][1:]], *images[1:]]
+    with torch.no_grad(), torch.autocast(b.device.type, torch.bfloat16):
+        before, after = (net(ids, pictures, layout=layout, return_logits=True)[0][0, end:] for pictures in (images, other))
+    return (before-after).abs().max().item()
+
+
+def phase_9_qwen(b) -> dict:
+    "Qwen2.5-VL with random weights, all of it and adapters: a micro-batch, its memory beside the plan, isolation."
+    model, run = preset('qwen2_5_vl_3b')
+    run = evolve(run, load_from=None, dtype='bfloat16', num_workers=0, log_wandb=False)
+    if not b.cuda:
+        model = evolve(model, vit_hidden_dim=32, vit_inter_dim=64, vit_n_heads=2, vit_n_blocks=2, vit_full_blocks=[1], lm_hidden_dim=48, lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2,
+                       lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100, lm_vocab_size=128, lm_mrope_sections=[2, 2, 2])
+    found = {}
+    for name, how in dict(all={}, adapters=dict(lora_rank=16)).items():
+        release(b)
+        cfg = evolve(run, **how)
+        torch.manual_seed(0)
+        with b.device: net = VisionLanguageModel(model, load_backbone=False).train()
+        if cfg.lora_rank: adapt(net, cfg, None, b.device)
+        t = make_trainer(net, cfg, [], [], dist=Dist(device=b.device))
+        batch = example_batch(model, cfg.batch_size)
+        update = gather_update([batch, batch], t.dist)
+        train_step(t, update)
+        if b.cuda: torch.cuda.reset_peak_memory_stats()
+        times = b.timed(lambda: train_step(t, update), 5 if b.cuda else 1)
+        d = tally(batch)
+        useful = 2*count_flops(costs(t), **{k: d[k] for k in COUNTS})
+        found[name] = dict(times, tokens_per_second=round(2e3*d['tokens']/times['ms']), planned_gib=round(memory(model, evolve(cfg, gradient_accumulation_steps=2)).total/2**30, 2))
+        if b.cuda: found[name] |= dict(gib=round(torch.cuda.max_memory_allocated()/2**30, 2), mfu=round(1e3*useful/times['ms']/peak_flops(torch.cuda.get_device_name()), 4))
+        if not cfg.lora_rank: found['change_of_other_samples'] = leak_of(b, t.base, batch)
+        del t, net
+    return found
 
 
 PHASES = {int(name.split('_')[1]): f for name, f in list(globals().items()) if name.startswith('phase_')}
