@@ -4,8 +4,10 @@ import random
 from dataclasses import fields, replace
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from commands import record, train
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_qwen import Theirs, flatten, limit, write
@@ -429,6 +431,43 @@ def test_runs_are_the_same_however_they_are_made(folders, tmp_path):
     theirs = _read_tensors(place/'out')
     named = _their_tensors({k: w for k, w in weights.items() if 'inv_freq' not in k}, lambda name: qwen_names(name, checkpoint_config(folder)))
     assert theirs.keys() == named.keys() and all(torch.equal(theirs[k], named[k]) for k in named)
+
+
+KILLS = """
+import os, signal
+from pathlib import Path
+def rate(step, max_lr, max_steps):
+    "A rate that never changes; the first start is killed before update 5, when the fourth is in the log."
+    log = Path('checkpoints/run/log.jsonl')
+    if step == 4 and log.exists() and log.read_text().count('batch_loss') == 4 and not Path('killed').exists():
+        Path('killed').touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return max_lr
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_stream(folders, tmp_path):
+    "Pictures of many shapes from parquet files, two loader workers, kill -9, the same command with `--resume True`: the same bytes."
+    rows = [dict(images=[drawing(*size, seed=i)], texts=[dict(user='What is this?', assistant=f'number {i}')]) for i, size in enumerate(SIZES*12)]
+    place = tmp_path/'data'
+    place.mkdir()
+    for k in range(3): datasets.Dataset.from_list(rows[k::3]).cast_column('images', datasets.Sequence(datasets.Image())).to_parquet(place/f'{k}.parquet')
+    flags = f"""--load_from {folders['plain']} --train_dataset_path {place} --stream_dataset True --run_name run --val_size 4 --batch_size 1 --gradient_accumulation_steps 2
+        --lm_max_length 512 --max_sample_length 400 --num_of_sequences 4 --num_workers 2 --val_workers 0 --max_training_steps 8 --save_interval 2 --eval_interval 100
+        --lr_backbones 1e-3 --dtype float32 --ask_samples 0 --log_wandb False --progress_bar False --lr_schedule kills:rate""".split()
+    found = {}
+    for name in ('straight', 'killed'):
+        cwd = tmp_path/name
+        cwd.mkdir()
+        (cwd/'kills.py').write_text(KILLS)
+        if name == 'straight': (cwd/'killed').touch()
+        first = train(flags, cwd, check=False, PYTHONPATH=str(cwd))
+        assert first.returncode == (-9 if name == 'killed' else 0), first.stderr[-2000:]
+        if name == 'killed': train([*flags, '--resume', 'True'], cwd, PYTHONPATH=str(cwd))
+        run_dir = cwd/'checkpoints'/'run'
+        found[name] = record(run_dir), (run_dir/'step_8'/'model.safetensors').read_bytes()
+    assert found['straight'] == found['killed']
 
 
 @pytest.mark.slow
