@@ -8,12 +8,14 @@ import subprocess
 import tokenize
 from pathlib import Path
 
+import pytest
 from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 TOKENS = 165_000
 PUBLIC = 640
+CROWDED = .012  # of the lines
 OVER_40, SHOWING = .03, .90  # cells that define more than 40 lines, at most; visible cells that show something, at least
 
 
@@ -38,6 +40,16 @@ def test_the_package_does_not_grow():
     found = [mass(path.read_text(encoding='utf-8')) for path in modules]
     assert sum(tokens for tokens, _ in found) <= TOKENS
     assert sum(public for _, public in found) <= PUBLIC
+
+
+@pytest.mark.parametrize('folder', ('nanovlm_nb', 'tests'))
+def test_a_line_assigns_one_thing(folder):
+    "`a, b = x, y` is rare: a line holds one thought."
+    texts = [p.read_text(encoding='utf-8') for p in (ROOT/folder).rglob('*.py') if p.name != '_modidx.py']
+    lines = sum(bool(line.strip()) and not line.lstrip().startswith('#') for text in texts for line in text.split('\n'))
+    assigned = [n for text in texts for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Assign)]
+    crowded = [n for n in assigned if isinstance(n.targets[0], ast.Tuple) and isinstance(n.value, ast.Tuple)]
+    assert len(crowded) <= lines*CROWDED
 
 
 def test_notebooks_show_what_they_define():
