@@ -71,7 +71,8 @@ class Slurm:
         self.env = {**os.environ, 'PATH': PATH, 'SLURM_CONF': str(conf)}
         try:
             f = self.folder
-            self('munged', f'--key-file={key}', f'--socket={f}/munge.socket', f'--pid-file={f}/munged.pid', f'--log-file={f}/munged.log', f'--seed-file={f}/munge.seed')
+            self('munged', f'--key-file={key}', f'--socket={f}/munge.socket', f'--pid-file={f}/munged.pid',
+                 f'--log-file={f}/munged.log', f'--seed-file={f}/munge.seed')
             self('slurmctld', '-f', conf)
             self('slurmd', '-f', conf, '-N', host)
             self.wait(lambda: 'idle' in self('sinfo', '-h', '-o', '%T', check=False), 60, 'the node is idle')
@@ -94,7 +95,8 @@ class Slurm:
 
     def __call__(self, *args, cwd=None, check=True, **env):
         "Run one of Slurm's commands; gives what it printed."
-        done = subprocess.run([str(a) for a in args], cwd=cwd, env=self.env | env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([str(a) for a in args], cwd=cwd, env=self.env | env, capture_output=True,
+                              text=True, timeout=60)
         if check and done.returncode: raise AssertionError(f'{args} ended with {done.returncode}\n{done.stdout}{done.stderr}{self.logs()}')
         return done.stdout
 

@@ -8,8 +8,10 @@ import commands
 import pytest
 
 #: the files that take longest, the longest first: with several workers none of them is begun when all others are done
-LONG = ('stages', 'sharding', 'stream', 'classify', 'classify_guide', 'docs', 'run', 'evaluate', 'packing_certificate', 'endings', 'elastic', 'concepts', 'check', 'own_parts', 'inspect', 'export',
-        'histories', 'bad_updates', 'plan', 'layering', 'cli', 'gate', 'jsonl', 'misuse', 'flops', 'logs', 'lora', 'failing_producer', 'runs', 'start', 'damage',
+LONG = ('stages', 'sharding', 'stream', 'classify', 'classify_guide', 'docs', 'run', 'evaluate',
+        'packing_certificate', 'endings', 'elastic', 'concepts', 'check', 'own_parts', 'inspect', 'export',
+        'histories', 'bad_updates', 'plan', 'layering', 'cli', 'gate', 'jsonl', 'misuse', 'flops', 'logs',
+        'lora', 'failing_producer', 'runs', 'start', 'damage',
         'packing', 'trainer', 'compiled', 'file_kills', 'types')
 ROOT = Path(__file__).resolve().parent.parent
 

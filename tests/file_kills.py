@@ -10,8 +10,10 @@ from pathlib import Path
 
 from commands import TINY, record
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '2', '--ask_samples', '0', '--dtype', 'float32',
-         '--max_training_steps', '4', '--num_of_sequences', '2', '--batch_size', '1', '--data_cutoff_idx', '40', '--val_size', '12', '--async_save', 'False', '--resume', 'True']
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '2',
+         '--ask_samples', '0', '--dtype', 'float32',
+         '--max_training_steps', '4', '--num_of_sequences', '2', '--batch_size', '1', '--data_cutoff_idx',
+         '40', '--val_size', '12', '--async_save', 'False', '--resume', 'True']
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}
 KILLED = 137
 
@@ -67,7 +69,8 @@ def state(cwd):
     run_dir = Path(cwd)/'checkpoints'/'r'
     read = {name: (run_dir/name).read_text() for name in ('last_checkpoint', 'best_checkpoint', 'drops.json', 'status')}
     weights = {p.parent.name: p.read_bytes() for p in run_dir.glob('step_*/model.safetensors')}
-    return dict(record=record(run_dir), weights=weights, names={p.relative_to(run_dir).as_posix() for p in run_dir.rglob('*')}, **read)
+    return dict(record=record(run_dir), weights=weights,
+                names={p.relative_to(run_dir).as_posix() for p in run_dir.rglob('*')}, **read)
 
 
 def all_kills(every):

@@ -27,11 +27,14 @@ def their_model(folder, use_moe):
     if (Path(folder)/'model'/'VLMConfig.py').is_file():
         from model.model_vlm import MiniMindVLM
         from model.VLMConfig import VLMConfig
-        fields = dict(dim=s['width'], n_layers=s['blocks'], n_heads=s['heads'], n_kv_heads=s['kv_heads'], hidden_dim=s['inside'], max_seq_len=64, n_routed_experts=s['experts'])
+        fields = dict(dim=s['width'], n_layers=s['blocks'], n_heads=s['heads'], n_kv_heads=s['kv_heads'],
+                      hidden_dim=s['inside'], max_seq_len=64, n_routed_experts=s['experts'])
     else:
         from model.model_vlm import MiniMindVLM, VLMConfig
-        fields = dict(hidden_size=s['width'], num_hidden_layers=s['blocks'], num_attention_heads=s['heads'], num_key_value_heads=s['kv_heads'],
-                      intermediate_size=s['inside'], max_position_embeddings=64, num_experts=s['experts'], n_routed_experts=s['experts'])
+        fields = dict(hidden_size=s['width'], num_hidden_layers=s['blocks'], num_attention_heads=s['heads'],
+                      num_key_value_heads=s['kv_heads'],
+                      intermediate_size=s['inside'], max_position_embeddings=64, num_experts=s['experts'],
+                      n_routed_experts=s['experts'])
     MiniMindVLM.get_vision_model = staticmethod(lambda *a, **kw: (None, None))  # features are given to it below
     MiniMindVLM.get_image_embeddings = staticmethod(lambda pictures, _: pictures.mean((-2, -1)).view(len(pictures), PICTURE, -1).squeeze())
     torch.manual_seed(0)
@@ -71,7 +74,8 @@ def main(argv):
         (code := Path('/tmp')/f'minimind-{commit}').mkdir(exist_ok=True)
         files = subprocess.run(['git', '-C', clone, 'archive', commit, 'model/*.py'], stdout=subprocess.PIPE, check=True).stdout
         subprocess.run(['tar', '-x', '-C', code], input=files, check=True)
-        subprocess.run([sys.executable, __file__, '--make', code, str(int(use_moe)), target/name], check=True, env=os.environ | dict(PYTHONPATH=str(code)))
+        subprocess.run([sys.executable, __file__, '--make', code, str(int(use_moe)), target/name], check=True,
+                       env=os.environ | dict(PYTHONPATH=str(code)))
     (target/'sizes.json').write_text(json.dumps(SIZES | dict(picture=PICTURE, mark=MARK), indent=1)+'\n')
 
 

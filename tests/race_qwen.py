@@ -49,7 +49,8 @@ def packed(asker, theirs, rows):
     images = [[asker.image_processor(im)[0] for im in pictures] for pictures, *_ in rows]
     cfg = asker.model.cfg
     grids = tuple(tuple(im.shape[:2]) for pictures in images for im in pictures)
-    layout = Layout.of(ids, cfg.image_token_id, torch.cat(targets)[None], doc_lens=[[len(i) for i, _ in parts]], grids=grids, window=cfg.tiles_per_window)
+    layout = Layout.of(ids, cfg.image_token_id, torch.cat(targets)[None],
+                       doc_lens=[[len(i) for i, _ in parts]], grids=grids, window=cfg.tiles_per_window)
     return dict(input_ids=ids, images=images, layout=layout)
 
 

@@ -23,12 +23,15 @@ from nanovlm_nb.model.vlm import VisionLanguageModel
 UPDATES = 4
 HALF = 2 # of a case, and when it writes its checkpoint
 WORKERS = {1: 0, 2: 2, 4: 1}  # loader workers of the stage with so many ranks
-SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
+SMALL = dict(vit_hidden_dim=64, vit_n_heads=2, vit_n_blocks=2, lm_hidden_dim=64, lm_inter_dim=128,
+             lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_max_length=96, loss_chunk_size=16)
 RECOMPUTE = dict(vision_checkpointing=True, language_checkpointing=True)
 FROZEN = dict(lr_vision_backbone=0)
 EACH = dict(reduce_every_micro_batch=True)
 AT_ONCE, PAIRS = (dict(batch_size=n, gradient_accumulation_steps=1) for n in (4, 2))
-DEEPSPEED = dict(train_batch_size=4, zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')), bf16=dict(enabled=False))
+DEEPSPEED = dict(train_batch_size=4,
+                 zero_optimization=dict(stage=2, overlap_comm=True, offload_optimizer=dict(device='cpu')),
+                 bf16=dict(enabled=False))
 
 #: name -> (settings of the model, settings of the run)
 CASES = {
@@ -100,7 +103,9 @@ def case(dist, out, name, model, run):
     figures += updates(trainer, UPDATES-HALF)
     trainer.saver.wait()
     keep(out, name, trainer)
-    return dict(val=[before, validation_loss(trainer)], figures=figures, parameters=sum(p.numel() for p in trainer.base.parameters()), scales=dist.gather(trainer.scaler.get_scale()))
+    return dict(val=[before, validation_loss(trainer)], figures=figures,
+                parameters=sum(p.numel() for p in trainer.base.parameters()),
+                scales=dist.gather(trainer.scaler.get_scale()))
 
 
 def continued(dist, out, name, source, run):
@@ -128,7 +133,8 @@ def sums(trainer):
 
 def text_only(dist, out, sharding):
     "The sums before three updates and after each: with pictures, without any, with pictures on the last rank only."
-    trainer = make_trainer(dist, out, {}, dict(sharding=sharding, weight_decay=.1) if dist.world_size > 1 else dict(weight_decay=.1))
+    trainer = make_trainer(dist, out, {},
+                           dict(sharding=sharding, weight_decay=.1) if dist.world_size > 1 else dict(weight_decay=.1))
     packs = [collate_packs([p]) for p in make_packs(trainer.base.cfg)]
     text = [without_pictures(p, trainer.base.cfg) for p in packs]
     found = [sums(trainer)]
@@ -141,9 +147,12 @@ def text_only(dist, out, sharding):
 def stage(dist, out, name, steps, workers, **changes):
     "The next updates of a run on real samples."
     vlm, train, _ = parse_args([*TINY, '--run_name', name])
-    train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False, dtype='float32', resume=True, max_training_steps=steps,
-                    num_workers=workers, batch_size=2 if dist.world_size == 1 else 1, gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **changes)
-    run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train, schedule=lambda step, max_lr, max_steps: max_lr*.95**step, dist=dist)
+    train = replace(train, data_cutoff_idx=60, num_of_sequences=3, ask_samples=0, eval_in_epochs=False,
+                    dtype='float32', resume=True, max_training_steps=steps,
+                    num_workers=workers, batch_size=2 if dist.world_size == 1 else 1,
+                    gradient_accumulation_steps=1 if dist.world_size == 4 else 2, **changes)
+    run(replace(vlm, vlm_checkpoint_path=str(out/'runs')), train,
+        schedule=lambda step, max_lr, max_steps: max_lr*.95**step, dist=dist)
 
 
 def main(out):
@@ -152,7 +161,8 @@ def main(out):
     n = dist.world_size
     facts = {}
     for name, (model, run) in CASES[n].items(): facts[name] = case(dist, out, name, model, run)
-    if n == 2: facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp', dict(sharding='zero2')), zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2', {}),
+    if n == 2: facts |= dict(ddp_to_zero2=continued(dist, out, 'ddp_to_zero2', 'ddp', dict(sharding='zero2')),
+                             zero2_to_ddp=continued(dist, out, 'zero2_to_ddp', 'zero2', {}),
                              offload_to_zero2=continued(dist, out, 'offload_to_zero2', 'offload', dict(sharding='zero2')))
     if n == 4: facts['zero2_to_4'] = continued(dist, out, 'zero2_to_4', 'zero2', dict(sharding='zero3'))
     for how in {1: ['ddp'], 2: ['ddp', 'zero2', 'zero3'], 4: []}[n]: facts[f'text_{n}_{how}'] = text_only(dist, out, how)

@@ -23,7 +23,8 @@ def evaluate(out, tasks, go):
         tmp.replace(out)
 
 
-def command(run_dir, cfg, tasks, step): return [sys.executable, __file__, str(run_dir/'eval_results'/f'step_{step}.json'), tasks, 'go']
+def command(run_dir, cfg, tasks, step): return [sys.executable, __file__,
+                                                str(run_dir/'eval_results'/f'step_{step}.json'), tasks, 'go']
 
 
 def train(argv):

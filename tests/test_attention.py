@@ -8,7 +8,8 @@ from nanovlm_nb.model.attention import BACKENDS, Layout
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.model.language import LanguageModel
 
-CFG = VLMConfig(lm_hidden_dim=32, lm_inter_dim=48, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, lm_base_vocab_size=50, lm_max_length=64,
+CFG = VLMConfig(lm_hidden_dim=32, lm_inter_dim=48, lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2,
+                lm_base_vocab_size=50, lm_max_length=64,
                 vit_img_size=32, vit_patch_size=8, mp_pixel_shuffle_factor=2, max_img_size=64)
 PADDING = 'none', 'front', 'end', 'both'
 

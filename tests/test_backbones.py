@@ -5,7 +5,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from transformers import (CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+from transformers import (CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, LlamaConfig,
+                          LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
                           Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel)
 
 from nanovlm_nb.core.config import VLMConfig
@@ -13,12 +14,15 @@ from nanovlm_nb.model.language import KVCache, LanguageModel
 from nanovlm_nb.core.tokenizer import check_tokenizer, get_tokenizer, train_tokenizer
 from nanovlm_nb.model.vision import ViT
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import (language_config, load_language_backbone, load_vision_backbone, resolve_checkpoint,
+from nanovlm_nb.model.weights import (language_config, load_language_backbone, load_vision_backbone,
+                                      resolve_checkpoint,
                                 vision_config)
 
 SMALL = dict(vit_img_size=64, max_img_size=64, mp_pixel_shuffle_factor=2, lm_max_length=64)
-VISION = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, image_size=64, patch_size=16)
-LANGUAGE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=120)
+VISION = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, image_size=64,
+              patch_size=16)
+LANGUAGE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+                num_key_value_heads=2, vocab_size=120)
 
 
 def load_lm(folder):
@@ -113,7 +117,8 @@ def shaken(model, folder):
 def test_fresh_clip(tmp_path, act, whole):
     "The patches of CLIP's last block, as LLaVA and MiniMind-V take them, from the tower alone and from the file of both towers."
     vision = VISION | dict(hidden_act=act)
-    text = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4, vocab_size=30)
+    text = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4,
+                vocab_size=30)
     model = shaken(CLIPModel(CLIPConfig(vision_config=vision, text_config=text)) if whole else CLIPVisionModel(CLIPVisionConfig(**vision)), tmp_path)
     tower = model.vision_model if hasattr(model, 'vision_model') else model
     want = tower(CLIP_PIXELS).last_hidden_state[:, 1:]

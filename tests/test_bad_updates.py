@@ -11,8 +11,10 @@ from nanovlm_nb.data.dataset import shapes_dataset
 ROWS = 2000
 UPDATES = 300
 RATES = [f for part in ('mp', 'vision_backbone', 'language_backbone') for f in (f'--lr_{part}', '3e-3')]
-FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False', '--data_cutoff_idx', ROWS-16, '--batch_size', 1, '--gradient_accumulation_steps', 1,
-         '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype', 'float32', '--run_name', 'r', '--max_training_steps', UPDATES]
+FLAGS = [*TINY, *RATES, '--train_dataset_path', 'data', '--stream_dataset', 'False', '--data_cutoff_idx',
+         ROWS-16, '--batch_size', 1, '--gradient_accumulation_steps', 1,
+         '--max_grad_spike', 3, '--eval_interval', 80, '--ask_samples', 0, '--dtype', 'float32', '--run_name',
+         'r', '--max_training_steps', UPDATES]
 
 
 @pytest.fixture(scope='module')
@@ -45,7 +47,8 @@ def test_their_updates_are_skipped_and_no_others(poisoned):
 def test_replay_names_the_sample(poisoned):
     run_dir, bad = poisoned
     first = read_bad_updates(run_dir)[0]
-    said = run([sys.executable, '-m', 'nanovlm_nb.cli', 'replay', run_dir, first['update']], run_dir, check=False)
+    said = run([sys.executable, '-m', 'nanovlm_nb.cli', 'replay', run_dir, first['update']], run_dir,
+               check=False)
     assert said.returncode == 1, said.stderr
     assert said.stdout.splitlines()[-1] == f'suspect: {", ".join(i for i in first["ids"] if i in bad)}'
     assert 'the same samples as in the log' in said.stdout

@@ -67,5 +67,7 @@ def test_the_table_of_benchmarks_is_what_the_pages_measured(monkeypatch):
 @pytest.mark.slow
 def test_chapter_zero_trains_and_looks():
     "All of its cells, the minute of training included, with what they assert."
-    done = subprocess.run([f'{sys.exec_prefix}/bin/nbdev_test', '--path', ZERO, '--flags', 'slow'], cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS='1'), capture_output=True, text=True, timeout=1200)
+    done = subprocess.run([f'{sys.exec_prefix}/bin/nbdev_test', '--path', ZERO, '--flags', 'slow'], cwd=ROOT,
+                          env=os.environ | dict(OMP_NUM_THREADS='1'), capture_output=True, text=True,
+                          timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,7 +12,8 @@ import pytest
 from test_docs import NBS, ROOT, cells
 
 DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+        tokenize.ENDMARKER}
 TOKENS = 165_000
 PUBLIC = 640
 CROWDED = .012  # of the lines

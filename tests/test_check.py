@@ -40,7 +40,8 @@ def checked(cwd, *args, **env):
 
 def test_a_run_that_can_start(tmp_path):
     "One screen, everything that the first run needs is tried, and nothing stays behind."
-    code, lines, found = checked(tmp_path, *SMALL, '--smoke', '--gpus', '1', PATH=os.path.dirname(sys.executable))
+    code, lines, found = checked(tmp_path, *SMALL, '--smoke', '--gpus', '1',
+                                 PATH=os.path.dirname(sys.executable))
     assert code == 0 and len(lines) < 40, lines
     assert found['short run'][1].startswith('3 updates, loss') and found['Slurm'][0] == SKIP
     table = next(c['source'] for c in cells(next(NBS.glob('61_*.ipynb')), 'markdown') if c['id'] == 'f0140001')
@@ -50,8 +51,10 @@ def test_a_run_that_can_start(tmp_path):
 
 
 def test_a_run_that_cannot_start(tmp_path):
-    save_yaml(tmp_path/'c.yaml', preset('shapes')[0], evolve(preset('shapes')[1], train_dataset_path='./missing', log_wandb=False))
-    code, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from', 'nowhere/step_5', PATH=os.path.dirname(sys.executable))
+    save_yaml(tmp_path/'c.yaml', preset('shapes')[0],
+              evolve(preset('shapes')[1], train_dataset_path='./missing', log_wandb=False))
+    code, _, found = checked(tmp_path, 'c.yaml', '--gpus', '500', '--smoke', '1', '--load_from',
+                             'nowhere/step_5', PATH=os.path.dirname(sys.executable))
     assert code == 1 and {n for n, (state, _) in found.items() if state == FAIL} == {'start', 'GPUs', 'columns', 'data', 'short run'}
     assert '0 of 1 updates' in found['short run'][1] and 'nowhere/step_5' in found['start'][1]
 
@@ -68,7 +71,8 @@ def test_a_short_run_publishes_nothing_and_begins_with_the_same_weights(tmp_path
     asked = []
     def short_run(vlm_cfg, small, folder, timeout_s): return asked.append((vlm_cfg, small, folder)) or [1., 1., 1.], ''
     monkeypatch.setattr(dr, '_short_run', short_run)
-    vlm_cfg, cfg = tiny(hf_repo_name='me/model', vlm_checkpoint_path='out/a', resume_from_vlm_checkpoint=True, max_epochs=1)
+    vlm_cfg, cfg = tiny(hf_repo_name='me/model', vlm_checkpoint_path='out/a', resume_from_vlm_checkpoint=True,
+                        max_epochs=1)
     dr.check_short_run(vlm_cfg, cfg)
     (v, c, folder), = asked
     assert (v.hf_repo_name, v.vlm_checkpoint_path, c.load_from, c.resume_from_vlm_checkpoint, c.max_epochs) == (None, folder, 'out/a', False, None)
@@ -90,7 +94,8 @@ def test_a_plan_of_few_rows_is_no_refusal():
 
 def test_an_update_is_made_again_with_the_settings_of_its_start(tmp_path):
     "A run goes on with other rates: an update before that is repeated as it was."
-    one = ['--run_name', 'r', '--ask_samples', '0', '--save_interval', '2', '--eval_interval', '6', '--max_keep_ckpts', '-1', '--dtype', 'float32']
+    one = ['--run_name', 'r', '--ask_samples', '0', '--save_interval', '2', '--eval_interval', '6',
+           '--max_keep_ckpts', '-1', '--dtype', 'float32']
     nanovlm(['train', *SMALL, *one], tmp_path)
     nanovlm(['train', '--run_name', 'r', '--resume', 'True', '--max_training_steps', '10', '--lr_mp', '.02', '--lr_vision_backbone', '.02', '--lr_language_backbone', '.02'], tmp_path)
     for update in (4, 9):
@@ -111,12 +116,14 @@ def test_what_spoils_the_data_without_leaving_it_out(tmp_path):
     lines[3] |= dict(texts=[dict(user='q', assistant=' ')])
     (tmp_path/'page.jpg').write_text('<html>404</html>')
     (tmp_path/'t.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-    data = ['--train_dataset_path', 't.jsonl', '--val_size', '2', '--stream_dataset', 'False', '--data_cutoff_idx', '99']
+    data = ['--train_dataset_path', 't.jsonl', '--val_size', '2', '--stream_dataset', 'False',
+            '--data_cutoff_idx', '99']
     code, _, found = checked(tmp_path, *SMALL, *data, PATH=os.path.dirname(sys.executable))
     assert code == 1 and {n for n, (state, _) in found.items() if state == FAIL} == {'left out', 'pixels', 'questions'}
     assert 'come out dark, 16 of 255 at most; set pixel_max to 4095' in found['pixels'][1]
     assert "ask 'What is it?', then 'Is it bright?'" in found['questions'][1]
     assert all(said in found['left out'][1] for said in ('t/2: no file', 't/3: UnidentifiedImageError', 'a web page: download', '1 no_turns', 'cut_no_answer'))
     assert 'on this machine, where a pack takes' in found['time'][1] and 'H100' not in found['time'][1]
-    _, _, found = checked(tmp_path, *SMALL, *data, '--pixel_max', '4095', PATH=os.path.dirname(sys.executable))
+    _, _, found = checked(tmp_path, *SMALL, *data, '--pixel_max', '4095',
+                          PATH=os.path.dirname(sys.executable))
     assert found['pixels'] == ('pass', '20 pictures of more than 8 bits a pixel, with values from 0 to 4095')  # 24 without two that cannot be read and two of validation

@@ -106,7 +106,8 @@ def killed(file, place, ranks=1):
     "Start a run, and end it by SIGKILL when its sixth update is saved; its directory."
     folder = place/'outputs'/file.stem
     (args, env) = start_of(command(file, ranks=ranks))
-    process = subprocess.Popen(args, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(args, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               start_new_session=True)
     assert wait_for(process, (folder/'step_6').exists)
     for pid in [pid for rank in range(ranks) for pid in ranks_of(place, rank)] if ranks > 1 else (): os.kill(pid, signal.SIGKILL)
     if ranks == 1: os.killpg(process.pid, signal.SIGKILL)
@@ -138,7 +139,8 @@ def test_kill_and_resume_of_what_began_as_another_model(place, kind):
     model = small_model()
     begun = place/f'{kind}_model'
     model.save_pretrained(begun) if kind == 'nanovlm' else export_smolvlm(model, begun)
-    file = settings(place, kind, dict(name=str(begun)), output_dir=str(place/'outputs'), datasets=['numerals'])
+    file = settings(place, kind, dict(name=str(begun)), output_dir=str(place/'outputs'),
+                    datasets=['numerals'])
     folder = killed(file, place)
     nanovlm(shlex.split(run(command(file), place, check=False).stderr.split('go on with: nanovlm ')[1]), place)
     assert [r['step'] for r in log_of(folder) if 'batch_loss' in r] == [*range(1, UPDATES+1)] and 'best accuracy ' in (folder/'record.md').read_text()
@@ -182,7 +184,8 @@ def test_resume_from_a_named_checkpoint_but_not_with_other_classes(place, whole)
     assert [known[k] for k in best] == [state[k] for k in best]
     run(command(place/'whole.yaml', '--resume_from', 'checkpoint-6'), place)
     assert 'Resumed from the checkpoint' in (whole/'train.log').read_text() and record(whole)[0] == before
-    fewer = command(settings(place, 'fewer', datasets=['numerals']), '--resume_from', whole/'checkpoints'/'checkpoint-6')
+    fewer = command(settings(place, 'fewer', datasets=['numerals']), '--resume_from',
+                    whole/'checkpoints'/'checkpoint-6')
     for more, said in ((['--run_name', 'whole'], 'class_names'), ([], 'is of another run than outputs/fewer')):
         done = run([*fewer, *more], place, check=False)
         assert done.returncode == 2 and 'cannot resume' in done.stderr and said in done.stderr

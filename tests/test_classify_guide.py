@@ -37,7 +37,8 @@ DEEPSPEED = (DATA/'classify_guide_ds.json').read_text()
 MODEL = 'Qwen/Qwen2.5-VL-7B-Instruct'
 CLOTHES = Path('/usr/share/datasets/fashion-mnist')  # Debian's package dataset-fashion-mnist
 CLASSIFY = [sys.executable, '-m', 'nanovlm_nb.cli', 'classify']
-TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', *CLASSIFY[1:]]
+TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2',
+            *CLASSIFY[1:]]
 
 
 def labelled(pictures, names):
@@ -147,7 +148,8 @@ def test_what_cannot_work_is_said_in_a_sentence(place, refusal, monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     for kind in ('smolvlm', 'idefics3', 'gguf', 'onnx', 'web'):
         assert 'such a model is a Qwen2.5-VL: take --format qwen2_5_vl, or nanovlm' in refusal('export', place/'qwen', 'out', '--format', kind)
-    s = replace(Settings.load(place/'qwen.yaml'), name=str(place/'qwen'), datasets=[str(place/'food101')], num_labels=None)
+    s = replace(Settings.load(place/'qwen.yaml'), name=str(place/'qwen'), datasets=[str(place/'food101')],
+                num_labels=None)
     cfg, train_cfg = configs_of(s, load_classes(s.datasets))
     make_classifier(cfg, train_cfg).save_pretrained('made')
     for words in (['export', 'made', 'out'], ['ask', 'made', '--prompt', 'hi'], ['eval', 'made', '--tasks', 'shapes']):
@@ -162,7 +164,8 @@ def test_what_cannot_work_is_said_in_a_sentence(place, refusal, monkeypatch, tmp
     some = ['classify', '--config', 'films.yaml', '--datasets']
     assert 'videos are not read here, save pictures of them' in refusal(*some, 'films')
     assert 'it is a video: save pictures of it' in refusal('classify', '--predict', 'made', films[0])
-    assert 'of its kind only Qwen2.5-VL is built here' in refusal(*some, 'digits', '--model', 'Qwen/Qwen3-VL-8B-Instruct')
+    assert 'of its kind only Qwen2.5-VL is built here' in refusal(*some, 'digits', '--model',
+                                                                  'Qwen/Qwen3-VL-8B-Instruct')
     assert not Path('out').exists() and not Path('outputs').exists()
 
 
@@ -174,7 +177,8 @@ def as_deepspeed_starts(words, cwd, ranks):
     started = []
     for rank in map(str, range(ranks)):
         args, env = start_of([*CLASSIFY[:3], f'--local_rank={rank}', *words])
-        env |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+        env |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1',
+                    MASTER_PORT=str(port))
         started.append(subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     ends = [(p.communicate(timeout=240)[0], p.returncode) for p in started]
     assert not any(code for _, code in ends), ends
@@ -230,7 +234,8 @@ def test_the_guides_files_run_on_one_process(place, name):
 def test_the_guides_files_on_two_ranks_stopped_by_a_signal_and_resumed(place):
     "The same 130 updates, figures and bytes as without the signal."
     dishes(place/'more'/'food101', dict(train=8, validation=2))
-    words = ['--config', 'qwen.yaml', '--deepspeed_config', 'ds2.json', '--datasets', 'more/food101', '--run_name']
+    words = ['--config', 'qwen.yaml', '--deepspeed_config', 'ds2.json', '--datasets', 'more/food101',
+             '--run_name']
     run([*TORCHRUN, *words, 'whole'], place, timeout=900)
     whole, broken = (place/'outputs'/name for name in ('whole', 'broken'))
     args, env = start_of([*TORCHRUN, *words, 'broken'])
@@ -240,7 +245,8 @@ def test_the_guides_files_on_two_ranks_stopped_by_a_signal_and_resumed(place):
     process.wait(timeout=120)
     last = max(broken.glob('step_*'), key=lambda p: int(p.name[5:])).name[5:]
     assert 50 <= int(last) < 130 and f'stopped by a signal after update {last}' in (broken/'logs'/'train.log').read_text()
-    run([*TORCHRUN, *words, 'broken', '--resume_from', f'outputs/broken/checkpoints/checkpoint-{last}'], place, timeout=900)
+    run([*TORCHRUN, *words, 'broken', '--resume_from', f'outputs/broken/checkpoints/checkpoint-{last}'],
+        place, timeout=900)
     assert record(broken) == record(whole)
     weights = [(out/'step_130'/'model.safetensors').read_bytes() for out in (whole, broken)]
     assert weights[0] == weights[1]

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def run_python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
     "A new Python with the package on its path."
     clean = {k: v for k, v in os.environ.items() if k not in ('TOKENIZERS_PARALLELISM', 'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF')}
-    return subprocess.run([sys.executable, '-c', code, *args], env={**clean, 'PYTHONPATH': str(ROOT), **env}, text=True, capture_output=True, timeout=120)
+    return subprocess.run([sys.executable, '-c', code, *args], env={**clean, 'PYTHONPATH': str(ROOT), **env},
+                          text=True, capture_output=True, timeout=120)
 
 
 def parsed(line: str) -> dict:
@@ -65,7 +66,8 @@ def words(value) -> list[str]:
 def test_a_preset_written_as_flags_is_the_preset(name):
     "Every field is a flag, and its values survive being text."
     given = {n: v for cfg in preset(name) for n, v in cfg.to_dict().items() if v != []}
-    assert given.keys() >= FIELDS.keys()-{'train_dataset_weights', 'custom_transforms', 'columns', 'vit_full_blocks', 'lm_mrope_sections'}
+    assert given.keys() >= FIELDS.keys()-{'train_dataset_weights', 'custom_transforms', 'columns',
+                                          'vit_full_blocks', 'lm_mrope_sections'}
     assert parse_args([w for n, v in given.items() for w in (f'--{n}', *words(v))])[:2] == preset(name)
 
 
@@ -88,8 +90,10 @@ def test_defaults_are_those_of_nanovlm(golden):
     vlm = VLMConfig()
     assert fields_there | OWN_FIELDS == {f.name for f in fields(vlm)}
     assert (vlm.max_img_size, vlm.resize_to_max_side_len, vlm.extra_token_amount, vlm.lm_vocab_size) == (2048, True, 66, 49218)
-    usual = dict(batch_size=2, gradient_accumulation_steps=8, max_training_steps=40000, val_size=50000, max_images_per_example=4, max_images_per_knapsack=18, max_sample_length=4096,
-                 max_grad_norm=1., eval_interval=500, stats_log_interval=100, stream_dataset=True, lmms_eval_batch_size=64)
+    usual = dict(batch_size=2, gradient_accumulation_steps=8, max_training_steps=40000, val_size=50000,
+                 max_images_per_example=4, max_images_per_knapsack=18, max_sample_length=4096,
+                 max_grad_norm=1., eval_interval=500, stats_log_interval=100, stream_dataset=True,
+                 lmms_eval_batch_size=64)
     assert usual.items() <= (train := TrainConfig()).to_dict().items() and preset('nanovlm') == (vlm, train)
 
 
@@ -172,7 +176,8 @@ def test_a_run_on_a_cpu_computes_on_all_its_cores(width, threads, tmp_path, monk
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     monkeypatch.setenv('OMP_WAIT_POLICY', 'PASSIVE')
     before = torch.get_num_threads()
-    flags = [*TINY, '--num_workers', '1', '--lm_inter_dim', str(width), '--vlm_checkpoint_path', str(tmp_path)]
+    flags = [*TINY, '--num_workers', '1', '--lm_inter_dim', str(width), '--vlm_checkpoint_path',
+             str(tmp_path)]
     plan_run(*parse_args(flags)[:2], Dist())
     found = torch.get_num_threads()
     torch.set_num_threads(before)

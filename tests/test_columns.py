@@ -54,7 +54,8 @@ def write_tar(file, members: list[tuple[str, bytes]], mode: str = 'w') -> None:
 
 def rows_of(folder, stream: bool, **changes) -> list:
     "What a run would read: (number of pictures that can be opened, turns), or what is said of a row that is left out."
-    _, cfg = tiny(train_dataset_path=str(folder), train_dataset_name=['default'], stream_dataset=stream, data_cutoff_idx=None, val_size=0, num_workers=0, **changes)
+    _, cfg = tiny(train_dataset_path=str(folder), train_dataset_name=['default'], stream_dataset=stream,
+                  data_cutoff_idx=None, val_size=0, num_workers=0, **changes)
     found = []
     for _, row in load_sources(cfg)[0].rows_of(0, 1, 0):
         if isinstance(row, Dropped): found.append(row.detail)
@@ -172,10 +173,15 @@ def one_list_in_an_object(folder):
 
 
 DESCRIBED = [('Describe the picture.', 'a card')]
-WRITTEN = dict(mmbench=(mmbench, 1, CHOSEN), two_columns=(two_columns, 1, PLAIN), lists_in_a_table=(lists_in_a_table, 2, PLAIN), names_in_parquet=(names_in_parquet, 1, PLAIN),
-               structs_in_parquet=(structs_in_parquet, 1, PLAIN), pairs=(pairs, 1, DESCRIBED), pairs_of_img2dataset=(pairs_of_img2dataset, 1, DESCRIBED), gz=(packed_lines('.gz'), 1, PLAIN),
-               zst=(packed_lines('.zst'), 1, PLAIN), semicolons=(other_separators('.csv', ';'), 1, PLAIN), tabs_in_csv=(other_separators('.csv', '\t'), 1, PLAIN), pipes=(other_separators('.csv', '| '), 1, PLAIN),
-               three_splits=(three_splits, 1, PLAIN), editors=(texts_as_editors_write_them, 1, DESCRIBED), one_list_in_an_object=(one_list_in_an_object, 1, PLAIN))
+WRITTEN = dict(mmbench=(mmbench, 1, CHOSEN), two_columns=(two_columns, 1, PLAIN),
+               lists_in_a_table=(lists_in_a_table, 2, PLAIN), names_in_parquet=(names_in_parquet, 1, PLAIN),
+               structs_in_parquet=(structs_in_parquet, 1, PLAIN), pairs=(pairs, 1, DESCRIBED),
+               pairs_of_img2dataset=(pairs_of_img2dataset, 1, DESCRIBED), gz=(packed_lines('.gz'), 1, PLAIN),
+               zst=(packed_lines('.zst'), 1, PLAIN), semicolons=(other_separators('.csv', ';'), 1, PLAIN),
+               tabs_in_csv=(other_separators('.csv', '\t'), 1, PLAIN),
+               pipes=(other_separators('.csv', '| '), 1, PLAIN),
+               three_splits=(three_splits, 1, PLAIN), editors=(texts_as_editors_write_them, 1, DESCRIBED),
+               one_list_in_an_object=(one_list_in_an_object, 1, PLAIN))
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -188,7 +194,9 @@ def test_files_as_programs_write_them(tmp_path, name, stream):
 
 
 SAID = json.dumps(ASKED).encode()
-ORDERS = dict(beside=lambda name, kind: (name, kind), pictures_first=lambda name, kind: (kind != 'png', name), texts_first=lambda name, kind: (kind == 'png', name), backwards=lambda name, kind: (kind, -int(name)))
+ORDERS = dict(beside=lambda name, kind: (name, kind), pictures_first=lambda name, kind: (kind != 'png', name),
+              texts_first=lambda name, kind: (kind == 'png', name),
+              backwards=lambda name, kind: (kind, -int(name)))
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -196,13 +204,16 @@ ORDERS = dict(beside=lambda name, kind: (name, kind), pictures_first=lambda name
 @pytest.mark.parametrize('order', ORDERS)
 def test_parts_of_a_sample_need_not_be_neighbours_in_a_tar(tmp_path, order, mode, stream):
     members = sorted(((f'{i:04}', kind) for i in range(8) for kind in ('png', 'json')), key=lambda m: ORDERS[order](*m))
-    write_tar(file := tmp_path/f"a.tar{mode[1:].replace(':', '.')}", [(f'{name}.{kind}', encoded(int(name)) if kind == 'png' else SAID) for name, kind in members], mode)
+    write_tar(file := tmp_path/f"a.tar{mode[1:].replace(':', '.')}",
+              [(f'{name}.{kind}', encoded(int(name)) if kind == 'png' else SAID) for name, kind in members],
+              mode)
     assert rows_of(file, stream) == [(1, PLAIN)]*8
 
 
 def test_a_position_in_such_a_tar_is_exact(tmp_path):
     write_tar(file := tmp_path/'a.tar', [*((f'{i}.png', encoded(i)) for i in range(40)), *((f'{i}.txt', str(i).encode()) for i in reversed(range(40)))])
-    _, cfg = tiny(train_dataset_path=str(file), stream_dataset=True, data_cutoff_idx=None, val_size=5, num_workers=0)
+    _, cfg = tiny(train_dataset_path=str(file), stream_dataset=True, data_cutoff_idx=None, val_size=5,
+                  num_workers=0)
     train, val = load_sources(cfg)
     def said(source, *args): return [(at, row['texts'][0]['assistant']) for at, row in source.rows_of(*args)]
     assert sorted(int(text) for source in (train, val) for _, text in said(source, 0, 1, 0)) == [*range(40)]
@@ -237,7 +248,8 @@ def test_a_sparse_member_and_pipes_cost_themselves(tmp_path):
     os.truncate(os.open(tmp_path/'s'/'1.png', os.O_CREAT | os.O_RDWR), 6*2**30)
     save(tmp_path/'s', '2.png')
     for name in ('1.txt', '2.txt'): (tmp_path/'s'/name).write_text('a card')
-    subprocess.run(['tar', '--sparse', '-cf', tmp_path/'s.tar', '1.png', '1.txt', '2.png', '2.txt'], cwd=tmp_path/'s', check=True)
+    subprocess.run(['tar', '--sparse', '-cf', tmp_path/'s.tar', '1.png', '1.txt', '2.png', '2.txt'],
+                   cwd=tmp_path/'s', check=True)
     assert (tmp_path/'s.tar').stat().st_size < 30_000
     for stream in (False, True):
         sparse, plain = rows_of(tmp_path/'s.tar', stream)
@@ -273,7 +285,8 @@ def test_what_is_no_second_picture(tmp_path):
     for row in (dict(chosen=SPOKEN, rejected=SPOKEN), dict(texts=SPOKEN, dialogue=SPOKEN), dict(dialogue=json.dumps(SPOKEN), **ASKED)):
         with pytest.raises(UnusedColumn, match='may hold a conversation'): columns_of(row)
     assert columns_of(dict(dialogue=json.dumps(SPOKEN)))['texts'] == ('dialogue',)
-    seen = dict(images=[PNG], texts=SPOKEN, relevance_ratings=[3], image_id=7, url='a.png', boxes=[.1, .2], none=[])
+    seen = dict(images=[PNG], texts=SPOKEN, relevance_ratings=[3], image_id=7, url='a.png', boxes=[.1, .2],
+                none=[])
     assert unread_of(seen, columns_of(seen)) == ['image_id', 'url', 'boxes']
 
 
@@ -298,7 +311,8 @@ def test_options_that_cannot_be_understood_leave_the_row_out(tmp_path):
     write_lines(tmp_path/'t.jsonl', [dict(question='What?', options=['a dog', 'a card'], answer=answer) for answer in answers] + [dict(question='What?', options=['2', '1', '0'], answer='1')])
     rows = text_rows(tmp_path/'t.jsonl', drops=(drops := Drops()))
     assert rows['row_id'][:] == ['1', '4', '6', '7', '8'] and [*drops.reasons] == ['t/2', 't/3', 't/5']
-    assert [turns[0]['assistant'] for turns in rows['texts'][:]] == ['B. a card', 'B. a card', 'A. a dog', 'B. a card', 'B. 1']
+    assert [turns[0]['assistant'] for turns in rows['texts'][:]] == ['B. a card', 'B. a card', 'A. a dog',
+                                                                     'B. a card', 'B. 1']
     write_lines(tmp_path/'u.jsonl', [dict(question='What?', options=['0', '2', '1'], answer='1')])
     with pytest.raises(UsageError, match='may be B or C .*write `choice=answer` into columns'): text_rows(tmp_path/'u.jsonl')
     assert text_rows(tmp_path/'u.jsonl', columns=['choice=answer'])['texts'][0][0]['assistant'] == 'B. 2'
@@ -335,7 +349,9 @@ def test_columns_that_nothing_reads_are_named_once(tmp_path, kind, caplog):
     if kind == 'lines': write_lines(tmp_path/'d'/'t.jsonl', [row]*N)
     elif kind == 'table': datasets.Dataset.from_list([row]*N).to_parquet(tmp_path/'d'/'x.parquet')
     else: write_tar(tmp_path/'d'/'a.tar', [(f'{i}.json', json.dumps(row).encode()) for i in range(N)])
-    with caplog.at_level(logging.INFO, 'nanovlm_nb'): load_configs(tmp_path/'d', cache_dir=str(tmp_path/'cache'), streaming=True)
+    with caplog.at_level(logging.INFO, 'nanovlm_nb'): load_configs(tmp_path/'d',
+                                                                   cache_dir=str(tmp_path/'cache'),
+                                                                   streaming=True)
     assert [r.getMessage().partition(': not read: ')[2] for r in caplog.records if 'not read' in r.getMessage()] == ['box, weight']
     assert unread_columns(tmp_path/'d', 'default') == {'box', 'weight'}  # what `nanovlm check` names
 
@@ -351,7 +367,8 @@ def test_a_stream_under_other_names_is_read_as_its_table(tmp_path):
     rows = [dict(photo=dict(bytes=encoded(i) if i != 40 else b'junk', path=None), q=f'{i}', choices=['a dog', 'a card'] if i % 3 else None, a='a card') for i in range(100)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path/'x.parquet', row_group_size=40)
     named = ['image=photo', 'question=q', 'answer=a', 'options=choices']
-    _, cfg = tiny(train_dataset_path=str(tmp_path/'x.parquet'), stream_dataset=True, data_cutoff_idx=None, val_size=0, num_workers=0, columns=named)
+    _, cfg = tiny(train_dataset_path=str(tmp_path/'x.parquet'), stream_dataset=True, data_cutoff_idx=None,
+                  val_size=0, num_workers=0, columns=named)
     source = load_sources(cfg)[0]
     streamed = [*source.rows_of(0, 1, 0)]
     said = sorted((int(row['texts'][0]['user'].split('\n')[0]), row['texts'][0]['assistant'], row['images'][0]['bytes']) for _, row in streamed)

@@ -80,4 +80,5 @@ def test_a_step_of_full_size_asks_for_no_value():
     loss = net(batch['input_ids'].to('meta'), images, layout=batch['layout'].to('meta'), reduction='sum')[1]
     loss.backward()
     assert sum(p.grad.numel() for p in net.parameters()) > 4.5e8
-    with pytest.raises(RuntimeError, match='meta'): net(batch['input_ids'].to('meta'), images, doc_lens=batch['doc_lens'])
+    with pytest.raises(RuntimeError, match='meta'): net(batch['input_ids'].to('meta'), images,
+                                                        doc_lens=batch['doc_lens'])

@@ -9,7 +9,8 @@ from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.training.schedule import warmup_cosine
 
 LENGTH = TINY.index('--max_training_steps')
-FLAGS = [*TINY[:LENGTH], *TINY[LENGTH+2:], '--run_name', 'r', '--batch_size', 1, '--save_interval', 2, '--eval_interval', 100, '--max_keep_ckpts', -1, '--ask_samples', 0, '--dtype', 'float32',
+FLAGS = [*TINY[:LENGTH], *TINY[LENGTH+2:], '--run_name', 'r', '--batch_size', 1, '--save_interval', 2,
+         '--eval_interval', 100, '--max_keep_ckpts', -1, '--ask_samples', 0, '--dtype', 'float32',
          '--lr_schedule', 'cosine', '--max_training_samples', 120]
 
 
@@ -22,7 +23,8 @@ def test_a_schedule_in_samples_goes_on_with_another_batch_and_other_ranks(tmp_pa
     there = ['--load_from', str(run_dir/f'step_{begun}')]
     assert main(['check', str(run_dir), '--gpus', '2', *there]) == 1
     assert 'of 120 samples' in (said := capsys.readouterr().out) and 'packs in an update the rest takes about' in said
-    train([*FLAGS, '--resume', 'True', *there, '--force_resume', 'True', '--max_keep_ckpts', 2], tmp_path, ranks=2)
+    train([*FLAGS, '--resume', 'True', *there, '--force_resume', 'True', '--max_keep_ckpts', 2], tmp_path,
+          ranks=2)
     log = [r for r in read_log(run_dir/'log.jsonl') if 'lr_MP' in r]
     assert [r['lr_MP'] for r in log[:begun]] == [first[s]['lr_MP'] for s in range(1, begun+1)] and begun < len(log) < len(first)
     seen = 0

@@ -26,9 +26,11 @@ from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.model.weights import language_config, vision_config
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1', '--ask_samples', '0', '--lr_vision_backbone', '0',
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1',
+         '--ask_samples', '0', '--lr_vision_backbone', '0',
          '--cache_features', 'True', '--dtype', 'float32', '--max_training_steps', '6']
-FILES = ('config.json', 'model.safetensors', 'trainer_state.json', 'rng_0.json', 'optimizer/rank_0.safetensors', 'tokenizer.json', 'tokenizer_config.json',
+FILES = ('config.json', 'model.safetensors', 'trainer_state.json', 'rng_0.json',
+         'optimizer/rank_0.safetensors', 'tokenizer.json', 'tokenizer_config.json',
          'chat_template.jinja', MANIFEST)
 
 
@@ -70,7 +72,9 @@ NAMED = {f'flip {MANIFEST}': ' is not as it was written', f'{MANIFEST} of step_2
 IN_CHECKPOINT = {f'{f.__name__} {name}': (lambda run_dir, f=f, name=name: f(run_dir/'step_4'/name), name) for f in (flip, cut, zeros) for name in FILES}
 IN_CHECKPOINT |= {f'without {name}': (lambda run_dir, name=name: (run_dir/'step_4'/name).unlink(), name) for name in FILES}
 IN_CHECKPOINT |= {f'{name} of step_2': (lambda run_dir, name=name: other(run_dir/'step_4'/name), name) for name in ('model.safetensors', 'trainer_state.json', 'optimizer/rank_0.safetensors', MANIFEST)}
-IN_CHECKPOINT |= {'one digit': (one_digit, 'trainer_state.json'), 'another index': (another_index, 'model.safetensors.index.json'), 'renamed': (renamed, 'holds update 2'),
+IN_CHECKPOINT |= {'one digit': (one_digit, 'trainer_state.json'),
+                  'another index': (another_index, 'model.safetensors.index.json'),
+                  'renamed': (renamed, 'holds update 2'),
                   'empty': (lambda run_dir: [shutil.rmtree(run_dir/'step_4'), (run_dir/'step_4').mkdir()], MANIFEST)}
 
 
@@ -81,10 +85,15 @@ def make(path, text=None):
 
 
 # what is done beside the checkpoints: the run goes on from step_4 as if nothing had happened
-BESIDE = {'step_58 with {}': lambda r: make(r/'step_58'/MANIFEST, b'{}'), 'step_58 a file': lambda r: make(r/'step_58', b'x'), 'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'),
-          'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'), 'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'),
+BESIDE = {'step_58 with {}': lambda r: make(r/'step_58'/MANIFEST, b'{}'),
+          'step_58 a file': lambda r: make(r/'step_58', b'x'),
+          'step_59 dangling': lambda r: (r/'step_59').symlink_to('nowhere'),
+          'step_60 a loop': lambda r: (r/'step_60').symlink_to('step_60'),
+          'best_checkpoint dangling': lambda r: (r/'best_checkpoint').write_text('step_77\n'),
           'last_checkpoint binary': lambda r: garbage(r/'last_checkpoint'),
-          'record.md binary': lambda r: garbage(r/'record.md'), 'drops.json zeros': lambda r: zeros(r/'drops.json'), 'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n{"update": 3, "rea'),
+          'record.md binary': lambda r: garbage(r/'record.md'),
+          'drops.json zeros': lambda r: zeros(r/'drops.json'),
+          'bad_updates.jsonl torn': lambda r: (r/'bad_updates.jsonl').write_bytes(b'[]\n{"update": 3, "rea'),
           'left-overs': lambda r: [make(r/'step_9.nanovlm.tmp'), make(r/'status.nanovlm.tmp', b'x')],
           'log.jsonl torn at the end': lambda r: (r/'log.jsonl').write_bytes((r/'log.jsonl').read_bytes()+b'{"batch_')}
 
@@ -127,7 +136,8 @@ def test_a_damaged_checkpoint_is_named_passed_over_and_refused(stopped, caplog, 
     spoil(stopped)
     with caplog.at_level(logging.WARNING): assert planned(stopped) == stopped/'step_2'
     assert named in caplog.text and 'step_4' in caplog.text
-    with pytest.raises((ValueError, FileNotFoundError)) as e: planned(stopped, '--load_from', str(stopped/'step_4'))
+    with pytest.raises((ValueError, FileNotFoundError)) as e: planned(stopped, '--load_from',
+                                                                      str(stopped/'step_4'))
     assert named in str(e.value) and len(str(e.value).splitlines()) == 1
 
 
@@ -176,14 +186,22 @@ BACK = ('--load_from', 'checkpoints/r/step_2', '--resume', 'True')
 FORCED = (*BACK, '--force_resume', 'True')
 LOCKS: list = []
 #: why a start is refused -> what is done before, its flags
-REFUSED = {'no resume': (None, ()), 'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK), 'all damaged': (spoil_all, ('--resume', 'True')), 'all damaged, and weights named': (spoil_all, ('--resume', 'True', '--load_from', 'me/model')), 'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
-           'length': (None, (*BACK, '--max_training_steps', '1')), 'adapters': (None, (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
-           'data': (None, (*FORCED, '--train_dataset_path', './nowhere')), 'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
-           'sizes': (None, (*FORCED, '--lm_inter_dim', '96')), 'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
+REFUSED = {'no resume': (None, ()),
+           'in use': (lambda r: LOCKS.append(run_lock(r)) or LOCKS[-1].__enter__(), BACK),
+           'all damaged': (spoil_all, ('--resume', 'True')),
+           'all damaged, and weights named': (spoil_all, ('--resume', 'True', '--load_from', 'me/model')),
+           'torn config': (lambda r: cut(r/'config.yaml'), ('--resume', 'True')),
+           'length': (None, (*BACK, '--max_training_steps', '1')),
+           'adapters': (None, (*FORCED, '--lora_rank', '2', '--cache_features', 'False')),
+           'data': (None, (*FORCED, '--train_dataset_path', './nowhere')),
+           'schedule': (None, (*FORCED, '--lr_schedule', 'nowhere:rate')),
+           'sizes': (None, (*FORCED, '--lm_inter_dim', '96')),
+           'own part': (lambda r: (r/'own_parts').write_text('model\n'), BACK),
            'no random numbers': (lambda r: [(r/'step_2'/'rng_0.json').unlink(), write_manifest(r/'step_2')], BACK),
            'empty random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{}\n'), write_manifest(r/'step_2')], BACK),
            'half random numbers': (lambda r: [(r/'step_2'/'rng_0.json').write_text('{"python": [3, [], null], "numpy": 1, "torch": [300]}'), write_manifest(r/'step_2')], BACK),
-           'optimizer': (unreadable, BACK), 'weights': (lambda r: unreadable(r, 'model.safetensors'), BACK), 'tracker': (None, (*BACK, '--tracker', 'trackio'))}
+           'optimizer': (unreadable, BACK), 'weights': (lambda r: unreadable(r, 'model.safetensors'), BACK),
+           'tracker': (None, (*BACK, '--tracker', 'trackio'))}
 
 
 @pytest.mark.parametrize('why', REFUSED)
@@ -234,7 +252,8 @@ class Hostile:
 UNPICKLED = []
 sys.addaudithook(lambda event, args: UNPICKLED.append(args) if event == 'pickle.find_class' else None)
 #: beside the files of a checkpoint, names that a loader of ours or of others might look for
-LURES = ('optimizer/.metadata', 'optimizer/__0_0.distcp', 'optimizer/rank_1.safetensors', 'optimizer.pt', 'pytorch_model.bin', 'training_args.bin', 'rng_0.pth', 'scheduler.pt')
+LURES = ('optimizer/.metadata', 'optimizer/__0_0.distcp', 'optimizer/rank_1.safetensors', 'optimizer.pt',
+         'pytorch_model.bin', 'training_args.bin', 'rng_0.pth', 'scheduler.pt')
 
 
 @pytest.mark.parametrize('name', [*FILES, *LURES])

@@ -161,7 +161,8 @@ def test_transforms_and_pictures_are_named_by_settings(tmp_path, monkeypatch):
     lines = [dict(image=f'{i}.png', conversations=[dict(role='user', content='What?<image>'), dict(role='assistant', content='White.')]) for i in range(8)]
     (tmp_path/'rows.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     vlm, cfg = preset('shapes')
-    cfg = evolve(cfg, train_dataset_path=str(tmp_path/'rows.jsonl'), images_path=str(tmp_path/'elsewhere'), custom_transforms=['my_changes:blacken'],
+    cfg = evolve(cfg, train_dataset_path=str(tmp_path/'rows.jsonl'), images_path=str(tmp_path/'elsewhere'),
+                 custom_transforms=['my_changes:blacken'],
                  val_size=4, num_of_sequences=2, num_workers=0, val_workers=0, data_cutoff_idx=None)
     brightest = [max(int(t.max()) for row in next(iter(loader))['images'] for t in row) for loader in get_dataloaders(cfg, vlm)]
     assert brightest == [0, 255]
@@ -175,7 +176,8 @@ def png(side=8):
 
 @pytest.mark.parametrize('stream', (False, True))
 def test_a_column_that_is_named_hides_no_other(tmp_path, cache, stream):
-    rows = dict(photo=[dict(bytes=png(), path=None)]*3, small=[png(4)]*3, q=['What?']*3, a=['This.']*3, json=['{}']*3)
+    rows = dict(photo=[dict(bytes=png(), path=None)]*3, small=[png(4)]*3, q=['What?']*3, a=['This.']*3,
+                json=['{}']*3)
     (tmp_path/'d').mkdir()
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path/'d'/'x.parquet')
     with pytest.raises(UnusedColumn, match='may hold pictures'): load_configs(tmp_path/'d', cache_dir=cache, streaming=stream, columns=['question=q', 'answer=a'])
@@ -202,7 +204,8 @@ def test_rows_of_two_files_of_a_configuration_have_two_ids(tmp_path):
         (tmp_path/name).mkdir()
         for file in files: (tmp_path/name/f'{file}.jsonl').write_text('{"question": "What?", "answer": "This."}\n'*2)
     source = MapSource(load_configs(tmp_path, ('all',)), shuffle=False)
-    assert [row['id'] for _, row in source.rows_of(0, 1, 0)] == ['one/a/1', 'one/a/2', 'one/b/1', 'one/b/2', 'two/a/1', 'two/a/2']
+    assert [row['id'] for _, row in source.rows_of(0, 1, 0)] == ['one/a/1', 'one/a/2', 'one/b/1', 'one/b/2',
+                                                                 'two/a/1', 'two/a/2']
 
 
 def test_no_room_in_memory_is_no_damaged_file():

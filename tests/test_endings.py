@@ -21,7 +21,8 @@ from nanovlm_nb.runs.start import INTERRUPTED, RunFailed
 from nanovlm_nb.runs.run import run as train_here
 from nanovlm_nb.training.trainer import Hook
 
-SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3', '--max_training_steps', '6', '--run_name', 'run']
+SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '3',
+         '--max_training_steps', '6', '--run_name', 'run']
 
 
 def in_process(folder, *more, hooks=()):
@@ -38,7 +39,8 @@ def quiet_run(tmp_path_factory):
 
 # Ctrl-C
 
-TOLD = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', '--resume', 'True', '--max_training_steps', '400']
+TOLD = [sys.executable, '-m', 'nanovlm_nb.train', *SMALL, '--run_name', 'told', '--resume', 'True',
+        '--max_training_steps', '400']
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tmp_path, monkeypatch):
@@ -196,7 +198,8 @@ def test_a_full_disk_ends_all_ranks(small_disk, tmp_path, room, who, more):
     "Neither waits for the other; when there is room again, the run goes on as if nothing had been."
     (tmp_path/'loses.py').write_text(LOSES)
     def two_ranks(folder, *flags, **env):
-        flags = [*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder, '--lr_schedule', 'loses:rate', *more, *flags]
+        flags = [*SMALL, '--batch_size', 1, '--max_keep_ckpts', 2, '--vlm_checkpoint_path', folder,
+                 '--lr_schedule', 'loses:rate', *more, *flags]
         return train(flags, tmp_path, ranks=2, check=False, PYTHONPATH=str(tmp_path), **env)
     began = time.monotonic()
     run = small_disk/'run'
@@ -274,4 +277,6 @@ def test_a_schedule_that_returns_nothing_is_refused_before_the_first_update(tmp_
 def test_too_many_bad_updates_end_with_what_is_left_and_no_traceback(tmp_path):
     "One line for the user: which updates, what helps, which checkpoint, which command."
     with pytest.raises(RunFailed, match=r'3 updates in a row were skipped, the last is update (\d).*the last complete checkpoint is step_\1, to go on: nanovlm train '):
-        in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30', '--max_grad_norm', 'None', '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates', '3', '--eval_in_epochs', 'False', '--save_interval', '0')
+        in_process(tmp_path, '--lr_mp', '1e30', '--lr_language_backbone', '1e30', '--max_grad_norm', 'None',
+                   '--warmup_ratio', '0', '--lr_schedule', 'wsd', '--max_bad_updates', '3',
+                   '--eval_in_epochs', 'False', '--save_interval', '0')

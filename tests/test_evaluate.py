@@ -18,8 +18,10 @@ from nanovlm_nb.answers.answer import answer_all, questions_of
 from nanovlm_nb.answers.evaluate import as_nanovlm_asks, flat_figures, has_lmms_eval, read_rows, write_tasks
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
-FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True', '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',
-         '--eval_interval', '2', '--stats_log_interval', '1', '--max_val_batches', '1', '--data_cutoff_idx', '120', '--num_of_sequences', '3']
+FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True',
+         '--eval_backend', 'subprocess', '--lmms_eval_tasks', 'x,yy,zzz',
+         '--eval_interval', '2', '--stats_log_interval', '1', '--max_val_batches', '1', '--data_cutoff_idx',
+         '120', '--num_of_sequences', '3']
 NAMES = {'x': .01, 'yy': .02, 'zzz': .03}
 RUN = Path('checkpoints', 'a')
 
@@ -50,7 +52,8 @@ def test_each_result_is_logged_once_whoever_is_killed(tmp_path):
     flags = '--max_training_steps 20 --save_interval 1 --resume True --max_keep_ckpts 2'.split()
     for die_after in (2, 5):  # results in the log
         args, env = start_of(command(*flags))
-        trainer = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        trainer = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL, start_new_session=True)
         wait_for(trainer, lambda: len(figures(tmp_path/RUN)) >= die_after)
         time.sleep(rng.random()*.2)
         os.killpg(trainer.pid, signal.SIGKILL)
@@ -100,10 +103,14 @@ def test_slurm_gets_a_list_of_arguments(root, tmp_path):
         (tmp_path/'bin'/name).write_text(f'#!/bin/sh\n{lines}\n')
         (tmp_path/'bin'/name).chmod(0o755)
     script, tasks = root/'slurm'/'eval.slurm', 'mme,a task; touch pwned,$(touch pwned)'
-    flags = ['--eval_backend', 'auto', '--eval_script', script, '--lmms_eval_tasks', tasks, '--lmms_eval_limit', 8, '--eval_include_path', 't t']
-    train([*FLAGS, *flags, '--max_training_steps', 6, '--eval_wait', 60], tmp_path, PATH=f'{tmp_path}/bin:{os.environ["PATH"]}')
-    want = dict(step=4, tasks=tasks, batch_size=64, prompts='nanovlm', out=tmp_path/RUN/'eval_results'/'step_4.json', limit=8., include_path=tmp_path/'t t')
-    words = ['-m', 'nanovlm_nb.cli', 'eval', tmp_path/RUN/'step_4', *(w for k, v in want.items() for w in (f'--{k}', v))]
+    flags = ['--eval_backend', 'auto', '--eval_script', script, '--lmms_eval_tasks', tasks,
+             '--lmms_eval_limit', 8, '--eval_include_path', 't t']
+    train([*FLAGS, *flags, '--max_training_steps', 6, '--eval_wait', 60], tmp_path,
+          PATH=f'{tmp_path}/bin:{os.environ["PATH"]}')
+    want = dict(step=4, tasks=tasks, batch_size=64, prompts='nanovlm',
+                out=tmp_path/RUN/'eval_results'/'step_4.json', limit=8., include_path=tmp_path/'t t')
+    words = ['-m', 'nanovlm_nb.cli', 'eval', tmp_path/RUN/'step_4',
+             *(w for k, v in want.items() for w in (f'--{k}', v))]
     assert (tmp_path/'argv').read_text().splitlines() == [str(w) for w in words] and not list(tmp_path.rglob('pwned*'))
     assert figures(tmp_path/RUN) == [(4, 'lmms_eval/mme_score', 7.)]
     assert run([script, *'abc'], tmp_path, check=False).returncode == 2
@@ -134,7 +141,8 @@ def test_beside_and_inside_write_the_same_file(tasks, tmp_path):
 
 
 def test_two_ranks_share_the_questions_and_what_cannot_be_asked_is_named(tasks, tmp_path):
-    flags = ['--batch_size', '1', '--eval_backend', 'in_process', '--lmms_eval_tasks', 'digits' if has_lmms_eval() else 'mme,digits,mmstar', '--eval_include_path', tasks]
+    flags = ['--batch_size', '1', '--eval_backend', 'in_process', '--lmms_eval_tasks',
+             'digits' if has_lmms_eval() else 'mme,digits,mmstar', '--eval_include_path', tasks]
     result, _, names = evaluated(tmp_path, None, *flags, ranks=2)
     assert names == {'digits_exact_match'} and json.loads(result)['samples'] == {'digits': 10}
     assert has_lmms_eval() or "lmms-eval is not installed: mme, mmstar cannot be evaluated here. pip install 'nanovlm_nb[eval]'" in said(tmp_path)
@@ -159,17 +167,20 @@ def test_all_roads_to_lmms_eval_agree(tasks, tmp_path):
     names = 'shapes,digits,digits_choice'
     flags = ['--init_std', '0.3', '--eval_include_path', tasks]
     beside, inside = (evaluated(tmp_path/b, LMMS, '--eval_backend', b, '--lmms_eval_tasks', names, *flags) for b in ('subprocess', 'in_process'))
-    assert beside[::2] == inside[::2] and inside[2] == {'shapes_exact_match', 'digits_exact_match', 'digits_choice_acc'}
+    assert beside[::2] == inside[::2] and inside[2] == {'shapes_exact_match', 'digits_exact_match',
+                                                        'digits_choice_acc'}
     checkpoint = tmp_path/'subprocess'/RUN/'step_4'
     want = json.loads(beside[0])['results']
-    how = ['--model', 'nanovlm_nb', '--model_args', f'pretrained={checkpoint}', '--tasks', names, '--include_path', tasks, '--limit', 10, '--batch_size', 4,
+    how = ['--model', 'nanovlm_nb', '--model_args', f'pretrained={checkpoint}', '--tasks', names,
+           '--include_path', tasks, '--limit', 10, '--batch_size', 4,
            '--process_with_media', '--log_samples', '--output_path']
     for where, launch in (('one', []), ('two', ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2])):
         run([LMMS, *launch, '-m', 'lmms_eval', *how, tmp_path/where], tmp_path, timeout=900)
         results, = (tmp_path/where).rglob('*_results.json')
         assert want.items() <= flat_figures(json.loads(results.read_text())['results']).items()
     samples, = (tmp_path/'one').rglob('*_samples_shapes.jsonl')
-    asked = answer_all(Asker.from_checkpoint(checkpoint), questions_of(read_rows(tasks/'shapes.parquet', 10)), 4)
+    asked = answer_all(Asker.from_checkpoint(checkpoint), questions_of(read_rows(tasks/'shapes.parquet', 10)),
+                       4)
     heard = [json.loads(line)['filtered_resps'] for line in samples.read_text().splitlines()]
     assert [f if isinstance(f, str) else f[0] for f in heard] == [r.reply for r in asked] and len({r.reply for r in asked}) > 1
     run([sys.executable, '-m', 'nanovlm_nb.cli', 'eval', checkpoint, '--tasks', f'{tasks}/shapes.parquet,{tasks}/digits.parquet', '--limit', 10, '--out', own := tmp_path/'own.json'], tmp_path)
@@ -184,8 +195,10 @@ def test_evaluation_as_a_real_slurm_job(root, tasks, tmp_path):
     if why := cluster.missing(): pytest.skip(why)
     with cluster.Slurm() as slurm:
         env = environment(PATH=f'{sys.exec_prefix}/bin:{cluster.PATH}', SLURM_CONF=slurm.env['SLURM_CONF'])
-        flags = [*FLAGS, *EVAL, '--eval_backend', 'slurm', '--eval_script', str(root/'slurm'/'eval.slurm'), '--lmms_eval_tasks', f'{tasks}/digits.parquet', '--eval_wait', '300']
-        done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
+        flags = [*FLAGS, *EVAL, '--eval_backend', 'slurm', '--eval_script', str(root/'slurm'/'eval.slurm'),
+                 '--lmms_eval_tasks', f'{tasks}/digits.parquet', '--eval_wait', '300']
+        done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags], cwd=tmp_path, env=env,
+                              capture_output=True, text=True, timeout=500)
     jobs_said = ''.join(p.read_text() for p in tmp_path.glob('*.out'))
     assert done.returncode == 0, done.stderr[-3000:]
     assert [f[:2] for f in figures(tmp_path/RUN)] == [(4, 'lmms_eval/digits_exact_match')], said(tmp_path)+jobs_said

@@ -135,7 +135,8 @@ def test_their_default_template_trains_and_goes_back(tmp_path):
     small = TINY[TINY.index('--data_cutoff_idx'):]
     names = [p.name for p in folder.iterdir()]
     assert [*filter_repo_objects(names, allow_patterns=HUB_FILES)] == names  # the template is a file of its own
-    run = ['--run_name', 'r', '--load_from', folder, '--vlm_checkpoint_path', tmp_path, '--train_dataset_path', 'shapes']
+    run = ['--run_name', 'r', '--load_from', folder, '--vlm_checkpoint_path', tmp_path,
+           '--train_dataset_path', 'shapes']
     how = '--max_training_steps 20 --eval_interval 20 --lm_max_length 512 --ask_samples 0 --dtype float32 --lr_language_backbone 1e-2 --hf_repo_name None'
     main([str(a) for a in ('train', *small, *run, *how.split())])
     losses = [r['batch_loss'] for r in read_log(tmp_path/'r'/'log.jsonl') if 'batch_loss' in r]
@@ -155,7 +156,8 @@ def test_their_default_template_trains_and_goes_back(tmp_path):
 def test_the_same_prompts_and_answers(tmp_path):
     "20 pairs of 0 to 3 pictures and a question, with many numbers of tiles; tiles and grids of 300 sizes, strips and squares among them."
     export_smolvlm(model := small_model(**TILES), tmp_path/'out')
-    counts = compare(tmp_path/'out', model, [(pictures(i % 4, i), QUESTIONS[i // 4 % 4]) for i in range(20)], 32)
+    counts = compare(tmp_path/'out', model, [(pictures(i % 4, i), QUESTIONS[i // 4 % 4]) for i in range(20)],
+                     32)
     assert len(set(counts)) >= 10
     processor = AutoProcessor.from_pretrained(tmp_path/'out').image_processor
     mine = get_image_processor(48, 16, True, convention='smolvlm')

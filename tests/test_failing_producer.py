@@ -29,7 +29,8 @@ def make_loader(rows, transforms=()):
     cfg = VLMConfig()
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
     source = [dict(images=[Image.new('RGB', (16, 16), (i % 256, 0, 0))], texts=[dict(user=f'{i}?', assistant='yes')], source='row') for i in range(rows)]
-    return PackLoader(VQADataset([], tokenizer, get_image_processor(16, 16, False, transforms), 4), MapSource(source), PackRules(64, tokenizer.pad_token_id, window=4), 2, 2, num_workers=2)
+    return PackLoader(VQADataset([], tokenizer, get_image_processor(16, 16, False, transforms), 4),
+                      MapSource(source), PackRules(64, tokenizer.pad_token_id, window=4), 2, 2, num_workers=2)
 
 
 def outcome(batches):
@@ -81,8 +82,10 @@ def test_a_run_without_a_sample_ends(tmp_path):
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path):
-    env = dict(PYTHONPATH=str(Path(__file__).parent.parent), RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
-    done = run([sys.executable, '-c', "from nanovlm_nb.core.dist import init_dist; init_dist('cpu', 2)"], tmp_path, timeout=60, check=False, fresh=True, **env)
+    env = dict(PYTHONPATH=str(Path(__file__).parent.parent), RANK='0', WORLD_SIZE='2',
+               MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+    done = run([sys.executable, '-c', "from nanovlm_nb.core.dist import init_dist; init_dist('cpu', 2)"],
+               tmp_path, timeout=60, check=False, fresh=True, **env)
     assert done.returncode == 1 and 'rank 0 of 2: `init_dist` failed, its timeout is 2 s' in done.stderr
 
 
@@ -92,7 +95,8 @@ def test_two_ranks_end_when_a_worker_of_one_is_killed(tmp_path):
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
     cmd, env = start_of([*launch, *TRAIN, '--max_training_steps', '100000', '--eval_in_epochs', 'False'])
     errors = tmp_path/'err'
-    process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=errors.open('wb'), start_new_session=True)
+    process = subprocess.Popen(cmd, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL,
+                               stderr=errors.open('wb'), start_new_session=True)
     try:
         assert wait_for(process, lambda: updates(tmp_path/'checkpoints'/'run'), 120), errors.read_text()[-3000:]
         rank, = ranks_of(tmp_path, 1)

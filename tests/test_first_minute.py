@@ -19,7 +19,8 @@ from nanovlm_nb.data.dataset import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = [*TINY, '--max_training_steps', '8', '--eval_interval', '4', '--save_interval', '1', '--ask_samples', '4']
+SHORT = [*TINY, '--max_training_steps', '8', '--eval_interval', '4', '--save_interval', '1', '--ask_samples',
+         '4']
 
 
 @pytest.fixture(scope='module')
@@ -113,7 +114,8 @@ def test_a_terminal_gets_no_commands_of_others(here, capsys):
 def test_a_list_may_be_cut_short(here):
     "As `nanovlm runs | head -1` does: nobody reads the rest, and that is no fault."
     command = f'{sys.executable} -m nanovlm_nb.cli runs {" ".join([str(here)]*200)} | head -1'
-    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, timeout=100, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, timeout=100,
+                          env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert (done.stdout.count('\n'), done.stderr) == (1, '')
 
 
@@ -129,7 +131,8 @@ def make(folder: Path, *, uv: bool) -> subprocess.CompletedProcess:
     if uv: (tools/'uv').symlink_to(tools/'python3')
     for name in ('Makefile', 'settings.ini', 'setup.py', 'constraints.txt'): shutil.copy(ROOT/name, folder)
     words = ['make', *(['-n'] if uv else []), 'train']
-    return subprocess.run(words, cwd=folder, env=dict(PATH=str(tools)), capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, cwd=folder, env=dict(PATH=str(tools)), capture_output=True, text=True,
+                          timeout=60)
 
 
 def test_where_no_python_fits_uv_fetches_one(tmp_path):

@@ -74,7 +74,8 @@ def test_only_the_last_blocks_learn(trains):
 def test_checkpointing_is_recomputation(recompute, moe):
     cfg = evolve(SMALL, use_moe=moe, lm_inter_dim=256)
     total = sum(measured(cfg, 3, MIXED, 60, ALL, recompute=recompute))
-    parts = step_flops(cfg, 3, MIXED, 60, 256, vision_checkpointing=recompute[0], language_checkpointing=recompute[1])
+    parts = step_flops(cfg, 3, MIXED, 60, 256, vision_checkpointing=recompute[0],
+                       language_checkpointing=recompute[1])
     assert all_flops(parts) == pytest.approx(total, rel=.01)
     assert (bool(parts['vision'].recompute), bool(parts['blocks'].recompute)) == recompute
     assert useful_flops(parts) == useful_flops(step_flops(cfg, 3, MIXED, 60, 256)), 'recomputation is not useful'

@@ -12,8 +12,10 @@ from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.dataset import Dropped, VQADataset, to_row
 from nanovlm_nb.data.images import UnreadableImage, get_image_processor, open_image
 
-KINDS = [('JPEG', 'RGB L CMYK', {}), ('JPEG', 'RGB', dict(progressive=True)), ('PNG', 'RGB RGBA P LA L 1', {}), ('GIF', 'P L', {}), ('WEBP', 'RGB RGBA', {}),
-         ('TIFF', 'RGB L CMYK F', {}), ('TIFF', 'RGB', dict(compression='tiff_lzw')), ('BMP', 'RGB L P 1', {})]
+KINDS = [('JPEG', 'RGB L CMYK', {}), ('JPEG', 'RGB', dict(progressive=True)),
+         ('PNG', 'RGB RGBA P LA L 1', {}), ('GIF', 'P L', {}), ('WEBP', 'RGB RGBA', {}),
+         ('TIFF', 'RGB L CMYK F', {}), ('TIFF', 'RGB', dict(compression='tiff_lzw')),
+         ('BMP', 'RGB L P 1', {})]
 
 
 def damaged(b, rng):
@@ -37,7 +39,8 @@ def test_nothing_but_drops(one_thread):
             im.convert(mode).save(b := io.BytesIO(), fmt, **how)
             files.append(b.getvalue())
     rows = [dict(images=[damaged(rng.choice(files), rng)], texts=[dict(user='What is it?', assistant='A disc.')], source='damaged') for _ in range(1000)]
-    data = VQADataset(rows, train_tokenizer(['What is it? A disc.'], 300, cfg.vlm_extra_tokens, cfg.lm_chat_template), get_image_processor(32, 16), 4)
+    data = VQADataset(rows,
+                      train_tokenizer(['What is it? A disc.'], 300, cfg.vlm_extra_tokens, cfg.lm_chat_template), get_image_processor(32, 16), 4)
     for i in range(len(rows)):
         try: sample = data.load_row(to_row(data.rows[i], i))
         except Dropped as d:

@@ -14,7 +14,9 @@ OTHER = Path('nanovlm_nb/core/dist.py')
 
 def sh(clone: Path, *command: str) -> subprocess.CompletedProcess:
     "Run a command in the clone, with the tools of this environment."
-    env = {**os.environ, 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}', 'GIT_AUTHOR_NAME': 'a', 'GIT_COMMITTER_NAME': 'a', 'GIT_AUTHOR_EMAIL': 'a@b', 'GIT_COMMITTER_EMAIL': 'a@b'}
+    env = {**os.environ, 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
+           'GIT_AUTHOR_NAME': 'a', 'GIT_COMMITTER_NAME': 'a', 'GIT_AUTHOR_EMAIL': 'a@b',
+           'GIT_COMMITTER_EMAIL': 'a@b'}
     return subprocess.run(command, cwd=clone, env=env, text=True, capture_output=True, timeout=300)
 
 

@@ -46,19 +46,22 @@ def test_filters_are_those_of_transformers(vocabulary, top_k, top_p):
 @pytest.fixture(scope='module')
 def asker():
     "Untrained, but with scores that differ; pictures of up to 2 x 2 tiles."
-    cfg, _ = tiny(lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, max_img_size=128, resize_to_max_side_len=False, init_std=.3)
+    cfg, _ = tiny(lm_n_heads=4, lm_n_kv_heads=2, lm_n_blocks=2, max_img_size=128,
+                  resize_to_max_side_len=False, init_std=.3)
     torch.manual_seed(1)
     return Asker.from_model(VisionLanguageModel(cfg, load_backbone=False), load_tokenizer(cfg))
 
 
-def noise(width, height, seed): return Image.frombytes('RGB', (width, height), random.Random(seed).randbytes(3*width*height))
+def noise(width, height, seed): return Image.frombytes('RGB', (width, height),
+                                                       random.Random(seed).randbytes(3*width*height))
 
 
 @pytest.fixture(scope='module')
 def mixed():
     "No picture, one, several of different grids; a conversation."
     turns = [dict(user='What is this?', assistant='a ring'), dict(user='Where is it?')]
-    return [([], QUESTIONS[0]), ([noise(64, 64, 0)], QUESTIONS[1]), ([noise(128, 60, 1), noise(64, 128, 2)], QUESTIONS[2]), ([noise(128, 128, 3)], turns)]
+    return [([], QUESTIONS[0]), ([noise(64, 64, 0)], QUESTIONS[1]),
+            ([noise(128, 60, 1), noise(64, 128, 2)], QUESTIONS[2]), ([noise(128, 128, 3)], turns)]
 
 
 HOW = dict(greedy={}, sampled=dict(temperature=1.2, top_k=20, top_p=.95))

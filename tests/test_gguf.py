@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 
 def own_model(**fields):
     "A small model with a token for a blank line, whose rows are whole groups of 32."
-    sizes = dict(vit_hidden_dim=64, vit_n_heads=4, vit_inter_dim=128, lm_hidden_dim=64, lm_inter_dim=128, max_img_size=64)
+    sizes = dict(vit_hidden_dim=64, vit_n_heads=4, vit_inter_dim=128, lm_hidden_dim=64, lm_inter_dim=128,
+                 max_img_size=64)
     return small_model(texts=[q + '\n\n' for q in QUESTIONS], **sizes | dict(init_std=64**-.5) | fields)
 
 

@@ -52,7 +52,8 @@ def test_sample(reference, samples, i):
     assert [len(t) for t in got['images']] == want['n_sub_images']
     prompt = encode_prompt(samples.tokenizer, want['texts'][0]['user'], want['image_string'])
     assert prompt.tolist() == want['input_ids'][:want['loss_mask'].index(1)]
-    assert (plan.tokens, plan.images, plan.tiles) == (len(want['input_ids']), len(grids), sum(want['n_sub_images']))
+    assert (plan.tokens, plan.images, plan.tiles) == (len(want['input_ids']), len(grids),
+                                                      sum(want['n_sub_images']))
 
 
 def test_tiles(golden, samples):
@@ -97,6 +98,7 @@ def several(tokenizer, turns):
 @pytest.mark.parametrize('answer', ['', ' ', '\n', '\n\n\nx', ' leading', 'trailing ', 'a\n\n', 'é世\u200d🙂', '<not special>', '12345'])
 def test_answers_at_the_edges(samples, answer):
     "White space and odd characters at the borders of an answer."
-    turns = [dict(user='q', assistant=answer), dict(user=answer, assistant='z'), dict(user='q', assistant=answer)]
+    turns = [dict(user='q', assistant=answer), dict(user=answer, assistant='z'),
+             dict(user='q', assistant=answer)]
     ids, labels = encode_chat(samples.tokenizer, turns)
     assert (ids.tolist(), labels.tolist()) == several(samples.tokenizer, turns)

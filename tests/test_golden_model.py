@@ -32,7 +32,8 @@ def far(got, want):
 
 def inputs(batch, images):
     "What the reference passed to its model."
-    return dict(input_ids=batch['input_ids'], images=images, attention_mask=batch['attention_mask'], targets=batch['labels'])
+    return dict(input_ids=batch['input_ids'], images=images, attention_mask=batch['attention_mask'],
+                targets=batch['labels'])
 
 
 @torch.no_grad()
@@ -88,7 +89,8 @@ def test_bf16_loss(model, batch, images, record):
 def test_greedy_ids(model, gold, images):
     "Each prompt alone: the recorded ids."
     for a in json.loads((gold/'generate.json').read_text())['single']:
-        ids = model.generate(torch.tensor([a['prompt_ids']]), images[a['sample']], max_new_tokens=len(a['greedy_ids']),
+        ids = model.generate(torch.tensor([a['prompt_ids']]), images[a['sample']],
+                             max_new_tokens=len(a['greedy_ids']),
                              greedy=True, eos_token_id=END_NEVER)
         assert ids[0].tolist() == a['greedy_ids']
 

@@ -134,8 +134,10 @@ def test_the_guides_loop_runs_on_two_ranks(tmp_path):
     """Its own lines, under torchrun: both ranks stop with the one that has fewer rows, each sample comes once, weights stay equal.
     `get_dataloaders` without a word about ranks gives each its own rows."""
     (tmp_path/'loop.py').write_text(LOOP)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', 'loop.py']
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''),
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2',
+               'loop.py']
+    done = subprocess.run(command, cwd=tmp_path,
+                          env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''),
                           capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     end = json.loads(re.search('^TOLD (.*)$', done.stdout, re.M)[1])

@@ -29,11 +29,13 @@ def go(cwd, name, *flags, last=16, at=None, how=signal.SIGKILL, ranks=1):
     run = Path(cwd)/'checkpoints'/name
     before = starts(run)
     launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, '-m', 'nanovlm_nb.train', *TINY, '--run_name', name, '--save_interval', 2, '--eval_interval', 4, '--ask_samples', 0,
+    command = [sys.executable, *launch, '-m', 'nanovlm_nb.train', *TINY, '--run_name', name,
+               '--save_interval', 2, '--eval_interval', 4, '--ask_samples', 0,
                '--batch_size', 2//ranks, '--dtype', 'float32', '--max_training_steps', last, *flags]
     args, env = start_of(command) if ranks == 1 and how != signal.SIGSTOP else ([str(a) for a in command], environment())  # not warm: signals reach all of it
     with open(Path(cwd)/'stderr', 'ab') as errors:
-        process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(args, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=errors,
+                                   start_new_session=True)
     begun = had = False
     while process.poll() is None:
         had = had or last_checkpoint(run) is not None
@@ -71,7 +73,8 @@ def stands(run):
 
 
 #: what happens to a run -> the signal that ends a start, flags, ranks (torchrun hands SIGTERM on to them)
-MOVES = {'kill': (signal.SIGKILL, (), 1), 'signal': (signal.SIGTERM, (), 1), 'workers': (signal.SIGKILL, ('--num_workers', 2), 1), 'ranks': (signal.SIGTERM, (), 2),
+MOVES = {'kill': (signal.SIGKILL, (), 1), 'signal': (signal.SIGTERM, (), 1),
+         'workers': (signal.SIGKILL, ('--num_workers', 2), 1), 'ranks': (signal.SIGTERM, (), 2),
          'second start': (signal.SIGSTOP, (), 1), 'back': (None, (), 1), 'prune': (None, (), 1)}
 
 
@@ -87,7 +90,8 @@ def history(cwd, run, seed, last=12, moves=5, begun=()):
         if move == 'prune': prune(run, rng.choice([1, 2]))
         else:
             if move == 'back': flags, at, how = ('--load_from', run/(here := rng.choice([p.name for p in checkpoints(run)]))), int(here[5:])+1, signal.SIGKILL
-            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *begun, *flags, last=last, at=at, how=how, ranks=ranks)
+            go(cwd, run.name, '--resume', 'True', '--max_keep_ckpts', -1, *begun, *flags, last=last, at=at,
+               how=how, ranks=ranks)
         done.append(f'{move} at {here}, then {stands(run)}')
     assert go(cwd, run.name, '--resume', 'True', *begun, last=last) == 0, (run.name, done)
     return done
@@ -133,7 +137,8 @@ def test_any_history_ends_as_no_history(place, seed):
     ended(place, run, place/'checkpoints'/'whole', history(place, run, seed))
 
 
-@pytest.fixture(scope='module', params=[(), pytest.param(('--lora_rank', 2), marks=pytest.mark.slow)], ids=['weights', 'adapters'])
+@pytest.fixture(scope='module', params=[(), pytest.param(('--lora_rank', 2), marks=pytest.mark.slow)],
+                ids=['weights', 'adapters'])
 def begun(place, request):
     "Name and flags of a run that began with weights of another, and was never touched."
     name = f'begun{len(request.param)}'
@@ -151,13 +156,15 @@ def test_any_history_of_a_run_that_begins_with_weights(place, begun, seed):
     shutil.copytree(place/'checkpoints'/'whole'/'step_4', lender/'step_4')
     command = ('--load_from', lender/'step_4', *flags)
     for _ in range(2):
-        go(place, run.name, '--resume', 'True', *command, '--eval_in_epochs', 'False', '--save_interval', 0, last=12, at=2)
+        go(place, run.name, '--resume', 'True', *command, '--eval_in_epochs', 'False', '--save_interval', 0,
+           last=12, at=2)
         assert not checkpoints(run) and 'a new run begins at update 0 with the weights of' in (run/'train.log').read_text()
     go(place, run.name, '--resume', 'True', *command, last=12, at=3)
     shutil.rmtree(lender)
     log = (run/'train.log').read_text()
     assert log.count('a new run begins at update 0 with the weights of') == 3 and 'Auto resumed' not in log
-    ended(place, run, place/'checkpoints'/name, history(place, run, seed, begun=('--resume', 'True', *command)))
+    ended(place, run, place/'checkpoints'/name,
+          history(place, run, seed, begun=('--resume', 'True', *command)))
 
 
 @pytest.mark.parametrize('ranks', [1, pytest.param(2, marks=pytest.mark.slow)])

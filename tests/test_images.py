@@ -208,15 +208,18 @@ def test_pixels_of_photos(photos, enlarge):
         tiles, (rows, cols) = get_image_processor(1024, 256, enlarge)(encode(im, compress_level=1))
         want = torch.from_numpy(np.array(im.resize((cols*256, rows*256), Image.Resampling.BICUBIC))).permute(2, 0, 1)
         assert tiles[1:].equal(split_tiles(want, 256))
-        view = F.interpolate(want[None].float(), size=(256, 256), mode='bilinear', antialias=True, align_corners=False)
+        view = F.interpolate(want[None].float(), size=(256, 256), mode='bilinear', antialias=True,
+                             align_corners=False)
         assert (tiles[:1] - view).abs().max() < .5 + 1e-3
 
 
 def test_view_of_every_grid():
     "Grids up to 11 x 11, past the sums that fit 16 bits, on the brightest and on random pictures."
     for rows, cols in [(r, c) for r in (1, 2, 3, 5, 8, 9, 11) for c in (1, 4, 11)]:
-        x = torch.randint(0, 256, (3, 8*rows, 8*cols), dtype=torch.uint8, generator=torch.Generator().manual_seed(rows))
-        view = F.interpolate(x[None].float(), size=(8, 8), mode='bilinear', antialias=True, align_corners=False)
+        x = torch.randint(0, 256, (3, 8*rows, 8*cols), dtype=torch.uint8,
+                          generator=torch.Generator().manual_seed(rows))
+        view = F.interpolate(x[None].float(), size=(8, 8), mode='bilinear', antialias=True,
+                             align_corners=False)
         assert (global_view(x, 8) - view).abs().max() < .5 + 1e-3
         assert global_view(torch.full_like(x, 255), 8).eq(255).all()
 
@@ -224,9 +227,15 @@ def test_view_of_every_grid():
 # --- what is no picture, and what costs more than it should
 
 NO_PICTURES = dict(  # first bytes -> what the message says
-    heic=(b'\0\0\0\x18ftypheic\0\0\0\0mif1heic', 'HEIC picture: convert'), video=(b'\0\0\0\x18ftypmp42' + b'x'*99, 'a video'), pdf=(b'%PDF-1.7\n', 'a PDF'), page=(b'\n<!DOCTYPE html><html>', 'a web page'),
-    json=(b'{"error": "rate limit"}', 'rate limit'), lfs=(b'version https://git-lfs.github.com/spec/v1\n', 'git lfs pull'), gzip=(b'\x1f\x8b\x08', 'unpack'), zip=(b'PK\3\4', 'unpack'), svg=(b'<?xml version="1.0"?><svg/>', 'SVG'),
-    dicom=(b'\0'*128 + b'DICM', 'DICOM'), zeros=(b'\0'*99, 'zeros'), empty=(b'', 'empty'), noise=(bytes(range(128, 160)), 'unknown, 80 81'))
+    heic=(b'\0\0\0\x18ftypheic\0\0\0\0mif1heic', 'HEIC picture: convert'),
+                   video=(b'\0\0\0\x18ftypmp42' + b'x'*99, 'a video'), pdf=(b'%PDF-1.7\n', 'a PDF'),
+                   page=(b'\n<!DOCTYPE html><html>', 'a web page'),
+    json=(b'{"error": "rate limit"}', 'rate limit'),
+                   lfs=(b'version https://git-lfs.github.com/spec/v1\n', 'git lfs pull'),
+                   gzip=(b'\x1f\x8b\x08', 'unpack'), zip=(b'PK\3\4', 'unpack'),
+                   svg=(b'<?xml version="1.0"?><svg/>', 'SVG'),
+    dicom=(b'\0'*128 + b'DICM', 'DICOM'), zeros=(b'\0'*99, 'zeros'), empty=(b'', 'empty'),
+                   noise=(bytes(range(128, 160)), 'unknown, 80 81'))
 
 
 @pytest.mark.parametrize('name', NO_PICTURES)

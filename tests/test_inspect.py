@@ -45,7 +45,8 @@ def test_clean_samples_have_no_fault(tmp_path):
 @pytest.mark.parametrize('stream', [True, False])
 def test_several_configurations_with_weights(tmp_path, stream):
     for name, part in (('a', ROWS[:50]), ('b', ROWS[50:100])): save(tmp_path/name, [r | dict(source=name) for r in part])
-    findings = found(tmp_path, 30, train_dataset_name=['a', 'b'], train_dataset_weights=[1, 3], stream_dataset=stream)
+    findings = found(tmp_path, 30, train_dataset_name=['a', 'b'], train_dataset_weights=[1, 3],
+                     stream_dataset=stream)
     assert not failures(findings) and findings['samples'].text.startswith('30 of 30 rows of training and 20 of 20')
 
 
@@ -102,7 +103,8 @@ def test_what_would_stop_a_run_is_named(tmp_path, monkeypatch):
 # --- the command
 
 def test_the_command_shows_samples_and_ends_with_1_at_a_fault(tmp_path):
-    flags = ['--val_size', '9', '--num_of_sequences', '8', '--stream_dataset', 'False', '--train_dataset_path', save(tmp_path/'d', planted('half a picture'))]
+    flags = ['--val_size', '9', '--num_of_sequences', '8', '--stream_dataset', 'False',
+             '--train_dataset_path', save(tmp_path/'d', planted('half a picture'))]
     done = nanovlm(['check', *flags, '--rows', '2'], tmp_path, check=False)
     assert done.returncode == 1 and FAULTS['half a picture'][3] in done.stdout and 'Traceback' not in done.stderr, done.stdout+done.stderr
     assert done.stdout.count('<|im_start|>assistant\n[[') >= 2

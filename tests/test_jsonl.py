@@ -63,8 +63,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope='module')
 def cfg():
     "A model as small as it can be, with one tile a picture."
-    return VLMConfig(vit_hidden_dim=16, vit_inter_dim=32, vit_patch_size=8, vit_img_size=SIDE, vit_n_heads=2, vit_n_blocks=1, mp_pixel_shuffle_factor=2,
-                     max_img_size=SIDE, lm_hidden_dim=32, lm_inter_dim=32, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=2, lm_base_vocab_size=300,
+    return VLMConfig(vit_hidden_dim=16, vit_inter_dim=32, vit_patch_size=8, vit_img_size=SIDE, vit_n_heads=2,
+                     vit_n_blocks=1, mp_pixel_shuffle_factor=2,
+                     max_img_size=SIDE, lm_hidden_dim=32, lm_inter_dim=32, lm_n_heads=2, lm_n_kv_heads=1,
+                     lm_n_blocks=2, lm_base_vocab_size=300,
                      vlm_load_backbone_weights=False)
 
 
@@ -85,7 +87,8 @@ def test_rows_train_as_others_do(folder, tokenizer):
     for i in (0, 1, 2, 3, 4, 5, 7, 8):
         s = v[i]
         p = v.plan_row(to_row(v.rows[i], i))
-        assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']), sum(map(len, s['images'])))
+        assert (p.tokens, p.images, p.tiles) == (len(s['input_ids']), len(s['images']),
+                                                 sum(map(len, s['images'])))
     assert (v[6], v.drops.reasons, v[8]['id']) == (None, {'train/7': 'no_turns'}, 'train/9')
     other = datasets.Dataset.from_list([dict.fromkeys(rows.features) | dict(images=[Image.new('RGB', (9, 9))], texts=[dict(user='q', assistant='a')], source='x')], features=rows.features)
     both = datasets.concatenate_datasets([rows, other])
@@ -95,7 +98,8 @@ def test_rows_train_as_others_do(folder, tokenizer):
 def test_bad_lines_are_named(tmp_path, caplog):
     "Each with its line and reason, the rest kept; byte order mark, CRLF and blank lines are no faults."
     good = json.dumps(dict(conversations=said('世', '界')), ensure_ascii=False)
-    bad = ['{', '[]', '7', '{}', json.dumps(dict(conversations=said('q'))), json.dumps(dict(image='none.jpg', conversations=said('q', 'a'))), good.replace('世', '\\ud800')]
+    bad = ['{', '[]', '7', '{}', json.dumps(dict(conversations=said('q'))),
+           json.dumps(dict(image='none.jpg', conversations=said('q', 'a'))), good.replace('世', '\\ud800')]
     (tmp_path/'x.jsonl').write_bytes('\r\n'.join(['\ufeff'+good, '', *bad, good]).encode() + b'\n\xff\n')
     drops = Drops()
     with caplog.at_level(logging.INFO, 'nanovlm_nb'): rows = text_rows(tmp_path, drops=drops)
@@ -142,7 +146,8 @@ def test_marks_at_random():
 def test_picture_that_would_be_cut(tmp_path, folder, tokenizer):
     "An answer remains, but the second picture is cut in two: the item is left out."
     lines = [dict(image='cat.jpg,grey.png', conversations=said('<image>', 'One.', '<image>', 'Two.'))]
-    kw = dict(images_path=folder/'images', tokenizer=tokenizer, preprocess=get_image_processor(SIDE, SIDE), image_special_token=RUN)
+    kw = dict(images_path=folder/'images', tokenizer=tokenizer, preprocess=get_image_processor(SIDE, SIDE),
+              image_special_token=RUN)
     ds = VLMDataset(write(tmp_path/'x.jsonl', lines), max_length=100, **kw)
     second = ds.encode(to_row(ds.rows[0], 0, marks=True))[0].tolist().index(tokenizer.image_token_id, 20)
     cut = VLMDataset(tmp_path/'x.jsonl', max_length=second+2, **kw)
@@ -160,7 +165,8 @@ def items(tmp_path, folder, tokenizer):
     (tmp_path/'images'/'half.jpg').write_bytes(whole[:len(whole)//2])
     lines = [dict(image='cat.jpg', conversations=said('q', str(i))) for i in range(7)]
     lines += [dict(conversations=said('q', 'a'*200)), dict(image='half.jpg', conversations=said('q', 'a'))]
-    return VLMDataset(write(tmp_path/'x.jsonl', lines), None, tokenizer, get_image_processor(SIDE, SIDE), RUN, max_length=60)
+    return VLMDataset(write(tmp_path/'x.jsonl', lines), None, tokenizer, get_image_processor(SIDE, SIDE), RUN,
+                      max_length=60)
 
 
 @pytest.mark.parametrize('start, workers', [('fork', 2), ('spawn', 1)])  # a worker that is spawned imports everything anew
@@ -197,10 +203,12 @@ def test_model_trains_on_either(folder, tokenizer, cfg):
     padded = masked_loss(model, X, Y, loss_mask, pixels)
     grads = torch.autograd.grad(padded, list(model.parameters()), allow_unused=True)
     packed = pack([v[i] for i in same], 400, tokenizer.pad_token_id)
-    _, loss = model(packed['input_ids'][None], [packed['images']], targets=packed['labels'][None], doc_lens=[packed['doc_lens']])
+    _, loss = model(packed['input_ids'][None], [packed['images']], targets=packed['labels'][None],
+                    doc_lens=[packed['doc_lens']])
     assert torch.allclose(padded, loss, atol=1e-5)
     for a, b in zip(grads, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-5))
     assert torch.allclose(padded, model(X, pixels, targets=Y.masked_fill(loss_mask == 0, -100))[1], atol=1e-5)
     blank = ds.item(*torch.zeros(2, 0, dtype=torch.long), ds.no_pixels)
-    assert torch.allclose(padded, masked_loss(model, *collate_items([*(ds[i] for i in same), blank])), atol=1e-5)
+    assert torch.allclose(padded, masked_loss(model, *collate_items([*(ds[i] for i in same), blank])),
+                          atol=1e-5)

@@ -68,7 +68,8 @@ def test_imports_go_to_lower_numbers(module):
 def loaded_by(code: str) -> set[str]:
     "Which of the heavy packages a new Python has loaded after `code`."
     code += f'\nimport sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))'
-    done = subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': str(ROOT)}, text=True, capture_output=True, timeout=600)
+    done = subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': str(ROOT)},
+                          text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 

@@ -26,7 +26,8 @@ peft = pytest.importorskip('peft', reason='peft is not there: pip install nanovl
 pytestmark = pytest.mark.usefixtures('one_thread')
 EVERYWHERE = ['decoder', 'vision_encoder', 'MP']
 GO_ON = ['--config', 'checkpoints/adapters/config.yaml', '--run_name', 'adapters', '--resume', 'True']
-ADAPTED = ['--load_from', 'checkpoints/base', '--lora_rank', '4', '--lora_targets', *EVERYWHERE, '--lr_lora', '0.01']
+ADAPTED = ['--load_from', 'checkpoints/base', '--lora_rank', '4', '--lora_targets', *EVERYWHERE, '--lr_lora',
+           '0.01']
 
 
 @pytest.fixture(scope='module')
@@ -87,7 +88,8 @@ def test_it_goes_on_bit_for_bit(capsys):
 def with_other_base(base):
     "Weights that differ in one matrix, under the same name."
     weights = load_file(base/'model.safetensors')
-    save_file({k: w+1e-3*(k == 'MP.proj.weight') for k, w in weights.items()}, base/'model.safetensors', metadata={'decoder.token_embedding.weight': 'decoder.head.weight'})
+    save_file({k: w+1e-3*(k == 'MP.proj.weight') for k, w in weights.items()}, base/'model.safetensors',
+              metadata={'decoder.token_embedding.weight': 'decoder.head.weight'})
 
 
 def test_a_base_that_is_gone_or_another_is_said_in_one_line(capsys):
@@ -124,7 +126,8 @@ def test_other_adapters_are_refused_on_resume(flags, said, capsys):
 
 def test_a_run_begins_with_the_sum_of_base_and_adapters():
     "A checkpoint of adapters is a base like any other, of plain weights or of further adapters."
-    second = train('second', '--load_from', 'checkpoints/adapters/step_4', '--lora_rank', '2', '--max_training_steps', '2', '--lora_targets', 'q_proj')
+    second = train('second', '--load_from', 'checkpoints/adapters/step_4', '--lora_rank', '2',
+                   '--max_training_steps', '2', '--lora_targets', 'q_proj')
     kept = read_adapted(second/'step_0').state_dict()
     total = VisionLanguageModel.from_pretrained('checkpoints/adapters/step_4').state_dict()
     assert all(w.equal(total[k.replace('base_layer.', '')]) for k, w in kept.items() if not is_adapter(k))
@@ -148,7 +151,8 @@ def test_merged_is_unmerged_and_every_command_opens_it(capsys):
     assert scores(VisionLanguageModel.from_pretrained('plain'), ids, pictures).equal(b)
 
 
-def given(ids, pictures): return dict(input_ids=ids, pixel_values=pictures, attention_mask=torch.ones_like(ids))
+def given(ids, pictures): return dict(input_ids=ids, pixel_values=pictures,
+                                      attention_mask=torch.ones_like(ids))
 
 
 def test_peft_says_the_same_of_what_is_written(capsys):
@@ -164,7 +168,8 @@ def test_peft_says_the_same_of_what_is_written(capsys):
     torch.testing.assert_close(whole, found, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize('how', [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True),
+@pytest.mark.parametrize('how',
+                         [dict(r=3, lora_alpha=5, target_modules=['q_proj', 'v_proj', 'fc1', 'proj']), dict(r=2, lora_alpha=4, target_modules=['down_proj'], use_rslora=True),
                                  dict(r=4, target_modules=['q_proj', 'lm_head'], init_lora_weights='gaussian')], ids=['layers', 'rank-stabilised', 'head of a tied model'])
 def test_what_peft_has_trained_is_read(how, capsys):
     if not Path('theirs').is_dir(): main(['export', 'checkpoints/base', 'theirs'])
@@ -221,7 +226,8 @@ def test_a_plan_knows_adapters():
 @pytest.mark.parametrize('sharding', ['zero2', pytest.param('zero3', marks=pytest.mark.slow)])
 def test_ranks_that_share_adapters_out_train_those_of_one_process(sharding):
     "Losses, but for rounding; nothing of the base is in the checkpoint."
-    commands.train([*SHORT, *ADAPTED, '--run_name', sharding, '--sharding', sharding, '--batch_size', 1], Path.cwd(), ranks=2)
+    commands.train([*SHORT, *ADAPTED, '--run_name', sharding, '--sharding', sharding, '--batch_size', 1],
+                   Path.cwd(), ranks=2)
     (figures, weights), (wanted, same) = record(f'checkpoints/{sharding}'), record('checkpoints/adapters')
     assert [*weights] == [*same] == ['lora.safetensors']
     for a, b in zip(figures, wanted, strict=True): assert {k: a[k] for k in ('batch_loss', 'val_loss') if k in a} == pytest.approx({k: b[k] for k in ('batch_loss', 'val_loss') if k in b}, rel=1e-5)

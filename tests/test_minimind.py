@@ -22,9 +22,13 @@ def config(case):
     s = json.loads((HERE/'sizes.json').read_text())
     today = case.startswith('today')
     kind = dict(lm_rms_eps=1e-6, lm_qk_norm=True, mp_kind='mlp', moe_top_k=1, moe_shared_experts=0, lm_n_kv_heads=s['kv_heads']) if today else dict(mp_kind='linear_bias')
-    return VLMConfig(vit_hidden_dim=s['vision'], vit_inter_dim=16, vit_n_heads=2, vit_n_blocks=1, vit_patch_size=16, vit_img_size=32, max_img_size=32, mp_pixel_shuffle_factor=1,
-                     lm_hidden_dim=s['width'], lm_inter_dim=s['inside'], lm_re_base=1_000_000, lm_base_vocab_size=s['tokens'], lm_n_heads=s['heads'], lm_n_blocks=s['blocks'],
-                     lm_max_length=64, moe_experts=s['experts'], use_moe=case.endswith('moe'), vlm_extra_tokens={'image_token': '<|image|>'}, **dict(lm_n_kv_heads=s['kv_heads']) | kind)
+    return VLMConfig(vit_hidden_dim=s['vision'], vit_inter_dim=16, vit_n_heads=2, vit_n_blocks=1,
+                     vit_patch_size=16, vit_img_size=32, max_img_size=32, mp_pixel_shuffle_factor=1,
+                     lm_hidden_dim=s['width'], lm_inter_dim=s['inside'], lm_re_base=1_000_000,
+                     lm_base_vocab_size=s['tokens'], lm_n_heads=s['heads'], lm_n_blocks=s['blocks'],
+                     lm_max_length=64, moe_experts=s['experts'], use_moe=case.endswith('moe'),
+                     vlm_extra_tokens={'image_token': '<|image|>'},
+                     **dict(lm_n_kv_heads=s['kv_heads']) | kind)
 
 
 @torch.no_grad()

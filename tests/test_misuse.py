@@ -133,7 +133,8 @@ def test_debug_shows_the_traceback(monkeypatch):
 def test_two_ranks_say_it(tmp_path):
     "What torchrun says afterwards is its own."
     done = run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'nanovlm_nb.train', *TINY,
-                '--train_dataset_path', './missing', '--run_name', 'x', '--log_wandb', 'False'], tmp_path, check=False)
+                '--train_dataset_path', './missing', '--run_name', 'x', '--log_wandb', 'False'], tmp_path,
+               check=False)
     assert done.returncode and 'nanovlm train: error: ' in done.stderr, done.stderr[-3000:]
     assert 'nanovlm_nb/' not in done.stderr and not [p for p in tmp_path.rglob('*') if p.is_file()], 'no traceback of ours, no file'
 
@@ -141,7 +142,8 @@ def test_two_ranks_say_it(tmp_path):
 # --- every field, systematically
 
 KINDS = {n: k for c in (VLMConfig, TrainConfig) for n, k in get_type_hints(c, include_extras=True).items() if n in FIELDS}
-NO_VALUE = {int: (-2, 1.5, math.inf, '1.5', True), float: (math.inf, -math.inf, math.nan, 'x', False), bool: ('False', 1, 0), str: (3, '\udcff')}
+NO_VALUE = {int: (-2, 1.5, math.inf, '1.5', True), float: (math.inf, -math.inf, math.nan, 'x', False),
+            bool: ('False', 1, 0), str: (3, '\udcff')}
 
 
 @pytest.mark.parametrize('name', KINDS)

@@ -54,7 +54,8 @@ def test_every_test_that_is_named_exists(read):
 
 
 #: what only a command does: its flags are flags
-COMMANDS_ALONE = {'cli.py', 'core/config.py', 'core/usage.py', 'tools/check.py', 'tools/doctor.py', 'tools/plan.py', 'tools/runs.py'}
+COMMANDS_ALONE = {'cli.py', 'core/config.py', 'core/usage.py', 'tools/check.py', 'tools/doctor.py',
+                  'tools/plan.py', 'tools/runs.py'}
 
 
 def messages(path: Path) -> list[str]:

@@ -48,8 +48,10 @@ def read(folder, tmp_path, streaming: bool, at=None) -> list:
 
 
 SAID = json.dumps(dict(question='q', answer='a')).encode()
-ODD = dict(no_text=dict(jpg=jpg(0)), another_key=dict(jpg=jpg(0), json=SAID[:-1] + b', "more": 1}'), number=dict(jpg=jpg(0), json=b'{"question": "q", "answer": 3}'),
-           no_picture=dict(json=SAID), other_ending=dict(png=jpg(0, 'PNG'), json=SAID), latin=dict(jpg=jpg(0), txt='é'.encode('latin-1')), broken=dict(jpg=jpg(0), json=b'{'))
+ODD = dict(no_text=dict(jpg=jpg(0)), another_key=dict(jpg=jpg(0), json=SAID[:-1] + b', "more": 1}'),
+           number=dict(jpg=jpg(0), json=b'{"question": "q", "answer": 3}'),
+           no_picture=dict(json=SAID), other_ending=dict(png=jpg(0, 'PNG'), json=SAID),
+           latin=dict(jpg=jpg(0), txt='é'.encode('latin-1')), broken=dict(jpg=jpg(0), json=b'{'))
 
 
 @pytest.mark.parametrize('streaming', [True, False])
@@ -89,7 +91,8 @@ def test_opened_pictures_are_the_same_for_any_number_of_workers(tmp_path):
     rows = own_rows([dict(image=opened, question=f'Number {i}?', answer='a') for i in range(40)])
     seen = {}
     for workers in (0, 2):
-        train, _ = get_dataloaders(evolve(cfg, num_workers=workers, val_workers=0, val_size=2, max_epochs=1), vlm, tokenizer=load_tokenizer(vlm), rows=rows)
+        train, _ = get_dataloaders(evolve(cfg, num_workers=workers, val_workers=0, val_size=2, max_epochs=1),
+                                   vlm, tokenizer=load_tokenizer(vlm), rows=rows)
         seen[workers] = {t.numpy().tobytes() for b in train for row in b['images'] for t in row}
         assert not train.drops.reasons
     assert len(seen[0]) == 1 and seen[0] == seen[2]
@@ -98,7 +101,8 @@ def test_opened_pictures_are_the_same_for_any_number_of_workers(tmp_path):
 def test_the_column_that_a_row_fills_counts(tmp_path):
     "As pandas writes rows of one and of several pictures."
     (tmp_path/'a.jpg').write_bytes(jpg(1))
-    lines = [dict(image='a.jpg', images=None), dict(image=None, images=['a.jpg']), dict(image='a.jpg', images=[]), dict(image='a.jpg')]
+    lines = [dict(image='a.jpg', images=None), dict(image=None, images=['a.jpg']),
+             dict(image='a.jpg', images=[]), dict(image='a.jpg')]
     (tmp_path/'t.jsonl').write_text('\n'.join(json.dumps(line | dict(question='q', answer='a', texts=None)) for line in lines) + '\n')
     rows = text_rows(tmp_path).with_format('arrow')
     assert [len(r) for r in rows['images'].to_pylist()] == [1]*4 and rows['texts'].to_pylist() == [[dict(user='q', assistant='a')]]*4
@@ -160,8 +164,10 @@ def test_a_template_with_the_date_writes_the_same_every_day(tmp_path):
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 ODD_TEMPLATES = {  # what it does with an answer -> Jinja for the content, an answer that it changes
-    'takes out thinking': ("m['content'].split('</think>')[-1]", '<think>x</think>a'), 'joins lines': ("m['content'] | replace('\n\n', '\n')", 'a\n\nb'),
-    'refuses': ("m['content'] if m['content'] | length < 40 else raise_exception('too long for me')", 'a'*60), 'fails': ("m['content'] if (9//(m['content'] | length - 3)) is number else ''", 'yes')}
+    'takes out thinking': ("m['content'].split('</think>')[-1]", '<think>x</think>a'),
+                 'joins lines': ("m['content'] | replace('\n\n', '\n')", 'a\n\nb'),
+    'refuses': ("m['content'] if m['content'] | length < 40 else raise_exception('too long for me')", 'a'*60),
+                 'fails': ("m['content'] if (9//(m['content'] | length - 3)) is number else ''", 'yes')}
 
 
 @pytest.mark.parametrize('name', ODD_TEMPLATES)
@@ -173,7 +179,8 @@ def test_a_row_that_the_template_changes_costs_itself(name):
     rows = own_rows([dict(question='1', answer=answer if i == 7 else '22') for i in range(12)])
     train, _ = get_dataloaders(cfg, vlm, tokenizer=load_tokenizer(vlm), rows=rows)
     assert sum(len(ids) for b in train for ids in b['ids']) == 10 and train.drops.counts == {'template': 1}
-    train, _ = get_dataloaders(cfg, vlm, tokenizer=load_tokenizer(vlm), rows=own_rows([dict(question='1', answer=answer)]*4))
+    train, _ = get_dataloaders(cfg, vlm, tokenizer=load_tokenizer(vlm),
+                               rows=own_rows([dict(question='1', answer=answer)]*4))
     assert not list(train) and "of 3 rows that were left out are 'template'" in train.drops.blame
 
 
@@ -193,8 +200,12 @@ def test_the_last_answer_may_have_another_frame(name):
     assert ids[:len(prompt)].equal(prompt)
 
 
-MARKED = ('<image>\nWhat is it?', 'What is it?\n<image>', 'Is <image> darker than <image>?', '<image1><image2>\nWhich?', 'First <image_2>, then <image_1>.', '<|vision_start|><|image_pad|><|vision_end|>What?', '<ImageHere>What?',
-          'Picture 1: <img>a.png</img>\nPicture 2: <img>b.png</img>\nSame?', '<image>\n<image>\nIs <image_2> darker?', 'No mark.', '<image> and <image> and <image>', 'What does <|image|> mean?', '<image>a.png</image>What?')
+MARKED = ('<image>\nWhat is it?', 'What is it?\n<image>', 'Is <image> darker than <image>?',
+          '<image1><image2>\nWhich?', 'First <image_2>, then <image_1>.',
+          '<|vision_start|><|image_pad|><|vision_end|>What?', '<ImageHere>What?',
+          'Picture 1: <img>a.png</img>\nPicture 2: <img>b.png</img>\nSame?',
+          '<image>\n<image>\nIs <image_2> darker?', 'No mark.', '<image> and <image> and <image>',
+          'What does <|image|> mean?', '<image>a.png</image>What?')
 
 
 @pytest.mark.parametrize('convention', ['nanovlm', 'smolvlm'])

@@ -30,7 +30,8 @@ NPM = '@huggingface/transformers@4.3.1'
 
 def own_model(convention, longest):
     "A small model in one of the two conventions, for pictures of so many pixels."
-    return small_model(image_convention=convention, max_img_size=longest, vit_n_blocks=1, init_std=.15, resize_to_max_side_len=True)
+    return small_model(image_convention=convention, max_img_size=longest, vit_n_blocks=1, init_std=.15,
+                       resize_to_max_side_len=True)
 
 
 def test_the_layout_is_that_of_transformers_js(tmp_path):
@@ -47,7 +48,8 @@ def test_the_layout_is_that_of_transformers_js(tmp_path):
     axes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in (*graph.input, *graph.output)}
     past = ['batch_size', text['num_key_value_heads'], 'past_sequence_length', text['head_dim']]
     assert all(axes[f'past_key_values.{i}.{k}'] == past for i in range(text['num_hidden_layers']) for k in ('key', 'value'))
-    assert axes['num_logits_to_keep'] == [] and axes['logits'] == ['batch_size', 'num_logits', text['vocab_size']]
+    assert axes['num_logits_to_keep'] == [] and axes['logits'] == ['batch_size', 'num_logits',
+                                                                   text['vocab_size']]
 
 
 # --- the tutorial
@@ -75,7 +77,8 @@ def test_the_client_of_the_tutorial_needs_no_torch(tmp_path):
         picture.save(file, exif=exif)
     samples = [*((str(file), QUESTIONS[i % 4]) for i, file in enumerate(files)), (None, QUESTIONS[3])]
     notebook = HERE.parent/'nbs'/'tutorials'/'onnx.ipynb'
-    done = run([sys.executable, '-c', CLIENT, notebook, tmp_path/'files', json.dumps(samples)], tmp_path, fresh=True)
+    done = run([sys.executable, '-c', CLIENT, notebook, tmp_path/'files', json.dumps(samples)], tmp_path,
+               fresh=True)
     assert json.loads(done.stdout) == asker([([Image.open(file)] if file else [], q) for file, q in samples], 12)
 
 
@@ -87,7 +90,8 @@ def node(tmp_path_factory):
     if not shutil.which('node'): pytest.skip('Node is not there')
     place = Path(os.environ.get('NANOVLM_NODE') or tmp_path_factory.mktemp('node'))
     if not (place/'node_modules'/'@huggingface').is_dir():
-        done = subprocess.run(['npm', 'install', '--ignore-scripts', '--no-audit', '--no-fund', NPM], cwd=place, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(['npm', 'install', '--ignore-scripts', '--no-audit', '--no-fund', NPM],
+                              cwd=place, capture_output=True, text=True, timeout=600)
         if done.returncode: pytest.skip(f'npm cannot install {NPM}: {done.stderr[-200:]}')
     shutil.copy(HERE/'ask_in_node.mjs', place)
     return place
@@ -117,7 +121,8 @@ def test_transformers_js_says_the_same(tmp_path, node, convention, backend):
         said = asker.model.generate(torch.tensor([ids]), [tiles], max_new_tokens=12, greedy=True)[0].tolist()
         want.append(dict(ids=ids, said=said, answer=asker.tokenizer.decode(said, skip_special_tokens=True)))
     (node/'samples.json').write_text(json.dumps(samples))
-    done = subprocess.run(['node', 'ask_in_node.mjs', tmp_path/'files', 'samples.json', backend], cwd=node, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(['node', 'ask_in_node.mjs', tmp_path/'files', 'samples.json', backend], cwd=node,
+                          capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     got = [json.loads(line) for line in done.stdout.splitlines()]
     assert max(d for g in got for d in g.pop('differs', [0])) < 1e-6  # the hair of the exporter

@@ -18,13 +18,16 @@ from nanovlm_nb.data.dataset import SORTS, draw_scene, make_scene
 
 HERE = Path(__file__).parent
 OTHERS = [p for p in os.environ.get('NANOVLM_OTHERS', '').split(os.pathsep) if p]
-QUESTIONS = ['How many squares are there?', 'What colour is it?', 'What is this?', 'Is it red?', 'Where is the circle?']
+QUESTIONS = ['How many squares are there?', 'What colour is it?', 'What is this?', 'Is it red?',
+             'Where is the circle?']
 
 
 def draw(path, rng):
     "A scene on a ground of any proportions, as a file; in colour, since programs differ in how they open other kinds."
-    im = draw_scene(make_scene(rng.choice([s for s in SORTS if s != 'text']), rng), rng, rng.choice((40, 64, 100)))
-    ground = Image.new('RGB', (im.width + rng.randint(0, 80), im.height + rng.randint(0, 80)), im.getpixel((0, 0)))
+    im = draw_scene(make_scene(rng.choice([s for s in SORTS if s != 'text']), rng), rng,
+                    rng.choice((40, 64, 100)))
+    ground = Image.new('RGB', (im.width + rng.randint(0, 80), im.height + rng.randint(0, 80)),
+                       im.getpixel((0, 0)))
     ground.paste(im, (rng.randint(0, ground.width - im.width), rng.randint(0, ground.height - im.height)))
     ground.save(path)
     return str(path)
@@ -103,5 +106,6 @@ def test_nanovlm_answers_as_we_do(place):
 @pytest.mark.skipif(not (OTHERS and os.environ.get('NANOVLM_PATH') and os.environ.get('VLMEVALKIT')), reason='VLMEVALKIT names no checkout of VLMEvalKit, or nanoVLM is not there')
 def test_vlmevalkit_hears_the_answers_that_we_hear(place):
     "It does not number pictures."
-    same, *_ = compare(OTHERS[0], 'vlmevalkit', place/'runs/nanovlm/step_300', place/'runs/nanovlm/step_300', place, numbered=False)
+    same, *_ = compare(OTHERS[0], 'vlmevalkit', place/'runs/nanovlm/step_300', place/'runs/nanovlm/step_300',
+                       place, numbered=False)
     assert all(one for i, one in enumerate(same) if i % 4 < 3)  # the others have a turn before

@@ -83,16 +83,22 @@ def pipe(name):
     return make
 
 
-FILES = ('lock', 'log.jsonl', 'train.log', 'dropped.jsonl', 'status', 'given.yaml', 'record.md', 'curves.png', 'samples.png', 'answers.json', 'drops.json', 'bad_updates.jsonl', 'own_parts',
-         'wandb_id', 'last_checkpoint', 'best_checkpoint', 'status.nanovlm.tmp', 'eval_results/step_2.todo', 'eval_results/step_2.log')
-FOLDERS = ('step_3.nanovlm.tmp', 'abandoned.nanovlm.tmp', 'eval_results', 'features', 'features/tower/ab', 'tensorboard', 'wandb', 'base')
+FILES = ('lock', 'log.jsonl', 'train.log', 'dropped.jsonl', 'status', 'given.yaml', 'record.md', 'curves.png',
+         'samples.png', 'answers.json', 'drops.json', 'bad_updates.jsonl', 'own_parts',
+         'wandb_id', 'last_checkpoint', 'best_checkpoint', 'status.nanovlm.tmp', 'eval_results/step_2.todo',
+         'eval_results/step_2.log')
+FOLDERS = ('step_3.nanovlm.tmp', 'abandoned.nanovlm.tmp', 'eval_results', 'features', 'features/tower/ab',
+           'tensorboard', 'wandb', 'base')
 #: what leads out of a run's directory: its name, and how it comes there
 OUT = {f'link {name}': (name, link(name, 'keys')) for name in FILES} | {f'link {name}': (name, link(name, 'notes')) for name in FOLDERS}
 OUT |= {f'hard link {name}': (name, link(name, 'keys', 'hardlink_to')) for name in ('lock', 'log.jsonl', 'curves.png', 'eval_results/step_2.todo')}
 OUT |= {f'pipe {name}': (name, pipe(name)) for name in ('lock', 'log.jsonl', 'status')}
 OUT |= {f'dangling {name}': (name, link(name, 'nowhere')) for name in ('lock', 'log.jsonl')}
-OUT |= {'link config.yaml': ('config.yaml', link('config.yaml', 'config.yaml')), 'link step_3': ('step_3', link('step_3', 'step_3')), 'link step_4': ('step_4', link('step_4', 'checkpoint')),
-        'folder step_3': ('step_3', lambda run_dir: shutil.copytree('mine/step_3', run_dir/'step_3')), 'file step_4': ('step_4', lambda run_dir: shutil.copy('mine/keys', run_dir/'step_4'))}
+OUT |= {'link config.yaml': ('config.yaml', link('config.yaml', 'config.yaml')),
+        'link step_3': ('step_3', link('step_3', 'step_3')),
+        'link step_4': ('step_4', link('step_4', 'checkpoint')),
+        'folder step_3': ('step_3', lambda run_dir: shutil.copytree('mine/step_3', run_dir/'step_3')),
+        'file step_4': ('step_4', lambda run_dir: shutil.copy('mine/keys', run_dir/'step_4'))}
 
 
 @pytest.mark.parametrize('kind', OUT)
@@ -119,7 +125,8 @@ def linked_manifest(run_dir):
     (run_dir/'step_1'/'manifest.json').symlink_to('../../../mine/checkpoint/manifest.json')
 
 
-STRANGERS = (relative_step, linked_abandoned, dangling_step, step_of_old, somebodys_abandoned, another_name, a_folder, linked_manifest)
+STRANGERS = (relative_step, linked_abandoned, dangling_step, step_of_old, somebodys_abandoned, another_name,
+             a_folder, linked_manifest)
 
 
 @pytest.mark.parametrize('more', [(), pytest.param(('--load_from', 'checkpoints/r/step_0'), marks=pytest.mark.slow)])

@@ -18,7 +18,8 @@ TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_you
 #: parts of a run, as the script hands them in; four runs try all eight
 PARTS = dict(muon_mirror_norms="optimizer=muon, loaders=partial(get_dataloaders, transforms=[mirrored]), hooks=[ProjectorNorm()]",
              transcripts_by_aspect="loaders=partial(get_dataloaders, rows=Transcripts('talk.parquet'), processor=by_aspect)",
-             convolutions_triangle="model=convolutions, schedule=triangle", lora="model=with_lora, optimizer=adapters_alone")
+             convolutions_triangle="model=convolutions, schedule=triangle",
+             lora="model=with_lora, optimizer=adapters_alone")
 FLAGS = dict(transcripts_by_aspect=['--vit_img_size', '32', '--data_cutoff_idx', '50'])
 SCRIPT = """
 import sys
@@ -42,7 +43,8 @@ def place(tmp_path_factory):
     (cwd/'mine.py').write_text('\n\n'.join([*own_cells(), SCRIPT]))
     rows = [dict(id=r['row_id'], photo=r['images'][0], transcript='\n'.join(f"Q: {t['user']}\nA: {t['assistant']}" for t in r['texts']))
             for r in shapes_dataset(90) if len(r['images']) == 1][:60]
-    features = datasets.Features(id=datasets.Value('string'), photo=datasets.Image(), transcript=datasets.Value('string'))
+    features = datasets.Features(id=datasets.Value('string'), photo=datasets.Image(),
+                                 transcript=datasets.Value('string'))
     datasets.Dataset.from_list(rows, features=features).to_parquet(cwd/'talk.parquet')
     return cwd
 
@@ -85,7 +87,8 @@ def test_a_plain_command_says_what_such_a_run_needs(words, capsys):
 
 # --- whom one trusts
 
-HOSTILE = dict(custom_transforms=['hostile:f'], lr_schedule='hostile:f', eval_script='hostile.sh', eval_include_path='hostile',
+HOSTILE = dict(custom_transforms=['hostile:f'], lr_schedule='hostile:f', eval_script='hostile.sh',
+               eval_include_path='hostile',
                hf_repo_name='thief/loot', tracker='wandb', wandb_entity='thief', wandb_project='loot')
 
 
@@ -111,11 +114,14 @@ def test_files_of_a_run_name_no_code_and_no_place(tmp_path, monkeypatch, capsys,
     monkeypatch.chdir(run_dir)
     flags = [f'--{field}', *([v] if isinstance(v := HOSTILE[field], str) else v)]
     step = str(sorted(states)[-1].parent)
-    again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps', '5']
+    again = ['--run_name', 'begun', '--resume', 'True', '--vlm_checkpoint_path', '..', '--max_training_steps',
+             '5']
     (Path('..')/'copied').mkdir()
     shutil.copytree(Path(step), Path('..')/'copied'/Path(step).name)  # a checkpoint alone: its state has the settings
     copied = ['--run_name', 'copied', *again[2:]]
-    refused = [['check', '.'], ['train', *copied], ['train', *again], *([c, '--config', 'config.yaml'] for c in ('plan', 'check')), ['train', '--resume', 'True', '--load_from', step]]
+    refused = [['check', '.'], ['train', *copied], ['train', *again],
+               *([c, '--config', 'config.yaml'] for c in ('plan', 'check')),
+               ['train', '--resume', 'True', '--load_from', step]]
     for words in refused:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped: main(words)

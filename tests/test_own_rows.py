@@ -22,7 +22,8 @@ from nanovlm_nb.data.sources import MapSource
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 COLOURS = dict(red=(220, 30, 30), green=(30, 160, 60), blue=(40, 60, 220))
-SETTINGS = dict(quiet=True, max_training_steps=6, save_interval=2, eval_interval=3, max_keep_ckpts=-1, dtype='float32', vit_hidden_dim=32, vit_n_heads=2, lm_hidden_dim=32,
+SETTINGS = dict(quiet=True, max_training_steps=6, save_interval=2, eval_interval=3, max_keep_ckpts=-1,
+                dtype='float32', vit_hidden_dim=32, vit_n_heads=2, lm_hidden_dim=32,
                 lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1)
 
 
@@ -128,7 +129,8 @@ def test_rows_of_a_run_from_elsewhere_are_data(capsys, tmp_path):
 # --- what a run says of itself
 
 def test_a_short_run_asks_about_no_more_samples_than_it_has_seen(tmp_path):
-    vlm, cfg = tiny(run_name='r', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, batch_size=1, val_size=60, ask_samples=60)
+    vlm, cfg = tiny(run_name='r', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, batch_size=1,
+                    val_size=60, ask_samples=60)
     run_dir = run(vlm, cfg)
     seen = next(r['samples'] for r in read_log(run_dir/'log.jsonl') if 'samples' in r)
     assert seen < 60 and f'about {seen} held-out samples' in (run_dir/'train.log').read_text()
@@ -143,16 +145,20 @@ class Swapped(ImageProcessor):
         return tiles.flip(1), grid
 
 
-def swapped(cfg, transforms=()): return Swapped(cfg.max_img_size, cfg.vit_img_size, cfg.resize_to_max_side_len, tuple(transforms))
+def swapped(cfg, transforms=()): return Swapped(cfg.max_img_size, cfg.vit_img_size,
+                                                cfg.resize_to_max_side_len, tuple(transforms))
 
 
-def wrapped(*args): return get_dataloaders(*args, rows=[dict(row_id=i, images=[im], texts=[dict(user=q, assistant=a)]) for i, (im, q, a) in enumerate(ROWS)], processor=swapped)
+def wrapped(*args): return get_dataloaders(*args,
+                                           rows=[dict(row_id=i, images=[im], texts=[dict(user=q, assistant=a)]) for i, (im, q, a) in enumerate(ROWS)], processor=swapped)
 
 
 @pytest.mark.parametrize('how', ['partial', 'function'])
 def test_a_processor_of_your_own_is_asked_for_wherever_the_model_is_opened(how, capsys, tmp_path):
-    configs = tiny(run_name='p', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, val_size=6, data_cutoff_idx=None, ask_samples=4)
-    loaders = wrapped if how == 'function' else partial(get_dataloaders, rows=[dict(row_id=0, images=[im], texts=[dict(user=q, assistant=a)]) for im, q, a in ROWS], processor=swapped)
+    configs = tiny(run_name='p', vlm_checkpoint_path=str(tmp_path), max_training_steps=1, val_size=6,
+                   data_cutoff_idx=None, ask_samples=4)
+    loaders = wrapped if how == 'function' else partial(get_dataloaders,
+                                                        rows=[dict(row_id=0, images=[im], texts=[dict(user=q, assistant=a)]) for im, q, a in ROWS], processor=swapped)
     run_dir = run(*configs, loaders=loaders)
     assert 'processor' in (run_dir/'own_parts').read_text().split()
     for words in (['ask', run_dir, '--image', 'red.png', '--prompt', 'x'], ['eval', run_dir], ['export', run_dir, tmp_path/'out', '--format', 'nanovlm']):
@@ -176,7 +182,8 @@ def test_what_is_in_memory_is_exported(tmp_path):
 
 
 def losses(folder, **parts):
-    vlm, cfg = tiny(lm_dropout=.2, max_training_steps=6, eval_interval=2, run_name='r', vlm_checkpoint_path=str(folder))
+    vlm, cfg = tiny(lm_dropout=.2, max_training_steps=6, eval_interval=2, run_name='r',
+                    vlm_checkpoint_path=str(folder))
     return [r['batch_loss'] for r in read_log(run(vlm, cfg, **parts)/'log.jsonl') if 'batch_loss' in r]
 
 

@@ -88,7 +88,8 @@ def test_no_limit_is_exceeded():
         max_tiles = rng.choice([None, 0, 3, 20, 500])
         def up_to(most): return [rng.randint(0, min(most, rng.choice([1, 4, most]))) for _ in range(n)]
         lengths = [max(1, rng.randint(1, capacity)//rng.choice([1, 3, 10])) for _ in range(n)]
-        checked(lengths, up_to(4 if max_images is None else max_images), capacity, max_images, up_to(40 if max_tiles is None else max_tiles), max_tiles)
+        checked(lengths, up_to(4 if max_images is None else max_images), capacity, max_images,
+                up_to(40 if max_tiles is None else max_tiles), max_tiles)
 
 
 def work(n, name, recorded, tiles):

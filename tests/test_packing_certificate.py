@@ -39,8 +39,10 @@ def piped(small_net):
     rows = [row | dict(images=[b['bytes'] for b in row['images']]) for row in (to_row(rows[i], i) for i in range(len(rows)))]
     for row in rows[::7]: row['images'] = [b[:len(b)//2] for b in row['images']]
     tokenizer = shapes_tokenizer(cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    data = VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length, max_sample_length=160)
-    loader = PackLoader(data, MapSource(rows), PackRules(384, tokenizer.pad_token_id, max_images=4, window=8), 4)
+    data = VQADataset(rows, tokenizer, image_processor_of(cfg), cfg.mp_image_token_length,
+                      max_sample_length=160)
+    loader = PackLoader(data, MapSource(rows), PackRules(384, tokenizer.pad_token_id, max_images=4, window=8),
+                        4)
     batches = []
     for epoch in range(20):
         loader.set_epoch(epoch)
@@ -56,7 +58,8 @@ def in_documents(values, batch):
     for row, ids, lens in zip(values, batch['ids'], batch['doc_lens']): yield from zip(ids, row[:sum(lens)].split(lens))
 
 
-def inputs(batch): return dict(input_ids=batch['input_ids'], images=batch['images'], doc_lens=batch['doc_lens'])
+def inputs(batch): return dict(input_ids=batch['input_ids'], images=batch['images'],
+                               doc_lens=batch['doc_lens'])
 
 
 @pytest.fixture(params=['auto', 'sdpa'])
@@ -91,7 +94,8 @@ def test_500_packs_do_not_mix(either_net, piped):
     "In every pack one document gets other words and other pixels: the scores of all others change by exactly nothing."
     dice = random.Random(0)
     for batch in piped[0]:
-        changed = dict(batch, input_ids=batch['input_ids'].clone(), images=[list(row) for row in batch['images']])
+        changed = dict(batch, input_ids=batch['input_ids'].clone(),
+                       images=[list(row) for row in batch['images']])
         hit = set()
         for row, (ids, lens) in enumerate(zip(batch['ids'], batch['doc_lens'])):
             if not ids: continue
@@ -120,7 +124,8 @@ def test_pictures_reach_their_own_places(small_net, groups):
     "A sample of several pictures: in the places of each stand the features of that one, in their order, wherever the sample is in its pack."
     seen = lambda tiles: small_net.MP(small_net.see(tiles)).flatten(0, 1)
     for group in [g for g in groups if sum(len(s['images']) for s in g) > 1][:20]:
-        album = dict(id='album', images=[t for s in group for t in s['images']], **{k: torch.cat([s[k] for s in group]) for k in ('input_ids', 'labels')})
+        album = dict(id='album', images=[t for s in group for t in s['images']],
+                     **{k: torch.cat([s[k] for s in group]) for k in ('input_ids', 'labels')})
         batch = as_batch([group[0], album, group[-1]])[0]
         got = small_net.embed(batch['input_ids'], batch['images'])[batch['input_ids'] == small_net.cfg.image_token_id]
         own = [seen(t) for s in (group[0], album, group[-1]) for t in s['images']]

@@ -26,7 +26,8 @@ def test_trained_parameters_are_the_optimizers(changes):
     assert {n: s.trained for n, s in pl.sizes(vlm, cfg).items() if s.trained} == {g['name']: sum(p.numel() for p in g['params']) for g in groups}
 
 
-@pytest.mark.parametrize('changes', [{}, dict(language_checkpointing=True, vision_checkpointing=True), dict(dtype='bfloat16'), dict(attn_backend='sdpa', loss_chunk_size=16)], ids=str)
+@pytest.mark.parametrize('changes',
+                         [{}, dict(language_checkpointing=True, vision_checkpointing=True), dict(dtype='bfloat16'), dict(attn_backend='sdpa', loss_chunk_size=16)], ids=str)
 def test_the_tracker_agrees_with_torchs_to_the_byte(changes):
     "Torch's private one, which knows no frozen parameters, watches the same step of the same network."
     vlm, cfg = tiny(vit_n_blocks=2, lm_n_blocks=2, **changes)
@@ -67,7 +68,8 @@ BAD = dict(data=.4, forward_backward=.3, communication=.2, optimizer=.05, valida
 
 def test_advice_has_a_line_for_each_fault():
     lines = advice(BAD, NANO, NANO_VLM, oom=True, unstable=True)
-    assert [line.split(':')[0].split(' ')[0] for line in lines] == ['out', 'unstable', 'data', 'communication', 'other']
+    assert [line.split(':')[0].split(' ')[0] for line in lines] == ['out', 'unstable', 'data',
+                                                                    'communication', 'other']
     assert 'batch_size 1, gradient_accumulation_steps 16' in lines[0] and 'max_images_per_knapsack 10' in lines[0] and 'lm_max_length 2048' in lines[0]
     assert 'language_checkpointing' in lines[0] and 'max_img_size 1024' in lines[0]
     assert 'lr_mp 0.00512 -> 0.001' in lines[1] and 'warmup_ratio 0.03 -> 0.06' in lines[1] and 'max_grad_norm 1.0 -> 0.5' in lines[1]

@@ -53,7 +53,8 @@ def folders(tmp_path_factory):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     place = tmp_path_factory.mktemp('qwen')
-    made = dict(plain=write(place/'plain'), tied=write(place/'tied', tied=True, seed=1), flat=flatten(write(place/'flat')), parts=write(place/'parts', max_shard_size='300KB'))
+    made = dict(plain=write(place/'plain'), tied=write(place/'tied', tied=True, seed=1),
+                flat=flatten(write(place/'flat')), parts=write(place/'parts', max_shard_size='300KB'))
     assert len([*made['parts'].glob('*.safetensors')]) > 2
     return made
 
@@ -68,7 +69,8 @@ def pairs(folders):
 def rows():
     "Questions about one picture, about three, and about none."
     pictures = [drawing(*size, seed=i) for i, size in enumerate(SIZES)]
-    return [*(([p], 'What is this?') for p in pictures), (pictures[:3], 'Which colour is it?'), ([], 'yes or no?')]
+    return [*(([p], 'What is this?') for p in pictures), (pictures[:3], 'Which colour is it?'),
+            ([], 'yes or no?')]
 
 
 def largest(a, b):
@@ -87,7 +89,8 @@ def odd_files(folder):
     made = [drawing(*size, seed=i) for i, size in enumerate(sizes)]
     alpha = drawing(150, 90)
     alpha.putalpha(Image.linear_gradient('L').resize(alpha.size))
-    made += [drawing(120, 80).convert('L'), drawing(80, 120).convert('P'), alpha, drawing(200, 100).convert('LA'), drawing(70, 70).convert('1')]
+    made += [drawing(120, 80).convert('L'), drawing(80, 120).convert('P'), alpha,
+             drawing(200, 100).convert('LA'), drawing(70, 70).convert('1')]
     files = [folder/f'{i}.png' for i in range(len(made))]
     for im, file in zip(made, files): im.save(file)
     turned = folder/'turned.jpg'
@@ -135,7 +138,8 @@ def test_ids_are_those_of_the_chat_template(pairs, rows):
     for asker, theirs in pairs.values():
         for pictures, question in rows: assert asker.prompt(pictures, question)[0] == theirs.ids(pictures, question)
     turns = [dict(user='What is this?', assistant='a ring'), dict(user='Where is it?')]
-    said = [dict(role='user', content=[dict(type='image'), dict(type='text', text='What is this?')]), dict(role='assistant', content='a ring'), dict(role='user', content='Where is it?')]
+    said = [dict(role='user', content=[dict(type='image'), dict(type='text', text='What is this?')]),
+            dict(role='assistant', content='a ring'), dict(role='user', content='Where is it?')]
     text = theirs.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True).replace('<|image_pad|>', '<|image_pad|>'*16)
     assert asker.prompt([drawing(112, 112)], turns)[0] == theirs.tokenizer(text)['input_ids']
     assert '<|image_pad|>' not in asker.tokenizer.tokenize(asker.tokenizer.decode(asker.prompt([], 'an <|image_pad|> here')[0]))[1:3]
@@ -219,7 +223,8 @@ def test_gradients_of_every_tensor(pairs, rows):
         labels.append(torch.cat([wanted[1:], torch.tensor([-100])]))
         lens.append(len(row))
     pictures = [[asker.image_processor(im)[0] for im in images] for images, _ in rows]
-    _, loss = model(torch.cat(ids)[None], pictures, targets=torch.cat(labels)[None], doc_lens=[lens], reduction='sum')
+    _, loss = model(torch.cat(ids)[None], pictures, targets=torch.cat(labels)[None], doc_lens=[lens],
+                    reduction='sum')
     loss.backward()
     model.eval()
     assert loss.item() == pytest.approx(total, rel=1e-5)
@@ -237,7 +242,8 @@ def test_greedy_answers_of_a_padded_batch(pairs, rows, kind):
     questions = [rows[4], rows[7], rows[8]]  # one picture, three, none
     texts = asker(questions, max_new_tokens=12)
     for row, text in zip(questions, texts):
-        made = theirs.model.generate(**theirs.inputs([row]), max_new_tokens=12, do_sample=False, eos_token_id=asker.tokenizer.eos_token_id)
+        made = theirs.model.generate(**theirs.inputs([row]), max_new_tokens=12, do_sample=False,
+                                     eos_token_id=asker.tokenizer.eos_token_id)
         assert theirs.tokenizer.decode(made[0, len(theirs.ids(*row)):], skip_special_tokens=True).strip() == text
 
 
@@ -273,7 +279,9 @@ def test_export_is_bit_for_bit(pairs, folders, rows, tmp_path, kind):
     assert again.ids(*rows[7]) == theirs.ids(*rows[7]) and again.processor.size == theirs.processor.size
     for part in ('text_config', 'vision_config'):
         old, new = (getattr(c, part).to_dict() for c in (known, again.model.config))
-        free = {'dtype', 'initializer_range', 'head_dim', 'rope_scaling', 'rope_theta', 'transformers_version', 'eos_token_id', 'bos_token_id', 'pad_token_id', 'tokens_per_second', 'layer_types', 'model_type'}
+        free = {'dtype', 'initializer_range', 'head_dim', 'rope_scaling', 'rope_theta',
+                'transformers_version', 'eos_token_id', 'bos_token_id', 'pad_token_id', 'tokens_per_second',
+                'layer_types', 'model_type'}
         assert {k: old[k] for k in old if k not in free} == {k: new.get(k) for k in old if k not in free}
     with torch.no_grad(): assert torch.equal(again.model(**theirs.inputs(rows[:1])).logits, theirs.model(**theirs.inputs(rows[:1])).logits)
     back = VisionLanguageModel.from_pretrained(tmp_path/'out')
@@ -300,14 +308,19 @@ def test_own_format_keeps_everything(folders, rows, tmp_path):
 
 def settings(folder, place=Path('none'), **changes):
     "A model and a run of a few updates over drawn scenes, in float32."
-    model = evolve(checkpoint_config(folder), vlm_checkpoint_path=str(place/'runs'), lm_max_length=256, hf_repo_name=None)
-    plan = dict(train_dataset_path='shapes', data_cutoff_idx=400, val_size=8, stream_dataset=False, lr_mp=1e-3, lr_backbones=1e-3, max_training_steps=6, batch_size=1,
-                gradient_accumulation_steps=4, max_sample_length=192, dtype='float32', eval_interval=100, ask_samples=0, use_lmms_eval=False, log_wandb=False, progress_bar=False,
-                console_line='none', num_workers=0, val_workers=0, stats_log_interval=3, num_of_sequences=8, compile=False, peak_tflops=1., async_save=False)
+    model = evolve(checkpoint_config(folder), vlm_checkpoint_path=str(place/'runs'), lm_max_length=256,
+                   hf_repo_name=None)
+    plan = dict(train_dataset_path='shapes', data_cutoff_idx=400, val_size=8, stream_dataset=False,
+                lr_mp=1e-3, lr_backbones=1e-3, max_training_steps=6, batch_size=1,
+                gradient_accumulation_steps=4, max_sample_length=192, dtype='float32', eval_interval=100,
+                ask_samples=0, use_lmms_eval=False, log_wandb=False, progress_bar=False,
+                console_line='none', num_workers=0, val_workers=0, stats_log_interval=3, num_of_sequences=8,
+                compile=False, peak_tflops=1., async_save=False)
     return model, TrainConfig(**plan | changes)
 
 
-@pytest.mark.parametrize('how', (dict(batch_size=2), dict(batch_size=1, num_workers=1)), ids=('joined', 'made by a worker'))
+@pytest.mark.parametrize('how', (dict(batch_size=2), dict(batch_size=1, num_workers=1)),
+                         ids=('joined', 'made by a worker'))
 def test_the_loader_says_what_the_model_would(folders, how):
     "Layouts of packs with pictures, made beside the model, and the counts of an update."
     cfg, train = settings(folders['plain'], **how)
@@ -476,7 +489,8 @@ def test_two_ranks_make_the_same_run(folders, tmp_path):
     place = tmp_path
     go(folder, place, 'straight')
     for kind in ('ddp', 'zero2', 'zero3'):
-        launch(lambda dist: go(folder, place, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind), 2, 240.)
+        launch(lambda dist: go(folder, place, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind),
+               2, 240.)
         compare(place, kind)
     launch(lambda dist: go(folder, place, 'cut', stop=3, dist=dist, gradient_accumulation_steps=2, sharding='zero2'), 2, 240.)
     go(folder, place, 'cut', resume=True)
@@ -487,7 +501,8 @@ def adapted(folder, ids, pictures, lens, lower=True, recompute=False):
     "Adapters of both towers after three updates in bfloat16: losses, adapters, the model."
     model = VisionLanguageModel.from_pretrained(folder)
     torch.manual_seed(0)
-    add_adapters(model, 4, targets=['decoder', 'vision_encoder'], base=dict(path=str(folder), sha256=base_digest(folder)))
+    add_adapters(model, 4, targets=['decoder', 'vision_encoder'],
+                 base=dict(path=str(folder), sha256=base_digest(folder)))
     if lower: lower_base(model, torch.bfloat16)
     optimizer = make_optimizer(model, TrainConfig(lora_rank=4, lr_lora=1e-2))
     model.vision_encoder.recompute = model.decoder.recompute = recompute
@@ -523,7 +538,8 @@ def test_a_base_in_bfloat16_changes_no_bit(pairs, folders, rows, kind, tmp_path)
 @pytest.mark.slow
 def test_adapters_learn(folders, tmp_path):
     "Tower and language model get them; what they stand on stays, and both together are a Qwen2.5-VL again."
-    go(folders['plain'], tmp_path, 'lora', lora_rank=4, lora_targets=['decoder', 'vision_encoder'], lr_lora=1e-2)
+    go(folders['plain'], tmp_path, 'lora', lora_rank=4, lora_targets=['decoder', 'vision_encoder'],
+       lr_lora=1e-2)
     losses = [r['batch_loss'] for r in read_log(tmp_path/'runs'/'lora'/'log.jsonl') if 'batch_loss' in r]
     assert losses[-1] < losses[0]-.5
     made = Path(find_checkpoint(tmp_path/'runs'/'lora'))
@@ -549,7 +565,8 @@ def test_adapters_in_bfloat16_go_on_bit_for_bit(folders, tmp_path):
     weights, losses = made('straight')
     go(folders['plain'], tmp_path, 'broken', stop=3, **how)
     go(folders['plain'], tmp_path, 'broken', resume=True, **how)
-    go(folders['plain'], tmp_path, 'recomputed', vision_checkpointing=True, language_checkpointing=True, **how)
+    go(folders['plain'], tmp_path, 'recomputed', vision_checkpointing=True, language_checkpointing=True,
+       **how)
     for name in ('broken', 'recomputed'): assert made(name)[1] == losses and all(torch.equal(w, weights[k]) for k, w in made(name)[0].items())
     for kind in ('ddp', 'zero2', 'zero3'):
         launch(lambda dist: go(folders['plain'], tmp_path, kind, dist=dist, gradient_accumulation_steps=2, sharding=kind, **how), 2, 240.)

@@ -28,10 +28,12 @@ def one(tmp_path_factory):
 
 
 def test_a_run_leaves_its_directory(one):
-    assert {p.name for p in one.iterdir()} >= {'config.yaml', 'log.jsonl', 'train.log', 'step_0', 'step_3', 'step_6', 'step_7', 'last_checkpoint',
+    assert {p.name for p in one.iterdir()} >= {'config.yaml', 'log.jsonl', 'train.log', 'step_0', 'step_3',
+                                               'step_6', 'step_7', 'last_checkpoint',
                                                'best_checkpoint', 'answers.json', 'samples.png', 'curves.png'}
     assert (one/'last_checkpoint').read_text() == 'step_7\n'
-    assert {p.name for p in (one/'step_7').iterdir()} >= {'config.json', 'model.safetensors', 'trainer_state.json', 'tokenizer.json'}
+    assert {p.name for p in (one/'step_7').iterdir()} >= {'config.json', 'model.safetensors',
+                                                          'trainer_state.json', 'tokenizer.json'}
     with Image.open(one/'samples.png') as im: assert im.width > 300
     records = read_log(one/'log.jsonl')
     assert [r['step'] for r in records if 'batch_loss' in r] == list(range(1, 8))
@@ -58,7 +60,8 @@ def test_config_repeats_the_run_byte_for_byte(one, tmp_path):
 
 def test_two_ranks_train_like_one(one, tmp_path):
     "Also over the ends of epochs, where one rank has data left and the other has none. The ranks run the file, as nanoVLM's users type it."
-    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, ROOT/'nanovlm_nb'/'train.py']
+    launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2,
+              ROOT/'nanovlm_nb'/'train.py']
     done = run([*launch, *TINY, '--run_name', 'r', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--gradient_accumulation_steps', 1, '--dtype', 'float32', '--ask_samples', 2], tmp_path)
     train([*TINY, '--run_name', 'alone', '--max_training_steps', 9, '--data_cutoff_idx', 79, '--dtype', 'float32', '--num_workers', 1, '--ask_samples', 0], tmp_path)
     two = updates(tmp_path/'checkpoints'/'r')
@@ -98,7 +101,8 @@ def test_tensorboard_shows_what_the_log_has(one):
 
 
 def test_compiled_run_equals_the_eager_one(tmp_path):
-    flags = [*TINY, '--max_training_steps', 2, '--ask_samples', 0, '--dtype', 'float32', '--batch_size', 1, '--max_val_batches', 1]
+    flags = [*TINY, '--max_training_steps', 2, '--ask_samples', 0, '--dtype', 'float32', '--batch_size', 1,
+             '--max_val_batches', 1]
     runs = {}
     for name in ('True', 'False'):
         train([*flags, '--run_name', name, '--compile', name], tmp_path)
@@ -114,7 +118,8 @@ def test_a_held_out_row_that_is_too_long_is_left_out(tmp_path):
 
     def longer(row, i): return row | dict(texts=[dict(t, user=t['user']+' please'*(300*(i % 2))) for t in row['texts']])
     shapes_dataset(40, 'train', 0).map(longer, with_indices=True).to_parquet(tmp_path/'data'/'train-00000.parquet')
-    flags = ['--train_dataset_path', 'data', '--stream_dataset', False, '--data_cutoff_idx', 24, '--max_training_steps', 1, '--eval_in_epochs', False, '--dtype', 'float32']
+    flags = ['--train_dataset_path', 'data', '--stream_dataset', False, '--data_cutoff_idx', 24,
+             '--max_training_steps', 1, '--eval_in_epochs', False, '--dtype', 'float32']
     train([*TINY, *flags, '--lm_max_position_embeddings', 600, '--ask_samples', 8, '--run_name', 'r'], tmp_path)
     run_dir = tmp_path/'checkpoints'/'r'
     assert (run_dir/'status').read_text() == 'done\n' and json.loads((run_dir/'answers.json').read_text())['answers']['all'][1] > 0

@@ -112,7 +112,8 @@ def test_files_are_those_of_safetensors(dtype, tmp_path):
     "Byte for byte: order, header, padding; names that are not ASCII, views, tensors of no number and of no dimension."
     torch.manual_seed(0)
     tensors = {f'{name}.{i}': torch.randn(*shape).to(dtype) for i, name in enumerate('b.weight a.bias ä.norm'.split()) for shape in [(3, 5), (2,)][:i+1]}
-    tensors |= dict(none=torch.zeros(0, 4), number=torch.tensor(3), flags=torch.tensor([True, False]), view=torch.randn(6, 4, dtype=torch.float64).T[1:])
+    tensors |= dict(none=torch.zeros(0, 4), number=torch.tensor(3), flags=torch.tensor([True, False]),
+                    view=torch.randn(6, 4, dtype=torch.float64).T[1:])
     write_tensors(tmp_path/'ours', tensors, dict(format='pt'), [*tensors])
     save_file({k: w.contiguous() for k, w in tensors.items()}, tmp_path/'theirs', dict(format='pt'))
     assert (tmp_path/'ours').read_bytes() == (tmp_path/'theirs').read_bytes()
@@ -125,7 +126,8 @@ def test_a_tensor_of_another_shape_is_named(model, tmp_path):
 
 def test_only_the_last_answer_is_rated(model):
     asker = Asker.from_model(model)
-    alone = asker.score([], [dict(user='what?', assistant='a red circle'), dict(user='and?')], ['blue', 'green'])
+    alone = asker.score([], [dict(user='what?', assistant='a red circle'), dict(user='and?')],
+                        ['blue', 'green'])
     other = asker.score([], [dict(user='what?', assistant='a'), dict(user='and?')], ['blue', 'green'])
     lengths = len(asker.tokenizer.encode('a red circle'))-len(asker.tokenizer.encode('a'))
     assert lengths > 1 and max(abs(a-b) for a, b in zip(alone, other)) < 1  # an untrained token costs about 6

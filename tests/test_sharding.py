@@ -30,7 +30,8 @@ def out(tmp_path_factory):
     out = tmp_path_factory.mktemp('sharded')
     for ranks in (1, 2, 4):
         launch = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', ranks] if ranks > 1 else []
-        done = run([sys.executable, *launch, HERE/'sharded.py', out], out, timeout=600, PYTHONPATH=f'{HERE.parent}:{HERE}')
+        done = run([sys.executable, *launch, HERE/'sharded.py', out], out, timeout=600,
+                   PYTHONPATH=f'{HERE.parent}:{HERE}')
         assert 'FutureWarning' not in done.stderr
     return out
 
@@ -73,7 +74,8 @@ def test_same_training(out, facts, name, reference):
 @pytest.mark.parametrize('name', ['at_once', 'ddp_pairs'])
 def test_the_split_of_a_batch_does_not_matter(out, facts, name):
     "Micro-batches of four packs, or of two on two ranks, in place of one: entries whose gradient is rounding go their own way, all together do not."
-    torch.testing.assert_close(torch.tensor(facts[name]['figures']), torch.tensor(facts['whole']['figures']), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(facts[name]['figures']), torch.tensor(facts['whole']['figures']),
+                               atol=2e-6, rtol=1e-6)
     a, b = (torch.cat([w.flatten() for w in weights(out/f'{n}.safetensors').values()]) for n in (name, 'whole'))
     assert (a-b).norm() < 1e-6*b.norm()
 
@@ -97,7 +99,8 @@ def test_mixed_precision(out, facts):
 
 def kept_between_micro_batches(dist, each):
     "Numbers of gradients that a rank of zero2 keeps when all micro-batches of an update but the last are done, as a share of the model."
-    trainer = sharded.make_trainer(dist, None, {}, dict(sharding='zero2', gradient_accumulation_steps=2, **each))
+    trainer = sharded.make_trainer(dist, None, {},
+                                   dict(sharding='zero2', gradient_accumulation_steps=2, **each))
     model = trainer.base
     kept = []
     def look(*_): kept.append(sum(whole_or_piece(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params))
@@ -108,7 +111,8 @@ def kept_between_micro_batches(dist, each):
 
 def whole_or_piece(param):
     "How many numbers of a parameter's gradient are here."
-    here = [param.unsharded_accumulated_grad, getattr(param, '_unsharded_param', param.sharded_param).grad, param.sharded_param.grad]
+    here = [param.unsharded_accumulated_grad, getattr(param, '_unsharded_param', param.sharded_param).grad,
+            param.sharded_param.grad]
     return sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in here if w is not None)
 
 
@@ -133,7 +137,8 @@ def held(dist, how):
     return found[-1], memory(model.cfg, trainer.cfg, dist.world_size)._asdict(), 4*_largest_unit(sizes(model.cfg, trainer.cfg))
 
 
-@pytest.mark.parametrize('how', [dict(sharding='zero2'), dict(sharding='zero2', **sharded.EACH), dict(sharding='zero3'), dict(sharding='zero3', **sharded.EACH)], ids=str)
+@pytest.mark.parametrize('how',
+                         [dict(sharding='zero2'), dict(sharding='zero2', **sharded.EACH), dict(sharding='zero3'), dict(sharding='zero3', **sharded.EACH)], ids=str)
 def test_the_plan_is_what_a_rank_holds(how):
     "Weights, gradients and moments; the whole weights, of zero3 at most those of two blocks and the rest."
     for found, plan, exchanged in launch(lambda dist: held(dist, how), 2):
@@ -210,7 +215,8 @@ def test_files_of_a_checkpoint(out, facts, name, ranks):
 def test_a_sharded_checkpoint_in_one_process(out, facts):
     "Two ranks wrote it; here are none."
     found = sharded.continued(Dist(), out, 'zero2_to_1', 'zero2', {})
-    torch.testing.assert_close(torch.tensor(found['figures']), torch.tensor(facts['whole']['figures'][HALF:]), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(torch.tensor(found['figures']), torch.tensor(facts['whole']['figures'][HALF:]),
+                               atol=2e-6, rtol=1e-6)
     assert apart(weights(out/'zero2_to_1.safetensors'), weights(out/'whole.safetensors')) < 1e-6
 
 

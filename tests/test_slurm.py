@@ -9,7 +9,8 @@ import pytest
 from cluster import PATH, Slurm, missing
 from commands import TINY, environment, record, train, updates
 
-FLAGS = [*TINY, '--max_training_steps', '40', '--save_interval', '10', '--eval_interval', '20', '--batch_size', '1', '--ask_samples', '0', '--dtype', 'float32']
+FLAGS = [*TINY, '--max_training_steps', '40', '--save_interval', '10', '--eval_interval', '20',
+         '--batch_size', '1', '--ask_samples', '0', '--dtype', 'float32']
 
 
 @pytest.fixture(scope='module')
@@ -21,7 +22,8 @@ def slurm():
 def submit(slurm, root, cwd, *flags, options=('--cpus-per-task', 2), **env):
     "Hand in the project's job script; the environment is a small one, with this interpreter as `python`."
     path = f'{sys.exec_prefix}/bin:{PATH}'
-    return slurm.submit(root/'slurm'/'train.slurm', *FLAGS, *flags, cwd=cwd, options=options, **(environment(PATH=path, RANKS='2') | env))
+    return slurm.submit(root/'slurm'/'train.slurm', *FLAGS, *flags, cwd=cwd, options=options,
+                        **(environment(PATH=path, RANKS='2') | env))
 
 
 def until(slurm, job, state, seconds, folder):
@@ -72,7 +74,8 @@ def test_cancelled_keeps_its_checkpoint(slurm, root, tmp_path):
     slurm.wait(lambda: len(updates(run)) >= 4, 120, f'the run makes updates\n{said(tmp_path)}')
     slurm('scancel', job)
     until(slurm, job, 'CANCELLED', 60, tmp_path)
-    slurm.wait(lambda: (run/'status').read_text() == 'interrupted\n', 60, f'the run is interrupted\n{said(tmp_path)}')
+    slurm.wait(lambda: (run/'status').read_text() == 'interrupted\n', 60,
+               f'the run is interrupted\n{said(tmp_path)}')
     assert f'step_{len(updates(run))}' == (run/'last_checkpoint').read_text().strip()
 
 
@@ -104,7 +107,9 @@ def preempted(slurm, job, run, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('more, ends', [((), (killed, requeued)), (('--lora_rank', '2'), (killed, preempted))], ids=['weights', 'adapters'])
+@pytest.mark.parametrize('more, ends',
+                         [((), (killed, requeued)), (('--lora_rank', '2'), (killed, preempted))],
+                         ids=['weights', 'adapters'])
 def test_begun_with_weights_stopped_twice_identical(slurm, root, tmp_path, more, ends):
     "The first start begins with the weights of another run, the next ones go on from the run's own checkpoints, and the other run is gone. Bit for bit as a run that nobody stopped."
     train([*FLAGS, '--run_name', 'base', '--max_training_steps', '6'], tmp_path)
@@ -114,9 +119,11 @@ def test_begun_with_weights_stopped_twice_identical(slurm, root, tmp_path, more,
     last = 0
     job = submit(slurm, root, tmp_path, *flags, RUN_NAME='cut')
     for start, end in enumerate(ends, 1):
-        slurm.wait(lambda last=last: len(updates(run)) >= last+4 and slurm.job(job)['JobState'] == 'RUNNING', 180, f'start {start} makes updates\n{said(tmp_path)}')
+        slurm.wait(lambda last=last: len(updates(run)) >= last+4 and slurm.job(job)['JobState'] == 'RUNNING',
+                   180, f'start {start} makes updates\n{said(tmp_path)}')
         end(slurm, job, run, tmp_path)
-        slurm.wait(lambda: slurm.job(job)['JobState'] == 'PENDING', 120, f'job {job} is in the queue again\n{said(tmp_path)}')
+        slurm.wait(lambda: slurm.job(job)['JobState'] == 'PENDING', 120,
+                   f'job {job} is in the queue again\n{said(tmp_path)}')
         last = len(updates(run))
         assert 4 <= last < 40
         if start == 1: (tmp_path/'checkpoints'/'base').rename(tmp_path/'gone')

@@ -61,7 +61,8 @@ def test_other_parts_are_another_optimizer(tmp_path):
     train([*first, '--max_training_steps', 3], tmp_path)
     train([*first, '--resume', 'True', '--lr_mp', 1e-4], tmp_path)
     assert len(losses(tmp_path, 'r')) == 6, 'another rate is no obstacle'
-    thawed = [*SMALL, '--run_name', 'r', '--resume', 'True', '--lr_vision_backbone', 1e-4, '--max_training_steps', 8]
+    thawed = [*SMALL, '--run_name', 'r', '--resume', 'True', '--lr_vision_backbone', 1e-4,
+              '--max_training_steps', 8]
     refused = train(thawed, tmp_path, check=False)
     assert refused.returncode and "cannot resume: parts that train: {'MP': 'all', 'decoder': 'all'} ->" in refused.stderr
     train([*thawed, '--force_resume', 'True'], tmp_path)
@@ -100,7 +101,8 @@ def loss_and_gradients(vlm, recompute, **compiling):
 @pytest.mark.parametrize('use_moe, dropout, backend', [(True, 0., 'aot_eager'), pytest.param(False, .1, 'inductor', marks=pytest.mark.slow)])  # aot_eager fails on dropout in training
 def test_recomputed_blocks_of_a_compiled_model(use_moe, dropout, backend):
     "Loss and gradients are those of a model that keeps what it needs; a model that is asked drops nothing."
-    vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout, lm_dropout=dropout, vit_n_blocks=2, lm_n_blocks=2)
+    vlm = evolve(preset('shapes')[0], use_moe=use_moe, vit_dropout=dropout, lm_dropout=dropout,
+                 vit_n_blocks=2, lm_n_blocks=2)
     (once, said), (again, said_again) = (loss_and_gradients(vlm, recompute, backend=backend) for recompute in (False, True))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(once, again, strict=True))
     assert torch.equal(*said) and torch.equal(*said_again)
@@ -154,8 +156,10 @@ def test_minimind_stage(tmp_path, use_moe):
     torch.manual_seed(0)
     siglip = tmp_path/'siglip'
     SiglipVisionModel(SiglipVisionConfig(hidden_size=32, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=64, patch_size=16)).save_pretrained(siglip)
-    flags = [*SMALL, '--vit_model_type', siglip, '--vit_img_size', 64, '--vit_patch_size', 16, '--max_img_size', 64, '--lm_base_vocab_size', 448,
-             '--lm_tokenizer', 'shapes', '--train_dataset_path', 'shapes', '--use_moe', use_moe, '--batch_size', 4, '--gradient_accumulation_steps', 1]
+    flags = [*SMALL, '--vit_model_type', siglip, '--vit_img_size', 64, '--vit_patch_size', 16,
+             '--max_img_size', 64, '--lm_base_vocab_size', 448,
+             '--lm_tokenizer', 'shapes', '--train_dataset_path', 'shapes', '--use_moe', use_moe,
+             '--batch_size', 4, '--gradient_accumulation_steps', 1]
     start = ['--preset', 'minimind_ddp', *flags]
     vlm, _, _ = parse_args([str(a) for a in start])
     theirs = {k: (w[:448] if k in ('token_embedding.weight', 'head.weight') else w).half() for k, w in LanguageModel(vlm).state_dict().items() if 'inv_freq' not in k}

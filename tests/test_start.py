@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures('one_thread')
 RUN = [*TINY[16:], '--max_training_steps', '1', '--eval_in_epochs', 'False', '--ask_samples', '0']  # without sizes of a model
 SIZES = TINY[:16]
 #: kind of start -> flags; each is given to the run and to what foretells it
-STARTS = dict(random=SIZES, checkpoint=['--load_from', 'checkpoints/first/step_1'], pth=[*SIZES, '--load_from', 'out/pretrain_vlm_32.pth'],
+STARTS = dict(random=SIZES, checkpoint=['--load_from', 'checkpoints/first/step_1'],
+              pth=[*SIZES, '--load_from', 'out/pretrain_vlm_32.pth'],
               backbones=['--vlm_load_backbone_weights', 'True', '--vit_model_type', 'vit', '--lm_model_type', 'lm'],
               deepspeed=[*SIZES, '--deepspeed_config', 'ds.json'])
 
@@ -132,7 +133,8 @@ GONE = dict(checkpoint='checkpoints/first', pth='out', backbones='lm', vlm='chec
 def test_the_same_command_serves_every_start(kind, place, monkeypatch):
     "Weights to begin with, and what only says where they are, are not looked at by the second start: they may be gone. The command is the same, and so are its sizes."
     monkeypatch.chdir(place)
-    command = ['train', *RUN, *(STARTS | MORE)[kind], '--run_name', f'{kind}-job', '--resume', 'True', '--max_training_steps', '2']
+    command = ['train', *RUN, *(STARTS | MORE)[kind], '--run_name', f'{kind}-job', '--resume', 'True',
+               '--max_training_steps', '2']
     assert nanovlm([*command[:-1], '1']) == 0
     before = settings(f'checkpoints/{kind}-job')
     away = Path(GONE[kind]).rename('hidden')

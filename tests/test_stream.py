@@ -32,11 +32,13 @@ from nanovlm_nb.training.optim import _report, gather_update
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH = 128
 LONGEST = 112
-FEATURES = datasets.Features(images=datasets.List(datasets.Image()), source=datasets.Value('string'), relevance_ratings=datasets.List(datasets.Value('int64')),
+FEATURES = datasets.Features(images=datasets.List(datasets.Image()), source=datasets.Value('string'),
+                             relevance_ratings=datasets.List(datasets.Value('int64')),
                              texts=datasets.List(dict(user=datasets.Value('string'), assistant=datasets.Value('string'))))
 ROWS = dict(few=24, many=36, saved=12)                                          # configuration -> rows; `few` has 3 shares, the others 12
 FATES = {3: 'ratings', 5: 'too_long', 7: 'no_turns', 8: 'cut', 9: 'truncated', 11: 'no_header'}  # row number modulo 12 -> what is odd about it
-REASONS = dict(ratings='ratings', too_long='too_long', no_turns='no_turns', truncated='unreadable_image', no_header='unreadable_image')
+REASONS = dict(ratings='ratings', too_long='too_long', no_turns='no_turns', truncated='unreadable_image',
+               no_header='unreadable_image')
 
 
 def png(dice, w=16, h=16):
@@ -54,7 +56,8 @@ def make_row(name, i, dice):
     if fate == 'no_header': pictures = [b'no picture']
     turns = [dict(user=f'{name} {i}?', assistant='yes '*(90 if fate == 'too_long' else words))]
     if fate == 'cut': turns.append(dict(user='Sure?', assistant='no'))
-    return dict(images=[dict(bytes=b, path=None) for b in pictures], texts=[] if fate == 'no_turns' else turns, source=f'{name}-{i}',
+    return dict(images=[dict(bytes=b, path=None) for b in pictures],
+                texts=[] if fate == 'no_turns' else turns, source=f'{name}-{i}',
                 relevance_ratings=dict(ratings=[0], cut=[3, 0]).get(fate, [3]))
 
 
@@ -160,14 +163,18 @@ VLM = evolve(preset('shapes')[0], vit_img_size=16, vit_patch_size=4, max_img_siz
 
 def train_cfg(root, names, **changes):
     "A run on some of the configurations."
-    return evolve(preset('shapes')[1], train_dataset_path=str(root), train_dataset_name=list(names), data_cutoff_idx=None, max_sample_length=LONGEST,
-                  max_images_per_example=3, max_images_per_knapsack=3, **dict(dict(stream_dataset=True, val_size=5, num_workers=0), **changes))
+    return evolve(preset('shapes')[1], train_dataset_path=str(root), train_dataset_name=list(names),
+                  data_cutoff_idx=None, max_sample_length=LONGEST,
+                  max_images_per_example=3, max_images_per_knapsack=3,
+                  **dict(dict(stream_dataset=True, val_size=5, num_workers=0), **changes))
 
 
 class Runs:
     "Runs on one data configuration."
     def __init__(self, data, root, tokenizer, val_size=5):
-        self.cfg = train_cfg(root, data.names, train_dataset_weights=list(data.weights), stream_dataset=data.stream, num_of_sequences=data.window, seed=data.seed, val_size=val_size)
+        self.cfg = train_cfg(root, data.names, train_dataset_weights=list(data.weights),
+                             stream_dataset=data.stream, num_of_sequences=data.window, seed=data.seed,
+                             val_size=val_size)
         self.data = data
         self.tokenizer = tokenizer
         self.train, self.val = load_sources(self.cfg)
@@ -249,7 +256,8 @@ def test_goes_on_as_if_nothing_had_happened(runs, whole, case):
 @pytest.mark.parametrize('stream', [True, False])
 def test_ranks_and_validation_share_no_row(root, tokenizer, stream):
     "Two ranks, three workers for training and for validation: four disjoint parts, and together every row; the validation part has `val_size` rows."
-    cfg = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3, num_workers=3 if stream else 0, val_workers=3 if stream else 0)
+    cfg = train_cfg(root, ('few', 'many'), stream_dataset=stream, val_size=14, batch_size=3,
+                    num_workers=3 if stream else 0, val_workers=3 if stream else 0)
     parts = {}
     for rank in (0, 1):
         for part, loader in zip(('train', 'val'), get_dataloaders(cfg, VLM, Dist(rank=rank, world_size=2), tokenizer)):
@@ -313,7 +321,8 @@ def test_memory_does_not_grow_with_the_stream(tmp_path, tokenizer):
     for f in range(4):
         rows = [dict(images=[dict(bytes=small+os.urandom(300_000), path=None)], texts=[dict(user=f'{i}?', assistant='yes')], source='noise', relevance_ratings=None) for i in range(100)]
         datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(tmp_path/'noise'/f'{f}.parquet', batch_size=10)
-    loader, _ = get_dataloaders(train_cfg(tmp_path, ['noise'], val_size=0, num_of_sequences=2), VLM, tokenizer=tokenizer)
+    loader, _ = get_dataloaders(train_cfg(tmp_path, ['noise'], val_size=0, num_of_sequences=2), VLM,
+                                tokenizer=tokenizer)
     with pytest.raises(TypeError, match='has no len'): len(loader)
     held = [(resident(), sum(map(len, batch['ids']))) for batch in loader]
     assert sum(n for _, n in held) == 400
@@ -353,7 +362,8 @@ def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
     samples = Counting([], tokenizer, get_image_processor(32, 16), 4)
     samples.made, rows = torch.multiprocessing.get_context('fork').Value('i', 0), [r | dict(texts=[dict(user='q', assistant='a')]) for r in text_rows('text', 400)]
     one = samples.plan_row(rows[0] | dict(id='0')).tokens
-    loader = PackLoader(samples, MapSource(rows), PackRules(one, tokenizer.pad_token_id, window=4), lanes, num_workers=workers)
+    loader = PackLoader(samples, MapSource(rows), PackRules(one, tokenizer.pad_token_id, window=4), lanes,
+                        num_workers=workers)
     turns = -(-lanes//workers)
     ahead = max(2, turns)//turns*lanes
     batches = iter(loader)
@@ -370,7 +380,9 @@ def test_workers_keep_the_queue_full(tokenizer, lanes, workers):
 def test_windows_grow_and_resume_anywhere(tokenizer):
     "Windows of 2, 2 more than before, up to 16: the rest of the epoch is the same from each state on."
     def played(state=None):
-        loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4), MapSource(text_rows('text', 300)), PackRules(64, tokenizer.pad_token_id, window=16, first=2), 4)
+        loader = PackLoader(VQADataset([], tokenizer, get_image_processor(32, 16), 4),
+                            MapSource(text_rows('text', 300)),
+                            PackRules(64, tokenizer.pad_token_id, window=16, first=2), 4)
         if state: loader.load_state_dict(state)
         return [(b['ids'], loader.state_dict()) for b in loader]
     whole = played()

@@ -58,7 +58,8 @@ def test_reproduces_the_references_six_updates(golden):
         "The recorded rates: the projector's, or the backbones'."
         return recorded[step]['lrs'][0 if max_lr > 1e-3 else 1]
 
-    cfg = TrainConfig(gradient_accumulation_steps=2, loss_average='micro_batches', dtype='float32', max_training_steps=6)
+    cfg = TrainConfig(gradient_accumulation_steps=2, loss_average='micro_batches', dtype='float32',
+                      max_training_steps=6)
     model = VisionLanguageModel.from_pretrained(data/'checkpoint').train()
     batches = [micro_batch(k) for u in recorded for k in u['micro']]
     trainer = make_trainer(model, cfg, batches, batches, schedule=schedule)
@@ -103,16 +104,19 @@ def test_get_lr_is_the_recorded_schedule_without_its_overshoot(golden):
 def test_the_order_of_the_hooks():
     "What judges the weights follows the checkpoint, and hooks of the user's come before it and before the log."
     hooks = [type(hook).__name__ for hook in hooks_of(TrainConfig(), [Hook()])]
-    assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Meters', 'Hook', 'Log', 'Checkpoint', 'Validate', 'Evaluate']
+    assert hooks == ['Guard', 'BadUpdates', 'LeftOut', 'Meters', 'Hook', 'Log', 'Checkpoint', 'Validate',
+                     'Evaluate']
 
 
 def small(folder, batch_size=2, **fields):
     "A trainer of a tiny model, four packs an update, on the drawn scenes."
-    vlm_cfg, cfg = tiny(batch_size=batch_size, gradient_accumulation_steps=4//batch_size, async_save=False, **fields)
+    vlm_cfg, cfg = tiny(batch_size=batch_size, gradient_accumulation_steps=4//batch_size, async_save=False,
+                        **fields)
     torch.manual_seed(0)
     tokenizer = load_tokenizer(vlm_cfg)
     loaders = get_dataloaders(cfg, vlm_cfg, Dist(), tokenizer)
-    return make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, *loaders, log=RunLog(folder, Dist(), quiet=True), tokenizer=tokenizer)
+    return make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, *loaders,
+                        log=RunLog(folder, Dist(), quiet=True), tokenizer=tokenizer)
 
 
 def test_validation_scores_64_batches_without_gradients_and_frees_cached_memory_first(tmp_path, monkeypatch):
@@ -145,7 +149,8 @@ def test_validation_scores_the_same_packs_after_a_new_split(tmp_path):
 
 
 def test_idle_micro_batches_have_no_part_in_a_mean_of_means(tmp_path):
-    vlm_cfg, cfg = tiny(loss_average='micro_batches', batch_size=1, gradient_accumulation_steps=1, dtype='float32', data_cutoff_idx=40)
+    vlm_cfg, cfg = tiny(loss_average='micro_batches', batch_size=1, gradient_accumulation_steps=1,
+                        dtype='float32', data_cutoff_idx=40)
     loader, _ = get_dataloaders(cfg, vlm_cfg)
     first, second = islice(loader, 2)
     t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, [], [])
@@ -209,7 +214,8 @@ def test_a_data_error_of_one_rank_in_a_validation_reaches_all_ranks():
     batches = list(islice(get_dataloaders(cfg, vlm_cfg)[0], 3))
     def validate(dist):
         torch.manual_seed(0)
-        t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, batches, HalfAPicture(batches) if dist.rank else batches, dist=dist)
+        t = make_trainer(VisionLanguageModel(vlm_cfg, load_backbone=False), cfg, batches,
+                         HalfAPicture(batches) if dist.rank else batches, dist=dist)
         try: validation_loss(t)
         except KeyError as e: return str(e)
     assert launch(validate, timeout_s=60) == ["'half a picture'"]*2
@@ -218,7 +224,8 @@ def test_a_data_error_of_one_rank_in_a_validation_reaches_all_ranks():
 def test_the_first_of_two_equal_judgements_stays_the_best(tmp_path):
     "In the log, in the files, and after the run has been resumed between the two."
     def go(last, **fields):
-        vlm_cfg, cfg = tiny(max_training_steps=last, save_interval=2, eval_interval=2, max_keep_ckpts=-1, run_name='r', **fields)
+        vlm_cfg, cfg = tiny(max_training_steps=last, save_interval=2, eval_interval=2, max_keep_ckpts=-1,
+                            run_name='r', **fields)
         return run(evolve(vlm_cfg, vlm_checkpoint_path=str(tmp_path)), cfg, judge=lambda trainer: 1.)
     for last, fields in ((4, {}), (6, dict(resume=True))):
         run_dir = go(last, **fields)

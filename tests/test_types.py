@@ -10,7 +10,8 @@ MOST_IGNORED = 10  # `# type: ignore[code]` in the whole package, each with its 
 
 def test_annotations_are_true(tmp_path):
     "mypy reads the whole package."
-    command = [sys.executable, '-m', 'mypy', '--config-file', ROOT/'tests'/'mypy.ini', '--cache-dir', tmp_path, '--no-error-summary', 'nanovlm_nb']
+    command = [sys.executable, '-m', 'mypy', '--config-file', ROOT/'tests'/'mypy.ini', '--cache-dir',
+               tmp_path, '--no-error-summary', 'nanovlm_nb']
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
     assert done.returncode in (0, 1), done.stderr + done.stdout  # 2: mypy itself has failed
     wrong = [line for line in done.stdout.splitlines() if ': error: ' in line]

@@ -17,7 +17,8 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.training.optim import amp_dtype
 from nanovlm_nb.runs.run import run as train_here
 
-FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0', '--max_training_steps', '8', '--console_line', 'minimind']
+FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0',
+         '--max_training_steps', '8', '--console_line', 'minimind']
 
 
 @pytest.fixture(scope='module')

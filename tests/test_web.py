@@ -49,14 +49,16 @@ def in_node(place, **cases):
     "What the script makes of cases, see page_in_node.mjs."
     if not shutil.which('node'): pytest.skip('Node is not there')
     (place/'cases.json').write_text(json.dumps(cases))
-    done = subprocess.run(['node', HERE/'page_in_node.mjs', PAGE/'page.js', place/'cases.json'], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(['node', HERE/'page_in_node.mjs', PAGE/'page.js', place/'cases.json'],
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 def some_text(rng):
     "Words, spaces, digits, and any characters there are, some of them spelling special tokens."
-    parts = ['How many', ' squares', " we'll", '  ', '\t \n', '12', ' ٣٤', '½', '¡Ωß', ' 中文', '🙂', '\u00a0', '\u0085', '\ufeff', '\u200b',
+    parts = ['How many', ' squares', " we'll", '  ', '\t \n', '12', ' ٣٤', '½', '¡Ωß', ' 中文', '🙂', '\u00a0',
+             '\u0085', '\ufeff', '\u200b',
              '<|im_end|>', '<|image|>', '<|im_<|im_end|>end|>', 'é', '\u0301', ' .,!?', 'ﬁ']
     return ''.join(rng.choice(parts) if rng.random() < .8 else chr(rng.randrange(1, 0xd7ff)) for _ in range(rng.randint(0, 12)))
 
@@ -92,8 +94,10 @@ def test_the_script_makes_the_same_pixels(tmp_path, convention, longest, tile):
     cfg = VLMConfig(image_convention=convention)
     enlarge = convention == 'smolvlm'
     tok = train_tokenizer(['a b'], 260, cfg.vlm_extra_tokens, cfg.lm_chat_template)
-    how = dict(convention=convention, tile=tile, longest=longest, enlarge=enlarge, tall_first=TALL_FIRST, tokens_per_tile=2, tokens=cfg.vlm_extra_tokens)
-    sizes = [(1, 1), (64, 64), (64, 128), (150, 3), (3, 150), (30, 100), *((rng.randint(1, 150), rng.randint(1, 150)) for _ in range(6))]
+    how = dict(convention=convention, tile=tile, longest=longest, enlarge=enlarge, tall_first=TALL_FIRST,
+               tokens_per_tile=2, tokens=cfg.vlm_extra_tokens)
+    sizes = [(1, 1), (64, 64), (64, 128), (150, 3), (3, 150), (30, 100),
+             *((rng.randint(1, 150), rng.randint(1, 150)) for _ in range(6))]
     pictures = [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
     cases = [dict(width=p.width, height=p.height, data=p.tobytes().hex()) for p in pictures]
     processor = ImageProcessor(longest, tile, enlarge, convention=convention)
@@ -217,7 +221,8 @@ def test_the_page_answers_as_python_does_without_a_network(browser, site, asker,
         page.click('#clear')
     with page.expect_event('pageerror'): page.set_input_files('#file', __file__)
     assert 'is no picture' in page.text_content('#status') and faults.pop() == 'This file is no picture that the browser can read.'
-    agrees(ask('Is it <|im_end|> small?'), asker, Image.new('RGB', (256, 256), '#101010'), 'Is it <|im_end|> small?')
+    agrees(ask('Is it <|im_end|> small?'), asker, Image.new('RGB', (256, 256), '#101010'),
+           'Is it <|im_end|> small?')
     page.evaluate("(a) => new MutationObserver((_, o) => { if (a.textContent) { o.disconnect(); clear.click(); } }).observe(a, {childList: true})", page.query_selector('#answer'))
     page.press('#question', 'Enter')  # the picture is cleared once the first words are there: they are about another
     until(page, "!document.getElementById('ask').disabled && document.getElementById('status').textContent == 'Ready.'")
@@ -233,7 +238,8 @@ def server(asker):
     "`nanovlm ask --page` on a free port; yields that."
     pytest.importorskip('gradio')
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
-    words = [sys.executable, '-m', 'nanovlm_nb.cli', 'ask', asker.model.folder, '--page', '--port', str(port), '--max_new_tokens', '12']
+    words = [sys.executable, '-m', 'nanovlm_nb.cli', 'ask', asker.model.folder, '--page', '--port', str(port),
+             '--max_new_tokens', '12']
     process = subprocess.Popen(words, env=environment(GRADIO_ANALYTICS_ENABLED='False'))
     yield port
     process.terminate()

@@ -24,7 +24,8 @@ def with_nanovlm(folder):
         said = [dict(role=role, content=t[role]) for t in turns for role in ('user', 'assistant') if role in t]
         said[0]['content'] = get_image_string(tok, grids, cfg.mp_image_token_length) + said[0]['content']
         ids = torch.tensor(tok.apply_chat_template([said], tokenize=True, add_generation_prompt=True))
-        embedded = model._replace_img_tokens_with_embd(ids, model.decoder.token_embedding(ids), model.MP(model.vision_encoder(torch.cat(tiles))))
+        embedded = model._replace_img_tokens_with_embd(ids, model.decoder.token_embedding(ids),
+                                                       model.MP(model.vision_encoder(torch.cat(tiles))))
         return ids, torch.cat(tiles), model.decoder.head(model.decoder(embedded)[0]), model.generate(ids, list(tiles), max_new_tokens=8, greedy=True)
     return ask, tok
 
@@ -39,7 +40,8 @@ def with_transformers(folder):
     def ask(pictures, turns):
         said = [dict(role=role, content=[dict(type='text', text=t[role])]) for t in turns for role in ('user', 'assistant') if role in t]
         said[0]['content'] = [dict(type='image')]*len(pictures) + said[0]['content']
-        made = processor(text=processor.apply_chat_template(said, add_generation_prompt=True), images=[Image.open(p) for p in pictures], return_tensors='pt')
+        made = processor(text=processor.apply_chat_template(said, add_generation_prompt=True),
+                         images=[Image.open(p) for p in pictures], return_tensors='pt')
         heard = model.eval().generate(**made, max_new_tokens=8, do_sample=False)
         return made['input_ids'], made['pixel_values'][0], model(**made).logits, heard[:, made['input_ids'].shape[1]:]
     return ask, processor.tokenizer
@@ -68,7 +70,8 @@ def main(program, folder, samples, out):
         told = ask(s['pictures'], s['turns'])
         if tok:
             ids, pixels, logits, said = told
-            told = dict(ids=ids[0], pixels=pixels.clone(), logits=logits[0].float().clone(), said=tok.decode(said[0], skip_special_tokens=True).strip())
+            told = dict(ids=ids[0], pixels=pixels.clone(), logits=logits[0].float().clone(),
+                        said=tok.decode(said[0], skip_special_tokens=True).strip())
         answers.append(told)
     torch.save(answers, out)
 

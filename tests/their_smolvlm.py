@@ -12,10 +12,13 @@ from nanovlm_nb.data.dataset import shapes_dataset
 def random_smolvlm(kind, tied, tokens, image, side):
     "The model: smolvlm or idefics3; number of tokens, which of them is the image's, pixels of a tile."
     name = dict(smolvlm='SmolVLM', idefics3='Idefics3')[kind]
-    text = dict(model_type='llama', hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=tokens, rope_parameters=dict(rope_theta=7000., rope_type='default'),
+    text = dict(model_type='llama', hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=tokens,
+                rope_parameters=dict(rope_theta=7000., rope_type='default'),
                 pad_token_id=2, max_position_embeddings=2048, tie_word_embeddings=tied)
-    vision = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, image_size=side,
+    vision = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3,
+                  image_size=side,
                   patch_size=side//4)
     config = getattr(transformers, f'{name}Config')(text_config=text, vision_config=vision, scale_factor=2,
                                                     image_token_id=image, tie_word_embeddings=tied)

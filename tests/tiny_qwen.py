@@ -20,13 +20,17 @@ TEMPLATE = ("{% set image_count = namespace(value=0) %}{% set video_count = name
             "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
             "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 #: Qwen's, in its order; the last two are not special there, and behind those that are about pictures
-SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|object_ref_start|>', '<|object_ref_end|>', '<|box_start|>', '<|box_end|>', '<|quad_start|>',
-           '<|quad_end|>', '<|vision_start|>', '<|vision_end|>', '<|vision_pad|>', '<|image_pad|>', '<|video_pad|>']
+SPECIAL = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<|object_ref_start|>', '<|object_ref_end|>',
+           '<|box_start|>', '<|box_end|>', '<|quad_start|>',
+           '<|quad_end|>', '<|vision_start|>', '<|vision_end|>', '<|vision_pad|>', '<|image_pad|>',
+           '<|video_pad|>']
 ADDED = ['<tool_call>', '</tool_call>']
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEXTS = ['You are a helpful assistant.', 'system user assistant', 'What is this?', 'Which shape do you see? Which colour is it? Where is it? How many?',
+TEXTS = ['You are a helpful assistant.', 'system user assistant', 'What is this?',
+         'Which shape do you see? Which colour is it? Where is it? How many?',
          'red orange yellow green blue purple pink white circle ring square bar triangle cross small large top left bottom right middle',
-         'Describe the picture. a small red circle, top left', 'Is there more than one shape? yes no one two three']
+         'Describe the picture. a small red circle, top left',
+         'Is there more than one shape? yes no one two three']
 
 
 def tokenizer():
@@ -38,17 +42,21 @@ def tokenizer():
     tok.train_from_iterator(TEXTS*3, trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     tok.add_special_tokens(SPECIAL)
     tok.add_tokens(ADDED)
-    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='<|im_end|>', pad_token='<|endoftext|>', additional_special_tokens=SPECIAL[1:], chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token='<|im_end|>', pad_token='<|endoftext|>',
+                                   additional_special_tokens=SPECIAL[1:], chat_template=TEMPLATE)
 
 
 def write(folder, tied=False, seed=0, blocks=4, max_pixels=28*28*64, **save):
     "Writes the whole directory: windows of 112 pixels, full attention in the last block; options of `save_pretrained`."
     tok = tokenizer()
     ids = {t: tok.convert_tokens_to_ids(t) for t in SPECIAL}
-    text = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=len(tok)+10, rms_norm_eps=1e-6,
-                max_position_embeddings=4096, rope_theta=1e6, rope_scaling=dict(rope_type='default', mrope_section=[2, 3, 3]), use_sliding_window=False,
+    text = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=len(tok)+10, rms_norm_eps=1e-6,
+                max_position_embeddings=4096, rope_theta=1e6,
+                rope_scaling=dict(rope_type='default', mrope_section=[2, 3, 3]), use_sliding_window=False,
                 eos_token_id=ids['<|im_end|>'], bos_token_id=ids['<|endoftext|>'], tie_word_embeddings=tied)
-    vision = dict(hidden_size=32, intermediate_size=68, depth=blocks, num_heads=2, out_hidden_size=64, fullatt_block_indexes=[blocks-1], window_size=112, patch_size=14,
+    vision = dict(hidden_size=32, intermediate_size=68, depth=blocks, num_heads=2, out_hidden_size=64,
+                  fullatt_block_indexes=[blocks-1], window_size=112, patch_size=14,
                   spatial_merge_size=2)
     named = {f'{name}_token_id': ids[f'<|{token}|>'] for name, token in (('image', 'image_pad'), ('video', 'video_pad'), ('vision_start', 'vision_start'), ('vision_end', 'vision_end'))}
     torch.manual_seed(seed)

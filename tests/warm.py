@@ -107,7 +107,8 @@ def become(fds, cwd, args, env, search):
     for stream in (sys.stdout, sys.stderr): stream.reconfigure(write_through=True)
     while args[0] == '-u': args = args[1:]
     kind, (what, *rest) = (args[0], args[1:]) if args[0] in ('-m', '-c') else ('', args)
-    sys.path[:] = [{'-m': cwd, '-c': ''}.get(kind, os.path.dirname(os.path.abspath(what))), *filter(None, env.get('PYTHONPATH', '').split(':')), *search]
+    sys.path[:] = [{'-m': cwd, '-c': ''}.get(kind, os.path.dirname(os.path.abspath(what))),
+                   *filter(None, env.get('PYTHONPATH', '').split(':')), *search]
     sys.argv = [kind or what, *rest]
     main = sys.modules['__main__'] = types.ModuleType('__main__')
     warnings.filterwarnings('ignore', '.*found in sys.modules', RuntimeWarning)

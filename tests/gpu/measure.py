@@ -59,8 +59,10 @@ class Bench:
         self.warm = WARM
         self.rounds = ROUNDS
         if not self.cuda:
-            self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, vit_img_size=32, vit_inter_dim=64, max_img_size=64, mp_pixel_shuffle_factor=1,
-                                mp_image_token_length=4, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100)
+            self.model = evolve(self.model, vit_hidden_dim=32, vit_n_heads=2, vit_n_blocks=1, vit_img_size=32,
+                                vit_inter_dim=64, max_img_size=64, mp_pixel_shuffle_factor=1,
+                                mp_image_token_length=4, lm_hidden_dim=32, lm_inter_dim=64, lm_n_heads=2,
+                                lm_n_kv_heads=1, lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100)
             self.pack = dict(documents=3, tiles=2)
             self.warm = 1
             self.rounds = 2
@@ -111,7 +113,8 @@ def pinned(x):
 def spread(values: list) -> dict:
     "Median and range, in milliseconds."
     ms = sorted(1e3*v for v in values)
-    return dict(ms=round(statistics.median(ms), 3), lowest=round(ms[0], 3), highest=round(ms[-1], 3), n=len(ms))
+    return dict(ms=round(statistics.median(ms), 3), lowest=round(ms[0], 3), highest=round(ms[-1], 3),
+                n=len(ms))
 
 
 def release(bench):
@@ -129,7 +132,9 @@ def phase_1_machine(b) -> dict:
     L = b.model.lm_hidden_dim
     I = b.model.lm_inter_dim
     tiles = 104*b.model.n_patches if b.cuda else 64
-    shapes = dict(square=(big, n, n), vision_qkv=(tiles, D, 3*D), vision_up=(tiles, D, H), vision_down=(tiles, H, D), language_q=(n, L, L), language_up=(n, L, I), language_down=(n, I, L))
+    shapes = dict(square=(big, n, n), vision_qkv=(tiles, D, 3*D), vision_up=(tiles, D, H),
+                  vision_down=(tiles, H, D), language_q=(n, L, L), language_up=(n, L, I),
+                  language_down=(n, I, L))
     rates = {}
     for name, (m, k, o) in shapes.items():
         x, w = (torch.randn(s, device=b.device, dtype=torch.bfloat16) for s in ((m, k), (k, o)))
@@ -137,11 +142,14 @@ def phase_1_machine(b) -> dict:
         rates[name] = dict(t, tflops=round(2*m*k*o/t['ms']/1e9, 1))
     more = dict(name=torch.cuda.get_device_name(), capability=torch.cuda.get_device_capability(), gib=torch.cuda.get_device_properties(0).total_memory/2**30,
                 cudnn=torch.backends.cudnn.version(), cuda=torch.version.cuda, driver=driver()) if b.cuda else dict(name='CPU')
-    return dict(date=datetime.now(timezone.utc).isoformat(timespec='seconds'), python=platform.python_version(), torch=torch.__version__, cores=os.cpu_count(), **more, matmul=rates)
+    return dict(date=datetime.now(timezone.utc).isoformat(timespec='seconds'),
+                python=platform.python_version(), torch=torch.__version__, cores=os.cpu_count(), **more,
+                matmul=rates)
 
 
 def driver() -> str:
-    asked = subprocess.run(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'], capture_output=True, text=True, timeout=20)
+    asked = subprocess.run(['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader'],
+                           capture_output=True, text=True, timeout=20)
     return asked.stdout.strip()
 
 
@@ -190,7 +198,8 @@ def phase_3_waits(b) -> dict:
     b.sync()
     if b.cuda: torch.cuda.set_sync_debug_mode('error')
     try: accumulate(t, update)
-    except RuntimeError as e: return dict(waits=1, first=' '.join(str(e).split())[:300], where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
+    except RuntimeError as e: return dict(waits=1, first=' '.join(str(e).split())[:300],
+                                          where=[f'{Path(f.filename).name}:{f.lineno}' for f in traceback.extract_tb(e.__traceback__)][-6:])
     finally:
         if b.cuda: torch.cuda.set_sync_debug_mode('default')
     return dict(waits=0)
@@ -248,7 +257,8 @@ def phase_4_arms(b) -> dict:
     update = gather_update([batch], t.dist)
     whole = b.timed(lambda: train_step(t, update), 3 if b.cuda else 1)
     micro = found['varlen']['ms']
-    return dict(micro_batch=found, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)), skipped=[n for n in ARMS if n not in arms])
+    return dict(micro_batch=found, update=dict(whole, beyond_micro_batch_ms=round(whole['ms']-micro, 3)),
+                skipped=[n for n in ARMS if n not in arms])
 
 
 def phase_6_memory(b) -> dict:
@@ -299,7 +309,8 @@ def phase_7_trainer(b) -> dict:
             flags = f'''--preset shapes --lm_tokenizer shapes --train_dataset_path {data} --val_size 0 --num_workers {workers} --batch_size 2 --gradient_accumulation_steps {8 if b.cuda else 1}
                 --max_training_steps {6 if b.cuda else 2} --num_of_sequences 32 --eval_interval 1000 --save_interval 0 --stats_log_interval 2 --log_wandb False --progress_bar False
                 --run_name w{workers} --dtype bfloat16 --max_sample_length {model.lm_max_length} --max_img_size {model.max_img_size}'''.split()
-            done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags, *own], cwd=folder, capture_output=True, text=True, timeout=150,
+            done = subprocess.run([sys.executable, '-m', 'nanovlm_nb.train', *flags, *own], cwd=folder,
+                                  capture_output=True, text=True, timeout=150,
                                   env=os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE.parents[1]), os.environ.get('PYTHONPATH', '')]), WANDB_MODE='offline', HF_HUB_OFFLINE='1'))
             found[str(workers)] = shares(Path(folder)/'checkpoints'/f'w{workers}'/'log.jsonl') if done.returncode == 0 else dict(error=done.stderr[-400:])
     return dict(workers=found)
@@ -352,8 +363,10 @@ def phase_9_qwen(b) -> dict:
     model, run = preset('qwen2_5_vl_3b')
     run = evolve(run, load_from=None, dtype='bfloat16', num_workers=0, log_wandb=False)
     if not b.cuda:
-        model = evolve(model, vit_hidden_dim=32, vit_inter_dim=64, vit_n_heads=2, vit_n_blocks=2, vit_full_blocks=[1], lm_hidden_dim=48, lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2,
-                       lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100, lm_vocab_size=128, lm_mrope_sections=[2, 2, 2])
+        model = evolve(model, vit_hidden_dim=32, vit_inter_dim=64, vit_n_heads=2, vit_n_blocks=2,
+                       vit_full_blocks=[1], lm_hidden_dim=48, lm_inter_dim=96, lm_n_heads=4, lm_n_kv_heads=2,
+                       lm_n_blocks=1, lm_max_length=128, lm_base_vocab_size=100, lm_vocab_size=128,
+                       lm_mrope_sections=[2, 2, 2])
     found = {}
     for name, how in dict(all={}, adapters=dict(lora_rank=16)).items():
         release(b)
@@ -369,7 +382,8 @@ def phase_9_qwen(b) -> dict:
         times = b.timed(lambda: train_step(t, update), 5 if b.cuda else 1)
         d = tally(batch)
         useful = 2*count_flops(costs(t), **{k: d[k] for k in COUNTS})
-        found[name] = dict(times, tokens_per_second=round(2e3*d['tokens']/times['ms']), planned_gib=round(memory(model, evolve(cfg, gradient_accumulation_steps=2)).total/2**30, 2))
+        found[name] = dict(times, tokens_per_second=round(2e3*d['tokens']/times['ms']),
+                           planned_gib=round(memory(model, evolve(cfg, gradient_accumulation_steps=2)).total/2**30, 2))
         if b.cuda: found[name] |= dict(gib=round(torch.cuda.max_memory_allocated()/2**30, 2), mfu=round(1e3*useful/times['ms']/peak_flops(torch.cuda.get_device_name()), 4))
         if not cfg.lora_rank: found['change_of_other_samples'] = leak_of(b, t.base, batch)
         del t, net
@@ -402,7 +416,8 @@ def figures(measured: dict) -> dict:
     def of(number): return measured.get(PHASES[number].__name__, {})
     found = {}
     for name, a in of(4).get('micro_batch', {}).items():
-        if 'ms' in a: found |= {f'{name}: ms of a micro-batch': a['ms'], f'{name}: tokens/s': a['tokens_per_second'], f'{name}: MFU': a['mfu']}
+        if 'ms' in a: found |= {f'{name}: ms of a micro-batch': a['ms'],
+                                f'{name}: tokens/s': a['tokens_per_second'], f'{name}: MFU': a['mfu']}
     arms = of(4).get('micro_batch', {})
     if {LIKE_NANOVLM, 'varlen, compiled'} <= {n for n, a in arms.items() if 'ms' in a}:
         found['two packs against the arm like nanoVLM'] = arms[LIKE_NANOVLM]['ms']/arms['varlen, compiled']['ms']
@@ -429,8 +444,10 @@ def result_rows(measured: dict, predicted: dict) -> str:
 
 def main(argv=None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--out', type=Path, default=Path('measured.json'), help='what was measured (default: %(default)s); phases that it holds are kept unless they are measured again')
-    p.add_argument('--phases', type=int, nargs='+', default=sorted(PHASES), choices=sorted(PHASES), help='default: all')
+    p.add_argument('--out', type=Path, default=Path('measured.json'),
+                   help='what was measured (default: %(default)s); phases that it holds are kept unless they are measured again')
+    p.add_argument('--phases', type=int, nargs='+', default=sorted(PHASES), choices=sorted(PHASES),
+                   help='default: all')
     p.add_argument('--tiny', action='store_true', help='a rehearsal on the CPU, also where there is a GPU')
     p.add_argument('--rows', type=Path, metavar='JSON', help='print rows for RESULTS.md')
     a = p.parse_args(argv)

@@ -183,7 +183,8 @@ def kernel_seconds(o: Op) -> float:
     "The roofline: the slower of arithmetic and memory."
     if o.kind in ('view', 'wait', 'copy'): return 0.
     moved = sum(o.reads.values())+sum(o.writes.values())
-    return max(RATES.smallest, o.flops/(known_gpu(CARD).tflops*1e12*getattr(RATES, o.kind, RATES.matmul)), moved/(BANDWIDTH*RATES.bandwidth))
+    return max(RATES.smallest, o.flops/(known_gpu(CARD).tflops*1e12*getattr(RATES, o.kind, RATES.matmul)),
+               moved/(BANDWIDTH*RATES.bandwidth))
 
 
 def host_seconds(o: Op) -> float:
@@ -254,7 +255,8 @@ def our_step(model, run, batch) -> tuple[list[Op], int]:
 
 
 def of_arm(name: str, seconds: float, tokens: int, useful: float) -> dict:
-    return {f'{name}: ms of a micro-batch': 1e3*seconds, f'{name}: tokens/s': tokens/seconds, f'{name}: MFU': useful/seconds/(known_gpu(CARD).tflops*1e12)}
+    return {f'{name}: ms of a micro-batch': 1e3*seconds, f'{name}: tokens/s': tokens/seconds,
+            f'{name}: MFU': useful/seconds/(known_gpu(CARD).tflops*1e12)}
 
 
 def predict(model, run) -> dict:
@@ -271,7 +273,8 @@ def predict(model, run) -> dict:
         if name == 'varlen':
             found |= waiting(d['tiles']/seconds) | {'update beyond its micro-batch, ms': 1e3*update, 'waits inside a micro-batch': sum(o.kind == 'wait' for o in ops)}
         if name == 'varlen, compiled': found['card busy, share of the wall clock'] = (busy+update)/(seconds+update)
-        if name == 'varlen': theirs = of_arm(LIKE_NANOVLM, two_clocks(nanovlm_step(v, c.batch_size, v.lm_max_length, d['tiles']//c.batch_size))[0], d['tokens'], useful)
+        if name == 'varlen': theirs = of_arm(LIKE_NANOVLM,
+                                             two_clocks(nanovlm_step(v, c.batch_size, v.lm_max_length, d['tiles']//c.batch_size))[0], d['tokens'], useful)
     found |= theirs
     for rows in (1, 2, 4): found[f'peak memory, {rows} packs, GiB'] = peak_memory(model, evolve(run, batch_size=rows), example_batch(model, rows)).total()/2**30
     return found | {'two packs against the arm like nanoVLM': found[f'{LIKE_NANOVLM}: ms of a micro-batch']/found['varlen, compiled: ms of a micro-batch']}
