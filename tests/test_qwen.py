@@ -354,6 +354,7 @@ def test_blank_tiles_change_nothing(pairs, rows):
 
 def test_compiled_blocks_see_any_number_of_tiles(folders):
     "Two graphs, one for each kind of block, serve batches of other pictures."
+    torch._dynamo.reset()
     plain, compiled = (VisionLanguageModel.from_pretrained(folders['plain']).train() for _ in range(2))
     compiled.tile_multiple = 8
     counter = CompileCounter()
