@@ -64,7 +64,7 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a 
 def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` and `checkpoint`
     device:str='cuda')->Table:
     "Returns what helps a run that spends its time beside forward and backward, or in them."
-    part = lambda name: shares.get(name, 0)>_MOST['other']/2
+    def part(name): return shares.get(name, 0)>_MOST['other']/2
     a = c.gradient_accumulation_steps
     gpu = device!='cpu'
     return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
@@ -85,7 +85,10 @@ def stability_advice(c:TrainConfig)->list[str]:
     "Returns what helps a run whose loss or gradient norm jumps, most promising first."
     backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
     names = ('lr_lora',) if c.lora_rank else ('lr_mp',*backbones)
-    rates = [f'{n} {lr:g} -> {min(lr/2, .001):g}' for n in names if (lr := getattr(c, n))]
+    rates = []
+    for name in names:
+        lr = getattr(c, name)
+        if lr: rates.append(f'{name} {lr:g} -> {min(lr/2, .001):g}')
     warmup = [f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}']
     if c.lr_schedule not in WITH_WARMUP: warmup = []
     clip = f'max_grad_norm {c.max_grad_norm} -> {(c.max_grad_norm or 2)/2:g}: a higher one lets more through'
@@ -145,7 +148,8 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     why = {k:f'{k} takes {v:.0%} of the time, {_MOST[k]:.0%} at most is fine' for k,v in over.items()}
     if shares and not over: why = dict(compute='the time is well spent; to go faster')
     tables = if_it_waits(v, c, cores)|_if_it_works(c, shares, device)
-    said |= {why[kind]:[s for ok,s in rows if ok] for kind,rows in tables.items() if kind in why}
+    for kind,rows in tables.items():
+        if kind in why: said[why[kind]] = [sentence for ok,sentence in rows if ok]
     return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
@@ -153,7 +157,9 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
     """Returns how many checkpoints a run writes, from its beginning to its end:
     one before the first update if that is validated, and always one at the end."""
     intervals = [i for i in (cfg.save_interval, cfg.eval_interval if cfg.eval_in_epochs else 0) if i]
-    return len({updates, *(u for i in intervals for u in range(i, updates+1, i))})+cfg.eval_in_epochs
+    at = {updates}
+    for interval in intervals: at.update(range(interval, updates+1, interval))
+    return len(at)+cfg.eval_in_epochs
 
 # %% ../../nbs/07_core.advice.ipynb #ba6542eb
 def _save_notes(c:TrainConfig)->list[str]:
@@ -183,6 +189,8 @@ def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
     most = n if cpus is None else min(n, max(cpus//ranks, 1))
-    workers = (f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
-        f'{most} at most, more only hinder each other')
-    return _save_notes(c)+_projector_advice(c, ranks, epochs)+[workers]*(most<n)
+    notes = _save_notes(c)+_projector_advice(c, ranks, epochs)
+    if most<n:
+        notes.append(f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
+            f'{most} at most, more only hinder each other')
+    return notes

@@ -91,7 +91,9 @@ _MOST_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL ge
 def _lean_png(file:io.BufferedIOBase)->bytes|None: # at its beginning; None: it is no PNG, or lean already
     "A PNG without long or packed texts and long profiles."
     if file.read(8) != b'\x89PNG\r\n\x1a\n': return None
-    start, texts, keep = 0, 0, [] # bytes of texts that stay; begin and end of what stays
+    start = 0
+    texts = 0 # bytes of those that stay
+    keep = [] # begin and end of what stays
     place = 8
     while len(head := file.read(8)) == 8:
         length, kind = struct.unpack('>I4s', head)
@@ -233,7 +235,7 @@ def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],t
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
     ratio = w/h
-    whole = lambda x: -(-x//tile)*tile
+    def whole(x): return -(-x//tile)*tile
     if w >= h: return first, (whole(w), whole(int(whole(w)/ratio)))
     return first, (whole(int(whole(h)*ratio)), whole(h))
 
