@@ -448,8 +448,10 @@ def _choice_turn(question, row, read):
     answer = row.get(column)
     if not read['choice'] and not isinstance(answer, (int, float)): answer = _commonest(_texts(row, [column]))
     right = pick_option(answer, options, column, bool(read['choice']))
-    lines = {label:f'{label if label.isalpha() else ascii_uppercase[k]}. {str(option).strip()}'
-             for k,(label,option) in enumerate(options.items())}
+    lines = {}
+    for k,(label,option) in enumerate(options.items()):
+        letter = label if label.isalpha() else ascii_uppercase[k]
+        lines[label] = f'{letter}. {str(option).strip()}'
     return dict(user='\n'.join([question, *lines.values()]), assistant=lines[right])
 
 def _read_or_named(read, by_name, kind):
@@ -462,8 +464,8 @@ def _question_turns(row, read, pictures, inside):
     by_name = columns_by_name(tuple(row))
     question = _read_or_named(read, by_name, 'question')
     answer = _read_or_named(read, by_name, 'answer')
-    for columns,kind in ((question or pictures, 'question'), (answer or read['choice'], 'answer')):
-        require(columns, f'it has {", ".join(row)}, but no `{kind}`: {GIVE}')
+    for kind,there in dict(question=question or pictures, answer=answer or read['choice']).items():
+        require(there, f'it has {", ".join(row)}, but no `{kind}`: {GIVE}')
     parts = [as_list(row[name]) for name in (*question[:1], *answer[:1])]
     if any(part and isinstance(part[0], dict) and {'role', 'from'} & part[0].keys() for part in parts):
         messages = []
@@ -473,7 +475,7 @@ def _question_turns(row, read, pictures, inside):
     asked = _texts(row, question) or [DESCRIBE]
     said = [] if read['options'] else _texts(row, answer)
     require(len(asked) in (1, len(said)),
-        f'`{question[0] if question else ""}` has {len(asked)} questions for {len(said) or 1} answers: '
+        f'`{"".join(question[:1])}` has {len(asked)} questions for {len(said) or 1} answers: '
         'give one for each')
     if read['options']: return [_choice_turn(asked[0], row, read)]
     if len(answer) > 1 and len(read['images']) > 1: raise UsageError(
@@ -554,25 +556,26 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     return pictures or inside,turns
 
 # %% ../../nbs/13_data.dataset.ipynb #f0156043
-def to_row(r:pa.Table|dict, place:int|str, # its number
+def to_row(row:pa.Table|dict, place:int|str, # its number
     name:str|None=None, marks:bool=False, # its configuration; leave marks as they are
     folders:Folders=None)->Any: # of pictures that it names, see `find_picture`
     "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{place}"
     try:
-        if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
-        own = r.get('row_id')
-        source = r.get('source')
-        names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
+        if isinstance(row, pa.Table): row = row.to_pylist()[0] # its pictures stay encoded
+        own = row.get('row_id')
+        source = row.get('source')
+        names = [str(name or source or 'sample')]
+        if own is not None and source: names.append(str(source))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-        if r.get(LEFT_OUT): raise UsageError(r[LEFT_OUT])
-        images,texts = read_layout(r, folders)
+        if row.get(LEFT_OUT): raise UsageError(row[LEFT_OUT])
+        images,texts = read_layout(row, folders)
     except MissingFile as e: return Dropped(id, 'missing_image', str(e))
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
     spare = number_marks(texts, len(images))[1]
     if not marks: texts = place_pictures(texts, len(images))
-    if spare: r = r|dict(spare_marks=spare)
-    return r|dict(id=id, images=images, texts=texts)
+    if spare: row = row|dict(spare_marks=spare)
+    return row|dict(id=id, images=images, texts=texts)
 
 # %% ../../nbs/13_data.dataset.ipynb #d5f582a4
 @dataclass(slots=True)
@@ -600,8 +603,9 @@ class VQADataset(torch.utils.data.Dataset):
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.mp_image_token_length = mp_image_token_length
-        self.minimums = dict(zip(RATINGS, (relevance_min_rating, image_correspondence_min_rating,
-                                           visual_dependency_min_rating, formatting_min_rating)))
+        lowest = (relevance_min_rating, image_correspondence_min_rating, visual_dependency_min_rating,
+                  formatting_min_rating)
+        self.minimums = dict(zip(RATINGS, lowest))
         self.max_sample_length = max_sample_length
         self.max_images_per_example = max_images_per_example
         self.frames = answer_frames(tokenizer)
@@ -628,16 +632,16 @@ class VQADataset(torch.utils.data.Dataset):
         if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
         if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
         pictures = image_strings(self.tokenizer, [*self.grids(row)], 1, convention)
-        try: ids,labels = encode_chat(self.tokenizer, turns, pictures, convention != 'nanovlm', self.frames,
-                                      self.special)
+        inline = convention != 'nanovlm'
+        try: ids,labels = encode_chat(self.tokenizer, turns, pictures, inline, self.frames, self.special)
         except UsageError as e: raise Dropped(id, 'template', str(e)) from e
         tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf): raise Dropped(id, 'too_long', f'{tokens} tokens')
-        ids,labels = (x.numpy().astype(np.int32) for x in (ids, labels))
         cut = dict(ratings=len(answered)-len(turns), no_answer=len(said)-len(answered),
                    marks=row.get('spare_marks', 0))
-        return Plan(id, ids, labels, tokens, n, tiles, {reason:k for reason,k in cut.items() if k})
+        cut = {reason:number for reason,number in cut.items() if number}
+        return Plan(id, ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), tokens, n, tiles, cut)
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
@@ -645,7 +649,8 @@ class VQADataset(torch.utils.data.Dataset):
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         times = np.where(plan.ids == self.tokenizer.image_token_id, self.mp_image_token_length, 1)
-        ids,labels = (torch.from_numpy(x.astype(np.int64).repeat(times)) for x in (plan.ids, plan.labels))
+        ids = torch.from_numpy(plan.ids.astype(np.int64).repeat(times))
+        labels = torch.from_numpy(plan.labels.astype(np.int64).repeat(times))
         return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles)
 
     def load_row(self, row:dict)->dict: # from `to_row`; see `finish`

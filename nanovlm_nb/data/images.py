@@ -264,13 +264,13 @@ def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[
     return rows*tile, cols*tile
 
 # %% ../../nbs/10_data.images.ipynb #e10c0022
-def _augment(p, im, rng):
+def _augment(processor, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
-    for t in p.custom_transforms:
+    for t in processor.custom_transforms:
         new = t(im, rng)
         name = getattr(t, '__name__', t)
         require(isinstance(new, Image.Image), f'custom transform {name} returned {new!r:.40}, no PIL image')
-        same = p.grid(*im.size) == p.grid(*new.size)
+        same = processor.grid(*im.size) == processor.grid(*new.size)
         require(same, f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
             'than was planned: return a picture of the size it gets')
         im = _rgb(new)

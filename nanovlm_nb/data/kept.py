@@ -111,9 +111,9 @@ def _read_kept(file:Path)->datasets.Dataset:
 
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
-    c = train_cfg
-    if c.train_dataset_path!=OWN_ROWS: return get_dataloaders
-    train = MapSource(_read_kept(kept_rows(run_dir)), c.seed, c.val_size, c.data_cutoff_idx)
+    cfg = train_cfg
+    if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    train = MapSource(_read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
 def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any, run_dir:Path)->Any:

@@ -192,15 +192,16 @@ class _LaneDataset(IterableDataset):
 
     def __iter__(self)->Iterator[dict|None]: # small tensors as arrays, the tiles as one, and whose they are
         info = get_worker_info()
-        k,n = (info.id, info.num_workers) if info else (0, 1)
-        turns = [*map(packs_of, self.lanes[k::n], self.states[k::n])]
+        worker,n = (info.id, info.num_workers) if info else (0, 1)
+        turns = [*map(packs_of, self.lanes[worker::n], self.states[worker::n])]
         while True:
             for p in map(next, turns):
                 pictures = p['images']
                 made = {}
                 if self.alone: made = dict(layout=self.alone([p])['layout'].each(_light))
                 tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
-                p = p|made|dict(images=tiles, shapes=[picture.shape[:-3] for picture in pictures])
+                shapes = [picture.shape[:-3] for picture in pictures]
+                p = p|made|dict(images=tiles, shapes=shapes)
                 yield {k:_light(v) if isinstance(v, Tensor) else v for k,v in p.items()}
             for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
 
@@ -379,17 +380,20 @@ class PackLoader(Loader):
         self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
 
 # %% ../../nbs/16_data.lanes.ipynb #b71f00d4
-def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
+def pack_workers(loader:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     "Workers that begin at the present position."
-    if l.most is not None: l.keep(l.most)
-    n = l.num_workers
-    turns = -(-len(l.lanes)//max(l.num_workers, 1))
+    if loader.most is not None: loader.keep(loader.most)
+    n = loader.num_workers
+    turns = -(-len(loader.lanes)//max(loader.num_workers, 1))
     # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
     # at the fork, it would wait for ever
     if n: torch.set_num_threads(torch.get_num_threads())
     # torch's own `collate_fn` would make tensors of the arrays
-    joins = partial(collate_packs, image_token_id=l.image_token_id, window=l.samples.image_processor.window)
-    alone = joins if l.batch_size==1 else None # its layout need not wait for others
-    return DataLoader(_LaneDataset(l.lanes, l.states, alone), batch_size=None, collate_fn=copy, num_workers=n,
-        worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
-        generator=torch.Generator().manual_seed(l.rules.seed))
+    window = loader.samples.image_processor.window
+    joins = partial(collate_packs, image_token_id=loader.image_token_id, window=window)
+    alone = joins if loader.batch_size==1 else None # its layout need not wait for others
+    packs = _LaneDataset(loader.lanes, loader.states, alone)
+    ahead = max(2, turns) if n else None
+    return DataLoader(packs, batch_size=None, collate_fn=copy, num_workers=n,
+        worker_init_fn=seed_worker, pin_memory=loader.pin_memory, prefetch_factor=ahead,
+        generator=torch.Generator().manual_seed(loader.rules.seed))

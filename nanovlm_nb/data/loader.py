@@ -219,7 +219,8 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
     row = rename(row, columns)
     pictures,texts = read_layout(row, folders, bool(columns), unread)
     images = [as_picture(picture) for picture in pictures] if folders is None else pictures
-    return {c:row[c] for c in (*FEATURES, 'kinds') if c in row}|dict(images=images, texts=texts)
+    ours = {name:row[name] for name in (*FEATURES, 'kinds') if name in row}
+    return ours|dict(images=images, texts=texts)
 
 # %% ../../nbs/18_data.loader.ipynb #a8807ea8
 PIECE = 10_000 # lines that are Python objects at the same time
@@ -271,7 +272,9 @@ def _read_file(file, drops, images_path, columns, unread):
             left_out = Dropped(f'{source}/{number}', reason, str(e))
             if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
             drops.add(left_out)
-        else: yield {name:row.get(name) for name in FEATURES}|dict(source=source, row_id=str(number))
+            continue
+        ours = {name:row.get(name) for name in FEATURES}
+        yield ours|dict(source=source, row_id=str(number))
 
 def _log_unread(where, unread):
     "Name once what nothing reads."
@@ -579,7 +582,8 @@ def picture_folders(path:str|Path, name:str='default', images_path:str|Path|None
     folder = _folder(path, name)
     if images_path is not None: return [str(images_path)]
     if not folder.exists(): return [os.sep] # of the hub
-    files = [folder] if folder.is_file() else [f for f in folder.rglob('*') if ending(f) in FILES]
+    files = [folder]
+    if not folder.is_file(): files = [f for f in folder.rglob('*') if ending(f) in FILES]
     others = _SPLITS-{'train'}
     parents = {f.parent for f in files if not others & {*f.relative_to(folder.parent).parts[1:]}}
     places = []
@@ -648,7 +652,8 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
         except ConnectionError as e: raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
             if not Path(path).exists() and len(chosen)==1: raise _not_given(path, e) from e
-            cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
+            cause = e
+            if isinstance(e, DatasetsError) and e.__cause__: cause = e.__cause__ # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
     require(data, f'No valid datasets were loaded. Check train_dataset_path={path} '
@@ -690,11 +695,11 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
 # %% ../../nbs/18_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
     "The tokenizer of a config; 'shapes' is trained on the spot."
-    c = vlm_cfg
+    cfg = vlm_cfg
     extra = vlm_cfg.vlm_extra_tokens
-    if c.lm_tokenizer!='shapes': made = get_tokenizer(c.lm_tokenizer, extra, c.lm_chat_template)
-    else: made = shapes_tokenizer(extra, c.lm_chat_template or CHAT_TEMPLATE, c.lm_base_vocab_size)
-    check_tokenizer(made, c)
+    if cfg.lm_tokenizer!='shapes': made = get_tokenizer(cfg.lm_tokenizer, extra, cfg.lm_chat_template)
+    else: made = shapes_tokenizer(extra, cfg.lm_chat_template or CHAT_TEMPLATE, cfg.lm_base_vocab_size)
+    check_tokenizer(made, cfg)
     return made
 
 # %% ../../nbs/18_data.loader.ipynb #ef470d02
@@ -705,59 +710,59 @@ def _shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `t
     return [b-a for a,b in zip(marks, marks[1:])]
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
-def _mixture(c, data, kind, folders): # of configuration -> rows; of sources; where pictures lie
+def _mixture(cfg, data, kind, folders): # of configuration -> rows; of sources; where pictures lie
     "Mix the configurations that could be loaded by weight; each is split by itself."
-    names = config_names(c.train_dataset_path, c.train_dataset_name)
-    given = c.train_dataset_weights
+    names = config_names(cfg.train_dataset_path, cfg.train_dataset_name)
+    given = cfg.train_dataset_weights
     require(len(names)==len(given),
         f'{len(given)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
     weights = [w for name,w in zip(names, given) if name in data]
-    held_out = _shares_of(c.val_size, weights)
-    limits = _shares_of(c.data_cutoff_idx, weights)
+    held_out = _shares_of(cfg.val_size, weights)
+    limits = _shares_of(cfg.data_cutoff_idx, weights)
     sources = []
     for (name,rows),val_size,limit in zip(data.items(), held_out, limits):
-        sources.append(kind({name:rows}, c.seed, val_size, limit, folders=folders))
+        sources.append(kind({name:rows}, cfg.seed, val_size, limit, folders=folders))
     return Mixture(sources, weights)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5
 _SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
 
-def _scenes_pair(c)->tuple[MapSource,MapSource]: # for training, for validation
+def _scenes_pair(cfg)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
-    require(c.val_size<=_SHAPES_SCENES, f'val_size is {c.val_size}: there are {_SHAPES_SCENES} drawn scenes '
-        'for it, lower val_size')
-    train = shapes_dataset(c.data_cutoff_idx or _SHAPES_SCENES, 'train', c.seed)
-    val = shapes_dataset(max(c.val_size, 1), 'validation', c.seed)
-    return MapSource(train, c.seed),MapSource(val, c.seed, limit=c.val_size, shuffle=False)
+    require(cfg.val_size<=_SHAPES_SCENES, f'val_size is {cfg.val_size}: there are {_SHAPES_SCENES} drawn '
+        'scenes for it, lower val_size')
+    train = shapes_dataset(cfg.data_cutoff_idx or _SHAPES_SCENES, 'train', cfg.seed)
+    val = shapes_dataset(max(cfg.val_size, 1), 'validation', cfg.seed)
+    return MapSource(train, cfg.seed),MapSource(val, cfg.seed, limit=cfg.val_size, shuffle=False)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c301
-def _training_source(c, drops):
+def _training_source(cfg, drops):
     "The source of the data set that a config names."
-    path = c.train_dataset_path
-    stream = c.stream_dataset and not text_files(path)
-    data = load_configs(path, c.train_dataset_name, streaming=stream, columns=c.columns,
-                        images_path=c.images_path, drops=drops)
+    path = cfg.train_dataset_path
+    stream = cfg.stream_dataset and not text_files(path)
+    data = load_configs(path, cfg.train_dataset_name, streaming=stream, columns=cfg.columns,
+                        images_path=cfg.images_path, drops=drops)
     kind = StreamSource if stream else MapSource
     found = {name:_folder(path, name) for name in data}
-    folders = {name:picture_folders(path, name, c.images_path) for name,folder in found.items()
+    folders = {name:picture_folders(path, name, cfg.images_path) for name,folder in found.items()
                if not (text_files(folder) or _tars(folder))} # those have been found
-    if c.train_dataset_weights: return _mixture(c, data, kind, folders)
+    if cfg.train_dataset_weights: return _mixture(cfg, data, kind, folders)
     rows = data if stream or len(data)>1 else [*data.values()][0]
     if rows is not data: folders = {None: folders.get(next(iter(data)))}
-    return kind(rows, c.seed, c.val_size, c.data_cutoff_idx, folders=folders)
+    return kind(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx, folders=folders)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c302
 def load_sources(train_cfg:TrainConfig, # names the data set, if there are no rows
     drops:Drops|None=None, rows:Any=None)->tuple: # what is left out; with length and index, or two sources
     "The sources of a run, for training and for validation; they share no row."
-    c = train_cfg
+    cfg = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
-    if rows is None and c.train_dataset_path=='shapes': return _scenes_pair(c)
-    require(rows is not None or c.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the rows '
-        'that a run was given in Python: give the file in its directory, RUN/rows.parquet')
-    if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=c.columns)
-    if rows is None: train = _training_source(c, drops)
-    else: train = MapSource(rows, c.seed, c.val_size, c.data_cutoff_idx)
+    if rows is None and cfg.train_dataset_path=='shapes': return _scenes_pair(cfg)
+    require(rows is not None or cfg.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the '
+        'rows that a run was given in Python: give the file in its directory, RUN/rows.parquet')
+    if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=cfg.columns)
+    if rows is None: train = _training_source(cfg, drops)
+    else: train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
     return train,train.held_out()
 
 # %% ../../nbs/18_data.loader.ipynb #4c81fa27
@@ -784,12 +789,14 @@ def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainCo
     shuffle:bool, num_workers:int, # True for training; processes that decode, 0: this one
     most:int|None=None)->PackLoader: # packs of all ranks that are asked for, always the same; None: all
     "A loader of this rank's micro-batches."
-    c = train_cfg
-    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack,
-        c.max_tiles_per_knapsack, c.num_of_sequences, c.seed, shuffle,
-        FIRST_WINDOW if most is None else c.num_of_sequences) # what is asked for is planned as a whole
-    return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers,
-                      dist.device.type=='cuda', most)
+    cfg = train_cfg
+    # what is asked for is planned as a whole
+    first = FIRST_WINDOW if most is None else cfg.num_of_sequences
+    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, cfg.max_images_per_knapsack,
+        cfg.max_tiles_per_knapsack, cfg.num_of_sequences, cfg.seed, shuffle, first)
+    pin_memory = dist.device.type=='cuda'
+    return PackLoader(samples, source, rules, cfg.batch_size, cfg.gradient_accumulation_steps, dist,
+                      num_workers, pin_memory, most)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e97
 def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Image: # of the same size
@@ -816,17 +823,18 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     transforms:Sequence[Callable]=(), processor:Callable=image_processor_of, # changes; how pictures are cut
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
-    c = train_cfg
+    cfg = train_cfg
     dist = dist or this_rank()
-    check_configs(vlm_cfg, c)
-    changes = transforms_of(c, transforms)
+    check_configs(vlm_cfg, cfg)
+    changes = transforms_of(cfg, transforms)
     tokenizer = tokenizer or load_tokenizer(vlm_cfg)
-    samples = [make_samples(c, vlm_cfg, tokenizer, (), t, processor) for t in (changes, ())]
-    sources = load_sources(c, samples[0].drops, rows)
-    asked = c.max_val_batches*c.batch_size*dist.world_size
-    train,val = ((*part, vlm_cfg, c, dist) for part in zip(sources, samples))
-    return (pack_loader(*train, True, loader_workers(c, cores_of_rank())),
-            pack_loader(*val, False, c.val_workers, asked))
+    training = make_samples(cfg, vlm_cfg, tokenizer, (), changes, processor)
+    validation = make_samples(cfg, vlm_cfg, tokenizer, (), (), processor)
+    train,val = load_sources(cfg, training.drops, rows)
+    workers = loader_workers(cfg, cores_of_rank())
+    asked = cfg.max_val_batches*cfg.batch_size*dist.world_size
+    return (pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),
+            pack_loader(val, validation, vlm_cfg, cfg, dist, False, cfg.val_workers, asked))
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
 def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leaves rows out; None: none
@@ -838,7 +846,8 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
         try:
             if samples is not None: samples.plan_row(row)
             white = samples and samples.image_processor.pixel_max
-            result.append(row|dict(images=[open_image(im, white) for im in row['images']]))
+            pictures = [open_image(picture, white) for picture in row['images']]
+            result.append(row|dict(images=pictures))
         except UnreadableImage: continue
         except Dropped as d:
             if samples is not None: samples.drops.add(d)
