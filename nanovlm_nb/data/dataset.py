@@ -331,6 +331,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     if not read['images']: _check_lost(row, read, others)
     return read
 
+# %% ../../nbs/13_data.dataset.ipynb #d1a00b16
 _NOTHING:dict[str,tuple[str,...]] = dict.fromkeys(LAYOUTS, ())
 _ASKED = [*LAYOUTS][2:] # kinds of a row that is no conversation
 
@@ -360,6 +361,7 @@ def _check_lost(row, read, others):
         if not re.search('image|video', name.lower()): continue
         if is_filled(row[name]) and row[name] != 0 and not _shows(row, read): _refuse(name, 'pictures', ())
 
+# %% ../../nbs/13_data.dataset.ipynb #d1a00b18
 _SAID = {'role', 'from', 'content', 'value', 'user', 'assistant', 'question', 'answer'} # read of a message
 
 def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `columns_of`
@@ -454,6 +456,7 @@ def _choice_turn(question, row, read):
         lines[label] = f'{letter}. {str(option).strip()}'
     return dict(user='\n'.join([question, *lines.values()]), assistant=lines[right])
 
+# %% ../../nbs/13_data.dataset.ipynb #1c108685
 def _read_or_named(read, by_name, kind):
     "The columns that are read of a kind, else the first that is called like one."
     if read[kind] or not by_name[kind]: return read[kind]
@@ -506,6 +509,36 @@ def _earlier(row, columns, inside):
         f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer')
     return [dict(user=question, assistant=answer) for question,answer in said]
 
+# %% ../../nbs/13_data.dataset.ipynb #eaef9e97
+def _check_texts(turns):
+    "Raise an error about turns that hold anything but texts in UTF-8."
+    try:
+        said = chain(*((turn['user'], turn['assistant']) for turn in turns))
+        ''.join(text for text in said if text is not None).encode()
+    except UnicodeEncodeError: # a file in another encoding; JSON may hold half a surrogate pair
+        raise UsageError(f'its text is no UTF-8, {turns!r:.80}: save it as UTF-8') from None
+    except (TypeError, KeyError):
+        raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
+
+def _check_marks(turns, pictures):
+    "Raise an error about a mark that has no picture, or stands in an answer."
+    numbered,marks = number_marks(turns, len(pictures))
+    kind = MARK if any(MARK in (turn['user'] or '') for turn in turns) else 'the mark of a picture'
+    require(pictures or not marks, f'{kind} in a question, but no picture: name it, or take the mark out')
+    in_answer = any(MARK in (turn['assistant'] or '') for turn in turns)
+    drawn = in_answer and not marks and numbered == turns
+    require(not drawn or not pictures,
+        f'{MARK} in an answer: pictures can be part of a question only, take the mark out')
+
+def _check_ratings(row):
+    "Raise an error about ratings that are no list of numbers."
+    for key in (f'{name}_ratings' for name in RATINGS):
+        if row.get(key) is None: continue
+        numbers = all(isinstance(v, (int, float, np.number, type(None))) for v in as_list(row[key]))
+        require(numbers and isinstance(row[key], (list, tuple)),
+            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}')
+
+# %% ../../nbs/13_data.dataset.ipynb #eaef9e98
 _SHOWN = re.compile(r"""(?:!\[[^\]]*\]\(|<img [^<>]*src=["'])([^()"'\s<>]+)""") # in Markdown, in HTML
 
 def read_layout(row:dict, folders:Folders=None, # of pictures that are named, see `find_picture`
@@ -523,13 +556,7 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     if turns and any(read[kind] for kind in ('system', 'context', 'input', 'history')):
         first = dict(user=_around(turns[0]['user'] or '', row, read))
         turns = _earlier(row, read['history'], inside)+[turns[0]|first]+turns[1:]
-    try:
-        said = chain(*((turn['user'], turn['assistant']) for turn in turns))
-        ''.join(text for text in said if text is not None).encode()
-    except UnicodeEncodeError: # a file in another encoding; JSON may hold half a surrogate pair
-        raise UsageError(f'its text is no UTF-8, {turns!r:.80}: save it as UTF-8') from None
-    except (TypeError, KeyError):
-        raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
+    _check_texts(turns)
     asked = [turn['user'] or '' for turn in turns]
     if not pictures and not inside: # as Qwen-VL writes it: the picture is named in the text
         for text in asked: inside += re.findall(r'<img>([^<>]+)</img>', text)
@@ -540,19 +567,8 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     require(not inside or len(pictures) in (0, len(inside)),
         f'{len(pictures)} pictures in `{"".join(read["images"])}`, '
         f'{len(inside)} in the messages: give them in one place')
-    numbered,marks = number_marks(turns, len(pictures or inside))
-    kind = MARK if any(MARK in text for text in asked) else 'the mark of a picture'
-    require(pictures or inside or not marks,
-        f'{kind} in a question, but no picture: name it, or take the mark out')
-    in_answer = any(MARK in (turn['assistant'] or '') for turn in turns)
-    drawn = in_answer and not marks and numbered == turns
-    require(not drawn or not (pictures or inside),
-        f'{MARK} in an answer: pictures can be part of a question only, take the mark out')
-    for key in (f'{name}_ratings' for name in RATINGS):
-        if row.get(key) is None: continue
-        numbers = all(isinstance(v, (int, float, np.number, type(None))) for v in as_list(row[key]))
-        require(numbers and isinstance(row[key], (list, tuple)),
-            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}')
+    _check_marks(turns, pictures or inside)
+    _check_ratings(row)
     return pictures or inside,turns
 
 # %% ../../nbs/13_data.dataset.ipynb #f0156043

@@ -458,6 +458,7 @@ def _index(path, written): # when it was written, so that another file of that n
     if damage and pictures: samples = pictures # what lost its picture is no text
     return _Tar(file, samples, damage)
 
+# %% ../../nbs/18_data.loader.ipynb #17c0a009
 def _read_sample(tar, parts, columns, folders, unread=None):
     "The row of a sample of a tar, in our columns."
     for kind,_,size in parts: require(size >= 0, f'its {kind} is sparse: write the tar without --sparse')
