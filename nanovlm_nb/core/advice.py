@@ -20,7 +20,9 @@ _SHARE = dict(forward_backward='compute', optimizer='other', validation='other',
 def _grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
     parts:dict[str,float] = {}
-    for name,v in shares.items(): parts[_SHARE.get(name, name)] = parts.get(_SHARE.get(name, name), 0)+v
+    for name,share in shares.items():
+        kind = _SHARE.get(name, name)
+        parts[kind] = parts.get(kind, 0)+share
     return parts
 
 # %% ../../nbs/07_core.advice.ipynb #d45bb6a6
@@ -118,15 +120,18 @@ def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cu
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
     tower = adapted if t.lora_rank else t.lr_backbone_pair[0]
     stages = ('ddp','zero2','zero3')
-    rows = [*((True, new, 'the update stays the same') for new in _smaller_batches(t)),
-        (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
-        (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens'),
-        *((learns and not getattr(t, f'{part}_checkpointing'), {f'{part}_checkpointing':True},
-            'up to a third more arithmetic') for part,learns in (('language',True), ('vision',tower))),
-        *((True, dict(max_img_size=n), 'pictures lose detail') for n in _smaller_pictures(v)),
-        (not t.max_tiles_per_knapsack, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'),
-        *((world_size>1, dict(sharding=s), 'more traffic between ranks')
-            for s in stages[stages.index(t.sharding)+1:]),
+    rows:list[tuple] = [(True, new, 'the update stays the same') for new in _smaller_batches(t)]
+    rows += [(t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
+        (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens')]
+    for part,learns in (('language',True), ('vision',tower)):
+        field = f'{part}_checkpointing'
+        rows.append((learns and not getattr(t, field), {field:True}, 'up to a third more arithmetic'))
+    rows += [(True, dict(max_img_size=n), 'pictures lose detail') for n in _smaller_pictures(v)]
+    tiles = not t.max_tiles_per_knapsack
+    rows.append((tiles, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
+    for stage in stages[stages.index(t.sharding)+1:]:
+        rows.append((world_size>1, dict(sharding=stage), 'more traffic between ranks'))
+    rows += [
         (world_size>1 and t.gradient_accumulation_steps>1 and not t.reduce_every_micro_batch,
             dict(reduce_every_micro_batch=True), 'more traffic between ranks'),
         (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True), 'updates are slow')]
@@ -145,7 +150,9 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     said = {'out of memory':[str(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[str(r) for r in remedies if not keeps(r.changes)],
         'unstable':stability_advice(c) if unstable else []}
-    why = {k:f'{k} takes {v:.0%} of the time, {_MOST[k]:.0%} at most is fine' for k,v in over.items()}
+    why = {}
+    for kind,share in over.items():
+        why[kind] = f'{kind} takes {share:.0%} of the time, {_MOST[kind]:.0%} at most is fine'
     if shares and not over: why = dict(compute='the time is well spent; to go faster')
     tables = if_it_waits(v, c, cores)|_if_it_works(c, shares, device)
     for kind,rows in tables.items():

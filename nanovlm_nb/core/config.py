@@ -782,8 +782,9 @@ _TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_work
 
 def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,TrainConfig]:
     "Changes fields, whichever configuration they belong to."
-    ours = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
-    return evolve(vlm_cfg, **ours),evolve(train_cfg, **{n:v for n,v in changes.items() if n not in ours})
+    of_model = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
+    of_run = {n:v for n,v in changes.items() if n not in of_model}
+    return evolve(vlm_cfg, **of_model),evolve(train_cfg, **of_run)
 
 # %% ../../nbs/02_core.config.ipynb #8b50727f
 def tiny(**changes)->tuple[VLMConfig,TrainConfig]:
@@ -917,7 +918,9 @@ def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False,
 # %% ../../nbs/02_core.config.ipynb #f1257028
 def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
-    where = _WHERE|{n:str(v) if isinstance(v, Path) else v for n,v in named.items() if n in _WHERE}
+    where = _WHERE.copy()
+    for name,value in named.items():
+        if name in _WHERE: where[name] = str(value) if isinstance(value, Path) else value
     run = run_path(**where)
     if where['resume'] is not True or run is None: return None
     complete = [p for p in checkpoints(run) if not missing_pieces(p)]
@@ -930,7 +933,8 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
         vlm,train = preset('shapes')
         usual = vlm.to_dict()|train.to_dict()
         values = configs['vlm']|configs['train']
-        vlm,train = change(vlm, train, {n:values[n] for n in FIELDS if values.get(n, usual[n])!=usual[n]})
+        changes = {n:values[n] for n in FIELDS if values.get(n, usual[n])!=usual[n]}
+        vlm,train = change(vlm, train, changes)
     check_trust(place, vlm.to_dict()|train.to_dict(), named)
     return place,*change(vlm, train, _WHERE)
 
@@ -1084,15 +1088,15 @@ def load_function(name:str, field:str)->Callable:
 def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now:datetime|None=None)->str:
     """Returns the name of a run: the one it was given, or data and date, or, with `long_run_name`,
     backbones, batch, length, learning rates and date."""
-    c = train_cfg
-    v = vlm_cfg
-    if c.run_name: return c.run_name
+    if train_cfg.run_name: return train_cfg.run_name
     date = f'{now or datetime.now():%m%d-%H%M%S}'
-    data = re.sub(r'\W+', '_', Path(c.train_dataset_path).stem)[:40].strip('_') or 'run'
-    if not c.long_run_name: return f'{data}-{date}'
-    vit,lm = (m.rstrip('/').split('/')[-1] for m in (v.vit_model_type,v.lm_model_type))
-    lrs = (f'lora_{c.lora_rank}-{c.lr_lora}' if c.lora_rank else
-        'lr_vision_{}-language_{}-{}'.format(*c.lr_backbone_pair, c.lr_mp))
-    length = f'{c.max_training_samples}samples' if c.max_training_samples else c.max_training_steps
-    return (f'nanoVLM_{vit}_{v.max_img_size}_mp{v.mp_pixel_shuffle_factor}_{lm}_{world_size}xGPU_'
-            f'bs{effective_batch_size(c, world_size)}_{length}_{lrs}_{date}')
+    data = re.sub(r'\W+', '_', Path(train_cfg.train_dataset_path).stem)[:40].strip('_') or 'run'
+    if not train_cfg.long_run_name: return f'{data}-{date}'
+    vit,lm = (m.rstrip('/').split('/')[-1] for m in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type))
+    lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair, train_cfg.lr_mp)
+    if train_cfg.lora_rank: lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
+    length = f'{train_cfg.max_training_steps}'
+    if train_cfg.max_training_samples: length = f'{train_cfg.max_training_samples}samples'
+    batch = effective_batch_size(train_cfg, world_size)
+    return (f'nanoVLM_{vit}_{vlm_cfg.max_img_size}_mp{vlm_cfg.mp_pixel_shuffle_factor}_{lm}_'
+            f'{world_size}xGPU_bs{batch}_{length}_{lrs}_{date}')
