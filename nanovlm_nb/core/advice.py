@@ -20,7 +20,9 @@ _SHARE = dict(forward_backward='compute', optimizer='other', validation='other',
 def _grouped(shares:dict[str,float])->dict[str,float]: # of the time, by the names below or those of `_SHARE`
     "Returns shares of the time as the targets name them: `compute`, `data`, `communication`, `other`."
     parts:dict[str,float] = {}
-    for name,v in shares.items(): parts[_SHARE.get(name, name)] = parts.get(_SHARE.get(name, name), 0)+v
+    for name,share in shares.items():
+        kind = _SHARE.get(name, name)
+        parts[kind] = parts.get(kind, 0)+share
     return parts
 
 # %% ../../nbs/07_core.advice.ipynb #d45bb6a6
@@ -64,7 +66,7 @@ def if_it_waits(v:VLMConfig, c:TrainConfig, cores:int|None=None)->Table: # of a 
 def _if_it_works(c:TrainConfig, shares:dict[str,float]={}, # with `validation` and `checkpoint`
     device:str='cuda')->Table:
     "Returns what helps a run that spends its time beside forward and backward, or in them."
-    part = lambda name: shares.get(name, 0)>_MOST['other']/2
+    def part(name): return shares.get(name, 0)>_MOST['other']/2
     a = c.gradient_accumulation_steps
     gpu = device!='cpu'
     return dict(other=[(part('validation'), f'eval_interval {c.eval_interval} -> {2*c.eval_interval}'),
@@ -85,7 +87,10 @@ def stability_advice(c:TrainConfig)->list[str]:
     "Returns what helps a run whose loss or gradient norm jumps, most promising first."
     backbones = ('lr_vision_backbone','lr_language_backbone') if c.lr_backbones is None else ('lr_backbones',)
     names = ('lr_lora',) if c.lora_rank else ('lr_mp',*backbones)
-    rates = [f'{n} {lr:g} -> {min(lr/2, .001):g}' for n in names if (lr := getattr(c, n))]
+    rates = []
+    for name in names:
+        lr = getattr(c, name)
+        if lr: rates.append(f'{name} {lr:g} -> {min(lr/2, .001):g}')
     warmup = [f'warmup_ratio {c.warmup_ratio:g} -> {min(max(2*c.warmup_ratio, .03), 1):g}']
     if c.lr_schedule not in WITH_WARMUP: warmup = []
     clip = f'max_grad_norm {c.max_grad_norm} -> {(c.max_grad_norm or 2)/2:g}: a higher one lets more through'
@@ -115,15 +120,18 @@ def memory_remedies(v:VLMConfig, t:TrainConfig, world_size:int=1, device:str='cu
     adapted = any(not name.startswith('decoder') for name in t.lora_targets)
     tower = adapted if t.lora_rank else t.lr_backbone_pair[0]
     stages = ('ddp','zero2','zero3')
-    rows = [*((True, new, 'the update stays the same') for new in _smaller_batches(t)),
-        (t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
-        (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens'),
-        *((learns and not getattr(t, f'{part}_checkpointing'), {f'{part}_checkpointing':True},
-            'up to a third more arithmetic') for part,learns in (('language',True), ('vision',tower))),
-        *((True, dict(max_img_size=n), 'pictures lose detail') for n in _smaller_pictures(v)),
-        (not t.max_tiles_per_knapsack, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'),
-        *((world_size>1, dict(sharding=s), 'more traffic between ranks')
-            for s in stages[stages.index(t.sharding)+1:]),
+    rows:list[tuple] = [(True, new, 'the update stays the same') for new in _smaller_batches(t)]
+    rows += [(t.max_images_per_knapsack>10, fewer, 'packs with many pictures are split'),
+        (v.lm_max_length>2048, shorter, 'longer samples are dropped, and an update has fewer tokens')]
+    for part,learns in (('language',True), ('vision',tower)):
+        field = f'{part}_checkpointing'
+        rows.append((learns and not getattr(t, field), {field:True}, 'up to a third more arithmetic'))
+    rows += [(True, dict(max_img_size=n), 'pictures lose detail') for n in _smaller_pictures(v)]
+    tiles = not t.max_tiles_per_knapsack
+    rows.append((tiles, dict(max_tiles_per_knapsack=16), 'packs with many tiles are split'))
+    for stage in stages[stages.index(t.sharding)+1:]:
+        rows.append((world_size>1, dict(sharding=stage), 'more traffic between ranks'))
+    rows += [
         (world_size>1 and t.gradient_accumulation_steps>1 and not t.reduce_every_micro_batch,
             dict(reduce_every_micro_batch=True), 'more traffic between ranks'),
         (not t.offload_optimizer and device!='cpu', dict(offload_optimizer=True), 'updates are slow')]
@@ -142,10 +150,13 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
     said = {'out of memory':[str(r) for r in remedies if keeps(r.changes)],
         'only in a new run':[str(r) for r in remedies if not keeps(r.changes)],
         'unstable':stability_advice(c) if unstable else []}
-    why = {k:f'{k} takes {v:.0%} of the time, {_MOST[k]:.0%} at most is fine' for k,v in over.items()}
+    why = {}
+    for kind,share in over.items():
+        why[kind] = f'{kind} takes {share:.0%} of the time, {_MOST[kind]:.0%} at most is fine'
     if shares and not over: why = dict(compute='the time is well spent; to go faster')
     tables = if_it_waits(v, c, cores)|_if_it_works(c, shares, device)
-    said |= {why[kind]:[s for ok,s in rows if ok] for kind,rows in tables.items() if kind in why}
+    for kind,rows in tables.items():
+        if kind in why: said[why[kind]] = [sentence for ok,sentence in rows if ok]
     return [f"{what}: {'; '.join(how)}" for what,how in said.items() if how]
 
 # %% ../../nbs/07_core.advice.ipynb #ef7c37d6
@@ -153,7 +164,9 @@ def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
     """Returns how many checkpoints a run writes, from its beginning to its end:
     one before the first update if that is validated, and always one at the end."""
     intervals = [i for i in (cfg.save_interval, cfg.eval_interval if cfg.eval_in_epochs else 0) if i]
-    return len({updates, *(u for i in intervals for u in range(i, updates+1, i))})+cfg.eval_in_epochs
+    at = {updates}
+    for interval in intervals: at.update(range(interval, updates+1, interval))
+    return len(at)+cfg.eval_in_epochs
 
 # %% ../../nbs/07_core.advice.ipynb #ba6542eb
 def _save_notes(c:TrainConfig)->list[str]:
@@ -183,6 +196,8 @@ def lint(c:TrainConfig, cpus:int|None=None, ranks:int=1, epochs:float|None=None)
     "Returns settings that are legal and perhaps not meant; none of them stops a run."
     n = c.num_workers or 0
     most = n if cpus is None else min(n, max(cpus//ranks, 1))
-    workers = (f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
-        f'{most} at most, more only hinder each other')
-    return _save_notes(c)+_projector_advice(c, ranks, epochs)+[workers]*(most<n)
+    notes = _save_notes(c)+_projector_advice(c, ranks, epochs)
+    if most<n:
+        notes.append(f'num_workers {n} on each of {ranks} ranks, but the machine has {cpus} processors: '
+            f'{most} at most, more only hinder each other')
+    return notes

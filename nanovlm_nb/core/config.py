@@ -21,7 +21,7 @@ from dataclasses import MISSING,asdict,dataclass,field,fields,replace
 from datetime import datetime
 from functools import cache
 from importlib import import_module
-from itertools import chain,islice
+from itertools import chain,islice,product
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING,Annotated,Any,ClassVar,Literal,TypeVar,get_args,get_origin,get_type_hints
@@ -75,7 +75,8 @@ def rule_of(kind:Any)->tuple[type,str,Callable]:
     outer = get_origin(kind)
     if NoneType in args:
         base,words,ok = rule_of(args[0])
-        return base,words+', or None'*(base is not str),ok
+        if base is not str: words += ', or None'
+        return base,words,ok
     if outer is list: return list,*rule_of(args[0])[1:]
     if outer is Annotated: return get_origin(args[0]) or args[0],*args[1:]
     if outer is Literal: return str,f"one of {', '.join(args)}",args.__contains__
@@ -121,10 +122,12 @@ def as_type(name:str, value:Any, kind:Any)->Any:
             if base not in _LARGEST or abs(read)<=_LARGEST[base]: return read
             words += f', {_LARGEST[base]} at most'
     except (TypeError, ValueError, OverflowError): pass
-    empty = isinstance(value, str) and not value.strip()
-    bare = isinstance(value, str) and base in (int,float)
-    shown = 'empty' if empty else value[:200] if bare else _short.repr(value)
-    raise UsageError(f"{name} is {shown}: give {words}{', or leave it out'*empty}")
+    shown = _short.repr(value)
+    if isinstance(value, str) and base in (int,float): shown = value[:200]
+    if isinstance(value, str) and not value.strip():
+        shown = 'empty'
+        words += ', or leave it out'
+    raise UsageError(f'{name} is {shown}: give {words}')
 
 # %% ../../nbs/02_core.config.ipynb #01914d38
 OWN_ROWS = 'rows' # `train_dataset_path` of rows that were given in Python, see `data.kept`
@@ -209,7 +212,7 @@ def image_tokens(convention:str='nanovlm')->dict[str,str]: # of `image_conventio
     "Returns name -> token: an image token, the whole picture, tiles of a grid, what stands around them."
     if convention=='qwen': return {'image_token':'<|image_pad|>', 'vision_start_token':'<|vision_start|>',
         'vision_end_token':'<|vision_end|>', 'video_token':'<|video_pad|>'}
-    grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i in range(1,9) for j in range(1,9)}
+    grid = {f'r{i}c{j}':f'<row_{i}_col_{j}>' for i,j in product(range(1,9), repeat=2)}
     if convention=='nanovlm':
         return {'image_token':'<|image|>', 'global_image_token':'<|global_image|>'} | grid
     fixed = {'fake_image_token':'<fake_token_around_image>', 'end_of_utterance_token':'<end_of_utterance>'}
@@ -350,7 +353,8 @@ class VLMConfig(Config):
         for name,value in self.derived().items():
             if getattr(self, name) is None: vars(self)[name] = value
         for name in ('pixel_mean','pixel_std'): # three equal numbers are one
-            if (v := getattr(self, name))==3*v[:1]: vars(self)[name] = v[:1]
+            numbers = getattr(self, name)
+            if numbers==3*numbers[:1]: vars(self)[name] = numbers[:1]
         conditions = *_sizes_divide(self),*_tokens_suffice(self),*_shape_stays(self)
         for ok,message in conditions: require(ok, message)
 
@@ -359,7 +363,8 @@ def _sizes_divide(c):
     "Heads, patches, tiles and groups: conditions, and what to say."
     pairs = [('vit_hidden_dim','vit_n_heads'), ('vit_img_size','vit_patch_size'),
         ('max_img_size','vit_img_size'), ('lm_n_heads','lm_n_kv_heads'),
-        ('patches_per_side','mp_pixel_shuffle_factor')]+[('lm_hidden_dim','lm_n_heads')]*(not c.lm_head_dim)
+        ('patches_per_side','mp_pixel_shuffle_factor')]
+    if not c.lm_head_dim: pairs.append(('lm_hidden_dim','lm_n_heads'))
     numbers = [(n, getattr(c, n), by, getattr(c, by)) for n,by in pairs]
     return [*((x%y==0, f'{n} {x} is no multiple of {by} {y}: change one of them') for n,x,by,y in numbers),
         (c.head_width%2==0, f"{'lm_head_dim' if c.lm_head_dim else 'lm_hidden_dim/lm_n_heads'} is "
@@ -373,7 +378,7 @@ def _tokens_suffice(c):
     n = c.max_img_size//c.vit_img_size
     around = dict(nanovlm=[], smolvlm=['fake_image_token','global_image_token'],
                   qwen=['vision_start_token','vision_end_token'])
-    grid = (f'r{i+1}c{j+1}' for i in range(n) for j in range(n) if n>1)
+    grid = (f'r{k//n+1}c{k%n+1}' for k in range(n*n if n>1 else 0))
     needed = chain(['image_token'], around[c.image_convention], grid)
     missing = [*islice((t for t in needed if t not in c.vlm_extra_tokens), 3)] # of a huge n, not all n x n
     follow = [(n, getattr(c, n), v) for n,v in c.derived().items() if n!='vit_inter_dim']
@@ -566,7 +571,8 @@ class TrainConfig(Config):
     @property
     def trackers(self)->list[str]:
         "Where figures go beside log.jsonl."
-        asked = self.tracker if self.tracker!='auto' else 'wandb' if self.log_wandb else 'none'
+        asked = self.tracker
+        if asked=='auto': asked = 'wandb' if self.log_wandb else 'none'
         return [name.strip() for name in asked.split(',') if name.strip()!='none']
 
     def check(self)->None:
@@ -619,22 +625,21 @@ def _parts_fit(c):
 # %% ../../nbs/02_core.config.ipynb #63fc29fc
 def check_configs(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     "Raises a UsageError where the model and the run contradict each other."
-    c = train_cfg
     length = train_cfg.max_sample_length
     most = vlm_cfg.lm_max_length
     picture = vlm_cfg.mp_image_token_length+1
-    lanes = c.batch_size*c.gradient_accumulation_steps
+    lanes = train_cfg.batch_size*train_cfg.gradient_accumulation_steps
     require(length<=most, f'max_sample_length {length} > lm_max_length {most}: lower it, or raise that')
     require(picture<length, f'a picture takes {picture} tokens, max_sample_length is {length}: raise it')
-    require(not (vlm_cfg.native and c.cache_features), 'cache_features keeps the features of single tiles, '
-        'but with image_convention qwen a tile sees the whole picture: set cache_features to False')
+    require(not (vlm_cfg.native and train_cfg.cache_features), 'cache_features keeps the features of single '
+        'tiles, but with image_convention qwen a tile sees the whole picture: set cache_features to False')
     for name in ('num_workers','val_workers'):
-        n = getattr(c, name) or 0
+        n = getattr(train_cfg, name) or 0
         require(n<=lanes, f'{name} {n} > {lanes} packs of a rank in an update '
             f'(batch_size x gradient_accumulation_steps): lower {name}')
 
 # %% ../../nbs/02_core.config.ipynb #36752380
-FIELDS = {f.name:f for cls in (VLMConfig,TrainConfig) for f in fields(cls)} # of both, by name
+FIELDS = {f.name:f for f in (*fields(VLMConfig), *fields(TrainConfig))} # of both, by name
 _LINE = r'(?:    # --- (.*)\n)?((?:    # .*\n)*)    (\w+):[^#\n]*(?:# (.*))?' # section, above, name, behind
 
 def described(cls:type[Config])->dict[str,tuple[str,str,bool]]: # section, help, and whether it is common
@@ -656,7 +661,9 @@ REFUSED = 'refused' # what a change means for a run that is resumed
 
 def rules(level:str, table:dict[str,str])->dict[str,tuple[str,str]]:
     "Returns level and reason by field, from a table of reasons by several fields."
-    return {name:(level,why) for names,why in table.items() for name in names.split()}
+    found = {}
+    for names,why in table.items(): found |= dict.fromkeys(names.split(), (level,why))
+    return found
 
 _REFUSED = rules(REFUSED, {
     'max_images_per_example max_images_per_knapsack max_tiles_per_knapsack max_sample_length '
@@ -775,8 +782,9 @@ _TINY_TRAIN = dict(data_cutoff_idx=60, val_size=12, num_of_sequences=4, num_work
 
 def change(vlm_cfg:VLMConfig, train_cfg:TrainConfig, changes:dict)->tuple[VLMConfig,TrainConfig]:
     "Changes fields, whichever configuration they belong to."
-    ours = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
-    return evolve(vlm_cfg, **ours),evolve(train_cfg, **{n:v for n,v in changes.items() if n not in ours})
+    of_model = {n:v for n,v in changes.items() if n in vlm_cfg.__dataclass_fields__}
+    of_run = {n:v for n,v in changes.items() if n not in of_model}
+    return evolve(vlm_cfg, **of_model),evolve(train_cfg, **of_run)
 
 # %% ../../nbs/02_core.config.ipynb #8b50727f
 def tiny(**changes)->tuple[VLMConfig,TrainConfig]:
@@ -787,8 +795,9 @@ def tiny(**changes)->tuple[VLMConfig,TrainConfig]:
 def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
     """Writes all fields of both configurations, and replaces a file in one step.
     Fields of a script's own classes are left out: it adds them each time."""
-    sections = {name:{n:v for n,v in cfg.to_dict().items() if n in FIELDS}
-                for name,cfg in (('vlm',vlm_cfg),('train',train_cfg))}
+    sections:dict = {}
+    for name,cfg in (('vlm',vlm_cfg),('train',train_cfg)):
+        sections[name] = {field:value for field,value in cfg.to_dict().items() if field in FIELDS}
     tokens = sections['vlm']['vlm_extra_tokens']
     sections['vlm']['vlm_extra_tokens'] = [{name:token} for name,token in tokens.items()]
     write_atomic(path, yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=10**6))
@@ -796,7 +805,9 @@ def save_yaml(path:str|Path, vlm_cfg:VLMConfig, train_cfg:TrainConfig)->None:
 def _in_order(tokens:Any)->Any: # `vlm_extra_tokens` as a YAML file has it
     "Returns the tokens in the order of their ids."
     if isinstance(tokens, list) and all(isinstance(entry, dict) for entry in tokens):
-        return {name:token for entry in tokens for name,token in entry.items()}
+        ordered = {}
+        for entry in tokens: ordered |= entry
+        return ordered
     usual = image_tokens()
     if not isinstance(tokens, dict) or not tokens.items()<=usual.items(): return tokens
     return {name:token for name,token in usual.items() if name in tokens}
@@ -861,8 +872,12 @@ def _read_yaml(path, given):
     of_class = {s:sections.get(s) or {} for s in ('vlm','train')}
     require(all(isinstance(lines, dict) for lines in of_class.values()),
             f'{path}: `vlm` and `train` hold lines of the form `field: value`')
-    known = [f'{s}.{n}' for s,c in (('vlm',VLMConfig),('train',TrainConfig)) for n in c.__dataclass_fields__]
-    check_known([f'{s}.{n}' for s,lines in of_class.items() for n in lines], known, f'key in {path}')
+    known = []
+    there = []
+    for section,cls in (('vlm',VLMConfig),('train',TrainConfig)):
+        known += [f'{section}.{name}' for name in cls.__dataclass_fields__]
+        there += [f'{section}.{name}' for name in of_class[section]]
+    check_known(there, known, f'key in {path}')
     values = of_class['vlm']|of_class['train']
     if 'vlm_extra_tokens' in values: values['vlm_extra_tokens'] = _in_order(values['vlm_extra_tokens'])
     kinds = kinds_of(VLMConfig)|kinds_of(TrainConfig)
@@ -903,7 +918,9 @@ def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False,
 # %% ../../nbs/02_core.config.ipynb #f1257028
 def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
-    where = _WHERE|{n:str(v) if isinstance(v, Path) else v for n,v in named.items() if n in _WHERE}
+    where = _WHERE.copy()
+    for name,value in named.items():
+        if name in _WHERE: where[name] = str(value) if isinstance(value, Path) else value
     run = run_path(**where)
     if where['resume'] is not True or run is None: return None
     complete = [p for p in checkpoints(run) if not missing_pieces(p)]
@@ -916,7 +933,8 @@ def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields 
         vlm,train = preset('shapes')
         usual = vlm.to_dict()|train.to_dict()
         values = configs['vlm']|configs['train']
-        vlm,train = change(vlm, train, {n:values[n] for n in FIELDS if values.get(n, usual[n])!=usual[n]})
+        changes = {n:values[n] for n in FIELDS if values.get(n, usual[n])!=usual[n]}
+        vlm,train = change(vlm, train, changes)
     check_trust(place, vlm.to_dict()|train.to_dict(), named)
     return place,*change(vlm, train, _WHERE)
 
@@ -934,7 +952,9 @@ def _add_field(group, f, default, help, common):
     base = rule_of(f.type)[0]
     choices = get_args(f.type) if get_origin(f.type) is Literal else ()
     if len(str(default))>=100: default = SUPPRESS # the template and the tokens would fill the screen
-    how:dict = dict(nargs='?', const='True') if base is bool else dict(nargs='+') if base is list else {}
+    how:dict = {}
+    if base is bool: how = dict(nargs='?', const='True')
+    if base is list: how = dict(nargs='+')
     action = group.add_argument(f'--{f.name}', default=default, type=lambda text: _from_text(text, f.type),
         help=help if common else SUPPRESS, metavar='|'.join(choices) or base.__name__.upper(), **how)
     action.whole = help
@@ -951,7 +971,8 @@ def _underscored(word):
 # %% ../../nbs/02_core.config.ipynb #974a2955
 def check_run(path:str|Path)->Path:
     "Returns the path of a run's directory; a UsageError if it is none."
-    path,run = Path(path),Path(path).resolve().parent
+    path = Path(path)
+    run = path.resolve().parent
     inside = (path/'config.json').is_file() and (run/CONFIG).is_file()
     require((path/CONFIG).is_file(), f'{path} is a checkpoint: give its run, {run}' if inside else
         f'{path} holds no {CONFIG}: give the directory of a run')
@@ -975,12 +996,15 @@ class SettingsParser(Parser):
     def __init__(self, prog:str='nanovlm train', usage:str='[CONFIG.yaml] ', takes_run:bool=False, **kwargs):
         super().__init__(prog, f'%(prog)s {usage}[--preset NAME] [--FIELD VALUE ...]',
             formatter_class=ArgumentDefaultsHelpFormatter, **kwargs)
-        self.takes_run,about,groups = takes_run,described(VLMConfig)|described(TrainConfig),{}
+        self.takes_run = takes_run
+        about = described(VLMConfig)|described(TrainConfig)
+        groups = {}
         self.add_argument('--help_all', action='help', help='show every setting')
         self.add_argument('--preset', choices=list(PRESETS),
                           help='configuration to start from; None: the one that the file names, else shapes')
         self.add_argument('--config', metavar='FILE.yaml', help='fields to change, under `vlm` and `train`')
-        shown = {n:v for cfg in preset('shapes') for n,v in vars(cfg).items()}
+        shown = {}
+        for cfg in preset('shapes'): shown |= vars(cfg)
         for name,(section,help,common) in about.items():
             if section not in groups: groups[section] = self.add_argument_group(section)
             _add_field(groups[section], FIELDS[name], shown[name], help.replace('%', '%%'), common)
@@ -991,13 +1015,17 @@ class SettingsParser(Parser):
         if '--help_all' in words:
             for action in self._actions: action.help = getattr(action, 'whole', action.help)
         values,rest = self.parse_known_args(words, Namespace(**dict.fromkeys(FIELDS, MISSING)))
-        given = {n:v for n in FIELDS if (v := vars(values).pop(n)) is not MISSING}
+        found = {name:vars(values).pop(name) for name in FIELDS}
+        given = {name:value for name,value in found.items() if value is not MISSING}
         if self.check: self.check(values)
         first = Path(rest[0]) if rest else Path('none')
         values.run_dir = None
         if self.takes_run and first.is_dir():
-            values.run_dir,values.config = check_run(rest.pop(0)),str(first/CONFIG)
-        elif first.suffix in ('.yaml','.yml'): values.config = values.config or str(first); del rest[0]
+            values.run_dir = check_run(rest.pop(0))
+            values.config = str(first/CONFIG)
+        elif first.suffix in ('.yaml','.yml'):
+            values.config = values.config or str(first)
+            del rest[0]
         require(not (first/CONFIG).is_file() or values.run_dir,
             f'`{first}` belongs to no flag: give --config {first/CONFIG}')
         self.refuse(rest)
@@ -1052,22 +1080,23 @@ def load_function(name:str, field:str)->Callable:
     except ModuleNotFoundError as e:
         where = 'in the working directory or on PYTHONPATH'
         raise UsageError(f'{field} {name!r}: no module {e.name!r}; is it {where}?') from e
-    if callable(found := getattr(imported, function, None)): return found
+    found = getattr(imported, function, None)
+    if callable(found): return found
     raise UsageError(f'{field} {name!r}: module {module!r} has no function {function!r}')
 
 # %% ../../nbs/02_core.config.ipynb #2e72bb09
 def get_run_name(train_cfg:TrainConfig, vlm_cfg:VLMConfig, world_size:int=1, now:datetime|None=None)->str:
     """Returns the name of a run: the one it was given, or data and date, or, with `long_run_name`,
     backbones, batch, length, learning rates and date."""
-    c = train_cfg
-    v = vlm_cfg
-    if c.run_name: return c.run_name
+    if train_cfg.run_name: return train_cfg.run_name
     date = f'{now or datetime.now():%m%d-%H%M%S}'
-    data = re.sub(r'\W+', '_', Path(c.train_dataset_path).stem)[:40].strip('_') or 'run'
-    if not c.long_run_name: return f'{data}-{date}'
-    vit,lm = (m.rstrip('/').split('/')[-1] for m in (v.vit_model_type,v.lm_model_type))
-    lrs = (f'lora_{c.lora_rank}-{c.lr_lora}' if c.lora_rank else
-        'lr_vision_{}-language_{}-{}'.format(*c.lr_backbone_pair, c.lr_mp))
-    length = f'{c.max_training_samples}samples' if c.max_training_samples else c.max_training_steps
-    return (f'nanoVLM_{vit}_{v.max_img_size}_mp{v.mp_pixel_shuffle_factor}_{lm}_{world_size}xGPU_'
-            f'bs{effective_batch_size(c, world_size)}_{length}_{lrs}_{date}')
+    data = re.sub(r'\W+', '_', Path(train_cfg.train_dataset_path).stem)[:40].strip('_') or 'run'
+    if not train_cfg.long_run_name: return f'{data}-{date}'
+    vit,lm = (m.rstrip('/').split('/')[-1] for m in (vlm_cfg.vit_model_type,vlm_cfg.lm_model_type))
+    lrs = 'lr_vision_{}-language_{}-{}'.format(*train_cfg.lr_backbone_pair, train_cfg.lr_mp)
+    if train_cfg.lora_rank: lrs = f'lora_{train_cfg.lora_rank}-{train_cfg.lr_lora}'
+    length = f'{train_cfg.max_training_steps}'
+    if train_cfg.max_training_samples: length = f'{train_cfg.max_training_samples}samples'
+    batch = effective_batch_size(train_cfg, world_size)
+    return (f'nanoVLM_{vit}_{vlm_cfg.max_img_size}_mp{vlm_cfg.mp_pixel_shuffle_factor}_{lm}_'
+            f'{world_size}xGPU_bs{batch}_{length}_{lrs}_{date}')

@@ -128,7 +128,8 @@ def on_all(dist:Dist, fn:Callable[[],Any])->list: # every rank must call
     try: result = fn()
     except Exception as e: error = e
     results,errors = zip(*dist.gather((result, error and _portable(error))))
-    if (failed := [e for e in (error, *errors) if e is not None]): raise failed[0]
+    failed = [e for e in (error, *errors) if e is not None]
+    if failed: raise failed[0]
     return [*results]
 
 def on_master(dist:Dist, fn:Callable[[],Any])->Any: # every rank must call
@@ -304,7 +305,8 @@ def seed_worker(worker_id:int)->None: # unused: torch's seed already differs bet
     np.random.seed(seed)
 
 # %% ../../nbs/03_core.dist.ipynb #d1570302
-_SOCKET_NAME,_BEHIND = 107,32 # bytes of a socket's name; of them those that `multiprocessing` adds
+_SOCKET_NAME = 107 # bytes of a socket's name
+_BEHIND = 32 # of them those that `multiprocessing` adds
 
 def check_socket_room()->None:
     "Raises a UsageError if the temporary directory's name is too long for the sockets of loader workers."

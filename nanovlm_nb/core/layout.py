@@ -23,8 +23,11 @@ _CU_STEP = 64 # `cu` has as many entries as there are such stretches, or a multi
 def _document_tensors(doc_lens:Sequence[Sequence[int]], T:int, starts:Sequence[int])->dict[str,Tensor]:
     """Returns documents and gaps as tensors: `cu` (n,) int32, `documents` and `positions` (B, T).
     A row of `T` positions has documents of these lengths, the first of which begins at its start."""
-    runs = [(n,i) for lens,start in zip(doc_lens, starts)
-            for n,i in [(start,0), *((n,i+1) for i,n in enumerate(lens)), (T-start-sum(lens),0)] if n]
+    runs:list[tuple[int,int]] = [] # length and number of each document, number 0: of each gap
+    for row,start in zip(doc_lens, starts):
+        numbered = [(n,i) for i,n in enumerate(row, start=1)]
+        parts = [(start,0), *numbered, (T-start-sum(row),0)]
+        runs += [part for part in parts if part[0]]
     lens,numbers = torch.tensor(runs, dtype=torch.long).view(-1, 2).unbind(1)
     ends = lens.cumsum(0)
     size = max(len(runs)+1, len(doc_lens)*T//_CU_STEP)
@@ -86,7 +89,8 @@ class Layout:
     @classmethod
     def from_doc_lens(cls, doc_lens:Sequence[Sequence[int]], T:int)->'Layout': # per row; positions of a row
         "Returns the layout of packed rows: documents from position 0 on, the rest of a row is padding."
-        return cls(tuple(tuple(int(n) for n in row) for row in doc_lens), int(T), (0,)*len(doc_lens))
+        lens = tuple(tuple(map(int, row)) for row in doc_lens)
+        return cls(lens, int(T), (0,)*len(lens))
 
     @classmethod
     def from_mask(cls, attention_mask:Tensor)->'Layout': # (B, T) 1 at tokens, 0 at padding; best on the CPU
@@ -96,8 +100,8 @@ class Layout:
         if gaps.any(): raise ValueError(f'attention_mask has a gap in row {int(gaps.int().argmax())}: '
             'padding must be on the left or on the right')
         starts = (mask.cumsum(1)==0).sum(1)*mask.any(1)
-        lens = mask.sum(1).tolist()
-        return cls(tuple((n,)*(n>0) for n in lens), mask.shape[1], tuple(starts.tolist()))
+        lens = tuple((n,) if n else () for n in mask.sum(1).tolist())
+        return cls(lens, mask.shape[1], tuple(starts.tolist()))
 
     @classmethod
     def of(cls, input_ids:Tensor, image_token_id:int|None=None, # (B, T); marks the slots, None: not sought
@@ -111,8 +115,9 @@ class Layout:
         if targets is not None and targets.shape!=input_ids.shape: raise ValueError(
             f'targets {tuple(targets.shape)} do not match input_ids {(B,T)}: one target per position')
         if doc_lens is None: doc_lens = getattr(attention_mask, 'doc_lens', None)
-        if doc_lens is None and attention_mask is not None: layout = cls.from_mask(attention_mask)
-        else: layout = cls.from_doc_lens([[T]*(T>0)]*B if doc_lens is None else doc_lens, T)
+        if doc_lens is not None: layout = cls.from_doc_lens(doc_lens, T)
+        elif attention_mask is not None: layout = cls.from_mask(attention_mask)
+        else: layout = cls.from_doc_lens([[T] if T else []]*B, T)
         slots = None if image_token_id is None else (input_ids.flatten()==image_token_id).nonzero().squeeze(1)
         if grids: layout = layout._with_grids(slots, grids, window)
         if targets is None: return replace(layout, slots=slots)

@@ -34,13 +34,15 @@ __all__ = ['EVAL_AXIS', 'STATS', 'describe', 'wandb_mode', 'wandb_id', 'RunLog',
 def _plain(value:Any)->Any: # a figure: number, text, or a zero-dimensional tensor
     "Returns what JSON can hold: None in place of a number that is not finite."
     if isinstance(value, (str,bool,int)) or value is None: return value
-    return value if isfinite(value := float(value)) else None
+    value = float(value)
+    return value if isfinite(value) else None
 
 # %% ../../nbs/05_core.logs.ipynb #7bb86e0b
 class _JsonLines:
     "A file with one JSON object a line."
     def __init__(self, path:str|Path): # file to append to
-        self.folder,self.file = Path(path).parent,open_own(path, 'a+b')
+        self.folder = Path(path).parent
+        self.file = open_own(path, 'a+b')
         self.cut()
 
     def log(self, metrics:dict, step:int)->None: # figures; updates done
@@ -57,7 +59,8 @@ class _JsonLines:
 
     def close(self, failed:bool=False)->None: # with an error, which a full disk must not hide
         "Waits until the file is on the disk, and closes it."
-        with suppress(*[OSError]*failed), self.file: os.fsync(self.file.fileno())
+        passed_over = (OSError,) if failed else ()
+        with suppress(*passed_over), self.file: os.fsync(self.file.fileno())
 
 # %% ../../nbs/05_core.logs.ipynb #b66fe781
 def _named(metrics:dict)->str:
@@ -73,16 +76,19 @@ def describe(metrics:dict, step:int)->str: # figures by name; updates done
 def _progress(metrics:dict, left:float=nan)->list[str]: # seconds to the end of the run; nan: not known
     "Returns what a user wants to see of a run, as far as it is known."
     rate = metrics.get('tokens_per_second')
-    return [f"loss {float(metrics['batch_loss']):.4g}", *([f'{float(rate):,.0f} tokens/s'] if rate else []),
-        *([f'{timedelta(seconds=round(left))} left'] if isfinite(left) else [])]
+    parts = [f"loss {float(metrics['batch_loss']):.4g}"]
+    if rate: parts.append(f'{float(rate):,.0f} tokens/s')
+    if isfinite(left): parts.append(f'{timedelta(seconds=round(left))} left')
+    return parts
 
 # %% ../../nbs/05_core.logs.ipynb #a18be21c
 def _report_line(metrics:dict, at:str, left:float=nan)->str: # e.g. '3/40'; see `_progress`
     "Returns an update in a short line, of about 100 characters."
     rates = sorted(float(v) for k,v in metrics.items() if k.startswith('lr_'))
-    both = 'lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (*rates[:1], *rates[-1:])))
     loss,*rest = _progress(metrics, left)
-    return ' | '.join([f'update {at}', loss, *[both][:len(rates)], *rest])
+    parts = [f'update {at}', loss]
+    if rates: parts.append('lr '+' to '.join(dict.fromkeys(f'{r:.2g}' for r in (rates[0], rates[-1]))))
+    return ' | '.join([*parts, *rest])
 
 # %% ../../nbs/05_core.logs.ipynb #05a1000d
 # told elsewhere
@@ -131,9 +137,12 @@ class _Screen:
     def __init__(self, path:str|Path, total_steps:int|None=None, every:int=100, # updates between reports
         progress:bool=True, quiet:bool=False, # show a bar where somebody watches; show nothing at all
         epochs:int|None=None, now:Callable=time.monotonic): # report as MiniMind does; tells seconds
-        self.path,self.file,self.logger = path,MemoryHandler(0),logging.getLogger('nanovlm_nb')
+        self.path = path
+        self.file = MemoryHandler(0)
+        self.logger = logging.getLogger('nanovlm_nb')
+        self.handlers:list[logging.Handler] = [self.file]
         alone = not (quiet or logging.root.handlers) # nobody else shows warnings
-        self.handlers = [self.file, *[_AboveBar(logging.WARNING)]*alone]
+        if alone: self.handlers.append(_AboveBar(logging.WARNING))
         for h in self.handlers: self.logger.addHandler(h)
         self.total = total_steps
         self.every = every
@@ -164,7 +173,9 @@ class _Screen:
         if self.bar is None: self.bar = auto(total=self.total, initial=step, disable=self.hidden, leave=False,
             dynamic_ncols=True, bar_format='{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}')
         if 'batch_loss' in metrics: self._update(metrics, step)
-        elif line := _event_line(metrics, step): self.info(line)
+        else:
+            line = _event_line(metrics, step)
+            if line: self.info(line)
 
     def _update(self, metrics, step):
         "Moves the bar, and writes a line if it is time."
@@ -208,9 +219,11 @@ class _Tracker:
     def __exit__(self, kind, error, traceback):
         "Inside, an error of the service is logged once instead of raised."
         if kind is None or not issubclass(kind, Exception): return False
-        if not self.failed: logging.getLogger('nanovlm_nb').warning(
-            f'{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); log.jsonl '
-            f"has all figures. {'Try WANDB_MODE=offline, or '*(self.name=='wandb')}tracker none drops it")
+        if not self.failed:
+            first = 'Try WANDB_MODE=offline, or ' if self.name=='wandb' else ''
+            logging.getLogger('nanovlm_nb').warning(
+                f'{self.name} failed and is off for the rest of this run ({kind.__name__}: {error}); '
+                f'log.jsonl has all figures. {first}tracker none drops it')
         self.failed = True
         return True
 
@@ -226,7 +239,8 @@ class _Tracker:
 # %% ../../nbs/05_core.logs.ipynb #04190b5d
 def wandb_mode(wandb:Any)->Any: # the module; 'online', 'offline', 'disabled' or what WANDB_MODE says
     "Returns how wandb runs here, without asking anyone."
-    if mode := os.environ.get('WANDB_MODE'): return mode
+    mode = os.environ.get('WANDB_MODE')
+    if mode: return mode
     try: known = wandb.login(prompt=False, verify=False)
     except TypeError: known = wandb.api.api_key # wandb before 0.31 always asks
     return 'online' if known else 'offline'
@@ -357,7 +371,8 @@ def over_ranks(values:dict[str,list[float]], dist:Dist)->dict[str,float]: # by n
     gathered = dist.gather(values)
     found = {}
     for name,own in values.items():
-        every = [x for of_rank in gathered for x in of_rank[name]]
+        every = []
+        for of_rank in gathered: every += of_rank[name]
         kinds = dict(avg=sum(every)/len(every), max=max(every), min=min(every)) if every else {}
         found |= {f'training_stats/{kind}_{name}':x for kind,x in kinds.items()}
         own.clear()
@@ -369,7 +384,9 @@ class Clock:
     names = 'data','forward_backward','communication','optimizer','validation','checkpoint','other'
 
     def __init__(self, now:Callable=time.perf_counter): # tells the time in seconds
-        self.now,self.last,self.doing = now,now(),['other']
+        self.now = now
+        self.last = now()
+        self.doing = ['other']
         self.seconds = dict.fromkeys(self.names, 0.)
 
     def charge(self)->None:
@@ -423,7 +440,9 @@ _CURVES = {'loss':'batch_loss|val_loss', 'learning rate':'lr_.*', 'gradient norm
 
 def _draw(ax:Axes, records:list[dict], pattern:str, **look:Any)->None: # of names; see `plot`
     "Draws figures over updates, with gaps where one was not finite."
-    for name in sorted({k for r in records for k in r if re.fullmatch(pattern, k)}):
+    names = set[str]()
+    for record in records: names |= {name for name in record if re.fullmatch(pattern, name)}
+    for name in sorted(names):
         points = [(r['step'], nan if r[name] is None else r[name]) for r in records if name in r]
         ax.plot(*zip(*points), **dict(marker='o' if name=='val_loss' else None, label=name)|look)
 

@@ -110,8 +110,10 @@ MANIFEST = 'manifest.json' # lists the files of a directory: size and SHA-256 of
 
 def file_sizes(folder:str|Path)->dict[str,int]: # name relative to `folder` -> bytes
     "Returns the files below a directory, without the manifest and files that vanish meanwhile."
+    paths:list[Path] = []
+    for at,_,names in os.walk(folder): paths += [Path(at)/name for name in names if name!=MANIFEST]
     sizes = {}
-    for path in sorted(Path(at)/name for at,_,names in os.walk(folder) for name in names if name!=MANIFEST):
+    for path in sorted(paths):
         with suppress(FileNotFoundError): sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
     return sizes
 
@@ -141,10 +143,13 @@ NEEDED = ('config.json',TRAINER_STATE) # without these it is no checkpoint, what
 
 def missing_pieces(folder:Path, needs:Iterable[str]=NEEDED)->list[str]: # names that must be listed
     "Returns what a directory lacks, nothing if all files are there in their sizes; no file is read."
-    if not (listed := _read_manifest(folder)): return [MANIFEST]
+    listed = _read_manifest(folder)
+    if not listed: return [MANIFEST]
     there = file_sizes(folder)
-    return [*(n for n in needs if n not in listed), *(f'{n} ({there.get(n, 0)} instead of {size} bytes)'
-            for n,(size,_) in listed.items() if there.get(n)!=size)]
+    missing = [name for name in needs if name not in listed]
+    for name,(size,_) in listed.items():
+        if there.get(name)!=size: missing.append(f'{name} ({there.get(name, 0)} instead of {size} bytes)')
+    return missing
 
 # %% ../../nbs/01_core.run_dir.ipynb #d51562c8
 def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: leave out what lies in folders
@@ -152,13 +157,15 @@ def _changed_files(folder:Path, deep:bool=True)->list[str]: # phrases; False: le
     listed = _read_manifest(folder)
     there = [n for n in file_sizes(folder) if listed and (deep or '/' not in n)]
     digests = file_digests(folder, [n for n in there if n in listed])
-    return [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]+[
-        f'{n} is not in its manifest' for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
+    changed = [f'{n} is not as it was written' for n,digest in digests.items() if digest!=listed[n][1]]
+    added = [n for n in there if n not in listed and n.endswith(READ_BY_LOADERS)]
+    return [*changed, *(f'{n} is not in its manifest' for n in added)]
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200003
 CONFIG = 'config.yaml'
 CLASSIFY = 'classify.yaml' # settings of a run, and of a classifier
-STATUS,LOCK = 'status','lock' # running, done, ...; holder of the directory
+STATUS = 'status' # running, done, ...
+LOCK = 'lock' # holder of the directory
 LAST = 'last_checkpoint'
 BEST = 'best_checkpoint' # files of one line, for people and scripts
 LOG = 'log.jsonl'
@@ -193,9 +200,13 @@ def read_log(path:str|Path, key:str='step')->list[dict]: # an integer that each 
     records = []
     for line in lines:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
-            if type((record := json.loads(line))[key]) is int: records.append(record)
-    if (n := len(lines)-len(records)): logging.getLogger('nanovlm_nb').warning(
-        '%s: %d line%s passed over, not ours or damaged', path, n, 's'*(n>1))
+            record = json.loads(line)
+            if type(record[key]) is int: records.append(record)
+    passed = len(lines)-len(records)
+    if passed:
+        several = 's' if passed>1 else ''
+        logging.getLogger('nanovlm_nb').warning(
+            '%s: %d line%s passed over, not ours or damaged', path, passed, several)
     return records
 
 # %% ../../nbs/01_core.run_dir.ipynb #d1200009
@@ -215,11 +226,13 @@ def read_state(checkpoint:Path, needed:Iterable[str]=('step','data','configs'))-
 def damaged_pieces(checkpoint:Path)->list[str]: # phrases; empty: it is as it was written
     "Returns all that is wrong with a checkpoint; every file is read."
     missing = [f'{m} is missing or was changed' for m in missing_pieces(checkpoint)]
-    if (wrong := missing or _changed_files(checkpoint)): return wrong
+    wrong = missing or _changed_files(checkpoint)
+    if wrong: return wrong
     try: step = read_state(checkpoint, ()).get('step')
     except ValueError as e: return [str(e)]
     named = _STEP.fullmatch(checkpoint.resolve().name)
-    return [f'it holds update {step}'] if named and step not in (None, int(named[1])) else []
+    if named and step not in (None, int(named[1])): return [f'it holds update {step}']
+    return []
 
 # %% ../../nbs/01_core.run_dir.ipynb #a10600e5
 MEANT = "if the change was meant: from nanovlm_nb.core.run_dir import write_manifest; write_manifest('{}')"
@@ -250,8 +263,10 @@ def usable_checkpoint(run_dir:Path, thorough:bool=False)->tuple[Path|None,dict[P
     `thorough` reads every file, as before a run resumes."""
     passed = {}
     for path in checkpoints(run_dir)[::-1]:
-        if not (wrong := damaged_pieces(path) if thorough else missing_pieces(path)): return path,passed
-        passed[path] = ('damaged, ' if thorough else 'not complete, it lacks ')+'; '.join(wrong)
+        wrong = damaged_pieces(path) if thorough else missing_pieces(path)
+        if not wrong: return path,passed
+        kind = 'damaged, ' if thorough else 'not complete, it lacks '
+        passed[path] = kind+'; '.join(wrong)
         logger.warning('%s is %s: passed over', path, passed[path])
     return None,passed
 
@@ -271,7 +286,8 @@ def read_pointer(run_dir:Path, name:str=LAST)->Path|None: # None: there is no su
     "Returns the checkpoint that the file `name` names."
     file = Path(run_dir)/name
     text = file.read_text(encoding='utf-8', errors='replace').strip() if file.is_file() else ''
-    if _STEP.fullmatch(text) and (path := Path(run_dir)/text).is_dir(): return path
+    path = Path(run_dir)/text
+    if _STEP.fullmatch(text) and path.is_dir(): return path
     if text: logger.warning('%s names %.40r, which is no checkpoint there', file, text)
     return None
 
@@ -368,8 +384,10 @@ def prune(run_dir:Path, keep:int)->list[Path]: # newest checkpoints that stay, -
 def prune_older(run_dir:Path, days:float=7.)->list[Path]: # age
     "Deletes checkpoints that were written long ago; returns them."
     then = time.time()-86400*days
-    return _delete_old(run_dir, [p for folder in (run_dir, *abandoned(run_dir))
-                                for p in checkpoints(folder) if written(p)<then])
+    old = []
+    for folder in (run_dir, *abandoned(run_dir)):
+        old += [path for path in checkpoints(folder) if written(path)<then]
+    return _delete_old(run_dir, old)
 
 # %% ../../nbs/01_core.run_dir.ipynb #04a11c03
 def lock_file(file, shared:bool=False)->bool|None: # `shared`: only look; None: nobody can lock it
@@ -388,7 +406,8 @@ def holder(run_dir:Path)->str: # empty: no process holds it
     "Returns which process writes into a directory, in words."
     try:
         with open_own(Path(run_dir)/LOCK, 'r', encoding='utf-8') as file:
-            return '' if lock_file(file, shared=True) else file.read().strip() or 'a process that begins'
+            if lock_file(file, shared=True): return ''
+            return file.read().strip() or 'a process that begins'
     except (OSError, UsageError): return ''
 
 # %% ../../nbs/01_core.run_dir.ipynb #8d2f6e01
@@ -487,7 +506,8 @@ def runs_in(folder:str|Path)->list[Path]: # may not be there
 def newest_run(folder:str|Path='checkpoints')->Path:
     "Returns the run in a folder that was written to last and has a complete checkpoint."
     found = (run_dir for run_dir in runs_in(folder) if last_checkpoint(run_dir))
-    if newest := next(found, None): return newest
+    newest = next(found, None)
+    if newest: return newest
     raise MissingFile(f'there is no trained run in {folder}: name a checkpoint, or train one first')
 
 # %% ../../nbs/01_core.run_dir.ipynb #9bf8aa62

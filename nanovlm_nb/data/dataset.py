@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass,field
 from functools import cache,lru_cache
-from itertools import islice
+from itertools import chain,islice
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any,NamedTuple
@@ -39,10 +39,15 @@ RATINGS = ('relevance', 'image_correspondence', 'visual_dependency', 'formatting
 
 def _keep_turns(row:dict, minimums:dict[str,int])->list[dict]: # name of a rating -> lowest that passes
     "The turns of a row that pass every rating; a turn with a blank answer, or none, passes none."
-    low = {i for name,least in minimums.items() for i,value in enumerate(row.get(f'{name}_ratings') or [])
-           if value is not None and not value >= least}
-    return [dict(user=t['user'], assistant=t['assistant']) for i,t in enumerate(row['texts'] or [])
-            if (t['assistant'] or '').strip() and i not in low]
+    low = set()
+    for name,least in minimums.items():
+        for i,value in enumerate(row.get(f'{name}_ratings') or []):
+            if value is not None and not value >= least: low.add(i)
+    kept = []
+    for i,turn in enumerate(row['texts'] or []):
+        is_answered = (turn['assistant'] or '').strip()
+        if is_answered and i not in low: kept.append(dict(user=turn['user'], assistant=turn['assistant']))
+    return kept
 
 # %% ../../nbs/13_data.dataset.ipynb #b1fff3fd
 class Dropped(Exception):
@@ -115,8 +120,10 @@ class Drops:
         ids = self.ids(reason) or [id for id,taken in self.cut.items() if kind in taken]
         others = ids[1:most]
         more = len(ids)-most
-        also = f", and {', '.join(others)}" if others else ''
-        return self.first.get(reason, ids[0])+also+(f' and {more} more' if more > 0 else '')
+        words = self.first.get(reason, ids[0])
+        if others: words += f", and {', '.join(others)}"
+        if more > 0: words += f' and {more} more'
+        return words
 
     @property
     def blame(self)->str: # '' if nothing was left out
@@ -131,14 +138,16 @@ def read_dropped(run_dir:str|Path, size:int|None=None)->dict[str,Drops]: # bytes
     "What a run has left out in 'train' and 'val'; torn lines and lines of others are skipped."
     path = Path(run_dir)/DROPPED
     dropped = dict(train=Drops(), val=Drops())
-    for line in path.read_bytes()[:size].split(b'\n')[:-1] if path.is_file() else []:
+    if not path.is_file(): return dropped
+    for line in path.read_bytes()[:size].split(b'\n')[:-1]:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
-            d = dropped[record['split']]
-            if 'reason' in record: d.reasons[record['id']] = record['reason']
+            drops = dropped[record['split']]
+            if 'reason' in record: drops.reasons[record['id']] = record['reason']
             else:
                 taken = record['cut']
-                d.cut[record['id']] = taken if isinstance(taken, dict) else dict(ratings=taken) # an older run
+                if not isinstance(taken, dict): taken = dict(ratings=taken) # an older run
+                drops.cut[record['id']] = taken
     return dropped
 
 # %% ../../nbs/13_data.dataset.ipynb #b0de0006
@@ -147,13 +156,19 @@ def _sizes(drops): return {split:(len(d.reasons), len(d.cut)) for split,d in dro
 # %% ../../nbs/13_data.dataset.ipynb #b0de0005
 class DropFile:
     "Ids of what was left out, each once, in the directory of a run."
-    def __init__(self, run_dir:str|Path): self.path,self.written = Path(run_dir)/DROPPED,_sizes({})
+    def __init__(self, run_dir:str|Path):
+        self.path = Path(run_dir)/DROPPED
+        self.written = _sizes({})
 
     def add(self, drops:dict[str,Drops])->int: # all so far, by split; bytes of the file
         "Append what is new; it is on the disk then."
-        new = {split:d.after(*self.written.get(split, (0, 0))) for split,d in drops.items()}
-        lines = [json.dumps({'split':split, 'id':id, kind:value}).encode()+b'\n' for split,d in new.items()
-                 for kind,ids in (('reason', d.reasons), ('cut', d.cut)) for id,value in ids.items()]
+        lines = []
+        for split,found in drops.items():
+            new = found.after(*self.written.get(split, (0, 0)))
+            for kind,ids in (('reason', new.reasons), ('cut', new.cut)):
+                for id,value in ids.items():
+                    record = {'split':split, 'id':id, kind:value}
+                    lines.append(json.dumps(record).encode()+b'\n')
         if not lines: return self.path.stat().st_size if self.path.is_file() else 0
         with open_own(self.path, 'ab') as f:
             f.write(b''.join(lines))
@@ -164,7 +179,8 @@ class DropFile:
 
     def cut(self, size:int)->dict[str,Drops]: # from `add`, when a checkpoint was made; what stays
         "Truncates the file to `size` bytes; returns what it still lists."
-        self.written = _sizes(kept := read_dropped(self.path.parent, size))
+        kept = read_dropped(self.path.parent, size)
+        self.written = _sizes(kept)
         if self.path.is_file():
             with open_own(self.path, 'r+b') as f: f.truncate(f.read(size).rfind(b'\n')+1)
         return kept
@@ -239,10 +255,16 @@ _IS_ID = re.compile(r'(?:.*_)?id|index|__.*')
 
 def _is_id(row, group): return _IS_ID.fullmatch(group[0]) and isinstance(row[group[0]], str)
 
+def _picture_names(row, columns):
+    "What the pictures of some columns are called."
+    names = []
+    for column in columns: names += names_of(row[column])
+    return names
+
 def _is_same(row, columns, others):
     "Whether columns hold the pictures that others hold, or their names."
-    one = [name for column in columns for name in names_of(row[column])]
-    two = [name for column in others for name in names_of(row[column])]
+    one = _picture_names(row, columns)
+    two = _picture_names(row, others)
     if None not in one+two: return one == two
     return None not in one and any(map(_OWN_NAME.fullmatch, columns))
 
@@ -254,10 +276,16 @@ def _refuse(column, what, beside):
     raise UnusedColumn(f'column `{column}` may hold {what}{others}, and would not be read: name what is '
                        f'meant in columns, as `{flag}={column}`, or remove it')
 
+def _is_bare_name(value, folders):
+    "Whether a value is the name of a file in one of the folders, without an ending."
+    if not isinstance(value, str) or len(value) >= 200 or '.' in value: return False
+    return _find(value.strip(), folders) is not None
+
 def _picture_columns(row, groups, others, folders, chosen):
     "The columns with a row's pictures: of a known name, or else whose values are pictures."
     def evidence(group): return max(picture_evidence(row[name], folders) for name in group)
-    named = [columns for columns in (_filled(row, [group]) for group in groups) if columns]
+    filled = [_filled(row, [group]) for group in groups]
+    named = [columns for columns in filled if columns]
     main = max(named, key=evidence) if len(named) > 1 else _filled(row, groups)
     rest = {group:evidence(group) for group in (*named, *others) if group != main}
     certain = [group for group,sure in rest.items() if sure == 2 and not _is_same(row, group, main)]
@@ -265,11 +293,9 @@ def _picture_columns(row, groups, others, folders, chosen):
     if groups:
         if certain and not chosen: _refuse(certain[0][0], 'pictures', main or groups[0])
         return main
-    possible = [g for g,sure in rest.items() if sure == 1 and not _IS_ID.fullmatch(g[0])]
+    possible = [group for group,sure in rest.items() if sure == 1 and not _IS_ID.fullmatch(group[0])]
     found = certain or possible
-    if not found and folders: # a file without an ending
-        found = [g for g in others if isinstance(row[g[0]], str) and len(row[g[0]]) < 200
-                 and '.' not in row[g[0]] and _find(row[g[0]].strip(), folders)]
+    if not found and folders: found = [group for group in others if _is_bare_name(row[group[0]], folders)]
     for group in found[1:]:
         if not _is_same(row, group, found[0]): _refuse(group[0], 'pictures', found[0])
     return _filled(row, found)
@@ -277,9 +303,11 @@ def _picture_columns(row, groups, others, folders, chosen):
 # %% ../../nbs/13_data.dataset.ipynb #d1a00b14
 def _shows(row, read):
     "Whether the messages of a row have pictures among their parts, or may have."
-    said = [m for name in (*read['texts'], *read['question']) for m in as_list(row[name])]
-    return any(isinstance(m, dict) and not isinstance(_first(m, 'content', 'value'), (str, type(None)))
-               for m in said)
+    for name in (*read['texts'], *read['question']):
+        for message in as_list(row[name]):
+            said = _first(message, 'content', 'value') if isinstance(message, dict) else None
+            if not isinstance(said, (str, type(None))): return True
+    return False
 
 def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of the pictures that it names
     chosen:bool=False)->dict[str,tuple[str,...]]: # by `--columns`: others of a kind that is read are left
@@ -293,7 +321,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     if not others and len(by_name['images']) < 2:
         read['images'] = _filled(row, by_name['images'])
         return read
-    spoken = [name for group in others for name in group if is_conversation(row[name])]
+    spoken = [name for name in chain(*others) if is_conversation(row[name])]
     told = read['texts'] or read['answer']
     if spoken and not told and len(spoken) == 1:
         read['texts'] = tuple(spoken)
@@ -303,6 +331,7 @@ def columns_of(row:dict, folders:Folders=None, # names of columns -> values; of 
     if not read['images']: _check_lost(row, read, others)
     return read
 
+# %% ../../nbs/13_data.dataset.ipynb #d1a00b16
 _NOTHING:dict[str,tuple[str,...]] = dict.fromkeys(LAYOUTS, ())
 _ASKED = [*LAYOUTS][2:] # kinds of a row that is no conversation
 
@@ -318,7 +347,8 @@ def _settle(row, read):
 @lru_cache(maxsize=1024)
 def _groups(columns):
     "All groups of columns but those that are called like pictures."
-    return [group for kind,groups in columns_by_name(columns).items() if kind != 'images' for group in groups]
+    by_name = columns_by_name(columns)
+    return [*chain(*(groups for kind,groups in by_name.items() if kind != 'images'))]
 
 def _others(row, read):
     "The groups of columns of which nothing is read."
@@ -327,23 +357,26 @@ def _others(row, read):
 
 def _check_lost(row, read, others):
     "Raise an error about a column that is called like one for pictures, of a row that has none."
-    for name in [name for group in others for name in group if re.search('image|video', name.lower())]:
+    for name in chain(*others):
+        if not re.search('image|video', name.lower()): continue
         if is_filled(row[name]) and row[name] != 0 and not _shows(row, read): _refuse(name, 'pictures', ())
 
+# %% ../../nbs/13_data.dataset.ipynb #d1a00b18
 _SAID = {'role', 'from', 'content', 'value', 'user', 'assistant', 'question', 'answer'} # read of a message
 
 def unread_of(row:dict, read:dict[str,tuple[str,...]])->list[str]: # see `columns_of`
     "The columns of a row that are not read, for the log."
-    used = {name for columns in read.values() for name in columns}
-    used |= {*FEATURES, 'id', 'kinds'}
+    used = {*chain(*read.values()), *FEATURES, 'id', 'kinds'}
     found = [name for name in row if name and name not in used and is_filled(row[name])]
-    people = [] if not read['question'] else [name for name in read['answer'] if not is_caption(name)]
-    several = (name for name in people
-               if len(as_list(listed(row[name]))) > 1 and not is_conversation(row[name]))
-    spoken = [m for name in read['texts'] for m in as_list(row[name]) if isinstance(m, dict)]
-    inside = {key for m in spoken for key in m if key not in _SAID and is_filled(m[key])}
-    return [*found, *(f'all but the commonest of `{name}`' for name in several),
-            *(f'`{key}` of messages' for key in sorted(inside))]
+    for name in read['answer'] if read['question'] else ():
+        if is_caption(name): continue
+        several = len(as_list(listed(row[name]))) > 1
+        if several and not is_conversation(row[name]): found.append(f'all but the commonest of `{name}`')
+    inside = set()
+    for message in chain(*(as_list(row[name]) for name in read['texts'])):
+        if not isinstance(message, dict): continue
+        inside |= {key for key,value in message.items() if key not in _SAID and is_filled(value)}
+    return [*found, *(f'`{key}` of messages' for key in sorted(inside))]
 
 # %% ../../nbs/13_data.dataset.ipynb #94f25764
 def _part(part, pictures):
@@ -417,25 +450,35 @@ def _choice_turn(question, row, read):
     answer = row.get(column)
     if not read['choice'] and not isinstance(answer, (int, float)): answer = _commonest(_texts(row, [column]))
     right = pick_option(answer, options, column, bool(read['choice']))
-    lines = {label:f'{label if label.isalpha() else ascii_uppercase[k]}. {str(option).strip()}'
-             for k,(label,option) in enumerate(options.items())}
+    lines = {}
+    for k,(label,option) in enumerate(options.items()):
+        letter = label if label.isalpha() else ascii_uppercase[k]
+        lines[label] = f'{letter}. {str(option).strip()}'
     return dict(user='\n'.join([question, *lines.values()]), assistant=lines[right])
+
+# %% ../../nbs/13_data.dataset.ipynb #1c108685
+def _read_or_named(read, by_name, kind):
+    "The columns that are read of a kind, else the first that is called like one."
+    if read[kind] or not by_name[kind]: return read[kind]
+    return by_name[kind][0][:1]
 
 def _question_turns(row, read, pictures, inside):
     "Turns of a row with questions and answers, or with captions."
     by_name = columns_by_name(tuple(row))
-    question,answer = (read[kind] or tuple(by_name[kind][0][:1] if by_name[kind] else ())
-                       for kind in ('question', 'answer'))
-    for columns,kind in ((question or pictures, 'question'), (answer or read['choice'], 'answer')):
-        require(columns, f'it has {", ".join(row)}, but no `{kind}`: {GIVE}')
+    question = _read_or_named(read, by_name, 'question')
+    answer = _read_or_named(read, by_name, 'answer')
+    for kind,there in dict(question=question or pictures, answer=answer or read['choice']).items():
+        require(there, f'it has {", ".join(row)}, but no `{kind}`: {GIVE}')
     parts = [as_list(row[name]) for name in (*question[:1], *answer[:1])]
     if any(part and isinstance(part[0], dict) and {'role', 'from'} & part[0].keys() for part in parts):
-        return pair_turns([m if isinstance(m, dict) else dict(role=role, content=str(m))
-                           for role,part in zip(('user', 'assistant'), parts) for m in part], inside)
+        messages = []
+        for role,part in zip(('user', 'assistant'), parts):
+            messages += [m if isinstance(m, dict) else dict(role=role, content=str(m)) for m in part]
+        return pair_turns(messages, inside)
     asked = _texts(row, question) or [DESCRIBE]
     said = [] if read['options'] else _texts(row, answer)
     require(len(asked) in (1, len(said)),
-        f'`{question[0] if question else ""}` has {len(asked)} questions for {len(said) or 1} answers: '
+        f'`{"".join(question[:1])}` has {len(asked)} questions for {len(said) or 1} answers: '
         'give one for each')
     if read['options']: return [_choice_turn(asked[0], row, read)]
     if len(answer) > 1 and len(read['images']) > 1: raise UsageError(
@@ -459,12 +502,43 @@ def _spoken_turns(row, column, inside):
 
 def _earlier(row, columns, inside):
     "The turns that a `history` of pairs holds."
-    said = [pair for column in columns for pair in as_list(listed(row[column]))]
+    said = []
+    for column in columns: said += as_list(listed(row[column]))
     if said and isinstance(said[0], dict): return pair_turns(said, inside)
     require(all(isinstance(pair, (list, tuple, np.ndarray)) and len(pair) == 2 for pair in said),
         f'`history` is {said!r:.80}: give a list of pairs, of a question and its answer')
     return [dict(user=question, assistant=answer) for question,answer in said]
 
+# %% ../../nbs/13_data.dataset.ipynb #eaef9e97
+def _check_texts(turns):
+    "Raise an error about turns that hold anything but texts in UTF-8."
+    try:
+        said = chain(*((turn['user'], turn['assistant']) for turn in turns))
+        ''.join(text for text in said if text is not None).encode()
+    except UnicodeEncodeError: # a file in another encoding; JSON may hold half a surrogate pair
+        raise UsageError(f'its text is no UTF-8, {turns!r:.80}: save it as UTF-8') from None
+    except (TypeError, KeyError):
+        raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
+
+def _check_marks(turns, pictures):
+    "Raise an error about a mark that has no picture, or stands in an answer."
+    numbered,marks = number_marks(turns, len(pictures))
+    kind = MARK if any(MARK in (turn['user'] or '') for turn in turns) else 'the mark of a picture'
+    require(pictures or not marks, f'{kind} in a question, but no picture: name it, or take the mark out')
+    in_answer = any(MARK in (turn['assistant'] or '') for turn in turns)
+    drawn = in_answer and not marks and numbered == turns
+    require(not drawn or not pictures,
+        f'{MARK} in an answer: pictures can be part of a question only, take the mark out')
+
+def _check_ratings(row):
+    "Raise an error about ratings that are no list of numbers."
+    for key in (f'{name}_ratings' for name in RATINGS):
+        if row.get(key) is None: continue
+        numbers = all(isinstance(v, (int, float, np.number, type(None))) for v in as_list(row[key]))
+        require(numbers and isinstance(row[key], (list, tuple)),
+            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}')
+
+# %% ../../nbs/13_data.dataset.ipynb #eaef9e98
 _SHOWN = re.compile(r"""(?:!\[[^\]]*\]\(|<img [^<>]*src=["'])([^()"'\s<>]+)""") # in Markdown, in HTML
 
 def read_layout(row:dict, folders:Folders=None, # of pictures that are named, see `find_picture`
@@ -473,7 +547,8 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     "The pictures and the turns of a row in one of the known layouts; a UsageError says what is wrong."
     read = columns_of(row, folders, chosen)
     if unread is not None: unread.update(unread_of(row, read))
-    pictures = [picture for name in read['images'] for picture in pictures_of(row[name], folders)]
+    pictures:list = []
+    for name in read['images']: pictures += pictures_of(row[name], folders)
     inside:list = []
     if read['texts']: turns = _spoken_turns(row, read['texts'][0], inside)
     elif columns_by_name(tuple(row))['texts'] and not read['answer']: turns = []
@@ -481,53 +556,42 @@ def read_layout(row:dict, folders:Folders=None, # of pictures that are named, se
     if turns and any(read[kind] for kind in ('system', 'context', 'input', 'history')):
         first = dict(user=_around(turns[0]['user'] or '', row, read))
         turns = _earlier(row, read['history'], inside)+[turns[0]|first]+turns[1:]
-    try: ''.join(t[k] for t in turns for k in ('user', 'assistant') if t[k] is not None).encode()
-    except UnicodeEncodeError: # a file in another encoding; JSON may hold half a surrogate pair
-        raise UsageError(f'its text is no UTF-8, {turns!r:.80}: save it as UTF-8') from None
-    except (TypeError, KeyError):
-        raise UsageError(f'turns must be a list of {{user, assistant}} strings: {turns!r:.80}') from None
+    _check_texts(turns)
+    asked = [turn['user'] or '' for turn in turns]
     if not pictures and not inside: # as Qwen-VL writes it: the picture is named in the text
-        inside = [name for t in turns for name in re.findall(r'<img>([^<>]+)</img>', t['user'] or '')]
-    shown = [name for t in turns for name in _SHOWN.findall(t['user'] or '') if _find(name, folders)]
+        for text in asked: inside += re.findall(r'<img>([^<>]+)</img>', text)
+    shown = [name for name in chain(*map(_SHOWN.findall, asked)) if _find(name, folders)]
     require(pictures or inside or not shown,
         f'a question shows {", ".join(shown)}, but the row has no picture: name it as one, or take it out')
     inside = [find_picture(picture, folders) for picture in inside]
     require(not inside or len(pictures) in (0, len(inside)),
         f'{len(pictures)} pictures in `{"".join(read["images"])}`, '
         f'{len(inside)} in the messages: give them in one place')
-    numbered,marks = number_marks(turns, len(pictures or inside))
-    kind = MARK if any(MARK in (t['user'] or '') for t in turns) else 'the mark of a picture'
-    require(pictures or inside or not marks,
-        f'{kind} in a question, but no picture: name it, or take the mark out')
-    drawn = not marks and numbered == turns and any(MARK in (t['assistant'] or '') for t in turns)
-    require(not drawn or not (pictures or inside),
-        f'{MARK} in an answer: pictures can be part of a question only, take the mark out')
-    for key in (f'{r}_ratings' for r in RATINGS if row.get(f'{r}_ratings') is not None):
-        numbers = all(isinstance(v, (int, float, np.number, type(None))) for v in as_list(row[key]))
-        require(numbers and isinstance(row[key], (list, tuple)),
-            f'`{key}` must be a list of numbers, it is {row[key]!r:.80}')
+    _check_marks(turns, pictures or inside)
+    _check_ratings(row)
     return pictures or inside,turns
 
 # %% ../../nbs/13_data.dataset.ipynb #f0156043
-def to_row(r:pa.Table|dict, place:int|str, # its number
+def to_row(row:pa.Table|dict, place:int|str, # its number
     name:str|None=None, marks:bool=False, # its configuration; leave marks as they are
     folders:Folders=None)->Any: # of pictures that it names, see `find_picture`
     "A row of any layout with `id`, `images` (encoded) and `texts`; a `Dropped` if it cannot be read."
     id = f"{name or 'sample'}/{place}"
     try:
-        if isinstance(r, pa.Table): r = r.to_pylist()[0] # its pictures stay encoded
-        own = r.get('row_id')
-        source = r.get('source')
-        names = map(str, filter(None, (name or source or 'sample', own is not None and source)))
+        if isinstance(row, pa.Table): row = row.to_pylist()[0] # its pictures stay encoded
+        own = row.get('row_id')
+        source = row.get('source')
+        names = [str(name or source or 'sample')]
+        if own is not None and source: names.append(str(source))
         id = '/'.join((*dict.fromkeys(names), str(place if own is None else own)))
-        if r.get(LEFT_OUT): raise UsageError(r[LEFT_OUT])
-        images,texts = read_layout(r, folders)
+        if row.get(LEFT_OUT): raise UsageError(row[LEFT_OUT])
+        images,texts = read_layout(row, folders)
     except MissingFile as e: return Dropped(id, 'missing_image', str(e))
     except ValueError as e: return Dropped(id, 'bad_row', str(e)) # a text that is not UTF-8, too
     spare = number_marks(texts, len(images))[1]
     if not marks: texts = place_pictures(texts, len(images))
-    if spare: r = r|dict(spare_marks=spare)
-    return r|dict(id=id, images=images, texts=texts)
+    if spare: row = row|dict(spare_marks=spare)
+    return row|dict(id=id, images=images, texts=texts)
 
 # %% ../../nbs/13_data.dataset.ipynb #d5f582a4
 @dataclass(slots=True)
@@ -555,11 +619,14 @@ class VQADataset(torch.utils.data.Dataset):
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.mp_image_token_length = mp_image_token_length
-        self.minimums = dict(zip(RATINGS, (relevance_min_rating, image_correspondence_min_rating,
-                                           visual_dependency_min_rating, formatting_min_rating)))
+        lowest = (relevance_min_rating, image_correspondence_min_rating, visual_dependency_min_rating,
+                  formatting_min_rating)
+        self.minimums = dict(zip(RATINGS, lowest))
         self.max_sample_length = max_sample_length
         self.max_images_per_example = max_images_per_example
-        self.frames,self.special,self.drops = answer_frames(tokenizer),special_pattern(tokenizer),Drops()
+        self.frames = answer_frames(tokenizer)
+        self.special = special_pattern(tokenizer)
+        self.drops = Drops()
 
     def __len__(self)->int: return len(self.rows) # dropped ones included
 
@@ -581,16 +648,16 @@ class VQADataset(torch.utils.data.Dataset):
         if not turns: raise Dropped(id, 'ratings', f'none of {len(said)} turns passes {self.minimums}')
         if most is not None and n > most: raise Dropped(id, 'too_many_images', f'{n} images, at most {most}')
         pictures = image_strings(self.tokenizer, [*self.grids(row)], 1, convention)
-        try: ids,labels = encode_chat(self.tokenizer, turns, pictures, convention != 'nanovlm', self.frames,
-                                      self.special)
+        inline = convention != 'nanovlm'
+        try: ids,labels = encode_chat(self.tokenizer, turns, pictures, inline, self.frames, self.special)
         except UsageError as e: raise Dropped(id, 'template', str(e)) from e
         tiles = int((ids == self.tokenizer.image_token_id).sum())
         tokens = len(ids) + tiles*(self.mp_image_token_length-1)
         if tokens >= (self.max_sample_length or math.inf): raise Dropped(id, 'too_long', f'{tokens} tokens')
-        ids,labels = (x.numpy().astype(np.int32) for x in (ids, labels))
         cut = dict(ratings=len(answered)-len(turns), no_answer=len(said)-len(answered),
                    marks=row.get('spare_marks', 0))
-        return Plan(id, ids, labels, tokens, n, tiles, {reason:k for reason,k in cut.items() if k})
+        cut = {reason:number for reason,number in cut.items() if number}
+        return Plan(id, ids.numpy().astype(np.int32), labels.numpy().astype(np.int32), tokens, n, tiles, cut)
 
     def finish(self, plan:Plan, pictures:list, # from `plan_row`; the `images` of its row
         rng:random.Random|None=None)->dict: # chance for augmentations; None: always the same
@@ -598,7 +665,8 @@ class VQADataset(torch.utils.data.Dataset):
         try: tiles = [self.image_processor(im, rng)[0] for im in pictures]
         except UnreadableImage as e: raise Dropped(plan.id, 'unreadable_image', str(e)) from e
         times = np.where(plan.ids == self.tokenizer.image_token_id, self.mp_image_token_length, 1)
-        ids,labels = (torch.from_numpy(x.astype(np.int64).repeat(times)) for x in (plan.ids, plan.labels))
+        ids = torch.from_numpy(plan.ids.astype(np.int64).repeat(times))
+        labels = torch.from_numpy(plan.labels.astype(np.int64).repeat(times))
         return dict(id=plan.id, input_ids=ids, labels=labels, images=tiles)
 
     def load_row(self, row:dict)->dict: # from `to_row`; see `finish`
@@ -646,14 +714,15 @@ class _Scene(NamedTuple):
 # %% ../../nbs/13_data.dataset.ipynb #b4122a8a
 def make_scene(sort:str, rng:random.Random)->_Scene: # a key of SORTS
     "Think of a scene; all values are equally likely."
-    (c,c2), (s,s2) = rng.sample(list(COLOURS), 2), rng.sample(SHAPES, 2)
+    colour, colour2 = rng.sample(list(COLOURS), 2)
+    shape, shape2 = rng.sample(SHAPES, 2)
     if sort == 'group':
         places = sorted(rng.sample(range(9), rng.randint(1, 3)))
-        return _Scene(sort, tuple(_Thing(c, s, 'small', PLACES[p]) for p in places))
+        return _Scene(sort, tuple(_Thing(colour, shape, 'small', PLACES[p]) for p in places))
     if sort == 'pair':
         left, right = (PLACES[3*rng.randrange(3)+column] for column in (0, 2))
-        return _Scene(sort, (_Thing(c, s, 'small', left), _Thing(c2, s2, 'small', right)))
-    return _Scene(sort, (_Thing(c, s, rng.choice(list(_SIZES)), rng.choice(PLACES)),))
+        return _Scene(sort, (_Thing(colour, shape, 'small', left), _Thing(colour2, shape2, 'small', right)))
+    return _Scene(sort, (_Thing(colour, shape, rng.choice(list(_SIZES)), rng.choice(PLACES)),))
 
 # %% ../../nbs/13_data.dataset.ipynb #0549d776
 def held_out(scene:_Scene)->bool: # drawn or described; True: validation
@@ -685,7 +754,8 @@ def draw_scene(scene:_Scene, rng:random.Random, side:int=64)->Image.Image: # RGB
     for thing in scene.things:
         row, col = divmod(PLACES.index(thing.place), 3)
         radius = scale*rng.uniform(*_SIZES[thing.size])
-        x, y = (first+step*k+rng.uniform(-1.5, 1.5) for k in (col, row))
+        x = first+step*col+rng.uniform(-1.5, 1.5)
+        y = first+step*row+rng.uniform(-1.5, 1.5)
         for polygon,paint in zip(_OUTLINES[thing.shape], (_tint(COLOURS[thing.colour], rng, 12), ground)):
             corners = [(unit*(x+radius*a), unit*(y+radius*b)) for a,b in polygon]
             ImageDraw.Draw(image).polygon(corners, fill=paint)
@@ -736,7 +806,9 @@ def _plan_turns(sort:str, rng:random.Random)->list[tuple]: # (function, its firs
     if sort == 'one' and rng.random() < .2: return [(_plain_turn, 'describe')]
     group = sort == 'group'
     kinds = rng.sample(('colour', 'shape', 'count'), 3) if group else rng.sample(_Thing._fields, 4)
-    claim = rng.choice([k for k in kinds if k in _CLAIMS]) if rng.random() < (.2 if group else .3) else None
+    often = .2 if group else .3
+    claim = None
+    if rng.random() < often: claim = rng.choice([k for k in kinds if k in _CLAIMS])
     return [(_yes_no_turn if k == claim else _plain_turn, k) for k in kinds]
 
 # %% ../../nbs/13_data.dataset.ipynb #6093798b
@@ -756,13 +828,16 @@ def _conversation(split, given, rng):
 # %% ../../nbs/13_data.dataset.ipynb #6ac0d7ba
 def _row(row_id, scene, turns, rng):
     "A row of the data set; a text does not depend on a picture."
-    drawn = scene.sort != 'text'
-    file = io.BytesIO()
-    if drawn: draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
-    return dict(images=[dict(bytes=file.getvalue(), path=None)]*drawn,
-        texts=[dict(user=asked, assistant=told) for _,asked,told in turns], source='shapes',
-        kinds=[kind for kind,*_ in turns], scene=str(scene), row_id=row_id,
-        **{f'{r}_ratings': [1 if r == 'visual_dependency' and not drawn else 5]*len(turns) for r in RATINGS})
+    images = []
+    ratings = {f'{name}_ratings': [5]*len(turns) for name in RATINGS}
+    if scene.sort == 'text': ratings['visual_dependency_ratings'] = [1]*len(turns)
+    else:
+        file = io.BytesIO()
+        draw_scene(scene, rng).save(file, 'PNG', compress_level=1)
+        images.append(dict(bytes=file.getvalue(), path=None))
+    texts = [dict(user=asked, assistant=told) for _,asked,told in turns]
+    return dict(images=images, texts=texts, source='shapes', kinds=[kind for kind,*_ in turns],
+                scene=str(scene), row_id=row_id, **ratings)
 
 # %% ../../nbs/13_data.dataset.ipynb #5dbe6626
 @lru_cache(maxsize=4)
@@ -786,8 +861,11 @@ def shapes_dataset(n:int, split:str='train', seed:int=0)->datasets.Dataset: # on
 def _conversations()->list[str]: # about a thousand scenes, always the same
     rng = random.Random(0)
     given = Counter()
-    return [f'user\n{asked} assistant\n{told}\n'
-            for _ in range(1000) for _,asked,told in _conversation('train', given, rng)[1]]
+    texts = []
+    for _ in range(1000):
+        _,turns = _conversation('train', given, rng)
+        texts += [f'user\n{asked} assistant\n{told}\n' for _,asked,told in turns]
+    return texts
 
 # %% ../../nbs/13_data.dataset.ipynb #ead5d522
 def shapes_tokenizer(extra_special_tokens:dict[str,str]|None=None, chat_template:str|None=None,
@@ -808,8 +886,10 @@ def blind_guesses(turns:list[tuple[str,str,str]])->list[str]: # kind, question a
 
 def best_blind_guess(rows:Iterable[dict])->dict[str,float]: # with `kinds`; kind, or 'all' -> share guessed
     "Exact match of `blind_guesses`."
-    turns = [(k, t['user'], t['assistant']) for row in rows
-             for k,t in zip(row['kinds'], row['texts'], strict=True)]
+    turns = []
+    for row in rows:
+        said = zip(row['kinds'], row['texts'], strict=True)
+        turns += [(kind, turn['user'], turn['assistant']) for kind,turn in said]
     right = defaultdict(list)
     for (kind,_,answer),guess in zip(turns, blind_guesses(turns)):
         for k in (kind, 'all'): right[k].append(answer == guess)

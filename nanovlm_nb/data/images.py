@@ -91,7 +91,9 @@ _MOST_BYTES = {b'tEXt':2**20, b'zTXt':0, b'iTXt':0, b'iCCP':2**15} # what PIL ge
 def _lean_png(file:io.BufferedIOBase)->bytes|None: # at its beginning; None: it is no PNG, or lean already
     "A PNG without long or packed texts and long profiles."
     if file.read(8) != b'\x89PNG\r\n\x1a\n': return None
-    start, texts, keep = 0, 0, [] # bytes of texts that stay; begin and end of what stays
+    start = 0
+    texts = 0 # bytes of those that stay
+    keep = [] # begin and end of what stays
     place = 8
     while len(head := file.read(8)) == 8:
         length, kind = struct.unpack('>I4s', head)
@@ -233,7 +235,7 @@ def _smolvlm_sizes(w:int, h:int, max_side:int, tile:int)->tuple[tuple[int,int],t
     short = max(1, short + short%2)
     w, h = first = (max_side, short) if w >= h else (short, max_side)
     ratio = w/h
-    whole = lambda x: -(-x//tile)*tile
+    def whole(x): return -(-x//tile)*tile
     if w >= h: return first, (whole(w), whole(int(whole(w)/ratio)))
     return first, (whole(int(whole(h)*ratio)), whole(h))
 
@@ -262,13 +264,13 @@ def smart_resize(w:int, h:int, tile:int, min_pixels:int, max_pixels:int)->tuple[
     return rows*tile, cols*tile
 
 # %% ../../nbs/10_data.images.ipynb #e10c0022
-def _augment(p, im, rng):
+def _augment(processor, im, rng):
     "The picture after all custom transforms, whose grid it must keep."
-    for t in p.custom_transforms:
+    for t in processor.custom_transforms:
         new = t(im, rng)
         name = getattr(t, '__name__', t)
         require(isinstance(new, Image.Image), f'custom transform {name} returned {new!r:.40}, no PIL image')
-        same = p.grid(*im.size) == p.grid(*new.size)
+        same = processor.grid(*im.size) == processor.grid(*new.size)
         require(same, f'custom transform {name} made {new.size} of {im.size}, which is another grid of tiles '
             'than was planned: return a picture of the size it gets')
         im = _rgb(new)

@@ -67,12 +67,17 @@ def _table(rows:Iterable[dict])->bytes|None: # from `_kept_row`; a parquet file,
     pq.write_table(table.cast(_COLUMNS.arrow_schema), file)
     return file.getvalue()
 
+def _all_rows(source):
+    "The rows of a source, in their order; none if they cannot be asked for by number."
+    if not isinstance(source, MapSource): return
+    for name,part in zip(source.names, source.parts):
+        for i in range(len(part)): yield to_row(part[i], i, name)
+
 def keep_rows(run_dir:Path, train:Any, held_out:Any)->str: # sources; a line for the log
     "Write the rows of a run into its directory."
     for name in (KEPT_ROWS, KEPT_HELD_OUT): (run_dir/name).unlink(missing_ok=True) # of an earlier start
-    parts = zip(train.names, train.parts) if isinstance(train, MapSource) else []
-    every = (to_row(part[i], i, name) for name,part in parts for i in range(len(part)))
-    if file := _table(_kept_row(row, i) for i,row in enumerate(every)):
+    file = _table(_kept_row(row, i) for i,row in enumerate(_all_rows(train)))
+    if file:
         write_atomic(run_dir/KEPT_ROWS, file)
         return f'its rows are kept in {run_dir/KEPT_ROWS}, {len(file)/1e6:.1f} MB'
     read = (row for _,row in islice(held_out.rows_of(0, 1, 0), _HELD_OUT))
@@ -106,9 +111,9 @@ def _read_kept(file:Path)->datasets.Dataset:
 
 def loaders_of(train_cfg:TrainConfig, run_dir:Path)->Callable: # see `get_dataloaders`
     "What makes the loaders of a run, also if it was given its rows in Python."
-    c = train_cfg
-    if c.train_dataset_path!=OWN_ROWS: return get_dataloaders
-    train = MapSource(_read_kept(kept_rows(run_dir)), c.seed, c.val_size, c.data_cutoff_idx)
+    cfg = train_cfg
+    if cfg.train_dataset_path!=OWN_ROWS: return get_dataloaders
+    train = MapSource(_read_kept(kept_rows(run_dir)), cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
     return partial(get_dataloaders, rows=(train, train.held_out()))
 
 def held_out_loader(train_cfg:TrainConfig, vlm_cfg:VLMConfig, tokenizer:Any, run_dir:Path)->Any:

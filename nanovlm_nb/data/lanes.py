@@ -78,12 +78,13 @@ class _Window:
 # %% ../../nbs/16_data.lanes.ipynb #f111a001
 def _open_window(lane:Lane, rows:Iterator, end:Any, before:int)->Iterator[_Window]: # packs so far
     "Yields the growing window: empty first, then after each row, until it is full or the rows end."
-    r = lane.rules
+    rules = lane.rules
     tokens = 0
-    most = lane.rules.max_tiles or inf
-    window = _Window(end, int(min(r.window, r.first+before, max(lane.most-before, 1))))
+    most = rules.max_tiles or inf
+    packs = min(rules.window, rules.first+before, max(lane.most-before, 1))
+    window = _Window(end, int(packs))
     yield window
-    while before<lane.most and tokens<(window.packs-SPARE)*r.length:
+    while before<lane.most and tokens<(window.packs-SPARE)*rules.length:
         window.end,row = next(rows, (window.end, None))
         if row is None: return
         try:
@@ -115,14 +116,21 @@ def _take_order(tiles:list[int], first:int, seed:int, epoch:int)->list[int]: # u
 # %% ../../nbs/16_data.lanes.ipynb #f940efed
 def plan_packs(lane:Lane, items:list[tuple], state:LaneState)->list[list[tuple]]: # of a window; its start
     "The (plan, pictures) of the samples of each pack, in the order of the packs."
-    r = lane.rules
+    rules = lane.rules
     items = list(items)
-    if r.shuffle: random.Random(f'{r.seed}/{state.epoch}/{lane.number}/{state.before}').shuffle(items)
-    tokens,images,tiles = map(list, zip(*((p.tokens, p.images, p.tiles) for p,_ in items)))
-    groups = balanced_greedy_knapsack(tokens, images, r.length, r.max_images, tiles, r.max_tiles)
-    order = (_take_order([sum(tiles[i] for i in g) for g in groups], state.before, r.seed, state.epoch)
-             if r.shuffle else range(len(groups)))
-    return [[items[i] for i in groups[g]] for g in order]
+    if rules.shuffle:
+        random.Random(f'{rules.seed}/{state.epoch}/{lane.number}/{state.before}').shuffle(items)
+    tokens = [plan.tokens for plan,_ in items]
+    images = [plan.images for plan,_ in items]
+    tiles = [plan.tiles for plan,_ in items]
+    groups = balanced_greedy_knapsack(tokens, images, rules.length, rules.max_images, tiles, rules.max_tiles)
+    if rules.shuffle:
+        totals = []
+        for group in groups: totals.append(sum(tiles[i] for i in group))
+        groups = [groups[g] for g in _take_order(totals, state.before, rules.seed, state.epoch)]
+    packs = []
+    for group in groups: packs.append([items[i] for i in group])
+    return packs
 
 # %% ../../nbs/16_data.lanes.ipynb #f940ef01
 def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples, state after it, drops, cut
@@ -142,7 +150,8 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
             members = packs.pop(0)
             if j<state.emitted: continue
             news = ([], {}) if j else (window.drops, window.cut)
-            yield members,after if j+1==n else state._replace(emitted=j+1),*news
+            position = after if j+1==n else state._replace(emitted=j+1)
+            yield members,position,*news
             for _ in islice(more, read*following.packs//n**2+1): pass
         for _ in more: pass
         state = after
@@ -152,19 +161,19 @@ def planned(lane:Lane, state:LaneState=LaneState())->Iterator[tuple]: # samples,
 # %% ../../nbs/16_data.lanes.ipynb #f940ef03
 def packs_of(lane:Lane, state:LaneState=LaneState())->Iterator[dict]: # as of `packing.pack`
     "The rest of an epoch, each pack with `lane`, `state` after it, and news; then padding for ever."
-    r = lane.rules
+    rules = lane.rules
     kept = lane.kept if state==LaneState() else None
     slots = lane.samples.tokenizer.image_token_id,lane.samples.mp_image_token_length
     for members,state,drops,cut in planned(lane, state) if kept is None else kept:
         samples = []
         drops = [*drops]
-        for p,pictures in members or []:
-            chance = random.Random(f'{r.seed}/{state.epoch}/{p.id}') # another augmentation in each epoch
+        for plan,pictures in members or []:
+            chance = random.Random(f'{rules.seed}/{state.epoch}/{plan.id}') # another augmentation each epoch
             try:
-                with naming(p.id): samples.append(lane.samples.finish(p, pictures, chance))
+                with naming(plan.id): samples.append(lane.samples.finish(plan, pictures, chance))
             except Dropped as d: drops.append(d.args) # its place is padding
         news = dict(lane=lane.number, state=list(state), drops=drops, cut=cut, done=members is None)
-        made = pack(samples, r.length, r.pad_id, *slots)|news
+        made = pack(samples, rules.length, rules.pad_id, *slots)|news
         yield made
     while True: yield made
 
@@ -183,22 +192,27 @@ class _LaneDataset(IterableDataset):
 
     def __iter__(self)->Iterator[dict|None]: # small tensors as arrays, the tiles as one, and whose they are
         info = get_worker_info()
-        k,n = (info.id, info.num_workers) if info else (0, 1)
-        turns = [*map(packs_of, self.lanes[k::n], self.states[k::n])]
+        worker,n = (info.id, info.num_workers) if info else (0, 1)
+        turns = [*map(packs_of, self.lanes[worker::n], self.states[worker::n])]
         while True:
             for p in map(next, turns):
                 pictures = p['images']
                 made = {}
                 if self.alone: made = dict(layout=self.alone([p])['layout'].each(_light))
                 tiles = torch.cat([picture.flatten(0, -4) for picture in pictures]) if pictures else None
-                p = p|made|dict(images=tiles, shapes=[picture.shape[:-3] for picture in pictures])
+                shapes = [picture.shape[:-3] for picture in pictures]
+                p = p|made|dict(images=tiles, shapes=shapes)
                 yield {k:_light(v) if isinstance(v, Tensor) else v for k,v in p.items()}
             for _ in range(-(-len(self.lanes)//n)-len(turns)): yield None
 
 # %% ../../nbs/16_data.lanes.ipynb #4780b164
 def _lanes_of(rank:int, world_size:int, batch_size:int, accumulation:int)->list[int]: # in their order
     "Which lanes a rank takes its packs from."
-    return [(m*world_size+rank)*batch_size+b for m in range(accumulation) for b in range(batch_size)]
+    lanes:list[int] = []
+    for micro_batch in range(accumulation):
+        first = (micro_batch*world_size+rank)*batch_size
+        lanes += range(first, first+batch_size)
+    return lanes
 
 # %% ../../nbs/16_data.lanes.ipynb #bf3f6e55
 def _sizes_of(samples:VQADataset)->dict: # JSON-able
@@ -210,7 +224,9 @@ def _sizes_of(samples:VQADataset)->dict: # JSON-able
 # %% ../../nbs/16_data.lanes.ipynb #8256f5fd
 def merge_states(states:list[dict])->dict: # `PackLoader.state_dict()` of every rank
     "The position of the data of a whole run."
-    return states[0]|dict(states={k:v for s in states for k,v in s['states'].items()})
+    merged = {}
+    for state in states: merged |= state['states']
+    return states[0]|dict(states=merged)
 
 # %% ../../nbs/16_data.lanes.ipynb #5ac38594
 def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loader that is to go on from it
@@ -219,8 +235,11 @@ def _check_state(state:dict, now:dict)->None: # a saved one, and that of the loa
     require(state['lanes']==now['lanes'],
         f"the state has {state['lanes']} lanes, this run has {now['lanes']}: "
         f"choose batch_size x gradient_accumulation_steps x ranks = {state['lanes']}, or {later}")
-    changed = [f'{k}.{name} was {was!r}, is {now[k].get(name)!r}' for k in ('rules', 'source', 'samples')
-               for name,was in state[k].items() if was!=now[k].get(name)]
+    changed = []
+    for part in ('rules', 'source', 'samples'):
+        for name,was in state[part].items():
+            found = now[part].get(name)
+            if was!=found: changed.append(f'{part}.{name} was {was!r}, is {found!r}')
     require(not changed, f"the order of the packs has changed: {'; '.join(changed)}. "
         f'Set them as they were, or {later}')
     missing = now['states'].keys()-state['states'].keys()
@@ -241,8 +260,8 @@ def _count_packs(lane:Lane, state:LaneState=LaneState(), most:float=inf)->tuple[
     packs = rows = 0
     for members,_,drops,_ in planned(lane, state):
         if members is None or rows>=most: break
-        packs = packs+1
-        rows = rows+len(members)+len(drops)
+        packs += 1
+        rows += len(members)+len(drops)
     return packs,rows
 
 # %% ../../nbs/16_data.lanes.ipynb #29c97754
@@ -252,7 +271,9 @@ class Loader:
     idle:Callable[[],Batch]|None = None # makes a micro-batch without effect; None: there is no padding
 
     def __init__(self, batches:Iterable[Batch]=()): # of this rank, as often as they are asked for
-        self.batches,self.epoch,self.drops = batches,0,Drops()
+        self.batches = batches
+        self.epoch = 0
+        self.drops = Drops()
 
     def __iter__(self)->Iterator[Batch]: return iter(self.batches) # the rest of the epoch
 
@@ -315,7 +336,8 @@ class PackLoader(Loader):
 
     def set_epoch(self, epoch:int)->None: # from 0
         "Go to the beginning of an epoch."
-        self.epoch,self.states = epoch,[LaneState(epoch)]*len(self.lanes)
+        self.epoch = epoch
+        self.states = [LaneState(epoch)]*len(self.lanes)
 
     def keep(self, packs:int)->None: # of all ranks, asked for from now on
         "Plan all that is asked for, if that is always the same; without effect when it was done."
@@ -337,7 +359,8 @@ class PackLoader(Loader):
 
     def epoch_updates(self)->int|None:
         "Updates of an epoch, about; None: unknown. All ranks must call."
-        if (rows := self.source.epoch_rows()) is None: return None
+        rows = self.source.epoch_rows()
+        if rows is None: return None
         most = inf if rows<=PLANNED else PROBED/self.n
         found = [_count_packs(lane, LaneState(self.epoch), most) for lane in self.lanes]
         packs,read = zip(*chain(*self.dist.gather(found)))
@@ -357,17 +380,20 @@ class PackLoader(Loader):
         self.states = [LaneState(*state['states'][str(lane.number)]) for lane in self.lanes]
 
 # %% ../../nbs/16_data.lanes.ipynb #b71f00d4
-def pack_workers(l:PackLoader)->DataLoader: # packs of this rank's lanes in turn
+def pack_workers(loader:PackLoader)->DataLoader: # packs of this rank's lanes in turn
     "Workers that begin at the present position."
-    if l.most is not None: l.keep(l.most)
-    n = l.num_workers
-    turns = -(-len(l.lanes)//max(l.num_workers, 1))
+    if loader.most is not None: loader.keep(loader.most)
+    n = loader.num_workers
+    turns = -(-len(loader.lanes)//max(loader.num_workers, 1))
     # a worker makes torch's thread pool if there is none; were a lock held in another thread of ours
     # at the fork, it would wait for ever
     if n: torch.set_num_threads(torch.get_num_threads())
     # torch's own `collate_fn` would make tensors of the arrays
-    joins = partial(collate_packs, image_token_id=l.image_token_id, window=l.samples.image_processor.window)
-    alone = joins if l.batch_size==1 else None # its layout need not wait for others
-    return DataLoader(_LaneDataset(l.lanes, l.states, alone), batch_size=None, collate_fn=copy, num_workers=n,
-        worker_init_fn=seed_worker, pin_memory=l.pin_memory, prefetch_factor=max(2, turns) if n else None,
-        generator=torch.Generator().manual_seed(l.rules.seed))
+    window = loader.samples.image_processor.window
+    joins = partial(collate_packs, image_token_id=loader.image_token_id, window=window)
+    alone = joins if loader.batch_size==1 else None # its layout need not wait for others
+    packs = _LaneDataset(loader.lanes, loader.states, alone)
+    ahead = max(2, turns) if n else None
+    return DataLoader(packs, batch_size=None, collate_fn=copy, num_workers=n,
+        worker_init_fn=seed_worker, pin_memory=loader.pin_memory, prefetch_factor=ahead,
+        generator=torch.Generator().manual_seed(loader.rules.seed))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable,Iterable,Iterator,Mapping,Sequence
 from contextlib import suppress
 from functools import cached_property,lru_cache,partial
-from itertools import islice
+from itertools import chain,islice
 from pathlib import Path
 from typing import Any,IO,NamedTuple
 
@@ -109,13 +109,14 @@ def _texts_of_a_kind(parts):
     endings = Counter(part.rpartition('.')[2] for part,_ in parts if not names_picture(part))
     return max(endings.values(), default=0)
 
+def _has_picture(parts): return any(names_picture(part[0]) for part in parts)
+
 def group_samples(names:Sequence[str])->dict[str,list[tuple[str,int]]]: # sample -> (part, which name)
     "Files by the sample that they belong to, wherever they stand."
     first = _grouped(names, r'((?:.*/)?[^./]+)\.([^/]+)')
     if all(_texts_of_a_kind(parts) < 2 for parts in first.values()): return first
     last = _grouped(names, r'((?:.*/)?[^./][^/]*)\.([^./]+)')
-    whole = all(any(names_picture(part) for part,_ in parts) for parts in last.values())
-    return last if whole else first
+    return last if all(map(_has_picture, last.values())) else first
 
 # %% ../../nbs/18_data.loader.ipynb #a1700b07
 _TEXTS = '.txt', '.caption' # endings of files that say something about a picture of the same name
@@ -124,9 +125,11 @@ def _pairs(folder):
     "Samples of a folder in which pictures and texts have the same names: name -> its files."
     files = [f for f in sorted(folder.rglob('*')) if f.is_file()]
     samples = group_samples([f.relative_to(folder).as_posix() for f in files])
-    found = {name:[(part, files[i]) for part,i in parts] for name,parts in samples.items()}
-    texts = {part.rpartition('.')[2] for parts in found.values() for part,_ in parts
-             if any(names_picture(other) for other,_ in parts)}
+    found = {}
+    texts = set()
+    for name,parts in samples.items():
+        found[name] = [(part, files[i]) for part,i in parts]
+        if _has_picture(parts): texts |= {part.rpartition('.')[2] for part,_ in parts}
     return found if texts & {'txt', 'caption', 'json'} else {}
 
 def _pair_row(parts):
@@ -163,7 +166,8 @@ def _objects(file):
 # %% ../../nbs/18_data.loader.ipynb #a1700004
 def _parse_columns(columns, has):
     "Column -> our name for it, of flags such as `image=photo`; an error if there is no such column."
-    kinds = {name:kind for kind,names in LAYOUTS.items() for name in names}
+    kinds:dict[str,str] = {}
+    for kind,names in LAYOUTS.items(): kinds |= dict.fromkeys(names, kind)
     found:dict[str,list[str]] = {}
     for text in columns:
         ours,_,theirs = text.partition('=')
@@ -171,15 +175,18 @@ def _parse_columns(columns, has):
             f'columns holds {text!r}: give image, question, answer or messages, "=", a name')
         require(theirs in has, f'columns {text}: there is no `{theirs}`, the columns are {", ".join(has)}')
         found.setdefault(kinds[ours], []).append(theirs)
-    return {name:kind if len(names) == 1 else f'{kind}_{i}'
-            for kind,names in found.items() for i,name in enumerate(names)}
+    called = {}
+    for kind,named in found.items():
+        for i,name in enumerate(named): called[name] = kind if len(named) == 1 else f'{kind}_{i}'
+    return called
 
 def renamed(columns:Sequence[str], has:Sequence[str])->dict[str,str]: # such as `image=photo`; of a row
     "The columns that stay -> what they are called then: what is named takes the place of its kind."
     chosen = _parse_columns(columns, has)
     groups = columns_by_name(tuple(has))
     kinds = {re.sub(r'_\d+$', '', name) for name in chosen.values()}
-    replaced = {name for kind in kinds for group in groups[kind] for name in group}
+    replaced:set[str] = set()
+    for kind in kinds: replaced.update(*groups[kind])
     return {name:chosen.get(name, name) for name in has if name in chosen or name not in replaced}
 
 # %% ../../nbs/18_data.loader.ipynb #97573cc0
@@ -212,7 +219,8 @@ def read_object(row:dict, columns:Sequence[str]=(), # of any layout; see `rename
     row = rename(row, columns)
     pictures,texts = read_layout(row, folders, bool(columns), unread)
     images = [as_picture(picture) for picture in pictures] if folders is None else pictures
-    return {c:row[c] for c in (*FEATURES, 'kinds') if c in row}|dict(images=images, texts=texts)
+    ours = {name:row[name] for name in (*FEATURES, 'kinds') if name in row}
+    return ours|dict(images=images, texts=texts)
 
 # %% ../../nbs/18_data.loader.ipynb #a8807ea8
 PIECE = 10_000 # lines that are Python objects at the same time
@@ -230,14 +238,15 @@ def _without_tests(files):
 def text_files(path:str|Path)->list[Path]: # a file, a folder, or a name on the hub
     "The files in which a data set names its pictures, or its folder of pairs; none: it is of another kind."
     path = Path(path)
-    if path.is_file(): return [path]*(ending(path) in LINES)
+    if path.is_file(): return [path] if ending(path) in LINES else []
     files = [f for f in sorted(path.iterdir()) if f.is_file()] if path.is_dir() else []
     lines = [f for f in files if ending(f) == '.jsonl']
     if lines or _is_saved(path): return _without_tests(lines)
     pictures = {f.stem for f in files if names_picture(f.name)}
     tables = [f for f in files if ending(f) in LINES and f.stem not in pictures]
     if any(ending(f) in FILES for f in path.rglob('*')): return []
-    return _without_tests(sorted(tables, key=ending)) or [path]*bool(path.is_dir() and _pairs(path))
+    if tables: return _without_tests(sorted(tables, key=ending))
+    return [path] if path.is_dir() and _pairs(path) else []
 
 # %% ../../nbs/18_data.loader.ipynb #17c00002
 # what a line may raise that costs itself
@@ -263,7 +272,9 @@ def _read_file(file, drops, images_path, columns, unread):
             left_out = Dropped(f'{source}/{number}', reason, str(e))
             if reason not in drops.reasons.values(): logger.warning('left out %s: %s, %s', *left_out.args)
             drops.add(left_out)
-        else: yield {name:row.get(name) for name in FEATURES}|dict(source=source, row_id=str(number))
+            continue
+        ours = {name:row.get(name) for name in FEATURES}
+        yield ours|dict(source=source, row_id=str(number))
 
 def _log_unread(where, unread):
     "Name once what nothing reads."
@@ -278,7 +289,7 @@ def text_rows(path:str|Path, images_path:str|Path|None=None, # files; pictures, 
     unread = set()
     if not files: raise MissingFile(f'no rows at {path}: give a file of {", ".join(LINES)}, or a folder')
     if Path(path).is_dir() and files != [Path(path)]: _log_aside(path, files)
-    rows = (row for file in files for row in _read_file(file, drops, images_path, columns, unread))
+    rows = chain.from_iterable(_read_file(file, drops, images_path, columns, unread) for file in files)
     pieces = iter(lambda: [*islice(rows, PIECE)], [])
     tables = [datasets.Dataset.from_list(piece, features=FEATURES) for piece in pieces]
     require(tables, f'no line of {path} can be used: {drops.blame or "it is empty"}')
@@ -338,7 +349,8 @@ def _found(path, split, cache_dir, streaming, **more):
     if not streaming: return datasets.load_dataset(path, split=split, cache_dir=cache_dir, **more)
     builder = datasets.load_dataset_builder(path, cache_dir=cache_dir, **more)
     if hasattr(builder.config, 'fragment_scan_options'):
-        builder.config.batch_size,builder.config.fragment_scan_options = READ_ROWS,ParquetFragmentScanOptions(
+        builder.config.batch_size = READ_ROWS
+        builder.config.fragment_scan_options = ParquetFragmentScanOptions(
             use_buffered_stream=True, buffer_size=_READ_BYTES, pre_buffer=False)
     return builder.as_streaming_dataset(split=split)
 
@@ -353,14 +365,16 @@ def _features(files:Iterable[Path])->datasets.Features|None:
     "The columns of parquet files, each as in the first that fills it; None: `datasets` finds them all."
     schemas = {} # each that occurs, once
     for file in sorted(files):
-        if (footer := parquet_footer(file)) is None: continue # damaged: it will be named when it is read
+        footer = parquet_footer(file)
+        if footer is None: continue # damaged: it will be named when it is read
         schema = footer.schema.to_arrow_schema()
         require(len({*schema.names}) == len(schema), f'{file} has two columns of a name: {schema.names}')
         schemas[schema.serialize().to_pybytes()] = schema
     found = [datasets.Features.from_arrow_schema(s) for s in schemas.values()]
     every:dict = {}
-    for name,kind in (item for columns in found for item in columns.items()):
-        if every.get(name) in (None, datasets.Value('null')): every[name] = kind # in some files all are null
+    for columns in found:
+        for name,kind in columns.items(): # in some files all are null
+            if every.get(name) in (None, datasets.Value('null')): every[name] = kind
     return datasets.Features(every) if found and every != found[0] else None
 
 # %% ../../nbs/18_data.loader.ipynb #17c00005
@@ -438,10 +452,13 @@ def _headers(path, file):
 def _index(path, written): # when it was written, so that another file of that name is read again
     "A tar, whose headers have been read."
     names,places,file,damage = _headers(path, open(path, 'rb'))
-    samples = [[(kind, *places[i]) for kind,i in parts] for parts in group_samples(names).values()]
-    pictures = [parts for parts in samples if any(names_picture(kind) for kind,*_ in parts)]
-    return _Tar(file, pictures or samples if damage else samples, damage) # what lost its picture is no text
+    samples = []
+    for parts in group_samples(names).values(): samples.append([(kind, *places[i]) for kind,i in parts])
+    pictures = [parts for parts in samples if _has_picture(parts)]
+    if damage and pictures: samples = pictures # what lost its picture is no text
+    return _Tar(file, samples, damage)
 
+# %% ../../nbs/18_data.loader.ipynb #17c0a009
 def _read_sample(tar, parts, columns, folders, unread=None):
     "The row of a sample of a tar, in our columns."
     for kind,_,size in parts: require(size >= 0, f'its {kind} is sparse: write the tar without --sparse')
@@ -544,18 +561,19 @@ def _conform(ds:Any, name:str, where:str='the rows', # its `source`, if it has n
         f'{where} has no conversation and no answer: the columns are {", ".join(ds.column_names)}; '
                   f'{GIVE}. Pictures with a class are for `nanovlm classify`')
     _log_unread(where, unread)
-    kinds = ('images', 'texts', 'question', 'answer')
-    others = {column for kind in kinds for group in by_name[kind] for column in group}
+    others:set[str] = set()
+    for kind in ('images', 'texts', 'question', 'answer'): others.update(*by_name[kind])
     aside = {'id', 'kinds', *unread}-others # a row may fill another column of a name that is known
     ds = ds.select_columns([c for c in ds.column_names if c not in aside])
-    return ds if 'source' in ds.column_names or not whole else ds.add_column('source', [name]*len(ds))
+    if whole and 'source' not in ds.column_names: ds = ds.add_column('source', [name]*len(ds))
+    return ds
 
 # %% ../../nbs/18_data.loader.ipynb #18fe4b8d
 def _folder(path, name): return Path(path)/name if (Path(path)/name).is_dir() else Path(path)
 
 def _tars(path):
     "The tars that a path names; what else is there is named in the log."
-    if path.is_file(): return [path]*(ending(path) == '.tar')
+    if path.is_file(): return [path] if ending(path) == '.tar' else []
     found = sorted(f for f in path.glob('*') if ending(f) == '.tar' and f.is_file())
     if found: _log_aside(path, found)
     return found
@@ -565,10 +583,13 @@ def picture_folders(path:str|Path, name:str='default', images_path:str|Path|None
     folder = _folder(path, name)
     if images_path is not None: return [str(images_path)]
     if not folder.exists(): return [os.sep] # of the hub
-    files = [folder] if folder.is_file() else [f for f in folder.rglob('*') if ending(f) in FILES]
+    files = [folder]
+    if not folder.is_file(): files = [f for f in folder.rglob('*') if ending(f) in FILES]
     others = _SPLITS-{'train'}
     parents = {f.parent for f in files if not others & {*f.relative_to(folder.parent).parts[1:]}}
-    return [str(place) for parent in sorted(parents or {folder}) for place in (parent/'images', parent)]
+    places = []
+    for parent in sorted(parents or {folder}): places += [str(parent/'images'), str(parent)]
+    return places
 
 def load_config(path:str|Path, name:str, split:str='train', # a folder, a file or a hub name; what of it
     cache_dir:str|None=None, streaming:bool=False, as_stored:bool=False, # of `datasets`; all columns
@@ -597,12 +618,14 @@ def unread_columns(path:str|Path, name:str, images_path:str|Path|None=None, # se
     folder = _folder(path, name)
     unread = set[str]()
     places = picture_folders(path, name, images_path)
-    if files := text_files(folder):
+    files = text_files(folder)
+    tars = [] if files else _tars(folder)
+    if files:
         for file in files:
             read = _reader(file, images_path, columns, unread)
             for _,data in islice(_objects(file), READ_ROWS):
                 with suppress(*_BAD_LINE): read(data)
-    elif tars := _tars(folder): unread = _check_tar([*map(str, tars)], columns, places)
+    elif tars: unread = _check_tar([*map(str, tars)], columns, places)
     else:
         rows = head_rows(load_config(path, name, streaming=True, as_stored=True))
         _,unread = columns_read([rename(row, columns) for row in rows], name, places, bool(columns))
@@ -630,7 +653,8 @@ def load_configs(path:str|Path, names:Sequence[str]=('default',), **how)->dict: 
         except ConnectionError as e: raise _not_given(path, e) from e # nor was this
         except LOAD_ERRORS as e:
             if not Path(path).exists() and len(chosen)==1: raise _not_given(path, e) from e
-            cause = e.__cause__ if isinstance(e, DatasetsError) and e.__cause__ else e # what it is, not where
+            cause = e
+            if isinstance(e, DatasetsError) and e.__cause__: cause = e.__cause__ # what it is, not where
             logger.warning('skipped data set %s of %s: %s: %s', name, path, type(cause).__name__, cause)
             why.append(f'{name}: {cause}'.strip().split('\n')[0])
     require(data, f'No valid datasets were loaded. Check train_dataset_path={path} '
@@ -660,7 +684,9 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
         if {'images', 'texts'} <= {*rows.column_names}: return rows
         rows = rows.to_list() # pictures as bytes
     elif hasattr(rows, 'iterrows'): # a DataFrame
-        rows = [{k:_plain(v) for k,v in row.items()} for row in rows.to_dict('records')]
+        records = rows.to_dict('records')
+        rows = []
+        for record in records: rows.append({name:_plain(value) for name,value in record.items()})
     require(isinstance(rows, Iterable) and not isinstance(rows, (str, bytes, dict)),
         f'rows are a {type(rows).__name__}: give a list, a generator or a table')
     own = [_own_row(row, i, columns) for i,row in enumerate(rows)]
@@ -670,11 +696,11 @@ def own_rows(rows, # list, generator, DataFrame or data set of dictionaries or (
 # %% ../../nbs/18_data.loader.ipynb #b9c3f325
 def load_tokenizer(vlm_cfg:VLMConfig)->PreTrainedTokenizerBase: # its ids agree with the config
     "The tokenizer of a config; 'shapes' is trained on the spot."
-    c = vlm_cfg
+    cfg = vlm_cfg
     extra = vlm_cfg.vlm_extra_tokens
-    if c.lm_tokenizer!='shapes': made = get_tokenizer(c.lm_tokenizer, extra, c.lm_chat_template)
-    else: made = shapes_tokenizer(extra, c.lm_chat_template or CHAT_TEMPLATE, c.lm_base_vocab_size)
-    check_tokenizer(made, c)
+    if cfg.lm_tokenizer!='shapes': made = get_tokenizer(cfg.lm_tokenizer, extra, cfg.lm_chat_template)
+    else: made = shapes_tokenizer(extra, cfg.lm_chat_template or CHAT_TEMPLATE, cfg.lm_base_vocab_size)
+    check_tokenizer(made, cfg)
     return made
 
 # %% ../../nbs/18_data.loader.ipynb #ef470d02
@@ -685,61 +711,68 @@ def _shares_of(total:int|None, weights:Sequence[float])->list: # their sum is `t
     return [b-a for a,b in zip(marks, marks[1:])]
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f3
-def _mixture(c, data, kind, folders): # of configuration -> rows; of sources; where pictures lie
+def _mixture(cfg, data, kind, folders): # of configuration -> rows; of sources; where pictures lie
     "Mix the configurations that could be loaded by weight; each is split by itself."
-    names = config_names(c.train_dataset_path, c.train_dataset_name)
-    given = c.train_dataset_weights
+    names = config_names(cfg.train_dataset_path, cfg.train_dataset_name)
+    given = cfg.train_dataset_weights
     require(len(names)==len(given),
         f'{len(given)} train_dataset_weights for {len(names)} configurations {names}: give one for each')
     weights = [w for name,w in zip(names, given) if name in data]
-    shares = zip(data.items(), *(_shares_of(n, weights) for n in (c.val_size, c.data_cutoff_idx)))
-    return Mixture([kind({name:ds}, c.seed, *sizes, folders=folders) for (name,ds),*sizes in shares], weights)
+    held_out = _shares_of(cfg.val_size, weights)
+    limits = _shares_of(cfg.data_cutoff_idx, weights)
+    sources = []
+    for (name,rows),val_size,limit in zip(data.items(), held_out, limits):
+        sources.append(kind({name:rows}, cfg.seed, val_size, limit, folders=folders))
+    return Mixture(sources, weights)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c3f5
 _SHAPES_SCENES = 10_000 # scenes of the embedded data set when `data_cutoff_idx` does not say how many
 
-def _scenes_pair(c)->tuple[MapSource,MapSource]: # for training, for validation
+def _scenes_pair(cfg)->tuple[MapSource,MapSource]: # for training, for validation
     "The embedded data set."
-    require(c.val_size<=_SHAPES_SCENES, f'val_size is {c.val_size}: there are {_SHAPES_SCENES} drawn scenes '
-        'for it, lower val_size')
-    train = shapes_dataset(c.data_cutoff_idx or _SHAPES_SCENES, 'train', c.seed)
-    val = shapes_dataset(max(c.val_size, 1), 'validation', c.seed)
-    return MapSource(train, c.seed),MapSource(val, c.seed, limit=c.val_size, shuffle=False)
+    require(cfg.val_size<=_SHAPES_SCENES, f'val_size is {cfg.val_size}: there are {_SHAPES_SCENES} drawn '
+        'scenes for it, lower val_size')
+    train = shapes_dataset(cfg.data_cutoff_idx or _SHAPES_SCENES, 'train', cfg.seed)
+    val = shapes_dataset(max(cfg.val_size, 1), 'validation', cfg.seed)
+    return MapSource(train, cfg.seed),MapSource(val, cfg.seed, limit=cfg.val_size, shuffle=False)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c301
-def _training_source(c, drops):
+def _training_source(cfg, drops):
     "The source of the data set that a config names."
-    path = c.train_dataset_path
-    stream = c.stream_dataset and not text_files(path)
-    data = load_configs(path, c.train_dataset_name, streaming=stream, columns=c.columns,
-                        images_path=c.images_path, drops=drops)
+    path = cfg.train_dataset_path
+    stream = cfg.stream_dataset and not text_files(path)
+    data = load_configs(path, cfg.train_dataset_name, streaming=stream, columns=cfg.columns,
+                        images_path=cfg.images_path, drops=drops)
     kind = StreamSource if stream else MapSource
     found = {name:_folder(path, name) for name in data}
-    folders = {name:picture_folders(path, name, c.images_path) for name,folder in found.items()
+    folders = {name:picture_folders(path, name, cfg.images_path) for name,folder in found.items()
                if not (text_files(folder) or _tars(folder))} # those have been found
-    if c.train_dataset_weights: return _mixture(c, data, kind, folders)
+    if cfg.train_dataset_weights: return _mixture(cfg, data, kind, folders)
     rows = data if stream or len(data)>1 else [*data.values()][0]
     if rows is not data: folders = {None: folders.get(next(iter(data)))}
-    return kind(rows, c.seed, c.val_size, c.data_cutoff_idx, folders=folders)
+    return kind(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx, folders=folders)
 
 # %% ../../nbs/18_data.loader.ipynb #e668c302
 def load_sources(train_cfg:TrainConfig, # names the data set, if there are no rows
     drops:Drops|None=None, rows:Any=None)->tuple: # what is left out; with length and index, or two sources
     "The sources of a run, for training and for validation; they share no row."
-    c = train_cfg
+    cfg = train_cfg
     if isinstance(rows, tuple) and len(rows)==2 and all(hasattr(s, 'rows_of') for s in rows): return rows
-    if rows is None and c.train_dataset_path=='shapes': return _scenes_pair(c)
-    require(rows is not None or c.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the rows '
-        'that a run was given in Python: give the file in its directory, RUN/rows.parquet')
-    if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=c.columns)
-    if rows is None: train = _training_source(c, drops)
-    else: train = MapSource(rows, c.seed, c.val_size, c.data_cutoff_idx)
+    if rows is None and cfg.train_dataset_path=='shapes': return _scenes_pair(cfg)
+    require(rows is not None or cfg.train_dataset_path!=OWN_ROWS, f'train_dataset_path is {OWN_ROWS}, the '
+        'rows that a run was given in Python: give the file in its directory, RUN/rows.parquet')
+    if isinstance(rows, datasets.Dataset): rows = _conform(rows, 'own', columns=cfg.columns)
+    if rows is None: train = _training_source(cfg, drops)
+    else: train = MapSource(rows, cfg.seed, cfg.val_size, cfg.data_cutoff_idx)
     return train,train.held_out()
 
 # %% ../../nbs/18_data.loader.ipynb #4c81fa27
 def size_line(train, val)->str: # sources
     "Rows of both parts, for the log."
-    shown = ['?' if (n := s.epoch_rows()) is None else f'{n:.0f}' for s in (train, val)]
+    shown = []
+    for source in (train, val):
+        number = source.epoch_rows()
+        shown.append('?' if number is None else f'{number:.0f}')
     return f'rows: {shown[0]} for training and {shown[1]} for validation'
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e96
@@ -757,12 +790,14 @@ def pack_loader(source, samples:VQADataset, vlm_cfg:VLMConfig, train_cfg:TrainCo
     shuffle:bool, num_workers:int, # True for training; processes that decode, 0: this one
     most:int|None=None)->PackLoader: # packs of all ranks that are asked for, always the same; None: all
     "A loader of this rank's micro-batches."
-    c = train_cfg
-    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, c.max_images_per_knapsack,
-        c.max_tiles_per_knapsack, c.num_of_sequences, c.seed, shuffle,
-        FIRST_WINDOW if most is None else c.num_of_sequences) # what is asked for is planned as a whole
-    return PackLoader(samples, source, rules, c.batch_size, c.gradient_accumulation_steps, dist, num_workers,
-                      dist.device.type=='cuda', most)
+    cfg = train_cfg
+    # what is asked for is planned as a whole
+    first = FIRST_WINDOW if most is None else cfg.num_of_sequences
+    rules = PackRules(vlm_cfg.lm_max_length, samples.tokenizer.pad_token_id, cfg.max_images_per_knapsack,
+        cfg.max_tiles_per_knapsack, cfg.num_of_sequences, cfg.seed, shuffle, first)
+    pin_memory = dist.device.type=='cuda'
+    return PackLoader(samples, source, rules, cfg.batch_size, cfg.gradient_accumulation_steps, dist,
+                      num_workers, pin_memory, most)
 
 # %% ../../nbs/18_data.loader.ipynb #30d19e97
 def random_part(picture:Image.Image, rng:random.Random, least:float)->Image.Image: # of the same size
@@ -789,17 +824,18 @@ def get_dataloaders(train_cfg:TrainConfig, vlm_cfg:VLMConfig, dist:Dist|None=Non
     transforms:Sequence[Callable]=(), processor:Callable=image_processor_of, # changes; how pictures are cut
 )->tuple[PackLoader,PackLoader]: # training and validation
     "Both loaders of a run, for this rank."
-    c = train_cfg
+    cfg = train_cfg
     dist = dist or this_rank()
-    check_configs(vlm_cfg, c)
-    changes = transforms_of(c, transforms)
+    check_configs(vlm_cfg, cfg)
+    changes = transforms_of(cfg, transforms)
     tokenizer = tokenizer or load_tokenizer(vlm_cfg)
-    samples = [make_samples(c, vlm_cfg, tokenizer, (), t, processor) for t in (changes, ())]
-    sources = load_sources(c, samples[0].drops, rows)
-    asked = c.max_val_batches*c.batch_size*dist.world_size
-    train,val = ((*part, vlm_cfg, c, dist) for part in zip(sources, samples))
-    return (pack_loader(*train, True, loader_workers(c, cores_of_rank())),
-            pack_loader(*val, False, c.val_workers, asked))
+    training = make_samples(cfg, vlm_cfg, tokenizer, (), changes, processor)
+    validation = make_samples(cfg, vlm_cfg, tokenizer, (), (), processor)
+    train,val = load_sources(cfg, training.drops, rows)
+    workers = loader_workers(cfg, cores_of_rank())
+    asked = cfg.max_val_batches*cfg.batch_size*dist.world_size
+    return (pack_loader(train, training, vlm_cfg, cfg, dist, True, workers),
+            pack_loader(val, validation, vlm_cfg, cfg, dist, False, cfg.val_workers, asked))
 
 # %% ../../nbs/18_data.loader.ipynb #63c5131b
 def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leaves rows out; None: none
@@ -811,7 +847,8 @@ def first_rows(source, n:int, samples:VQADataset|None=None)->list[dict]: # leave
         try:
             if samples is not None: samples.plan_row(row)
             white = samples and samples.image_processor.pixel_max
-            result.append(row|dict(images=[open_image(im, white) for im in row['images']]))
+            pictures = [open_image(picture, white) for picture in row['images']]
+            result.append(row|dict(images=pictures))
         except UnreadableImage: continue
         except Dropped as d:
             if samples is not None: samples.drops.add(d)

@@ -9,7 +9,7 @@ __all__ = ['TRIES', 'REACH', 'utilisation', 'min_bins', 'balanced_greedy_knapsac
 # %% ../../nbs/14_data.packing.ipynb #e3941a46
 from collections.abc import Iterator,Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypedDict
 
 import torch
@@ -23,19 +23,27 @@ from ..core.usage import UsageError
 # %% ../../nbs/14_data.packing.ipynb #23d58b4b
 def utilisation(groups:list[list[int]], lengths:Sequence[int], capacity:int)->float: # 0 to 1
     "Tokens packed divided by positions paid for."
-    return sum(lengths[i] for g in groups for i in g)/(len(groups)*capacity)
+    packed = sum(lengths[i] for i in chain(*groups))
+    return packed/(len(groups)*capacity)
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0002
 def _items(lengths, image_counts, capacity, max_images=None, tile_counts=None, max_tiles=None):
     "Items as three costs, the scarcest in front, and an index; the limits; the fewest bins that may do."
     given = (lengths, capacity), (image_counts, max_images), (tile_counts, max_tiles)
-    costs = [([int(n) for n in counts], int(most)) for counts, most in given if most is not None]
-    for counts, most in costs:
+    costs = []
+    for counts, most in given:
+        if most is None: continue
+        most = int(most)
+        counts = [int(n) for n in counts]
         if max(counts, default=0) > most:
             raise UsageError(f'an item is larger than a pack of {most}: leave it out')
-    costs = sorted(((counts, max(most, 1)) for counts, most in costs), key=lambda cost: -sum(cost[0])/cost[1])
-    costs += [([0]*len(lengths), 1)]*(3-len(costs))
-    least = max(max(-(-sum(cost)//most), sum(2*n > most for n in cost)) for cost, most in costs)
+        costs.append((counts, max(most, 1)))
+    costs.sort(key=lambda cost: -sum(cost[0])/cost[1])
+    while len(costs) < 3: costs.append(([0]*len(lengths), 1))
+    least = 0
+    for counts, most in costs:
+        large = sum(2*n > most for n in counts) # no two of them share a bin
+        least = max(least, large, -(-sum(counts)//most))
     columns, limits = zip(*costs)
     return list(zip(*columns, range(len(lengths)))), limits, least
 
@@ -57,24 +65,31 @@ def _choose(pool, sums, load, limits):
     "Items that sum to `load`, one of the sums, with the other costs in step with the first."
     _, most_m, most_t = limits
     whole = share = surplus = 0
-    for n, m, t, _ in pool: whole, share = whole+n, share+m*most_t+t*most_m
+    for n, m, t, _ in pool:
+        whole += n
+        share += m*most_t+t*most_m
     taken = []
     for item, before in zip(reversed(pool), reversed(sums[:-1])):
         n, m, t, _ = item
         if n > load or not before>>load-n & 1: continue
         tilt = (m*most_t+t*most_m)*whole - share*n # above 0: more images and tiles than its size gives it
         if not before>>load & 1 or (tilt < 0) == (surplus >= 0):
-            load = load-n
-            surplus = surplus+tilt
+            load -= n
+            surplus += tilt
             taken.append(item)
     return taken
 
 # %% ../../nbs/14_data.packing.ipynb #e14a0005
 TRIES = 16 # sums that are tried for a pack
 
+def _left(room, items):
+    "What is left of each limit after some items; below 0 if they do not fit."
+    for item in items: room = [left-cost for left, cost in zip(room, item)]
+    return room
+
 def _beside(first, pool, limits):
     "The items that fill a bin best beside its first one."
-    room = [most-cost for most, cost in zip(limits, first)]
+    room = _left(limits, [first])
     sums = _sums(pool, room[0])
     loads = sums[-1]
     load = room[0]+1
@@ -82,13 +97,14 @@ def _beside(first, pool, limits):
         loads &= (1<<load)-1 # below the one before
         load = loads.bit_length()-1
         taken = _choose(pool, sums, load, limits) if load else [] # what costs nothing of the first follows
-        if all(sum(item[k] for item in taken) <= room[k] for k in (1, 2)): break
+        if min(_left(room, taken)) >= 0: break
         taken = []
-    room = [left-sum(item[k] for item in taken) for k, left in enumerate(room)]
+    room = _left(room, taken)
     for item in [item for item in pool if item[0] <= room[0] and item not in taken]:
-        if all(cost <= left for cost, left in zip(item, room)):
-            taken = [*taken, item]
-            room = [left-cost for left, cost in zip(room, item)]
+        after = _left(room, [item])
+        if min(after) >= 0:
+            taken.append(item)
+            room = after
     return taken
 
 # %% ../../nbs/14_data.packing.ipynb #e14a0008
@@ -101,9 +117,11 @@ def _plan(items, limits):
     groups = []
     while True:
         load = sum(item[0] for item in pool)
-        while (len(pool) < REACH or load < 2*limits[0]) and (item := next(coming, None)):
-            pool = [*pool, item]
-            load = load+item[0]
+        while len(pool) < REACH or load < 2*limits[0]:
+            item = next(coming, None)
+            if item is None: break
+            pool.append(item)
+            load += item[0]
         if not pool: return groups
         first, *others = pool
         taken = {item[-1] for item in (first, *_beside(first, others, limits))}
@@ -143,13 +161,15 @@ def pack(samples:list[dict], # `id`, `input_ids` and `labels` (1-D), `images` (s
     n = sum(doc_lens)
     if n > length:
         raise UsageError(f'{len(samples)} samples have {n} tokens > length {length}: plan them first')
-    joined = {key: torch.cat([s[key] for s in samples]+[torch.full((length-n,), fill)])
-              for key, fill in (('input_ids', pad_id), ('labels', IGNORE))}
+    joined = {}
+    for key, fill in (('input_ids', pad_id), ('labels', IGNORE)):
+        parts = [s[key] for s in samples]
+        joined[key] = torch.cat([*parts, torch.full((length-n,), fill)])
     _check(samples, image_token_id, per_tile)
     n_targets = [int(x.sum()) for x in (joined['labels'][:n] != IGNORE).split(doc_lens)]
     return dict(joined, attention_mask=(torch.arange(length) < n).long(), doc_lens=doc_lens,
         n_targets=n_targets, n_images=[len(s['images']) for s in samples], ids=[s['id'] for s in samples],
-        images=[tiles for s in samples for tiles in s['images']])
+        images=[*chain(*(s['images'] for s in samples))])
 
 # %% ../../nbs/14_data.packing.ipynb #d3c26ef1
 class Batch(TypedDict):
@@ -169,12 +189,18 @@ def collate_packs(packs:list[dict], # of one length, from `pack`; one alone may 
     image_token_id:int|None=None, pin:bool=False, # for `layout.slots`; memory that a GPU reads
     window:int=0)->Batch: # tiles along a window, of a model whose pictures are grids of tiles
     "Join packs into a batch, in their order."
-    batch:Any = {k: torch.stack([p[k] for p in packs]) if isinstance(v, Tensor) else [p[k] for p in packs]
-                 for k,v in packs[0].items()}
+    batch:Any = {}
+    for key, first in packs[0].items():
+        values = [p[key] for p in packs]
+        batch[key] = torch.stack(values) if isinstance(first, Tensor) else values
     layout = batch['layout'][0] if 'layout' in batch else None
-    if layout is None: layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'],
-        doc_lens=batch['doc_lens'], grids=grids_of(batch['images']) if window else (), window=window)
-    if pin: batch['input_ids'],layout = batch['input_ids'].pin_memory(),layout.each(Tensor.pin_memory)
+    if layout is None:
+        grids = grids_of(batch['images']) if window else ()
+        layout = Layout.of(batch['input_ids'], image_token_id, batch['labels'], doc_lens=batch['doc_lens'],
+            grids=grids, window=window)
+    if pin:
+        batch['input_ids'] = batch['input_ids'].pin_memory()
+        layout = layout.each(Tensor.pin_memory)
     mask = PackedMask.of(batch['attention_mask'], batch['doc_lens'])
     return batch | dict(layout=layout, attention_mask=mask)
 
@@ -192,12 +218,13 @@ class Document:
     n_targets:int # positions with a label
 
 # %% ../../nbs/14_data.packing.ipynb #e14b0010
+def _stretches(sizes): return pairwise(accumulate(sizes, initial=0))
+
 def unpack(batch:Batch)->Iterator[Document]: # row by row; `layout` is not needed
     "The documents of a batch."
-    stretches = lambda sizes: pairwise(accumulate(sizes, initial=0))
     rows = zip(batch['images'], batch['ids'], batch['n_targets'], batch['doc_lens'], batch['n_images'])
     for row, (images, ids, targets, lens, counts) in enumerate(rows):
-        for id, n, (start, end), (first, last) in zip(ids, targets, stretches(lens), stretches(counts)):
+        for id, n, (start, end), (first, last) in zip(ids, targets, _stretches(lens), _stretches(counts)):
             span = slice(start, end)
             places = range(first, last)
             yield Document(id, row, span, places, batch['input_ids'][row, span], batch['labels'][row, span],

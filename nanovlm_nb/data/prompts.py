@@ -11,6 +11,7 @@ __all__ = ['MARK', 'AnswerFrame', 'image_strings', 'get_image_string', 'special_
 import re
 from functools import lru_cache
 from itertools import chain,count,product
+from os.path import commonprefix
 from typing import Any,TypeAlias
 
 import numpy as np, torch
@@ -30,10 +31,11 @@ def image_strings(tokenizer:PreTrainedTokenizerBase, # with the extra tokens as 
     texts = []
     slots = tokenizer.image_token*mp_image_token_length
     for i,(rows,cols) in enumerate(splitted_image_counts):
-        try: texts.append(f'<image: {i}>'*numbered + _picture(tokenizer, rows, cols, slots, convention))
+        try: picture = _picture(tokenizer, rows, cols, slots, convention)
         except AttributeError as e:
             raise UsageError(f'no token {e.name} for a picture of {rows} x {cols} tiles: lower max_img_size '
                 '(the default tokens reach 8 tiles a side), or add the token to vlm_extra_tokens') from e
+        texts.append(f'<image: {i}>{picture}' if numbered else picture)
     return texts
 
 def get_image_string(*args, **kwargs)->str: # see `image_strings`
@@ -50,10 +52,13 @@ def _picture(tokenizer, rows, cols, slots, convention):
     several = rows*cols > 1
     bare = not several and not hasattr(tokenizer, 'global_image_token')
     whole = ('' if bare else tokenizer.global_image_token) + slots
-    lines = [''.join(fake + getattr(tokenizer, f'r{r+1}c{c+1}') + slots for c in range(cols))
-             for r in range(rows*several)]
+    lines = []
+    for r in range(rows if several else 0):
+        names = [f'r{r+1}c{c+1}' for c in range(cols)]
+        lines.append(''.join(fake + getattr(tokenizer, name) + slots for name in names))
     if not smolvlm: return whole + ''.join(lines)
-    return ''.join(line + '\n' for line in (*lines, ''))*several + fake + whole + fake
+    above = ''.join(line + '\n' for line in (*lines, '')) if several else ''
+    return above + fake + whole + fake
 
 # %% ../../nbs/11_data.prompts.ipynb #2d8f5934
 def special_pattern(tokenizer:PreTrainedTokenizerBase)->re.Pattern: # finds any of them, the longest first
@@ -66,11 +71,15 @@ def neutralise(text:str|None, tokenizer:PreTrainedTokenizerBase|re.Pattern)->str
     "Break every special token that a text spells out; it looks the same."
     pattern = tokenizer if isinstance(tokenizer, re.Pattern) else special_pattern(tokenizer)
     spare = map(chr, range(0xe000, 0xf8ff))
+    def unused(wanted): return next(c for c in chain(wanted, spare) if c not in pattern.pattern)
+    within = unused('\u200b\u2060\ufeff') # no special token has them: what is broken stays so
+    instead = unused('\ufffd?_')
+    def broken(match):
+        token = match[0]
+        return token[0]+within+token[1:] if len(token) > 1 else instead
     text = text or ''
     n = 1
-    within, instead = (next(c for c in chain(wanted, spare) if c not in pattern.pattern)
-        for wanted in ('\u200b\u2060\ufeff', '\ufffd?_')) # no special token has them: what is broken stays so
-    while n: text, n = pattern.subn(lambda m: m[0][0]+within+m[0][1:] if len(m[0]) > 1 else instead, text)
+    while n: text, n = pattern.subn(broken, text)
     return text
 
 # %% ../../nbs/11_data.prompts.ipynb #a1b0c001
@@ -93,7 +102,8 @@ def number_marks(turns:list[dict], n:int)->tuple[list[dict],int]: # pictures; ma
     "Turns in which `<image: k>` stands for the mark of picture k."
     users = [turn['user'] or '' for turn in turns]
     found = [[*_MARKS.finditer(user)] for user in users]
-    first = min([1, *(int(mark[1]) for marks in found for mark in marks if mark[1])])
+    numbers = [int(mark[1]) for mark in chain(*found) if mark[1]]
+    first = min([1, *numbers])
     ahead = count()
     plain = ''
     spare = 0
@@ -137,7 +147,8 @@ def place_pictures(turns:list[dict], n:int)->list[dict]: # pictures
 # %% ../../nbs/11_data.prompts.ipynb #9da96e57
 def _places(turns:list[dict], pictures:list[str])->tuple[str,dict[int,str]]: # of each picture
     "What comes before the first question, and what replaces each number in the turns."
-    numbers = [int(k) for turn in turns for k in _NUMBER.findall(turn['user'] or '')]
+    found = chain(*(_NUMBER.findall(turn['user'] or '') for turn in turns))
+    numbers = [int(k) for k in found]
     if numbers != sorted({*numbers}) or not numbers or numbers[-1] >= len(pictures):
         return ''.join(pictures), {}
     ends = [*numbers[1:], len(pictures)] # a picture without a mark follows the one before it
@@ -158,7 +169,8 @@ def to_messages(tokenizer:PreTrainedTokenizerBase|re.Pattern, # or its `special_
     for k,turn in enumerate(texts):
         parts = _NUMBER.split(turn['user']) if places else [turn['user']] # texts, and numbers between them
         asked = [places[int(part)] if i%2 else neutralise(part, tokenizer) for i,part in enumerate(parts)]
-        messages.append(dict(role='user', content=head*(not k)+''.join(asked)))
+        messages.append(dict(role='user', content=head+''.join(asked)))
+        head = '' # it comes before the first question
         if 'assistant' in turn:
             messages.append(dict(role='assistant', content=neutralise(turn['assistant'], tokenizer)))
         elif k+1 < len(texts):
@@ -184,7 +196,7 @@ def _bounded(template:str)->str:
         if kind == 'block_begin': tag = ''
         elif kind == 'name': tag = tag or text
         elif kind == 'block_end' and tag in ('for', 'macro', 'block'):
-            texts.append(_STEP.replace('SIGN', '+'*text.startswith('+')))
+            texts.append(_STEP.replace('SIGN', '+' if text.startswith('+') else ''))
     return ''.join(texts)
 
 def render_chat(tokenizer:PreTrainedTokenizerBase, messages:list[dict], prompt:bool=False)->str:
@@ -229,10 +241,10 @@ def answer_frames(tokenizer:PreTrainedTokenizerBase)->list[AnswerFrame]: # of th
     chat = [dict(role=r, content=w) for r,w in zip(('user', 'assistant', 'user'), words)]
     try: _, between, after, *_ = re.split('|'.join(words), render_chat(tokenizer, chat))
     except ValueError: return [last] # for a single question
-    shared = next((i for i,(a,b) in enumerate(zip(after, last[1])) if a != b), min(len(after), len(last[1])))
+    shared = len(commonprefix([after, last[1]]))
     stem, spaces = _split_lead(between)
     earlier = (stem, re.sub(r'<[^<>]*\Z', '', after[:shared]), spaces)
-    return [last]+[earlier]*(earlier != last)
+    return [last] if earlier == last else [last, earlier]
 
 # %% ../../nbs/11_data.prompts.ipynb #a298d5af
 def _answer_spans(text:str, messages:list[dict], # rendered; as they were

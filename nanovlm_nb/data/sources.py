@@ -28,7 +28,8 @@ class _Permutation:
     "The numbers 0 to n-1 in an order that depends on `seed`, computed one by one."
     def __init__(self, n:int, seed:int|str):
         digest = hashlib.blake2b(f'{n}/{seed}'.encode(), digest_size=48).digest()
-        self.n,self.keys = n,[int.from_bytes(digest[i:i+8], 'big') for i in range(0, 48, 8)]
+        self.n = n
+        self.keys = [int.from_bytes(digest[i:i+8], 'big') for i in range(0, 48, 8)]
         self.base = next(a for a in count(int(n**.5)) if a*a>=n)
 
     def __getitem__(self, i:int)->int: # place -> number
@@ -39,7 +40,8 @@ class _Permutation:
                 x = (low^key)*0x9E3779B97F4A7C15 & 2**64-1
                 mixed = (x^x>>29)*0xBF58476D1CE4E5B9>>32 & 2**32-1 # a keyed hash of `low`, 32 bits
                 high,low = low,(high+mixed)%self.base
-            if (i := high*self.base+low)<self.n: return i
+            i = high*self.base+low
+            if i<self.n: return i
 
 # %% ../../nbs/15_data.sources.ipynb #942c745e
 Rows:TypeAlias = 'Iterator[tuple[Any,Any]]' # what a source gives: (position after it, row as of `to_row`)
@@ -61,7 +63,9 @@ def head_rows(rows)->list[dict]: # a table, a stream, or what gives rows
     except BROKEN as e: # it is named when its rows are due
         if not _is_damage(e): raise
         tables = []
-    return [row for table in tables for row in table.to_pylist()]
+    found = []
+    for table in tables: found += table.to_pylist()
+    return found
 
 def columns_read(rows:list[dict], where:str, # from `head_rows`; whose they are, for messages
     folders:Folders=None, chosen:bool=False)->tuple[dict[str,set[str]],set[str]]: # see `columns_of`
@@ -87,7 +91,9 @@ class MapSource:
         shuffle:bool=True, # another order in each epoch
         folders:dict[str|None,Folders]|None=None): # configuration -> where pictures lie that its rows name
         parts = rows if isinstance(rows, dict) else {None:rows}
-        self.rows,self.names,self.folders = rows,list(parts),folders or {}
+        self.rows = rows
+        self.names = list(parts)
+        self.folders = folders or {}
         self.parts = [self._encoded(*item) for item in parts.items()]
         self.ends = list(accumulate(map(len, self.parts)))
         n = self.ends[-1]
@@ -146,7 +152,7 @@ def _light(stream):
 def _pieces(ds, most):
     "Streams of at most `most` files each."
     if ds.num_shards<=most: return [_light(ds)]
-    return [p for i in (0, 1) for p in _pieces(ds.shard(2, i), most)]
+    return _pieces(ds.shard(2, 0), most)+_pieces(ds.shard(2, 1), most)
 
 # %% ../../nbs/15_data.sources.ipynb #56d0fb30
 def _row_groups(file):
@@ -161,8 +167,10 @@ def _shares(ds:datasets.IterableDataset)->list[tuple[datasets.IterableDataset,in
     "The smallest parts of a stream that can be opened on their own."
     with ThreadPoolExecutor(8) as pool:
         streams = [*pool.map(_row_groups, _pieces(ds, 1))] if ds.num_shards<RESHARD_BELOW else [ds]
-    pieces = [p for s in streams for p in _pieces(s, TOGETHER)]
-    return [(p, i) for p in pieces for i in range(p.num_shards)]
+    shares = []
+    for stream in streams:
+        for piece in _pieces(stream, TOGETHER): shares += [(piece, i) for i in range(piece.num_shards)]
+    return shares
 
 # %% ../../nbs/15_data.sources.ipynb #1e564547
 def _lane_shares(order:list[int], lane:int, lanes:int)->list[tuple[int,int,int]]: # share, first row, step
@@ -219,8 +227,10 @@ class StreamSource:
         self.val_size = val_size
         self.limit = limit
         self.folders = folders or {}
-        self.shares:list[Share] = [(name, i, *found) for name,ds in streams.items()
-                       for i,found in enumerate(_shares(ds.with_format('arrow') if ds.features else ds))]
+        self.shares:list[Share] = []
+        for name,stream in streams.items():
+            if stream.features: stream = stream.with_format('arrow')
+            self.shares += [(name, i, *found) for i,found in enumerate(_shares(stream))]
         self.heads = _heads(len(self.shares), val_size)
 
     def held_out(self)->'StreamSource': # always in the same order
@@ -247,7 +257,8 @@ class StreamSource:
         order = [shuffled[i] for i in range(shuffled.n)]
         most = inf if self.limit is None else self.limit//lanes+(lane<self.limit%lanes)
         for j,(s,first,step) in enumerate(_lane_shares(order, lane, lanes)[done:], start=done):
-            begin,end = (max(start, self.heads[s]), inf) if train else (start, self.heads[s])
+            head = self.heads[s]
+            begin,end = (max(start, head), inf) if train else (start, head)
             share = self.shares[s]
             for i,row in _read_share(share, begin, end, first, step, self.folders.get(share[0])):
                 if served==most: return
@@ -259,7 +270,9 @@ class StreamSource:
 class Mixture:
     "Rows of several sources in fixed proportions."
     def __init__(self, sources:list, weights:list[float], once:bool=False): # above 0; each row once
-        self.sources,self.weights,self.once = sources,[w/sum(weights) for w in weights],once
+        self.sources = sources
+        self.weights = [w/sum(weights) for w in weights]
+        self.once = once
 
     def held_out(self)->'Mixture':
         "The validation parts of all, in proportion to their sizes."
