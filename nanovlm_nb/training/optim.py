@@ -14,7 +14,7 @@ from contextlib import ExitStack,contextmanager,nullcontext
 from numbers import Real
 from dataclasses import dataclass,field
 from functools import partial
-from itertools import chain,islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -116,7 +116,9 @@ class ChainedOptimizer(torch.optim.Optimizer):
     "Several optimizers as one; no parameter has two."
     def __init__(self, *parts:torch.optim.Optimizer): # each with its groups
         self.parts = parts
-        super().__init__([*chain.from_iterable(part.param_groups for part in parts)], {})
+        groups:list[dict] = []
+        for part in parts: groups += part.param_groups
+        super().__init__(groups, {})
         for part in parts: self.state.update(part.state)
         self.register_load_state_dict_post_hook(ChainedOptimizer._share)
         self._share()
@@ -235,6 +237,8 @@ def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
     "Returns what the other ranks must know about a micro-batch."
     images = flat_pictures(batch['images'])
     targets = sum(map(sum, batch['n_targets']))
+    ids:list[str] = []
+    for row in batch['ids']: ids += row
     layout = batch.get('layout')
     places = layout and layout.tiles
     windows:Any = places.windows.doc_lens if places else ()
@@ -243,7 +247,7 @@ def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
         positions=batch['attention_mask'].numel(), packs=len(batch['ids']),
         images=len(images), tiles=sum(picture.shape[:-3].numel() for picture in images),
         pairs=pairs(batch['doc_lens']), window_pairs=pairs(windows), picture_pairs=pairs(pictures),
-        ids=[*chain.from_iterable(batch['ids'])])
+        ids=ids)
 
 # %% ../../nbs/41_training.optim.ipynb #4d48ddb4
 def digest(ids:Iterable[str])->str: # 40 hexadecimal digits
@@ -268,7 +272,8 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     for k in ('positions','packs'): total[k] += idle*told[0][k]
     packing = dict(utilisation=total['tokens']/total['positions'])
     packing |= {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
-    ids = [*chain.from_iterable(counts['ids'] for counts in told)]
+    ids:list[str] = []
+    for counts in told: ids += counts['ids']
     known = 'targets','tokens','tiles','pairs','window_pairs','picture_pairs','filled'
     return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids,
         **{k:total[k] for k in known})
