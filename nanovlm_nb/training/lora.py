@@ -84,8 +84,9 @@ def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they
     names = add_adapters(model, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets, base)
     if getattr(model, 'unread', None): model.unread = beside_adapters(model.unread, names)
     seen = [name for name in names if name.startswith('vision_encoder')]
-    require(not train_cfg.cache_features or not seen, f'cache_features and an adapter on {"".join(seen[:1])}: '
-        'its features change with every update, leave cache_features out or the tower out of lora_targets')
+    require(not train_cfg.cache_features or not seen,
+        f'cache_features and an adapter on {"".join(seen[:1])}: its features change '
+        'with every update, leave cache_features out or the tower out of lora_targets')
     lower_base(model, amp_dtype(device, train_cfg.dtype))
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4821
