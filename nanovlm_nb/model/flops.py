@@ -150,7 +150,7 @@ def step_flops(
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
-    lens:list[int] = []
+    lens:list = []
     for row in doc_lens: lens += row if isinstance(row, (list,tuple)) else [row]
     tokens = sum(lens)
     positions = tokens if positions is None else positions

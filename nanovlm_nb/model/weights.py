@@ -54,7 +54,8 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
     "Returns the local directory of a checkpoint."
     if Path(name).is_dir(): return Path(find_checkpoint(name))
     if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
-    wanted = HUB_FILES if weights else [file for file in HUB_FILES if not file.endswith('safetensors')]
+    wanted = HUB_FILES
+    if not weights: wanted = [file for file in HUB_FILES if not file.endswith('safetensors')]
     try: return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError,ValueError) as e:
         raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
@@ -78,7 +79,8 @@ class Tensors(MutableMapping):
     @staticmethod
     def of(state:Mapping[str,Tensor])->'Tensors': # by name
         "Returns the same tensors."
-        return state if isinstance(state, Tensors) else Tensors({k:partial(state.get, k) for k in state})
+        if isinstance(state, Tensors): return state
+        return Tensors({name:partial(state.get, name) for name in state})
 
     def __getitem__(self, name): return self.makers[name]()
     def __setitem__(self, name, tensor): self.makers[name] = lambda: tensor
@@ -117,8 +119,8 @@ def read_file(path:Path)->Tensors: # a safetensors file
 def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
-    whole = json.loads(index.read_bytes())['weight_map'] if index.exists() else dict(all='model.safetensors')
-    files = sorted({*whole.values()})
+    files = ['model.safetensors']
+    if index.exists(): files = sorted({*json.loads(index.read_bytes())['weight_map'].values()})
     outside = [f for f in files if Path(f).name!=f]
     require(not outside, f"{index} names {''.join(outside[:1])}: files of weights lie beside it, correct it")
     for file in files:
@@ -362,10 +364,10 @@ def _shaped(name, w):
 def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]: # our name -> theirs, a list
     "Returns copies of our tensors under their names, without those that have none."
     theirs = {}
-    for k,w in state.items():
+    for k,tensor in state.items():
         names = names_of(k)
-        w = w[0] if k.endswith('position_embedding') else w
-        for name,part in zip(names, w.chunk(len(names) or 1)):
+        tensor = tensor[0] if k.endswith('position_embedding') else tensor
+        for name,part in zip(names, tensor.chunk(len(names) or 1)):
             theirs[name] = part.detach().cpu().contiguous().clone()
     return theirs
 
@@ -411,7 +413,8 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
             "set it to False, or start from a .pth file with experts (load_from)")
     folder = resolve_checkpoint(name)
     cfg = lm.cfg
-    (embed,head) = ('token_embedding.weight','head.weight')
+    embed = 'token_embedding.weight'
+    head = 'head.weight'
     family,_ = _family(folder, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
@@ -475,7 +478,8 @@ def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # t
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
             f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
     names = [k for k in state if not (tied and k==EMBED)]
-    write_tensors(folder/'model.safetensors', state, {EMBED:HEAD} if tied else dict(format='pt'), names)
+    metadata = {EMBED:HEAD} if tied else dict(format='pt')
+    write_tensors(folder/'model.safetensors', state, metadata, names)
 
 # %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
@@ -665,7 +669,8 @@ QWEN2_5_VL = Family('vision_config', 'visual.', {
 def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in Qwen2.5-VL; none is nowhere."
     part,rest = name.split('.', 1)
-    return their_names(rest, QWEN2) if part=='decoder' else their_names(name, QWEN2_5_VL)
+    if part=='decoder': return their_names(rest, QWEN2)
+    return their_names(name, QWEN2_5_VL)
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff292
 def _qwen_tokens(folder, image_id):
@@ -688,12 +693,12 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
             'copy it there')
     size = rules.get('size') or {}
     limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
-                  max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
+        max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
+    known = {name:n for name,n in limits.items() if n}
     first,tokens = _qwen_tokens(folder, theirs.image_token_id)
     tile = vision.patch_size*vision.spatial_merge_size
     return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text, folder)
-        | _pixels(rules) | {name:n for name,n in limits.items() if n} | dict(image_convention='qwen',
-        vit_img_size=tile, max_img_size=tile, lm_mrope_sections=_rope(text)['mrope_section'],
+        | _pixels(rules) | known | dict(image_convention='qwen', vit_img_size=tile, max_img_size=tile, lm_mrope_sections=_rope(text)['mrope_section'],
         lm_base_vocab_size=first, lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
         lm_tokenizer=str(folder), lm_chat_template=_chat_template(folder), vit_model_type=str(folder),
         lm_model_type=str(folder), hf_repo_name=None))
@@ -712,9 +717,9 @@ def _from_whole(folder, cfg):
     left_out = r'^model\.(?=visual\.)|(?<=^model\.)language_model\.'
     theirs = _read_tensors(folder).renamed(partial(re.sub, left_out, ''))
     if cfg.lm_tie_weights: theirs.alias('lm_head.weight', names_of(EMBED)[0])
-    with torch.device('meta'): parts = dict(zip(('vision_encoder','MP','decoder'), build_parts(cfg)))
-    return _our_tensors(nn.ModuleDict(parts).state_dict(), theirs, names_of,
-                        ('*.inv_freq','*.position_ids'), str(folder))
+    with torch.device('meta'): parts = zip(('vision_encoder','MP','decoder'), build_parts(cfg))
+    wanted = nn.ModuleDict(dict(parts)).state_dict()
+    return _our_tensors(wanted, theirs, names_of, ('*.inv_freq','*.position_ids'), str(folder))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff294
 QWEN_CAN:dict[str,Any] = dict(image_convention='qwen', use_moe=False, lm_attn_scaling=1., lm_qkv_bias=True,
@@ -729,8 +734,9 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
     vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
-    named = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)
-             if name in image_tokens('qwen')}
+    named = {}
+    for number,name in enumerate(cfg.vlm_extra_tokens, cfg.lm_base_vocab_size):
+        if name in image_tokens('qwen'): named[f'{name}_id'] = number
     config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']], text_config=text,
         vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)
     # a tied head is written once
@@ -840,7 +846,8 @@ def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors:
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
     files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors' or p.name == LORA_NOTE]
-    return hashlib.sha256(''.join(f'{p.name} {file_digest(p)}\n' for p in files).encode()).hexdigest()
+    text = ''.join(f'{p.name} {file_digest(p)}\n' for p in files)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 # %% ../../nbs/26_model.weights.ipynb #430f64f0
 def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
@@ -1049,8 +1056,9 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
         of_xtuner = Path(path).name.startswith('iter_')
-        remedy = ('iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
-            if of_xtuner else 'train a language model first, or give load_from another file')
+        remedy = 'train a language model first, or give load_from another file'
+        if of_xtuner:
+            remedy = 'iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
         raise MissingFile(f'there is no file {path}: {remedy}')
     cfg = model.decoder.cfg
     tensors = model.state_dict()
@@ -1077,7 +1085,9 @@ def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whos
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
     kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
-    known = {k:w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w for k,w in state.items()}
+    known = {**state}
+    for name in (EMBED,HEAD):
+        if name in known: known[name] = known[name][:cfg.lm_base_vocab_size]
     return _their_tensors(known, partial(_minimind_names, kind=kind))
 
 # %% ../../nbs/26_model.weights.ipynb #65e137df

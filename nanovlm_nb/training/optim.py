@@ -148,13 +148,15 @@ def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfl
     "Returns a precision; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
     if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported(False) else torch.float16
+    if device.type=='cuda' and torch.cuda.is_bf16_supported(False): return torch.bfloat16
+    return torch.float16
 
 # %% ../../nbs/41_training.optim.ipynb #b3ed54a7
 def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
     "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
     known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, dtype=dtype) if known and dtype!=torch.float32 else nullcontext()
+    if not known or dtype==torch.float32: return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 # %% ../../nbs/41_training.optim.ipynb #392c011b
 def blocks_of(model:nn.Module)->list[nn.Module]:
@@ -267,7 +269,9 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     told:list[dict] = []
     for place in range(len(batches)):
         told += [report[place] for report in reports if place<len(report)]
-    total = {k:sum(counts[k] for counts in told) for k in told[0] if k!='ids'}
+    total = dict.fromkeys((k for k in told[0] if k!='ids'), 0)
+    for counts in told:
+        for k in total: total[k] += counts[k]
     idle = len(batches)*len(reports)-len(told) # micro-batches of padding only
     for k in ('positions','packs'): total[k] += idle*told[0][k]
     packing = dict(utilisation=total['tokens']/total['positions'])

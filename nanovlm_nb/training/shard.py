@@ -70,10 +70,10 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     unread = getattr(model, 'unread', None) or ()
     for name,w in chain(model.named_parameters(), model.named_buffers()):
         if name not in unread: c10d.broadcast(w.detach(), 0, group=dist.cpu_group) # it was drawn
-    n = dist.world_size
+    ranks = dist.world_size
     kind = dist.device.type
     offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
-    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=lambda p: _placement(p, n),
+    options = dict(mesh=init_device_mesh(kind, (ranks,)), shard_placement_fn=lambda p: _placement(p, ranks),
         offload_policy=offload)
     def policy(dtype): return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
@@ -101,7 +101,8 @@ def pieces_of(model:nn.Module, trained:bool=False, copy:bool=False, # sharded; o
 )->dict[str,Piece]: # by name
     "Returns this rank's part of the weights."
     found = {}
-    frozen = {name for name,p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name,p in named if not p.requires_grad}
     for name,w in reshard(model).state_dict().items():
         if trained and name in frozen: continue
         cut = isinstance(w, DTensor)
@@ -222,7 +223,9 @@ class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
     def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
-        copies = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
+        copies = []
+        for group in self.param_groups:
+            copies.append(_options(group)|dict(params=[*map(_on_cpu, group['params'])]))
         self.worker = torch.optim.AdamW(copies, fused=True)
         self.register_load_state_dict_post_hook(OffloadedAdamW._take_down)
 
@@ -257,7 +260,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameters that had none
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
-    grads = {p:p.grad for p in chain.from_iterable(group['params'] for group in groups)}
+    grads = {}
+    for group in groups: grads |= {p:p.grad for p in group['params']}
     new = [p for p in grads if p not in optimizer.state]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
     for p in grads: p.grad = None if p in optimizer.state else torch.zeros_like(p)
@@ -358,7 +362,8 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
         'give AdamW, or leave out the section')
     lr = _take(flat, PARAMS+'lr')
     components = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones'
-    train = ['lr_lora'] if train_cfg.lora_rank else [n for n in components if getattr(train_cfg, n)]
+    train = [name for name in components if getattr(train_cfg, name)]
+    if train_cfg.lora_rank: train = ['lr_lora']
     return {} if lr is None else dict.fromkeys(train, (lr, PARAMS+'lr'))
 
 # %% ../../nbs/42_training.shard.ipynb #3f3f1d8b

@@ -225,7 +225,9 @@ def _agree(trainer:Trainer, part:float, norm:float)->float: # the loss of the up
 # %% ../../nbs/47_training.trainer.ipynb #f8d76126
 def trained(trainer:Trainer)->list[Tensor]:
     "Returns the parameters that the optimizer has."
-    return [p for g in trainer.optimizer.param_groups for p in g['params']]
+    found:list[Tensor] = []
+    for group in trainer.optimizer.param_groups: found += group['params']
+    return found
 
 # %% ../../nbs/47_training.trainer.ipynb #85928d01
 def _make_step(trainer:Trainer)->None:
@@ -285,13 +287,13 @@ LONG = 1000 # updates of a run that wins back the time of compiling
 
 def _compile(trainer:Trainer)->None:
     "Compiles blocks if `compile` was left open and pays: in long runs on CUDA. An earlier start has decided."
-    n = length(trainer)
+    planned = length(trainer)
     if trainer.cfg.compile is not None: trainer.compiled = trainer.cfg.compile
     elif trainer.dist.device.type=='cuda':
-        if trainer.compiled is None: trainer.compiled = n is None or n>=LONG
+        if trainer.compiled is None: trainer.compiled = planned is None or planned>=LONG
         found = 'compiled' if trainer.compiled else 'not compiled'
         trainer.log.info(f'compile None: blocks are {found}, decided when the run began; '
-            f'it pays from {LONG} updates on, and the run has {n or "an unknown number"}')
+            f'it pays from {LONG} updates on, and the run has {planned or "an unknown number"}')
         if trainer.compiled: compile_blocks(trainer.base)
 
 # %% ../../nbs/47_training.trainer.ipynb #4dafcaa5
@@ -341,8 +343,9 @@ def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
         trainer.epoch_size = trainer.step-trainer.began
         trainer.began = trainer.step
         trainer.epoch = trainer.epoch+1 # those of earlier starts are counted
-        why = not trainer.epoch_size and (_blame(trainer, trainer.loader) or 'is the training data empty?')
-        require(not why, f'an epoch without a single sample: {why}')
+        if not trainer.epoch_size:
+            why = _blame(trainer, trainer.loader) or 'is the training data empty?'
+            raise UsageError(f'an epoch without a single sample: {why}')
         for hook in trainer.hooks: hook.end_epoch(trainer)
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
