@@ -269,7 +269,7 @@ def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this
     told:list[dict] = []
     for place in range(len(batches)):
         told += [report[place] for report in reports if place<len(report)]
-    total = dict.fromkeys((k for k in told[0] if k!='ids'), 0)
+    total:dict[str,Any] = dict.fromkeys((k for k in told[0] if k!='ids'), 0)
     for counts in told:
         for k in total: total[k] += counts[k]
     idle = len(batches)*len(reports)-len(told) # micro-batches of padding only
