@@ -80,14 +80,18 @@ def docs_attention(q:Tensor, k:Tensor, v:Tensor, # as for `explicit_attention`
     "Fused attention document by document."
     if layout is None: return sdpa_attention(q, k, v, None, causal, dropout_p)
     if not any(layout.doc_lens): return 0*(q+k.sum()+v.sum())
-    runs = [(n,real) for lens,start in zip(layout.doc_lens, layout.starts)
-            for n,real in [(start,False), *((n,True) for n in lens), (layout.T-start-sum(lens),False)] if n]
+    runs = []
+    for lens,start in zip(layout.doc_lens, layout.starts):
+        row = [(start,False), *((n,True) for n in lens), (layout.T-start-sum(lens),False)]
+        runs += [(n,real) for n,real in row if n]
     equal = [(n,real,len([*same])) for (n,real),same in groupby(runs)] # neighbours of one length are a batch
-    out = []
     cut = [n*count for n,_,count in equal]
-    for (n,real,_),*part in zip(equal, *(x.transpose(1,2).flatten(0,1).split(cut) for x in (q,k,v))):
-        a,b,c = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
-        mixed = sdpa_attention(a, b, c, None, causal, dropout_p) if real else torch.zeros_like(a)
+    parts = [x.transpose(1,2).flatten(0,1).split(cut) for x in (q,k,v)]
+    out = []
+    for (n,real,_),*part in zip(equal, *parts):
+        queries,keys,values = (x.unflatten(0, (-1,n)).transpose(1,2) for x in part)
+        if real: mixed = sdpa_attention(queries, keys, values, None, causal, dropout_p)
+        else: mixed = torch.zeros_like(queries)
         out.append(mixed.transpose(1,2).flatten(0,1))
     return torch.cat(out).unflatten(0, (-1,layout.T)).transpose(1,2)
 
@@ -141,18 +145,24 @@ def choose_backend(asked:str, packed:bool, # in `BACKENDS`, `flash` or auto; row
     if asked not in ('auto','flash',*BACKENDS):
         raise UsageError(f"unknown attention backend {asked!r}: choose auto, {', '.join(BACKENDS)}")
     short = dtype in (torch.bfloat16,torch.float16)
-    usual = ['docs'] if kind=='cpu' else ['varlen'] if short else []
-    wished = [] if asked=='auto' else ['varlen' if asked=='flash' else asked]
-    order = [*dict.fromkeys([*wished, *(usual if packed else []), 'sdpa', 'explicit'])]
+    wished = []
+    if asked!='auto': wished.append('varlen' if asked=='flash' else asked)
+    if packed and kind=='cpu': wished.append('docs')
+    elif packed and short: wished.append('varlen')
+    order = [*dict.fromkeys([*wished, 'sdpa', 'explicit'])]
     for name in order:
-        if order[0]!='varlen' or (problem := problem_of(name, kind, dtype)) is None: break
+        if order[0]!='varlen': break
+        problem = problem_of(name, kind, dtype)
+        if problem is None: break
         log.warning('attention on %s: backend %s cannot be used, %s', kind, name, problem)
     log.info('attention on %s, %s: backend %s', kind, 'documents' if packed else 'full rows', name)
     return name
 
 # %% ../../nbs/20_model.attention.ipynb #d5529264
 @torch.compiler.assume_constant_result
-def _in_graph(*asked): return 'sdpa' if (name := choose_backend(*asked))=='docs' else name
+def _in_graph(*asked):
+    name = choose_backend(*asked)
+    return 'sdpa' if name=='docs' else name
 
 # %% ../../nbs/20_model.attention.ipynb #818ceda8
 def attention(

@@ -58,11 +58,13 @@ def _vision_flops(
     D = cfg.vit_hidden_dim
     I = cfg.vit_inter_dim
     passed = trained or adapters>0
-    patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(_matrix_flops(adapters, True, True))
+    beside = _matrix_flops(adapters, True, True)
+    patch = _matrix_flops(3*cfg.vit_patch_size**2*D, trained, False).plus(beside)
     block = _matrix_flops(4*D*D + (2+cfg.native)*D*I, trained, passed) # native: a gated MLP
     mixing = _Flops() if cfg.native else _Flops(4*P*D, 8*P*D*passed)
     again = _Flops(0, 0, (block.forward+mixing.forward-2*D*I)*(checkpointing and passed))
-    return patch.times(cfg.n_patches).plus(block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P))
+    blocks = block.plus(mixing).plus(again).times(cfg.vit_n_blocks*P)
+    return patch.times(cfg.n_patches).plus(blocks)
 
 # %% ../../nbs/29_model.flops.ipynb #45dda643
 def _projector_flops(
@@ -109,14 +111,17 @@ def _language_flops(cfg:VLMConfig, trains:set[str], # sizes; components that lea
     whole = 'decoder' in trains and last_blocks is None
     learning = (last_blocks or L) if 'decoder' in trains else 0
     below = whole or {'MP','vision_encoder'} & {*trains, *adapters}
-    passed = L if below else (last_blocks or L) if adapters else learning
+    passed = learning
+    if below: passed = L
+    elif adapters: passed = last_blocks or L
     w = _block_weights(cfg)
     again = passed*checkpointing
     # with experts, the mixture of their answers needs these
     last = 0 if cfg.use_moe else cfg.lm_hidden_dim*cfg.lm_inter_dim
     beside = _matrix_flops(adapters.get('decoder', 0), True, True)
-    return dict(blocks=_Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside),
-        attention=_Flops(4*W*L, 8*W*passed, again*4*W), head=_matrix_flops(D*cfg.lm_vocab_size, whole, True))
+    blocks = _Flops(2*w*L, 2*w*(passed+learning), again*2*(w-last)).plus(beside)
+    return dict(blocks=blocks, attention=_Flops(4*W*L, 8*W*passed, again*4*W),
+        head=_matrix_flops(D*cfg.lm_vocab_size, whole, True))
 
 # %% ../../nbs/29_model.flops.ipynb #dbe066c3
 def unit_flops(
@@ -145,7 +150,8 @@ def step_flops(
 )->dict[str,_Flops]: # part -> arithmetic; `padding` is waste
     "Returns the cost of forward and backward of one batch."
     units = unit_flops(vlm_cfg, trains, **how)
-    lens = [n for row in doc_lens for n in (row if isinstance(row, (list,tuple)) else [row])]
+    lens:list = []
+    for row in doc_lens: lens += row if isinstance(row, (list,tuple)) else [row]
     tokens = sum(lens)
     positions = tokens if positions is None else positions
     counts = dict(tiles=tiles, positions=tokens, pairs=pairs(lens), targets=targets,
@@ -186,7 +192,10 @@ def _words(name): return set(re.findall(r'[A-Z]+\d+\w*|\w+', name.upper()))
 def find_gpu(name:str)->_Gpu|None: # as `torch.cuda.get_device_name()` gives it, or a key of `GPUS`
     "Returns a device of the table; a part of one, and its slower namesake in a laptop, is None."
     words = _words(name)
-    return None if words & LESSER else next((gpu for key,gpu in GPUS.items() if _words(key)<=words), None)
+    if words & LESSER: return None
+    for key,gpu in GPUS.items():
+        if _words(key)<=words: return gpu
+    return None
 
 # %% ../../nbs/29_model.flops.ipynb #f2e00b9f
 def known_gpu(name:str)->_Gpu: # likewise
@@ -227,7 +236,9 @@ COUNTS:dict[str,float] = {'billion':1e9, 'million':1e6, 'thousand':1e3}
 
 def fitting_unit(number:float, units:dict[str,float])->tuple[str,float]: # name -> size, the largest first
     "Returns name and size of the largest unit of which a number has at least one, else of the smallest."
-    return next(((name, size) for name,size in units.items() if number>=size), [*units.items()][-1])
+    for name,size in units.items():
+        if number>=size: break
+    return name,size
 
 # %% ../../nbs/29_model.flops.ipynb #01e4321b
 def with_unit(number:float, units:dict[str,float], digits:int=1)->str: # digits after the point

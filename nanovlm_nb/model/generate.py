@@ -92,8 +92,11 @@ class TextStream:
         if stops: text = text[:min(stops)]
         elif not last:
             text = text.rstrip('\ufffd')
-            begun = [n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])]
-            text = text[:len(text)-max(begun, default=0)]
+            begun = 0 # letters at the end that a stop string begins with
+            for stop in self.stop:
+                for n in range(1, len(stop)):
+                    if text.endswith(stop[:n]): begun = max(begun, n)
+            text = text[:len(text)-begun]
         new = text[len(self.text):]
         self.text += new
         return new
@@ -110,9 +113,10 @@ class TextStreams:
 
     def __call__(self, ids:Tensor)->Tensor: # (B,) the next token of each row; bool, rows that are complete
         "Takes a token a row; `pieces` then holds what each row adds to its text."
-        self.pieces = ['' if done else row.add(i) for row,i,done in zip(self.rows, ids.tolist(), self.done)]
-        self.done = [d or row.stopped or i in self.ends
-                     for d,row,i in zip(self.done, self.rows, ids.tolist())]
+        self.pieces = []
+        for i,(row,token) in enumerate(zip(self.rows, ids.tolist())):
+            self.pieces.append('' if self.done[i] else row.add(token))
+            self.done[i] = self.done[i] or row.stopped or token in self.ends
         return torch.tensor(self.done)
 
     def finish(self)->list[str]: # no more tokens will come

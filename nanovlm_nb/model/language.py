@@ -109,7 +109,8 @@ class KVCache:
         "Put new keys and values into the columns that `advance` made."
         if block not in self.k:
             B,H,_,D = k.shape
-            self.k[block],self.v[block] = (x.new_empty(B, H, self.max_length, D) for x in (k,v))
+            self.k[block] = k.new_empty(B, H, self.max_length, D)
+            self.v[block] = v.new_empty(B, H, self.max_length, D)
         now = slice(self.length-k.shape[2], self.length)
         upto = slice(self.length)
         self.k[block][:,:,now] = k
@@ -121,8 +122,9 @@ class KVCache:
         if not 0<length<=self.length:
             raise ValueError(f"cannot go back to {length} columns: the cache has read {self.length}")
         self.key_mask = F.pad(self.key_mask[:,:length], (0, max_length-length))
-        self.k,self.v = ({b:F.pad(x[:,:,:length], (0, 0, 0, max_length-length)) for b,x in kept.items()}
-                         for kept in (self.k,self.v))
+        room = (0, 0, 0, max_length-length)
+        self.k = {block:F.pad(k[:,:,:length], room) for block,k in self.k.items()}
+        self.v = {block:F.pad(v[:,:,:length], room) for block,v in self.v.items()}
         self.length = length
         self.max_length = max_length
 
@@ -138,11 +140,14 @@ class LanguageModelGroupedQueryAttention(nn.Module):
         self.backend = cfg.attn_backend
         dim = cfg.lm_hidden_dim
         self.head_dim = cfg.head_width
-        widths = [n*self.head_dim for n in (cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_n_kv_heads)]
-        self.q_proj,self.k_proj,self.v_proj = (nn.Linear(dim, w, bias=cfg.lm_qkv_bias) for w in widths)
-        self.out_proj = nn.Linear(widths[0], dim, bias=False)
-        self.q_norm,self.k_norm = (RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity()
-                                   for _ in range(2))
+        wide = cfg.lm_n_heads*self.head_dim
+        narrow = cfg.lm_n_kv_heads*self.head_dim
+        self.q_proj = nn.Linear(dim, wide, bias=cfg.lm_qkv_bias)
+        self.k_proj = nn.Linear(dim, narrow, bias=cfg.lm_qkv_bias)
+        self.v_proj = nn.Linear(dim, narrow, bias=cfg.lm_qkv_bias)
+        self.out_proj = nn.Linear(wide, dim, bias=False)
+        self.q_norm = RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(cfg, self.head_dim) if cfg.lm_qk_norm else nn.Identity()
         self.resid_dropout = nn.Dropout(cfg.lm_dropout)
 
     def heads(self, x:Tensor, # (B, T, D) normed hidden states
@@ -219,21 +224,25 @@ class LanguageModelMoE(nn.Module):
         probs,weights,chosen = self.route(x)
         visits = chosen.flatten()
         order = visits.argsort(stable=True)
-        parts = x.flatten(0,1)[order//self.top_k].split(visits.bincount(minlength=len(self.experts)).tolist())
-        answers = torch.cat([e(p) for e,p in zip(self.experts, parts)])[order.argsort()]
+        sizes = visits.bincount(minlength=len(self.experts)).tolist()
+        parts = x.flatten(0,1)[order//self.top_k].split(sizes)
+        answers = torch.cat([expert(part) for expert,part in zip(self.experts, parts)])[order.argsort()]
         answers = answers.view(*chosen.shape, x.shape[-1])
         out = (answers*weights[...,None].to(answers.dtype)).sum(2)
         for e in self.shared: out = out+e(x)
         if not self.training: return out,None
-        return out, balance_loss(probs, chosen, None if layout is None else layout.to(x.device).documents>0)
+        real = None if layout is None else layout.to(x.device).documents>0
+        return out, balance_loss(probs, chosen, real)
 
 # %% ../../nbs/22_model.language.ipynb #7c5c9a26
 class LanguageModelBlock(nn.Module):
     "Attention and MLP, each normed before and added after."
     def __init__(self, cfg:VLMConfig, index:int=0): # reads the `lm_*` fields, `use_moe`; number of the block
         super().__init__()
-        self.norm1,self.attn = RMSNorm(cfg), LanguageModelGroupedQueryAttention(cfg, index)
-        self.norm2,self.mlp = RMSNorm(cfg), LanguageModelMoE(cfg) if cfg.use_moe else LanguageModelMLP(cfg)
+        self.norm1 = RMSNorm(cfg)
+        self.attn = LanguageModelGroupedQueryAttention(cfg, index)
+        self.norm2 = RMSNorm(cfg)
+        self.mlp = LanguageModelMoE(cfg) if cfg.use_moe else LanguageModelMLP(cfg)
 
     def forward(self, x:Tensor, # (B, T, D) hidden states
         cos:Tensor, sin:Tensor, # (B, 1, T, head width) cosines of the positions; (B, 1, T, head width) sines
@@ -290,7 +299,9 @@ class LanguageModel(nn.Module):
                     x,balance = x
                     balances.append(balance)
         balances = [b for b in balances if b is not None]
-        return (self.norm(x), sum(balances) if balances else None) if with_balance else self.norm(x)
+        x = self.norm(x)
+        if not with_balance: return x
+        return x, sum(balances) if balances else None
 
 # %% ../../nbs/22_model.language.ipynb #29388c48
 class Reader:
@@ -300,14 +311,17 @@ class Reader:
     ):
         if not mask[:, -1].all():
             raise ValueError("attention_mask ends in padding: pad prompts on the left to generate")
-        self.decoder, self.mask, self.cache = decoder, mask, KVCache(mask.shape[1] + room)
+        self.decoder = decoder
+        self.mask = mask
+        self.cache = KVCache(mask.shape[1] + room)
 
     def read(self, x:Tensor, # (B, t, D) at first the prompt, then what is new
         layout:Layout|None=None, # of the prompt; None: as its mask says
     )->Tensor: # (B, V)
         "Returns scores of what comes next."
         layout = (layout or Layout.from_mask(self.mask)) if self.cache.length == 0 else None
-        return self.decoder.head(self.decoder(x, layout=layout, cache=self.cache)[:, -1])
+        states = self.decoder(x, layout=layout, cache=self.cache)
+        return self.decoder.head(states[:, -1])
 
     def step(self, ids:Tensor)->Tensor: # (B,) one new token a row
         "Returns scores after one more token."

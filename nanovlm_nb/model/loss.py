@@ -24,8 +24,8 @@ def _chunk(rows:Tensor, weight:Tensor, labels:Tensor, # (n, D) hidden states; (V
     total = logits.exp_().sum(1, keepdim=True)
     each = (total.log()-picked).squeeze(1)
     if not grads: return each, None
-    return (each,
-            logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1)).to(rows.dtype))
+    gradient = logits.div_(total).scatter_add_(1, labels[:, None], torch.full_like(picked, -1))
+    return each, gradient.to(rows.dtype)
 
 # %% ../../nbs/24_model.loss.ipynb #b99395c8
 class ChunkedCrossEntropy(torch.autograd.Function):

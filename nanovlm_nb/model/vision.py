@@ -47,9 +47,10 @@ def to_pixels(tiles:Tensor, # (N, 3, S, S) bytes (0-255) or floats (0-1)
     if x.dtype == torch.uint8: x = x.float()/255
     if ([*mean], [*std]) == ([0], [1]): return x
     if len(mean) == len(std) == 1: return (x-mean[0])/std[0]
-    (mean, std), colours = ([*n]*3 if len(n) == 1 else n for n in (mean, std)), x.unbind(1)
+    means = [*mean]*3 if len(mean) == 1 else mean
+    stds = [*std]*3 if len(std) == 1 else std
     # plain numbers: nothing is copied to the device
-    return torch.stack([(c-m)/s for c,m,s in zip(colours, mean, std)], 1)
+    return torch.stack([(colour-m)/s for colour,m,s in zip(x.unbind(1), means, stds)], 1)
 
 # %% ../../nbs/21_model.vision.ipynb #b5a42a65
 class ViTPatchEmbeddings(nn.Module):
@@ -154,9 +155,9 @@ class ViT(nn.Module):
         self.patch_embedding = ViTPatchEmbeddings(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
         self.blocks = nn.ModuleList(ViTBlock(cfg) for _ in range(cfg.vit_n_blocks))
-        norm = (lambda wanted:
-            nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps) if wanted else nn.Identity())
-        self.pre_norm,self.layer_norm = norm(cfg.vit_pre_norm), norm(cfg.vit_post_norm)
+        def norm(): return nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
+        self.pre_norm = norm() if cfg.vit_pre_norm else nn.Identity()
+        self.layer_norm = norm() if cfg.vit_post_norm else nn.Identity()
         self.apply(partial(init_weights, std=cfg.init_std))
 
     def forward(self, images:Tensor, # (N, 3, S, S) tiles, floats from 0 to 1
@@ -164,7 +165,8 @@ class ViT(nn.Module):
         "Features of N tiles."
         x = self.pre_norm(self.dropout(self.patch_embedding(images)))
         recompute = self.recompute and torch.is_grad_enabled()
-        for block in self.blocks: x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         if self.cfg.vit_cls_flag: x = x[:,1:] if self.cfg.vit_keep_patches else x[:,0]
         return self.layer_norm(x)
 
@@ -191,11 +193,12 @@ class ModalityProjector(nn.Module):
         width = cfg.vit_hidden_dim*cfg.mp_pixel_shuffle_factor**2
         self.proj = _linear(width, cfg.lm_hidden_dim, cfg.mp_kind!='linear', cfg.init_std)
         # a module per call site, since forward hooks are per module
-        if cfg.mp_kind!='mlp': self.norm,self.out = nn.Identity(),nn.Identity()
-        else:
+        self.norm:nn.Module = nn.Identity()
+        self.out:nn.Module = nn.Identity()
+        if cfg.mp_kind=='mlp':
             self.norm = nn.LayerNorm(width)
-            self.out = nn.Sequential(nn.GELU(),
-                                     _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std))
+            second = _linear(cfg.lm_hidden_dim, cfg.lm_hidden_dim, True, cfg.init_std)
+            self.out = nn.Sequential(nn.GELU(), second)
 
     def forward(self, x:Tensor, # (N, P, vit_hidden_dim) patch features
     )->Tensor: # (N, P/factor**2, lm_hidden_dim) image tokens

@@ -57,7 +57,8 @@ class VLMNet(nn.Module):
         self.target_losses = None # loss of each target of the last batch, (n,) without graph, for statistics
         self.cross_entropy:Any = cross_entropy # or a loss of your own, which takes and returns the same
         self.features:Any = None # a `FeatureCache`
-        self.tile_multiple,self.n_outputs = 1, cfg.lm_vocab_size # see `to_pixels`; targets are below
+        self.tile_multiple = 1 # see `to_pixels`
+        self.n_outputs = cfg.lm_vocab_size # targets are below
 
     def train(self, mode:bool=True)->'VLMNet': # False: evaluation; itself
         "Training mode, in which frozen parts stay in eval mode."
@@ -74,15 +75,18 @@ class VLMNet(nn.Module):
         mean = self.cfg.pixel_mean
         std = self.cfg.pixel_std
         pixels = to_pixels(tiles.to(w.device), mean, std, self.tile_multiple)
-        seen = self.vision_encoder(pixels.to(w.dtype), *([places] if places else []))
-        return seen[:len(tiles)]
+        where = [places] if places else []
+        return self.vision_encoder(pixels.to(w.dtype), *where)[:len(tiles)]
 
     def _nothing(self, x):
         "0 with a graph to what sees and trains; None if nothing does. A sharded tower must run, for others."
-        if is_sharded(self): return 0*self.MP(self.see(x.new_zeros(1, 3, *[self.cfg.vit_img_size]*2))).sum()
+        if is_sharded(self):
+            side = self.cfg.vit_img_size
+            return 0*self.MP(self.see(x.new_zeros(1, 3, side, side))).sum()
         if not (self.training and torch.is_grad_enabled()): return None
-        touched = [p.flatten()[:1].sum() for part in (self.vision_encoder, self.MP)
-                   for p in part.parameters() if p.requires_grad]
+        touched = []
+        for part in (self.vision_encoder, self.MP):
+            touched += [p.flatten()[:1].sum() for p in part.parameters() if p.requires_grad]
         return 0*torch.stack(touched).sum() if touched else None
 
     @property
@@ -112,7 +116,8 @@ class VLMNet(nn.Module):
         "Returns what the language model reads: table rows, image tokens in the slots."
         layout = self.layout_of(input_ids, images=images) if layout is None else layout
         slots:Any = layout.slots
-        tiles:Any = images if isinstance(images, Tensor) and images.ndim == 4 else stack_tiles(images)
+        stacked = isinstance(images, Tensor) and images.ndim == 4
+        tiles:Any = images if stacked else stack_tiles(images)
         x = self.decoder.token_embedding(input_ids)
         n = 0 if tiles is None else len(tiles)
         per_tile = self.cfg.mp_image_token_length
@@ -123,7 +128,8 @@ class VLMNet(nn.Module):
         if self.cfg.native and not layout.tiles:
             raise ValueError('the layout has no grids: make it with those of the pictures, '
                              'as layout_of(input_ids, images=...) does')
-        seen = self.see(tiles, layout.tiles) if self.features is None else self.features(tiles).to(x)
+        if self.features is None: seen = self.see(tiles, layout.tiles)
+        else: seen = self.features(tiles).to(x)
         return fill_slots(x, slots, self.MP(seen))
 
     def hidden(self, input_ids:Tensor, images=None, # (B, T) token ids; see `stack_tiles`
@@ -151,7 +157,8 @@ class VLMNet(nn.Module):
             rows, head, layout.targets, self.cfg.loss_chunk_size, reduction)
         if balance is None: return logits, loss
         unbalanced = self.cfg.moe_aux_weight*(balance*_targets_by_row(layout)).sum()
-        return logits, loss + (unbalanced/max(len(rows), 1) if reduction == 'mean' else unbalanced)
+        if reduction == 'mean': unbalanced = unbalanced/max(len(rows), 1)
+        return logits, loss + unbalanced
 
 # %% ../../nbs/28_model.vlm.ipynb #5d17ed11
 class VisionLanguageModel(Pretrained, VLMNet):

@@ -54,7 +54,8 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
     "Returns the local directory of a checkpoint."
     if Path(name).is_dir(): return Path(find_checkpoint(name))
     if Path(name).is_file(): raise UsageError(f'{name} is a file: give the directory of a checkpoint')
-    wanted = HUB_FILES if weights else [file for file in HUB_FILES if not file.endswith('safetensors')]
+    wanted = HUB_FILES
+    if not weights: wanted = [file for file in HUB_FILES if not file.endswith('safetensors')]
     try: return Path(snapshot_download(str(name), allow_patterns=wanted))
     except (OSError,ValueError) as e:
         raise MissingFile(f"{name} is no directory, and the hub did not give it ({type(e).__name__})"
@@ -63,8 +64,9 @@ def resolve_checkpoint(name:str|Path, # directory of a checkpoint or of a run, o
 # %% ../../nbs/26_model.weights.ipynb #6df93827
 def _json(folder, *names):
     "The first of some JSON files that is there, else nothing."
-    file = next((folder/n for n in names if (folder/n).is_file()), None)
-    return json.loads(file.read_bytes()) if file else {}
+    for name in names:
+        if (folder/name).is_file(): return json.loads((folder/name).read_bytes())
+    return {}
 
 # %% ../../nbs/26_model.weights.ipynb #32c7a058
 class Tensors(MutableMapping):
@@ -77,7 +79,8 @@ class Tensors(MutableMapping):
     @staticmethod
     def of(state:Mapping[str,Tensor])->'Tensors': # by name
         "Returns the same tensors."
-        return state if isinstance(state, Tensors) else Tensors({k:partial(state.get, k) for k in state})
+        if isinstance(state, Tensors): return state
+        return Tensors({name:partial(state.get, name) for name in state})
 
     def __getitem__(self, name): return self.makers[name]()
     def __setitem__(self, name, tensor): self.makers[name] = lambda: tensor
@@ -116,12 +119,13 @@ def read_file(path:Path)->Tensors: # a safetensors file
 def _read_tensors(folder:Path)->Tensors: # directory of a checkpoint
     "Returns all its tensors; an index lists the files of a large checkpoint."
     index = folder/'model.safetensors.index.json'
-    whole = json.loads(index.read_bytes())['weight_map'] if index.exists() else dict(all='model.safetensors')
-    files = sorted({*whole.values()})
+    files = ['model.safetensors']
+    if index.exists(): files = sorted({*json.loads(index.read_bytes())['weight_map'].values()})
     outside = [f for f in files if Path(f).name!=f]
     require(not outside, f"{index} names {''.join(outside[:1])}: files of weights lie beside it, correct it")
-    if gone := [f for f in files if not (folder/f).is_file()]:
-        raise MissingFile(f"{folder.name} has no {gone[0]}: is it a checkpoint?")
+    for file in files:
+        if (folder/file).is_file(): continue
+        raise MissingFile(f"{folder.name} has no {file}: is it a checkpoint?")
     return reduce(Tensors.__or__, [read_file(folder/f) for f in files])
 
 # %% ../../nbs/26_model.weights.ipynb #723db603
@@ -194,10 +198,13 @@ FAMILIES = dict(siglip=SIGLIP, siglip_vision_model=SIGLIP, clip=CLIP, clip_visio
 def their_names(name:str, family:Family)->list[str]: # a tensor of ours; the table
     "Returns the tensors of a checkpoint that make one of ours; none if it comes from nowhere."
     for ours,theirs in family.names.items():
-        if match := re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name):
-            patterns = [theirs] if isinstance(theirs, str) else theirs
-            put_in = partial(reduce, lambda their,part: their.replace('*', part, 1), match.groups())
-            return [t[1:] if t[0]=='/' else family.prefix+t for t in map(put_in, patterns)]
+        match = re.fullmatch(re.escape(ours).replace(r'\*', r'([^.]+)'), name)
+        if match is None: continue
+        found = []
+        for their in [theirs] if isinstance(theirs, str) else theirs:
+            for part in match.groups(): their = their.replace('*', part, 1)
+            found.append(their[1:] if their[0]=='/' else family.prefix+their)
+        return found
     return []
 
 # %% ../../nbs/26_model.weights.ipynb #44355539
@@ -274,7 +281,8 @@ def language_config(name:str|Path)->dict[str,Any]: # directory or hub name of a 
 def _pixels(p):
     "`pixel_mean` and `pixel_std` of an image processor's file."
     if not p.get('do_normalize', True): return dict(pixel_mean=[0.], pixel_std=[1.])
-    mean,std = (list(p.get(k) or [.5]) for k in ('image_mean','image_std'))
+    mean = list(p.get('image_mean') or [.5])
+    std = list(p.get('image_std') or [.5])
     # values that small mean 0, see `80_uses.export`
     return dict(pixel_mean=[m if abs(m)>1e-6 else 0. for m in mean], pixel_std=std)
 
@@ -282,9 +290,10 @@ def _pixels(p):
 def tower_fields(cfg:VLMConfig)->dict[str,Any]: # names a vision backbone
     "Returns its numbers, and a CLIP's pixel normalization if pixels were left from 0 to 1."
     numbers = vision_config(cfg.vit_model_type)
-    left = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.]) and numbers.get('vit_cls_flag')
-    p = _json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json') if left else None
-    return numbers | (_pixels(p) if p else {})
+    plain = (cfg.pixel_mean,cfg.pixel_std)==([0.],[1.])
+    if not plain or not numbers.get('vit_cls_flag'): return numbers
+    rules = _json(resolve_checkpoint(cfg.vit_model_type), 'preprocessor_config.json')
+    return numbers | _pixels(rules) if rules else numbers
 
 # %% ../../nbs/26_model.weights.ipynb #e7fe5c42
 def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
@@ -294,7 +303,9 @@ def with_tower(cfg:VLMConfig)->VLMConfig: # names a vision backbone
 # %% ../../nbs/26_model.weights.ipynb #7686b6dd
 def _check_tensors(have:Collection[str], wanted:Collection[str], source:str)->None: # of tensors; where from
     "Raises a UsageError that names tensors that are missing or left over."
-    some = lambda names: ', '.join(sorted(names)[:5])+f' and {len(names)-5} more'*(len(names)>5)
+    def some(names):
+        first = ', '.join(sorted(names)[:5])
+        return f'{first} and {len(names)-5} more' if len(names)>5 else first
     missing = {*wanted}-{*have}
     extra = {*have}-{*wanted}
     advice = 'is it a checkpoint of this model? Compare the configurations'
@@ -321,8 +332,9 @@ def check_names(module:nn.Module, state:Collection[str], source:str)->None: # na
 def fill(module:nn.Module, state:Mapping[str,Tensor], source:str)->None: # where the tensors come from
     "Copies tensors to their places, one after the other."
     places = module.state_dict()
-    for k in (k for k in state if not is_computed(k)):
-        places[k].copy_(check_shape(k, state[k], places[k].shape, source))
+    for name in state:
+        if is_computed(name): continue
+        places[name].copy_(check_shape(name, state[name], places[name].shape, source))
 
 def load_weights(module:nn.Module, state:Mapping[str,Tensor], source:str)->None: # where they come from
     "Copies every tensor to its place, if names are complete."
@@ -337,8 +349,9 @@ def _our_tensors(
 )->Tensors: # ours, but those that come from nowhere
     "Returns our tensors, made from theirs."
     sources = {k:names_of(k) for k in wanted}
-    used = {n for names in sources.values() for n in names}
-    _check_tensors({k for k in theirs if k in used or not any(fnmatch(k, p) for p in ignore)}, used, source)
+    used = set().union(*sources.values())
+    def is_read(name): return name in used or not any(fnmatch(name, pattern) for pattern in ignore)
+    _check_tensors({*filter(is_read, theirs)}, used, source)
     def make(name): return _shaped(name, torch.cat([theirs[n] for n in sources[name]]))
     return Tensors({k:partial(make, k) for k,names in sources.items() if names})
 
@@ -351,10 +364,11 @@ def _shaped(name, w):
 def _their_tensors(state:dict[str,Tensor], names_of:Callable)->dict[str,Tensor]: # our name -> theirs, a list
     "Returns copies of our tensors under their names, without those that have none."
     theirs = {}
-    for k,w in state.items():
+    for k,tensor in state.items():
         names = names_of(k)
-        w = w[0] if k.endswith('position_embedding') else w
-        theirs |= {n:t.detach().cpu().contiguous().clone() for n,t in zip(names, w.chunk(len(names) or 1))}
+        tensor = tensor[0] if k.endswith('position_embedding') else tensor
+        for name,part in zip(names, tensor.chunk(len(names) or 1)):
+            theirs[name] = part.detach().cpu().contiguous().clone()
     return theirs
 
 # %% ../../nbs/26_model.weights.ipynb #0cca7779
@@ -373,8 +387,9 @@ def vision_weights(vit:ViT, name:str|Path)->Tensors: # that will get them; direc
     family,part = _family(folder, 'vit_hidden_dim')
     _check_fields(vit.cfg, _our_fields(family, part), f'{name} has', TAKE_OVER)
     zeros = {k:torch.zeros_like(wanted[k]) for k in family.zeros}
-    state = _our_tensors(wanted.keys()-zeros, _prefixed(_read_tensors(folder), family.prefix),
-                       partial(their_names, family=family), family.ignore, str(name))
+    theirs = _prefixed(_read_tensors(folder), family.prefix)
+    names_of = partial(their_names, family=family)
+    state = _our_tensors(wanted.keys()-zeros, theirs, names_of, family.ignore, str(name))
     return state | zeros
 
 def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; directory or hub name
@@ -383,7 +398,8 @@ def load_vision_backbone(vit:ViT, name:str|Path)->None: # receives the weights; 
 
 # %% ../../nbs/26_model.weights.ipynb #54382ce4
 def _extended(w, rows):
-    return torch.cat([w, nn.init.normal_(w.new_empty(rows-len(w), w.shape[1]), std=.02)])
+    new = nn.init.normal_(w.new_empty(rows-len(w), w.shape[1]), std=.02)
+    return torch.cat([w, new])
 
 def _with_new_rows(make, known, rows):
     "What makes a matrix of which so many rows are kept and others follow, which are drawn now."
@@ -397,7 +413,8 @@ def language_weights(lm:LanguageModel, name:str|Path)->Tensors: # that will get 
             "set it to False, or start from a .pth file with experts (load_from)")
     folder = resolve_checkpoint(name)
     cfg = lm.cfg
-    (embed,head) = ('token_embedding.weight','head.weight')
+    embed = 'token_embedding.weight'
+    head = 'head.weight'
     family,_ = _family(folder, 'lm_hidden_dim')
     free = ('lm_max_position_embeddings','lm_tie_weights')
     wanted = {k:v for k,v in language_config(folder).items() if k not in free}
@@ -430,14 +447,14 @@ def write_tensors(path:Path, tensors:Mapping[str,Tensor], metadata:dict[str,str]
     kinds = getattr(tensors, 'kinds', None) or tensors
     places = {}
     end = 0
-    sizes = {k:kinds[k].numel()*kinds[k].element_size() for k in names}
     order = sorted(names, key=lambda k: (-[*_CODES].index(kinds[k].dtype), k.encode()))
     for k in order:
-        shape = [*kinds[k].shape]
+        kind = kinds[k]
         begin = end
-        end = end+sizes[k]
-        places[k] = dict(dtype=_CODES[kinds[k].dtype], shape=shape, data_offsets=[begin,end])
-    header = json.dumps(dict(__metadata__=metadata)|places, separators=(',',':'), ensure_ascii=False).encode()
+        end = begin+kind.numel()*kind.element_size()
+        places[k] = dict(dtype=_CODES[kind.dtype], shape=[*kind.shape], data_offsets=[begin,end])
+    told = dict(__metadata__=metadata)|places
+    header = json.dumps(told, separators=(',',':'), ensure_ascii=False).encode()
     header += b' '*(-len(header)%8)
     with open(path, 'wb') as file:
         file.write(len(header).to_bytes(8, 'little')+header)
@@ -461,7 +478,8 @@ def _write_weights(folder:Path, state:Mapping[str,Tensor], tied:bool)->None: # t
     require(not tied or torch.equal(state[HEAD], state[EMBED]),
             f"{HEAD} and {EMBED} differ, but lm_tie_weights is True: tie them or set it to False")
     names = [k for k in state if not (tied and k==EMBED)]
-    write_tensors(folder/'model.safetensors', state, {EMBED:HEAD} if tied else dict(format='pt'), names)
+    metadata = {EMBED:HEAD} if tied else dict(format='pt')
+    write_tensors(folder/'model.safetensors', state, metadata, names)
 
 # %% ../../nbs/26_model.weights.ipynb #3a0c9928
 def checkpoint_config(name:str|Path, kind:type[VLMConfig]=VLMConfig)->VLMConfig: # class of the configuration
@@ -508,16 +526,16 @@ def smolvlm_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in SmolVLM; several are stacked, none is nowhere."
     part,rest = name.split('.', 1)
     if part=='MP': return ['model.connector.modality_projection.'+rest]
-    family = (replace(SIGLIP, prefix='model.vision_model.')
-              if part=='vision_encoder' else replace(FAMILIES[text_type(cfg)], prefix='model.text_model.'))
-    return their_names(rest, family)
+    if part=='vision_encoder': return their_names(rest, replace(SIGLIP, prefix='model.vision_model.'))
+    return their_names(rest, replace(FAMILIES[text_type(cfg)], prefix='model.text_model.'))
 
 # %% ../../nbs/26_model.weights.ipynb #e7bc53cd
 def text_type(cfg:VLMConfig)->str: # llama, qwen2 or qwen3
     "Returns what transformers calls such a decoder."
     require(not (cfg.lm_qkv_bias and cfg.lm_qk_norm), "lm_qkv_bias and lm_qk_norm together are no decoder "
             "that transformers has: set one to False")
-    return 'qwen2' if cfg.lm_qkv_bias else 'qwen3' if cfg.lm_qk_norm else 'llama'
+    if cfg.lm_qkv_bias: return 'qwen2'
+    return 'qwen3' if cfg.lm_qk_norm else 'llama'
 
 # %% ../../nbs/26_model.weights.ipynb #ccf467a4
 SMOLVLM_CAN:dict[str,Any] = dict(use_moe=False, lm_attn_scaling=1., vit_cls_flag=False, vit_pre_norm=False,
@@ -564,13 +582,15 @@ def to_smolvlm(state:dict[str,Tensor], cfg:VLMConfig, kind:str='smolvlm', # of a
 # %% ../../nbs/26_model.weights.ipynb #8cdca1b4
 def _extra_tokens(folder, image_id):
     "First id of the added tokens around the image token, and name -> token in the order of ids."
-    added = ({t['id']:t['content'] for t in _json(folder, 'tokenizer.json').get('added_tokens', [])}
-             or {image_id:'<image>'})
+    listed = _json(folder, 'tokenizer.json').get('added_tokens', [])
+    added = {token['id']:token['content'] for token in listed} or {image_id:'<image>'}
     first = image_id
     end = image_id
     while added.get(first-1, SPECIAL_TOKENS[0]) not in SPECIAL_TOKENS: first -= 1
     while end in added: end += 1
-    names = {t:n for c in ('nanovlm','smolvlm','qwen') for n,t in image_tokens(c).items()}
+    names = {}
+    for convention in ('nanovlm','smolvlm','qwen'):
+        names |= {token:name for name,token in image_tokens(convention).items()}
     return first,{names.get(added[i], f'token_{i}'):added[i] for i in range(first, end)}
 
 # %% ../../nbs/26_model.weights.ipynb #dcd0ca76
@@ -581,14 +601,14 @@ def _picture_rules(folder):
 
 def _picture_fields(folder, tile):
     "Size of pictures and range of pixels, from the image processor's file."
-    p = _picture_rules(folder)
-    if not p: return dict(max_img_size=tile, resize_to_max_side_len=True)
-    side = p['size']['longest_edge']
-    cut = p['max_image_size']['longest_edge']
+    rules = _picture_rules(folder)
+    if not rules: return dict(max_img_size=tile, resize_to_max_side_len=True)
+    side = rules['size']['longest_edge']
+    cut = rules['max_image_size']['longest_edge']
     require(cut==tile and side%tile==0, f"{folder.name} cuts pictures of {side} pixels into tiles of {cut}, "
             f"but the tower sees {tile}: it must divide both")
-    return dict(max_img_size=side if p.get('do_image_splitting', True) else tile,
-                resize_to_max_side_len=True) | _pixels(p)
+    if not rules.get('do_image_splitting', True): side = tile
+    return dict(max_img_size=side, resize_to_max_side_len=True) | _pixels(rules)
 
 # %% ../../nbs/26_model.weights.ipynb #e678d912
 def _chat_template(folder):
@@ -601,10 +621,10 @@ def _chat_fields(folder):
     "Tokenizer and chat template, if they are there."
     if not (folder/'tokenizer.json').is_file(): return {}
     template = _chat_template(folder)
-    place = "message['content'][0]['type'] == 'image'"
     if not template: return dict(lm_tokenizer=str(folder))
-    return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(
-        place, "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"))
+    place = "message['content'][0]['type'] == 'image'"
+    instead = "message['content'][0]['text'].startswith(('<fake_token_around_image>','<image>'))"
+    return dict(lm_tokenizer=str(folder), lm_chat_template=AS_PARTS+template.replace(place, instead))
 
 # %% ../../nbs/26_model.weights.ipynb #248c0f98
 OWN_CONFIG = 'nanovlm_config.json' # in a directory that we wrote for transformers: our configuration
@@ -649,7 +669,8 @@ QWEN2_5_VL = Family('vision_config', 'visual.', {
 def qwen_names(name:str, cfg:VLMConfig)->list[str]: # ours, of a whole model
     "Returns where a tensor of a whole model is in Qwen2.5-VL; none is nowhere."
     part,rest = name.split('.', 1)
-    return their_names(rest, QWEN2) if part=='decoder' else their_names(name, QWEN2_5_VL)
+    if part=='decoder': return their_names(rest, QWEN2)
+    return their_names(name, QWEN2_5_VL)
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff292
 def _qwen_tokens(folder, image_id):
@@ -672,13 +693,14 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
             'copy it there')
     size = rules.get('size') or {}
     limits = dict(min_pixels=rules.get('min_pixels') or size.get('shortest_edge'),
-                  max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
+        max_pixels=rules.get('max_pixels') or size.get('longest_edge'))
+    known = {name:n for name,n in limits.items() if n}
     first,tokens = _qwen_tokens(folder, theirs.image_token_id)
     tile = vision.patch_size*vision.spatial_merge_size
     return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text, folder)
-        | _pixels(rules) | {name:n for name,n in limits.items() if n} | dict(image_convention='qwen',
-        vit_img_size=tile, max_img_size=tile, lm_mrope_sections=_rope(text)['mrope_section'],
-        lm_base_vocab_size=first, lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
+        | _pixels(rules) | known | dict(
+        image_convention='qwen', vit_img_size=tile, max_img_size=tile,
+        lm_mrope_sections=_rope(text)['mrope_section'], lm_base_vocab_size=first, lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
         lm_tokenizer=str(folder), lm_chat_template=_chat_template(folder), vit_model_type=str(folder),
         lm_model_type=str(folder), hf_repo_name=None))
 
@@ -686,18 +708,19 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
 def _whole_config(folder, kind):
     "Our configuration of a model of transformers, of a type in `WHOLE`; what we wrote has it in a file."
     if (folder/OWN_CONFIG).is_file(): return VLMConfig.load(folder/OWN_CONFIG)
-    return (_read_qwen_config if kind=='qwen2_5_vl' else _read_smolvlm_config)(folder)
+    if kind=='qwen2_5_vl': return _read_qwen_config(folder)
+    return _read_smolvlm_config(folder)
 
 def _from_whole(folder, cfg):
     "The weights of a whole model of transformers."
     names_of = partial(qwen_names if cfg.native else smolvlm_names, cfg=cfg)
     # what is saved without transformers' own renaming
-    theirs = _read_tensors(folder).renamed(
-        partial(re.sub, r'^model\.(?=visual\.)|(?<=^model\.)language_model\.', ''))
+    left_out = r'^model\.(?=visual\.)|(?<=^model\.)language_model\.'
+    theirs = _read_tensors(folder).renamed(partial(re.sub, left_out, ''))
     if cfg.lm_tie_weights: theirs.alias('lm_head.weight', names_of(EMBED)[0])
-    with torch.device('meta'): parts = dict(zip(('vision_encoder','MP','decoder'), build_parts(cfg)))
-    return _our_tensors(nn.ModuleDict(parts).state_dict(), theirs, names_of,
-                        ('*.inv_freq','*.position_ids'), str(folder))
+    with torch.device('meta'): parts = zip(('vision_encoder','MP','decoder'), build_parts(cfg))
+    wanted = nn.ModuleDict(dict(parts)).state_dict()
+    return _our_tensors(wanted, theirs, names_of, ('*.inv_freq','*.position_ids'), str(folder))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff294
 QWEN_CAN:dict[str,Any] = dict(image_convention='qwen', use_moe=False, lm_attn_scaling=1., lm_qkv_bias=True,
@@ -712,8 +735,9 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
     text |= dict(rope_scaling=text['rope_parameters'], use_sliding_window=False)
     vision = _named(cfg, QWEN2_5_VL)|QWEN2_5_VL.requires
     vision |= dict(model_type='qwen2_5_vl', out_hidden_size=cfg.lm_hidden_dim)
-    named = {f'{name}_id':cfg.lm_base_vocab_size+i for i,name in enumerate(cfg.vlm_extra_tokens)
-             if name in image_tokens('qwen')}
+    named = {}
+    for number,name in enumerate(cfg.vlm_extra_tokens, cfg.lm_base_vocab_size):
+        if name in image_tokens('qwen'): named[f'{name}_id'] = number
     config = dict(model_type='qwen2_5_vl', architectures=[WHOLE['qwen2_5_vl']], text_config=text,
         vision_config=vision, tie_word_embeddings=cfg.lm_tie_weights)
     # a tied head is written once
@@ -723,12 +747,12 @@ def to_qwen(state:dict[str,Tensor], cfg:VLMConfig)->tuple[dict,dict]: # of a who
 # %% ../../nbs/26_model.weights.ipynb #b37d0206
 def weights_sha(state:dict[str,Tensor])->str: # 64 hexadecimal digits
     "Returns SHA-256 over names, types, shapes and values."
-    h = hashlib.sha256()
+    digest = hashlib.sha256()
     for k in sorted(state):
         w = state[k].detach().cpu().contiguous()
-        h.update(f'{k} {w.dtype} {tuple(w.shape)}'.encode())
-        h.update(w.flatten().view(torch.uint8).numpy())
-    return h.hexdigest()
+        digest.update(f'{k} {w.dtype} {tuple(w.shape)}'.encode())
+        digest.update(w.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 # %% ../../nbs/26_model.weights.ipynb #8e810794
 @contextmanager
@@ -741,7 +765,8 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
     try: beside = tempfile.TemporaryDirectory(prefix=f'.{path.name}-', dir=place)
     except OSError as e: raise OSError(e.errno, e.strerror, str(path)) from e # not the name of ours
     with beside as tmp, system_errors(path):
-        (inside := Path(tmp)/'new').mkdir()
+        inside = Path(tmp)/'new'
+        inside.mkdir()
         yield inside
         share_files(inside)
         if path.exists():
@@ -749,14 +774,17 @@ def written_at_once(path:str|Path, owned:Collection[str]=(), # directory to fill
             for name in new:
                 if (path/name).is_dir(): shutil.rmtree(path/name)
                 (inside/name).replace(path/name)
-            for old in (p for pattern in owned for p in path.glob(pattern) if p.name not in new): old.unlink()
+            for pattern in owned:
+                for old in path.glob(pattern):
+                    if old.name not in new: old.unlink()
         else: inside.rename(path)
 
 # %% ../../nbs/26_model.weights.ipynb #df372578
 def find_tokenizer(path:Path, name:str)->str: # of a checkpoint; its `lm_tokenizer`, a hub id or a directory
     "Returns the directory of its tokenizer, in the checkpoint or beside it, or else the name unchanged."
-    places = [path, path/name, path.parent/name]
-    return next((str(p) for p in places if (p/'tokenizer.json').is_file()), name)
+    for place in (path, path/name, path.parent/name):
+        if (place/'tokenizer.json').is_file(): return str(place)
+    return name
 
 # %% ../../nbs/26_model.weights.ipynb #3fd8248c
 MODEL_CARD = """---
@@ -796,12 +824,16 @@ def _merge_state(
 )->Tensors: # of a plain model; adapted matrices are float32
     "Returns weights to whose matrices the adapters are added."
     def merged(name):
-        a,b = (state[name+end].float() for end in (LORA_A, LORA_B))
+        a = state[name+LORA_A].float()
+        b = state[name+LORA_B].float()
         return state[name+'.weight'].float()+(b@a)*(alpha/len(a))
-    plain = Tensors({k:make for k,make in Tensors.of(state).makers.items() if not is_adapter(k)})
-    for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
-        plain.makers[name+'.weight'] = partial(merged, name)
-    return plain
+    makers = {}
+    for name,make in Tensors.of(state).makers.items():
+        if not is_adapter(name): makers[name] = make
+    for name in state:
+        layer = name.removesuffix(LORA_A)
+        if layer!=name: makers[layer+'.weight'] = partial(merged, layer)
+    return Tensors(makers)
 
 # %% ../../nbs/26_model.weights.ipynb #3301fcba
 def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors: # of the adapted layers
@@ -815,18 +847,20 @@ def beside_adapters(state:Mapping[str,Tensor], layers:Collection[str])->Tensors:
 def base_digest(folder:Path)->str: # of a checkpoint; 64 hexadecimal digits
     "Returns a fingerprint of the files that its weights are read from."
     files = [p for p in sorted(folder.iterdir()) if p.suffix == '.safetensors' or p.name == LORA_NOTE]
-    return hashlib.sha256(''.join(f'{p.name} {file_digest(p)}\n' for p in files).encode()).hexdigest()
+    text = ''.join(f'{p.name} {file_digest(p)}\n' for p in files)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 # %% ../../nbs/26_model.weights.ipynb #430f64f0
 def noted_base(folder:Path)->dict[str,Any]: # a checkpoint of adapters
     "Returns its note, with the base's path as it is now; a MissingFile if the base is gone."
     note = json.loads((folder/LORA_NOTE).read_bytes())
     base = note['base']
-    found = next((p for p in (Path(base['path']), folder/base['beside']) if p.is_dir()), None)
-    if found is None and Path(base['path']).is_absolute():
-        raise MissingFile(f"{folder} holds adapters, and their base {base['path']} is not there: "
+    path = base['path'] # of the hub, unless it is found here
+    found = [place for place in (Path(path), folder/base['beside']) if place.is_dir()]
+    if not found and Path(path).is_absolute():
+        raise MissingFile(f"{folder} holds adapters, and their base {path} is not there: "
                           "put it back, or beside them as it was")
-    path = str(found.resolve()) if found else base['path'] # of the hub
+    if found: path = str(found[0].resolve())
     return note | dict(base=dict(path=path, sha256=base['sha256']))
 
 # %% ../../nbs/26_model.weights.ipynb #30bcab33
@@ -904,7 +938,8 @@ class Pretrained(nn.Module):
         absent = load_pth(model, path)
         if 'vision_encoder' in absent and load_backbone:
             load_vision_backbone(model.vision_encoder, cfg.vit_model_type)
-        if anew := [part for part in absent if part == 'MP' or not load_backbone]:
+        anew = [part for part in absent if part == 'MP' or not load_backbone]
+        if anew:
             log = logging.getLogger(__name__)
             log.warning('%s has no %s: random weights there', path, ' and '.join(anew))
         return model
@@ -916,8 +951,9 @@ class Pretrained(nn.Module):
     )->None:
         "Writes config.json, weights (of a model with adapters these alone) and a local tokenizer's files."
         tokenizer = tokenizer or (self.tokenizer if Path(self.tokenizer_source).is_dir() else self._tokenizer)
-        named = self.cfg.lm_tokenizer
-        from_hub = tokenizer is None or tokenizer.name_or_path == named and not Path(named).is_dir()
+        from_hub = tokenizer is None
+        if tokenizer is not None and tokenizer.name_or_path == self.cfg.lm_tokenizer:
+            from_hub = not Path(self.cfg.lm_tokenizer).is_dir()
         # nanoVLM looks from wherever it is run
         place = str(known_as or Path(save_directory).absolute())
         cfg = self.cfg if from_hub else evolve(self.cfg, lm_tokenizer=place)
@@ -953,7 +989,8 @@ def followed(make:Callable[[],Pretrained])->Any: # makes a model
 # %% ../../nbs/26_model.weights.ipynb #8b43c72f
 def pth_path(name:str|Path, cfg:VLMConfig)->Path: # `{dim}` and `{_moe}` in it are filled in
     "Returns MiniMind's name of a file, e.g. `out/lm_512_moe.pth`."
-    return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}', '_moe'*cfg.use_moe))
+    moe = '_moe' if cfg.use_moe else ''
+    return Path(str(name).replace('{dim}', str(cfg.lm_hidden_dim)).replace('{_moe}', moe))
 
 # %% ../../nbs/26_model.weights.ipynb #e58b421c
 MINIMIND = Family('', 'model.', {
@@ -963,10 +1000,12 @@ MINIMIND = Family('', 'model.', {
             '*.freqs_cos','*.freqs_sin','freqs_*'))
 
 VISION_PROJ = dict(
-    linear_bias={f'MP.proj.{x}':f'vision_proj.vision_proj.0.{x}' for x in ('weight','bias')},
-    mlp={f'MP.{ours}.{x}':f'vision_proj.mlp.{i}.{x}'
-         for ours,i in (('norm',0),('proj',1),('out.1',3))
-         for x in ('weight','bias')}) # kind of projector -> our tensor -> MiniMind-V's
+    linear_bias={'MP.proj.weight': 'vision_proj.vision_proj.0.weight',
+                 'MP.proj.bias': 'vision_proj.vision_proj.0.bias'},
+    mlp={'MP.norm.weight': 'vision_proj.mlp.0.weight', 'MP.norm.bias': 'vision_proj.mlp.0.bias',
+         'MP.proj.weight': 'vision_proj.mlp.1.weight', 'MP.proj.bias': 'vision_proj.mlp.1.bias',
+         'MP.out.1.weight': 'vision_proj.mlp.3.weight', 'MP.out.1.bias': 'vision_proj.mlp.3.bias',
+    }) # kind of projector -> our tensor -> MiniMind-V's
 
 # %% ../../nbs/26_model.weights.ipynb #4f1da7c8
 def neighbours(w:Tensor, width:int)->Tensor: # (heads x width, D) rows of queries or keys; of a head
@@ -991,7 +1030,8 @@ def _unwrapped(path):
 # %% ../../nbs/26_model.weights.ipynb #d2cb3702
 def _projector_kind(state, kind, path):
     "Of the projector in a file, None without one; it must be the model's, or a matrix whose bias is 0."
-    found = next((k for k,names in VISION_PROJ.items() if {*names.values()}<=state.keys()), None)
+    fitting = [k for k,names in VISION_PROJ.items() if {*names.values()}<=state.keys()]
+    found = fitting[0] if fitting else None
     bias = VISION_PROJ['linear_bias']['MP.proj.bias']
     if kind=='linear' and found=='linear_bias' and not state[bias].any(): state.pop(bias)
     else: require(found in (None,kind), f"{path} has a projector of kind {found}, "
@@ -1017,8 +1057,9 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
     "Loads a language model, or a whole model that may lack its vision tower."
     if not Path(path).is_file():
         of_xtuner = Path(path).name.startswith('iter_')
-        remedy = ('iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
-            if of_xtuner else 'train a language model first, or give load_from another file')
+        remedy = 'train a language model first, or give load_from another file'
+        if of_xtuner:
+            remedy = 'iter_N.pth is the name of a checkpoint of xtuner, ours are RUN/step_N: give one of them'
         raise MissingFile(f'there is no file {path}: {remedy}')
     cfg = model.decoder.cfg
     tensors = model.state_dict()
@@ -1028,9 +1069,11 @@ def load_pth(model:Any, path:str|Path, # receives the weights; of MiniMind, of M
         if k in state and len(state[k])==cfg.lm_base_vocab_size<cfg.lm_vocab_size:
             state[k] = _extended(state[k], cfg.lm_vocab_size)
     if cfg.lm_tie_weights and EMBED in state: state[HEAD] = state[EMBED]
-    absent = [part for part in ('vision_encoder','MP') if not any(k.startswith(part+'.') for k in state)]
+    present = {k.split('.')[0] for k in state}
+    absent = [part for part in ('vision_encoder','MP') if part not in present]
     if absent==['MP']: absent = []
-    load_weights(model, {k:w for k,w in tensors.items() if k.split('.')[0] in absent}|state, str(path))
+    kept = {k:w for k,w in tensors.items() if k.split('.')[0] in absent}
+    load_weights(model, kept|state, str(path))
     return absent
 
 # %% ../../nbs/26_model.weights.ipynb #6935c1bf
@@ -1043,7 +1086,9 @@ def _to_minimind(state:dict[str,Tensor], cfg:VLMConfig, # of a whole model, whos
     if cfg.mp_kind=='linear' and 'MP.proj.weight' in state:
         state = state | {'MP.proj.bias':state['MP.proj.weight'].new_zeros(cfg.lm_hidden_dim)}
     kind = 'mlp' if cfg.mp_kind=='mlp' else 'linear_bias'
-    known = {k:w[:cfg.lm_base_vocab_size] if k in (EMBED,HEAD) else w for k,w in state.items()}
+    known = {**state}
+    for name in (EMBED,HEAD):
+        if name in known: known[name] = known[name][:cfg.lm_base_vocab_size]
     return _their_tensors(known, partial(_minimind_names, kind=kind))
 
 # %% ../../nbs/26_model.weights.ipynb #65e137df

@@ -34,17 +34,25 @@ from .shard import begin_state,pieces_of,reshard,use_whole
 # %% ../../nbs/43_training.checkpoint.ipynb #17b21a86
 def _flat_state(model:nn.Module, optimizer:torch.optim.Optimizer)->dict[str,Tensor]: # plain; in its memory
     "Returns what an optimizer knows of each parameter: 'parameter.exp_avg' -> tensor of a dimension or more."
-    known = {f'{name}.{key}':torch.as_tensor(value) for name,p in reshard(model).named_parameters()
-        for key,value in optimizer.state.get(p, {}).items() if value is not None}
-    return {name:value if value.ndim else value.reshape(1) for name,value in known.items()}
+    known = {}
+    for name,p in reshard(model).named_parameters():
+        for key,value in optimizer.state.get(p, {}).items():
+            if value is None: continue
+            tensor = torch.as_tensor(value)
+            known[f'{name}.{key}'] = tensor if tensor.ndim else tensor.reshape(1)
+    return known
 
 # %% ../../nbs/43_training.checkpoint.ipynb #5c90a7e2
 class _PieceWriter(HuggingFaceStorageWriter):
     "Writes this rank's pieces into one safetensors file, which `HuggingFaceStorageReader` can read."
     def write_data(self, plan, planner)->torch.futures.Future: # this rank's pieces, what knows them; done
         "Writes the file; a rank without a piece has none."
-        pieces = {i.index.fqn:planner.resolve_data(i).detach().cpu().contiguous() for i in plan.items}
-        begins = {i.index.fqn:dict(saved_offsets=list(i.tensor_data.chunk.offsets)) for i in plan.items}
+        pieces = {}
+        begins = {}
+        for item in plan.items:
+            name = item.index.fqn
+            pieces[name] = planner.resolve_data(item).detach().cpu().contiguous()
+            begins[name] = dict(saved_offsets=list(item.tensor_data.chunk.offsets))
         file = Path(self.path)/f"rank_{plan.storage_data['shard_index']-1}.safetensors"
         if pieces: save_file(pieces, file, dict(DCP_SHARDING_INFO=json.dumps(begins)))
         return super().write_data(replace(plan, items=[]), planner) # nothing is left to write
@@ -74,12 +82,13 @@ def load_optimizer(folder:Path, model:nn.Module, # from `_save_optimizer`; unwra
     flat = _flat_state(model, optimizer) # filled in place
     try: _dcp(dcp.load, flat, dist, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as e:
-        why = (str(_first(e)).strip() or type(_first(e)).__name__).splitlines()[0]
+        first = _first(e)
+        why = (str(first).strip() or type(first).__name__).splitlines()[0]
         raise UsageError(f'the optimizer in {folder} cannot be read: {why}') from e
     for name,p in model.named_parameters():
         state = optimizer.state.get(p, {})
-        numbers = [k for k,v in state.items() if isinstance(v, (int,float))]
-        state.update({k:type(state[k])(flat[f'{name}.{k}'].item()) for k in numbers})
+        for key,value in state.items():
+            if isinstance(value, (int,float)): state[key] = type(value)(flat[f'{name}.{key}'].item())
         if 'step' in state and not state['step']: optimizer.state.pop(p) # it begins with its first update
 
 # %% ../../nbs/43_training.checkpoint.ipynb #ef67448d
@@ -102,7 +111,9 @@ def snapshot(model:nn.Module, # unwrapped `VisionLanguageModel`
     copy:bool=False, # so that updates that follow do not change it
 )->dict: # 'weights' (on rank 0, or pieces on all), 'optimizer' (or None) and 'rng'
     "Returns what a checkpoint holds of this rank's memory."
-    host = lambda tensors: {k:t.detach().to('cpu', copy=True) for k,t in tensors.items()} if copy else tensors
+    def host(tensors):
+        if not copy: return tensors
+        return {name:w.detach().to('cpu', copy=True) for name,w in tensors.items()}
     adapters = getattr(model, 'lora_note', None)
     sharded = is_sharded(model)
     if sharded: weights = pieces_of(model, bool(adapters), copy)
@@ -121,7 +132,8 @@ HOOKS = 'hooks.safetensors' # tensors that hooks remember
 def _write_model(weights, model, tmp, final, tokenizer, dist):
     "Rank 0 writes the model, of whose weights all ranks may have a piece."
     def write(whole): # a tokenizer of its own lies in the checkpoint, the config names its final path
-        with system_errors(tmp): model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=whole)
+        with system_errors(tmp):
+            model.save_pretrained(tmp, tokenizer, known_as=final.absolute(), state=whole)
     if is_sharded(model): use_whole(weights, dist, write)
     else: on_master(dist, lambda: write(weights))
 
@@ -132,8 +144,10 @@ def _write_parts(parts, tmp, state, dist):
             _save_optimizer(tmp/'optimizer', parts['optimizer'], dist)
             (tmp/f'rng_{dist.rank}.json').write_text(json.dumps(parts['rng'])+'\n', encoding='utf-8')
         if dist.is_master:
-            named = ((f'{hook}.{k}', v) for hook,s in state.get('hooks', {}).items() for k,v in s.items())
-            tensors = {k:v for k,v in named if isinstance(v, Tensor)}
+            tensors = {}
+            for hook,remembered in state.get('hooks', {}).items():
+                for key,value in remembered.items():
+                    if isinstance(value, Tensor): tensors[f'{hook}.{key}'] = value
             if tensors: save_file(tensors, tmp/HOOKS)
             text = json.dumps(state, indent=1, default=lambda tensor: None)
             (tmp/TRAINER_STATE).write_text(text+'\n', encoding='utf-8')
@@ -145,7 +159,9 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
     "Writes a checkpoint that is complete or absent."
     tmp = final.with_name(final.name+TMP)
     def finish():
-        write_manifest(tmp, {name:sha for part in digests for name,sha in part.items()})
+        written = {}
+        for part in digests: written |= part
+        write_manifest(tmp, written)
         share_files(tmp)
         for p in (*tmp.rglob('*'), tmp): fsync(p)
         with suppress(OSError): final.rmdir() # an empty directory is nobody's
@@ -168,7 +184,8 @@ def _write_checkpoint(parts, model, final, tokenizer, state, dist, then): # on e
 class Saver:
     "Writes one checkpoint after another, beside the training if it may."
     def __init__(self, dist:Dist=Dist(), background:bool=True): # every rank makes one; write in a thread
-        self.dist,self.pool = dist,ThreadPoolExecutor(1, 'checkpoint') if background else None
+        self.dist = dist
+        self.pool = ThreadPoolExecutor(1, 'checkpoint') if background else None
         self.writing:Future|None = None
         if background and dist.world_size>1:
             wait = timedelta(seconds=dist.timeout_s)

@@ -60,56 +60,59 @@ class BadUpdates(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Forgets the updates that will be made again."
-        t = trainer
         last = trainer.step if trainer.checkpoint else -1
-        if not t.writes: return
-        before = read_bad_updates(t.log.run_dir)
+        if not trainer.writes: return
+        before = read_bad_updates(trainer.log.run_dir)
         kept = [r for r in before if r['update']<=last]
-        if kept!=before: _write_bad_updates(t.log.run_dir, kept)
+        if kept!=before: _write_bad_updates(trainer.log.run_dir, kept)
 
-    def note(self, t:Trainer, u:Update)->None: # every rank must call
+    def note(self, trainer:Trainer, update:Update)->None: # every rank must call
         "Counts a skipped update, and writes down its samples and where its data begin."
-        t.skipped += 1
-        t.bad_in_a_row += 1
-        data = None if u.before is None else merge_states(t.dist.gather(u.before))
-        bad = dict(update=t.step, reason=t.refused, ids=u.ids, data=data)
-        if t.writes: _write_bad_updates(t.log.run_dir, [*read_bad_updates(t.log.run_dir), bad])
-        where = f'; its {u.samples} samples are in bad_updates.jsonl' if t.log.run_dir else ''
-        t.log.info(f'update {t.step} is skipped: {t.refused}{where}')
+        trainer.skipped += 1
+        trainer.bad_in_a_row += 1
+        data = None if update.before is None else merge_states(trainer.dist.gather(update.before))
+        bad = dict(update=trainer.step, reason=trainer.refused, ids=update.ids, data=data)
+        run_dir = trainer.log.run_dir
+        if trainer.writes: _write_bad_updates(run_dir, [*read_bad_updates(run_dir), bad])
+        where = f'; its {update.samples} samples are in bad_updates.jsonl' if run_dir else ''
+        trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}{where}')
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds `skipped_updates`, the number so far."
-        t = trainer
-        at = trainer.log.run_dir
-        if t.update is None: return
-        if t.refused is None: t.bad_in_a_row = 0
-        elif not t.overflow: self.note(t, t.update)
-        else: t.log.info(f'update {t.step} is skipped: {t.refused}, '
-            f'the loss scale is lowered to {t.scaler.get_scale():g}')
-        if t.refused: figures['skipped_updates'] = t.skipped
-        again = at and (f'Their samples are in {at}/bad_updates.jsonl, '
-            f'`nanovlm replay {at} {t.step}` makes one again. ') or ''
-        if t.bad_in_a_row>=self.most: t.stop = Unstable(
-            f'{t.bad_in_a_row} updates in a row were skipped, the last is update {t.step}. {again}'
-            f'What helps an unstable run: {"; ".join(stability_advice(t.cfg))}')
+        run_dir = trainer.log.run_dir
+        if trainer.update is None: return
+        if trainer.refused is None: trainer.bad_in_a_row = 0
+        elif not trainer.overflow: self.note(trainer, trainer.update)
+        else: trainer.log.info(f'update {trainer.step} is skipped: {trainer.refused}, '
+            f'the loss scale is lowered to {trainer.scaler.get_scale():g}')
+        if trainer.refused: figures['skipped_updates'] = trainer.skipped
+        if trainer.bad_in_a_row<self.most: return
+        again = ''
+        if run_dir: again = (f'Their samples are in {run_dir}/bad_updates.jsonl, '
+            f'`nanovlm replay {run_dir} {trainer.step}` makes one again. ')
+        advice = '; '.join(stability_advice(trainer.cfg))
+        trainer.stop = Unstable(f'{trainer.bad_in_a_row} updates in a row were skipped, '
+            f'the last is update {trainer.step}. {again}What helps an unstable run: {advice}')
 
 # %% ../../nbs/49_training.hooks.ipynb #10de91ab
 def costs(trainer:Trainer)->dict: # from `flops.unit_flops`
     "Returns the arithmetic per tile, position, pair and target of a run."
-    c = trainer.cfg
+    cfg = trainer.cfg
     base = trainer.base
     parts = {n for n in COMPONENTS if trains(getattr(base, n))}
     blocks = base.decoder.blocks
-    learning = [len(blocks)-i for i,block in enumerate(blocks) if trains(block)] # no gradient passes below
-    last = None if trains(base.decoder.token_embedding) else next(iter(learning), None)
-    recomputes = c.vision_checkpointing,c.language_checkpointing
-    return unit_flops(base.cfg, parts, last, *recomputes, c.cache_features, adapter_sizes(base))
+    learning = [len(blocks)-i for i,block in enumerate(blocks) if trains(block)]
+    last = None
+    if learning and not trains(base.decoder.token_embedding): last = learning[0] # no gradient passes below
+    return unit_flops(base.cfg, parts, last, cfg.vision_checkpointing, cfg.language_checkpointing,
+        cfg.cache_features, adapter_sizes(base))
 
 # %% ../../nbs/49_training.hooks.ipynb #9293de43
 def _peak_of_all(dist:Dist, tflops:float|None=None)->float|None: # of one rank; FLOP/s, None: unknown
     "Returns what all ranks could compute in a second."
     if tflops: return tflops*1e12*dist.world_size
-    known = peak_flops(torch.cuda.get_device_name(dist.device)) if dist.device.type=='cuda' else None
+    if dist.device.type!='cuda': return None
+    known = peak_flops(torch.cuda.get_device_name(dist.device))
     return known and known*dist.world_size
 
 # %% ../../nbs/49_training.hooks.ipynb #d4838b2d
@@ -134,60 +137,69 @@ class Meters(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Notes what the run costs, and begins to count."
-        self.units,self.peak = costs(trainer),_peak_of_all(trainer.dist, trainer.cfg.peak_tflops)
+        self.units = costs(trainer)
+        self.peak = _peak_of_all(trainer.dist, trainer.cfg.peak_tflops)
         _spent(trainer.clock, self.last)
 
-    def time(self, clock:Clock, u:Update)->float: # seconds of an update
+    def time(self, clock:Clock, update:Update)->float: # seconds of an update
         "Notes how long it took, as nanoVLM splits it."
         spent = _spent(clock, self.last)
-        times = u.data_time,spent['forward_backward'],spent['optimizer']+spent['communication']
-        for b in u.micro_batches:
-            self.stats['images_per_sample'].append(sum(map(len, b['images']))/max(sum(map(len, b['ids'])), 1))
-        for name,x in zip(STATS, (u.tokens/sum(times), *times)): self.stats[name].append(x)
-        return sum(times)
+        times = update.data_time,spent['forward_backward'],spent['optimizer']+spent['communication']
+        for batch in update.micro_batches:
+            images = sum(map(len, batch['images']))
+            samples = sum(map(len, batch['ids']))
+            self.stats['images_per_sample'].append(images/max(samples, 1))
+        seconds = sum(times)
+        for name,x in zip(STATS, (update.tokens/seconds, *times)): self.stats[name].append(x)
+        return seconds
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Adds up what was learnt and computed, and from time to time reports."
-        t = trainer
-        u = trainer.update
-        if u is None: return
-        seconds = self.time(t.clock, u)
-        flops = count_flops(self.units, u.tiles, u.tokens, u.pairs, u.targets,
-                            u.window_pairs, u.picture_pairs)
-        figures['tokens_per_second'] = u.tokens/seconds
-        new:Any = dict(updates=1, samples=u.samples, flops=flops, tokens=u.tokens, seconds=seconds)
-        if t.refused is None: new |= dict(made=1, targets=u.targets, loss=figures['batch_loss']*u.targets,
-            norm=figures['grad_norm'])
+        update = trainer.update
+        if update is None: return
+        seconds = self.time(trainer.clock, update)
+        flops = count_flops(self.units, update.tiles, update.tokens, update.pairs, update.targets,
+                            update.window_pairs, update.picture_pairs)
+        figures['tokens_per_second'] = update.tokens/seconds
+        new:Any = dict(updates=1, samples=update.samples, flops=flops, tokens=update.tokens,
+            seconds=seconds)
+        if trainer.refused is None:
+            loss = figures['batch_loss']*update.targets
+            new |= dict(made=1, targets=update.targets, loss=loss, norm=figures['grad_norm'])
         for sums in (self.sums,self.epoch): sums.update(new)
-        if t.step%self.every==0: figures |= over_ranks(self.stats, t.dist)|self.report(t)
+        if trainer.step%self.every==0:
+            figures |= over_ranks(self.stats, trainer.dist)|self.report(trainer)
 
     def report(self, trainer:Trainer)->Figures: # every rank must call
         "Returns `time/*`, `perf/*` and `training/*` since the last report, of all ranks."
-        t = trainer
-        s = self.sums
+        sums = self.sums
         device = trainer.dist.device
-        memory = torch.cuda.max_memory_allocated(device)/1e9 if device.type=='cuda' else 0.
-        clocks,memories = zip(*t.dist.gather((_spent(t.clock, self.since), memory)))
+        memory = 0.
+        if device.type=='cuda': memory = torch.cuda.max_memory_allocated(device)/1e9
+        clocks,memories = zip(*trainer.dist.gather((_spent(trainer.clock, self.since), memory)))
         seconds = {name:sum(c[name] for c in clocks)/len(clocks) for name in Clock.names}
         self.seconds.update(seconds)
-        self.sums,total = Counter(),sum(seconds.values())
+        self.sums = Counter()
+        total = sum(seconds.values())
         found:Any = {f'time/{k}':x/total for k,x in seconds.items()}
-        found |= {'perf/step_time':total/max(s['updates'], 1), 'perf/samples_per_second':s['samples']/total,
-            'perf/gpu_memory_gb':max(memories), 'training/epoch':t.epoch,
-            'training/lr':max(g['lr'] for g in t.optimizer.param_groups)}
-        if self.peak: found['perf/mfu'] = mfu(s['flops'], total, self.peak)
-        if s['made']: found |= {'training/loss':s['loss']/max(s['targets'], 1),
-            'training/grad_norm':s['norm']/s['made']}
+        found |= {'perf/step_time':total/max(sums['updates'], 1),
+            'perf/samples_per_second':sums['samples']/total,
+            'perf/gpu_memory_gb':max(memories), 'training/epoch':trainer.epoch,
+            'training/lr':max(g['lr'] for g in trainer.optimizer.param_groups)}
+        if self.peak: found['perf/mfu'] = mfu(sums['flops'], total, self.peak)
+        if sums['made']: found |= {'training/loss':sums['loss']/max(sums['targets'], 1),
+            'training/grad_norm':sums['norm']/sums['made']}
         return found
 
     def end_epoch(self, trainer:Trainer)->None:
         "Logs the epoch and begins the next."
-        s = self.epoch
+        sums = self.epoch
         self.epoch = Counter()
-        if not s['seconds']: return
-        loss = dict(epoch_loss=s['loss']/s['targets']) if s['targets'] else {}
-        speed = dict(epoch_tokens_per_second=s['tokens']/s['seconds'], epoch_duration=s['seconds'])
-        trainer.log.log(loss|speed, trainer.step)
+        if not sums['seconds']: return
+        seconds = sums['seconds']
+        found = dict(epoch_tokens_per_second=sums['tokens']/seconds, epoch_duration=seconds)
+        if sums['targets']: found = dict(epoch_loss=sums['loss']/sums['targets'])|found
+        trainer.log.log(found, trainer.step)
 
     def end(self, trainer:Trainer)->None:
         "Logs the epoch in which the run has reached its length."
@@ -218,7 +230,8 @@ class LeftOut(Hook):
         "Cuts the file of this run, or reads that of the run that is continued."
         t = self.trainer
         size = self.state['dropped']
-        kept = self.file.cut(size if t.owned else 0) if self.file else dict(train=Drops(), val=Drops())
+        kept = dict(train=Drops(), val=Drops())
+        if self.file: kept = self.file.cut(size if t.owned else 0)
         if t.checkpoint and not t.owned: kept = read_dropped(t.checkpoint.parent, size)
         for split,before in self.state['drops'].items(): kept[split].first.update(before['first'])
         return kept
@@ -236,7 +249,8 @@ class LeftOut(Hook):
         "Writes down what is new, and says what there is; every rank must call."
         drops = self.gather()
         size = on_master(self.trainer.dist, lambda: self.file.add(drops) if self.file else 0)
-        return dict(drops={k:dict(counts=d.counts, first=d.first) for k,d in drops.items()}, dropped=size)
+        known = {split:dict(counts=d.counts, first=d.first) for split,d in drops.items()}
+        return dict(drops=known, dropped=size)
 
     def load_state_dict(self, state:dict)->None:
         "Stored here, applied in `begin`, when the log is open."
@@ -258,10 +272,10 @@ class Evaluate(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Takes over the evaluations of an earlier start."
-        t = trainer
         if self.evals is None: return
-        step,due = (t.step, t.owned and self.is_due(t.step)) if t.checkpoint else (-1, False)
-        for line in take_over_evals(self.evals, step, due): t.log.info(line)
+        step = trainer.step if trainer.checkpoint else -1
+        due = trainer.owned and self.is_due(step)
+        for line in take_over_evals(self.evals, step, due): trainer.log.info(line)
 
     def submit(self, path:Path)->None: # `step_N`, when it is complete, on rank 0
         "Queues the evaluation of this checkpoint."
@@ -269,35 +283,37 @@ class Evaluate(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None: # every rank must call
         "Evaluates the model if that is due, and logs a result now and then."
-        t = trainer
-        if t.stop: return
-        if self.is_due(t.step): self.evaluate(t)
-        if t.update and any(n>0 and t.step%n==0 for n in self.when): collect_evals(self.evals, t.log, t.step)
+        if trainer.stop: return
+        if self.is_due(trainer.step): self.evaluate(trainer)
+        look = any(n>0 and trainer.step%n==0 for n in self.when)
+        if trainer.update and look: collect_evals(self.evals, trainer.log, trainer.step)
 
     def evaluate(self, trainer:Trainer)->None: # the result is collected as others are
         "Evaluates the model as it is, unless its results are there; every rank must call."
-        t = trainer
-        c = trainer.cfg
+        cfg = trainer.cfg
         base = trainer.base
-        if self.ask is None or not t.dist.any(bool(self.evals and missing_tasks(self.evals, t.step))): return
+        if self.ask is None: return
+        missing = bool(self.evals and missing_tasks(self.evals, trainer.step))
+        if not trainer.dist.any(missing): return
         features = base.features
         base.features = None # the pictures of a benchmark are not those of the run
-        asked = dict(limit=c.lmms_eval_limit, batch_size=c.lmms_eval_batch_size, prompts=c.lmms_eval_prompts)
-        args = Namespace(model=base, tasks=self.tasks, include_path=c.eval_include_path,
-            process_with_media=True, device=t.dist.device, dist=t.dist, **asked)
-        stance = torch.compiler.set_stance('force_eager') if t.compiled else nullcontext() # all shapes
+        args = Namespace(model=base, tasks=self.tasks, include_path=cfg.eval_include_path,
+            process_with_media=True, device=trainer.dist.device, dist=trainer.dist,
+            limit=cfg.lmms_eval_limit, batch_size=cfg.lmms_eval_batch_size, prompts=cfg.lmms_eval_prompts)
+        stance:Any = nullcontext()
+        if trainer.compiled: stance = torch.compiler.set_stance('force_eager') # all shapes
         try:
-            with t.clock('validation'),stance: results = self.ask(args)
+            with trainer.clock('validation'),stance: results = self.ask(args)
         finally: base.features = features
-        keep_results(self.evals, t.log, t.step, results)
+        keep_results(self.evals, trainer.log, trainer.step, results)
 
     def wait(self, trainer:Trainer)->None: # every rank must call
         "Collects what is still evaluated, for at most `eval_wait` seconds."
-        t = trainer
-        c = trainer.cfg
-        if not c.use_lmms_eval: return
-        wait_for_evals(self.evals, t.log, t.dist, t.step, c.eval_wait, t.asked.is_set)
-        if self.evals: prune(t.log.run_dir, c.max_keep_ckpts) # kept for it
+        cfg = trainer.cfg
+        if not cfg.use_lmms_eval: return
+        wait_for_evals(self.evals, trainer.log, trainer.dist, trainer.step, cfg.eval_wait,
+            trainer.asked.is_set)
+        if self.evals: prune(trainer.log.run_dir, cfg.max_keep_ckpts) # kept for it
 
 # %% ../../nbs/49_training.hooks.ipynb #d8d8cf28
 def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, # of the run; see `Validate`
@@ -310,6 +326,9 @@ def hooks_of(cfg:TrainConfig, own:Iterable[Hook]=(), judge:Callable|None=None, #
     guard = Guard(cfg.max_grad_spike)
     before = [guard, BadUpdates(cfg.max_bad_updates), LeftOut(), Meters(every)]
     after = [Log(), Checkpoint(cfg.save_interval, judged, evaluate.submit), Validate(judged, judge), evaluate]
-    instead = {type(hook):mine for hook in before+after for mine in own if isinstance(mine, type(hook))}
+    instead = {}
+    for hook in before+after:
+        for mine in own:
+            if isinstance(mine, type(hook)): instead[type(hook)] = mine
     hooks = [hook for hook in [*before, *own, *after] if hook not in instead.values()]
     return [instead.get(type(hook), hook) for hook in hooks]

@@ -24,7 +24,6 @@ from ..core.usage import require
 from ..model.weights import base_digest,beside_adapters,beside_base,checkpoint_weights,find_tokenizer
 from ..model.weights import HEAD,LORA_A,LORA_B,load_weights,noted_base,read_file,resolve_checkpoint
 from ..model.weights import smolvlm_names,written_at_once
-from ..model.weights import smolvlm_names,written_at_once
 from ..model.vlm import VisionLanguageModel
 from ..model.flops import COMPONENTS
 from .optim import amp_dtype
@@ -35,8 +34,10 @@ def _named(layer, target): return fnmatchcase(f'.{layer}.', f'*.{target}.*')
 # %% ../../nbs/48_training.lora.ipynb #bff9a8cc
 def _lora_layers(model:nn.Module, targets:Sequence[str])->list[str]: # parts of names; `*` matches anything
     "Returns the linear layers that targets name, in the model's order; a UsageError for one that names none."
-    linear = [name for name,m in model.named_modules() if isinstance(m, nn.Linear)
-        and name.split('.')[0] in COMPONENTS and name!='decoder.head']
+    linear = []
+    for name,layer in model.named_modules():
+        inside = name.split('.')[0] in COMPONENTS and name!='decoder.head'
+        if inside and isinstance(layer, nn.Linear): linear.append(name)
     for target in targets:
         require(any(_named(n, target) for n in linear),
             f'lora_targets names {target!r}, and no linear layer of this model is called so: '
@@ -57,7 +58,7 @@ def add_adapters(
     inject_adapter_in_model(LoraConfig(**how), model)
     model.lora_note = dict(rank=rank, alpha=alpha, targets=[*targets], base=base,
         new_parts=[*getattr(model, 'new_parts', ())], # train completely, and are saved with the adapters
-        without=[HEAD]*(HEAD not in model.state_dict())) # of the base, what the model has no place for
+        without=[] if HEAD in model.state_dict() else [HEAD]) # of the base, what the model has no place for
     return names
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4832
@@ -76,17 +77,17 @@ def lower_base(model:Any, dtype:torch.dtype)->None: # with adapters, changed in 
 def adapt(model:nn.Module, train_cfg:TrainConfig, weights:str|None, # None: they will follow
     device:torch.device=torch.device('cpu'))->None: # that will train it
     "Puts a run's adapters on its model, which was read from the checkpoint `weights`."
-    c = train_cfg
     base = None
     if weights is not None:
         path = str(Path(weights).resolve()) if Path(weights).is_dir() else weights
         base = dict(path=path, sha256=base_digest(resolve_checkpoint(weights)))
-    names = add_adapters(model, c.lora_rank, c.lora_alpha, c.lora_targets, base)
+    names = add_adapters(model, train_cfg.lora_rank, train_cfg.lora_alpha, train_cfg.lora_targets, base)
     if getattr(model, 'unread', None): model.unread = beside_adapters(model.unread, names)
-    seen = next((n for n in names if n.startswith('vision_encoder')), None)
-    require(not c.cache_features or not seen, f'cache_features and an adapter on {seen}: its features change '
+    seen = [name for name in names if name.startswith('vision_encoder')]
+    require(not train_cfg.cache_features or not seen,
+        f'cache_features and an adapter on {"".join(seen[:1])}: its features change '
         'with every update, leave cache_features out or the tower out of lora_targets')
-    lower_base(model, amp_dtype(device, c.dtype))
+    lower_base(model, amp_dtype(device, train_cfg.dtype))
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4821
 def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; the same, kept in the run
@@ -94,32 +95,37 @@ def keep_base(run_dir:Path, base:dict[str,str])->dict[str,str]: # see `adapt`; t
     made = Path(base['path'])
     kept = Path(run_dir)/'base'
     if not made.is_dir() or made==kept.resolve(): return base # of the hub, or kept already
-    if kept.exists(): require(kept.is_dir() and base_digest(kept)==base['sha256'],
-        f'{kept} is not the model {made} on which the adapters stand: '
-        'move it elsewhere, or give another run_name')
+    if kept.exists():
+        require(kept.is_dir() and base_digest(kept)==base['sha256'],
+            f'{kept} is not the model {made} on which the adapters stand: '
+            'move it elsewhere, or give another run_name')
     else:
         tmp = kept.with_name(kept.name+TMP)
         remove(tmp)
         tmp.mkdir()
-        for p in (p for p in made.iterdir() if p.suffix in READ_BY_LOADERS and p.name!=MANIFEST):
-            try: (tmp/p.name).hardlink_to(p)
-            except OSError: shutil.copy2(p, tmp) # another file system
+        for file in made.iterdir():
+            if file.suffix not in READ_BY_LOADERS or file.name==MANIFEST: continue
+            try: (tmp/file.name).hardlink_to(file)
+            except OSError: shutil.copy2(file, tmp) # another file system
         tmp.rename(kept)
     return base|dict(path=str(kept.resolve()))
 
 # %% ../../nbs/48_training.lora.ipynb #10ad4833
 def _raise_base(model):
     "Gives what `lower_base` has rounded its numbers back, those of the file if it is known."
-    lowered = {k.replace('.base_layer', ''):p for k,p in model.named_parameters() if p.dtype!=torch.float32}
+    lowered = {}
+    for name,p in model.named_parameters():
+        if p.dtype!=torch.float32: lowered[name.replace('.base_layer', '')] = p
     base = (model.lora_note or {}).get('base')
     state = checkpoint_weights(base['path'])[1] if lowered and base else lowered
-    for k,p in lowered.items(): p.data = state[k].to(p.device, torch.float32)
+    for name,p in lowered.items(): p.data = state[name].to(p.device, torch.float32)
 
 # %% ../../nbs/48_training.lora.ipynb #7b0af0ae
 def merge_adapters(model:Any)->Any: # with adapters, or without; changed in place
     "Returns the model, its adapters added to their matrices and taken off."
     _raise_base(model)
-    for name,layer in [(n, m) for n,m in model.named_modules() if hasattr(m, 'lora_A')]:
+    for name,layer in [*model.named_modules()]: # it changes
+        if not hasattr(layer, 'lora_A'): continue
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
     model.lora_note = None
@@ -131,8 +137,11 @@ PEFT_WEIGHTS = 'adapter_model.safetensors'
 
 def _pairs(name, cfg):
     "The names of adapters in peft's file that stand beside a weight of ours, a pair for each layer there."
-    theirs = [n.removesuffix('.weight') for n in smolvlm_names(name, cfg)]
-    return [[f'base_model.model.{layer}.lora_{x}.weight' for x in 'AB'] for layer in theirs]
+    pairs = []
+    for their in smolvlm_names(name, cfg):
+        layer = 'base_model.model.'+their.removesuffix('.weight')
+        pairs.append([f'{layer}.lora_A.weight', f'{layer}.lora_B.weight'])
+    return pairs
 
 # %% ../../nbs/48_training.lora.ipynb #6cf049c5
 def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters, see `read_adapted`
@@ -141,14 +150,19 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
     state = model.state_dict()
     note = model.lora_note or {}
     tensors = {}
-    require(not note.get('new_parts'), f'{note.get("new_parts")} trained completely beside the adapters, '
+    new_parts = note.get('new_parts')
+    require(not new_parts, f'{new_parts} trained completely beside the adapters, '
         'and would be lost: export with --format smolvlm or nanovlm, which have everything')
-    for name in (k.removesuffix(LORA_A) for k in state if k.endswith(LORA_A)):
+    adapted = [name.removesuffix(LORA_A) for name in state if name.endswith(LORA_A)]
+    for name in adapted:
         pairs = _pairs(f'{name}.weight', model.cfg)
         rows = state[name+LORA_B]
         require(pairs, f'{name} has an adapter, and SmolVLM has no such layer')
-        for (a,b),part in zip(pairs, rows.chunk(len(pairs))): tensors |= {a:state[name+LORA_A], b:part}
-    layers = sorted(k.split('.', 2)[2].removesuffix('.lora_A.weight') for k in tensors if 'lora_A' in k)
+        for (a,b),part in zip(pairs, rows.chunk(len(pairs))):
+            tensors[a] = state[name+LORA_A]
+            tensors[b] = part
+    ends = [name.split('.', 2)[2] for name in tensors if 'lora_A' in name]
+    layers = sorted(end.removesuffix('.lora_A.weight') for end in ends)
     config = LoraConfig(r=note['rank'], lora_alpha=note['alpha'], target_modules=layers, inference_mode=True,
         base_model_name_or_path=(note['base'] or {}).get('path'))
     with written_at_once(folder) as tmp:
@@ -160,7 +174,8 @@ def save_peft(model:VisionLanguageModel, folder:str|Path)->None: # with adapters
 def _filled(model, state, folder, base):
     "The model with these weights, in eval mode, and the tokenizer of its base."
     load_weights(model, state, str(folder))
-    model.folder,model.tokenizer_source = Path(folder),find_tokenizer(base, model.cfg.lm_tokenizer)
+    model.folder = Path(folder)
+    model.tokenizer_source = find_tokenizer(base, model.cfg.lm_tokenizer)
     return model.eval()
 
 # %% ../../nbs/48_training.lora.ipynb #788e24c0
@@ -200,10 +215,12 @@ def _plain_lora(folder):
 def _merge_peft(state, theirs, scale, cfg):
     "Adds peft's adapters to the matrices that they stand beside, and takes them out of `theirs`."
     for name in [k for k,w in state.items() if k.endswith('.weight') and w.ndim==2]:
-        pairs = [[theirs.pop(k, None) for k in pair] for pair in _pairs(name, cfg)]
+        pairs = [(theirs.pop(a, None), theirs.pop(b, None)) for a,b in _pairs(name, cfg)]
         if all(b is None for _,b in pairs): continue
-        rows = state[name].float().chunk(len(pairs))
-        state[name] = torch.cat([w if b is None else w+(b@a)*scale for w,(a,b) in zip(rows, pairs)])
+        parts = []
+        for part,(a,b) in zip(state[name].float().chunk(len(pairs)), pairs):
+            parts.append(part if b is None else part+(b@a)*scale)
+        state[name] = torch.cat(parts)
 
 # %% ../../nbs/48_training.lora.ipynb #794c4ef7
 def read_peft(folder:str|Path)->VisionLanguageModel: # of peft; merged, in eval mode

@@ -42,14 +42,16 @@ def _component_lrs(train_cfg:TrainConfig)->dict[str,float]: # component -> peak 
 def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with `name` and `max_lr`
     """Returns groups for an optimizer; what is in none is frozen. Beside `MP`, `vision_encoder` and `decoder`
     a model may name `new_parts`, which train like the projector, as new as they are, also beside adapters."""
-    c = train_cfg
-    n = train_cfg.language_last_blocks
-    lrs = dict(lora=c.lr_lora) if c.lora_rank else _component_lrs(c)
-    lrs |= {name:c.lr_mp for name in getattr(model, 'new_parts', ())}
+    last_blocks = train_cfg.language_last_blocks
+    lrs = dict(lora=train_cfg.lr_lora) if train_cfg.lora_rank else _component_lrs(train_cfg)
+    lrs |= {name:train_cfg.lr_mp for name in getattr(model, 'new_parts', ())}
     require(any(lrs.values()), f'every learning rate is 0 ({lrs}): nothing would train')
-    require(not n or n<=len(model.decoder.blocks), f'language_last_blocks is {n}, but the language model has '
-        f'{n and len(model.decoder.blocks)} blocks: give fewer, or None to train all of it')
-    last = {p for block in model.decoder.blocks[-n:] for p in block.parameters()} if n else None
+    last:set[Tensor]|None = None
+    if last_blocks:
+        blocks = model.decoder.blocks
+        require(last_blocks<=len(blocks), f'language_last_blocks is {last_blocks}, but the language model '
+            f'has {len(blocks)} blocks: give fewer, or None to train all of it')
+        last = set().union(*(block.parameters() for block in blocks[-last_blocks:]))
     groups:dict[str,dict] = {}
     for name,lr in lrs.items():
         if lr>0: groups[name] = dict(name=name, params=[], lr=lr, max_lr=lr)
@@ -63,9 +65,12 @@ def training_groups(model:nn.Module, train_cfg:TrainConfig)->list[dict]: # with 
 # %% ../../nbs/41_training.optim.ipynb #c45e012d
 def adapter_sizes(model:nn.Module)->dict[str,int]: # components without adapters are left out
     "Returns how many numbers the adapters of each component have."
-    found = {name:[p.numel() for n,p in getattr(model, name).named_parameters() if is_adapter(n)]
-        for name in COMPONENTS if hasattr(model, name)}
-    return {name:sum(sizes) for name,sizes in found.items() if sizes}
+    found = {}
+    for part in COMPONENTS:
+        if not hasattr(model, part): continue
+        sizes = [p.numel() for name,p in getattr(model, part).named_parameters() if is_adapter(name)]
+        if sizes: found[part] = sum(sizes)
+    return found
 
 # %% ../../nbs/41_training.optim.ipynb #c59c6b1a
 def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_groups`
@@ -79,39 +84,41 @@ def make_optimizer(model:nn.Module, train_cfg:TrainConfig, # see `training_group
 # %% ../../nbs/41_training.optim.ipynb #fc084759
 def trainable_line(model:nn.Module, optimizer:torch.optim.Optimizer)->str: # `trainable: 0.2 M of 1 M ...`
     "Returns how many millions of parameters train."
-    size = lambda ps: sum(p.numel() for p in ps)/1e6
-    groups = [(g['name'],size(g['params'])) for g in optimizer.param_groups]
+    def size(params): return sum(p.numel() for p in params)/1e6
+    groups = [(group['name'],size(group['params'])) for group in optimizer.param_groups]
     each = ', '.join(f'{name} {n:.3f}' for name,n in groups)
     return f'trainable: {sum(n for _,n in groups):.3f} M of {size(model.parameters()):.3f} M ({each})'
 
 # %% ../../nbs/41_training.optim.ipynb #46ac9e51
 def training_parts(train:dict)->dict[str,str]: # fields of a `TrainConfig`; component -> what of it trains
     "Returns which parts of the model a run trains; missing fields have their default."
-    c = TrainConfig(**train)
-    if c.lora_rank: return {name:'adapters' for name in c.lora_targets}
-    last = c.language_last_blocks
+    cfg = TrainConfig(**train)
+    if cfg.lora_rank: return {name:'adapters' for name in cfg.lora_targets}
+    last = cfg.language_last_blocks
     return {name:f'the last {last} blocks' if last and name=='decoder' else 'all'
-        for name,lr in _component_lrs(c).items() if lr>0}
+        for name,lr in _component_lrs(cfg).items() if lr>0}
 
 # %% ../../nbs/41_training.optim.ipynb #6521a191
 def set_lrs(optimizer:torch.optim.Optimizer, schedule:Callable|dict[str,Callable], # or one by group
     step:int, max_steps:int)->dict[str,float]: # updates before, in all; `lr_MP`, `lr_decoder` ...
     "Gives every group its rate for an update; a UsageError if a schedule, which may be a user's, gives none."
-    for g in optimizer.param_groups:
-        rates = schedule[g['name']] if isinstance(schedule, dict) else schedule
-        lr = rates(step, g['max_lr'], max_steps)
+    for group in optimizer.param_groups:
+        rates = schedule[group['name']] if isinstance(schedule, dict) else schedule
+        lr = rates(step, group['max_lr'], max_steps)
         require(isinstance(lr, (Real,Tensor)) and 0<=float(lr)<math.inf, 'the schedule '
             f'{getattr(rates, "__name__", rates)} returned {lr!r} for step {step} of {max_steps}: '
             'it must return a learning rate, 0 or more')
-        g['lr'] = float(lr)
-    return {f"lr_{g['name']}":g['lr'] for g in optimizer.param_groups}
+        group['lr'] = float(lr)
+    return {f"lr_{group['name']}":group['lr'] for group in optimizer.param_groups}
 
 # %% ../../nbs/41_training.optim.ipynb #6c7d0002
 class ChainedOptimizer(torch.optim.Optimizer):
     "Several optimizers as one; no parameter has two."
     def __init__(self, *parts:torch.optim.Optimizer): # each with its groups
         self.parts = parts
-        super().__init__([g for part in parts for g in part.param_groups], {})
+        groups:list[dict] = []
+        for part in parts: groups += part.param_groups
+        super().__init__(groups, {})
         for part in parts: self.state.update(part.state)
         self.register_load_state_dict_post_hook(ChainedOptimizer._share)
         self._share()
@@ -141,19 +148,24 @@ def amp_dtype(device:torch.device, name:str='auto')->torch.dtype: # 'auto', 'bfl
     "Returns a precision; 'auto': bfloat16 where it is fast, else float32 on a CPU and float16 elsewhere."
     if name!='auto': return getattr(torch, name)
     if device.type=='cpu': return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    return torch.bfloat16 if device.type=='cuda' and torch.cuda.is_bf16_supported(False) else torch.float16
+    if device.type=='cuda' and torch.cuda.is_bf16_supported(False): return torch.bfloat16
+    return torch.float16
 
 # %% ../../nbs/41_training.optim.ipynb #b3ed54a7
 def autocast(device:torch.device, dtype:torch.dtype): # a `with` block
     "Returns mixed precision for the forward pass; nothing for float32, and on a device without it."
     known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, dtype=dtype) if known and dtype!=torch.float32 else nullcontext()
+    if not known or dtype==torch.float32: return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 # %% ../../nbs/41_training.optim.ipynb #392c011b
 def blocks_of(model:nn.Module)->list[nn.Module]:
     "Returns the blocks that can be compiled: those of towers like ours, with an `mlp` in each."
-    towers = [[*getattr(tower, 'blocks', ())] for tower in (model.vision_encoder, model.decoder)]
-    return [b for blocks in towers if all(hasattr(b, 'mlp') for b in blocks) for b in blocks]
+    found:list[nn.Module] = []
+    for tower in (model.vision_encoder, model.decoder):
+        blocks = getattr(tower, 'blocks', ())
+        if all(hasattr(block, 'mlp') for block in blocks): found += blocks
+    return found
 
 # %% ../../nbs/41_training.optim.ipynb #265e2934
 def _for_any_number_of_tiles(forward, x, *args):
@@ -168,7 +180,8 @@ def _for_any_number_of_tiles(forward, x, *args):
 # %% ../../nbs/41_training.optim.ipynb #67a6f80c
 def compile_blocks(model:nn.Module, **kwargs)->int: # of `torch.compile`, e.g. `backend`; compiled modules
     "Compiles the blocks of both towers in place; state-dict keys stay clean."
-    parts = [m for b in blocks_of(model) for m in getattr(b.mlp, 'shared', [b])]
+    parts:list[Any] = []
+    for block in blocks_of(model): parts += getattr(block.mlp, 'shared', [block])
     tower = {*model.vision_encoder.modules()}
     for p in parts:
         compiled = torch.compile(p.forward, fullgraph=True, **kwargs)
@@ -226,14 +239,17 @@ def tally(batch:Batch)->dict: # counts, and `ids` of the samples in order
     "Returns what the other ranks must know about a micro-batch."
     images = flat_pictures(batch['images'])
     targets = sum(map(sum, batch['n_targets']))
+    ids:list[str] = []
+    for row in batch['ids']: ids += row
     layout = batch.get('layout')
     places = layout and layout.tiles
-    windows,pictures = (places.windows.doc_lens,places.pictures.doc_lens) if places else ((),())
+    windows:Any = places.windows.doc_lens if places else ()
+    pictures:Any = places.pictures.doc_lens if places else ()
     return dict(targets=targets, filled=int(targets>0), tokens=sum(map(sum, batch['doc_lens'])),
         positions=batch['attention_mask'].numel(), packs=len(batch['ids']),
         images=len(images), tiles=sum(picture.shape[:-3].numel() for picture in images),
         pairs=pairs(batch['doc_lens']), window_pairs=pairs(windows), picture_pairs=pairs(pictures),
-        ids=[i for row in batch['ids'] for i in row])
+        ids=ids)
 
 # %% ../../nbs/41_training.optim.ipynb #4d48ddb4
 def digest(ids:Iterable[str])->str: # 40 hexadecimal digits
@@ -250,16 +266,21 @@ def _report(batches:list[Batch]|Exception, rank:int)->list[dict]|Exception: # wh
 # %% ../../nbs/41_training.optim.ipynb #6b260913
 def _update_of(batches:list[Batch], reports:list[list[dict]])->Update: # of this rank; `_report` of each rank
     "Merges the counts of all ranks into one `Update`, ordered by micro-batch, then rank."
-    told = [rank[m] for m in range(len(batches)) for rank in reports if m<len(rank)]
-    total = {k:sum(o[k] for o in told) for k in told[0] if k!='ids'}
+    told:list[dict] = []
+    for place in range(len(batches)):
+        told += [report[place] for report in reports if place<len(report)]
+    total:dict[str,Any] = dict.fromkeys((k for k in told[0] if k!='ids'), 0)
+    for counts in told:
+        for k in total: total[k] += counts[k]
     idle = len(batches)*len(reports)-len(told) # micro-batches of padding only
     for k in ('positions','packs'): total[k] += idle*told[0][k]
     packing = dict(utilisation=total['tokens']/total['positions'])
     packing |= {f'{k}_per_pack':total[k]/total['packs'] for k in ('images','tiles')}
-    ids = [i for o in told for i in o['ids']]
+    ids:list[str] = []
+    for counts in told: ids += counts['ids']
     known = 'targets','tokens','tiles','pairs','window_pairs','picture_pairs','filled'
-    counts = {k:total[k] for k in known}
-    return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids, **counts)
+    return Update(batches, samples=len(ids), packing=packing, digest=digest(ids), ids=ids,
+        **{k:total[k] for k in known})
 
 # %% ../../nbs/41_training.optim.ipynb #ee2b14cc
 def gather_update(batches:list[Batch]|Exception, dist:Dist, # this rank's, or why it has none; whom to ask
@@ -268,11 +289,12 @@ def gather_update(batches:list[Batch]|Exception, dist:Dist, # this rank's, or wh
     "Agrees with all ranks on the next update; if one of them has failed, every rank gets an error instead."
     own:Any = batches
     reports = dist.gather(_report(own, dist.rank))
-    for failed in (e for e in reports if isinstance(e, Exception)):
-        return own if isinstance(own, Exception) else failed
-    counts = [len(r) for r in reports]
+    failures = [report for report in reports if isinstance(report, Exception)]
+    if failures: return own if isinstance(own, Exception) else failures[0]
+    counts = [len(report) for report in reports]
     n = max(counts) if idle else min(counts)
-    if n<max(counts): logging.getLogger(__name__).warning(f'ranks have {counts} micro-batches: all take {n}')
+    if n<max(counts):
+        logging.getLogger(__name__).warning(f'ranks have {counts} micro-batches: all take {n}')
     padding = [idle() for _ in range(n-len(own))] if idle else []
     return _update_of(own[:n]+padding, reports) if n else None
 
@@ -280,7 +302,10 @@ def gather_update(batches:list[Batch]|Exception, dist:Dist, # this rank's, or wh
 class Feed:
     "Updates of an epoch, one after the other. The next may be fetched while the last is computed."
     def __init__(self, loader:Loader, dist:Dist=Dist(), size:int=1, clock:Clock|None=None): # micro-batches
-        self.loader,self.dist,self.size,self.clock = loader,dist,size,clock or Clock()
+        self.loader = loader
+        self.dist = dist
+        self.size = size
+        self.clock = clock or Clock()
         self.batches:Iterator[Batch]|None = None # of the epoch; None: none has begun
         self.ahead:Any = None # fetched and not taken: update, None or error, position before, seconds
 
@@ -323,7 +348,9 @@ class Feed:
         update,before,waited = self.ahead
         if isinstance(update, Exception): raise update
         self.ahead = None
-        if update: update.before,update.data_time = before,waited
+        if update:
+            update.before = before
+            update.data_time = waited
         return update
 
     def state_dict(self)->dict|None: # of this rank, see `Loader`

@@ -39,7 +39,8 @@ def bytes_per_parameter(sharding:str, world_size:int=1, # one of `SHARDINGS`; ra
     "Returns the bytes that each rank keeps of a parameter that trains."
     require(sharding in SHARDINGS, f"sharding is {sharding!r}: give one of {', '.join(SHARDINGS)}")
     if sharding=='ddp' or world_size==1: return dict(weights=4, gradients=4, moments=8)
-    return dict(weights=4/world_size+copy*(sharding=='zero2'), moments=8/world_size,
+    gathered = copy if sharding=='zero2' else 0
+    return dict(weights=4/world_size+gathered, moments=8/world_size,
         gradients=4 if accumulating else 4/world_size)
 
 def bytes_sent(sharding:str, world_size:int=1, copy:int=2, # as above
@@ -48,8 +49,9 @@ def bytes_sent(sharding:str, world_size:int=1, copy:int=2, # as above
     "Returns the bytes that each rank sends of a parameter in an update, in a ring."
     others = (world_size-1)/world_size
     if sharding=='ddp': return dict(weights=0, gradients=2*4*others)
-    gathered = copy*(1 if sharding=='zero2' else 2*micro_batches)
-    return dict(weights=others*gathered, gradients=others*4*(micro_batches if reduces else 1))
+    gathered = copy if sharding=='zero2' else copy*2*micro_batches
+    exchanges = micro_batches if reduces else 1
+    return dict(weights=others*gathered, gradients=others*4*exchanges)
 
 # %% ../../nbs/42_training.shard.ipynb #fd0e8030
 def _placement(p, n):
@@ -68,11 +70,12 @@ def shard_model(model:nn.Module, dist:Dist, # `vision_encoder.blocks`, `MP`, `de
     unread = getattr(model, 'unread', None) or ()
     for name,w in chain(model.named_parameters(), model.named_buffers()):
         if name not in unread: c10d.broadcast(w.detach(), 0, group=dist.cpu_group) # it was drawn
-    n = dist.world_size
+    ranks = dist.world_size
     kind = dist.device.type
-    options = dict(mesh=init_device_mesh(kind, (n,)), shard_placement_fn=lambda p: _placement(p, n),
-        offload_policy=CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy())
-    policy = lambda dtype: MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=kind=='cuda') if offload_params else OffloadPolicy()
+    options = dict(mesh=init_device_mesh(kind, (ranks,)), shard_placement_fn=lambda p: _placement(p, ranks),
+        offload_policy=offload)
+    def policy(dtype): return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in [*model.vision_encoder.blocks, model.MP, *model.decoder.blocks]:
         fully_shard(unit, reshard_after_forward=sharding=='zero3', mp_policy=policy(dtype), **options)
     fully_shard(model, mp_policy=policy(torch.float32), **options)
@@ -98,10 +101,13 @@ def pieces_of(model:nn.Module, trained:bool=False, copy:bool=False, # sharded; o
 )->dict[str,Piece]: # by name
     "Returns this rank's part of the weights."
     found = {}
-    frozen = {name for name,p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name,p in named if not p.requires_grad}
     for name,w in reshard(model).state_dict().items():
         if trained and name in frozen: continue
-        mine,dim = (w.to_local(),w.placements[0].dim) if isinstance(w, DTensor) else (w,None)
+        cut = isinstance(w, DTensor)
+        mine = w.to_local() if cut else w
+        dim = w.placements[0].dim if cut else None
         whole = torch.empty(w.shape, dtype=w.dtype, device='meta')
         found[name] = Piece(mine.detach().to('cpu', copy=copy), whole, dim)
     return found
@@ -118,8 +124,9 @@ def _in_step(dist:Dist, lead:Callable, follow:Callable[[str],None])->None: # `le
 
 def _cut(w:Tensor, dim:int, ranks:int)->list[Tensor]: # whole
     "Returns the pieces of all ranks, as FSDP cuts; the last ones may be empty."
-    parts = w.chunk(ranks, dim)
-    return [*parts, *[w[:0]]*(ranks-len(parts))]
+    parts = [*w.chunk(ranks, dim)]
+    while len(parts)<ranks: parts.append(w[:0])
+    return parts
 
 def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on rank 0
     "Puts a weight together on rank 0."
@@ -155,11 +162,12 @@ def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only 
 # %% ../../nbs/42_training.shard.ipynb #eab8e5c1
 def _receive(place:Tensor, whole:Any, dist:Dist)->None: # of a state dict; what it will hold, on rank 0
     "Fills this rank's piece of a tensor with what rank 0 sends."
-    mine = place.to_local() if isinstance(place, DTensor) else place
-    cut = partial(_cut, dim=place.placements[0].dim, ranks=dist.world_size) if mine is not place else None
+    cut = isinstance(place, DTensor)
+    mine = place.to_local() if cut else place
     if dist.is_master:
         whole = whole.to(mine.dtype)
-        pieces = cut(whole) if cut else [whole]*dist.world_size
+        pieces = [whole]*dist.world_size
+        if cut: pieces = _cut(whole, place.placements[0].dim, dist.world_size)
         for rank,piece in enumerate(pieces):
             if rank==0: mine.copy_(piece)
             elif piece.numel(): c10d.send(piece.contiguous(), rank, dist.cpu_group)
@@ -191,7 +199,8 @@ def load_full_weights(model:nn.Module, # any; all call
 )->None:
     "Loads a plain model's state dict, in pieces if need be; a UsageError if it is another model's."
     named = [name for name in weights if not is_computed(name)]
-    wrong = sorted({*named}^{name for name in reshard(model).state_dict() if not is_computed(name)})
+    places = {name for name in reshard(model).state_dict() if not is_computed(name)}
+    wrong = sorted({*named}^places)
     require(not wrong, f"{_OTHER}: {', '.join(wrong[:5])} on one side only")
     _fill_any(model, Tensors({name:partial(weights.__getitem__, name) for name in named}), this_rank())
 
@@ -214,7 +223,9 @@ class OffloadedAdamW(torch.optim.AdamW):
     "AdamW whose state and arithmetic are on the CPU, for parameters that may be elsewhere."
     def __init__(self, params:Iterable, **kwargs): # parameters, or groups of them; of AdamW
         super().__init__(params, **(kwargs|dict(fused=False, foreach=False)))
-        copies = [_options(g)|dict(params=[_on_cpu(p) for p in g['params']]) for g in self.param_groups]
+        copies = []
+        for group in self.param_groups:
+            copies.append(_options(group)|dict(params=[*map(_on_cpu, group['params'])]))
         self.worker = torch.optim.AdamW(copies, fused=True)
         self.register_load_state_dict_post_hook(OffloadedAdamW._take_down)
 
@@ -222,7 +233,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     def _pairs(self):
         "Each parameter with its copy."
-        return [pair for ours,its in self._groups() for pair in zip(ours['params'], its['params'])]
+        pairs = []
+        for ours,its in self._groups(): pairs += zip(ours['params'], its['params'])
+        return pairs
 
     @torch.no_grad()
     def step(self, closure=None): # is not called: the gradients are there
@@ -247,7 +260,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameters that had none
     "Makes the state that a first gradient would bring, by a step of zeros with rate 0 that does not count."
     groups = optimizer.param_groups
-    grads = {p:p.grad for g in groups for p in g['params']}
+    grads = {}
+    for group in groups: grads |= {p:p.grad for p in group['params']}
     new = [p for p in grads if p not in optimizer.state]
     options = [{k:g[k] for k in ('lr','weight_decay') if k in g} for g in groups]
     for p in grads: p.grad = None if p in optimizer.state else torch.zeros_like(p)
@@ -255,7 +269,8 @@ def begin_state(optimizer:torch.optim.Optimizer)->list[Tensor]: # any; parameter
     if new: optimizer.step()
     for g,saved in zip(groups, options): g.update(saved)
     for p,grad in grads.items(): p.grad = grad
-    for state in (optimizer.state.get(p, {}) for p in new):
+    for p in new:
+        state = optimizer.state.get(p, {})
         if 'step' in state: state['step'] = state['step']*0
     return new
 
@@ -265,22 +280,26 @@ def run_optimizer(model:nn.Module, train_cfg:TrainConfig, dist:Dist, # as it is 
 )->torch.optim.Optimizer: # whose groups have `name` and `max_lr`
     """Returns the optimizer of a run; what does not train is frozen.
     A UsageError if the user's cannot be had or does not fit."""
-    c = train_cfg
-    offloads = c.offload_optimizer and not (c.offload_params and dist.world_size>1)
-    if make is None: return make_optimizer(model, c, OffloadedAdamW if offloads else torch.optim.AdamW)
-    require(not (c.offload_optimizer or c.offload_params), 'an optimizer of your own with '
+    offloads = train_cfg.offload_optimizer and not (train_cfg.offload_params and dist.world_size>1)
+    kind = OffloadedAdamW if offloads else torch.optim.AdamW
+    if make is None: return make_optimizer(model, train_cfg, kind)
+    require(not (train_cfg.offload_optimizer or train_cfg.offload_params), 'an optimizer of your own with '
         'offload_optimizer or offload_params: only the update of AdamW is made in the memory of the CPU')
-    optimizer = make(model, c)
-    for g in optimizer.param_groups: require({'name','max_lr'}<={*g}, 'each group of an optimizer needs '
-        f'name and max_lr, its peak learning rate, as from `training_groups`; one has {(*g,)}')
+    optimizer = make(model, train_cfg)
+    for group in optimizer.param_groups:
+        require({'name','max_lr'}<={*group}, 'each group of an optimizer needs name and max_lr, '
+            f'its peak learning rate, as from `training_groups`; one has {(*group,)}')
     if is_sharded(model): begin_state(optimizer) # one that cannot work on pieces fails here
     return optimizer
 
 # %% ../../nbs/42_training.shard.ipynb #1eb1084d
 def flatten(section:dict, prefix:str='')->dict: # nested as in the file; keys of the sections around it
     "Returns dotted keys and their values, without those that are `auto`."
-    inner = [flatten(v, f'{prefix}{k}.') if isinstance(v, dict) else {prefix+k:v} for k,v in section.items()]
-    return {k:v for part in inner for k,v in part.items() if v!='auto'}
+    found = {}
+    for key,value in section.items():
+        if isinstance(value, dict): found |= flatten(value, f'{prefix}{key}.')
+        elif value!='auto': found[prefix+key] = value
+    return found
 
 # %% ../../nbs/42_training.shard.ipynb #fed90c4a
 ZERO = 'zero_optimization.'
@@ -306,11 +325,15 @@ BATCH = 'train_batch_size','train_micro_batch_size_per_gpu','gradient_accumulati
 
 def batch_sizes(flat:dict, train_cfg:TrainConfig, world_size:int)->dict: # see `flatten`; defaults; ranks
     "Returns packs of a micro-batch and micro-batches of an update: field -> value and entry."
-    total,micro,steps = given = [_take(flat, n) for n in BATCH]
-    for n,v in zip(BATCH, given): require(v is None or type(v) is int and v>0,
-        f'{n} is {v!r}: give a whole number above 0, or auto')
-    if micro is None: micro = total//(steps*world_size) if total and steps else train_cfg.batch_size
-    if steps is None: steps = total//(micro*world_size) if total else train_cfg.gradient_accumulation_steps
+    given = [_take(flat, name) for name in BATCH]
+    for name,value in zip(BATCH, given):
+        require(value is None or type(value) is int and value>0,
+            f'{name} is {value!r}: give a whole number above 0, or auto')
+    total,micro,steps = given
+    if micro is None:
+        micro = total//(steps*world_size) if total and steps else train_cfg.batch_size
+    if steps is None:
+        steps = total//(micro*world_size) if total else train_cfg.gradient_accumulation_steps
     require(total in (None, micro*steps*world_size),
         f'train_batch_size {total} is not {micro} (train_micro_batch_size_per_gpu) x {steps} '
         f'(gradient_accumulation_steps) x {world_size} (ranks) = {micro*steps*world_size}: '
@@ -325,8 +348,9 @@ def precision(flat:dict)->dict: # from `flatten`; field -> value and entry
     on = {kind:_take(flat, key, SWITCH) for kind,key in HALF.items()}
     require(not all(on.values()), 'bf16.enabled and fp16.enabled are both true: choose one')
     if {*on.values()}=={None}: return {}
-    kind = next((kind for kind,is_on in on.items() if is_on), 'float32')
-    return dict(dtype=(kind, HALF.get(kind, ' and '.join(HALF.values()))))
+    for kind,key in HALF.items():
+        if on[kind]: return dict(dtype=(kind, key))
+    return dict(dtype=('float32', ' and '.join(HALF.values())))
 
 # %% ../../nbs/42_training.shard.ipynb #9b022df3
 def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field -> value and entry
@@ -338,7 +362,8 @@ def optimizer(flat:dict, train_cfg:TrainConfig)->dict: # see `flatten`; field ->
         'give AdamW, or leave out the section')
     lr = _take(flat, PARAMS+'lr')
     components = 'lr_mp','lr_vision_backbone','lr_language_backbone','lr_backbones'
-    train = ['lr_lora'] if train_cfg.lora_rank else [n for n in components if getattr(train_cfg, n)]
+    train = [name for name in components if getattr(train_cfg, name)]
+    if train_cfg.lora_rank: train = ['lr_lora']
     return {} if lr is None else dict.fromkeys(train, (lr, PARAMS+'lr'))
 
 # %% ../../nbs/42_training.shard.ipynb #3f3f1d8b
@@ -350,8 +375,8 @@ def _leftovers(flat:dict)->list[str]: # what no translation has used
     always = [k for k in flat if k in ALWAYS]
     unused = (False,'auto',None)
     kinds = {'with zero2 and zero3 always so, nothing to set':always,
-        'cannot be switched off':[k for k in always if flat[k] is False],
-        'no equivalent, left out':[k for k,v in flat.items() if k not in ALWAYS and v not in unused]}
+        'cannot be switched off':[key for key in always if flat[key] is False],
+        'no equivalent, left out':[key for key in flat if key not in ALWAYS and flat[key] not in unused]}
     return [f"{what}: {', '.join(keys)}" for what,keys in kinds.items() if keys]
 
 # %% ../../nbs/42_training.shard.ipynb #12682eb8
@@ -361,13 +386,20 @@ def _translate(
     "Returns the run with DeepSpeed's settings."
     flat = flatten({'bf16' if k=='bfloat16' else k:v for k,v in settings.items()}) # its older name
     clip = _take(flat, 'gradient_clipping')
-    found = [(field, _take(flat, key, values), key) for key,(field,values) in EQUAL.items()]
-    fields = {field:(value, key) for field,value,key in found if value is not None}
+    fields:dict[str,Any] = {}
+    for key,(field,values) in EQUAL.items():
+        value = _take(flat, key, values)
+        if value is not None: fields[field] = value,key
     fields |= batch_sizes(flat, train_cfg, world_size)|precision(flat)|optimizer(flat, train_cfg)
     if clip is not None: fields['max_grad_norm'] = clip or None,'gradient_clipping'
-    changed = {n:o for n,o in fields.items() if getattr(train_cfg, n)!=o[0]}
-    changes = [f'{n} {getattr(train_cfg, n)} -> {v} ({key})' for n,(v,key) in changed.items()]
-    return evolve(train_cfg, **{n:v for n,(v,_) in changed.items()}),changes+_leftovers(flat)
+    changed = {}
+    lines = []
+    for field,(value,key) in fields.items():
+        before = getattr(train_cfg, field)
+        if before==value: continue
+        changed[field] = value
+        lines.append(f'{field} {before} -> {value} ({key})')
+    return evolve(train_cfg, **changed),lines+_leftovers(flat)
 
 # %% ../../nbs/42_training.shard.ipynb #9e50fa88
 def read_deepspeed(

@@ -159,7 +159,8 @@ def make_trainer(model:nn.Module, cfg:TrainConfig, # a `VisionLanguageModel`, an
     require(not isinstance(schedule, dict) or {*schedule}==names, f'schedule: give one for each of {names}')
     rates:Any = schedule or get_schedule(cfg.lr_schedule, cfg.warmup_ratio, cfg.min_lr_ratio)
     for at in (most-1, most//2, 0): # a mistake in it costs no run
-        set_lrs(made, rates, *(in_samples(at, 7, most) if cfg.max_training_samples else (at, most)))
+        place = in_samples(at, 7, most) if cfg.max_training_samples else (at, most)
+        set_lrs(made, rates, *place)
     return Trainer(model=wrap_model(base, dist), base=base, cfg=cfg, loader=loader, hooks=list(hooks),
         held_out=as_loader(held_out), dist=dist, log=log, tokenizer=tokenizer, dtype=dtype, optimizer=made,
         schedule=rates, scaler=torch.amp.GradScaler(dist.device.type, enabled=dtype==torch.float16),
@@ -183,20 +184,22 @@ def inputs_of(trainer:Trainer, batch:Batch)->dict[str,Any]: # for the model
 # %% ../../nbs/47_training.trainer.ipynb #30901847
 def accumulate(trainer:Trainer, update:Update)->Tensor: # (), the mean over ranks is the loss of the update
     "Adds up the gradient of an update; returns this rank's part of the loss."
-    t = trainer
     parts = []
     n = len(update.micro_batches)
-    weight = t.dist.world_size/max(update.targets, 1) # of a token
+    weight = trainer.dist.world_size/max(update.targets, 1) # of a token
     for i,batch in enumerate(update.micro_batches):
-        if t.cfg.loss_average!='tokens': # a mean of means
-            weight = t.dist.world_size/max(tally(batch)['targets']*update.filled, 1)
-        with no_sync(t.model, i<n-1): # gradients travel once
-            inputs = inputs_of(t, batch)
-            with autocast(t.dist.device, t.dtype): loss = t.model(**inputs, reduction='sum')[1]
-            t.scaler.scale(loss := loss*weight).backward()
+        if trainer.cfg.loss_average!='tokens': # a mean of means
+            weight = trainer.dist.world_size/max(tally(batch)['targets']*update.filled, 1)
+        with no_sync(trainer.model, i<n-1): # gradients travel once
+            inputs = inputs_of(trainer, batch)
+            with autocast(trainer.dist.device, trainer.dtype):
+                loss = trainer.model(**inputs, reduction='sum')[1]
+            loss = loss*weight
+            trainer.scaler.scale(loss).backward()
         parts.append(loss.detach())
     if not update.tiles: # zeros would let AdamW decay what no picture has touched
-        for p in (*t.base.vision_encoder.parameters(), *t.base.MP.parameters()): p.grad = None
+        for part in (trainer.base.vision_encoder, trainer.base.MP):
+            for p in part.parameters(): p.grad = None
     return torch.stack(parts).sum()
 
 # %% ../../nbs/47_training.trainer.ipynb #88205622
@@ -209,84 +212,89 @@ SIGNAL = 'a signal'
 
 def _agree(trainer:Trainer, part:float, norm:float)->float: # the loss of the update
     "Exchanges losses, the verdicts of the hooks and signals; every rank sets the same `refused` and `stop`."
-    t = trainer
-    why = next(filter(None, [h.before_step(t, dict(batch_loss=part, grad_norm=norm)) for h in t.hooks]), None)
-    overflow = not isfinite(norm) and isfinite(part) and t.scaler.get_scale()>1 # of float16
-    losses,reasons,asked = zip(*t.dist.gather((part, why and (overflow, why), t.asked.is_set())))
-    t.overflow,t.refused = min(filter(None, reasons), key=lambda r: r[0], default=(False, None))
-    if any(asked): t.stop = t.stop or SIGNAL
+    answers = [hook.before_step(trainer, dict(batch_loss=part, grad_norm=norm)) for hook in trainer.hooks]
+    reasons = [why for why in answers if why]
+    overflow = not isfinite(norm) and isfinite(part) and trainer.scaler.get_scale()>1 # of float16
+    verdict = (overflow, reasons[0]) if reasons else None
+    losses,verdicts,asked = zip(*trainer.dist.gather((part, verdict, trainer.asked.is_set())))
+    against = [verdict for verdict in verdicts if verdict] or [(False, None)]
+    trainer.overflow,trainer.refused = min(against, key=lambda verdict: verdict[0])
+    if any(asked): trainer.stop = trainer.stop or SIGNAL
     return sum(losses)/len(losses)
 
 # %% ../../nbs/47_training.trainer.ipynb #f8d76126
 def trained(trainer:Trainer)->list[Tensor]:
     "Returns the parameters that the optimizer has."
-    return [p for g in trainer.optimizer.param_groups for p in g['params']]
+    found:list[Tensor] = []
+    for group in trainer.optimizer.param_groups: found += group['params']
+    return found
 
 # %% ../../nbs/47_training.trainer.ipynb #85928d01
 def _make_step(trainer:Trainer)->None:
     "Lets the optimizer make its step unless it is refused, and clears the gradients."
-    t = trainer
     scaler = trainer.scaler
-    if t.refused is None and any(p.grad is not None for p in trained(t)):
-        scaler.step(t.optimizer)
+    if trainer.refused is None and any(p.grad is not None for p in trained(trainer)):
+        scaler.step(trainer.optimizer)
         scaler.update()
-    else: scaler.update(scaler.get_scale()/(2 if t.overflow else 1))
-    t.optimizer.zero_grad(set_to_none=True)
+    else: scaler.update(scaler.get_scale()/(2 if trainer.overflow else 1))
+    trainer.optimizer.zero_grad(set_to_none=True)
 
 # %% ../../nbs/47_training.trainer.ipynb #847db324
 def _reached(trainer:Trainer, step:int, samples:int)->bool:
     "Returns whether a run of so many updates and samples has its length."
-    c = trainer.cfg
-    return step>=c.max_training_steps if c.max_training_samples is None else samples>=c.max_training_samples
+    cfg = trainer.cfg
+    if cfg.max_training_samples is None: return step>=cfg.max_training_steps
+    return samples>=cfg.max_training_samples
 
 def _is_finished(trainer:Trainer)->bool: # the same on every rank
     "Returns whether no update is left, or a hook or a signal has stopped the run."
-    t = trainer
-    return bool(t.stop) or _reached(t, t.step, t.samples) or t.epoch>=(t.cfg.max_epochs or inf)
+    if trainer.stop or _reached(trainer, trainer.step, trainer.samples): return True
+    return trainer.epoch>=(trainer.cfg.max_epochs or inf)
 
 # %% ../../nbs/47_training.trainer.ipynb #f5a2837d
 def _planned(trainer:Trainer)->int|None: # None: there is no `max_epochs`, or its length is unknown
     "Returns the updates that `max_epochs` come to."
-    t = trainer
     epochs = trainer.cfg.max_epochs
-    return t.began+t.epoch_size*(epochs-t.epoch) if epochs and t.epoch_size else None
+    if not epochs or not trainer.epoch_size: return None
+    return trainer.began+trainer.epoch_size*(epochs-trainer.epoch)
 
 def length(trainer:Trainer)->int|None: # None: a run that counts samples has made no update yet
     "Returns the updates of the whole run, as far as they are known."
-    t = trainer
-    most = updates_of_run(t.cfg, t.samples/t.step if t.step else None, t.step, t.samples)
-    known = [n for n in (_planned(t), most) if n is not None]
+    size = trainer.samples/trainer.step if trainer.step else None
+    most = updates_of_run(trainer.cfg, size, trainer.step, trainer.samples)
+    known = [n for n in (_planned(trainer), most) if n is not None]
     return max(min(known), 1) if known else None
 
 # %% ../../nbs/47_training.trainer.ipynb #76297369
 def _place(trainer:Trainer, size:int)->tuple: # `step` and `max_steps` for the schedule
     "Returns where the schedule stands before an update of `size` samples."
-    t = trainer
     most = trainer.cfg.max_training_samples
-    return (t.step, length(t)) if most is None else in_samples(t.samples, size, most)
+    if most is None: return trainer.step,length(trainer)
+    return in_samples(trainer.samples, size, most)
 
 # %% ../../nbs/47_training.trainer.ipynb #540932c2
 def _plan(trainer:Trainer)->None: # every rank must call
     "Estimates the updates of an epoch if the run counts epochs, and tells the log the length of the run."
-    t = trainer
     epochs = trainer.cfg.max_epochs
-    if epochs and t.epoch_size is None: t.epoch_size = t.loader.epoch_updates()
-    if epochs: t.log.info(f'{epochs} epochs: about {_planned(t) or "an unknown number of"} updates')
-    t.log.length(length(t))
+    if epochs:
+        if trainer.epoch_size is None: trainer.epoch_size = trainer.loader.epoch_updates()
+        planned = _planned(trainer) or 'an unknown number of'
+        trainer.log.info(f'{epochs} epochs: about {planned} updates')
+    trainer.log.length(length(trainer))
 
 # %% ../../nbs/47_training.trainer.ipynb #0939a103
 LONG = 1000 # updates of a run that wins back the time of compiling
 
 def _compile(trainer:Trainer)->None:
     "Compiles blocks if `compile` was left open and pays: in long runs on CUDA. An earlier start has decided."
-    t = trainer
-    n = length(trainer)
-    if t.cfg.compile is not None: t.compiled = t.cfg.compile
-    elif t.dist.device.type=='cuda':
-        if t.compiled is None: t.compiled = n is None or n>=LONG
-        t.log.info(f'compile None: blocks are {"not "*(not t.compiled)}compiled, decided when the run began; '
-            f'it pays from {LONG} updates on, and the run has {n or "an unknown number"}')
-        if t.compiled: compile_blocks(t.base)
+    planned = length(trainer)
+    if trainer.cfg.compile is not None: trainer.compiled = trainer.cfg.compile
+    elif trainer.dist.device.type=='cuda':
+        if trainer.compiled is None: trainer.compiled = planned is None or planned>=LONG
+        found = 'compiled' if trainer.compiled else 'not compiled'
+        trainer.log.info(f'compile None: blocks are {found}, decided when the run began; '
+            f'it pays from {LONG} updates on, and the run has {planned or "an unknown number"}')
+        if trainer.compiled: compile_blocks(trainer.base)
 
 # %% ../../nbs/47_training.trainer.ipynb #4dafcaa5
 def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stream(device).query()
@@ -294,25 +302,26 @@ def _is_busy(device): return device.type=='cuda' and not torch.cuda.current_stre
 # %% ../../nbs/47_training.trainer.ipynb #a2ec4ed1
 def train_step(trainer:Trainer, update:Update)->Figures: # for the log
     "Computes an update, makes its step unless a hook refuses, and returns the figures."
-    t = trainer
     clock = trainer.clock
-    t.update = update
-    if not t.base.training: t.model.train() # a hook or a judge has asked the model something
-    lrs = set_lrs(t.optimizer, t.schedule, *_place(t, update.samples))
-    with clock('forward_backward'): loss = accumulate(t, update)
+    trainer.update = update
+    if not trainer.base.training: trainer.model.train() # a hook or a judge has asked the model something
+    lrs = set_lrs(trainer.optimizer, trainer.schedule, *_place(trainer, update.samples))
+    with clock('forward_backward'): loss = accumulate(trainer, update)
     with clock('optimizer'):
-        t.scaler.unscale_(t.optimizer)
-        norm = clip_gradients(trained(t), t.cfg.max_grad_norm)
-    if not _reached(t, t.step+1, t.samples+update.samples): t.feed.fetch(lambda: _is_busy(t.dist.device))
+        trainer.scaler.unscale_(trainer.optimizer)
+        norm = clip_gradients(trained(trainer), trainer.cfg.max_grad_norm)
+    if not _reached(trainer, trainer.step+1, trainer.samples+update.samples):
+        trainer.feed.fetch(lambda: _is_busy(trainer.dist.device))
     with clock('forward_backward'): part,size = _read_once(loss, norm) # the only wait
-    with clock('communication'): total = _agree(t, part, size)
-    with clock('optimizer'): _make_step(t)
-    t.step += 1
-    t.samples += update.samples
-    t.targets += update.targets
+    with clock('communication'): total = _agree(trainer, part, size)
+    with clock('optimizer'): _make_step(trainer)
+    trainer.step += 1
+    trainer.samples += update.samples
+    trainer.targets += update.targets
 
-    t.last = _reached(t, t.step, t.samples) or t.feed.over and t.epoch+1==t.cfg.max_epochs
-    return dict(batch_loss=total, grad_norm=size, **lrs, epoch=t.epoch, target_tokens=update.targets,
+    last_epoch = trainer.epoch+1==trainer.cfg.max_epochs
+    trainer.last = _reached(trainer, trainer.step, trainer.samples) or trainer.feed.over and last_epoch
+    return dict(batch_loss=total, grad_norm=size, **lrs, epoch=trainer.epoch, target_tokens=update.targets,
         tokens=update.tokens, samples=update.samples, batch_digest=update.digest, **update.packing)
 
 # %% ../../nbs/47_training.trainer.ipynb #8d393855
@@ -323,21 +332,21 @@ def _blame(trainer:Trainer, loader:Loader)->str|None: # every rank must call
 # %% ../../nbs/47_training.trainer.ipynb #09593343
 def updates(trainer:Trainer)->Iterator[Update]: # as many on every rank
     "Yields updates, epoch after epoch, until the run is finished."
-    t = trainer
-    while not _is_finished(t):
-        t.saver.wait() # workers are forked: no thread may hold a lock
-        t.feed.begin(t.epoch)
+    while not _is_finished(trainer):
+        trainer.saver.wait() # workers are forked: no thread may hold a lock
+        trainer.feed.begin(trainer.epoch)
         try:
-            for update in iter(t.feed.take, None):
+            for update in iter(trainer.feed.take, None):
                 yield update
-                if t.stop or _reached(t, t.step, t.samples): return
-        finally: t.feed.close()
-        t.epoch_size = t.step-t.began
-        t.began = t.step
-        t.epoch = t.epoch+1 # those of earlier starts are counted
-        why = not t.epoch_size and (_blame(t, t.loader) or 'is the training data empty?')
-        require(not why, f'an epoch without a single sample: {why}')
-        for hook in t.hooks: hook.end_epoch(t)
+                if trainer.stop or _reached(trainer, trainer.step, trainer.samples): return
+        finally: trainer.feed.close()
+        trainer.epoch_size = trainer.step-trainer.began
+        trainer.began = trainer.step
+        trainer.epoch = trainer.epoch+1 # those of earlier starts are counted
+        if not trainer.epoch_size:
+            why = _blame(trainer, trainer.loader) or 'is the training data empty?'
+            raise UsageError(f'an epoch without a single sample: {why}')
+        for hook in trainer.hooks: hook.end_epoch(trainer)
 
 # %% ../../nbs/47_training.trainer.ipynb #cd957c40
 def _owed(trainer:Trainer)->Iterable[Hook]:
@@ -357,25 +366,24 @@ def _at_end(trainer:Trainer, do:Callable)->Callable: # for `ExitStack.push`
 
 def train(trainer:Trainer)->Trainer: # where the run ended
     "Makes the updates that are left, and calls the hooks."
-    t = trainer
     figures = Figures()
-    t.model.train()
+    trainer.model.train()
     with ExitStack() as stack:
-        stack.push(_at_end(t, t.saver.wait))
-        _plan(t)
-        _compile(t)
-        for hook in t.hooks:
-            hook.begin(t)
-            stack.push(_at_end(t, partial(hook.end, t)))
+        stack.push(_at_end(trainer, trainer.saver.wait))
+        _plan(trainer)
+        _compile(trainer)
+        for hook in trainer.hooks:
+            hook.begin(trainer)
+            stack.push(_at_end(trainer, partial(hook.end, trainer)))
         gc.freeze() # what exists now is needed to the end: the garbage collector skips it
         stack.callback(gc.unfreeze)
-        for hook in _owed(t): hook.after_update(t, figures)
-        for update in updates(t):
-            figures = train_step(t, update)
-            for hook in t.hooks: hook.after_update(t, figures)
-    if isinstance(t.stop, Exception): raise t.stop
-    if t.stop: t.log.info(f'stopped by {t.stop} after update {t.step}')
-    return t
+        for hook in _owed(trainer): hook.after_update(trainer, figures)
+        for update in updates(trainer):
+            figures = train_step(trainer, update)
+            for hook in trainer.hooks: hook.after_update(trainer, figures)
+    if isinstance(trainer.stop, Exception): raise trainer.stop
+    if trainer.stop: trainer.log.info(f'stopped by {trainer.stop} after update {trainer.step}')
+    return trainer
 
 # %% ../../nbs/47_training.trainer.ipynb #2b0cd218
 def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank must call
@@ -386,36 +394,37 @@ def stopping(trainer:Trainer)->bool: # the same on every rank, and every rank mu
 # %% ../../nbs/47_training.trainer.ipynb #efb44874
 def validation_batches(trainer:Trainer)->Iterator[Batch]: # the same each time; every rank must call
     "Yields the held-out micro-batches."
-    t = trainer
     packs = trainer.cfg.max_val_batches*trainer.val_batch
-    if t.cfg.val_workers: t.saver.wait() # workers are forked: no thread may hold a lock
-    t.held_out.keep(packs)
-    t.held_out.set_epoch(0)
-    most = -(-packs//(t.cfg.batch_size*t.dist.world_size)) # the same packs, however they are split
-    return islice(synchronized_batches(t.held_out, t.dist, t.held_out.idle), most)
+    if trainer.cfg.val_workers: trainer.saver.wait() # workers are forked: no thread may hold a lock
+    trainer.held_out.keep(packs)
+    trainer.held_out.set_epoch(0)
+    size = trainer.cfg.batch_size*trainer.dist.world_size
+    most = -(-packs//size) # the same packs, however they are split
+    return islice(synchronized_batches(trainer.held_out, trainer.dist, trainer.held_out.idle), most)
 
 # %% ../../nbs/47_training.trainer.ipynb #89a6c2ac
 @torch.no_grad()
 def over_validation(trainer:Trainer, look:Callable[[Batch,dict],Any])->list|None: # None: the run is stopped
     "Returns what `look(batch, inputs)` returned for each held-out micro-batch; every rank must call."
-    t = trainer
     found = []
-    if t.dist.device.type=='cuda': torch.cuda.empty_cache()
-    t.model.eval()
-    for batch in validation_batches(t):
-        if stopping(t): break
-        with autocast(t.dist.device, t.dtype): found.append(look(batch, inputs_of(t, batch)))
-    t.model.train()
-    return None if stopping(t) else found
+    if trainer.dist.device.type=='cuda': torch.cuda.empty_cache()
+    trainer.model.eval()
+    for batch in validation_batches(trainer):
+        if stopping(trainer): break
+        with autocast(trainer.dist.device, trainer.dtype):
+            found.append(look(batch, inputs_of(trainer, batch)))
+    trainer.model.train()
+    return None if stopping(trainer) else found
 
 # %% ../../nbs/47_training.trainer.ipynb #89a6c2ad
 def validation_loss(trainer:Trainer)->float|None: # None: there is no target, or the run is stopped
     "Returns the mean loss of the held-out targets of all ranks."
-    t = trainer
-    look = lambda batch, inputs: (t.base(**inputs, reduction='sum')[1], tally(batch)['targets'])
-    if (found := over_validation(t, look)) is None: return None
-    total = t.dist.sum(sum(_read_once(*(loss for loss,_ in found))) if found else 0.)
-    targets = t.dist.sum(sum(n for _,n in found))
+    def look(batch, inputs): return trainer.base(**inputs, reduction='sum')[1],tally(batch)['targets']
+    found = over_validation(trainer, look)
+    if found is None: return None
+    losses = [loss for loss,_ in found]
+    total = trainer.dist.sum(sum(_read_once(*losses)) if losses else 0.)
+    targets = trainer.dist.sum(sum(n for _,n in found))
     return total/targets if targets else None
 
 # %% ../../nbs/47_training.trainer.ipynb #3702b16b
@@ -443,12 +452,14 @@ class Validate(Hook):
 
     def begin(self, trainer:Trainer)->None:
         "Looks whether a new run has anything to validate on; a UsageError with the remedy if it ought to."
-        t = trainer
         size = trainer.cfg.val_size
-        if t.checkpoint or any(t.dist.sum(tally(b)['targets']) for b in validation_batches(t)): return
+        if trainer.checkpoint: return
+        targets = (tally(batch)['targets'] for batch in validation_batches(trainer))
+        if any(map(trainer.dist.sum, targets)): return
         require(size==0, f'no usable validation row among val_size {size}: '
-            f'{_blame(t, t.held_out) or "raise val_size"}; or set val_size to 0 to train without validation')
-        t.log.info('no validation: val_size is 0, and the last checkpoint counts as the best')
+            f'{_blame(trainer, trainer.held_out) or "raise val_size"}; '
+            'or set val_size to 0 to train without validation')
+        trainer.log.info('no validation: val_size is 0, and the last checkpoint counts as the best')
 
     def measure(self, trainer:Trainer)->Figures|None: # None: nothing to measure, or stopped
         "Returns the figures of a validation."
@@ -457,12 +468,14 @@ class Validate(Hook):
 
     def note(self, trainer:Trainer, found:Figures)->bool:
         "Adds the best so far, and returns whether this is it; the untrained model does not count."
-        t = trainer
         name = 'judged' if self.by else 'val_loss'
-        if self.by: found[name] = t.dist.broadcast(self.by(t)) # one judgement for all ranks
-        best = t.step>0 and found[name]<t.best_val_loss
-        if best: t.best_val_loss,t.best_step = found[name],t.step
-        if t.best_step: found |= {f'best_{name}':t.best_val_loss, 'best_step':t.best_step}
+        if self.by: found[name] = trainer.dist.broadcast(self.by(trainer)) # one judgement for all ranks
+        best = trainer.step>0 and found[name]<trainer.best_val_loss
+        if best:
+            trainer.best_val_loss = found[name]
+            trainer.best_step = trainer.step
+        if trainer.best_step:
+            found |= {f'best_{name}':trainer.best_val_loss, 'best_step':trainer.best_step}
         return best
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
@@ -497,8 +510,8 @@ class Guard(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "The norms of updates that were made say what is usual."
-        t = trainer
-        if t.update and t.refused is None: t.norms = [*t.norms, figures['grad_norm']][-WINDOW:]
+        if trainer.update and trainer.refused is None:
+            trainer.norms = [*trainer.norms, figures['grad_norm']][-WINDOW:]
 
 # %% ../../nbs/47_training.trainer.ipynb #794e9e50
 def _stateful_hooks(trainer:Trainer)->dict[str,Any]: # by the name of their class
@@ -514,33 +527,36 @@ def _saved_state(name:str, hook:Stateful)->dict[str,Any]: # a copy, for the run 
     "Returns what a hook remembers; a UsageError if it is neither tensors nor what JSON can hold."
     state = hook.state_dict()
     tensors = {k:w.detach().to('cpu', copy=True) for k,w in state.items() if isinstance(w, Tensor)}
-    try: return json.loads(json.dumps({k:v for k,v in state.items() if k not in tensors}))|tensors
+    plain = {k:v for k,v in state.items() if k not in tensors}
+    try: return json.loads(json.dumps(plain))|tensors
     except (TypeError, ValueError) as e: raise UsageError(f'the state of hook {name} cannot be saved as JSON '
         f'({e}): give tensors by name, numbers, strings, lists') from e
 
 # %% ../../nbs/47_training.trainer.ipynb #c4b7158c
 def state_dict(trainer:Trainer)->dict[str,Any]: # JSON-able but for tensors of hooks; every rank must call
     "Returns what a run resumes from, besides weights, optimizer and random generators."
-    t = trainer
     position = trainer.feed.state_dict()
-    return {f.name:getattr(t, f.name) for f in fields(Counters)}|dict(
-        epoch=t.epoch+(t.last and t.feed.over), planned=_planned(t), # the last update ends its epoch
-        data=None if position is None else merge_states(t.dist.gather(position)),
-        configs=dict(vlm=asdict(t.base.cfg), train=asdict(t.cfg)),
-        precision=str(t.dtype), scaler=t.scaler.state_dict(), log=t.log.position,
-        world_size=t.dist.world_size,
-        hooks={name:_saved_state(name, hook) for name,hook in _stateful_hooks(t).items()})
+    return {f.name:getattr(trainer, f.name) for f in fields(Counters)}|dict(
+        epoch=trainer.epoch+(trainer.last and trainer.feed.over), # the last update ends its epoch
+        planned=_planned(trainer),
+        data=None if position is None else merge_states(trainer.dist.gather(position)),
+        configs=dict(vlm=asdict(trainer.base.cfg), train=asdict(trainer.cfg)),
+        precision=str(trainer.dtype), scaler=trainer.scaler.state_dict(), log=trainer.log.position,
+        world_size=trainer.dist.world_size,
+        hooks={name:_saved_state(name, hook) for name,hook in _stateful_hooks(trainer).items()})
 
 # %% ../../nbs/47_training.trainer.ipynb #abb654a7
 def save(trainer:Trainer, then:Callable=str)->None: # `then(path)` when it is complete; every rank must call
     "Has the checkpoint of this update written, and deletes what is too old."
-    t = trainer
-    if t.saved==t.step or t.log.run_dir is None: return # it is there, or has no place
-    complete = lambda path: (then(path), prune(path.parent, t.cfg.max_keep_ckpts))
-    t.log.info(f'update {t.step}: checkpoint step_{t.step}')
-    with t.clock('checkpoint'): t.saver.save(
-        t.base, t.log.run_dir, t.step, t.tokenizer, state_dict(t), t.optimizer, complete)
-    t.saved = t.step
+    if trainer.saved==trainer.step or trainer.log.run_dir is None: return # it is there, or has no place
+    def complete(path):
+        then(path)
+        prune(path.parent, trainer.cfg.max_keep_ckpts)
+    trainer.log.info(f'update {trainer.step}: checkpoint step_{trainer.step}')
+    with trainer.clock('checkpoint'):
+        trainer.saver.save(trainer.base, trainer.log.run_dir, trainer.step, trainer.tokenizer,
+            state_dict(trainer), trainer.optimizer, complete)
+    trainer.saved = trainer.step
 
 # %% ../../nbs/47_training.trainer.ipynb #cc6fcc3b
 class Checkpoint(Hook):
@@ -552,10 +568,11 @@ class Checkpoint(Hook):
 
     def after_update(self, trainer:Trainer, figures:Figures)->None:
         "Saves when it is time, and at once what was resumed from another run."
-        t = trainer
-        every = [self.judged]+[self.every]*(trainer.step>0)
-        due = t.checkpoint and t.update is None or any(n>0 and t.step%n==0 for n in every)
-        if t.last or t.stop or due: save(t, self.then)
+        every = [self.judged]
+        if trainer.step>0: every.append(self.every)
+        due = any(n>0 and trainer.step%n==0 for n in every)
+        resumed = trainer.checkpoint and trainer.update is None
+        if trainer.last or trainer.stop or resumed or due: save(trainer, self.then)
 
     def end(self, trainer:Trainer)->None:
         "Saves what a stop would lose, and waits until all is written."
@@ -565,53 +582,53 @@ class Checkpoint(Hook):
 # %% ../../nbs/47_training.trainer.ipynb #ca70adbc
 def _place_data(trainer:Trainer, state:dict, force:bool=False)->None: # if it does not fit: the next epoch
     "Sets the position of the data, and lets validation keep its rows."
-    t = trainer
     data = state['data']
     if data is None: return
-    try: t.loader.load_state_dict(data)
+    try: trainer.loader.load_state_dict(data)
     except ValueError as e:
         if not force: raise
-        t.log.info(f'the rest of epoch {data["epoch"]} is left out: {e}')
-        t.loader.set_epoch(data['epoch']+1)
+        trainer.log.info(f'the rest of epoch {data["epoch"]} is left out: {e}')
+        trainer.loader.set_epoch(data['epoch']+1)
         state |= dict(began=state['step'], epoch_size=None)
-    state['epoch'] = t.loader.epoch
+    state['epoch'] = trainer.loader.epoch
 
 # %% ../../nbs/47_training.trainer.ipynb #9080a088
 def _load_weights(trainer:Trainer, checkpoint:Path, state:dict, force:bool)->None: # see `resume`
     "Reads model, optimizer and scaler."
-    t = trainer
     merge = trainer.base.lora_note is None # else the adapters continue
-    load_full_weights(t.base, checkpoint_weights(checkpoint, t.base.config_class, merge)[1])
-    if force and training_parts(state['configs']['train'])!=training_parts(asdict(t.cfg)):
-        t.log.info('other parts train than before: the optimizer begins anew')
-    else: load_optimizer(checkpoint/'optimizer', t.base, t.optimizer, t.dist)
-    t.scaler.load_state_dict(state['scaler'])
+    load_full_weights(trainer.base, checkpoint_weights(checkpoint, trainer.base.config_class, merge)[1])
+    if force and training_parts(state['configs']['train'])!=training_parts(asdict(trainer.cfg)):
+        trainer.log.info('other parts train than before: the optimizer begins anew')
+    else: load_optimizer(checkpoint/'optimizer', trainer.base, trainer.optimizer, trainer.dist)
+    trainer.scaler.load_state_dict(state['scaler'])
     before = state['precision']
-    now = str(t.dtype)
-    if before!=now: t.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
+    now = str(trainer.dtype)
+    if before!=now: trainer.log.info(f'trained in {before} so far, from here in {now} (dtype changes it)')
 
 # %% ../../nbs/47_training.trainer.ipynb #c8a1d72d
 def _load_hooks(trainer:Trainer, checkpoint:Path, state:dict)->None: # its `trainer_state.json`
     "Restores what hooks remember; a state without a hook and a hook without a state are named in the log."
-    t = trainer
     states = state['hooks']
     named = _stateful_hooks(trainer)
     file = checkpoint/HOOKS
-    for key,w in (load_file(file) if file.is_file() else {}).items():
+    tensors = load_file(file) if file.is_file() else {}
+    for key,w in tensors.items():
         name,_,at = key.partition('.')
         states[name][at] = w
     for name in states.keys() & named.keys(): named[name].load_state_dict(states[name])
     for name in sorted(states.keys() ^ named.keys()):
-        t.log.info(f'hook {name} begins anew: the checkpoint has no state of it' if name in named else
-            f'the checkpoint has a state of hook {name}, which this run does not have: it is left out')
+        if name in named: trainer.log.info(f'hook {name} begins anew: the checkpoint has no state of it')
+        else: trainer.log.info(f'the checkpoint has a state of hook {name}, '
+            'which this run does not have: it is left out')
 
 # %% ../../nbs/47_training.trainer.ipynb #ffb5759e
-def _take_directory(t, state):
+def _take_directory(trainer, state):
     "Makes log and best checkpoint those of the state, if the run's directory is the checkpoint's own."
-    if t.owned: t.saved = t.step
-    t.log.cut(state['log'] if t.owned else 0) # what a killed run did later is done again
-    best = on_master(t.dist, lambda: best_kept(t.log.run_dir, state)) if t.owned else (inf,None)
-    t.best_val_loss,t.best_step = best
+    if trainer.owned: trainer.saved = trainer.step
+    trainer.log.cut(state['log'] if trainer.owned else 0) # what a killed run did later is done again
+    best = inf,None
+    if trainer.owned: best = on_master(trainer.dist, lambda: best_kept(trainer.log.run_dir, state))
+    trainer.best_val_loss,trainer.best_step = best
 
 # %% ../../nbs/47_training.trainer.ipynb #ffb5759f
 # of `trainer_state.json`; a counter that an older checkpoint lacks keeps its default
@@ -629,20 +646,19 @@ def resume(trainer:Trainer, checkpoint:Path, # at update 0; a `step_N` directory
     then:Callable=bool, # called when all is read, before anything in the run's directory is changed
 )->Trainer: # at the update of the checkpoint; every rank must call
     "Restores a run; `FileNotFoundError` if the checkpoint is not complete, ValueError if it is damaged."
-    t = trainer
-    if not checked: check_checkpoint(checkpoint, dist=t.dist)
+    if not checked: check_checkpoint(checkpoint, dist=trainer.dist)
     state = read_state(checkpoint, _RESUMED)
-    _place_data(t, state, force)
-    _load_weights(t, checkpoint, state, force)
+    _place_data(trainer, state, force)
+    _load_weights(trainer, checkpoint, state, force)
     for f in fields(Counters):
-        if f.name in state: setattr(t, f.name, state[f.name])
-    t.checkpoint = checkpoint
-    t.owned = t.log.run_dir is not None and is_own(t.log.run_dir, checkpoint)
-    _load_hooks(t, checkpoint, state)
-    restore = partial(_restore_chance, checkpoint/f'rng_{t.dist.rank}.json')
-    same_ranks = state['world_size']==t.dist.world_size
-    if same_ranks: on_all(t.dist, restore)
+        if f.name in state: setattr(trainer, f.name, state[f.name])
+    trainer.checkpoint = checkpoint
+    trainer.owned = trainer.log.run_dir is not None and is_own(trainer.log.run_dir, checkpoint)
+    _load_hooks(trainer, checkpoint, state)
+    restore = partial(_restore_chance, checkpoint/f'rng_{trainer.dist.rank}.json')
+    same_ranks = state['world_size']==trainer.dist.world_size
+    if same_ranks: on_all(trainer.dist, restore)
     then()
-    _take_directory(t, state)
+    _take_directory(trainer, state)
     if same_ranks: restore() # what was drawn since then does not count
-    return t
+    return trainer
