@@ -41,8 +41,13 @@ def left_pad(prompts:list[list[int]], pad_id:int, device:torch.device, # token i
 )->tuple[torch.Tensor,torch.Tensor]: # ids and mask, (B, T) long; the mask is 0 at padding
     "Returns prompts of unequal length as one batch."
     longest = max(map(len, prompts))
-    rows = [([pad_id]*(longest-len(p))+p, [0]*(longest-len(p))+[1]*len(p)) for p in prompts]
-    return tuple(torch.tensor(x, device=device) for x in zip(*rows))
+    ids = []
+    mask = []
+    for prompt in prompts:
+        missing = longest-len(prompt)
+        ids.append([pad_id]*missing+prompt)
+        mask.append([0]*missing+[1]*len(prompt))
+    return torch.tensor(ids, device=device),torch.tensor(mask, device=device)
 
 # %% ../../nbs/30_answers.answer.ipynb #a5e40001
 def _picture_uri(picture:Image.Image, side:int)->str: # pixels of the copy's longest side; a data: URI
@@ -116,10 +121,9 @@ class Asker:
         images = [images] if isinstance(images, Image.Image) else list(images)
         if not images: return [],''
         tiles,grids = zip(*map(self.image_processor, images))
-        a_tile = self.model.cfg.mp_image_token_length
-        convention = self.image_processor.convention
-        if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], a_tile, convention)
-        return [*tiles],''.join(image_strings(self.tokenizer, [g], a_tile, convention)[0] for g in grids)
+        how = self.model.cfg.mp_image_token_length,self.image_processor.convention
+        if self.numbered: return [*tiles],image_strings(self.tokenizer, [*grids], *how)
+        return [*tiles],''.join(image_strings(self.tokenizer, [grid], *how)[0] for grid in grids)
 
     def prompt(self, images:Iterable[Image.Image], # may be empty
         question:str|list[dict], # plain text, or turns of which the last has no 'assistant'
@@ -131,33 +135,39 @@ class Asker:
 
     def check_length(self, n:int, max_new_tokens:int)->None: # tokens of the longest prompt, and of its answer
         "Raises a UsageError where prompt and answer need more positions than the model has."
-        require(n+max_new_tokens<=(most := self.model.cfg.lm_max_position_embeddings),
-            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {most} positions '
+        positions = self.model.cfg.lm_max_position_embeddings
+        require(n+max_new_tokens<=positions,
+            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {positions} positions '
             'of the model: give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
 
     def ends(self, stop:Sequence[str|int]=(), # texts and token ids that end an answer
     )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first
         "Returns what ends an answer; a text that is a special token counts as its id."
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
-        stop = [self.tokenizer.eos_token_id, *(special.get(s, s) for s in stop)]
-        return [s for s in stop if isinstance(s, str)],[s for s in stop if isinstance(s, int)]
+        ends = [self.tokenizer.eos_token_id, *(special.get(s, s) for s in stop)]
+        texts = [end for end in ends if isinstance(end, str)]
+        tokens = [end for end in ends if isinstance(end, int)]
+        return texts,tokens
 
     def sampling(self, how:dict)->dict: # what the caller gave; for `sample`
         "Returns how tokens are picked: greedily, unless a rule for drawing is given."
-        return how if how.keys()&{'temperature','top_k','top_p'} else dict(greedy=True)|how
+        if how.keys()&{'temperature','top_k','top_p'}: return how
+        return dict(greedy=True)|how
 
     def _streams(self, questions, max_new_tokens, stop, shorten, sampling):
         "Yields the texts of a batch after each token, and when they are complete; see `stream`."
         require(questions, 'no question: give a list of (pictures, question) pairs')
         prompts,tiles = zip(*(self.prompt(*q) for q in questions))
         longest = max(map(len, prompts))
-        if shorten: max_new_tokens = min(max_new_tokens, self.model.cfg.lm_max_position_embeddings-longest)
+        if shorten:
+            left = self.model.cfg.lm_max_position_embeddings-longest
+            max_new_tokens = min(max_new_tokens, left)
         self.check_length(longest, max(max_new_tokens, 1))
         ids,mask = left_pad(prompts, self.tokenizer.pad_token_id, self.device)
         texts,tokens = self.ends(stop)
         streams = TextStreams(self.tokenizer, len(questions), texts, tokens)
-        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens, eos_token_id=tokens, ended=streams,
-                                   **self.sampling(sampling)):
+        for _ in self.model.stream(ids, list(tiles), mask, max_new_tokens, eos_token_id=tokens,
+                                   ended=streams, **self.sampling(sampling)):
             yield streams
         streams.finish()
         yield streams
@@ -168,14 +178,16 @@ class Asker:
         **sampling, # `temperature`, `top_k` and others of `sample`; greedy when nothing is given
     )->Iterator[list[str]]: # what each answer adds to its text, without special tokens
         "Answers several questions in one batch, piece by piece."
-        for streams in self._streams(questions, max_new_tokens, stop, shorten, sampling): yield streams.pieces
+        for streams in self._streams(questions, max_new_tokens, stop, shorten, sampling):
+            yield streams.pieces
 
     def __call__(self, questions:list[tuple]|Image.Image, # see `stream`; or a picture, its question behind it
         max_new_tokens:int|str=32, # longest answer in tokens; behind a picture the question
         stop:Sequence[str|int]=(), **sampling, # see `stream`
     )->list[Reply]: # answers without special tokens
         "Answers several questions in one batch, or one about one picture."
-        if isinstance(max_new_tokens, str): return self([(questions, max_new_tokens)], stop=stop, **sampling)
+        if isinstance(max_new_tokens, str):
+            return self([(questions, max_new_tokens)], stop=stop, **sampling)
         *_,streams = self._streams(questions, max_new_tokens, stop, False, sampling)
         replies = [Reply(text.strip()) for text in streams.texts]
         for reply,ended in zip(replies, streams.done): reply.cut = not ended
@@ -186,7 +198,8 @@ class Asker:
     )->list[float]: # log-probability of each as the whole answer, its end included
         "Returns how likely each choice is; all are read in one batch."
         images = list(images)
-        return [-loss for loss,_ in answer_losses(self, [(images, question, c) for c in choices], True)]
+        turns = [(images, question, choice) for choice in choices]
+        return [-loss for loss,_ in answer_losses(self, turns, True)]
 
     def ask(self, pictures, question:str|list[dict], # PIL images, arrays, paths, one or several; see `prompt`
         choices:Sequence[str]|None=None, # possible answers; of equally likely ones the first is taken
@@ -218,10 +231,14 @@ class Asker:
         return f'Asker: {millions:.2f} M parameters, {self.model.folder or "in memory"}'
 
     def _repr_html_(self):
-        files = [self.run_dir/name for name in ('curves.png','samples.png')] if self.run_dir else []
-        pictures = [_picture_uri(Image.open(file).convert('RGB'), 900) for file in files if file.is_file()]
-        shown = ''.join(f'<p><img alt="curves, or answers" src="{uri}"></p>' for uri in pictures)
-        return f'<p>{escape(repr(self))}</p>{shown}'
+        html = f'<p>{escape(repr(self))}</p>'
+        if not self.run_dir: return html
+        for name in ('curves.png','samples.png'):
+            path = self.run_dir/name
+            if not path.is_file(): continue
+            uri = _picture_uri(Image.open(path).convert('RGB'), 900)
+            html += f'<p><img alt="curves, or answers" src="{uri}"></p>'
+        return html
 
 # %% ../../nbs/30_answers.answer.ipynb #a5e40008
 def _with_answers(asker, turns, template):
@@ -234,7 +251,8 @@ def _with_answers(asker, turns, template):
         key = tuple(map(id, images))
         if key not in known: known[key] = *asker.tiles(images),images # they live as long as their ids count
         tiles,pictures,_ = known[key]
-        ids,labels = encode_chat(tokenizer, [*before, last|dict(assistant=answer)], pictures, asker.inline)
+        answered = [*before, last|dict(assistant=answer)]
+        ids,labels = encode_chat(tokenizer, answered, pictures, asker.inline)
         if before:
             prompt = encode_prompt(tokenizer, [*before, last], pictures, inline=asker.inline)
             labels[:len(prompt)-1] = IGNORE
@@ -260,8 +278,10 @@ def answer_losses(asker:Asker, turns:list[tuple], # (pictures, question or turns
     targets = labels[is_target]
     losses = torch.nn.functional.cross_entropy(scores, targets, reduction='none')
     wrong = (scores.argmax(-1)!=targets).float()
-    sums = (torch.zeros(len(rows), device=asker.device).index_add_(0, row, x) for x in (losses,wrong))
-    return [(loss,w==0) for loss,w in zip(*(s.tolist() for s in sums))]
+    zeros = torch.zeros(len(rows), device=asker.device)
+    sums = zeros.index_add(0, row, losses).tolist()
+    is_greedy = (zeros.index_add(0, row, wrong)==0).tolist()
+    return list(zip(sums, is_greedy))
 
 # %% ../../nbs/30_answers.answer.ipynb #9feaf652
 class Chat:
@@ -288,14 +308,18 @@ class Chat:
         a.check_length(len(ids), max_new_tokens)
         n = self.shared(ids)
         if n and self.reader: self.reader.go_back(n, len(ids)-n+max_new_tokens)
-        else: self.reader = Reader(a.model.decoder, torch.ones(1, len(ids), dtype=torch.long), max_new_tokens)
-        self.known,(texts,tokens) = [],a.ends(stop)
+        else:
+            mask = torch.ones(1, len(ids), dtype=torch.long)
+            self.reader = Reader(a.model.decoder, mask, max_new_tokens)
+        self.known = []
+        texts,tokens = a.ends(stop)
         row = torch.tensor([ids], device=a.device)
         streams = TextStreams(a.tokenizer, 1, texts, tokens)
         for new in a.model.stream(row[:,n:], None if n else self.tiles, None, max_new_tokens, tokens,
                                   ended=streams, reader=self.reader, **a.sampling(sampling)):
             # the model reads a token when the next one is asked for
-            self.known,unread = self.known+unread,new.tolist()
+            self.known = self.known+unread
+            unread = new.tolist()
             yield streams.pieces[0]
         yield streams.finish()[0]
         self.turns = [*turns[:-1], dict(user=question, assistant=streams.texts[0].strip())]
@@ -326,14 +350,19 @@ def questions_of(rows:Iterable[dict], # samples with `images`, `texts`, and perh
 )->list[Result]: # not yet answered
     "Returns every turn of every sample as a question."
     rows = [row|dict(texts=place_pictures(row['texts'], len(row['images'] or []))) for row in rows]
-    out = []
-    asked = {t['user'] for row in rows for t in row['texts']}
+    results = []
+    different = set()
+    for row in rows: different.update(turn['user'] for turn in row['texts'])
     for row in rows:
+        turns = row['texts']
         images = list(row['images'] or [])
-        kinds = row.get('kinds') or [row.get('source') or (t['user'] if len(asked)<=FEW else 'all')
-                                     for t in row['texts']]
-        out += [Result(k, images, t['user'], t['assistant']) for k,t in zip(kinds, row['texts'], strict=True)]
-    return out
+        if row.get('kinds'): kinds = row['kinds']
+        elif row.get('source'): kinds = [row['source']]*len(turns)
+        elif len(different)<=FEW: kinds = [turn['user'] for turn in turns]
+        else: kinds = ['all']*len(turns)
+        for kind,turn in zip(kinds, turns, strict=True):
+            results.append(Result(kind, images, turn['user'], turn['assistant']))
+    return results
 
 # %% ../../nbs/30_answers.answer.ipynb #09a0ee6a
 LONGEST = 32 # tokens of an answer at most, unless it is said
@@ -344,15 +373,18 @@ def answer_all(asker:Asker, results:list[Result], # from `questions_of`; `reply`
     "Asks all questions, batch by batch."
     for i in range(0, len(results), batch_size):
         part = results[i:i+batch_size]
-        for r,text in zip(part, asker([(r.images,r.question) for r in part], max_new_tokens)): r.reply = text
+        replies = asker([(r.images,r.question) for r in part], max_new_tokens)
+        for result,reply in zip(part, replies): result.reply = reply
     return results
 
 # %% ../../nbs/30_answers.answer.ipynb #0211e668
 def tally_kinds(kinds:list[str], right:list[bool])->dict[str,tuple[int,int]]: # of each question
     "Returns how many are right and how many there are, by kind, last 'all'."
     require(kinds, 'no result to count: ask some questions first')
-    found = {kind:[r for k,r in zip(kinds, right) if k==kind] for kind in sorted(set(kinds))}
-    return {kind:(sum(rights), len(rights)) for kind,rights in (found|{'all':right}).items()}
+    found = {kind:[] for kind in sorted(set(kinds))}
+    for kind,is_right in zip(kinds, right): found[kind].append(is_right)
+    found['all'] = right
+    return {kind:(sum(rights), len(rights)) for kind,rights in found.items()}
 
 def accuracy(results:list[Result])->dict[str,tuple[int,int]]: # answered; kind -> (right, asked), last 'all'
     "Returns exact matches by kind of question."
@@ -388,9 +420,9 @@ def plot_answers(results:list[Result], # answered; those with a picture are draw
     for ax in fig.subplots(rows, columns, squeeze=False).flat: ax.axis('off')
     for ax,r in zip(fig.axes, shown):
         ax.imshow(r.images[0])
-        said = ''.join(c if c.isprintable() else '·' for c in r.reply)
-        lines = r.question,f'{said} ✓' if r.right else f'{said} ✗ ({r.answer})'
-        title = '\n'.join(fill(line, 22) for line in lines)
+        reply = ''.join(c if c.isprintable() else '·' for c in r.reply)
+        judged = f'{reply} ✓' if r.right else f'{reply} ✗ ({r.answer})'
+        title = '\n'.join(fill(line, 22) for line in (r.question,judged))
         ax.set_title(title, color='darkgreen' if r.right else 'firebrick', parse_math=False)
     return finished(fig, path)
 
@@ -408,13 +440,12 @@ _TOGETHER = 16 # questions that are read in one batch
 
 def main(values:Namespace)->None: # from `cli.ask_parser`
     "Command `nanovlm ask`: answers questions about some pictures, or the one that a run keeps."
-    a = values
-    checkpoint = a.checkpoint or newest_run()
+    checkpoint = values.checkpoint or newest_run()
     right = None
-    questions = [a.prompt]
-    pictures = a.image
-    if a.prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
-    elif a.prompt is None:
+    questions = [values.prompt]
+    pictures = values.image
+    if values.prompt=='-': questions = [line.strip() for line in sys.stdin if line.strip()]
+    elif values.prompt is None:
         picture,question,right = read_example(checkpoint)
         questions = [question]
         pictures = [str(picture)]
@@ -422,18 +453,19 @@ def main(values:Namespace)->None: # from `cli.ask_parser`
     asker = Asker.from_checkpoint(checkpoint)
     images = [open_image(path, asker.model.cfg.pixel_max) for path in pictures]
     how:dict = {}
-    if a.temperature:
-        chance = torch.Generator(asker.device).manual_seed(a.seed)
-        how = dict(temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, generator=chance)
+    if values.temperature:
+        chance = torch.Generator(asker.device).manual_seed(values.seed)
+        how = dict(temperature=values.temperature, top_k=values.top_k, top_p=values.top_p, generator=chance)
     for i in range(0, len(questions), _TOGETHER):
         part = questions[i:i+_TOGETHER]
-        answers = asker([(images,q) for q in part], a.max_new_tokens, a.stop, **how)
-        for q,reply in zip(part, answers):
+        answers = asker([(images,q) for q in part], values.max_new_tokens, values.stop, **how)
+        for question,reply in zip(part, answers):
             text = str(reply)
-            if a.json:
-                told = dict(images=pictures, prompt=q, answer=text, cut=reply.cut)
-                text = json.dumps(told, ensure_ascii=False)
-            elif right is not None: text = f'{pictures[0]}: {q}\n{text}\n(the right answer: {right})'
+            if values.json:
+                record = dict(images=pictures, prompt=question, answer=text, cut=reply.cut)
+                text = json.dumps(record, ensure_ascii=False)
+            elif right is not None:
+                text = f'{pictures[0]}: {question}\n{text}\n(the right answer: {right})'
             say(text)
-        if any(reply.cut for reply in answers) and not a.json:
-            sys.stderr.write(f'cut after {a.max_new_tokens} tokens: --max_new_tokens allows more\n')
+        if any(reply.cut for reply in answers) and not values.json:
+            sys.stderr.write(f'cut after {values.max_new_tokens} tokens: --max_new_tokens allows more\n')

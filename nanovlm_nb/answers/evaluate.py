@@ -151,9 +151,12 @@ def _benchmarks()->set[str]: # empty without lmms-eval
     "Returns the tasks and groups that the installed lmms-eval offers."
     spec = find_spec('lmms_eval')
     roots = spec and spec.submodule_search_locations or ()
-    files = [p for root in roots for p in Path(root).glob('tasks/**/*.yaml')]
     named = re.compile(r'^(?:task|group): *["\']?([\w.-]+)', re.M)
-    return {name for p in files for name in named.findall(p.read_text(encoding='utf-8'))}
+    found = set()
+    for root in roots:
+        for path in Path(root).glob('tasks/**/*.yaml'):
+            found.update(named.findall(path.read_text(encoding='utf-8')))
+    return found
 
 # %% ../../nbs/36_answers.evaluate.ipynb #79c71fda
 def _asked_as(task:str, prompts:str)->str: # any task; how benchmarks are asked, see `PROMPTS`
@@ -173,30 +176,41 @@ LOGIN = 'not logged in to the hub, as most benchmarks need: hf auth login, or gi
 
 def possible_tasks(train_cfg:TrainConfig)->tuple[str,str|None]: # separated by commas; a line for the log
     "Returns what can be evaluated, and what is missing for the rest and how to get it."
-    c = train_cfg
-    names = task_names(train_cfg.lmms_eval_tasks)
-    if slurm := choose_eval_backend(c)=='slurm':
-        gone = [n for n in ('sbatch',c.eval_script) if not (shutil.which(n) or Path(n).is_file())]
+    cfg = train_cfg
+    names = task_names(cfg.lmms_eval_tasks)
+    impossible = {} # what is missing -> the tasks that lack it
+    possible = []
+    if choose_eval_backend(cfg)=='slurm': # lmms-eval may be only where the jobs run
+        gone = [n for n in ('sbatch',cfg.eval_script) if not (shutil.which(n) or Path(n).is_file())]
         if gone: return '',_NO_SLURM.format(' and no '.join(gone))
-    # lmms-eval may be only where the jobs run
-    why = {} if slurm else {t:w for t in names if (w := _why_not(t, c.eval_include_path))}
-    lines = [w.format(', '.join(t for t in why if why[t]==w)) for w in dict.fromkeys(why.values())]
+        possible = names
+    else:
+        for task in names:
+            why = _why_not(task, cfg.eval_include_path)
+            if why: impossible.setdefault(why, []).append(task)
+            else: possible.append(task)
+    lines = [why.format(', '.join(tasks)) for why,tasks in impossible.items()]
     if {*names}&_benchmarks() and not (HF_HUB_OFFLINE or get_token()): lines.append(LOGIN)
-    return ','.join(t for t in names if t not in why),'; '.join(lines) or None
+    return ','.join(possible),'; '.join(lines) or None
 
 # %% ../../nbs/36_answers.evaluate.ipynb #20eb3500
 def _evaluator_command(run_dir:Path, cfg:TrainConfig, tasks:str, step:int)->list[str]: # never for a shell
     "Returns how the evaluator of a checkpoint is started: as a process of this machine, or by sbatch."
-    c = cfg
     checkpoint = str(run_dir/f'step_{step}')
-    options = (cfg.lmms_eval_batch_size,cfg.lmms_eval_prompts)
-    include = c.eval_include_path and str(Path(c.eval_include_path).absolute())
-    if choose_eval_backend(c)=='slurm':
-        words = checkpoint,step,run_dir.name,tasks,c.lmms_eval_limit,*options,*filter(None, [include])
-        return ['sbatch', c.eval_script, *map(str, words)]
-    named = dict(tasks=tasks, out=run_dir/RESULTS/f'step_{step}.json', step=step, limit=c.lmms_eval_limit,
-        include_path=include)|dict(zip(('batch_size','prompts'), options))
-    flags = [o for k,v in named.items() if v is not None for o in (f'--{k}',str(v))]
+    limit = cfg.lmms_eval_limit
+    batch_size = cfg.lmms_eval_batch_size
+    prompts = cfg.lmms_eval_prompts
+    include = cfg.eval_include_path and str(Path(cfg.eval_include_path).absolute())
+    if choose_eval_backend(cfg)=='slurm':
+        words = [checkpoint, step, run_dir.name, tasks, limit, batch_size, prompts]
+        if include: words.append(include)
+        return ['sbatch', cfg.eval_script, *map(str, words)]
+    out = run_dir/RESULTS/f'step_{step}.json'
+    named = dict(tasks=tasks, out=out, step=step, limit=limit, include_path=include,
+        batch_size=batch_size, prompts=prompts)
+    flags = []
+    for name,value in named.items():
+        if value is not None: flags += [f'--{name}', str(value)]
     return [sys.executable, '-m', 'nanovlm_nb.cli', 'eval', checkpoint, *flags]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #59eb7945
@@ -213,7 +227,8 @@ class Evaluations:
     backend:str = field(init=False)
 
     def __post_init__(self)->None:
-        self.run_dir,self.backend = self.run_dir.absolute(),choose_eval_backend(self.cfg)
+        self.run_dir = self.run_dir.absolute()
+        self.backend = choose_eval_backend(self.cfg)
 
     def file(self, step:int, kind:str)->Path: # 'todo', 'log' or 'json'; need not be there
         "Returns one of the files of an evaluation."
@@ -248,7 +263,8 @@ def _said(evals, step)->str:
 # %% ../../nbs/36_answers.evaluate.ipynb #a896e202
 def _job(evals, step)->str:
     "Returns the number of an evaluation's job in Slurm; an empty text if it has none."
-    found = evals.backend=='slurm' and re.search(r'^Submitted batch job (\d+)', _said(evals, step), re.M)
+    if evals.backend!='slurm': return ''
+    found = re.search(r'^Submitted batch job (\d+)', _said(evals, step), re.M)
     return found[1] if found else ''
 
 # %% ../../nbs/36_answers.evaluate.ipynb #df91d294
@@ -264,7 +280,8 @@ def _is_at_work(evals, step, thorough)->bool:
     "Returns whether somebody is evaluating a checkpoint."
     child = evals.children.get(step)
     job = _job(evals, step)
-    if child.poll() is None if child else _is_running(evals.file(step, 'log')): return True
+    running = child.poll() is None if child else _is_running(evals.file(step, 'log'))
+    if running: return True
     return bool(job and missing_tasks(evals, step)) and (not thorough or _in_queue(job))
 
 # %% ../../nbs/36_answers.evaluate.ipynb #cc3a9fa0
@@ -281,7 +298,8 @@ def _begin(evals, step)->str:
     child = _start_process(command, evals.file(step, 'log'), **variables)
     if child is None: return f'evaluation of step {step} is under way already'
     evals.children[step] = child
-    return f'evaluation of step {step} begins{where}: {evals.tasks}'+', again'*(todo.stat().st_size>1)
+    line = f'evaluation of step {step} begins{where}: {evals.tasks}'
+    return f'{line}, again' if todo.stat().st_size>1 else line
 
 # %% ../../nbs/36_answers.evaluate.ipynb #cc3a9fa3
 _MOST_STARTS = 10
@@ -299,11 +317,14 @@ def _settle(evals, step)->list[str]:
         return [f'evaluation of step {step} is done']
     if evals.backend=='in_process' or not todo.stat().st_size: return [] # it waits
     words = (_said(evals, step) or 'it wrote nothing').splitlines()[-1]
-    why = f'job {job} has left the queue' if job else f'exit code {code}, {words}' if code>=0 else 'killed'
-    with open_own(todo, 'a') as f: f.write('x'*(why!='killed')) # a start is a dot
-    told = todo.read_text()
+    why = 'killed'
+    if job: why = f'job {job} has left the queue'
+    elif code>=0: why = f'exit code {code}, {words}'
+    if why!='killed':
+        with open_own(todo, 'a') as f: f.write('x') # a start is a dot
+    history = todo.read_text()
     line = f'evaluation of step {step} ended without {left}: {why} (see {evals.file(step, "log")})'
-    if told.count('.')<_MOST_STARTS and told.count('x')<_MOST_FAILURES: return [line]
+    if history.count('.')<_MOST_STARTS and history.count('x')<_MOST_FAILURES: return [line]
     todo.unlink()
     return [f'{line}; it is given up']
 
@@ -316,9 +337,11 @@ def _poll_evals(evals:Evaluations, thorough:bool=False)->list[str]: # also ask S
             lines += _settle(evals, step)
             if evals.backend=='in_process' or not evals.file(step, 'todo').exists(): continue
             lines.append(_begin(evals, step))
-        elif step in evals.children and (job := _job(evals, step)):
-            del evals.children[step]
-            lines.append(f'evaluation of step {step} is in the queue of Slurm, job {job}')
+        elif step in evals.children:
+            job = _job(evals, step)
+            if job:
+                del evals.children[step]
+                lines.append(f'evaluation of step {step} is in the queue of Slurm, job {job}')
         if evals.backend=='subprocess': break
     return lines
 
@@ -331,7 +354,9 @@ def _new_results(evals:Evaluations, until:float=math.inf, # last step to look at
     for step,path in result_files(evals.run_dir/RESULTS).items():
         if step>until: return
         try:
-            if evals.seen.get(path)==(now := ((s := path.stat()).st_mtime_ns, s.st_size)): continue
+            status = path.stat()
+            now = (status.st_mtime_ns,status.st_size)
+            if evals.seen.get(path)==now: continue
             evals.seen[path] = now
             figures = _read_result(path)
         except (ValueError, OSError, RecursionError) as e:
@@ -355,14 +380,17 @@ def _stop(evals, step):
 def _forget_evals(evals:Evaluations, after:int)->list[str]: # last step that stays; lines for the log
     "Puts aside the evaluations of later steps, and ends their evaluators."
     folder = evals.run_dir/RESULTS
-    later = [(s,p) for kind in ('todo','log','json') for s,p in result_files(folder, kind).items() if s>after]
+    later = []
+    for kind in ('todo','log','json'):
+        later += [(step,path) for step,path in result_files(folder, kind).items() if step>after]
+    if not later: return []
     steps = sorted({step for step,_ in later})
     for step in steps: _stop(evals, step)
     for _,path in later: # a run may go back more than once
         names = (path.with_name(f'{path.name}.old{n or ""}') for n in count())
         path.rename(next(p for p in names if not p.exists()))
     return [f'evaluations of steps {", ".join(map(str, steps))} belong to an earlier start: '
-            f'put aside as .old in {folder}'] if later else []
+            f'put aside as .old in {folder}']
 
 # %% ../../nbs/36_answers.evaluate.ipynb #b7b917cc
 def take_over_evals(evals:Evaluations, step:int, # updates that the run has done; -1: it begins
@@ -371,7 +399,8 @@ def take_over_evals(evals:Evaluations, step:int, # updates that the run has done
     "Goes on with the evaluations of an earlier start, which may have been killed at any moment."
     log = evals.run_dir/LOG # as the run has cut it
     rows = [r for r in read_log(log) if EVAL_AXIS in r] if log.is_file() else []
-    evals.logged = {(r[EVAL_AXIS],name) for r in rows for name in r}
+    evals.logged = set()
+    for row in rows: evals.logged.update((row[EVAL_AXIS],name) for name in row)
     lines = _forget_evals(evals, step)
     if due: ask_for_eval(evals, step)
     return lines+_poll_evals(evals, thorough=True)
@@ -393,13 +422,15 @@ def keep_results(evals:Evaluations|None, log:RunLog, step:int, # None: not rank 
 )->None:
     "Writes the results of an evaluation that the training has made itself."
     if evals is None: return
-    for task,why in results['failed'].items(): log.info(f'evaluation of step {step}: {task} failed, {why}')
+    for task,why in results['failed'].items():
+        log.info(f'evaluation of step {step}: {task} failed, {why}')
     checkpoint = str(evals.run_dir/f'step_{step}')
     head = dict(global_step=step, checkpoint=checkpoint, limit=evals.cfg.lmms_eval_limit)
     write_json(evals.file(step, 'json'), _result_values(head|_NOTHING, results))
 
 # %% ../../nbs/36_answers.evaluate.ipynb #3a7c0e07
-_PAUSE_S,_ASK_SLURM_EVERY = 1.,30 # seconds between two looks; looks between two questions to Slurm
+_PAUSE_S = 1. # between two looks
+_ASK_SLURM_EVERY = 30 # looks
 
 def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # None: not rank 0; updates done
     seconds:float, stopped:Callable[[],bool]=bool, # at most; whether a signal has come to this rank
@@ -419,19 +450,23 @@ def wait_for_evals(evals:Evaluations|None, log:RunLog, dist:Dist, step:int, # No
 def _flat(visuals)->list: # pictures in lists of any depth; None: there are none
     "Returns the pictures of a sample."
     if visuals is None: return []
-    return [v for o in visuals for v in _flat(o)] if isinstance(visuals, (list,tuple)) else [visuals]
+    if not isinstance(visuals, (list,tuple)): return [visuals]
+    return [picture for part in visuals for picture in _flat(part)]
 
 # %% ../../nbs/36_answers.evaluate.ipynb #a97ec1f7
 @cache
 def _question_changes()->dict[str,dict]: # task -> `before`, `replace` (pairs), `after`, `answer`
     "Returns what nanoVLM's adapter adds to the questions of each benchmark, and changes in them."
     table = files('nanovlm_nb').joinpath('tasks/nanovlm.json').read_text(encoding='utf-8')
-    return {task:change for change in json.loads(table) for task in change['tasks']}
+    changes = {}
+    for change in json.loads(table): changes |= dict.fromkeys(change['tasks'], change)
+    return changes
 
 # %% ../../nbs/36_answers.evaluate.ipynb #0638e506
 def as_nanovlm_asks(task:str, question:str)->tuple[str,str]: # of lmms-eval; question, how the answer begins
     "Returns a question in the words of nanoVLM's adapter."
-    if (change := _question_changes().get(task)) is None: return question,''
+    change = _question_changes().get(task)
+    if change is None: return question,''
     question = change['before']+question
     for old,new in change['replace']: question = question.replace(old, new)
     return question+change['after'],change['answer']
@@ -448,7 +483,9 @@ def _batches(requests:list, size:int, key:Callable, # of lmms-eval; most of a ba
 try:
     from lmms_eval.api.model import lmms
     from lmms_eval.api.instance import GenerationResult as wrapped
-except ImportError: lmms,wrapped = object,lambda pair: pair # the class can be tried without it
+except ImportError: # the class can be tried without it
+    lmms = object
+    def wrapped(pair): return pair
 
 # %% ../../nbs/36_answers.evaluate.ipynb #8aa7b73a
 class NanoVLM(lmms):
@@ -469,7 +506,9 @@ class NanoVLM(lmms):
         if device is None and torch.cuda.is_available(): device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         if pretrained is not None: asker = Asker.from_checkpoint(pretrained, device)
         self.asker:Any = asker
-        self.prompts,self.batch_size,self.max_new_tokens = prompts,int(batch_size),int(max_new_tokens)
+        self.prompts = prompts
+        self.batch_size = int(batch_size)
+        self.max_new_tokens = int(max_new_tokens)
 
     @property
     def device(self)->torch.device:
@@ -485,14 +524,19 @@ class NanoVLM(lmms):
         answers = ['']*len(requests)
         def kind(r): return _asked_as(r.args[4], self.prompts),repr(sorted(r.args[1].items()))
         for part in _batches(requests, self.batch_size, kind):
-            options = requests[part[0]].args[1]
-            plain = kind(requests[part[0]])[0]=='plain'
-            def words(args): return (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
-            asked = [(self.pictures(*args[2:6]), *words(args)) for args in (requests[i].args for i in part)]
+            first = requests[part[0]]
+            options = first.args[1]
+            plain = kind(first)[0]=='plain'
+            questions = []
+            for i in part:
+                args = requests[i].args
+                words = (args[0],) if plain else as_nanovlm_asks(args[4], args[0])
+                questions.append((self.pictures(*args[2:6]), *words))
             stop = [s for s in _flat(options.get('until')) if s and plain]
-            most = int(options.get('max_new_tokens') or self.max_new_tokens)
-            pieces = replace(self.asker, numbered=plain).stream(asked, most, stop, shorten=True)
-            for i,text in zip(part, map(''.join, zip(*pieces))): answers[i] = text.strip() if plain else text
+            longest = int(options.get('max_new_tokens') or self.max_new_tokens)
+            pieces = replace(self.asker, numbered=plain).stream(questions, longest, stop, shorten=True)
+            for i,text in zip(part, map(''.join, zip(*pieces))):
+                answers[i] = text.strip() if plain else text
         return answers
 
     def loglikelihood(self, requests:list, # `args`: question, answer, finder, number, task, split
@@ -503,8 +547,10 @@ class NanoVLM(lmms):
             answer = args[1](self.task_dict[args[4]][args[5]][args[3]]) if callable(args[1]) else args[1]
             return pictures,args[0],str(answer).strip()
         turns = [turn(r.args) for r in requests]
-        n = self.batch_size
-        return [wrapped(o) for i in range(0, len(turns), n) for o in answer_losses(self.asker, turns[i:i+n])]
+        rated = []
+        for i in range(0, len(turns), self.batch_size):
+            rated += map(wrapped, answer_losses(self.asker, turns[i:i+self.batch_size]))
+        return rated
 
     def generate_until_multi_round(self, requests:list)->None: # of a task in several rounds
         "Raises an error: this is not possible."
@@ -523,8 +569,11 @@ _ROW = datasets.Features(dict(images=datasets.List(datasets.Image()),
 
 def _shape_questions(n:int)->list[dict]: # scenes, one to four questions each; rows with one
     "Returns the questions about held-out scenes."
-    return [dict(images=row['images'], texts=[t], kinds=[k], source='shapes')
-        for row in shapes_dataset(n, 'validation') for t,k in zip(row['texts'], row['kinds'])]
+    questions = []
+    for row in shapes_dataset(n, 'validation'):
+        for text,kind in zip(row['texts'], row['kinds']):
+            questions.append(dict(images=row['images'], texts=[text], kinds=[kind], source='shapes'))
+    return questions
 
 # %% ../../nbs/36_answers.evaluate.ipynb #728a6bc4
 def digit_pictures(n:int|None=None)->list[tuple[Image.Image,int]]: # None: all 1,797
@@ -558,14 +607,17 @@ def write_tasks(folder:str|Path, # made if needed
     for source in (files('nanovlm_nb')/'tasks').iterdir():
         if source.name.endswith('.yaml'): (folder/source.name).write_bytes(source.read_bytes())
     if 'shapes' in names: _write_rows(folder/'shapes.parquet', _shape_questions(n_scenes))
-    if {'digits','digits_choice'}&set(names): _write_rows(folder/'digits.parquet', _digit_questions(n_digits))
+    if {'digits','digits_choice'}&set(names):
+        _write_rows(folder/'digits.parquet', _digit_questions(n_digits))
     return folder
 
 # %% ../../nbs/36_answers.evaluate.ipynb #1d27216c
 def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a share, None: all; decoded
     "Returns the rows of a question file."
     total = read_metadata(path).num_rows
-    n = total if limit is None else math.ceil(total*limit) if limit<1 else int(limit)
+    if limit is None: n = total
+    elif limit<1: n = math.ceil(total*limit)
+    else: n = int(limit)
     if not n: return []
     rows = datasets.load_dataset('parquet', data_files=str(path), split='train', streaming=True)
     return list(islice(rows, n))
@@ -573,9 +625,12 @@ def read_rows(path:str|Path, limit:float|None=None)->list[dict]: # below 1 a sha
 # %% ../../nbs/36_answers.evaluate.ipynb #ab49d7f7
 def flat_figures(results:dict)->dict[str,float]: # of lmms-eval: task -> name -> value; 'task_name' -> value
     "Returns the figures of lmms-eval's tasks, without standard errors and what is no number."
-    def number(v): return type(v) is not bool and isinstance(v, (int,float,np.number)) and math.isfinite(v)
-    return {f"{task}_{name.split(',')[0]}":float(v) for task,values in results.items()
-            for name,v in values.items() if number(v) and 'stderr' not in name}
+    figures = {}
+    for task,values in results.items():
+        for name,value in values.items():
+            if 'stderr' in name or type(value) is bool or not isinstance(value, (int,float,np.number)): continue
+            if math.isfinite(value): figures[f"{task}_{name.split(',')[0]}"] = float(value)
+    return figures
 
 # %% ../../nbs/36_answers.evaluate.ipynb #11a03f87
 @cache
@@ -594,12 +649,14 @@ def _through_lmms_eval(asker:Asker, task:str, args:Namespace)->tuple[dict,dict]|
         '`python -m lmms_eval --tasks list` shows all, --include_path adds more')
     model = NanoVLM(asker=asker, batch_size=args.batch_size, prompts=args.prompts)
     launcher = 'accelerate' if args.dist.world_size==1 else 'torchrun'
-    try: output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
-        device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0, cli_args=args,
-        process_docs_parallel=1, distributed_executor_backend=launcher)
+    try:
+        output = simple_evaluate(model=model, tasks=[task], limit=args.limit, batch_size=args.batch_size,
+            device=str(asker.device), task_manager=manager, log_samples=False, bootstrap_iters=0,
+            cli_args=args, process_docs_parallel=1, distributed_executor_backend=launcher)
     finally: set_rng_state(chance)
     if not output: return None
-    return flat_figures(output['results']),{t:n['effective'] for t,n in output['n-samples'].items()}
+    samples = {name:n['effective'] for name,n in output['n-samples'].items()}
+    return flat_figures(output['results']),samples
 
 # %% ../../nbs/36_answers.evaluate.ipynb #7f5cdd11
 def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
@@ -616,7 +673,8 @@ def _evaluate_task(asker:Asker, task:str, # name, or path of a question file
     require(questions, f'{path} holds no question')
     answers = answer_all(asker, questions[dist.rank::dist.world_size], args.batch_size)
     share = dist.sum(sum(r.right for r in answers))/len(questions)
-    return ({f'{path.stem}_exact_match':share},{path.stem:len(questions)}) if dist.is_master else None
+    if not dist.is_master: return None
+    return {f'{path.stem}_exact_match':share},{path.stem:len(questions)}
 
 # %% ../../nbs/36_answers.evaluate.ipynb #f411817e
 def _add(all_of, task, asker, args):
@@ -675,11 +733,14 @@ def _evaluate_into(args:Namespace, values:dict, # see `cli_evaluate`; from `_res
 # %% ../../nbs/36_answers.evaluate.ipynb #11aa837f
 def _results_table(values:dict)->str: # what a result file holds; a line for each figure
     "Returns figures for eyes."
-    width = max(map(len, values['results']), default=6)
-    lines = [f"{'figure':<{width}}  {'value':>10}",
-             *(f'{k:<{width}}  {v:>10.4f}' for k,v in values['results'].items())]
-    def of_tasks(key): return ', '.join(f'{Path(k).name} {v}' for k,v in values[key].items()) or 'none'
-    return '\n'.join([*lines, *(f'{key}: {of_tasks(key)}' for key in ('samples','prompts'))])
+    figures = values['results']
+    width = max(map(len, figures), default=6)
+    lines = [f"{'figure':<{width}}  {'value':>10}"]
+    for name,value in figures.items(): lines.append(f'{name:<{width}}  {value:>10.4f}')
+    for key in ('samples','prompts'):
+        tasks = ', '.join(f'{Path(task).name} {value}' for task,value in values[key].items())
+        lines.append(f"{key}: {tasks or 'none'}")
+    return '\n'.join(lines)
 
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dbf
 def _step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: the name says nothing
@@ -690,20 +751,21 @@ def _step_in_name(checkpoint:str)->int|None: # a directory, or a hub id; None: t
 # %% ../../nbs/36_answers.evaluate.ipynb #aa431dc0
 def main(values:Namespace)->int: # from `cli.eval_parser`; 0, or 1 if a task failed
     "Command `nanovlm eval`: evaluates a checkpoint."
-    a = values
-    if a.write_tasks:
-        with user_path(): say(str(write_tasks(a.write_tasks)))
+    if values.write_tasks:
+        with user_path(): say(str(write_tasks(values.write_tasks)))
         return 0
-    checkpoint = find_checkpoint(a.checkpoint)
-    out = Path(a.out) if a.out else None
-    names = task_names(a.tasks)
-    step = _step_in_name(checkpoint) if a.step is None else a.step
-    head = dict(global_step=step, checkpoint=str(checkpoint), limit=a.limit)
+    checkpoint = find_checkpoint(values.checkpoint)
+    out = Path(values.out) if values.out else None
+    names = task_names(values.tasks)
+    step = _step_in_name(checkpoint) if values.step is None else values.step
+    head = dict(global_step=step, checkpoint=str(checkpoint), limit=values.limit)
     before = _result_before(out, head) # before a model is read
-    own = [] if a.include_path else [t for t in names if t in _OWN_TASKS] # their questions are made here
-    asker = Asker.from_checkpoint(checkpoint, a.device)
-    args = Namespace(model=asker.model, tasks=a.tasks, limit=a.limit, batch_size=a.batch_size,
-        process_with_media=True, device=asker.device, include_path=a.include_path, prompts=a.prompts)
+    own = [] # their questions are made here
+    if not values.include_path: own = [task for task in names if task in _OWN_TASKS]
+    asker = Asker.from_checkpoint(checkpoint, values.device)
+    args = Namespace(model=asker.model, tasks=values.tasks, limit=values.limit,
+        batch_size=values.batch_size, process_with_media=True, device=asker.device,
+        include_path=values.include_path, prompts=values.prompts)
     with tempfile.TemporaryDirectory() as folder:
         if own: args.include_path = str(write_tasks(folder, names=own))
         results,failed = _evaluate_into(args, before, out)

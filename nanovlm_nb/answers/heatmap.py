@@ -75,9 +75,14 @@ class Heat:
         stack = values.unflatten(0, (n+(n>1),-1))
         side = isqrt(stack.shape[1])
         stack = stack.unflatten(1, (side,side))
-        if n==1: whole,tiles = None,stack
-        elif convention=='smolvlm': tiles,whole = stack[:-1],stack[-1]
-        else: whole,tiles = stack[0],stack[1:]
+        whole = None
+        tiles = stack
+        if n>1 and convention=='smolvlm':
+            whole = stack[-1]
+            tiles = stack[:-1]
+        elif n>1:
+            whole = stack[0]
+            tiles = stack[1:]
         mosaic = tiles.unflatten(0, (rows,cols)).transpose(1,2).reshape(rows*side, cols*side)
         return cls(whole, mosaic, (rows,cols))
 

@@ -9,6 +9,7 @@ __all__ = ['other_pictures', 'compare_answers', 'verdict', 'held_out_rows', 'mai
 import json
 from argparse import Namespace
 from copy import copy
+from itertools import islice
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,17 @@ def _pixels(picture): return picture.size,picture.tobytes()
 
 def other_pictures(rows:list[dict])->list[dict]|None: # with decoded `images`; None: there is only one picture
     "Returns the same rows, each with the pictures of the rows that follow it."
-    pool = [(i, picture, _pixels(picture)) for i,row in enumerate(rows) for picture in row['images'] or []]
-    if len({pixels for _,_,pixels in pool})<2: return None
+    pool = []
+    for row in rows: pool += [(picture,_pixels(picture)) for picture in row['images'] or []]
+    if len({pixels for _,pixels in pool})<2: return None
     others = []
     place = 0
     for row in rows:
         own = row['images'] or []
-        mine = {pixels for _,_,pixels in pool[place:place+len(own)]}
+        mine = {pixels for _,pixels in pool[place:place+len(own)]}
         place += len(own)
-        following = (picture for _,picture,pixels in pool[place:]+pool[:place] if pixels not in mine)
-        found = [picture for picture,_ in zip(following, own)]
-        others.append(row|dict(images=found))
+        following = (picture for picture,pixels in pool[place:]+pool[:place] if pixels not in mine)
+        others.append(row|dict(images=list(islice(following, len(own)))))
     return others
 
 # %% ../../nbs/31_answers.look.ipynb #31a00006
@@ -62,9 +63,11 @@ def compare_answers(asker:Asker, rows:list[dict], # with decoded `images`
     guesses = blind_guesses([(r.kind, r.question, r.answer) for r in seen])
     scores['blind guess'] = tally_kinds(kinds, [g==r.answer for g,r in zip(guesses, seen)])
     if others:
-        pairs = zip(_losses(asker, seen, batch_size), _losses(asker, exchanged, batch_size))
-        helped = [(r.kind, own<other) for r,(own,other) in zip(seen, pairs) if r.images]
-        scores['picture helps'] = tally_kinds([k for k,_ in helped], [h for _,h in helped])
+        own = _losses(asker, seen, batch_size)
+        other = _losses(asker, exchanged, batch_size)
+        pictured = [i for i,result in enumerate(seen) if result.images]
+        helped = [own[i]<other[i] for i in pictured]
+        scores['picture helps'] = tally_kinds([kinds[i] for i in pictured], helped)
     return scores,seen
 
 # %% ../../nbs/31_answers.look.ipynb #31a00011
@@ -76,12 +79,13 @@ def verdict(scores:dict[str,dict])->str: # from `compare_answers`; '': the answe
     "Returns what is wrong with the answers, in a sentence."
     right,n = scores['answers']['all']
     counts = {name:scores[name]['all'][0] for name in _WITHOUT_LOOKING if name in scores}
-    name = max(counts, key=lambda k: counts[k])
+    name = max(counts, key=counts.__getitem__)
     share = (counts[name]+1)/(n+2) # never 0 or 1: a few questions prove little
     chance = 1+2*sqrt(n*share*(1-share))
     if right-counts[name]>chance: return ''
-    if right==n: return (f'{n} questions are too few to tell whether the model uses its pictures: all are '
-        f'right, and {counts[name]} {_WITHOUT_LOOKING[name]}; set more rows aside (val_size)')
+    if right==n:
+        return (f'{n} questions are too few to tell whether the model uses its pictures: all are '
+            f'right, and {counts[name]} {_WITHOUT_LOOKING[name]}; set more rows aside (val_size)')
     text = (f'the answers do not beat guessing: {right} of {n} are right, and {counts[name]} '
         f'{_WITHOUT_LOOKING[name]} (a difference of up to {chance:.0f} is chance)')
     helped,pairs = scores.get('picture helps', {}).get('all', (0,0))
@@ -109,5 +113,9 @@ def main(values:Namespace)->None: # from `cli.eval_parser`
     rows = held_out_rows(val, values.rows or cfg.ask_samples or TrainConfig.ask_samples, asker.model.cfg)
     require(rows, f'{config}: no held-out row can be asked about: {val.drops.blame or "val_size is 0"}')
     scores,_ = compare_answers(asker, rows, values.batch_size)
-    if values.json: say(json.dumps(scores))
-    else: say('\n'.join(filter(None, [accuracy_table(scores), verdict(scores)])))
+    if values.json:
+        say(json.dumps(scores))
+        return
+    say(accuracy_table(scores))
+    wrong = verdict(scores)
+    if wrong: say(wrong)

@@ -61,7 +61,8 @@ class FeatureCache:
         "Returns features of tiles, computed where they are not known."
         paths = [self.path(t) for t in tiles]
         new = {p:t for p,t in zip(paths, tiles) if not p.is_file()}
-        self.hits,self.misses = self.hits+len({*paths})-len(new),self.misses+len(new)
+        self.hits += len({*paths})-len(new)
+        self.misses += len(new)
         made = self.see(torch.stack([*new.values()])).to(self.dtype).cpu() if new else ()
         for path,features in zip(new, made):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,8 @@ def _keep_features(model:VLMNet, folder:str|Path, dtype:torch.dtype=torch.float3
         'update: set lr_vision_backbone to 0, or cache_features to False')
     cfg = model.cfg
     how = dict(normalise=torch.tensor([*cfg.pixel_mean, *cfg.pixel_std], dtype=torch.float64))
-    name = f"{weights_sha(model.vision_encoder.state_dict() | how)[:12]}_{str(dtype).removeprefix('torch.')}"
+    digest = weights_sha(model.vision_encoder.state_dict() | how)[:12]
+    name = f"{digest}_{str(dtype).removeprefix('torch.')}"
     model.features = FeatureCache(Path(folder)/name, model.see, dtype)
     return model.features
 
@@ -124,18 +126,19 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
         if number!=signal.SIGINT: return
         signal.signal(number, old[number])
         if os.environ.get('RANK', '0')=='0': os.write(2, _CTRL_C) # a print may be under way
-    for number in (getattr(signal, n) for n in SIGNALS if main and hasattr(signal, n)):
+    known = [getattr(signal, name) for name in SIGNALS if main and hasattr(signal, name)]
+    for number in known:
         if signal.getsignal(number)!=signal.SIG_IGN: # SIGHUP under nohup stays ignored
             old[number] = signal.signal(number, ask) or signal.SIG_DFL
     try: yield
     finally:
-        for s,handler in old.items(): signal.signal(s, handler)
+        for number,handler in old.items(): signal.signal(number, handler)
 
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
     "What a `partial` of `get_dataloaders` was given of a script's own: rows, transforms, processor."
-    if not isinstance(loaders, partial) or loaders.func is not get_dataloaders or loaders.args: return {}
-    return loaders.keywords
+    is_ours = isinstance(loaders, partial) and loaders.func is get_dataloaders
+    return loaders.keywords if is_ours and not loaders.args else {}
 
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     """Names of those without which the run would learn something else: hooks only watch, and rows are kept
@@ -153,7 +156,8 @@ def _keep_data(trainer:Trainer, run_dir:Path, own:list[str])->list[str]: # of a 
     train = t.loader.source if t.cfg.train_dataset_path==OWN_ROWS else None
     t.log.info(keep_rows(run_dir, train, t.held_out.source))
     standard = samples.image_processor==image_processor_of(t.base.cfg)
-    return own if standard or 'processor' in own else [*own, 'processor']
+    if standard or 'processor' in own: return own
+    return [*own, 'processor']
 
 # %% ../../nbs/56_runs.run.ipynb #20865497
 def plan_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, dist:Dist, # as given; all call
@@ -208,16 +212,18 @@ def build_trainer(v:VLMConfig, c:TrainConfig, log:RunLog, dist:Dist, # every ran
 # %% ../../nbs/56_runs.run.ipynb #6c3402cd
 def _use_evals(trainer:Trainer)->None: # every rank must call
     "Let checkpoints be evaluated, if the run asks for it."
-    c = trainer.cfg
+    cfg = trainer.cfg
     dist = trainer.dist
     hook = find(trainer, Evaluate)
-    if not c.use_lmms_eval: return
-    (hook.tasks,line),backend = on_master(dist, lambda: (possible_tasks(c), choose_eval_backend(c)))
-    if line: trainer.log.info(line)
-    if hook.tasks: trainer.log.info(f'every {2*c.eval_interval} updates the checkpoint is evaluated '
-        f'({backend}, prompts of benchmarks: {c.lmms_eval_prompts}): {hook.tasks}')
+    if not cfg.use_lmms_eval: return
+    hook.tasks,missing = on_master(dist, lambda: possible_tasks(cfg))
+    backend = on_master(dist, lambda: choose_eval_backend(cfg))
+    if missing: trainer.log.info(missing)
+    if hook.tasks:
+        trainer.log.info(f'every {2*cfg.eval_interval} updates the checkpoint is evaluated '
+            f'({backend}, prompts of benchmarks: {cfg.lmms_eval_prompts}): {hook.tasks}')
     hook.ask = cli_evaluate if hook.tasks and backend=='in_process' else None
-    if dist.is_master: hook.evals = Evaluations(trainer.log.run_dir, c, hook.tasks)
+    if dist.is_master: hook.evals = Evaluations(trainer.log.run_dir, cfg, hook.tasks)
 
 # %% ../../nbs/56_runs.run.ipynb #56000009
 _SMALL_M = 10. # millions of parameters; a smaller model is there to try something, and needs no advice
@@ -234,14 +240,14 @@ def _frozen_tokens(trainer:Trainer, begins:bool)->list[str]: # whether this is t
 
 def _first_lines(trainer:Trainer, own:list[str], begins:bool=True)->list[str]: # names of its own parts
     "What the log begins with."
-    c = trainer.cfg
     dist = trainer.dist
     size = sum(p.numel() for p in trainer.base.parameters())/1e6
-    return [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
-        f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer),
-        *_frozen_tokens(trainer, begins and 'model' not in own),
-        *[f"the script's own: {', '.join(own)}"]*bool(own),
-        *(lint(c, ranks=dist.world_size) if size>_SMALL_M else [])]
+    lines = [f'{trainer.log.run_dir}: {size:.2f} M parameters, {dist.world_size} x {dist.device.type}, '
+        f'{trainer.dtype}', trainable_line(trainer.base, trainer.optimizer)]
+    lines += _frozen_tokens(trainer, begins and 'model' not in own)
+    if own: lines.append(f"the script's own: {', '.join(own)}")
+    if size>_SMALL_M: lines += lint(trainer.cfg, ranks=dist.world_size)
+    return lines
 
 # %% ../../nbs/56_runs.run.ipynb #56000010
 def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was read; every rank calls
@@ -249,10 +255,10 @@ def _begin(run:OpenRun, trainer:Trainer, checkpoint:Path|None)->None: # that was
     run_dir = run.run_dir
     dist = run.dist
     log = run.log
-    t = trainer
-    if (note := t.base.lora_note) and checkpoint: note['base'] = noted_base(checkpoint)['base']
+    note = trainer.base.lora_note
+    if note and checkpoint: note['base'] = noted_base(checkpoint)['base']
     if run.cfg.cache_features:
-        cache = _keep_features(t.base, run_dir/FEATURE_CACHE, t.dtype)
+        cache = _keep_features(trainer.base, run_dir/FEATURE_CACHE, trainer.dtype)
         log.info(f'features of tiles are kept in {cache.folder}')
     dist.barrier() # every rank has read
     if note: note['base'] = on_master(dist, lambda: keep_base(run_dir, note['base'])) # refuses, or adds
@@ -270,44 +276,50 @@ def _start(run:OpenRun, start:Start, lines:list[str], config:str|None=None, part
     c = run.cfg
     dist = run.dist
     log = run.log
+    run_dir = run.run_dir
     own = own_parts(parts)
-    on_master(dist, lambda: check_new(run.run_dir, config))
-    resumed = on_master(dist, lambda: plan_resume(run.run_dir, start, v, c, dist.world_size, own))
+    on_master(dist, lambda: check_new(run_dir, config))
+    resumed = on_master(dist, lambda: plan_resume(run_dir, start, v, c, dist.world_size, own))
     checkpoint = start.path if start.kind=='resume' else None
     kept = not parts.get('loaders') # nothing of Python's is to be kept
     if c.train_dataset_path==OWN_ROWS and kept:
-        parts = parts|dict(loaders=loaders_of(c, run.run_dir))
-    t = build_trainer(v, c, log, dist, checkpoint, parts)
-    first = _first_lines(t, own, checkpoint is None)
-    for line in (*first, *lines, *(line for _,line in resumed)): log.info(line)
-    _use_evals(t)
-    then = lambda: _begin(run, t, checkpoint)
-    resume(t, checkpoint, c.force_resume, True, then) if checkpoint else then()
-    updates = f'; {total:,} updates' if (total := length(t)) else ''
-    log.info(size_line(t.loader.source, t.held_out.source)+updates)
-    def keep(): _keep_config(run.run_dir, v, c, own if kept else _keep_data(t, run.run_dir, own), config)
+        parts = parts|dict(loaders=loaders_of(c, run_dir))
+    trainer = build_trainer(v, c, log, dist, checkpoint, parts)
+    for line in _first_lines(trainer, own, checkpoint is None)+lines: log.info(line)
+    for _,line in resumed: log.info(line)
+    _use_evals(trainer)
+    def begin(): _begin(run, trainer, checkpoint)
+    if checkpoint: resume(trainer, checkpoint, c.force_resume, True, begin)
+    else: begin()
+    size = size_line(trainer.loader.source, trainer.held_out.source)
+    total = length(trainer)
+    log.info(f'{size}; {total:,} updates' if total else size)
+    def keep():
+        names = own if kept else _keep_data(trainer, run_dir, own)
+        _keep_config(run_dir, v, c, names, config)
     on_master(dist, keep)
-    return t
+    return trainer
 
 # %% ../../nbs/56_runs.run.ipynb #56000020
 def _sum_up(run:OpenRun, model:Callable|None)->str: # has trained; a status
     "Tell what came of a run, and publish its best checkpoint; 'interrupted' if a signal has ended it."
-    t = run.trainer
+    trainer = run.trainer
     dist = run.dist
     log = run.log
-    f = run.trainer.base.features
-    if f: log.info(f'features: {f.misses} tiles seen, {f.hits} read, on rank {dist.rank}')
-    if t.stop: return 'interrupted'
-    drops = find(t, LeftOut).gather()
-    find(t, Meters).report(t) # reads the clocks of all ranks
-    if dist.is_master: report_run(t, drops, model)
+    cache = trainer.base.features
+    if cache: log.info(f'features: {cache.misses} tiles seen, {cache.hits} read, on rank {dist.rank}')
+    if trainer.stop: return 'interrupted'
+    drops = find(trainer, LeftOut).gather()
+    find(trainer, Meters).report(trainer) # reads the clocks of all ranks
+    if dist.is_master: report_run(trainer, drops, model)
     dist.barrier()
-    find(t, Evaluate).wait(t)
+    find(trainer, Evaluate).wait(trainer)
     repo = where_to_publish(run.vlm_cfg.hf_repo_name)
     if not (repo and dist.is_master): return 'done'
     try: publish(run.run_dir, repo)
-    except HUB_ERRORS as e: log.info(f'not published as {repo}: {type(e).__name__}: {e}. Later: from '
-        f"nanovlm_nb.runs.start import publish; publish('{run.run_dir}', '{repo}')")
+    except HUB_ERRORS as e:
+        log.info(f'not published as {repo}: {type(e).__name__}: {e}. Later: from '
+            f"nanovlm_nb.runs.start import publish; publish('{run.run_dir}', '{repo}')")
     else: log.info(f'published as {repo}')
     return 'done'
 
@@ -334,11 +346,14 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     "Train as the configurations say, and return the directory of the run; what is None the library makes."
     parts = dict(model=model, loaders=loaders, optimizer=optimizer, schedule=schedule, loss=loss,
         judge=judge, hooks=hooks)
-    said = getattr(asked, 'saved', None) and [f'what was not given is as in {asked.saved}'] or []
+    first = []
+    if getattr(asked, 'saved', None): first.append(f'what was not given is as in {asked.saved}')
     set_env()
     if 'rows' in _given_data(loaders): train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
-    here = nullcontext((dist, stop or threading.Event())) if dist else process_group(train_cfg.timeout_s)
-    again = command or ((lambda *_: SAME_SCRIPT) if own_parts(parts) or loaders else go_on)
+    if dist: here = nullcontext((dist, stop or threading.Event()))
+    else: here = process_group(train_cfg.timeout_s)
+    def same_script(*_): return SAME_SCRIPT
+    again = command or (same_script if own_parts(parts) or loaders else go_on)
     with here as (dist,stop):
         with ExitStack() as stack:
             def hold(run_dir): # no other run writes there
@@ -346,11 +361,13 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
             run_dir,start,v,c,lines = plan_run(vlm_cfg, train_cfg, dist, hold, again)
             if c.deterministic: stack.enter_context(same_bits(dist.device.type, c.compile is not False))
             log = _open_log(run_dir, dist, v, c)
-            r = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))
-            t = r.trainer = _start(r, start, said+lines, getattr(asked, 'config', None), parts)
-            t.asked = stop
-            log.info('stopped by a signal before the first update') if stopping(t) else train(t)
-            r.status = _sum_up(r, model)
+            opened = stack.enter_context(OpenRun(run_dir, v, c, dist, log, again))
+            config = getattr(asked, 'config', None)
+            trainer = opened.trainer = _start(opened, start, first+lines, config, parts)
+            trainer.asked = stop
+            if stopping(trainer): log.info('stopped by a signal before the first update')
+            else: train(trainer)
+            opened.status = _sum_up(opened, model)
         dist.barrier() # the status is written
     return run_dir
 

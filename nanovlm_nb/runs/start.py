@@ -76,16 +76,23 @@ class Start(NamedTuple):
 def _new_start(v, c, run_dir):
     "A start at update 0."
     weights = weights_of_start(v, c)
-    if weights: kind,path = 'checkpoint',weights
-    elif is_pth(c.load_from): kind,path = 'file',c.load_from
-    elif v.vlm_load_backbone_weights: kind,path = 'backbones',f'{v.vit_model_type} and {v.lm_model_type}'
-    else: kind,path = 'random',None
+    kind = 'random'
+    path = None
+    if weights:
+        kind = 'checkpoint'
+        path = weights
+    elif is_pth(c.load_from):
+        kind = 'file'
+        path = c.load_from
+    elif v.vlm_load_backbone_weights:
+        kind = 'backbones'
+        path = f'{v.vit_model_type} and {v.lm_model_type}'
     taken = f' with the weights of {path}' if weights else ''
     if not c.resume: return Start(kind, path, f'A new run{taken} (resume is False).')
     line = f'Nothing to resume in {run_dir}: a new run begins at update 0{taken}.'
-    if weights and (Path(weights)/TRAINER_STATE).is_file(): line += (
-        f' To continue that run itself, with its optimizer, leave run_name out; or, under a new name, copy '
-        f'the checkpoint first: mkdir {run_dir.parent}/NEW && cp -r {weights} {run_dir.parent}/NEW')
+    if weights and (Path(weights)/TRAINER_STATE).is_file():
+        line += (' To continue that run itself, with its optimizer, leave run_name out; or, under a new '
+            f'name, copy the checkpoint first: mkdir {run_dir.parent}/NEW && cp -r {weights} {run_dir.parent}/NEW')
     return Start(kind, path, line)
 
 # %% ../../nbs/52_runs.start.ipynb #717228e9
@@ -95,8 +102,9 @@ def _checkpoint_within(run_dir, load_from):
     require(path.parent==run_dir.resolve(), f'load_from {path} was set aside: to continue from it, copy it '
         f'into a run of its own, mkdir {run_dir.parent}/NEW && cp -r {path} {run_dir.parent}/NEW, '
         'and give run_name NEW and resume True')
-    if not path.is_dir(): raise MissingFile(
-        f'load_from: there is no directory {path}: correct the path, or give run_name alone')
+    if not path.is_dir():
+        raise MissingFile(f'load_from: there is no directory {path}: correct the path, '
+            'or give run_name alone')
     check_checkpoint(path, f'load_from {path}')
     return path
 
@@ -114,14 +122,17 @@ def start_of(run_dir:Path|None, v:VLMConfig, c:TrainConfig, how:str='set resume 
     require(c.resume or not own, f'{run_dir} holds {own and own.name} of an earlier run, which a new one '
         f'would be mixed up with: give another run_name, or {how}')
     if not c.resume: return _new_start(v, c, run_dir)
-    begun = read_state(own)['configs']['train'].get('load_from') if own else None # of a run that was renamed
+    begun = None
+    if own: begun = read_state(own)['configs']['train'].get('load_from') # of a run that was renamed
     within = given and given!=begun and run_of(given)==run_dir.resolve()
     if given and within and Path(given).resolve()!=run_dir.resolve():
         path = _checkpoint_within(run_dir, given)
-        relative = '' if Path(given).is_absolute() else (
-            f' load_from {given} is relative to {Path.cwd()}: give the absolute path in a job script.')
-        return Start('resume', path, f'Resumed from the checkpoint {path}.{relative}', read_state(path))
-    wrong = '. '.join([f'{p.name} is {why}' for p,why in damaged.items() if any(p.iterdir())][:3])
+        line = f'Resumed from the checkpoint {path}.'
+        if not Path(given).is_absolute():
+            line += f' load_from {given} is relative to {Path.cwd()}: give the absolute path in a job script.'
+        return Start('resume', path, line, read_state(path))
+    wrongs = [f'{p.name} is {why}' for p,why in damaged.items() if any(p.iterdir())]
+    wrong = '. '.join(wrongs[:3])
     if own:
         line = f'Auto resumed from the latest checkpoint {own}.'
         if wrong: line = f'PASSED OVER: {wrong}. {line}'
@@ -144,10 +155,11 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
     own_class = type(v) is not VLMConfig # it knows what it is
     if kind=='resume':
         saved = start.state['configs']['vlm']
-        return evolve(v, **{n:value for n,value in saved.items()
-            if n in every-v.given-OF_RUN and value!=getattr(v, n)})
+        free = every-v.given-OF_RUN
+        return evolve(v, **{n:value for n,value in saved.items() if n in free and value!=getattr(v, n)})
     sources = dict[str,dict]()
-    if kind=='checkpoint' and not own_class: sources = {start.path:asdict(checkpoint_config(start.path))}
+    if kind=='checkpoint' and not own_class:
+        sources = {start.path:asdict(checkpoint_config(start.path))}
     if kind=='backbones' and not every<=v.given:
         sources = {v.vit_model_type:tower_fields(v), v.lm_model_type:language_config(v.lm_model_type)}
     for source,values in sources.items():
@@ -156,13 +168,15 @@ def _with_sizes(v:VLMConfig, start:Start)->VLMConfig:
                 f'{values[n]!r}: leave {n} out, its weights are another model')
         follow |= {n:value for n,value in values.items() if n not in v.given|OF_RUN}
     if kind=='checkpoint' and 'lm_tokenizer' in follow:
-        follow['lm_tokenizer'] = find_tokenizer(resolve_checkpoint(start.path, False), follow['lm_tokenizer'])
+        folder = resolve_checkpoint(start.path, False)
+        follow['lm_tokenizer'] = find_tokenizer(folder, follow['lm_tokenizer'])
     return evolve(v, **follow)
 
 # %% ../../nbs/52_runs.start.ipynb #e5a1000a
 def _announced(v, c):
     "Where a start will begin; of a new run its directory is not looked at."
-    return start_of(run_path(**v.to_dict()|c.to_dict()) if c.resume else None, v, c)
+    run_dir = run_path(**v.to_dict()|c.to_dict()) if c.resume else None
+    return start_of(run_dir, v, c)
 
 def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None=None, # where it begins
 )->tuple[VLMConfig,TrainConfig,list[str]]:
@@ -187,7 +201,8 @@ def resolve_start(v:VLMConfig, c:TrainConfig, world_size:int=1, start:Start|None
     if start.kind=='checkpoint': begun = start.path
     if start.kind=='file': begun = str(pth_path(start.path, sized))
     if start.kind=='resume': begun = start.state['configs']['train'].get('load_from')
-    return sized,c if begun==c.load_from else evolve(c, load_from=begun),lines
+    if begun!=c.load_from: c = evolve(c, load_from=begun)
+    return sized,c,lines
 
 # %% ../../nbs/52_runs.start.ipynb #e5a10011
 def foresee_start(v:VLMConfig, c:TrainConfig, world_size:int=1,
@@ -196,8 +211,9 @@ def foresee_start(v:VLMConfig, c:TrainConfig, world_size:int=1,
     start = _announced(v, c)
     try: return start,*resolve_start(v, c, world_size, start)
     except FileNotFoundError as e:
-        kind = {start.kind=='backbones':'random', start.path==v.lm_model_type:'named'}.get(True)
-        if kind is None: raise
+        if start.path==v.lm_model_type: kind = 'named'
+        elif start.kind=='backbones': kind = 'random'
+        else: raise
         note = f'sizes are those that were given, for the files cannot be read here: {e}'
         _,c,lines = resolve_start(v, c, world_size, start._replace(kind=kind)) # or raises again
         return start,v,c,[note, *lines]
@@ -208,8 +224,10 @@ _RECORDS = {'.jsonl','.json','.log','.md','.png','.yaml'} # files of a run that 
 def _best_before(run_dir, checkpoint):
     "The best checkpoint that the run has kept up to this; a classifier's is by accuracy."
     state = read_state(checkpoint, ('step',))
-    step = state.get('hooks', {}).get('ValidateClasses', {}).get('best_model_step', state.get('best_step'))
-    return run_dir/f'step_{step}' if step and not missing_pieces(run_dir/f'step_{step}') else None
+    of_classes = state.get('hooks', {}).get('ValidateClasses', {})
+    step = of_classes.get('best_model_step', state.get('best_step'))
+    best = run_dir/f'step_{step}'
+    return best if step and not missing_pieces(best) else None
 
 # %% ../../nbs/52_runs.start.ipynb #82279779
 def go_back(run_dir:Path, checkpoint:Path|None)->Path|None: # one of its checkpoints, None: the beginning
@@ -218,9 +236,11 @@ def go_back(run_dir:Path, checkpoint:Path|None)->Path|None: # one of its checkpo
     folder = run_dir/ASIDE
     if newer:
         folder.mkdir(exist_ok=True)
-        for p in (p for p in run_dir.iterdir() if p.is_file() and p.suffix in _RECORDS):
+        records = [p for p in run_dir.iterdir() if p.is_file() and p.suffix in _RECORDS]
+        for p in records:
             if not (folder/p.name).exists(): write_atomic(folder/p.name, p.read_bytes())
-    if (best := read_pointer(run_dir, BEST)) in newer: write_pointer(folder, BEST, best)
+    best = read_pointer(run_dir, BEST)
+    if best in newer: write_pointer(folder, BEST, best)
     write_pointer(run_dir, BEST, checkpoint and _best_before(run_dir, checkpoint))
     if folder.is_dir() and (run_dir/WANDB_ID).is_file(): (run_dir/WANDB_ID).replace(folder/WANDB_ID)
     return set_aside(run_dir, checkpoint)
@@ -231,15 +251,17 @@ _UNKNOWN = REFUSED,'no rule says whether it may change'
 def differences(saved:dict[str,dict], v:VLMConfig, c:TrainConfig)->list[tuple[str,str]]:
     """Level and line of each setting that has changed since a checkpoint was made, refused ones first.
     `saved` are its fields, of 'vlm' and 'train'; packs per update are `split_difference`'s."""
-    was,now = (training_parts(t) for t in (saved['train'], asdict(c)))
-    why = "the optimizer's state belongs to the old ones; with force_resume it begins anew"
-    found = [('parts that train', was, now, REFUSED, why)]
+    changed = []
+    def compare(name, was, now, level, why):
+        if was==now: return
+        rule = f'{level}: {why}' if why else level
+        changed.append((level, f'{name}: {was!r} -> {now!r} ({rule})'))
+    compare('parts that train', training_parts(saved['train']), training_parts(asdict(c)), REFUSED,
+        "the optimizer's state belongs to the old ones; with force_resume it begins anew")
     for cfg,before in ((v,saved['vlm']), (c,saved['train'])):
-        found += [(n, before[n], value, *(resume_rule(n, type(cfg)) or _UNKNOWN))
-            for n,value in asdict(cfg).items() if n in before]
-    changed = [(level, f"{n}: {was!r} -> {now!r} ({level}{': '*bool(why)}{why})")
-        for n,was,now,level,why in found if was!=now]
-    return sorted(changed, key=lambda d: [REFUSED, CAREFUL, FINE].index(d[0]))
+        for name,value in asdict(cfg).items():
+            if name in before: compare(name, before[name], value, *(resume_rule(name, type(cfg)) or _UNKNOWN))
+    return [found for level in (REFUSED, CAREFUL, FINE) for found in changed if found[0]==level]
 
 # %% ../../nbs/52_runs.start.ipynb #f1cd2db4
 def splits(packs:int, ranks:int)->list[tuple[int,int,int]]: # of an update
@@ -263,7 +285,8 @@ def split_remedy(was:int, now:tuple[int,int,int])->str: # as above
     flags = [f'--batch_size {b} --gradient_accumulation_steps {a}' for b,a,_ in ways]
     if flags: return f'give {" or ".join(flags)}'
     fewer = max(n for n in range(1, ranks) if was%n==0)
-    return f'give --nproc_per_node {fewer} to torchrun, for {fewer} rank{"s"*(fewer>1)} in all'
+    ranks_in_all = '1 rank' if fewer==1 else f'{fewer} ranks'
+    return f'give --nproc_per_node {fewer} to torchrun, for {ranks_in_all} in all'
 
 # %% ../../nbs/52_runs.start.ipynb #123512c2
 def _place_of(state:dict, train:dict)->tuple[float,float]: # `step` and `max_steps` of a schedule
@@ -289,9 +312,11 @@ def progress(state:dict, packs:int, train:dict)->str: # see `_place_of`
     before = state['configs']['train']
     length = _place_of(state, before)[1]
     epochs = ' and max_epochs None' if before.get('max_epochs') else ''
-    if (most := train.get('max_training_samples')) is not None: return (
-        f'So far {samples} of {most} samples ({100*samples/most:.1f} %) in {step} updates; with {packs} '
-        f'packs in an update the rest takes about {max(most-samples, 0)*step*was/samples/packs:.0f} more')
+    planned = train.get('max_training_samples')
+    if planned is not None:
+        more = max(planned-samples, 0)*step*was/samples/packs
+        return (f'So far {samples} of {planned} samples ({100*samples/planned:.1f} %) in {step} updates; '
+            f'with {packs} packs in an update the rest takes about {more:.0f} more')
     return (f'So far {step} of {length} updates ({100*step/length:.1f} %) and {samples} samples; with '
         f'{packs} packs in an update as many samples take {step*was/packs:.0f} updates, and update {step} '
         f'stands for {samples*packs/was:.0f} samples ({100*step*packs/was/length:.1f} % of those planned). A '
@@ -305,10 +330,13 @@ def _check_resume(state:dict, v:VLMConfig, c:TrainConfig, world_size:int)->list[
     data = state['data']
     now = (c.batch_size,c.gradient_accumulation_steps,world_size)
     remedy = ''
-    so_far = f'. {progress(state, math.prod(now), asdict(c))}' if data and state.get('samples') else ''
-    if data and (split := split_difference(data['lanes'], now, so_far)):
-        changes.insert(0, split)
-        remedy = f"{split_remedy(data['lanes'], now)}, else this "
+    if data:
+        lanes = data['lanes']
+        so_far = f'. {progress(state, math.prod(now), asdict(c))}' if state.get('samples') else ''
+        split = split_difference(lanes, now, so_far)
+        if split:
+            changes.insert(0, split)
+            remedy = f'{split_remedy(lanes, now)}, else this '
     refused = '; '.join(line for level,line in changes if level==REFUSED)
     require(not refused or c.force_resume, f'{remedy}cannot resume: {refused}. Set these as they were, '
         'begin a new run with the weights (load_from and another run_name), or give force_resume')
@@ -320,9 +348,10 @@ def _check_resume(state:dict, v:VLMConfig, c:TrainConfig, world_size:int)->list[
 def check_own_parts(place:Path, own:list[str])->None:
     "A UsageError where a run was made with parts of a script's own, and a start brings others than these."
     was = own_parts_of(place)
-    how = f'nanovlm classify --config {place}/{CLASSIFY} --resume_from latest'
-    how = how if (place/CLASSIFY).is_file() else 'start the script that made it again'
-    brought = {*own}|({'processor'} if 'loaders' in own else set()) # which loaders of your own may bring
+    how = 'start the script that made it again'
+    if (place/CLASSIFY).is_file(): how = f'nanovlm classify --config {place}/{CLASSIFY} --resume_from latest'
+    brought = {*own}
+    if 'loaders' in own: brought.add('processor') # which loaders of your own may bring
     require({*was}<=brought, f'{place} was made with {" and ".join(was)} of its own, and this start gives '
         f'{" and ".join(own) or "none"}: {how}')
 
@@ -332,12 +361,18 @@ def _rate_lines(state:dict, c:TrainConfig, log:list[dict])->list[tuple[bool,str]
     empty if the log does not say."""
     step,most = _place_of(state, asdict(c))
     if step>=most: return [(True, f"no update is left: the run ends at {state['step']}")]
-    name,whose,peak = ('lr_lora','adapters','lr_lora') if c.lora_rank else ('lr_MP','projector','lr_mp')
-    last = [r[name] for r in log if r['step']<=state['step'] and name in r]
-    if not last: return []
+    name = 'lr_MP'
+    whose = 'projector'
+    peak = c.lr_mp
+    if c.lora_rank:
+        name = 'lr_lora'
+        whose = 'adapters'
+        peak = c.lr_lora
+    rates = [record[name] for record in log if record['step']<=state['step'] and name in record]
+    if not rates: return []
     schedule = get_schedule(c.lr_schedule, c.warmup_ratio, c.min_lr_ratio)
-    before = last[-1]
-    after = schedule(step, getattr(c, peak), most)
+    before = rates[-1]
+    after = schedule(step, peak, most)
     line = f'learning rate of the {whose}: {before:.3g} in the last update, {after:.3g} in the next'
     return [(after<=2*before and before<=2*after, line)]
 
@@ -350,17 +385,18 @@ def plan_resume(run_dir:Path, start:Start, v:VLMConfig, c:TrainConfig, world_siz
     check_run_dir(run_dir)
     check_way(run_dir, checkpoint, math.inf if c.max_training_samples else c.max_training_steps)
     found = [(checkpoint is not None or not c.resume, start.line)]
-    if newer := left_behind(run_dir, checkpoint):
+    newer = left_behind(run_dir, checkpoint)
+    if newer:
         names = ', '.join(p.name for p in newer)
         folder = abandoned_folder(run_dir)
         found.append((True, f'{names}: set aside in {folder} with the log of that time'))
     if checkpoint is None: return found
     check_own_parts(run_dir, own)
     log = read_log(run_dir/LOG) if (run_dir/LOG).is_file() else []
-    changed = _check_resume(start.state, v, c, world_size)
+    changed = [(True, line) for line in _check_resume(start.state, v, c, world_size)]
     again = max((r['step'] for r in log), default=0)-start.state['step']
     if again>0: found.append((True, f'{again} updates of the log are made again'))
-    return [*found, *((True, l) for l in changed), *_rate_lines(start.state, c, log)]
+    return found+changed+_rate_lines(start.state, c, log)
 
 # %% ../../nbs/52_runs.start.ipynb #c916672a
 _OWN = {'run_name','notes','resume','load_from'} # different in every run
@@ -370,12 +406,17 @@ def _changes_since(run_dir:Path, v:VLMConfig, c:TrainConfig)->tuple[str,list[str
     others = [p for p in run_dir.absolute().parent.glob(f'*/{CONFIG}')
         if p.parent.name!=run_dir.name and p.is_file()] # what is no file may never end
     if not others: return '',['the first run of its folder']
-    latest = max(others, key=lambda p: p.stat().st_mtime)
+    latest = max(others, key=lambda path: path.stat().st_mtime)
+    name = latest.parent.name
     try: before = load_yaml(latest, given=None)
-    except ValueError as e: return latest.parent.name,[f'cannot be compared: {e}']
-    values = [(f.name, getattr(a, f.name), getattr(b, f.name))
-        for a,b in zip(before, (v, c)) for f in fields(a) if f.name not in _OWN]
-    return latest.parent.name,[f'{n}: {was!r} -> {now!r}' for n,was,now in values if was!=now] or ['nothing']
+    except ValueError as e: return name,[f'cannot be compared: {e}']
+    lines = []
+    for old,new in zip(before, (v, c)):
+        for field in fields(old):
+            was = getattr(old, field.name)
+            now = getattr(new, field.name)
+            if field.name not in _OWN and was!=now: lines.append(f'{field.name}: {was!r} -> {now!r}')
+    return name,lines or ['nothing']
 
 # %% ../../nbs/52_runs.start.ipynb #dcc6f191
 _MINE = '## Training'
@@ -441,12 +482,13 @@ def publish(run_dir:str|Path, repo_id:str, api:Any=None)->None: # of a run; owne
 def _best_asker(trainer:Trainer, make:Callable|None=None)->Asker: # after `train()`; of an own model
     "The best model of a run, ready to be asked."
     best = find_checkpoint(trainer.log.run_dir)
-    t = trainer
-    processor = getattr(getattr(t.held_out, 'samples', None), 'image_processor', None)
+    samples = getattr(trainer.held_out, 'samples', None)
+    processor = getattr(samples, 'image_processor', None)
     if make is None: return Asker.from_checkpoint(best, processor=processor)
-    cfg,state = checkpoint_weights(Path(best), t.base.config_class)
-    load_weights(model := make(cfg, t.cfg, True), state, best)
-    return Asker.from_model(model.to(t.dist.device), t.tokenizer, processor)
+    cfg,state = checkpoint_weights(Path(best), trainer.base.config_class)
+    model = make(cfg, trainer.cfg, True)
+    load_weights(model, state, best)
+    return Asker.from_model(model.to(trainer.dist.device), trainer.tokenizer, processor)
 
 # %% ../../nbs/52_runs.start.ipynb #55000004
 def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,dict]: # the best model
@@ -454,7 +496,8 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
     log.info(f'asking the best checkpoint about {len(rows)} held-out samples, and about other pictures')
     scores,seen = compare_answers(asker, rows)
     log.info('held-out questions\n'+accuracy_table(scores))
-    log.log({f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}, step)
+    accuracies = {f'answers/{kind}':right/n for kind,(right,n) in scores['answers'].items()}
+    log.log(accuracies, step)
     write_atomic(log.run_dir/ANSWER_TABLE, json.dumps(scores, indent=1)+'\n')
     if any(r.images for r in seen): plot_answers(seen, log.run_dir/'samples.png')
     return scores
@@ -462,17 +505,19 @@ def _ask_held_out(asker:Asker, rows:list[dict], log:RunLog, step:int)->dict[str,
 # %% ../../nbs/52_runs.start.ipynb #55000021
 def _remedies(trainer:Trainer, scores:dict[str,dict])->str: # after `train()`
     "What may help a model that answers no better than one that does not look."
-    t = trainer
-    c = trainer.cfg
-    rows = t.loader.source.epoch_rows()
+    cfg = trainer.cfg
+    step = trainer.step
+    rows = trainer.loader.source.epoch_rows()
     kinds = len(scores['answers'])-1
-    helps = ['more pictures' if rows is None else f'more pictures (there are {rows:.0f} rows for training)']
-    if t.best_step==t.step:
-        helps.insert(0, f'more updates than {t.step}: the validation loss was still falling')
-    if not (c.load_from or t.base.cfg.vlm_load_backbone_weights):
+    helps = []
+    if trainer.best_step==step:
+        helps.append(f'more updates than {step}: the validation loss was still falling')
+    if rows is None: helps.append('more pictures')
+    else: helps.append(f'more pictures (there are {rows:.0f} rows for training)')
+    if not (cfg.load_from or trainer.base.cfg.vlm_load_backbone_weights):
         helps.append('weights to begin with (load_from HuggingFaceTB/SmolVLM-256M-Instruct with lora_rank 8) '
             'in place of random numbers')
-    elif c.load_from and not c.lora_rank: helps.append('lora_rank 8, which trains fewer numbers')
+    elif cfg.load_from and not cfg.lora_rank: helps.append('lora_rank 8, which trains fewer numbers')
     if kinds>1: helps.append(f'fewer kinds of questions ({kinds} were asked)')
     return f"what may help: {'; '.join(helps)}"
 
@@ -499,16 +544,20 @@ def _overfitting(records:list[dict])->str: # of the log; empty: validation has n
 def _time_split(seconds:dict[str,float])->str: # by kind; e.g. 'forward_backward 80 %, data 20 %, 12 s in all'
     "Where the time of a run went, the largest part first."
     total = sum(seconds.values())
-    parts = sorted(seconds.items(), key=lambda o: -o[1])
-    return ', '.join(f'{k} {100*v/total:.0f} %' for k,v in parts if v/total>=.005)+f', {total:.0f} s in all'
+    kinds = sorted(seconds, key=seconds.__getitem__, reverse=True)
+    shares = {kind:seconds[kind]/total for kind in kinds}
+    parts = [f'{kind} {100*share:.0f} %' for kind,share in shares.items() if share>=.005]
+    return f"{', '.join(parts)}, {total:.0f} s in all"
 
 # %% ../../nbs/52_runs.start.ipynb #02c964f4
 def _report_drops(drops:dict[str,Drops], log:RunLog, step:int)->None: # from `LeftOut`; where, when
     "Counts of what was left out by reason into the log, ids into `drops.json`."
-    counts = {f'drops/{split}_{reason}':n for split,d in drops.items() for reason,n in d.reported.items()}
+    counts = {}
     for split,d in drops.items():
         for reason,n in d.reported.items():
-            log.info(f'left out: {split}_{reason} {n}, e.g. {" ".join(d.examples(reason).split()):.300}')
+            counts[f'drops/{split}_{reason}'] = n
+            examples = ' '.join(d.examples(reason).split())
+            log.info(f'left out: {split}_{reason} {n}, e.g. {examples:.300}')
     if counts: log.log(counts, step)
     reasons = {split:d.reasons for split,d in drops.items()}
     write_atomic(log.run_dir/DROP_LIST, json.dumps(reasons, indent=1)+'\n')
@@ -521,12 +570,14 @@ def _results_of(trainer:Trainer, scores:dict[str,dict])->list[str]: # after `tra
     best = 'no validation'
     if t.best_step is not None: best = f'best {name} {t.best_val_loss:.4f} at update {t.best_step}'
     since = f' since update {step_of(t.checkpoint)}, of the last start' if t.checkpoint else ''
-    asked = ['{}: {} of {} questions right'.format(n, *by_kind['all']) for n,by_kind in scores.items()]
-    return [f'{t.step} updates, {t.samples} samples, {t.targets} target tokens', best,
-        f'time{since}: {_time_split(find(t, Meters).seconds)}',
-        *[f'{t.skipped} updates skipped, see bad_updates.jsonl']*bool(t.skipped),
-        *(line for hook in t.hooks for line in getattr(hook, 'findings', ())), *asked,
-        *([f'by kind of question\n\n```\n{accuracy_table(scores)}\n```'] if scores else [])]
+    lines = [f'{t.step} updates, {t.samples} samples, {t.targets} target tokens', best,
+        f'time{since}: {_time_split(find(t, Meters).seconds)}']
+    if t.skipped: lines.append(f'{t.skipped} updates skipped, see bad_updates.jsonl')
+    for hook in t.hooks: lines += getattr(hook, 'findings', ())
+    for column,by_kind in scores.items():
+        lines.append('{}: {} of {} questions right'.format(column, *by_kind['all']))
+    if scores: lines.append(f'by kind of question\n\n```\n{accuracy_table(scores)}\n```')
+    return lines
 
 # %% ../../nbs/52_runs.start.ipynb #714328d0
 _ADVICE_AFTER_S = 600. # who tries something needs no advice
@@ -535,9 +586,12 @@ def _advice_lines(trainer:Trainer)->list[str]: # after `train()`; empty for a sh
     "What could be changed, from where the time went and from skipped updates."
     t = trainer
     seconds = find(trainer, Meters).seconds
-    if (total := sum(seconds.values()))<_ADVICE_AFTER_S: return []
-    return advice({k:v/total for k,v in seconds.items()}, evolve(t.cfg, compile=bool(t.compiled)), t.base.cfg,
-        unstable=t.skipped>0, cpus=os.cpu_count(), ranks=t.dist.world_size, device=t.dist.device.type)
+    total = sum(seconds.values())
+    if total<_ADVICE_AFTER_S: return []
+    shares = {kind:value/total for kind,value in seconds.items()}
+    cfg = evolve(t.cfg, compile=bool(t.compiled))
+    return advice(shares, cfg, t.base.cfg, unstable=t.skipped>0, cpus=os.cpu_count(),
+        ranks=t.dist.world_size, device=t.dist.device.type)
 
 # %% ../../nbs/52_runs.start.ipynb #55000008
 def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)->None: # of all ranks
@@ -551,24 +605,28 @@ def report_run(trainer:Trainer, drops:dict[str,Drops], make:Callable|None=None)-
     _report_drops(drops, log, t.step)
     records = read_log(run_dir/LOG)
     plot_curves(records, run_dir/'curves.png')
-    said = verdict(scores) if scores else ''
-    wrong = said and len({*scores['answers']['all']})>1 # not all are right
-    warnings = [said, _remedies(t, scores) if wrong else '', _overfitting(records)]
-    warnings = [line for line in warnings if line]
+    warnings = []
+    judged = verdict(scores) if scores else ''
+    if judged:
+        warnings.append(judged)
+        right,asked = scores['answers']['all']
+        if right!=asked: warnings.append(_remedies(t, scores))
+    overfitting = _overfitting(records)
+    if overfitting: warnings.append(overfitting)
     write_record(run_dir, t.base.cfg, t.cfg, _results_of(t, scores)+warnings)
     question = next((r['texts'][0]['user'] for r in rows if r['images']), 'What is in the picture?')
-    ask = f'ask it: nanovlm ask {shlex.quote(str(run_dir))} --image PICTURE --prompt {shlex.quote(question)}'
-    asks = [ask]
+    words = ['nanovlm','ask',str(run_dir),'--image','PICTURE','--prompt',question]
+    asks = [f'ask it: {shlex.join(words)}']
     example = next((row for row in rows if len(row['images'] or ())==1), None)
     if example:
         keep_example(run_dir, example)
         newest = run_dir.absolute().parent==Path('checkpoints').absolute()
         words = ['nanovlm','ask'] if newest else ['nanovlm','ask',str(run_dir)]
         asks.append(f'or about a held-out picture: {shlex.join(words)}')
-    for line in (f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
-        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}',
-        *(asks if make is None else []), *warnings):
-        log.info(line)
+    lines = [f'time: {_time_split(find(t, Meters).seconds)}', *_advice_lines(t),
+        f'best checkpoint: {find_checkpoint(run_dir)}', f'page and curves: {run_dir}']
+    if make is None: lines += asks
+    for line in lines+warnings: log.info(line)
 
 # %% ../../nbs/52_runs.start.ipynb #e0d1000a
 SAME_SCRIPT = 'the same script again, with resume=True'
@@ -617,8 +675,11 @@ class OpenRun:
 # %% ../../nbs/52_runs.start.ipynb #6ee0afc0
 def _command_of(run:OpenRun, **changes)->str: # in progress; fields to change; a line for the shell
     "The command that resumes a run, or begins it again."
-    if run.trainer is None: return ' '.join(['the same command', *(f'--{k} {v}' for k,v in changes.items())])
-    return run.make_command(run.run_dir, run.vlm_cfg.to_dict()|run.cfg.to_dict(), run.dist, changes)
+    if run.trainer is None:
+        flags = [f'--{name} {value}' for name,value in changes.items()]
+        return ' '.join(['the same command', *flags])
+    settings = run.vlm_cfg.to_dict()|run.cfg.to_dict()
+    return run.make_command(run.run_dir, settings, run.dist, changes)
 
 # %% ../../nbs/52_runs.start.ipynb #19e79f56
 def left_line(run:OpenRun)->str: # in progress
@@ -637,14 +698,14 @@ def _out_of_memory(error:BaseException|None)->bool: # as it arrived
 # %% ../../nbs/52_runs.start.ipynb #54000003
 def _no_memory(run:OpenRun, error:BaseException|None)->str: # as it arrived
     "What happened, what is left, what helps."
-    v = run.vlm_cfg
-    c = run.cfg
+    vlm_cfg = run.vlm_cfg
     ranks = run.dist.world_size
     kind = run.dist.device.type
     def keeps(changes): # the checkpoints of the run
-        return all((resume_rule(n, type(v)) or _UNKNOWN)[0]!=REFUSED for n in changes)
-    lines = advice({}, c, v, oom=True, keeps=keeps, ranks=ranks, device=kind)
-    first = next((r.changes for r in memory_remedies(v, c, ranks, kind) if keeps(r.changes)), {})
+        return all((resume_rule(n, type(vlm_cfg)) or _UNKNOWN)[0]!=REFUSED for n in changes)
+    lines = advice({}, run.cfg, vlm_cfg, oom=True, keeps=keeps, ranks=ranks, device=kind)
+    changes = [remedy.changes for remedy in memory_remedies(vlm_cfg, run.cfg, ranks, kind)]
+    first = next(filter(keeps, changes), {})
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (f'memory ran out ({what}); {_what_is_left(run.run_dir)}. What helps when you are '
         f'{". ".join(lines)}. For example: {_command_of(run, **first)}')
