@@ -163,7 +163,8 @@ def advice(shares:dict[str,float], c:TrainConfig, v:VLMConfig|None=None,
 def checkpoints_written(cfg:TrainConfig, updates:int)->int: # of the run
     """Returns how many checkpoints a run writes, from its beginning to its end:
     one before the first update if that is validated, and always one at the end."""
-    intervals = [i for i in (cfg.save_interval, cfg.eval_interval if cfg.eval_in_epochs else 0) if i]
+    validated = cfg.eval_interval if cfg.eval_in_epochs else 0
+    intervals = [interval for interval in (cfg.save_interval, validated) if interval]
     at = {updates}
     for interval in intervals: at.update(range(interval, updates+1, interval))
     return len(at)+cfg.eval_in_epochs

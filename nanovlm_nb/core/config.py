@@ -918,7 +918,7 @@ def run_path(vlm_checkpoint_path:str, run_name:str|None=None, resume:bool=False,
 # %% ../../nbs/02_core.config.ipynb #f1257028
 def _own_settings(named:dict)->tuple[Path,VLMConfig,TrainConfig]|None: # fields given; None: begin anew
     "Returns the settings of the run that a start with `resume` goes on with, and where they were read."
-    where = _WHERE.copy()
+    where:dict = _WHERE.copy()
     for name,value in named.items():
         if name in _WHERE: where[name] = str(value) if isinstance(value, Path) else value
     run = run_path(**where)

@@ -457,7 +457,8 @@ def plot_curves(records:Iterable[dict]|dict[str,list[dict]], # from `read_log`; 
     several = len(runs)>1
     for ax,(label,pattern) in zip(fig.subplots(1, 3), _CURVES.items()):
         for i,(run,lines) in enumerate(runs.items()):
-            _draw(ax, lines, pattern, **dict(label=run, color=f'C{i}', ls='-') if several else {})
+            look = dict(label=run, color=f'C{i}', ls='-') if several else {}
+            _draw(ax, lines, pattern, **look)
         ax.set(xlabel='step', ylabel=label)
         ax.locator_params(axis='x', nbins=3, integer=True) # the layout knows the last label's width
         named = {line.get_label():line for line in ax.lines}

@@ -363,7 +363,9 @@ def why_kept(folder:Path)->str: # empty: a run has made all of it
 # %% ../../nbs/01_core.run_dir.ipynb #70fd2865
 def written(checkpoint:Path)->float: # seconds since 1970
     "Returns when a checkpoint was completed, or last changed if it never was."
-    return (checkpoint/MANIFEST if (checkpoint/MANIFEST).is_file() else checkpoint).stat().st_mtime
+    manifest = checkpoint/MANIFEST
+    place = manifest if manifest.is_file() else checkpoint
+    return place.stat().st_mtime
 
 # %% ../../nbs/01_core.run_dir.ipynb #23213f51
 def _delete_old(run_dir:Path, old:list[Path])->list[Path]: # what was deleted

@@ -312,7 +312,8 @@ class ImageProcessor:
         x = torch.from_numpy(np.stack(im.resize((cols*s, rows*s), Image.Resampling.BICUBIC).split()))
         tiles = split_tiles(x, s)
         if self.convention == 'qwen': return tiles.unflatten(0, (rows, cols)), (rows, cols)
-        return (torch.cat([global_view(x, s), tiles]) if len(tiles) > 1 else tiles), (rows, cols)
+        if len(tiles) > 1: tiles = torch.cat([global_view(x, s), tiles])
+        return tiles, (rows, cols)
 
 # %% ../../nbs/10_data.images.ipynb #92dfa853
 get_image_processor = ImageProcessor # nanoVLM's name

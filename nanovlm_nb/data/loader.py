@@ -55,7 +55,8 @@ def ending(file:Path)->str:
 
 def _opened(file:Path)->IO[bytes]:
     packed = _PACKED.get(file.suffix.lower())
-    return io.BufferedReader(pa.input_stream(str(file), compression=packed)) if packed else open(file, 'rb')
+    if not packed: return open(file, 'rb')
+    return io.BufferedReader(pa.input_stream(str(file), compression=packed))
 
 # %% ../../nbs/18_data.loader.ipynb #a1700b02
 _SAVE = "\njson.dump(rows, open('rows.json', 'w'))"
@@ -257,7 +258,8 @@ def _reader(file, images_path, columns, unread):
     places = [file.parent/'images', file.parent] if images_path is None else [images_path]
     folders = [*map(str, places)]
     def read(data):
-        return read_object(json.loads(data) if isinstance(data, bytes) else data, columns, folders, unread)
+        row = json.loads(data) if isinstance(data, bytes) else data
+        return read_object(row, columns, folders, unread)
     return read
 
 def _read_file(file, drops, images_path, columns, unread):
@@ -320,12 +322,14 @@ def local_configs(path:str|Path)->list[str]: # subfolders with data, in natural 
     "Configurations of a local data set; none if it has files itself, or folders for splits."
     found = [p.name for p in Path(path).iterdir() if p.is_dir() and _has_data(p, '**/*')]
     if _has_data(Path(path), '*') or _SPLITS & {*found}: return []
-    return sorted(found, key=lambda n: [int(t) if t.isdigit() else t for t in re.split(r'(\d+)', n)])
+    def natural(name): return [int(part) if part.isdigit() else part for part in re.split(r'(\d+)', name)]
+    return sorted(found, key=natural)
 
 # %% ../../nbs/18_data.loader.ipynb #a6a531f2
 def _described(folder):
     "Configurations that the README of a data set names."
-    return datasets.get_dataset_config_names(str(folder.resolve())) if (folder/'README.md').is_file() else []
+    if not (folder/'README.md').is_file(): return []
+    return datasets.get_dataset_config_names(str(folder.resolve()))
 
 # %% ../../nbs/18_data.loader.ipynb #17c00007
 def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # see `load_configs`
@@ -338,7 +342,8 @@ def config_names(path:str|Path, names:Sequence[str]=('default',))->list[str]: # 
         return datasets.get_dataset_config_names(str(path)) if every else list(names)
     subs = local_configs(folder)
     if every: return subs or _described(folder) or ['default']
-    return subs or ['default'] if tuple(names) == ('default',) and 'default' not in subs else list(names)
+    if tuple(names) == ('default',) and 'default' not in subs: return subs or ['default']
+    return list(names)
 
 # %% ../../nbs/18_data.loader.ipynb #fc93185d
 _SAVED_SHARDS = 1024 # parts into which a `save_to_disk` folder is cut for streaming

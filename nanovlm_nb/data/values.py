@@ -120,7 +120,8 @@ def find_picture(picture:Any, folders:Folders)->Any: # None: it is as it is
     "A picture as `open_image` takes it; a `MissingFile` says what may be meant by the name."
     held = picture.get('bytes') if isinstance(picture, dict) else picture
     if isinstance(held, bytes): return picture
-    if isinstance(held, str) and is_base64(held): return held if held.startswith('data:') else b64decode(held)
+    if isinstance(held, str) and is_base64(held):
+        return held if held.startswith('data:') else b64decode(held)
     name = first_of(picture, 'path', 'url') if held is None else held
     if folders is None: return picture
     odd = isinstance(name, (int, float)) or isinstance(picture, dict) and name is None
@@ -184,11 +185,13 @@ def options_of(row:dict, columns:tuple[str,...])->dict[str,Any]: # `columns_of(r
     require(texts and 1 < len(found) and len(as_list(value)) <= 26,
         f'`{columns[0]}` is {row[columns[0]]!r:.80}: give a list of 2 to 26 options')
     lettered = all(re.match(rf'\(?{re.escape(label)}[.:)]\s', str(option)) for label,option in found.items())
-    return {label:option.split(maxsplit=1)[1] for label,option in found.items()} if lettered else found
+    if not lettered: return found
+    return {label:option.split(maxsplit=1)[1] for label,option in found.items()}
 
 def pick_option(answer:Any, options:dict[str,Any], column:str, place:bool=False)->str: # its number, surely
     "The letter of the option that an answer of a column means."
-    text = str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer).strip()
+    if isinstance(answer, float) and answer.is_integer(): text = str(int(answer))
+    else: text = str(answer).strip()
     bare = re.sub(r'^\((.)\)$|^(.)[.:)]$', r'\1\2', text).casefold()
     meant = set()
     for label,option in options.items():
