@@ -700,9 +700,10 @@ def _read_qwen_config(folder:Path)->VLMConfig: # of a Qwen2.5-VL
     return VLMConfig(**_our_fields(QWEN2_5_VL, vision) | _decoder_fields(QWEN2, text, folder)
         | _pixels(rules) | known | dict(
         image_convention='qwen', vit_img_size=tile, max_img_size=tile,
-        lm_mrope_sections=_rope(text)['mrope_section'], lm_base_vocab_size=first, lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens,
-        lm_tokenizer=str(folder), lm_chat_template=_chat_template(folder), vit_model_type=str(folder),
-        lm_model_type=str(folder), hf_repo_name=None))
+        lm_mrope_sections=_rope(text)['mrope_section'], lm_base_vocab_size=first,
+        lm_vocab_size=text.vocab_size, vlm_extra_tokens=tokens, lm_tokenizer=str(folder),
+        lm_chat_template=_chat_template(folder), vit_model_type=str(folder), lm_model_type=str(folder),
+        hf_repo_name=None))
 
 # %% ../../nbs/26_model.weights.ipynb #c0eff293
 def _whole_config(folder, kind):

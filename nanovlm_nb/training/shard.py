@@ -112,6 +112,12 @@ def pieces_of(model:nn.Module, trained:bool=False, copy:bool=False, # sharded; o
         found[name] = Piece(mine.detach().to('cpu', copy=copy), whole, dim)
     return found
 
+def _cut(w:Tensor, dim:int, ranks:int)->list[Tensor]: # whole
+    "Returns the pieces of all ranks, as FSDP cuts; the last ones may be empty."
+    parts = [*w.chunk(ranks, dim)]
+    while len(parts)<ranks: parts.append(w[:0])
+    return parts
+
 # %% ../../nbs/42_training.shard.ipynb #42a10002
 def _in_step(dist:Dist, lead:Callable, follow:Callable[[str],None])->None: # `lead(tell)` on rank 0
     "Rank 0 leads, the others do what follows from each name that it tells; an error of it is raised on all."
@@ -121,12 +127,6 @@ def _in_step(dist:Dist, lead:Callable, follow:Callable[[str],None])->None: # `le
     def follows():
         while (name := dist.broadcast(None)) is not None: follow(name)
     on_all(dist, led if dist.is_master else follows)
-
-def _cut(w:Tensor, dim:int, ranks:int)->list[Tensor]: # whole
-    "Returns the pieces of all ranks, as FSDP cuts; the last ones may be empty."
-    parts = [*w.chunk(ranks, dim)]
-    while len(parts)<ranks: parts.append(w[:0])
-    return parts
 
 def _gather(piece:Piece, dist:Dist)->Tensor|None: # of this rank; the whole on rank 0
     "Puts a weight together on rank 0."

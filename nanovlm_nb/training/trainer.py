@@ -454,8 +454,7 @@ class Validate(Hook):
         "Looks whether a new run has anything to validate on; a UsageError with the remedy if it ought to."
         size = trainer.cfg.val_size
         if trainer.checkpoint: return
-        targets = (tally(batch)['targets'] for batch in validation_batches(trainer))
-        if any(map(trainer.dist.sum, targets)): return
+        if any(trainer.dist.sum(tally(batch)['targets']) for batch in validation_batches(trainer)): return
         require(size==0, f'no usable validation row among val_size {size}: '
             f'{_blame(trainer, trainer.held_out) or "raise val_size"}; '
             'or set val_size to 0 to train without validation')
