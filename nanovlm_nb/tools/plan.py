@@ -325,7 +325,8 @@ def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of on
     away = c.offload_params and sharding=='zero3'
     gradients = trained*per['gradients']
     if share>1 and not whole: gradients += 4*min(_largest_unit(parameters), trained)
-    copies = peak['copies']*stored/peak['weights'] # of all experts, where `peak_memory` has one layer for them
+    # of all experts, where `peak_memory` has one layer for them
+    copies = peak['copies']*stored/peak['weights']
     if sharding!='ddp': copies = _gathered(c, parameters, sharding)
     weights = 0 if away else stored/share
     moments = 0 if away or c.offload_optimizer else trained*per['moments']

@@ -357,7 +357,7 @@ def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
     by_dataset = {}
     for j in judged: by_dataset.setdefault(j.dataset, []).append(j.label==j.predicted)
     figures = {f'eval/{name}_accuracy':sum(right)/len(right) for name,right in by_dataset.items()}
-    figures['eval/overall_accuracy'] = sum(map(sum, by_dataset.values()))/len(judged)
+    figures['eval/overall_accuracy'] = sum(j.label==j.predicted for j in judged)/len(judged)
     figures['eval/overall_loss'] = sum(j.loss for j in judged)/len(judged)
     return figures
 
