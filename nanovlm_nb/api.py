@@ -40,7 +40,9 @@ def _settings(n, preset, given):
     val_size = min(100, max(1, n//10)) if n > 1 else 0
     steps = given.get('max_training_steps', train_cfg.max_training_steps)
     quarter = as_type('max_training_steps', steps, Pos)//4
-    rates = _learning(5e-5) if given.get('load_from') else _learning(1e-3) if preset == 'shapes' else {}
+    rates = {}
+    if given.get('load_from'): rates = _learning(5e-5)
+    elif preset == 'shapes': rates = _learning(1e-3)
     same = given.get('custom_transforms') or given.get('cache_features')
     usual = _FOR_ROWS | rates | dict(random_crop=None if same else .7,
         val_size=val_size, ask_samples=val_size,
@@ -89,7 +91,10 @@ def evaluate(model:Asker|str|Path, rows)->dict[str,dict]: # or what `load` takes
     (right, asked)."""
     asker = model if isinstance(model, Asker) else load(model)
     white = asker.model.cfg.pixel_max
-    seen = [r | dict(images=[open_image(p, white) for p in r['images'] or []]) for r in own_rows(rows)]
+    seen = []
+    for row in own_rows(rows):
+        images = [open_image(picture, white) for picture in row['images'] or []]
+        seen.append(row | dict(images=images))
     return compare_answers(asker, seen)[0]
 
 # %% ../nbs/91_api.ipynb #91a1001e

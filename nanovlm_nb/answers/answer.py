@@ -137,8 +137,8 @@ class Asker:
         "Raises a UsageError where prompt and answer need more positions than the model has."
         positions = self.model.cfg.lm_max_position_embeddings
         require(n+max_new_tokens<=positions,
-            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {positions} positions '
-            'of the model: give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
+            f'{n} tokens of a prompt and {max_new_tokens} of its answer are more than the {positions} '
+            'positions of the model: give fewer or smaller pictures, fewer turns, or a lower max_new_tokens')
 
     def ends(self, stop:Sequence[str|int]=(), # texts and token ids that end an answer
     )->tuple[list[str],list[int]]: # texts; token ids, the tokenizer's end token first

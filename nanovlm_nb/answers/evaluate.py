@@ -628,8 +628,9 @@ def flat_figures(results:dict)->dict[str,float]: # of lmms-eval: task -> name ->
     figures = {}
     for task,values in results.items():
         for name,value in values.items():
-            if 'stderr' in name or type(value) is bool or not isinstance(value, (int,float,np.number)): continue
-            if math.isfinite(value): figures[f"{task}_{name.split(',')[0]}"] = float(value)
+            if 'stderr' in name or type(value) is bool: continue
+            is_number = isinstance(value, (int,float,np.number)) and math.isfinite(value)
+            if is_number: figures[f"{task}_{name.split(',')[0]}"] = float(value)
     return figures
 
 # %% ../../nbs/36_answers.evaluate.ipynb #11a03f87

@@ -62,7 +62,8 @@ class VLMDataset(Dataset):
         self.image_special_token = image_special_token
         # as many as the model has features for a picture
         self.image_ids = tokenizer.encode(image_special_token, add_special_tokens=False)
-        self.frames, self.special = answer_frames(tokenizer), special_pattern(tokenizer)
+        self.frames = answer_frames(tokenizer)
+        self.special = special_pattern(tokenizer)
         require(tokenizer.pad_token_id is not None,
             'the tokenizer has no pad_token: set it, to eos_token for example')
         self.no_pixels = _pixel_tensor(Image.new('RGB', (64, 64)), preprocess)[None][:0]

@@ -137,8 +137,8 @@ def _stop_on_signals(stop:threading.Event)->Iterator[None]: # set by the first s
 # %% ../../nbs/56_runs.run.ipynb #e7d56b85
 def _given_data(loaders:Callable|None)->dict[str,Any]: # of `run`
     "What a `partial` of `get_dataloaders` was given of a script's own: rows, transforms, processor."
-    is_ours = isinstance(loaders, partial) and loaders.func is get_dataloaders
-    return loaders.keywords if is_ours and not loaders.args else {}
+    if not isinstance(loaders, partial): return {}
+    return loaders.keywords if loaders.func is get_dataloaders and not loaders.args else {}
 
 def own_parts(parts:dict)->list[str]: # of a script, see `run`
     """Names of those without which the run would learn something else: hooks only watch, and rows are kept
@@ -350,8 +350,8 @@ def run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, # the model and the run
     if getattr(asked, 'saved', None): first.append(f'what was not given is as in {asked.saved}')
     set_env()
     if 'rows' in _given_data(loaders): train_cfg = evolve(train_cfg, train_dataset_path=OWN_ROWS)
-    if dist: here = nullcontext((dist, stop or threading.Event()))
-    else: here = process_group(train_cfg.timeout_s)
+    ranks = dist and (dist, stop or threading.Event())
+    here = nullcontext(ranks) if ranks else process_group(train_cfg.timeout_s)
     def same_script(*_): return SAME_SCRIPT
     again = command or (same_script if own_parts(parts) or loaders else go_on)
     with here as (dist,stop):

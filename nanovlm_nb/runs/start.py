@@ -92,7 +92,8 @@ def _new_start(v, c, run_dir):
     line = f'Nothing to resume in {run_dir}: a new run begins at update 0{taken}.'
     if weights and (Path(weights)/TRAINER_STATE).is_file():
         line += (' To continue that run itself, with its optimizer, leave run_name out; or, under a new '
-            f'name, copy the checkpoint first: mkdir {run_dir.parent}/NEW && cp -r {weights} {run_dir.parent}/NEW')
+            f'name, copy the checkpoint first: mkdir {run_dir.parent}/NEW && '
+            f'cp -r {weights} {run_dir.parent}/NEW')
     return Start(kind, path, line)
 
 # %% ../../nbs/52_runs.start.ipynb #717228e9

@@ -61,10 +61,13 @@ def _check_memory(plan:dict, gib:float|None=None)->str: # from `make_plan`; of a
     "Raises when a GPU is too small for the fullest packs."
     need = plan['needed']
     text = f"{with_unit(need*GB, BYTES)} for the fullest packs, on each of {plan['gpus']} GPUs"
-    steps = [r['changes'] for d in plan['devices'].values() for r in d['remedies']]
-    said = '; then '.join(', '.join(f'{f} {v}' for f,v in changes.items()) for changes in steps)
+    steps = []
+    for device in plan['devices'].values():
+        for remedy in device['remedies']:
+            steps.append(', '.join(f'{name} {value}' for name,value in remedy['changes'].items()))
+    remedies = '; then '.join(steps) or 'take a larger GPU'
     require(gib is None or need<=USABLE*gib, f'{text}, and one has {gib or 0:.0f} GiB, of which {USABLE:.0%} '
-                                             f"can be planned with: {said or 'take a larger GPU'}")
+                                             f'can be planned with: {remedies}')
     return text
 
 # %% ../../nbs/68_tools.check.ipynb #68aa0001
@@ -78,7 +81,8 @@ def _time_line(plan:dict)->str: # from `make_plan`
     return f"{length}: {each}, at {plan['mfu']:.0%} of the peak"
 
 # %% ../../nbs/68_tools.check.ipynb #a1b0c061
-_LONGEST_PACK,_LARGEST = 10.,2**31 # seconds; bytes of the weights, of what is tried here
+_LONGEST_PACK = 10. # seconds, of what is tried here
+_LARGEST = 2**31 # bytes of the weights
 
 def _seconds_of_pack(vlm_cfg:VLMConfig, train_cfg:TrainConfig)->float:
     "Returns how long the second of two updates of one pack takes here, with random weights."
@@ -127,7 +131,8 @@ def _cost_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, gpus:int)->Iterator
         yield failed('plan', e)
         return
     yield tried('memory', _check_memory, plan, card and card.total_memory/GB)
-    yield tried('time', _time_line if card else _time_here, *(plan,) if card else (vlm_cfg, train_cfg, plan))
+    if card: yield tried('time', _time_line, plan)
+    else: yield tried('time', _time_here, vlm_cfg, train_cfg, plan)
     yield tried('checkpoints', check_disk, vlm_cfg.vlm_checkpoint_path, plan['disk']['checkpoint'],
                 plan['disk']['kept'])
 

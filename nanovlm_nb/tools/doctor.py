@@ -93,7 +93,8 @@ def _check_cuda(gpus:int, cuda:str|None, driver:str|None)->str: # that torch see
                   'or unset CUDA_VISIBLE_DEVICES')
     old = _too_old(dict(CUDA=cuda, driver=driver or floor), dict(CUDA=CUDA_FLOOR, driver=floor))
     require(not old, f"CUDA {cuda} with driver {driver}, too old: {', '.join(old)}; install these")
-    return f'{cuda}, {gpus} GPU{"s"*(gpus>1)}, driver {driver or "unknown"}'
+    cards = '1 GPU' if gpus==1 else f'{gpus} GPUs'
+    return f'{cuda}, {cards}, driver {driver or "unknown"}'
 
 # %% ../../nbs/61_tools.doctor.ipynb #3357e6d4
 def _check_flash(glibc:str|None, cuda:str|None, torch_version:str, flash:str|None)->str: # None: missing
@@ -113,9 +114,10 @@ def _driver_version(command:str='nvidia-smi')->str|None: # None: there is no dri
 # %% ../../nbs/61_tools.doctor.ipynb #7cfb0dde
 def _check_gpus(asked:int, seen:int)->str: # ranks on this machine; GPUs that torch sees
     "Raises unless every rank has a GPU; a single rank may train on the CPU."
-    many = f'{seen} GPU{"s"*(seen!=1)}'
-    require(asked<=max(seen, 1), f'--gpus {asked}, but there {"is" if seen==1 else "are"} {many}: '
-        +(f'--gpus {seen}' if seen else 'ask where they are; without --gpus, this CPU is checked'))
+    many = '1 GPU' if seen==1 else f'{seen} GPUs'
+    verb = 'is' if seen==1 else 'are'
+    remedy = f'--gpus {seen}' if seen else 'ask where they are; without --gpus, this CPU is checked'
+    require(asked<=max(seen, 1), f'--gpus {asked}, but there {verb} {many}: {remedy}')
     if not seen: raise Skip('none: one rank trains on the CPU')
     return f'{asked} of {many}'
 
@@ -125,8 +127,9 @@ def check_disk(folder:str|Path, one:float, n:int, free:float|None=None)->str: # 
     path = Path(folder).absolute()
     nearest = next(p for p in (path, *path.parents) if p.exists())
     with tempfile.TemporaryFile(dir=nearest) as f: f.write(b'x')
-    free = shutil.disk_usage(nearest).free if free is None else free
-    text = f'{n} checkpoint{"s"*(n>1)} of {one/1e9:.2f} GB, {free/1e9:.1f} GB are free'
+    if free is None: free = shutil.disk_usage(nearest).free
+    noun = 'checkpoints' if n>1 else 'checkpoint'
+    text = f'{n} {noun} of {one/1e9:.2f} GB, {free/1e9:.1f} GB are free'
     require(n*one<=free, f'{text}: lower max_keep_ckpts, raise eval_interval, '
                            'or give another vlm_checkpoint_path')
     return text
@@ -150,7 +153,8 @@ def _check_tasks(train_cfg:TrainConfig)->str:
     if not train_cfg.use_lmms_eval: raise Skip('use_lmms_eval is False: none is evaluated')
     tasks,missing = possible_tasks(train_cfg)
     if task_names(tasks)==task_names(train_cfg.lmms_eval_tasks): # perhaps only a login is missing
-        return '; '.join(filter(None, [f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})', missing]))
+        line = f'{tasks} (benchmarks: {train_cfg.lmms_eval_prompts})'
+        return f'{line}; {missing}' if missing else line
     if not train_cfg.given&{'use_lmms_eval','lmms_eval_tasks'}: raise Skip(missing)
     raise UsageError(f'{missing}: do what the message says, or give other tasks')
 
@@ -182,9 +186,10 @@ def _short_run(vlm_cfg:VLMConfig, small:TrainConfig, folder:str, timeout_s:float
                *trust_flags(small.to_dict())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     log = next(Path(folder).rglob('smoke/log.jsonl'), None)
-    losses = [r['batch_loss'] for r in read_log(log) if 'batch_loss' in r] if log else []
-    said = [f'ended with {done.returncode}', *done.stderr.strip().splitlines()]
-    return losses,said[-1] if done.returncode else ''
+    records = read_log(log) if log else []
+    losses = [record['batch_loss'] for record in records if 'batch_loss' in record]
+    if not done.returncode: return losses,''
+    return losses,[f'ended with {done.returncode}', *done.stderr.strip().splitlines()][-1]
 
 # %% ../../nbs/61_tools.doctor.ipynb #19573344
 def check_short_run(vlm_cfg:VLMConfig, train_cfg:TrainConfig, updates:int=3, timeout_s:float=1800.)->str:

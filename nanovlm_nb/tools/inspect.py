@@ -63,14 +63,20 @@ def sample_text(sample:dict, tokenizer:Any)->str: # from `finish`
     "Returns a sample as text, in which what is learned is marked."
     ids = sample['input_ids'].tolist()
     labels = [IGNORE,*sample['labels'].tolist()]
-    marks = ['' if l==IGNORE else '[[' if l==i else '!!' for i,l in zip(ids, labels)]
+    def mark_of(token, label):
+        if label==IGNORE: return ''
+        return '[[' if label==token else '!!'
+    marks = map(mark_of, ids, labels)
     text = ''
     image = re.escape(tokenizer.image_token)
     for mark,run in groupby(zip(marks, ids), lambda x: x[0]):
         piece = tokenizer.decode([i for _,i in run])
         piece = re.sub(f'({image})+', lambda m: f'{len(m[0])//len(tokenizer.image_token)} x {m[1]} ', piece)
         piece = ''.join(c if c.isprintable() or c=='\n' else '·' for c in piece)
-        if mark: piece = mark+piece.replace('\n', '↵')+mark.replace('[', ']')+'\n'*(piece[-1:]=='\n')
+        if mark:
+            line_ends = piece.endswith('\n')
+            piece = mark+piece.replace('\n', '↵')+mark.replace('[', ']')
+            if line_ends: piece += '\n'
         text += piece
     return text.rstrip()
 
@@ -102,7 +108,9 @@ def look(loader:PackLoader, n:int=SAMPLES, show:int=0)->_Seen: # rows to read; s
         try:
             if isinstance(row, Dropped): raise row
             for picture in row['images']: seen.ranges += _range_of(picture)
-            with naming(row['id']): sample = samples.finish(plan := samples.plan_row(row), row['images'])
+            with naming(row['id']):
+                plan = samples.plan_row(row)
+                sample = samples.finish(plan, row['images'])
         except Dropped as d:
             samples.drops.add(d)
             continue
@@ -123,11 +131,12 @@ def _value_range(values:Sequence[int])->str: # one or more
 def check_rows(seen:_Seen, held:_Seen)->str: # of training, of validation
     "Returns the sizes of the samples; raises when no row is used."
     require(seen.plans, f'none of {seen.rows} rows is used: {seen.loader.drops.blame or "there are none"}')
-    p = seen.plans
-    targets = [int((plan.labels!=IGNORE).sum()) for plan in seen.plans]
-    return (f'{len(p)} of {seen.rows} rows of training and {len(held.plans)} of {held.rows} of validation: '
-            f'{_value_range([x.tokens for x in p])} tokens, {_value_range(targets)} targets, '
-            f'{_value_range([x.tiles for x in p])} tiles')
+    plans = seen.plans
+    tokens = _value_range([plan.tokens for plan in plans])
+    targets = _value_range([int((plan.labels!=IGNORE).sum()) for plan in plans])
+    tiles = _value_range([plan.tiles for plan in plans])
+    return (f'{len(plans)} of {seen.rows} rows of training and {len(held.plans)} of {held.rows} of '
+            f'validation: {tokens} tokens, {targets} targets, {tiles} tiles')
 
 # %% ../../nbs/62_tools.inspect.ipynb #6d5422e3
 # other reasons are choices
@@ -139,8 +148,9 @@ def check_left_out(*seen:_Seen)->str: # of training, of validation
     drops = Drops()
     for s in seen: drops.merge(s.loader.drops)
     chosen = [f'{n} {reason}' for reason,n in drops.reported.items() if reason not in _FAULTY]
-    wrong = [f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}' for reason in drops.counts
-             if reason in _FAULTY]
+    wrong = []
+    for reason in drops.counts:
+        if reason in _FAULTY: wrong.append(f'{reason}: {drops.examples(reason, 5)}; {REMEDIES[reason]}')
     require(not wrong, '; '.join(wrong+chosen))
     return ', '.join(chosen) or 'nothing'
 
@@ -158,13 +168,17 @@ def _check_pixels(ranges:list[tuple], pixel_max:float|None)->str: # of `_Seen`; 
         f'{text}: they come out dark, {255*high/white:.0f} of 255 at most; set pixel_max to {meant}')
     return text
 
-_ALWAYS,_ENOUGH = .9,10 # share of rows; rows with several questions
+_ALWAYS = .9 # share of rows
+_ENOUGH = 10 # rows with several questions
 
 def _fixed_order(asked:list[list[str]])->str: # of `_Seen`; '': none
     "Returns the questions that nearly every row with several asks in the same order, and the remedy."
     several = [questions for questions in asked if len(questions)>1]
-    first = [Counter(questions[n] for questions in several).most_common(1) for n in (0, 1)]
-    same = [text for [(text,n)] in first if n>=_ALWAYS*len(several)] if len(several)>=_ENOUGH else []
+    if len(several)<_ENOUGH: return ''
+    same = []
+    for place in (0, 1):
+        [(text,n)] = Counter(questions[place] for questions in several).most_common(1)
+        if n>=_ALWAYS*len(several): same.append(text)
     if len({*same})<2: return ''
     return (f'{len(several)} rows with several questions ask {same[0]!r:.60}, then {same[1]!r:.60}: '
             'a model can learn the order and ignore the question. Shuffle the turns of each row, or make '
@@ -229,7 +243,8 @@ def data_findings(vlm_cfg:VLMConfig, train_cfg:TrainConfig, n:int=SAMPLES, show:
     if not seen.plans: return
     yield tried('left out', check_left_out, seen, held)
     if seen.ranges: yield tried('pixels', _check_pixels, seen.ranges, vlm_cfg.pixel_max)
-    if text := _fixed_order(seen.asked): yield Finding('questions', FAIL, text)
+    order = _fixed_order(seen.asked)
+    if order: yield Finding('questions', FAIL, order)
     yield tried('template', _check_template, train.samples.tokenizer)
     yield tried('packs', _check_packs, train)
     for sample in seen.shown:
@@ -268,7 +283,9 @@ def _settings_of(run_dir:Path, update:int, code:dict)->tuple[VLMConfig,TrainConf
     later = next((p for p in checkpoints(run_dir) if step_of(p)>=update and not missing_pieces(p)), None)
     then = read_state(later)['configs'] if later else dict(vlm={}, train={})
     now = vlm_cfg.to_dict()|train_cfg.to_dict()
-    changed = {n:v for n,v in (then['vlm']|then['train']).items() if n not in TRUSTED and v!=now.get(n, v)}
+    changed = {}
+    for name,value in (then['vlm']|then['train']).items():
+        if name not in TRUSTED and value!=now.get(name, value): changed[name] = value
     return change(vlm_cfg, train_cfg, changed)
 
 # %% ../../nbs/62_tools.inspect.ipynb #730eda6b
@@ -321,11 +338,12 @@ def _loss_and_norm(trainer:Trainer, update:Update)->tuple[float,float]: # from `
 def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_trainer_before`
     "Returns each sample of an update alone; those that are not finite first, then the strongest pull."
     verdicts = []
-    for doc in (doc for batch in update.micro_batches for doc in unpack(batch)):
-        one = collate_packs([pack([vars(doc)], len(doc.input_ids), 0)])
-        n = doc.n_targets
-        loss,norm = _loss_and_norm(trainer, replace(update, targets=n, micro_batches=[one]))
-        verdicts.append(_Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
+    for batch in update.micro_batches:
+        for doc in unpack(batch):
+            one = collate_packs([pack([vars(doc)], len(doc.input_ids), 0)])
+            n = doc.n_targets
+            loss,norm = _loss_and_norm(trainer, replace(update, targets=n, micro_batches=[one]))
+            verdicts.append(_Verdict(doc.id, n, loss, norm, norm*n/max(update.targets, 1)))
     usual = median([v.pull for v in verdicts if math.isfinite(v.pull)] or [math.inf])
     for v in verdicts: v.suspect = not math.isfinite(v.pull) or v.pull>_FAR*usual
     return sorted(verdicts, key=lambda v: -v.pull if math.isfinite(v.pull) else -math.inf)
@@ -334,10 +352,12 @@ def _judge_samples(trainer:Trainer, update:Update)->list[_Verdict]: # from `_tra
 def _replay_lines(update:Update, was:dict|None, # made again; its line in the log, None: there is none
     loss:float, norm:float, verdicts:list[_Verdict], worst:int=10)->list[str]: # as computed; samples to show
     "Returns what was found."
-    same = ('not in the log' if was is None
-            else 'the same samples as in the log' if was['batch_digest']==update.digest
-            else 'NOT the samples of the log: were the data changed?')
-    then = '' if was is None else f' (in the log {was["batch_loss"]:.4f} and {was["grad_norm"]:.4f})'
+    same = 'not in the log'
+    then = ''
+    if was is not None:
+        same = 'NOT the samples of the log: were the data changed?'
+        if was['batch_digest']==update.digest: same = 'the same samples as in the log'
+        then = f' (in the log {was["batch_loss"]:.4f} and {was["grad_norm"]:.4f})'
     lines = [f'{update.samples} samples, {update.targets} target tokens, {same}',
              f'loss {loss:.4f}, gradient norm {norm:.4f}{then}',
              f'{"":2}{"sample":<32}{"targets":>8}{"loss":>10}{"gradient":>12}{"pull":>10}',
@@ -353,9 +373,10 @@ def main(values:Namespace)->int: # from `cli.replay_parser`; 1 if a sample is su
     skipped = read_bad_updates(run_dir)
     require(values.update or skipped, f'{run_dir} has skipped no update: say which one you mean')
     n = values.update or skipped[-1]['update']
-    code = {k:v for k,v in vars(values).items() if k in ('lr_schedule','custom_transforms') and v is not None}
+    code = {k:v for k,v in vars(values).items() if k in LEARNED and v is not None}
     with _trainer_before(run_dir, n, code) as (trainer,update):
-        (loss,norm),verdicts = _loss_and_norm(trainer, update),_judge_samples(trainer, update)
+        loss,norm = _loss_and_norm(trainer, update)
+        verdicts = _judge_samples(trainer, update)
     was = next((r for r in read_log(run_dir/LOG) if r['step']==n and 'batch_loss' in r), None)
     lines = _replay_lines(update, was, loss, norm, verdicts, values.worst)
     say(f'update {n}: '+'\n'.join(lines))

@@ -41,7 +41,8 @@ class _Allocations(TorchDispatchMode):
     "Counts the bytes of meta tensors from allocation to release, while it is active."
     def __init__(self):
         super().__init__()
-        self.part,self.seen = 'rest',weakref.WeakSet() # whose allocations these are; storages
+        self.part = 'rest' # whose allocations these are
+        self.seen = weakref.WeakSet() # storages
         self.now:Counter[str] = Counter() # part -> bytes
         self.peak:Counter[str] = Counter() # the same at the highest point
 
@@ -69,7 +70,10 @@ class _Allocations(TorchDispatchMode):
 def _fused_attention(q:Tensor, k:Tensor, v:Tensor, attn_mask:Tensor|None=None, # (B, H, T, D); as torch's
     dropout_p:float=0., is_causal:bool=False, enable_gqa:bool=False)->Tensor: # (B, H, T, D)
     "Attention by the kernel that `scaled_dot_product_attention` takes on CUDA."
-    if enable_gqa: k,v = (x.repeat_interleave(q.shape[1]//k.shape[1], 1) for x in (k,v))
+    if enable_gqa:
+        shared = q.shape[1]//k.shape[1]
+        k = k.repeat_interleave(shared, 1)
+        v = v.repeat_interleave(shared, 1)
     aten = torch.ops.aten
     if attn_mask is None: return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if attn_mask.is_floating_point(): bias = attn_mask.to(q.dtype)
@@ -109,11 +113,14 @@ class LikeCuda(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        dtype = self.dtype if func in LOWER else torch.float32 if func in UPPER else None
+        dtype = None
+        if func in LOWER: dtype = self.dtype
+        elif func in UPPER: dtype = torch.float32
         if dtype is not None and torch.is_autocast_enabled('cuda'):
             args = [self._to(x, dtype) for x in args]
             kwargs = {k:self._to(x, dtype) for k,x in kwargs.items()}
-        return (_fused_attention if func is F.scaled_dot_product_attention else func)(*args, **kwargs)
+        if func is F.scaled_dot_product_attention: func = _fused_attention
+        return func(*args, **kwargs)
 
 # %% ../../nbs/64_tools.plan.ipynb #63aa0028
 def like_cuda(net:nn.Module, dtype:torch.dtype=torch.bfloat16)->nn.Module: # of matrix products; the same
@@ -250,7 +257,8 @@ _KNOWN:dict[tuple,Any] = {}
 def _alone(measure, vlm_cfg, train_cfg):
     "What is measured of a GPU that shares nothing, measured once."
     cfgs = vlm_cfg,evolve(train_cfg, **_ALONE)
-    if (key := (measure, repr(cfgs))) not in _KNOWN: _KNOWN[key] = measure(*cfgs)
+    key = measure,repr(cfgs)
+    if key not in _KNOWN: _KNOWN[key] = measure(*cfgs)
     return _KNOWN[key]
 
 # %% ../../nbs/64_tools.plan.ipynb #64aa0001
@@ -306,20 +314,23 @@ def _largest_unit(parameters):
 # %% ../../nbs/64_tools.plan.ipynb #23118882
 def memory(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int=1)->Memory: # ranks; of one GPU
     "Returns what a run needs at its highest point."
-    f = _alone(peak_memory, vlm_cfg, c)
+    peak = _alone(peak_memory, vlm_cfg, c)
     parameters = sizes(vlm_cfg, c)
-    stored,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('stored','trained'))
-    sharding,share = ('ddp',1) if c.sharding=='ddp' or gpus==1 else (c.sharding,gpus)
+    stored = sum(size.stored for size in parameters.values())
+    trained = sum(size.trained for size in parameters.values())
+    sharding = 'ddp' if gpus==1 else c.sharding
+    share = 1 if sharding=='ddp' else gpus
     whole = c.gradient_accumulation_steps>1 and not c.reduce_every_micro_batch
     per = bytes_per_parameter(sharding, share, accumulating=whole)
     away = c.offload_params and sharding=='zero3'
     gradients = trained*per['gradients']
     if share>1 and not whole: gradients += 4*min(_largest_unit(parameters), trained)
-    copies = f['copies']*stored/f['weights'] # of all experts, where `peak_memory` has one layer for them
-    return Memory(0 if away else stored/share,
-        copies if sharding=='ddp' else _gathered(c, parameters, sharding), gradients,
-        0 if away or c.offload_optimizer else trained*per['moments'],
-        *(f[part] for part in Memory._fields[4:]))
+    # of all experts, where `peak_memory` has one layer for them
+    copies = peak['copies']*stored/peak['weights']
+    if sharding!='ddp': copies = _gathered(c, parameters, sharding)
+    weights = 0 if away else stored/share
+    moments = 0 if away or c.offload_optimizer else trained*per['moments']
+    return Memory(weights, copies, gradients, moments, *(peak[part] for part in Memory._fields[4:]))
 
 # %% ../../nbs/64_tools.plan.ipynb #86a35b03
 USABLE = .9 # share of a GPU's memory that a plan may fill
@@ -387,7 +398,8 @@ def _sent(vlm_cfg, c, gpus):
     "Bytes that a GPU sends in an update."
     parameters = sizes(vlm_cfg, c)
     copy = 4 if c.dtype=='float32' else 2
-    total,trained = (sum(getattr(s, n) for s in parameters.values()) for n in ('total','trained'))
+    total = sum(size.total for size in parameters.values())
+    trained = sum(size.trained for size in parameters.values())
     sent = bytes_sent(c.sharding, gpus, copy, c.gradient_accumulation_steps, c.reduce_every_micro_batch)
     rest = total-sum(s.blocks for s in parameters.values()) # travels in float32, and once a micro-batch
     units = total-rest+rest*4/copy/(2 if c.sharding=='zero3' else 1)
@@ -407,11 +419,14 @@ def _memory_table(vlm_cfg:VLMConfig, c:TrainConfig, gpus:int)->dict[str,dict[str
     recompute = evolve(base, vision_checkpointing=True, language_checkpointing=True)
     alone = {'ddp' if gpus>1 else 'one GPU':{}, 'offloaded':dict(offload_optimizer=True)}
     table = {}
-    for name,how in (_WAYS if gpus>1 and not c.cache_features else alone).items():
-        m,less = (memory(vlm_cfg, evolve(cfg, **how), gpus) for cfg in (base, recompute))
-        table[name] = m._asdict()|dict(together=m.total, recomputed=less.total)
+    ways = _WAYS if gpus>1 and not c.cache_features else alone
+    for name,how in ways.items():
+        if 'each' in name and c.gradient_accumulation_steps==1: continue
+        usual = memory(vlm_cfg, evolve(base, **how), gpus)
+        less = memory(vlm_cfg, evolve(recompute, **how), gpus)
+        table[name] = usual._asdict()|dict(together=usual.total, recomputed=less.total)
         if gpus>1: table[name]['sent'] = _sent(vlm_cfg, evolve(base, **how), gpus)
-    return {name:row for name,row in table.items() if c.gradient_accumulation_steps>1 or 'each' not in name}
+    return table
 
 # %% ../../nbs/64_tools.plan.ipynb #92531777
 def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tuple[Remedy,float]])->dict:
@@ -421,10 +436,13 @@ def _on_device(name:str, flops:float, updates:int, needed:float, steps:list[tupl
     gpu = known_gpu(name)
     seconds = flops/(gpu.tflops*1e12)
     room = USABLE*gpu.memory*GB
-    enough = next((i for i,n in enumerate([needed, *(n for _,n in steps)]) if n<=room), len(steps))
-    remedies = [dict(changes=r.changes, price=r.price, gib=n/GB) for r,n in steps[:enough]]
-    return dict(seconds=seconds, hours=seconds*updates/3600, memory=gpu.memory, fits=needed<=room,
-                remedies=remedies)
+    remedies = []
+    fits = needed<=room
+    for remedy,left in steps:
+        if needed<=room: break
+        remedies.append(dict(changes=remedy.changes, price=remedy.price, gib=left/GB))
+        needed = left
+    return dict(seconds=seconds, hours=seconds*updates/3600, memory=gpu.memory, fits=fits, remedies=remedies)
 
 # %% ../../nbs/64_tools.plan.ipynb #92531778
 def _epochs(cfg, gpus, pack, packs, samples, epochs):
@@ -478,24 +496,30 @@ _NAMES = dict(vision_encoder='vision tower', MP='projector', decoder='language m
 
 def _rows(rows):
     "Lines of a table: a name and numbers that are aligned to the right."
-    return [f'  {name:<28}'+''.join(f'{x:>12}' for x in cells) for name,*cells in rows]
+    lines = []
+    for name,*cells in rows:
+        numbers = ''.join(f'{cell:>12}' for cell in cells)
+        lines.append(f'  {name:<28}{numbers}')
+    return lines
 
 # %% ../../nbs/64_tools.plan.ipynb #e6b6a9e5
 def _parameters_text(plan):
     parts = plan['parameters']
     short = {'M':1e6, 'k':1e3}
-    all_,trained = (with_unit(sum(p[k] for p in parts.values()), short) for k in ('total','trained'))
-    each = ', '.join(f"{_NAMES[n]} {with_unit(p['total'], short)}" for n,p in parts.items())
-    return [f'Parameters: {each}; {all_} together, {trained} train']
+    total = with_unit(sum(part['total'] for part in parts.values()), short)
+    trained = with_unit(sum(part['trained'] for part in parts.values()), short)
+    each = ', '.join(f"{_NAMES[name]} {with_unit(part['total'], short)}" for name,part in parts.items())
+    return [f'Parameters: {each}; {total} together, {trained} train']
 
 # %% ../../nbs/64_tools.plan.ipynb #91b19973
 def _memory_text(plan):
     table = plan['memory']
     unit,size = fitting_unit(max(row['together'] for row in table.values()), BYTES)
     title = f"{unit} on each of {plan['gpus']} GPUs" if plan['gpus']>1 else unit
-    rows = [(_NAMES.get(part, part), *(f'{row[part]/size:.1f}' for row in table.values()))
-            for part in next(iter(table.values()))]
-    return [*_rows([(title, *table), *rows]),
+    rows = [(title,*table)]
+    for part in next(iter(table.values())):
+        rows.append((_NAMES.get(part, part), *(f'{row[part]/size:.1f}' for row in table.values())))
+    return [*_rows(rows),
         f"  as configured ({plan['setting']}): {with_unit(plan['needed']*GB, BYTES)}, for packs of "
         f"{plan['pack_length']} tokens and {plan['most_tiles']} tiles, the fullest there can be"]
 
@@ -534,23 +558,25 @@ def _epochs_text(plan):
     if not e: return []
     size = f"{e['samples']} samples"
     passes = f"{e['passes']:.1f} passes"
+    epochs = '1 epoch' if e['epochs']==1 else f"{e['epochs']} epochs"
     if e['at_most']:
         size = f'at most {size} (data_cutoff_idx; give --samples, the size of the data set)'
         passes = f'at least {passes}'
     return [f"Epochs: {size} in packs of {plan['pack']['documents']:.1f}: {e['iterations_per_epoch']} "
-        f"iterations an epoch; {e['epochs']} epoch{'s'*(e['epochs']>1)}: {e['total_iterations']} iterations, "
+        f"iterations an epoch; {epochs}: {e['total_iterations']} iterations, "
         f"{e['updates']} updates", f"  {plan['updates']} updates as configured are {passes} over the data"]
 
 # %% ../../nbs/64_tools.plan.ipynb #49ac6fa4
 def _plan_text(plan:dict)->str: # from `make_plan`; lines for a terminal
     "Returns a plan as people read it."
-    d = plan['disk']
-    disk = [f"Disk: {d['kept']} checkpoint{'s'*(d['kept']>1)} at most, "
-        f"each of {with_unit(d['checkpoint'], STORED)}: {with_unit(d['kept']*d['checkpoint'], STORED)}"]
+    kept = plan['disk']['kept']
+    size = plan['disk']['checkpoint']
+    noun = 'checkpoints' if kept>1 else 'checkpoint'
+    disk = f"Disk: {kept} {noun} at most, each of {with_unit(size, STORED)}: {with_unit(kept*size, STORED)}"
     devices = _rows([(f"Time at {plan['mfu']:.0%} of the peak", 'an update', 'the run', 'memory', '')])
-    devices += [line for name,d in plan['devices'].items() for line in _device_text(name, d)]
+    for name,device in plan['devices'].items(): devices += _device_text(name, device)
     start = [f"Starts from {plan['start']}"] if 'start' in plan else []
-    end = [*_work_text(plan), *disk, *_epochs_text(plan), *(f'Note: {n}' for n in plan['notes'])]
+    end = [*_work_text(plan), disk, *_epochs_text(plan), *(f'Note: {n}' for n in plan['notes'])]
     sections = start+_parameters_text(plan),_memory_text(plan),devices,end
     return '\n\n'.join('\n'.join(s) for s in sections)
 

@@ -39,9 +39,13 @@ def _describe_checkpoint(run_dir:Path, path:Path, mark:str='', now:float|None=No
 def list_checkpoints(run_dir:Path, now:float|None=None)->list[str]: # of a run; seconds since 1970
     "Returns a line for each checkpoint of a run, the newest first, and for those that were set aside."
     named = dict(last=last_checkpoint(run_dir), best=read_pointer(run_dir, BEST))
-    marks = {path:' and '.join(n for n,p in named.items() if p==path) for path in named.values()}
-    found = [p for folder in (run_dir, *abandoned(run_dir)[::-1]) for p in checkpoints(folder)[::-1]]
-    return [_describe_checkpoint(run_dir, p, f'  <- {marks[p]}' if p in marks else '', now) for p in found]
+    lines = []
+    for folder in (run_dir, *abandoned(run_dir)[::-1]):
+        for path in checkpoints(folder)[::-1]:
+            names = ' and '.join(name for name,p in named.items() if p==path)
+            mark = f'  <- {names}' if names else ''
+            lines.append(_describe_checkpoint(run_dir, path, mark, now))
+    return lines
 
 # %% ../../nbs/60_tools.runs.ipynb #11202699
 def log_of(run:str|Path)->Path: # directory of a run, or its log.jsonl
@@ -60,15 +64,19 @@ def _state_of(run_dir:Path)->str:
     else: text = 'unknown (no status file)'
     status = ' '.join(text.split())
     if status!='running': return status
-    return f'running, {who}' if (who := holder(run_dir)) else 'killed (nobody holds its directory)'
+    who = holder(run_dir)
+    return f'running, {who}' if who else 'killed (nobody holds its directory)'
 
 # %% ../../nbs/60_tools.runs.ipynb #566da16d
 def _status_lines(run_dir:Path, now:float|None=None)->list[str]: # with a log; seconds since 1970, None: now
     "Returns the state of a run, and its last figures."
     log = run_dir/LOG
     head = f'{run_dir.absolute().name}: {_state_of(run_dir)}'
-    if not (records := read_log(log)): return [head, 'no update yet']
-    latest = {k:v for r in records for k,v in r.items() if k in _SHOWN}
+    records = read_log(log)
+    if not records: return [head, 'no update yet']
+    latest = {}
+    for record in records: latest |= record
+    latest = {name:latest[name] for name in latest if name in _SHOWN}
     age = _since((now or time.time())-log.stat().st_mtime)
     return [head, f"{describe(latest, records[-1]['step'])} ({age} ago)"]
 
@@ -99,7 +107,11 @@ def list_runs(folder:str|Path, now:float|None=None)->list[str]: # seconds since 
             number(update.get('batch_loss')), number(best),
             f'{size:,.0f} MB', f'{age} ago'))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ['  '.join(cell.ljust(width) for cell,width in zip(row, widths)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append('  '.join(cells).rstrip())
+    return lines
 
 # %% ../../nbs/60_tools.runs.ipynb #a071e977
 def _follow(run_dir:Path, pause_s:float=1.)->Iterator[str]: # seconds between two looks
@@ -159,8 +171,10 @@ def main(values:Namespace)->int: # from `cli.runs_parser`; 1 if a run has no com
     "Command `nanovlm runs`: lists runs, or says how each stands, or draws their curves."
     names = values.runs or ['checkpoints']
     if values.curves:
-        runs = [run for name in names for run in runs_in(name) or [name]]
-        plot_curves({str(run):read_log(log_of(run)) for run in runs}, values.curves)
+        curves = {}
+        for name in names:
+            for run in runs_in(name) or [name]: curves[str(run)] = read_log(log_of(run))
+        plot_curves(curves, values.curves)
         say(values.curves)
         return 0
     missing = 0

@@ -144,9 +144,11 @@ def _names_of(splits:Iterable[datasets.Dataset], # of one data set
 )->list[str]: # in the order of their numbers; of the numbers or the alphabet, where there are none
     "Returns the classes of a data set."
     splits = list(splits)
-    given = [getattr(ds.features[_label_column(ds)], 'names', []) for ds in splits]
-    every = {v for ds in splits for v in _labels_of(ds)}
-    return next(filter(None, given), [str(v) for v in sorted(every, key=lambda v: (isinstance(v, str), v))])
+    for ds in splits:
+        names = getattr(ds.features[_label_column(ds)], 'names', [])
+        if names: return names
+    every = set().union(*map(_labels_of, splits))
+    return [str(v) for v in sorted(every, key=lambda v: (isinstance(v, str), v))]
 
 # %% ../../nbs/81_uses.classify.ipynb #8bbee4b3
 def _undecoded(ds):
@@ -165,8 +167,10 @@ class _ClassRows(ConcatDataset):
         super().__init__([*map(_undecoded, splits.values())])
         number = {name:i for i,name in enumerate(names)}
         self.sizes = {k:len(ds) for k,ds in splits.items()}
-        self.notes = [(name, f'{split}{j}', number[str(label)]) for (name,split),ds in splits.items()
-                      for j,label in enumerate(_labels_of(ds))]
+        self.notes = []
+        for (name,split),ds in splits.items():
+            for j,label in enumerate(_labels_of(ds)):
+                self.notes.append((name, f'{split}{j}', number[str(label)]))
 
     def __getitem__(self, i:int)->dict: # 'images' (one, encoded), 'label', 'source', 'row_id'
         [pictures] = super().__getitem__(i).values()
@@ -197,10 +201,15 @@ def load_classes(paths:list[str], val_share:float=.1, # data sets, see `load_spl
     short = [Path(p).name for p in paths]
     require(len({*short})==len(short),
         f'data sets {short} have equal names: rename a folder, metrics go by these names')
-    pairs = {name:[*split_pair(load_splits(p), val_share, seed).items()] for name,p in zip(short, paths)}
-    names = list(dict.fromkeys(n for pair in pairs.values() for n in _names_of(ds for _,ds in pair)))
-    rows = [{(name,pair[k][0]):pair[k][1] for name,pair in pairs.items()} for k in (0,1)]
-    return _ClassData(names, *(_ClassRows(splits, names) for splits in rows))
+    classes = {} # in the order in which they are met
+    train = {}
+    val = {}
+    for name,path in zip(short, paths):
+        pair = split_pair(load_splits(path), val_share, seed)
+        classes |= dict.fromkeys(_names_of(pair.values()))
+        for rows,(split,ds) in zip((train,val), pair.items()): rows[name,split] = ds
+    names = list(classes)
+    return _ClassData(names, _ClassRows(train, names), _ClassRows(val, names))
 
 # %% ../../nbs/81_uses.classify.ipynb #d2f78192
 @dataclass
@@ -276,7 +285,8 @@ class VLMClassifier(VisionLanguageModel):
     def __init__(self, cfg:ClassConfig, load_backbone:bool=False, # see `VisionLanguageModel`
         held:Collection[str]=(), read:bool=True): # likewise
         super().__init__(cfg, load_backbone, held, read=False)
-        self.new_parts,self.n_outputs = ('score',),len(cfg.class_names)
+        self.new_parts = ('score',)
+        self.n_outputs = len(cfg.class_names)
         self.decoder.head = nn.Identity() # no vocabulary
         if self.unread: del self.unread[HEAD]
         if read: self.read()
@@ -344,11 +354,12 @@ def _confusion(judged:Iterable[_Judged], n:int)->np.ndarray: # (n, n)
 def _metrics_of(judged:list[_Judged])->dict[str,float]: # at least one
     "Returns `eval/{dataset}_accuracy` of each data set, and `eval/overall_` accuracy and loss."
     require(judged, 'no picture was evaluated: is the evaluation split empty, or were all pictures dropped?')
-    def right(js): return sum(j.label==j.predicted for j in js)/len(js)
-    names = dict.fromkeys(j.dataset for j in judged)
-    overall = dict(accuracy=right(judged), loss=sum(j.loss for j in judged)/len(judged))
-    figures = {f'eval/{name}_accuracy':right([j for j in judged if j.dataset==name]) for name in names}
-    return figures|{f'eval/overall_{k}':v for k,v in overall.items()}
+    by_dataset = {}
+    for j in judged: by_dataset.setdefault(j.dataset, []).append(j.label==j.predicted)
+    figures = {f'eval/{name}_accuracy':sum(right)/len(right) for name,right in by_dataset.items()}
+    figures['eval/overall_accuracy'] = sum(j.label==j.predicted for j in judged)/len(judged)
+    figures['eval/overall_loss'] = sum(j.loss for j in judged)/len(judged)
+    return figures
 
 # %% ../../nbs/81_uses.classify.ipynb #5da4084d
 @styled()
@@ -384,7 +395,7 @@ class ValidateClasses(Validate):
 
     def judge(self, trainer:Trainer, batch:Batch, inputs:dict)->list[_Judged]: # see `inputs_of`
         "Returns what the model thinks of the pictures of a micro-batch."
-        rows = [self.labels[i] for pack in batch['ids'] for i in pack]
+        rows = [self.labels[i] for i in chain.from_iterable(batch['ids'])]
         logits,_ = trainer.base(**inputs, reduction='sum', return_logits=True)
         scores = logits.flatten(0, 1)[inputs['layout'].at].float().log_softmax(-1).cpu()
         return [_Judged(place, name, label, int(s.argmax()), -float(s[label]))
@@ -395,7 +406,8 @@ class ValidateClasses(Validate):
         t = trainer
         found = over_validation(t, lambda batch, inputs: self.judge(t, batch, inputs))
         if found is None: return None
-        self.judged = sorted(j for rank in t.dist.gather(found) for batch in rank for j in batch)
+        batches = chain.from_iterable(t.dist.gather(found))
+        self.judged = sorted(chain.from_iterable(batches))
         if not self.judged: return None
         figures = _metrics_of(self.judged)
         return figures|dict(val_loss=figures['eval/overall_loss'])
@@ -507,8 +519,9 @@ def sorted_in(sections:dict, where:str='the settings')->dict[str,Any]: # section
     vlm = {}
     train = {}
     said = []
-    into = {f.name:found for found,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys))
-            for f in fields(cfg)}
+    into = {}
+    for found,cfg in ((train,TrainConfig), (vlm,VLMConfig), (own,_Keys)):
+        into |= dict.fromkeys([f.name for f in fields(cfg)], found)
     for written,value in _entries(sections, where, into):
         key = GUIDE.get(written, written)
         check_known([key], into, f'key in {where}')
@@ -538,7 +551,8 @@ class Settings(_Keys):
 
     def save(self, path:str|Path)->None:
         "Writes a file with all values, but where a start resumed: the next must not go back to there."
-        sections = {section:{k:getattr(self, k) for k in names} for section,names in SECTIONS.items()}
+        values = vars(self)
+        sections = {section:{name:values[name] for name in names} for section,names in SECTIONS.items()}
         resumed = {'resume','load_from'} if self.train.get('resume') else ()
         sections['model'] |= self.vlm
         sections['training'] |= {k:v for k,v in self.train.items() if k not in resumed}
@@ -558,7 +572,8 @@ def _start(s):
     name = s.name
     changes = s.vlm
     if name in PRESETS: return evolve(preset(name)[0], **changes),None,None
-    if own := _own_start(s): saved,folder = own
+    own = _own_start(s)
+    if own: saved,folder = own
     else:
         # asked before gigabytes are fetched
         other = re.search(r'qwen(?!2\.5)[0-9.]*[_-]?vl', Path(name).name.lower())
@@ -623,7 +638,9 @@ def configs_of(s:Settings, data:_ClassData, world_size:int=1)->tuple[ClassConfig
 # %% ../../nbs/81_uses.classify.ipynb #c7395d6e
 class _ClassHook(Hook):
     "Keeps the settings beside the checkpoints, and says what is trained on."
-    def __init__(self, settings:Settings, data:_ClassData): self.settings,self.data = settings,data
+    def __init__(self, settings:Settings, data:_ClassData):
+        self.settings = settings
+        self.data = data
 
     def begin(self, trainer:Trainer)->None:
         "Writes the settings, and some lines into the log."

@@ -162,10 +162,12 @@ def pre_tokenizer(parts:dict)->str|None: # of a tokenizer, as in tokenizer.json;
     "Returns the rule that cuts a text into words; None if it has no name here, or no plain BPE follows."
     pre = parts['pre_tokenizer'] or {}
     model = parts['model']
-    steps = [{k:v for k,v in step.items() if k!='trim_offsets'} for step in pre.get('pretokenizers', [pre])]
-    odd = model['type']!='BPE' or not model['merges'] or model.get('dropout') or model.get('ignore_merges')
-    odd = odd or (parts['normalizer'] or dict(type='NFC'))['type']!='NFC'
-    return next((name for name,rule in PRE_TOKENIZERS.items() if rule==steps and not odd), None)
+    steps = [dict(step) for step in pre.get('pretokenizers', [pre])]
+    for step in steps: step.pop('trim_offsets', None)
+    normalizer = parts['normalizer'] or dict(type='NFC')
+    if model['type']!='BPE' or not model['merges'] or normalizer['type']!='NFC': return None
+    if model.get('dropout') or model.get('ignore_merges'): return None
+    return next((name for name,rule in PRE_TOKENIZERS.items() if rule==steps), None)
 
 # %% ../../nbs/80_uses.export.ipynb #85a0000d
 def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding table
@@ -175,13 +177,16 @@ def _vocabulary(tokenizer:PreTrainedTokenizerBase, rows:int, # of the embedding 
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     texts = [f'[PAD{i}]' for i in range(rows)]
     kinds = [int(TokenType.UNUSED)]*rows
-    for token,i in tokenizer.get_vocab().items(): texts[i],kinds[i] = token,int(TokenType.NORMAL)
+    for token,i in tokenizer.get_vocab().items():
+        texts[i] = token
+        kinds[i] = int(TokenType.NORMAL)
     for t in parts['added_tokens']:
         kinds[t['id']] = int(TokenType.CONTROL if t['special'] else TokenType.USER_DEFINED)
     ids = dict(bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id, unknown=tokenizer.unk_token_id,
                padding=tokenizer.pad_token_id)
     merges = [m if isinstance(m, str) else ' '.join(m) for m in parts['model']['merges']]
-    require(pre := pre_tokenizer(parts), 'llama.cpp is not told of tokenizers of this kind here: '
+    pre = pre_tokenizer(parts)
+    require(pre, 'llama.cpp is not told of tokenizers of this kind here: '
         f'it can be BPE with the pre-tokenizer of {", ".join(PRE_TOKENIZERS)}')
     own = dict(model='gpt2', pre=pre, tokens=texts, token_type=kinds, merges=merges,
                add_bos_token=False, add_eos_token=False)
@@ -231,7 +236,8 @@ def _vision_tensors(model:VisionLanguageModel, # whose tower and projector they 
     "Returns the tensors of the second file."
     out = {}
     for ours,w in model.state_dict().items():
-        if (names := their_names(ours, VISION_NAMES)): out |= dict(zip(names, w.chunk(len(names))))
+        names = their_names(ours, VISION_NAMES)
+        if names: out |= dict(zip(names, w.chunk(len(names))))
     return out|{_PLACES:out[_PLACES][0]}
 
 # %% ../../nbs/80_uses.export.ipynb #85a00016

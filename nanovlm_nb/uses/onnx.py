@@ -90,8 +90,9 @@ def _axes_of(cfg:VLMConfig, watched:bool=False, # see `Read`
     width = cfg.lm_hidden_dim
     side = cfg.vit_img_size
     whole = 'total_sequence_length'
-    def kept(when, axis): return {f'{when}.{i}.{kind}':('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width)
-                                  for i in range(cfg.lm_n_blocks) for kind in ('key','value')}
+    def kept(when, axis):
+        names = [f'{when}.{i}.{kind}' for i in range(cfg.lm_n_blocks) for kind in ('key','value')]
+        return dict.fromkeys(names, ('batch_size', cfg.lm_n_kv_heads, axis, cfg.head_width))
     looked = dict(attention=(*text, whole)) if watched else {}
     return dict(
         vision_encoder=(dict(pixel_values=(*tiles, 3, side, side), pixel_attention_mask=(*tiles, side, side)),
@@ -111,16 +112,20 @@ _KINDS = dict(pixel_attention_mask=torch.bool)|dict.fromkeys(
 # %% ../../nbs/83_uses.onnx.ipynb #93c800a8
 def _to_onnx(module:nn.Module, inputs:Axes, outputs:Axes)->Any: # see `_axes_of`; a `ModelProto`
     "Returns the graph of a module, with its weights."
-    example = {name:torch.ones([_LENGTHS.get(a, a) for a in axes], dtype=_KINDS.get(name, torch.float32))
-               for name,axes in inputs.items()}
-    free = {a:torch.export.Dim(a) for axes in inputs.values() for a in axes if isinstance(a, str)}
-    free['total_sequence_length'] = torch.export.Dim.DYNAMIC # the sum of two others
-    shapes = [{i:free[a] for i,a in enumerate(axes) if a in free} for axes in inputs.values()]
+    example = []
+    shapes = [] # of each input: number of a free axis -> what it is
+    free:dict[str,Any] = dict(total_sequence_length=torch.export.Dim.DYNAMIC) # the sum of two others
+    for name,axes in inputs.items():
+        lengths = [_LENGTHS.get(axis, axis) for axis in axes]
+        example.append(torch.ones(lengths, dtype=_KINDS.get(name, torch.float32)))
+        for axis in axes:
+            if isinstance(axis, str) and axis not in free: free[axis] = torch.export.Dim(axis)
+        shapes.append({i:free[axis] for i,axis in enumerate(axes) if axis in free})
     n = sum(not name.startswith('past') for name in inputs)
     nested = (*shapes[:n], *([tuple(shapes[n:])] if shapes[n:] else []))
     logging.getLogger('torch.onnx').setLevel(logging.ERROR) # warns of what it does without
     with warnings.catch_warnings(record=True): # about itself
-        made = torch.onnx.export(module.eval(), tuple(example.values()), input_names=[*inputs],
+        made = torch.onnx.export(module.eval(), tuple(example), input_names=[*inputs],
             output_names=[*outputs], dynamic_shapes=nested, opset_version=OPSET, dynamo=True, verbose=False)
     return _tidied(made.model_proto, inputs|outputs)
 
@@ -194,4 +199,5 @@ def export_onnx(model:VisionLanguageModel, # with its tokenizer
         save_json(tmp/OWN_NOTE, client_note(model))
         (tmp/'onnx').mkdir()
         write_graphs(model, tmp/'onnx')
-        for path in [*(tmp/'onnx').iterdir()]*int8: _to_int8(path)
+        if int8:
+            for path in [*(tmp/'onnx').iterdir()]: _to_int8(path)

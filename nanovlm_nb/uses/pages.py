@@ -38,8 +38,10 @@ def _heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradi
     "Returns the pictures and the turns of a conversation."
     files = []
     turns = []
+    def text_of(message): return ''.join(part.get('text', '') for part in message['content'])
     for asked,reply in zip(history[::2], history[1::2]):
-        question,answer = (''.join(part.get('text', '') for part in m['content']) for m in (asked,reply))
+        question = text_of(asked)
+        answer = text_of(reply)
         if answer.startswith(NOT_ANSWERED): continue
         files += [part['file']['path'] for part in asked['content'] if 'file' in part]
         turns.append(dict(user=question.strip() or DESCRIBE, assistant=answer.strip()))
@@ -48,13 +50,17 @@ def _heard(history:list[dict])->tuple[list[str],list[dict]]: # messages as gradi
 # %% ../../nbs/84_uses.pages.ipynb #9708fa96
 class _Talk:
     "What one visitor's conversation has open."
-    def __init__(self): self.files,self.images,self.chat = None,[],None
+    def __init__(self):
+        self.files = None
+        self.images = []
+        self.chat = None
 
     def about(self, asker:Asker, files:list, turns:list[dict])->Chat: # all pictures; what was said before
         "Returns the conversation about some pictures."
         if files!=self.files:
             self.images = [open_image(f, asker.model.cfg.pixel_max) for f in files]
-            self.files,self.chat = files,Chat(asker, self.images)
+            self.files = files
+            self.chat = Chat(asker, self.images)
         self.chat.turns = turns
         return self.chat
 
@@ -64,7 +70,9 @@ def _respond(asker:Asker, talk:_Talk, # of this visitor; it is changed
     temperature:float=0., max_new_tokens:int=64, # 0 takes the most likely token; of the longest answer
 )->Iterator[tuple[str,Image.Image|None]]: # the answer so far; the heat map, at the end
     "Answers, piece by piece."
-    (files,turns),text,question = _heard(history),'',message['text'].strip() or DESCRIBE
+    files,turns = _heard(history)
+    text = ''
+    question = message['text'].strip() or DESCRIBE
     how:dict[str,Any] = dict(temperature=temperature) if temperature else {}
     try:
         chat = talk.about(asker, [*files, *message['files']], turns)
@@ -91,7 +99,9 @@ def _is_meant(header:str, host:str)->bool: # the header `Host`; address on which
 
 class _OnlyHere:
     "An ASGI middleware: requests under a name of somebody else get 403."
-    def __init__(self, app:Callable, host:str): self.app,self.host = app,host
+    def __init__(self, app:Callable, host:str):
+        self.app = app
+        self.host = host
 
     async def __call__(self, scope, receive, send):
         header = dict(scope.get('headers', ())).get(b'host', b'').decode('latin-1')
