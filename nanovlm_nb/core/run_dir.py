@@ -326,7 +326,8 @@ def run_of(path:str|Path)->Path: # a checkpoint or a run; need not be there
 def left_behind(run_dir:Path, checkpoint:Path|None)->list[Path]: # one of its own; None: its beginning
     "Returns the checkpoints that a run leaves behind when it resumes from this one, the oldest step first."
     newer = [p for p in checkpoints(run_dir) if checkpoint is None or step_of(p)>step_of(checkpoint)]
-    return [p for p in newer if _read_manifest(p) or (p/TRAINER_STATE).is_file()] # others are not ours
+    ours = [p for p in newer if _read_manifest(p) or (p/TRAINER_STATE).is_file()]
+    return [p for p in ours if not any(path.is_symlink() for path in p.iterdir())] # a run makes no links
 
 # %% ../../nbs/01_core.run_dir.ipynb #6503a3d7
 ASIDE = f'abandoned{TMP}' # gets what is set aside, until all of it is there
