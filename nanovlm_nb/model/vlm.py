@@ -23,8 +23,8 @@ from .language import Reader
 from .native import build_parts
 from .loss import cross_entropy
 from .generate import sample, stream_ids
-from nanovlm_nb.model.weights import (Pretrained, language_config, language_weights, vision_weights,
-    with_tower)
+from .weights import Pretrained, language_config, language_weights
+from .weights import vision_weights, with_tower
 
 # %% ../../nbs/28_model.vlm.ipynb #90dfad4c
 def fill_slots(embeddings:Tensor, slots:Tensor, # (B, T, D); (n,) positions in the batch laid end to end

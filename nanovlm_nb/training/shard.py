@@ -160,6 +160,8 @@ def full_weights(model:nn.Module, trained:bool=False)->dict[str,Tensor]: # only 
     return found
 
 # %% ../../nbs/42_training.shard.ipynb #eab8e5c1
+_OTHER = 'the weights are of another model'
+
 def _receive(place:Tensor, whole:Any, dist:Dist)->None: # of a state dict; what it will hold, on rank 0
     "Fills this rank's piece of a tensor with what rank 0 sends."
     cut = isinstance(place, DTensor)
@@ -186,8 +188,6 @@ def _fill_pieces(model:nn.Module, weights:Mapping[str,Tensor], dist:Dist)->None:
             tell(name)
             _receive(places[name], whole, dist)
     _in_step(dist, lead, lambda name: _receive(places[name], None, dist))
-
-_OTHER = 'the weights are of another model'
 
 def _fill_any(model, weights, dist):
     "Each rank reads for itself what it needs whole; rank 0 reads for all what is cut."
