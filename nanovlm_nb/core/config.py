@@ -177,12 +177,14 @@ class Config:
         require(isinstance(values, dict), f'a {cls.__name__} is {values!r}: give a dictionary')
         return cls(**values)
 
+    def unwritten(self)->set[str]:
+        "Returns the names of fields that `to_json` leaves out."
+        return set()
+
     def to_json(self)->str:
-        "Returns the fields as JSON; of those that nanoVLM does not know only what makes another model."
-        values = self.to_dict()
-        usual = VLMConfig().to_dict()
-        left_out = {n for n in OWN_FIELDS if n in OF_RUN or values.get(n)==usual[n]}
-        return json.dumps({k:v for k,v in values.items() if k not in left_out}, indent=4)
+        "Returns the fields as JSON."
+        left_out = self.unwritten()
+        return json.dumps({k:v for k,v in self.to_dict().items() if k not in left_out}, indent=4)
 
     def save(self, path:str|Path)->None:
         "Writes `to_json()` to a file, or to `config.json` in a directory."
@@ -345,6 +347,11 @@ class VLMConfig(Config):
         return dict(vit_inter_dim=4*self.vit_hidden_dim, extra_token_amount=extra,
             lm_vocab_size=self.lm_base_vocab_size+extra,
             mp_image_token_length=(self.patches_per_side//self.mp_pixel_shuffle_factor)**2)
+
+    def unwritten(self)->set[str]:
+        "Returns the names of fields that nanoVLM does not know and that make no other model."
+        usual = VLMConfig()
+        return {n for n in OWN_FIELDS if n in OF_RUN or getattr(self, n)==getattr(usual, n)}
 
     def check(self)->None:
         "Fills in what follows, and raises a UsageError where numbers contradict each other."
