@@ -6,7 +6,8 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
-from nanovlm_nb.data.dataset import Scene, Thing, draw_scene
+from nanovlm_nb.data.samples import Scene,Thing
+from nanovlm_nb.data.shapes import draw_scene
 
 NBS = Path(__file__).resolve().parent.parent/'nbs'
 ICON = '''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">

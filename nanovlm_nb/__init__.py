@@ -9,28 +9,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING: # what editors and type checkers see
     from .answers.answer import Asker as Asker
-    from .api import evaluate as evaluate, export as export, load as load, train as train
-    from .compat.nanovlm import ConstantLengthDataset as ConstantLengthDataset, VQACollator as VQACollator
+    from .api import evaluate as evaluate,export as export,load as load,train as train
+    from .compat.nanovlm import ConstantLengthDataset as ConstantLengthDataset
+    from .compat.nanovlm import VQACollator as VQACollator
     from .compat.padded import VLMDataset as VLMDataset
-    from .core.config import TrainConfig as TrainConfig, VLMConfig as VLMConfig, get_run_name as get_run_name
+    from .core.config import TrainConfig as TrainConfig,VLMConfig as VLMConfig
+    from .core.config import get_run_name as get_run_name
     from .core.config import preset as preset
-    from .core.dist import destroy_dist as destroy_dist, dist_gather as dist_gather
-    from .core.dist import dist_mean_scalar as dist_mean_scalar, get_rank as get_rank
-    from .core.dist import get_world_size as get_world_size, init_dist as init_dist, is_dist as is_dist
-    from .core.dist import is_master as is_master, seed_worker as seed_worker
+    from .core.dist import destroy_dist as destroy_dist,dist_gather as dist_gather
+    from .core.dist import dist_mean_scalar as dist_mean_scalar,get_rank as get_rank
+    from .core.dist import get_world_size as get_world_size,init_dist as init_dist,is_dist as is_dist
+    from .core.dist import is_master as is_master,seed_worker as seed_worker
     from .core.dist import synchronized_dataloader_step as synchronized_dataloader_step
     from .core.dist import wrap_model as wrap_model
-    from .core.logs import plot_curves as plot_curves
+    from .core.plots import plot_curves as plot_curves
     from .core.run_dir import read_log as read_log
     from .core.tokenizer import get_tokenizer as get_tokenizer
-    from .data.dataset import VQADataset as VQADataset
+    from .data.samples import VQADataset as VQADataset
     from .data.images import get_image_processor as get_image_processor
     from .data.loader import get_dataloaders as get_dataloaders
     from .data.prompts import get_image_string as get_image_string
     from .model.language import LanguageModel as LanguageModel
-    from .model.vision import ModalityProjector as ModalityProjector, ViT as ViT
+    from .model.vision import ModalityProjector as ModalityProjector,ViT as ViT
     from .model.vlm import VisionLanguageModel as VisionLanguageModel
-    from .runs.run import get_vision_model as get_vision_model, run as run
+    from .runs.run import get_vision_model as get_vision_model,run as run
     from .training.schedule import get_lr as get_lr
     from .training.trainer import Hook as Hook
     PG_CPU: object
@@ -42,14 +44,14 @@ _NAMES = { # module -> what of it is offered
     'compat.padded': 'VLMDataset',
     'core.config': 'TrainConfig VLMConfig get_run_name preset',
     'core.dist': 'destroy_dist dist_gather dist_mean_scalar get_rank get_world_size init_dist is_dist '
-                 'is_master seed_worker synchronized_dataloader_step wrap_model',
-    'core.logs': 'plot_curves',
+         'is_master seed_worker synchronized_dataloader_step wrap_model',
+    'core.plots': 'plot_curves',
     'core.run_dir': 'read_log',
     'core.tokenizer': 'get_tokenizer',
-    'data.dataset': 'VQADataset',
     'data.images': 'get_image_processor',
     'data.loader': 'get_dataloaders',
     'data.prompts': 'get_image_string',
+    'data.samples': 'VQADataset',
     'model.language': 'LanguageModel',
     'model.vision': 'ModalityProjector ViT',
     'model.vlm': 'VisionLanguageModel',

@@ -48,7 +48,7 @@ def start(cwd, stop=0):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return code, int((Path(cwd)/'count').read_text()) if code == 0 else None
     try:
-        from nanovlm_nb.core.config import parse_args
+        from nanovlm_nb.core.settings import parse_args
         from nanovlm_nb.runs.run import run
         os.chdir(cwd)
         quiet = os.open('output', os.O_WRONLY | os.O_CREAT | os.O_APPEND)

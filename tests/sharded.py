@@ -9,15 +9,16 @@ from commands import TINY
 from safetensors.torch import save_file
 
 from nanovlm_nb.training.checkpoint import load_optimizer
-from nanovlm_nb.core.config import evolve, parse_args, preset
+from nanovlm_nb.core.config import evolve,preset
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.core.dist import destroy_dist, init_dist, set_seed
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.training.shard import full_weights, load_full_weights
-from nanovlm_nb.training.hooks import Guard
+from nanovlm_nb.training.trainer import Guard
 from nanovlm_nb.training.trainer import NoLog, save, train_step, validation_loss
 from nanovlm_nb.training.trainer import make_trainer as put_together
-from nanovlm_nb.training.optim import gather_update
+from nanovlm_nb.training.update import gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 
 UPDATES = 4

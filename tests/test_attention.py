@@ -4,7 +4,8 @@ import random
 import pytest
 import torch
 
-from nanovlm_nb.model.attention import BACKENDS, Layout
+from nanovlm_nb.core.layout import Layout
+from nanovlm_nb.model.attention import BACKENDS
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.model.language import LanguageModel
 

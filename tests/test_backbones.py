@@ -14,9 +14,9 @@ from nanovlm_nb.model.language import KVCache, LanguageModel
 from nanovlm_nb.core.tokenizer import check_tokenizer, get_tokenizer, train_tokenizer
 from nanovlm_nb.model.vision import ViT
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import (language_config, load_language_backbone, load_vision_backbone,
-                                      resolve_checkpoint,
-                                vision_config)
+from nanovlm_nb.model.files import resolve_checkpoint
+from nanovlm_nb.model.backbones import language_config,load_language_backbone,load_vision_backbone
+from nanovlm_nb.model.backbones import vision_config
 
 SMALL = dict(vit_img_size=64, max_img_size=64, mp_pixel_shuffle_factor=2, lm_max_length=64)
 VISION = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, image_size=64,

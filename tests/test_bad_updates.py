@@ -6,7 +6,7 @@ import pytest
 from commands import TINY, run, train, updates
 
 from nanovlm_nb.training.hooks import read_bad_updates
-from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 
 ROWS = 2000
 UPDATES = 300

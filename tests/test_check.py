@@ -11,7 +11,8 @@ from PIL import Image
 from test_docs import NBS, cells
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import evolve, load_yaml, preset, save_yaml, tiny
+from nanovlm_nb.core.config import evolve,preset,tiny
+from nanovlm_nb.core.settings import load_yaml,save_yaml
 from nanovlm_nb.tools import doctor as dr
 from nanovlm_nb.tools.doctor import FAIL, SKIP
 from nanovlm_nb.tools.plan import make_plan

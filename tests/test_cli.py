@@ -11,7 +11,8 @@ import yaml
 
 from commands import TINY
 from nanovlm_nb.cli import COMMANDS
-from nanovlm_nb.core.config import FIELDS, OWN_FIELDS, PRESETS, TrainConfig, VLMConfig, described, load_yaml, parse_args, preset, save_yaml
+from nanovlm_nb.core.config import FIELDS,OWN_FIELDS,PRESETS,TrainConfig,VLMConfig,described,preset
+from nanovlm_nb.core.settings import load_yaml,parse_args,save_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 

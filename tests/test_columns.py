@@ -19,9 +19,11 @@ from PIL import Image
 
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.dataset import Dropped, Drops, UnusedColumn, columns_of, unread_of
+from nanovlm_nb.data.drops import Dropped,Drops
+from nanovlm_nb.data.rows import UnusedColumn,columns_of,unread_of
 from nanovlm_nb.data.images import UnreadableImage, image_size, open_image
-from nanovlm_nb.data.loader import load_configs, load_sources, rename, text_rows, unread_columns
+from nanovlm_nb.data.files import load_configs,rename,text_rows,unread_columns
+from nanovlm_nb.data.loader import load_sources
 
 N = 4
 SIDE = 16

@@ -7,7 +7,7 @@ import torch
 from nanovlm_nb.model.attention import problem_of
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.model.language import KVCache
-from nanovlm_nb.training.optim import compile_blocks
+from nanovlm_nb.training.precision import compile_blocks
 from nanovlm_nb.tools.plan import example_batch
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
 

@@ -11,7 +11,7 @@ from test_docs import COURSE, NBS, ROOT, cells
 
 #: what other programs say on the standard error stream: of a missing extra of Jupyter, and of a tiny model of transformers
 MEANT = re.compile(r'TqdmWarning|from \.autonotebook import|\[transformers\] Model config')
-QUICK = ('10_data.images.ipynb', '11_data.prompts.ipynb', '40_training.schedule.ipynb')
+QUICK = ('14_data.images.ipynb', '15_data.prompts.ipynb', '42_training.schedule.ipynb')
 
 
 def run_all(notebook: Path, folder: Path) -> tuple[str, str]:
@@ -61,7 +61,7 @@ def test_a_notebook_does_not_start_the_script():
         assert called == [1]
 
 
-@pytest.mark.parametrize('name', ['20_model.attention.ipynb', '42_training.shard.ipynb'])
+@pytest.mark.parametrize('name', ['28_model.attention.ipynb', '47_training.shard.ipynb'])
 def test_cells_for_a_gpu_do_nothing_without_one(name):
     flagged = [c['source'] for c in cells(NBS/name, 'code') if '#| cuda' in c['source']]
     assert flagged and all(source.splitlines()[1] == 'if torch.cuda.is_available():' for source in flagged)

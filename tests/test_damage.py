@@ -17,14 +17,14 @@ from nanovlm_nb.training.checkpoint import load_optimizer
 from nanovlm_nb.core.run_dir import MANIFEST, run_lock, write_manifest
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.uses.classify import Settings
-from nanovlm_nb.core.config import load_yaml, parse_args
+from nanovlm_nb.core.settings import load_yaml,parse_args
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.training.optim import make_optimizer
 from nanovlm_nb.runs.start import start_of
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.core.tokenizer import get_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import language_config, vision_config
+from nanovlm_nb.model.backbones import language_config,vision_config
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '2', '--max_keep_ckpts', '-1',
          '--ask_samples', '0', '--lr_vision_backbone', '0',

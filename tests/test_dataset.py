@@ -14,9 +14,11 @@ from PIL import Image
 
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.tokenizer import get_tokenizer
-from nanovlm_nb.data.dataset import UnusedColumn, to_row
+from nanovlm_nb.data.rows import UnusedColumn
+from nanovlm_nb.data.samples import to_row
 from nanovlm_nb.data.images import image_size, open_image
-from nanovlm_nb.data.loader import load_configs, load_tokenizer, local_configs, make_samples, read_object
+from nanovlm_nb.data.files import load_configs,local_configs,read_object
+from nanovlm_nb.data.loader import load_tokenizer,make_samples
 from nanovlm_nb.data.sources import MapSource, _is_damage
 from nanovlm_nb.uses.classify import load_splits
 

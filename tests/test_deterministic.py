@@ -6,7 +6,7 @@ import torch
 from commands import TINY, record, updates
 
 from nanovlm_nb.training import trainer
-from nanovlm_nb.training.optim import WORKSPACE
+from nanovlm_nb.training.precision import WORKSPACE
 from nanovlm_nb.train import main
 
 FLAGS = [str(f) for f in [*TINY, '--max_training_steps', 3, '--eval_interval', 3, '--ask_samples', 2, '--use_lmms_eval', False]]

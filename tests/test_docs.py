@@ -13,7 +13,8 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from nanovlm_nb.core.config import TrainConfig, VLMConfig, described, resume_rule, rule_of
+from nanovlm_nb.core.fields import rule_of
+from nanovlm_nb.core.config import TrainConfig,VLMConfig,described,resume_rule
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'

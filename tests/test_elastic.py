@@ -11,8 +11,8 @@ import yaml
 from cluster import free_ports
 from commands import TINY, environment, ranks_of, record, start_of, train, updates, wait_for
 
-from nanovlm_nb.core.config import parse_args
-from nanovlm_nb.runs.start import INTERRUPTED
+from nanovlm_nb.core.settings import parse_args
+from nanovlm_nb.runs.ending import INTERRUPTED
 
 SMALL = [*TINY, '--ask_samples', '0', '--dtype', 'float32', '--save_interval', '2', '--eval_interval', '8',
          '--max_training_steps', '16', '--batch_size', '1']

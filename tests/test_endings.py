@@ -15,9 +15,9 @@ import torch
 from commands import SHORT, TINY, environment, record, train, updates, wait_for
 
 from nanovlm_nb.core.run_dir import checkpoints, missing_pieces, read_pointer
-from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.runs.start import INTERRUPTED, RunFailed
+from nanovlm_nb.runs.ending import INTERRUPTED,RunFailed
 from nanovlm_nb.runs.run import run as train_here
 from nanovlm_nb.training.trainer import Hook
 

@@ -1,6 +1,6 @@
 """Evaluation of checkpoints: beside a run that is killed and started again, through Slurm, in the trainer itself, and through lmms-eval.
 
-That nothing is lost or counted twice whoever dies, evaluators too, is in 36_answers.evaluate; here the trainer is a real one."""
+That nothing is lost or counted twice whoever dies, evaluators too, is in 58_answers.tasks; here the trainer is a real one."""
 import json
 import os
 import random
@@ -15,7 +15,8 @@ import pytest
 from commands import TINY, environment, run, start_of, train, wait_for
 from nanovlm_nb import Asker, read_log
 from nanovlm_nb.answers.answer import answer_all, questions_of
-from nanovlm_nb.answers.evaluate import as_nanovlm_asks, flat_figures, has_lmms_eval, read_rows, write_tasks
+from nanovlm_nb.answers.tasks import as_nanovlm_asks,flat_figures,has_lmms_eval,read_rows
+from nanovlm_nb.answers.tasks import write_tasks
 
 STAND_IN = Path(__file__).with_name('stand_in_evaluator.py')
 FLAGS = [*TINY, '--run_name', 'a', '--ask_samples', '0', '--dtype', 'float32', '--use_lmms_eval', 'True',

@@ -20,7 +20,8 @@ from nanovlm_nb.cli import main
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.data.prompts import encode_chat
-from nanovlm_nb.model.weights import HUB_FILES, OWN_CONFIG
+from nanovlm_nb.model.files import HUB_FILES
+from nanovlm_nb.model.formats import OWN_CONFIG
 from nanovlm_nb.uses.export import export_smolvlm
 
 pytestmark = pytest.mark.usefixtures('one_thread')

@@ -13,9 +13,11 @@ from commands import TINY, ranks_of, run, start_of, updates, wait_for
 from PIL import Image
 
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import VQADataset, shapes_tokenizer
+from nanovlm_nb.data.samples import VQADataset
+from nanovlm_nb.data.shapes import shapes_tokenizer
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.data.lanes import PackLoader, PackRules
+from nanovlm_nb.data.lanes import PackRules
+from nanovlm_nb.data.loader import PackLoader
 from nanovlm_nb.data.sources import MapSource
 
 

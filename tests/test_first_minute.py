@@ -13,9 +13,10 @@ from commands import TINY
 from PIL import Image, ImageChops
 
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import get_run_name, parse_args
+from nanovlm_nb.core.config import get_run_name
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.core.run_dir import checkpoints, read_pointer
-from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,8 @@ from PIL import Image, ImageDraw
 
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.tokenizer import train_tokenizer
-from nanovlm_nb.data.dataset import Dropped, VQADataset, to_row
+from nanovlm_nb.data.drops import Dropped
+from nanovlm_nb.data.samples import VQADataset,to_row
 from nanovlm_nb.data.images import UnreadableImage, get_image_processor, open_image
 
 KINDS = [('JPEG', 'RGB L CMYK', {}), ('JPEG', 'RGB', dict(progressive=True)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOK = Path('nbs/02_core.config.ipynb')
+NOTEBOOK = Path('nbs/03_core.config.ipynb')
 OTHER = Path('nanovlm_nb/core/dist.py')
 
 

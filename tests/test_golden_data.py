@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from nanovlm_nb.data.prompts import encode_chat, encode_prompt, get_image_string
 from nanovlm_nb.core.config import VLMConfig
-from nanovlm_nb.data.dataset import VQADataset, to_row
+from nanovlm_nb.data.samples import VQADataset,to_row
 from nanovlm_nb.data.images import image_processor_of, image_size, open_image, resize_dims
 from nanovlm_nb.core.tokenizer import get_tokenizer
 

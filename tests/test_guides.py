@@ -9,7 +9,8 @@ import pytest
 from test_docs import NBS, ROOT, text_of
 
 import nanovlm_nb
-from nanovlm_nb.core.config import FIELDS, TrainConfig, evolve, load_yaml, parse_args
+from nanovlm_nb.core.config import FIELDS,TrainConfig,evolve
+from nanovlm_nb.core.settings import load_yaml,parse_args
 from nanovlm_nb.core.usage import OTHER_WORDS, UsageError
 
 NANOVLM = '''VLMConfig TrainConfig VisionLanguageModel ViT LanguageModel ModalityProjector VQADataset ConstantLengthDataset VQACollator get_dataloaders

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from commands import TINY, environment, record, start_of, updates, wait_for
 
-from nanovlm_nb.core.config import evolve, load_yaml
+from nanovlm_nb.core.config import evolve
+from nanovlm_nb.core.settings import load_yaml
 from nanovlm_nb.core.run_dir import checkpoints, last_checkpoint, missing_pieces, prune
 from nanovlm_nb.runs import start as runs_start
 

@@ -4,7 +4,8 @@ import pytest
 from commands import nanovlm
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import VQADataset, shapes_dataset
+from nanovlm_nb.data.samples import VQADataset
+from nanovlm_nb.data.shapes import shapes_dataset
 from nanovlm_nb.tools import inspect as ins
 from nanovlm_nb.tools.doctor import FAIL
 

@@ -13,11 +13,12 @@ from PIL import Image
 import nanovlm_nb.data.loader as load
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.dataset import Drops, VQADataset, to_row
+from nanovlm_nb.data.drops import Drops
+from nanovlm_nb.data.samples import VQADataset,to_row
 from nanovlm_nb.data.prompts import MARK, number_marks, place_pictures
 from nanovlm_nb.data.images import get_image_processor
 from nanovlm_nb.compat.padded import VLMDataset, collate_items, jsonl_loader
-from nanovlm_nb.data.loader import text_rows
+from nanovlm_nb.data.files import text_rows
 from nanovlm_nb.data.packing import pack
 from nanovlm_nb.core.tokenizer import train_tokenizer
 from nanovlm_nb.model.vlm import VisionLanguageModel

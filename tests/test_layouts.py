@@ -9,9 +9,9 @@ from PIL import Image, ImageDraw
 
 from nanovlm_nb.answers.answer import Asker, answer_all, questions_of
 from nanovlm_nb.core.config import tiny
-from nanovlm_nb.data.dataset import to_row
+from nanovlm_nb.data.samples import to_row
 from nanovlm_nb.data.images import open_image
-from nanovlm_nb.data.loader import load_config
+from nanovlm_nb.data.files import load_config
 from nanovlm_nb.runs.run import run
 
 COLOURS = dict(red=(215, 40, 40), green=(45, 155, 70), blue=(45, 95, 220), white=(240, 240, 240),

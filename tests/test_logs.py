@@ -2,7 +2,8 @@
 import pytest
 
 from nanovlm_nb.core.dist import Dist, launch
-from nanovlm_nb.core.logs import RunLog, over_ranks
+from nanovlm_nb.core.clock import over_ranks
+from nanovlm_nb.core.logs import RunLog
 from nanovlm_nb.core.run_dir import read_log
 
 

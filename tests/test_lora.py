@@ -16,7 +16,7 @@ from nanovlm_nb.answers.answer import Asker
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import evolve, preset
 from nanovlm_nb.model.flops import all_flops, step_flops
-from nanovlm_nb.model.weights import is_adapter
+from nanovlm_nb.model.pretrained import is_adapter
 from nanovlm_nb.model.vlm import VisionLanguageModel, VLMNet
 from nanovlm_nb.tools.plan import checkpoint_bytes, make_plan, memory, sizes
 from nanovlm_nb.training.lora import add_adapters, read_adapted, read_peft

@@ -8,9 +8,10 @@ from minimind_golden import CASES, MARK, batch
 from PIL import Image
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
-from nanovlm_nb.core.config import VLMConfig, evolve, parse_args
+from nanovlm_nb.core.config import VLMConfig,evolve
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.model.vlm import VisionLanguageModel, fill_slots
-from nanovlm_nb.model.weights import load_pth, save_pth
+from nanovlm_nb.model.minimind import load_pth,save_pth
 from nanovlm_nb.runs.run import get_vision_model
 
 pytestmark = pytest.mark.usefixtures('one_thread')

@@ -15,7 +15,8 @@ from commands import TINY, run
 
 from nanovlm_nb.train import main as train_main
 from nanovlm_nb.cli import COMMANDS, main
-from nanovlm_nb.core.config import FIELDS, Text, TrainConfig, VLMConfig, evolve, preset, rule_of
+from nanovlm_nb.core.fields import Text,rule_of
+from nanovlm_nb.core.config import FIELDS,TrainConfig,VLMConfig,evolve,preset
 from nanovlm_nb.core.usage import UsageError
 
 pytestmark = pytest.mark.usefixtures('one_thread')

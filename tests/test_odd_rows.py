@@ -10,11 +10,13 @@ import pandas
 import pytest
 from PIL import Image
 
-from nanovlm_nb.core.config import IGNORE, evolve, tiny
-from nanovlm_nb.data.dataset import Dropped, Drops
-from nanovlm_nb.data.loader import get_dataloaders, load_configs, load_tokenizer, own_rows, text_rows
+from nanovlm_nb.core.fields import IGNORE
+from nanovlm_nb.core.config import evolve,tiny
+from nanovlm_nb.data.drops import Dropped,Drops
+from nanovlm_nb.data.files import load_configs,own_rows,text_rows
+from nanovlm_nb.data.loader import get_dataloaders,load_tokenizer
 from nanovlm_nb.answers.answer import Asker, questions_of
-from nanovlm_nb.data.dataset import VQADataset, to_row
+from nanovlm_nb.data.samples import VQADataset,to_row
 from nanovlm_nb.data.images import image_processor_of
 from nanovlm_nb.data.prompts import answer_frames, encode_chat, encode_prompt, render_chat
 from nanovlm_nb.model.vlm import VisionLanguageModel

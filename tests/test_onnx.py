@@ -1,6 +1,6 @@
 """A model as ONNX files: the answers of torch by the client of the tutorial and, through transformers.js, in Node.
 
-That the graphs have the scores of torch, and what one byte a weight costs, is in 83_uses.onnx and tutorials/onnx."""
+That the graphs have the scores of torch, and what one byte a weight costs, is in 82_uses.onnx and tutorials/onnx."""
 import json
 import os
 import shutil

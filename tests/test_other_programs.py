@@ -14,7 +14,7 @@ from commands import nanovlm, train
 from PIL import Image
 
 from nanovlm_nb import Asker
-from nanovlm_nb.data.dataset import SORTS, draw_scene, make_scene
+from nanovlm_nb.data.shapes import SORTS,draw_scene,make_scene
 
 HERE = Path(__file__).parent
 OTHERS = [p for p in os.environ.get('NANOVLM_OTHERS', '').split(os.pathsep) if p]

@@ -8,9 +8,9 @@ import pytest
 from commands import SHORT, record
 
 from nanovlm_nb import VisionLanguageModel
-from nanovlm_nb.answers.evaluate import write_tasks
+from nanovlm_nb.answers.tasks import write_tasks
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.core.run_dir import check_new, write_manifest
 from nanovlm_nb.core.usage import UsageError

@@ -11,7 +11,7 @@ from commands import SHORT, record, run
 
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.run_dir import write_manifest
-from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 
 pytestmark = pytest.mark.usefixtures('one_thread')
 TUTORIAL = Path(__file__).resolve().parent.parent/'nbs'/'tutorials'/'make_it_yours.ipynb'

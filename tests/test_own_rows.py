@@ -13,7 +13,8 @@ from PIL import Image
 
 from nanovlm_nb import Asker, export, load, read_log, run, train
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import load_yaml, tiny
+from nanovlm_nb.core.config import tiny
+from nanovlm_nb.core.settings import load_yaml
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data import kept
 from nanovlm_nb.data.images import ImageProcessor

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import VQADataset, shapes_dataset, shapes_tokenizer, to_row
+from nanovlm_nb.data.samples import VQADataset,to_row
+from nanovlm_nb.data.shapes import shapes_dataset,shapes_tokenizer
 from nanovlm_nb.data.images import image_processor_of
-from nanovlm_nb.data.lanes import PackLoader, PackRules
+from nanovlm_nb.data.lanes import PackRules
+from nanovlm_nb.data.loader import PackLoader
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.data.sources import MapSource
 from nanovlm_nb.model.vlm import VLMNet

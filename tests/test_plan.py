@@ -7,7 +7,7 @@ from commands import run
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from nanovlm_nb.tools import plan as pl
-from nanovlm_nb.core.advice import advice, if_it_waits, memory_remedies
+from nanovlm_nb.training.advice import advice,if_it_waits,memory_remedies
 from nanovlm_nb.core.config import effective_batch_size, evolve, preset, tiny
 from nanovlm_nb.model.vlm import VLMNet
 from nanovlm_nb.training.optim import training_groups

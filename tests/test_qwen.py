@@ -23,16 +23,23 @@ from nanovlm_nb.core.dist import launch
 from nanovlm_nb.core.layout import Layout
 from nanovlm_nb.core.run_dir import find_checkpoint, read_log
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.data.dataset import Dropped, draw_scene, make_scene, to_row
+from nanovlm_nb.data.drops import Dropped
+from nanovlm_nb.data.samples import to_row
+from nanovlm_nb.data.shapes import draw_scene,make_scene
 from nanovlm_nb.data.images import image_size
 from nanovlm_nb.data.loader import get_dataloaders
 from nanovlm_nb.model.native import NativeTower
 from nanovlm_nb.model.vision import to_pixels
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import _read_tensors, _their_tensors, base_digest, checkpoint_config, is_adapter, qwen_names
+from nanovlm_nb.model.files import _read_tensors
+from nanovlm_nb.model.backbones import _their_tensors
+from nanovlm_nb.model.formats import qwen_names
+from nanovlm_nb.model.pretrained import base_digest,checkpoint_config,is_adapter
 from nanovlm_nb.runs.run import run
 from nanovlm_nb.training.lora import add_adapters, lower_base, merge_adapters
-from nanovlm_nb.training.optim import compile_blocks, make_optimizer, tally
+from nanovlm_nb.training.optim import make_optimizer
+from nanovlm_nb.training.precision import compile_blocks
+from nanovlm_nb.training.update import tally
 from nanovlm_nb.training.trainer import Hook
 from nanovlm_nb.uses.export import export_qwen
 

@@ -10,11 +10,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from wandb_reader import read_wandb
 
-from nanovlm_nb.core.config import load_yaml
+from nanovlm_nb.core.settings import load_yaml
 from nanovlm_nb.core.run_dir import read_log, read_pointer
-from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.runs.start import publish
+from nanovlm_nb.runs.report import publish
 
 ROOT = Path(__file__).resolve().parent.parent
 

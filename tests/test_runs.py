@@ -5,7 +5,7 @@ import os
 import pytest
 from commands import TINY, nanovlm, train
 
-from nanovlm_nb.core.logs import plot_curves
+from nanovlm_nb.core.plots import plot_curves
 from nanovlm_nb.core.run_dir import read_log
 from nanovlm_nb.tools import runs as pt
 

@@ -8,15 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovlm_nb.answers.answer import Asker
-from nanovlm_nb.answers.evaluate import task_names
+from nanovlm_nb.answers.tasks import task_names
 from nanovlm_nb.core.config import evolve, tiny
 from nanovlm_nb.core.usage import UsageError
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.model.native import build_parts
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import EMBED, HEAD, Tensors, base_digest, fill, read_file, write_tensors
+from nanovlm_nb.model.files import EMBED,HEAD,Tensors,read_file,write_tensors
+from nanovlm_nb.model.backbones import fill
+from nanovlm_nb.model.pretrained import base_digest
 from nanovlm_nb.training.lora import add_adapters, merge_adapters
-from nanovlm_nb.training.optim import amp_dtype
+from nanovlm_nb.training.precision import amp_dtype
 from nanovlm_nb.training.shard import OffloadedAdamW
 
 pytestmark = pytest.mark.usefixtures('one_thread')

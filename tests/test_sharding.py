@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from nanovlm_nb.core.dist import Dist, launch
 from nanovlm_nb.core.usage import UsageError
-from nanovlm_nb.model.weights import Tensors, is_computed
+from nanovlm_nb.model.files import Tensors
+from nanovlm_nb.model.backbones import is_computed
 from nanovlm_nb.tools.plan import _largest_unit, memory, sizes
 from nanovlm_nb.training.shard import full_weights, pieces_of, read_rest, shard_model, use_whole
 

@@ -8,11 +8,13 @@ from commands import TINY, nanovlm, train, updates
 from safetensors.torch import load_file
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from nanovlm_nb.core.config import evolve, parse_args, preset
+from nanovlm_nb.core.config import evolve,preset
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.model.language import LanguageModel
-from nanovlm_nb.training.optim import compile_blocks
+from nanovlm_nb.training.precision import compile_blocks
 from nanovlm_nb.model.vlm import VisionLanguageModel
-from nanovlm_nb.model.weights import MINIMIND, their_names
+from nanovlm_nb.model.backbones import their_names
+from nanovlm_nb.model.minimind import MINIMIND
 
 SMALL = [*TINY, '--ask_samples', 0, '--dtype', 'float32', '--eval_interval', 3]
 DROPOUT = ['--vit_dropout', .3, '--lm_dropout', .3]

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, Sigl
 from nanovlm_nb.tools.check import foreseen
 from nanovlm_nb.tools.plan import make_plan
 from nanovlm_nb.cli import main as nanovlm
-from nanovlm_nb.core.config import VLMConfig, load_yaml, parse_args, preset
+from nanovlm_nb.core.config import VLMConfig,preset
+from nanovlm_nb.core.settings import load_yaml,parse_args
 from nanovlm_nb.runs.start import resolve_start
 from nanovlm_nb.model.vlm import VisionLanguageModel
 

@@ -2,7 +2,7 @@
 import pytest
 from commands import TINY, log_of, train
 
-from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 
 
 def test_reports_add_up(tmp_path):

@@ -21,13 +21,14 @@ import torch
 from PIL import Image
 
 from nanovlm_nb.core.config import evolve, preset
-from nanovlm_nb.data.dataset import VQADataset
+from nanovlm_nb.data.samples import VQADataset
 from nanovlm_nb.core.dist import Dist, seed_worker
 from nanovlm_nb.data.images import get_image_processor
-from nanovlm_nb.data.lanes import PackLoader, PackRules, merge_states, pack_workers
+from nanovlm_nb.data.lanes import PackRules
+from nanovlm_nb.data.loader import PackLoader,merge_states,pack_workers
 from nanovlm_nb.data.loader import get_dataloaders, load_sources, load_tokenizer, make_samples, pack_loader
 from nanovlm_nb.data.sources import MapSource
-from nanovlm_nb.training.optim import _report, gather_update
+from nanovlm_nb.training.update import _report,gather_update
 
 pytestmark = [pytest.mark.usefixtures('one_thread'), pytest.mark.filterwarnings('ignore:This DataLoader will create')]
 LENGTH = 128

@@ -15,8 +15,8 @@ from nanovlm_nb.core.run_dir import read_log, read_pointer
 from nanovlm_nb.data.loader import get_dataloaders, load_tokenizer
 from nanovlm_nb.data.packing import collate_packs, pack
 from nanovlm_nb.training import trainer as module
-from nanovlm_nb.training.hooks import hooks_of
-from nanovlm_nb.training.optim import _update_of, tally
+from nanovlm_nb.runs.hook_list import hooks_of
+from nanovlm_nb.training.update import _update_of,tally
 from nanovlm_nb.training.schedule import get_lr
 from nanovlm_nb.training.trainer import Hook, accumulate, make_trainer, resume, save, train, train_step, updates, validation_batches, validation_loss
 from nanovlm_nb.model.vlm import VisionLanguageModel

@@ -12,9 +12,9 @@ from commands import TINY, start_of
 
 from nanovlm_nb.core.run_dir import LOCK
 from nanovlm_nb.cli import main
-from nanovlm_nb.core.config import parse_args
+from nanovlm_nb.core.settings import parse_args
 from nanovlm_nb.core.dist import Dist
-from nanovlm_nb.training.optim import amp_dtype
+from nanovlm_nb.training.precision import amp_dtype
 from nanovlm_nb.runs.run import run as train_here
 
 FLAGS = [*TINY, '--run_name', 'r', '--save_interval', '2', '--eval_interval', '4', '--ask_samples', '0',

@@ -31,7 +31,7 @@ from nanovlm_nb.answers.heatmap import answer_heat
 from nanovlm_nb.cli import main
 from nanovlm_nb.core.config import tiny
 from nanovlm_nb.core.tokenizer import train_tokenizer
-from nanovlm_nb.data.dataset import shapes_tokenizer
+from nanovlm_nb.data.shapes import shapes_tokenizer
 from nanovlm_nb.data.images import ImageProcessor
 from nanovlm_nb.data.loader import load_tokenizer
 from nanovlm_nb.data.prompts import get_image_string, neutralise

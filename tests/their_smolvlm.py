@@ -6,7 +6,7 @@ from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 from nanovlm_nb.core.config import VLMConfig
 from nanovlm_nb.core.tokenizer import train_tokenizer
-from nanovlm_nb.data.dataset import shapes_dataset
+from nanovlm_nb.data.shapes import shapes_dataset
 
 
 def random_smolvlm(kind, tied, tokens, image, side):

@@ -70,10 +70,10 @@ def load():
     import nanovlm_nb
     for name in (*IMPORTED, *(m.name for m in pkgutil.walk_packages(nanovlm_nb.__path__, 'nanovlm_nb.'))): importlib.import_module(name)
     importlib.import_module('transformers').AutoTokenizer  # knows every model there is: a second to import
-    nanovlm_nb.core.config.SettingsParser()
-    nanovlm_nb.data.dataset._conversations()  # and what else is the same in many runs, and kept once it is known: texts, the rows of TINY in commands.py, fonts
-    for rows in (200, 'train', 0), (16, 'validation', 0): nanovlm_nb.data.dataset.shapes_dataset(*rows)
-    nanovlm_nb.core.logs.plot_curves([dict(step=n, batch_loss=6-n/10, val_loss=6, lr_mp=10.**-n, grad_norm=n) for n in range(7)], io.BytesIO())  # ticks are measured for the size in which they are saved
+    nanovlm_nb.core.settings.SettingsParser()
+    nanovlm_nb.data.shapes._conversations()  # and what else is the same in many runs, and kept once it is known: texts, the rows of TINY in commands.py, fonts
+    for rows in (200, 'train', 0), (16, 'validation', 0): nanovlm_nb.data.shapes.shapes_dataset(*rows)
+    nanovlm_nb.core.plots.plot_curves([dict(step=n, batch_loss=6-n/10, val_loss=6, lr_mp=10.**-n, grad_norm=n) for n in range(7)], io.BytesIO())  # ticks are measured for the size in which they are saved
     gc.freeze()  # so that forks share what is here until they change it
     threads = {open(f'/proc/self/task/{t}/comm').read().strip() for t in os.listdir('/proc/self/task') if int(t) != os.getpid()}
     assert threads <= {'jemalloc_bg_thd'}, f'imports have started {threads}'  # the one of pyarrow, which minds forks

@@ -28,16 +28,25 @@ from torch import Tensor,nn
 from torch.utils.data import ConcatDataset
 
 from ..core.usage import MissingFile,UsageError,check_hub_name,require,say,user_path
-from ..data.dataset import SHAPES,draw_scene,held_out,make_scene,Dropped,Plan,VQADataset
+from ..data.drops import Dropped
+from ..data.samples import Plan,VQADataset
+from ..data.shapes import SHAPES,draw_scene,held_out,make_scene
 from ..core.run_dir import CLASSIFY,LOG,TEXT_LOG,checkpoints,find_checkpoint,last_checkpoint,read_state,run_of
-from ..core.config import CAREFUL,IGNORE,PRESETS,REFUSED,Config,Count,Keep,Pos,Text
-from ..core.config import TRUSTED,TrainConfig,VLMConfig,check_known,check_trust,evolve,run_path
-from ..core.config import many,preset,read_sections,rules
+from ..core.fields import IGNORE,Config,Count,Keep,Pos,Text
+from ..core.config import CAREFUL,PRESETS,REFUSED
+from ..core.usage import check_known
+from ..core.config import TrainConfig,VLMConfig,evolve
+from ..core.settings import TRUSTED,check_trust,run_path
+from ..core.fields import many
+from ..core.config import preset,rules
+from ..core.settings import read_sections
 from ..core.dist import Dist,on_master
-from ..core.logs import finished,styled
+from ..core.plots import finished,styled
 from ..model.vision import init_weights
-from ..model.weights import HEAD,check_names,checkpoint_config,find_tokenizer,followed
-from ..model.weights import resolve_checkpoint
+from ..model.files import HEAD
+from ..model.backbones import check_names
+from ..model.pretrained import checkpoint_config,find_tokenizer,followed
+from ..model.files import resolve_checkpoint
 from ..model.flops import COMPONENTS
 from ..model.vlm import VisionLanguageModel
 from ..data.images import image_processor_of
@@ -45,10 +54,10 @@ from ..data.packing import Batch
 from ..data.sources import MapSource
 from ..data.loader import load_tokenizer,pack_loader,transforms_of
 from ..answers.answer import left_pad
-from ..answers.evaluate import digit_pictures
+from ..answers.tasks import digit_pictures
 from ..training.trainer import Hook,Trainer,Validate,over_validation
 from ..training.trainer import length as updates_of
-from ..runs.start import exit_code,relaunch
+from ..runs.ending import exit_code,relaunch
 from ..runs.run import process_group,run
 
 # %% ../../nbs/81_uses.classify.ipynb #d13b8154
@@ -239,7 +248,7 @@ def _as_classifier(cfg:VLMConfig, names:list[str], **changes)->ClassConfig: # of
 class _ClassSamples(VQADataset):
     "Makes samples of rows with a picture and a label."
     def __init__(self, cfg:ClassConfig, tokenizer, # with the image tokens
-        custom_transforms=(), # augmentations, see `10_data.images`
+        custom_transforms=(), # augmentations, see `14_data.images`
     ):
         super().__init__((), tokenizer, image_processor_of(cfg, custom_transforms), cfg.mp_image_token_length)
         self.cfg = cfg

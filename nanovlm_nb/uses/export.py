@@ -22,8 +22,14 @@ from ..core.usage import require,say,user_path
 from ..core.config import VLMConfig
 from ..core.run_dir import check_files,find_checkpoint
 from ..core.tokenizer import save_tokenizer
-from ..model.weights import LORA_NOTE,OWN_CONFIG,OWNED,WHOLE,to_qwen,to_smolvlm,written_at_once,Family
-from ..model.weights import checkpoint_config,neighbours,text_type,their_names
+from ..model.files import WHOLE,written_at_once
+from ..model.backbones import Family
+from ..model.formats import OWN_CONFIG,to_qwen,to_smolvlm
+from ..model.pretrained import LORA_NOTE,OWNED
+from ..model.backbones import their_names
+from ..model.formats import text_type
+from ..model.minimind import neighbours
+from ..model.pretrained import checkpoint_config
 from ..model.vlm import VisionLanguageModel
 from ..answers.answer import standard_processor
 from ..training.lora import PEFT_CONFIG,read_adapted,read_peft,save_peft

@@ -31,10 +31,10 @@ from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.flops import count_flops, peak_flops
 from nanovlm_nb.core.layout import Layout
 from nanovlm_nb.training.checkpoint import Saver
-from nanovlm_nb.training.optim import compile_blocks
+from nanovlm_nb.training.precision import compile_blocks
 from nanovlm_nb.training.hooks import costs
 from nanovlm_nb.training.trainer import Trainer, accumulate, make_trainer, train_step
-from nanovlm_nb.training.optim import tally, gather_update
+from nanovlm_nb.training.update import tally,gather_update
 from nanovlm_nb.model.vlm import VisionLanguageModel
 from nanovlm_nb.tools.plan import example_batch, memory
 from nanovlm_nb.training.lora import adapt

@@ -18,15 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from nanovlm_nb.core.config import IGNORE, change, evolve, preset
+from nanovlm_nb.core.fields import IGNORE
+from nanovlm_nb.core.config import change,evolve,preset
 from nanovlm_nb.core.dist import Dist
 from nanovlm_nb.model.attention import choose_backend
 from nanovlm_nb.model.flops import count_flops, known_gpu
 from nanovlm_nb.tools.plan import LikeCuda, example_batch, like_cuda, meta_net, peak_memory
 from nanovlm_nb.training.hooks import costs
-from nanovlm_nb.training.optim import blocks_of
+from nanovlm_nb.training.precision import blocks_of
 from nanovlm_nb.training.trainer import accumulate, make_trainer
-from nanovlm_nb.training.optim import gather_update, tally
+from nanovlm_nb.training.update import gather_update,tally
 
 HERE = Path(__file__).resolve().parent
 PREDICTED_ON = '2026-11-24'
